@@ -69,6 +69,17 @@ def test_a_number_that_was_claimed_in_advance_is_the_next_one() -> None:
         assert [next(taken), numbers.coming(), numbers.coming(), next(taken), next(taken)] == [0, 1, 1, 1, 2]
 
 
+def test_numbers_of_an_iteration_that_was_dropped_are_the_processs_own_again() -> None:
+    shared = Claims()
+    dropped, other = Numbers(shared, GENERATION, most=4), Numbers(shared, GENERATION, most=4)
+    assert [next(iter(dropped)), dropped.coming(), next(iter(other))] == [0, 1, 2]
+    again = Numbers(shared, GENERATION, most=4, before=dropped)
+    assert next(iter(again)) == 0
+    once_more = Numbers(shared, GENERATION, most=4, before=again)
+    assert [next(iter(once_more)) for _ in range(3)] == [0, 1, 3]
+    assert next(iter(Numbers(shared, GENERATION + 2, most=4, before=once_more))) == 0
+
+
 class Slow:
     """An image of its worker's number. Worker 0 waits with its first one until others have made so many."""
 

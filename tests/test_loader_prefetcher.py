@@ -187,7 +187,7 @@ def test_a_dropped_epoch_takes_what_was_on_its_way_along(paths: list[str], tmp_p
 
 def test_a_killed_worker_is_told_and_the_loader_goes_on(paths: list[str], tmp_path: Path) -> None:
     def kill_one_and_go_on(epoch: Any) -> None:
-        os.kill(epoch._batches._workers[0].pid, signal.SIGKILL)
+        os.kill(epoch._batches._batches._workers[0].pid, signal.SIGKILL)
         collections.deque(epoch, maxlen=0)
 
     with make(paths, tmp_path / "cache", num_batches=1000) as loader:

@@ -28,7 +28,7 @@ def test_one_slow_shard_is_named_in_the_stats_and_now_and_then_in_the_log(
     monkeypatch.setattr(checks, "_SLOW_SHARD_SECONDS", 0.1)
     write_shards(tmp_path / "data", [16] * 6, seed=3)
     with ShardServer(tmp_path / "data") as server:
-        server.misbehave("00002.tar", Fault(bytes_per_second=60_000))
+        server.misbehave("00002.tar", Fault(bytes_per_second=20_000))
         with streamload.make_loader(
             f"{server.url}/{{00000..00005}}.tar?token=secret",
             batch_size=2,

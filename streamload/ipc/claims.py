@@ -59,13 +59,22 @@ class Claims:
 class Numbers:
     """The numbers of the batches that one process makes, in ascending order.
 
+    A worker that starts late follows the next order already when the rank drops the iteration before, and its
+    batches with that. Numbers that it had claimed for those are its own again in the next iteration.
+
     Args:
         claims: those of the rank's workers; None: this process makes all batches.
         generation: of the order that it follows; its numbers end with it.
+        most: how many numbers a process can claim before the rank takes any batch.
+        before: those of the process's last iteration.
     """
 
-    def __init__(self, claims: Claims | None, generation: int):
-        self._claims, self._generation = claims, generation
+    def __init__(self, claims: Claims | None, generation: int, most: int = 0, before: Numbers | None = None):
+        self._claims, self._generation, self._most = claims, generation, most
+        self._again: list[int] = []
+        if before is not None and before._generation == generation:
+            self._again = [*before._first, *before._again]
+        self._first: list[int] = []
         self._dealt = 0  # without claims
         self._coming: int | None = None  # was claimed in advance
 
@@ -77,8 +86,15 @@ class Numbers:
     def coming(self) -> int | None:
         """The next number, claimed in advance; None: there is none."""
         if self._coming is None:
-            if self._claims is not None:
-                self._coming = self._claims.next(self._generation)
-            else:
-                self._coming, self._dealt = self._dealt, self._dealt + 1
+            self._coming = self._next()
+            if self._coming is not None and len(self._first) < self._most:
+                self._first.append(self._coming)
         return self._coming
+
+    def _next(self) -> int | None:
+        if self._again:
+            return self._again.pop(0)
+        if self._claims is not None:
+            return self._claims.next(self._generation)
+        self._dealt += 1
+        return self._dealt - 1

@@ -9,6 +9,7 @@ rank's bad samples.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -75,10 +76,15 @@ def exceeds(bad: int, count: int, limit: float | None, *, is_all: bool = True) -
         bad: how many are bad.
         count: of how many.
         limit: the largest share that is allowed; None: any.
-        is_all: whether these are all; of one rank's, few say nothing.
+        is_all: whether these are all. Of some ranks' alone chance has its part: three standard deviations of
+            a count that is just allowed.
     """
-    enough = bad >= _FEWEST_BAD or (is_all and 2 * bad >= count)
-    return limit is not None and bad > limit * count and enough
+    if limit is None:
+        return False
+    allowed = limit * count
+    if not is_all:
+        return bad > allowed + 3 * math.sqrt(allowed) and bad >= _FEWEST_BAD
+    return bad > allowed and (bad >= _FEWEST_BAD or 2 * bad >= count)
 
 
 class PassEnd:

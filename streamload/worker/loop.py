@@ -150,6 +150,7 @@ class WorkerLoop:
         self._spans = Spans(control, f"worker {worker}" if workers else "training")
         self._reader = Reader(config, control, self._counts, self._spans, worker, workers)
         self._slots = buffers
+        self._numbers: Numbers | None = None
         self._replacements = Replacements(config, self._reader)
         self._weights: RowWeights | None = None
         if config.sample_weight is not None:
@@ -168,7 +169,9 @@ class WorkerLoop:
         begin = self._config.assembly.batch_factory(start.features, self._reader.feature_rows)
         steps, changes_generation = start.steps, start.changes_generation
         admission = self._admission(sampler.steps, start)
-        numbers, number = Numbers(self._control.claims if self._workers else None, start.generation), 0
+        claims = self._control.claims if self._workers else None
+        numbers = self._numbers = Numbers(claims, start.generation, self._ahead + 2, self._numbers)
+        number = 0
         try:
             for number in numbers:
                 self._wait_for_turn(number)
