@@ -125,7 +125,10 @@ class Reader:
     def has(self, group: int, source: int, position: int, wait: Wait) -> bool:
         """Wait until all references before a position are known; False if there are fewer."""
         stream = self.references(group, source)
-        while not stream.reaches(position):
+        while True:
+            looked_ns = time.monotonic_ns()
+            if stream.reaches(position):
+                break
             if not stream.follow(self._known_ahead):
                 if stream.reads_everything and (group, source) not in self._without_samples:
                     self._without_samples.add((group, source))
@@ -134,7 +137,7 @@ class Reader:
                 if self._fills.are_refused(needed):  # shards that the batch has read by now may be evicted
                     self._cache.keep_open(self._in_use().union(needed))
                 is_held_back = wait.is_held_back((group, source), *stream.progress)
-                self._pause(wait, needed, source, is_held_back)
+                self._pause(wait, needed, source, is_held_back, looked_ns)
         return stream.has(position)
 
     def arrived(self, shard: int) -> Numbers:
@@ -323,7 +326,14 @@ class Reader:
         """The source of a shard."""
         return bisect.bisect_right(self._config.sources, shard, key=lambda source: source.first) - 1
 
-    def _pause(self, wait: Wait, needed: list[int], source: int, is_held_back: bool = False) -> None:
+    def _pause(
+        self,
+        wait: Wait,
+        needed: list[int],
+        source: int,
+        is_held_back: bool = False,
+        looked_ns: int | None = None,
+    ) -> None:
         """Wait a moment for bytes of a source, after making sure that they are being fetched.
 
         Args:
@@ -331,8 +341,9 @@ class Reader:
             needed: the shards that it waits for, the most urgent first.
             source: of these shards.
             is_held_back: whether the shuffle window is why it waits.
+            looked_ns: when the look began that didn't find them, by the monotonic clock; None: now.
         """
-        began = time.monotonic_ns()
+        began = time.monotonic_ns() if looked_ns is None else looked_ns
         self.stop_if_superseded()
         self.want(needed)
         self._fills.prefetcher.check()
@@ -340,14 +351,14 @@ class Reader:
         for action in decide(blocked):
             self._act(action, blocked, wait)
         time.sleep(poll_seconds(blocked))
+        if self._control.while_waiting is not None:
+            self._control.while_waiting()
         waited_ns = time.monotonic_ns() - began
         if self._spans.is_on:
             now_ns, shard = time.time_ns(), self._config.shards[needed[0]].name if needed else ""
             self._spans.add("wait for bytes", now_ns - waited_ns, now_ns, shard=shard)
         self._counts.add("shuffle_wait_ns" if is_held_back else "bytes_wait_ns", waited_ns)
         self._control.by_source[self._row, source, 1] += waited_ns
-        if self._control.while_waiting is not None:
-            self._control.while_waiting()
         if needed and self._control.wanted_seconds():
             self._blocked_ns[needed[0]] = self._blocked_ns.get(needed[0], 0) + waited_ns
 
