@@ -95,6 +95,7 @@ def prepared(server: ShardServer, place: Path) -> list[Path]:
     return [path for form in forms for path in place.glob(f"prepared/{form.recipe}/{form.digest}/*.tar")]
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(400)
 def test_the_nodes_of_a_cluster_fill_a_shared_tier(
     server: ShardServer, cluster: RayCluster, tmp_path: Path

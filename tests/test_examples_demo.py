@@ -52,6 +52,7 @@ def test_the_demo_trains_from_the_link_and_then_from_the_cache(demo, tmp_path):
     assert list((tmp_path / "temporary").glob("streamload*")) == []
 
 
+@pytest.mark.deep
 def test_ctrl_c_ends_the_demo_and_leaves_nothing(demo, tmp_path):
     write_photograph_shards(tmp_path / "shards", 96, 48)
     process = demo("--directory", tmp_path / "shards", "--batch-size", 16, "--link", "100KB")

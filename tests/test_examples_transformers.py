@@ -11,6 +11,7 @@ import pytest
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_transformers_clip.py"
 
 
+@pytest.mark.deep
 def test_the_example_for_transformers_runs_without_arguments_or_downloads_and_its_loss_falls() -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLE)],

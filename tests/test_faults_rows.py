@@ -63,6 +63,7 @@ def test_what_must_hold_holds_for_each_variant(row: Row, sources: Sources) -> No
     assert_holds(row, sources, row.short or len(row.variants))
 
 
+@pytest.mark.deep
 def test_the_same_faults_are_met_by_webdataset(sources: Sources) -> None:
     (row,) = (row for row in ROWS if row.name == "body cut")
     met = run_row(row, sources, 2, short=True)["webdataset"]

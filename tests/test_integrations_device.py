@@ -47,6 +47,7 @@ def assert_ahead(found: Found, batches: int, device: str, *, looked_ahead: int =
     assert not [line for line in found["log"] if PINNING in line]
 
 
+@pytest.mark.deep
 def test_auto_is_this_processs_device_and_starts_nothing_before_workers_are_forked(
     run: Callable[[str], Found],
 ) -> None:
@@ -97,6 +98,7 @@ def test_accelerate_finds_batches_on_its_device(run: Callable[[str], Found]) -> 
     assert "pin_memory=False" in found["refused"]
 
 
+@pytest.mark.deep
 def test_transformers_trainers_find_batches_on_their_device(run: Callable[[str], Found]) -> None:
     found = run("transformers")
     assert_ahead(found["ours"], 12, "npu:0")

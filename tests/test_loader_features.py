@@ -552,6 +552,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.deep)])
 def test_a_run_of_stored_rows_alone_builds_no_model(data: Path, tmp_path: Path, method: str) -> None:
     program = tmp_path / "program.py"

@@ -57,6 +57,7 @@ def shards(tmp_path_factory):
     return directory
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(400)
 def test_all_is_measured_and_table_json_and_verdict_agree(bench, shards, tmp_path):
     out = tmp_path / "out.json"
