@@ -106,6 +106,7 @@ class Blank(IterableDataset[Batch | Failed]):
                 used.ru_utime + used.ru_stime,
                 waited,
                 counts.value("fresh_tensors"),
+                time.monotonic(),
             )
             since = time.monotonic()
             yield Batch(
@@ -129,8 +130,8 @@ def handed_over(
     )
     feed = None if device.type == "cpu" else feed_for(device)
     copied = torch.zeros(shape, dtype=torch.uint8)
-    first: dict[int, tuple[int, int, float, float]] = {}
-    last: dict[int, tuple[int, int, float, float]] = {}
+    first: dict[int, tuple[float, ...]] = {}
+    last: dict[int, tuple[float, ...]] = {}
     arriving = InOrder(iter(source))
     start = cpu = switches = waited = 0.0
     measured = 0
@@ -169,7 +170,7 @@ def handed_over(
         "consumer_waits": waited / seconds,
         "consumer_cpu_ms": 1e3 * (own.ru_utime + own.ru_stime - cpu) / measured,
         "consumer_switches": (own.ru_nvcsw + own.ru_nivcsw - switches) / measured,
-        "workers_wait": statistics.fmean(each[2] for each in spent) / seconds,
+        "workers_wait": statistics.fmean(each[2] / each[4] for each in spent),
         "worker_cpu_ms": 1e3 * sum(each[1] for each in spent) / measured,
         "worker_switches": sum(each[0] for each in spent) / measured,
         "fresh_tensors": sum(each[3] for each in spent),
