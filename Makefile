@@ -45,9 +45,8 @@ docs: $(DOCS_READY)  ## Build the documentation into docs/_build/html (warnings 
 	.venv-docs/bin/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet --doctree-dir docs/_build/doctrees docs docs/_build/html
 
 # Many tests wait for processes, disks and servers: four at a time keep two cores busy. Their deadlines can be missed by
-# a busy machine: what fails is run once more, by itself, and has to pass then; the output shows both. Threads of torch
-# would only wait for each other: four processes with two of them each took a fifth more of two cores.
-TESTED = export OMP_NUM_THREADS=1; $(1) --numprocesses 4 --dist worksteal || \
+# a busy machine: what fails is run once more, by itself, and has to pass then; the output shows both.
+TESTED = $(1) --numprocesses 4 --dist worksteal || \
 	{ [ $$? = 1 ] && $(1) --last-failed --last-failed-no-failures none; }
 
 # Prometheus' own parser reads what is exported, and a browser shows what is drawn.
