@@ -161,9 +161,9 @@ def _files_advice() -> str:
 
 def _processes_advice() -> str:
     limit = process_limit()
-    known = f"{limit[0]} is {limit[1]:,}" if limit is not None else "a limit of processes and threads"
+    met = f"{limit[0]} is {limit[1]:,}" if limit is not None else "a limit of processes and threads"
     return (
-        f"{known}: allow more processes and threads (ulimit -u; --pids-limit or pids.max of the container), "
+        f"{met}: allow more processes and threads (ulimit -u; --pids-limit or pids.max of the container), "
         f"or use fewer workers"
     )
 

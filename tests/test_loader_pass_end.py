@@ -209,7 +209,7 @@ def test_a_rank_that_stops_before_the_end_is_not_waited_for_without_end(tmp_path
 
 def test_a_shard_that_two_groups_share_is_not_lost_twice() -> None:
     """One of three shards, which are cut into four pieces; then two of two ranks' own."""
-    checks, limit = PassEnd(streamload.Shards(), train=True), r"2 of 4 \(50 %\) shards"
+    checks, limit = PassEnd(train=True, max_bad_samples=0.1, max_bad_shards=0.1), r"2 of 4 \(50 %\) shards"
     checks.check(0, Totals(2, 40, 0, 40, 2, 4, 0, 0, 1), 2, 3, logs=False)
     with pytest.raises(TooManyBadShards, match=limit):
         checks.check(0, Totals(2, 40, 0, 40, 2, 4, 0, 0, 1), 2, 4, logs=False)
@@ -224,7 +224,7 @@ def test_totals_of_ranks_have_what_came_before_a_resume_once() -> None:
 
 def test_a_state_of_each_rank_adds_up_to_the_counts_of_all() -> None:
     def counts(rank: int) -> list[int]:
-        checks = PassEnd(streamload.Shards(), train=True)
+        checks = PassEnd(train=True, max_bad_samples=0.1, max_bad_shards=0.1)
         checks.restore([40, 6, 1], 0)
         return checks.counts(0, rank, 2)
 

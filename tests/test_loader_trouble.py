@@ -622,7 +622,7 @@ def test_batches_of_an_epoch_that_was_left_are_not_computed(server: ShardServer,
         (["t 1.05 x.jpg", "t 1.05 x.txt"], r"a key ends at the first dot .* of t 1 leaves .* '05 x\.jpg'"),
     ],
 )
-def test_names_of_which_nothing_can_be_used_are_named_as_the_cause(
+def test_names_of_which_nothing_can_be_used_are_named_as_a_likely_cause(
     names: list[str], cause: str, tmp_path: Path
 ) -> None:
     with tarfile.open(tmp_path / "0.tar", "w") as tar:

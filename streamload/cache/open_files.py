@@ -57,9 +57,9 @@ class OpenFiles:
         """Close files while this process has nearly as many open as it may; call it after opening some."""
         most = limits.most_files()
         ceiling = most - min(_SPARE_FILES, most // _SPARE_SHARE)
-        known = descriptors.count()
-        if known > ceiling // 2:
-            self._close(limits.open_files(at_least=known) - ceiling)
+        registered = descriptors.count()
+        if registered > ceiling // 2:
+            self._close(limits.open_files(at_least=registered) - ceiling)
 
     def give_up(self) -> bool:
         """Close half of the files; False if there are none."""

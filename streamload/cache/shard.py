@@ -55,7 +55,7 @@ class Shard:
 
 
 def shard_of(
-    url: str, storage_options: dict[str, Any] | None, recipe: str = "", given: str | None = None
+    url: str, storage_options: dict[str, Any] | None, recipe: str = "", spelling: str | None = None
 ) -> Shard:
     """What is known of a shard from its URL alone.
 
@@ -63,11 +63,11 @@ def shard_of(
         url: one URL.
         storage_options: of fsspec.
         recipe: read it as prepared by this recipe.
-        given: how the user spelled it; None: as it is.
+        spelling: the URL as the user gave it; None: the same.
     """
     shard = Shard(
         url=url,
-        name=urls.redact(url if given is None else given),
+        name=urls.redact(url if spelling is None else spelling),
         digest=urls.digest(url, storage_options),
         local=urls.local_path(url) if urls.is_local(url) else None,
         storage_options=storage_options,

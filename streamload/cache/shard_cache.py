@@ -286,7 +286,7 @@ class _UsableCheck:
         self._read: set[str] = set()  # those that have ended
         self._keys: list[str] = []
         self._names: set[tuple[str, str]] = set()  # shards and keys
-        self._cause = ""  # that the index shows
+        self._cause = ""  # a likely one, that names show
         self._given_up: dict[str, str] = {}  # why, by the shard's name
 
     def saw(self, view: ShardView, start: int, usable: int) -> None:
@@ -295,7 +295,7 @@ class _UsableCheck:
         if self._found_usable or view.reader is None:
             return
         self._samples += view.count - start
-        for number in range(start, view.count):
+        for number in range(start, 0 if self._cause else view.count):
             self._look_for_cause(view.shard.name, view.reader.entry(number))
         for number in range(start, min(view.count, start + _KEYS_SHOWN - len(self._keys))):
             entry = view.reader.entry(number)
@@ -342,11 +342,8 @@ class _UsableCheck:
             f"no usable sample in {len(self._read)} shards and {self._samples} samples "
             f"(first: {', '.join(sorted(self._read)[:2]) or 'unfinished'}). Seen: {'; '.join(self._keys)}"
             f"{'; given up: ' + causes if causes else ''}. "
-            + (
-                f"The cause: {self._cause}"
-                if self._cause
-                else "Check image_key, text_key (None: there are no captions), label_key and keep"
-            )
+            f"{f'A likely cause: {self._cause}. Else check' if self._cause else 'Check'} image_key, "
+            f"text_key (None: there are no captions), label_key and keep"
         )
 
 

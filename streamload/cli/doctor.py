@@ -372,25 +372,25 @@ def _limits() -> list[Finding]:
 
     limits.allow_many_files()  # as a run does
     files = limits.most_files()
-    found = [Finding("open files", f"{files:,} for each process")]
+    advice = ""
     if files < _FEW_FILES:
         advice = (
             f"This is little: where many shards are open at once, some are closed and opened again, which "
             f"takes time. Allow {_FEW_FILES} (ulimit -Hn {_FEW_FILES}, LimitNOFILE=, "
             f"--ulimit nofile={_FEW_FILES})."
         )
-        found = [Finding("open files", f"{files:,} for each process", advice=advice)]
+    findings = [Finding("open files", f"{files:,} for each process", advice=advice)]
     processes = limits.process_limit()
     if processes is not None:
         name, most = processes
         few = "This is little for a training and its workers: allow more, or use fewer workers."
         advice = few if most < _FEW_PROCESSES else ""
-        found.append(Finding("processes and threads", f"{most:,} ({name})", advice=advice))
+        findings.append(Finding("processes and threads", f"{most:,} ({name})", advice=advice))
     _, most_maps = limits.map_count()
     if most_maps:
         few = f"This is little: set it to {_FEW_MAPS} (sysctl vm.max_map_count)."
-        found.append(Finding("memory maps", f"{most_maps:,}", advice=few if most_maps < _FEW_MAPS else ""))
-    return found
+        findings.append(Finding("memory maps", f"{most_maps:,}", advice=few if most_maps < _FEW_MAPS else ""))
+    return findings
 
 
 def _default_start_method() -> str:

@@ -80,7 +80,7 @@ class BufferPool:
     def __init__(self, batches: int):
         self._batches = batches
         self._name = f"{os.getpid()}-{next(_names)}"
-        self._file = _shared_file()
+        self._file = shared_file()
         self._held = SharedArray((_MOST_SLOTS,), torch.uint8)
         """Whether each slot is in use: set by the worker, cleared by the rank."""
         self._prepare()
@@ -261,7 +261,7 @@ def shared_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     size_bytes = math.prod(shape) * dtype.itemsize
     if size_bytes == 0 or not hasattr(os, "memfd_create"):
         return own_empty(shape, dtype)
-    descriptor = _shared_file()
+    descriptor = shared_file()
     try:
         grow(descriptor, size_bytes)
         storage = storage_of_file(descriptor, size_bytes)
@@ -279,7 +279,12 @@ def memory_file() -> int:
     return opening(lambda: os.memfd_create("streamload", os.MFD_CLOEXEC))
 
 
-def _shared_file() -> int:
+def shared_file() -> int:
+    """Create a file in memory for other processes to map or lock, and return its descriptor.
+
+    Raises:
+        LimitReached: there may be no more open files.
+    """
     try:
         return memory_file()
     except OSError as exc:

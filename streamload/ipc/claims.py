@@ -14,6 +14,8 @@ from multiprocessing.reduction import DupFd
 from struct import Struct
 from typing import Any
 
+from streamload.ipc.buffers import shared_file
+
 _DEALT = Struct("<qq")
 """The generation of the order, and how many of its numbers are dealt."""
 
@@ -26,7 +28,7 @@ class Claims:
 
     def __init__(self) -> None:
         if hasattr(os, "memfd_create"):
-            self._file = os.memfd_create("streamload", os.MFD_CLOEXEC)
+            self._file = shared_file()
         else:
             with tempfile.TemporaryFile() as file:
                 self._file = os.dup(file.fileno())

@@ -202,9 +202,9 @@ def _measured(values: Any) -> tuple[int, int, int, float]:
     """
     try:
         rows, steps, waited_ns, seconds = values
-        found = int(rows), int(steps), int(waited_ns), float(seconds)
+        numbers = int(rows), int(steps), int(waited_ns), float(seconds)
     except (TypeError, ValueError) as exc:
         raise StateMismatch(f"not a valid state of a loader: {exc!r:.100} as {STEP_TIMES}") from None
-    if min(found) < 0 or not math.isfinite(found[3]):
+    if min(numbers) < 0 or not math.isfinite(numbers[3]):
         raise StateMismatch(f"not a valid state of a loader: {values!r:.50} as {STEP_TIMES}")
-    return found
+    return numbers

@@ -260,12 +260,9 @@ class Epoch:
                 f"again; to resume this epoch, load its state_dict() first"
             ) from None
 
-    def _next_batch(self) -> Batch:
-        return self._batches.next(self._loader.meter.tick)
-
     def _next_or_none(self) -> Batch | None:
         try:
-            return self._next_batch()
+            return self._batches.next(self._loader.meter.tick)
         except StopIteration:
             return None
 

@@ -380,7 +380,9 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         self._checks = BatchChecks(self._counts, self.options.train, self.options.shards.max_bad_samples)
         self._waits, self.waited_ns = ShardWaits(self.options.urls.__getitem__), 0
         self._shard_checks = ShardChecks(self.options.shards.max_bad_shards)
-        self._pass_end = PassEnd(self.options.shards, self.options.train)
+        self._pass_end = PassEnd(
+            self.options.train, self.options.shards.max_bad_samples, self.options.shards.max_bad_shards
+        )
         self.meter = Meter(
             self.options, self._schedule, self._control, self._counts, self._on_alert, self._waits
         )
@@ -402,11 +404,11 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         lost = shards = 0
         if schedule.reports_shards and self._pool is not None:
             lost, shards = self._given_up(), self._pool.shards
-        own = self._pass_end.totals(lost, shards, schedule.epochs_are_passes)
+        counted = self._pass_end.totals(lost, shards, schedule.epochs_are_passes)
         order = schedule.order
         totals = self._pass_end.agree(
             f"epoch {self._epoch} of {order.data} {order.seed} {order.train}",
-            own,
+            counted,
             world_size,
             lambda: self._lengths.least_of_pass(self._counts),
         )

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from streamload.errors import NoValidSamples, TooManyBadSamples, TooManyBadShards
 from streamload.loader.distributed import agree
-from streamload.loader.groups import Shards
 from streamload.worker import Batch, SkippedSample
 
 logger = logging.getLogger("streamload")
@@ -91,12 +90,12 @@ class PassEnd:
     """Counts one rank's samples since a pass began, and compares the totals of all ranks with the limits.
 
     Args:
-        shards: has the limits.
         train: whether bad samples are replaced, or left out.
+        max_bad_samples, max_bad_shards: the largest shares that are allowed; None: any.
     """
 
-    def __init__(self, shards: Shards, train: bool):
-        self._limits, self._train = shards, train
+    def __init__(self, train: bool, max_bad_samples: float | None, max_bad_shards: float | None):
+        self._train, self._max_bad_samples, self._max_bad_shards = train, max_bad_samples, max_bad_shards
         self._samples = self._bad = self._usable = self._lost_before = 0
         self._before = (0, 0)  # samples and bad ones of all ranks, by the state that the run resumed from
         self._is_resumed = False
@@ -152,10 +151,10 @@ class PassEnd:
         """
         lost = min(shards, max(lost, self._lost_before))
         samples, bad = self._before
-        own = Totals(1, self._samples, self._bad, self._usable, lost, shards, samples, bad, int(is_pass))
-        if self._train:
-            return own
-        return own._replace(samples=own.samples + samples, bad=own.bad + bad, samples_before=0, bad_before=0)
+        counted = (self._samples, self._bad)
+        if not self._train:  # what was counted before is this rank's own
+            counted, samples, bad = (self._samples + samples, self._bad + bad), 0, 0
+        return Totals(1, *counted, self._usable, lost, shards, samples, bad, int(is_pass))
 
     def agree(
         self, name: str, own: Totals, world_size: int, pass_samples: Callable[[], int | None]
@@ -172,8 +171,8 @@ class PassEnd:
 
         def decide(values: list[list[int]]) -> list[int]:
             totals = merged([Totals(*value) for value in values])
-            limit = self._limits.max_bad_samples
-            if not totals.is_pass and exceeds(totals.all_bad, totals.all_samples, limit):
+            is_exceeded = exceeds(totals.all_bad, totals.all_samples, self._max_bad_samples)
+            if is_exceeded and not totals.is_pass:
                 samples = pass_samples()
                 totals = totals._replace(is_pass=int(samples is not None and totals.all_samples >= samples))
             return list(totals)
@@ -214,14 +213,14 @@ class PassEnd:
         if totals.is_pass and not totals.usable and not self._is_resumed and is_all:
             kind = TooManyBadSamples if bad else NoValidSamples
             raise kind(f"nothing could be used: {text}{last}")
-        if totals.is_pass and exceeds(bad, samples, self._limits.max_bad_samples, is_all=is_all):
+        if totals.is_pass and exceeds(bad, samples, self._max_bad_samples, is_all=is_all):
             raise TooManyBadSamples(
-                f"{text}: more than max_bad_samples={self._limits.max_bad_samples:g} allows (None allows any "
+                f"{text}: more than max_bad_samples={self._max_bad_samples:g} allows (None allows any "
                 f"share){last}"
             )
-        if exceeds(lost, shards, self._limits.max_bad_shards, is_all=is_all):
+        if exceeds(lost, shards, self._max_bad_shards, is_all=is_all):
             raise TooManyBadShards(
-                f"{text}: more than max_bad_shards={self._limits.max_bad_shards:g} allows (None allows any "
+                f"{text}: more than max_bad_shards={self._max_bad_shards:g} allows (None allows any "
                 f"share). The log has the reason for each shard"
             )
 

@@ -65,8 +65,8 @@ class WorkerPool:
         options.refuse_to_start_workers()
         config, placed = worker_config_for(options, schedule)
         self.tier, self.run = placed.tier, config.run
-        own = (pieces.shards for source in config.sources for pieces in source.pieces.values())
-        self.shards = sum(shards.size for shards in own)
+        all_pieces = (pieces for source in config.sources for pieces in source.pieces.values())
+        self.shards = sum(pieces.shards.size for pieces in all_pieces)
         self.page = PageFile(placed.tier.root)
         self._close_tier = weakref.finalize(owner, in_this_process(_close), self.page, placed)
         self.order = schedule.order

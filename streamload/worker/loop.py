@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import encodings.idna  # noqa: F401  (every worker needs it and numpy.random: imported here, forked workers share them)
+import functools
 import gc
 import multiprocessing.util
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,7 +95,7 @@ class StreamDataset(IterableDataset[Batch | Failed]):
     """
 
     def __init__(
-        self, config: WorkerConfig, control: ControlBlock, buffers: Sequence[BufferPool] = (), ahead: int = 0
+        self, config: WorkerConfig, control: ControlBlock, buffers: Sequence[BufferPool], ahead: int
     ):
         self._config = config
         self._control = control
@@ -140,7 +141,7 @@ class WorkerLoop:
         worker: int,
         workers: int,
         buffers: BufferPool | None,
-        ahead: int = 0,
+        ahead: int,
     ):
         self.pid = os.getpid()
         self._config = config
@@ -174,11 +175,11 @@ class WorkerLoop:
         number = 0
         try:
             for number in numbers:
-                self._wait_for_turn(number)
+                self._wait_until(functools.partial(self._may_begin, number))
                 if self._control.order.generation != start.generation:
                     return
                 if steps is None or number < steps:
-                    self._wait_for_decision(start.decision_before(number))
+                    self._wait_until(functools.partial(self._is_decided, start.decision_before(number)))
                 if changes_generation != self._control.changes.generation:
                     latest = Changed.from_json(self._control.changes.read())
                     steps, changes_generation = latest.steps, latest.generation
@@ -238,25 +239,23 @@ class WorkerLoop:
         """Stop the fills and close the tier. Idempotent."""
         self._reader.close()
 
-    def _wait_for_turn(self, number: int) -> None:
-        """Wait until the training loop has taken so many batches that this one isn't too far ahead.
+    def _wait_until(self, holds: Callable[[], bool]) -> None:
+        """Wait for the training loop.
 
         Raises:
             Superseded: the rank has started another epoch, or has died.
         """
-        while self._workers and number >= self._control.taken + self._ahead:
+        while not holds():
             self._reader.stop_if_superseded()
             time.sleep(_POLL_SECONDS)
 
-    def _wait_for_decision(self, step: int) -> None:
-        """Wait until the decision at a step of the run was made.
+    def _is_decided(self, step: int) -> bool:
+        """Whether the decision at a step of the run was made."""
+        return self._control.decided >= step
 
-        Raises:
-            Superseded: the rank has started another epoch, or has died.
-        """
-        while self._control.decided < step:
-            self._reader.stop_if_superseded()
-            time.sleep(_POLL_SECONDS)
+    def _may_begin(self, number: int) -> bool:
+        """Whether the training loop has taken so many batches that this one isn't too far ahead."""
+        return not self._workers or number < self._control.taken + self._ahead
 
     def _block(self, step: Step | PlannedStep, number: int) -> BlockBounds | None:
         """What ranks have to agree on before a step: the bounds of its block, at its or an epoch's begin."""
