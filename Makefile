@@ -32,7 +32,7 @@ test: lint docs pytest pytest-openclip  ## Check everything (style, types, impor
 BASE ?= main
 quick: lint docs  ## Check style, types, docs and the tests of what changed since BASE=main, or of one room: ROOM=cache
 	files=$$($(BIN)/python .ci/quick.py $(BASE) $(ROOM)); \
-	[ -z "$$files" ] || $(BIN)/python -m pytest -m "not deep" --numprocesses 4 --dist worksteal $$files || [ $$? = 5 ]
+	[ -z "$$files" ] || $(BIN)/python -u -m pytest -m "not deep" --numprocesses 4 --dist worksteal $$files || [ $$? = 5 ]
 
 lint: $(READY)  ## Check style, types and the import contract
 	$(BIN)/ruff check
@@ -53,17 +53,17 @@ TESTED = $(1) --numprocesses 4 --dist worksteal || \
 pytest: $(READY)
 	@for package in prometheus chromium; do \
 		bash .ci/need $$package || echo "The tests that need $$package are skipped." >&2; done
-	$(call TESTED,$(BIN)/python -m pytest -m "not deep")
+	$(call TESTED,$(BIN)/python -u -m pytest -m "not deep")
 
 # Tests with open_clip in their name run its own code, which needs an older webdataset; the others leave them out.
 pytest-openclip: $(OPENCLIP_READY)
-	$(call TESTED,.venv-openclip/bin/python -m pytest -m "not deep" $(OPENCLIP_TESTS))
+	$(call TESTED,.venv-openclip/bin/python -u -m pytest -m "not deep" $(OPENCLIP_TESTS))
 
 # Those marked deep, and no other file is imported.
 DEEP_TESTS = $(shell grep -l 'mark\.deep' $(wildcard tests/test_*.py tests/openclip/test_*.py))
 deep: $(READY) $(OPENCLIP_READY)  ## Run the tests that are long by nature: benchmarks' quick forms, faults, simulation, long trainings
-	$(call TESTED,$(BIN)/python -m pytest -m deep $(filter-out $(OPENCLIP_TESTS),$(DEEP_TESTS)))
-	$(call TESTED,.venv-openclip/bin/python -m pytest -m deep $(filter $(OPENCLIP_TESTS),$(DEEP_TESTS)))
+	$(call TESTED,$(BIN)/python -u -m pytest -m deep $(filter-out $(OPENCLIP_TESTS),$(DEEP_TESTS)))
+	$(call TESTED,.venv-openclip/bin/python -u -m pytest -m deep $(filter $(OPENCLIP_TESTS),$(DEEP_TESTS)))
 
 TARGETS ?= test deep demo
 times: $(READY) $(OPENCLIP_READY) $(DOCS_READY)  ## Time TARGETS="test deep demo", and write that into CONTRIBUTING.md
@@ -74,7 +74,7 @@ times: $(READY) $(OPENCLIP_READY) $(DOCS_READY)  ## Time TARGETS="test deep demo
 define TESTED_WITH
 	$(BIN)/uv venv --quiet --clear --seed --python $(BIN)/python .venv-$(1)
 	$(BIN)/uv pip install --quiet --python .venv-$(1)/bin/python --resolution $(1) --editable '.[dev]'
-	$(call TESTED,.venv-$(1)/bin/python -m pytest -m "not deep")
+	$(call TESTED,.venv-$(1)/bin/python -u -m pytest -m "not deep")
 endef
 
 ranges: $(READY)  ## Run the tests with the oldest and with the newest dependencies (25 minutes, and gigabytes)

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -39,12 +38,32 @@ hypothesis.settings.load_profile("whatever it takes")
 collect_ignore_glob = [] if importlib.util.find_spec("open_clip") else ["*openclip*"]
 
 
+_GRACE_SECONDS = 120
+_stderr = pytest.StashKey[int]()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # `kill -USR1` on a run that seems to hang, or on a process which it forked, prints all stacks;
     # crashes and time limits (pytest-timeout) print them by themselves.
-    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
+    config.stash[_stderr] = os.dup(2)  # while a test runs, 2 is a file that holds what the test writes
+    faulthandler.register(signal.SIGUSR1, file=config.stash[_stderr], all_threads=True)
     # A shell's background job ignores Ctrl-C and so would what it starts: some tests are about Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """End the process of a test that its time limit didn't end: one whose clean-up hangs, too.
+
+    All stacks are printed, and the test counts as failed.
+    """
+    marker = item.get_closest_marker("timeout")
+    limit = float(marker.args[0] if marker else item.config.getini("timeout"))
+    faulthandler.dump_traceback_later(limit + _GRACE_SECONDS, file=item.config.stash[_stderr], exit=True)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_collection_finish() -> None:
