@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,23 @@ from tests import flat
 GOOD = json.dumps({"caption": "a good one"}).encode()
 BEFORE, AFTER = sample("before", json=GOOD), sample("after", json=GOOD) + END
 
-BAD_TEXTS = {"not UTF-8": b"caf\xe9", "UTF-16": "a cat".encode("utf-16"), "5 MB": b"x" * (5 << 20)}
-BAD_JSON = {
-    "10^6 lists deep": b"[" * 1_000_000,
-    "10^6 objects deep": b'{"caption":' * 1_000_000,
-    "10^6 deep and closed": b'{"caption":' + b"[" * 1_000_000 + b"]" * 1_000_000 + b"}",
-    "a number of 10^6 digits": b'{"caption": ' + b"9" * 1_000_000 + b"}",
+# What is large is made by its test: each process that collects this file would keep it.
+BAD_TEXTS: dict[str, bytes | Callable[[], bytes]] = {
+    "not UTF-8": b"caf\xe9",
+    "UTF-16": "a cat".encode("utf-16"),
+    "5 MB": lambda: b"x" * (5 << 20),
+}
+BAD_JSON: dict[str, bytes | Callable[[], bytes]] = {
+    "10^6 lists deep": lambda: b"[" * 1_000_000,
+    "10^6 objects deep": lambda: b'{"caption":' * 1_000_000,
+    "10^6 deep and closed": lambda: b'{"caption":' + b"[" * 1_000_000 + b"]" * 1_000_000 + b"}",
+    "a number of 10^6 digits": lambda: b'{"caption": ' + b"9" * 1_000_000 + b"}",
     "half a surrogate pair": b'{"caption": "\\ud83d"}',
     "no object": b'["a caption"]',
     "no such field": b'{"text": "a caption"}',
     "not a string": b'{"caption": {"a": 1}}',
-    "4 MB of objects": b'{"caption": [' + b"{}," * 1_300_000 + b"{}]}",
-    "4 MB of fields": json.dumps({f"f{n}": n for n in range(250_000)}).encode(),
+    "4 MB of objects": lambda: b'{"caption": [' + b"{}," * 1_300_000 + b"{}]}",
+    "4 MB of fields": lambda: json.dumps({f"f{n}": n for n in range(250_000)}).encode(),
     "not UTF-8": b'{"caption": "caf\xe9"}',
     "cut": b'{"caption": "a capt',
     "empty": b"",
@@ -44,9 +50,13 @@ SOUND = {
 }
 
 
+def made(content: bytes | Callable[[], bytes]) -> bytes:
+    return content if isinstance(content, bytes) else content()
+
+
 @pytest.mark.parametrize("case", BAD_TEXTS)
 def test_a_caption_that_cannot_be_read_is_skipped_and_counted(case: str, tmp_path: Path) -> None:
-    found = among_good_ones(tmp_path, BEFORE + sample("bad", text=BAD_TEXTS[case]) + AFTER)
+    found = among_good_ones(tmp_path, BEFORE + sample("bad", text=made(BAD_TEXTS[case])) + AFTER)
     assert (found.keys, found.skipped, found.error) == (["before", "after"], {"caption": 1}, "")
     assert len(found.log) < 100_000
 
@@ -55,7 +65,7 @@ def test_a_caption_that_cannot_be_read_is_skipped_and_counted(case: str, tmp_pat
 def test_a_field_that_cannot_be_read_is_skipped_and_counted(case: str, tmp_path: Path) -> None:
     # The good shards around it have no JSON: their captions are texts.
     found = among_good_ones(
-        tmp_path, BEFORE + sample("bad", json=BAD_JSON[case]) + AFTER, text_key="json:caption;txt"
+        tmp_path, BEFORE + sample("bad", json=made(BAD_JSON[case])) + AFTER, text_key="json:caption;txt"
     )
     assert (found.keys, found.skipped, found.error) == (["before", "after"], {"caption": 1}, "")
     assert found.values == ["a good one"] * 2

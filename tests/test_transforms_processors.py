@@ -85,9 +85,12 @@ def test_a_whole_processor_stands_for_its_image_processor(shards, tmp_path):
     assert_close(batch["pixel_values"], images, rtol=0, atol=0)
 
 
-class Brighter(type(processor("CLIP"))):
-    def rescale(self, image, scale, **options):
-        return super().rescale(image, scale * 1.5, **options)
+def brighter():
+    class Brighter(type(processor("CLIP"))):
+        def rescale(self, image, scale, **options):
+            return super().rescale(image, scale * 1.5, **options)
+
+    return Brighter()
 
 
 def changed():
@@ -99,7 +102,7 @@ def changed():
 @pytest.mark.parametrize(
     ("made", "why"),
     [
-        (lambda: Brighter(), "isn't supported"),
+        (brighter, "isn't supported"),
         (changed, "isn't supported, or was changed"),
         (lambda: processor("CLIP", rescale_factor=1 / 127.5), "not be compiled to the bit"),
         (lambda: processor("CLIP", resample=1), "resizes by 1"),
@@ -115,12 +118,12 @@ def test_a_processor_that_does_anything_else_runs_as_given(made, why):
 
 
 def test_a_processor_that_runs_as_given_gives_tensors(shards, tmp_path, caplog):
-    brighter = Brighter()
+    own = brighter()
     with caplog.at_level(logging.INFO, "streamload"):
-        [(images, _), _] = batches(shards, tmp_path, preprocess=brighter)
+        [(images, _), _] = batches(shards, tmp_path, preprocess=own)
     assert "preprocess= runs as given: Brighter isn't supported" in caplog.text
     assert (images.shape, images.dtype) == ((12, 3, 224, 224), torch.float32)
-    plain = processor("CLIP", size=brighter.size, crop_size=brighter.crop_size)
+    plain = processor("CLIP", size=own.size, crop_size=own.crop_size)
     [(darker, _), _] = batches(shards, tmp_path, preprocess=plain)
     assert images.mean() > darker.mean() + 0.3
 
