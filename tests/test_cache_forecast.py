@@ -123,6 +123,7 @@ def make(server: ShardServer, cache: Path, **options: Any) -> streamload.Loader:
     )
 
 
+@pytest.mark.deep
 def test_it_is_made_from_the_shards_that_the_tier_holds(server: ShardServer, tmp_path: Path) -> None:
     shards = [shard_of(f"{server.url}/{n:05d}.tar", None) for n in range(SHARDS)]
     tier = Tier(tmp_path / "cache", 10**9)
@@ -139,6 +140,7 @@ def test_it_is_made_from_the_shards_that_the_tier_holds(server: ShardServer, tmp
     assert half.data_bytes == pytest.approx(used / 2, rel=0.02)
 
 
+@pytest.mark.deep
 def test_of_a_long_list_some_shards_are_looked_for_and_taken_for_the_others(
     server: ShardServer, tmp_path: Path
 ) -> None:

@@ -273,6 +273,7 @@ def one_rank(rank: int, url: str, cache: Path, barrier: Any) -> None:
         barrier.wait(60)
 
 
+@pytest.mark.deep
 def test_the_ranks_of_a_node_ask_once_together(server: ShardServer, tmp_path: Path) -> None:
     with make(server, tmp_path) as loader:
         words(loader)

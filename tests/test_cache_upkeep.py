@@ -94,6 +94,7 @@ def upkeep(tier: Tier, rng: random.Random, done: collections.Counter[str], harm:
                 done["harmed"] += 1
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "harm",
     [pytest.param(False, id="sound"), pytest.param(True, id="with bits that flip", marks=pytest.mark.deep)],
@@ -135,6 +136,7 @@ def test_a_training_does_not_notice_what_is_done_to_its_tier(harm: bool, tmp_pat
     assert not list((tier.root / "runs").iterdir())
 
 
+@pytest.mark.deep
 def test_a_warm_up_ends_whole_though_the_tier_is_cleaned_all_the_time(tmp_path: Path) -> None:
     """Fills and evictions of another process, beside `gc` and `verify` as commands."""
     write_shards(tmp_path / "data", COUNTS, seed=52)

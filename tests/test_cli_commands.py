@@ -256,6 +256,7 @@ def test_pack_takes_quotes_for_characters_where_that_is_asked(streamload, folder
     assert (found["a.txt"], found["b.txt"]) == (b'"so', b'"so" it is')
 
 
+@pytest.mark.deep
 def test_pack_leaves_nothing_when_it_is_terminated(folder):
     table, target = folder / "t.csv", folder / "shards"
     os.mkfifo(table)

@@ -160,6 +160,7 @@ def one_line(ran):
     return line
 
 
+@pytest.mark.deep
 def test_ls_shows_each_fingerprint_with_its_label(features, made):
     report = as_json(features, "ls", "--path", made.path)
     rows = {row["fingerprint"]: row for row in report["fingerprints"]}

@@ -103,7 +103,7 @@ def project(tmp_path: Path) -> Project:
     ("name", "options"),
     [
         ("half", ()),
-        ("texts", ("--tokenizer", "mine:tokenize")),
+        pytest.param("texts", ("--tokenizer", "mine:tokenize"), marks=pytest.mark.deep),
     ],
 )
 def test_what_was_made_ahead_is_found_by_a_training(

@@ -130,7 +130,7 @@ def daemon(place: Place, root: Path, **more: Any) -> Child:
     return Child(work)
 
 
-@pytest.mark.parametrize("kind", ["folder", "s3"])
+@pytest.mark.parametrize("kind", ["folder", pytest.param("s3", marks=pytest.mark.deep)])
 def test_a_training_takes_what_a_daemon_prepared_and_nothing_from_the_origin(
     origin: Origin, tmp_path: Path, kind: str, place: Place, request: pytest.FixtureRequest
 ) -> None:
@@ -220,6 +220,7 @@ def test_killed_daemons_leave_nothing_half_and_the_next_ones_go_on(
     assert are_equal(found, made)
 
 
+@pytest.mark.deep
 def test_sigterm_in_the_middle_hands_back_and_stores_nothing_half(
     origin: Origin, tmp_path: Path, place: Place
 ) -> None:
@@ -348,6 +349,7 @@ def test_a_daemon_prepares_what_a_run_asks_for(
     assert len(list(Path(place.url).glob("shards/*/index"))) == SHARDS
 
 
+@pytest.mark.deep
 def test_a_daemon_follows_a_training_and_prepares_what_it_asks_for(
     origin: Origin, tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -270,6 +270,7 @@ def test_a_unit_is_brought_once_and_says_what_it_took(server: ShardServer, tmp_p
     assert held(server, tmp_path / "shared")[1]
 
 
+@pytest.mark.deep
 def test_a_unit_is_prepared_of_what_the_shared_tier_has(server: ShardServer, tmp_path: Path) -> None:
     url = f"{server.url}/00001.tar"
     assert fetched(job(tmp_path), url)["arrived"] > 0
@@ -285,6 +286,7 @@ def test_a_node_with_another_streamload_is_unfit(server: ShardServer, tmp_path: 
     assert server.log == []
 
 
+@pytest.mark.deep
 def test_a_node_with_other_libraries_is_unfit(server: ShardServer, tmp_path: Path) -> None:
     answer = fetched(job(tmp_path), f"{server.url}/00001.tar", PREPARATION, recipe=f"{RECIPE}-v1-torch0.1")
     assert answer["unfit"].startswith(f"shards are derived by {PREPARATION.name} there")

@@ -112,6 +112,7 @@ def test_one_daemon_brings_all_to_a_folder(place: Place) -> None:
     assert place.sent_bytes() == place.data_bytes
 
 
+@pytest.mark.deep
 def test_one_daemon_brings_all_to_a_bucket(tmp_path: Path) -> None:
     with S3Server() as server:
         server.create_bucket("bucket")

@@ -604,6 +604,7 @@ def test_nothing_is_left_open(tmp_path, no_leaks):
         once("second")
 
 
+@pytest.mark.deep
 def test_it_is_imported_only_when_rows_are_kept():
     script = "import sys, streamload; streamload.cache_module; print('diskcache' in sys.modules)"
     done = subprocess.run(

@@ -239,6 +239,7 @@ def test_a_library_that_gives_other_pixels_gives_another_name(monkeypatch):
         preparation._digest_of_example.cache_clear()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "recipe",
     [*(pytest.param(name, marks=pytest.mark.deep) for name in ("raw", "raw-256")), "jpeg-256-q90"],

@@ -106,6 +106,7 @@ def _is_exact(row: Any, number: int, size: int) -> bool:
     return bytes(row.body) == number.to_bytes(4, "big") * (size // 4)
 
 
+@pytest.mark.deep
 def test_rows_that_are_evicted_while_others_read_are_whole_or_gone(tmp_path: Path) -> None:
     place = Place(str(tmp_path), cache_size=1 << 20)
     writer, reader = RowStore(place), RowStore(place)
@@ -132,6 +133,7 @@ def test_rows_that_are_evicted_while_others_read_are_whole_or_gone(tmp_path: Pat
     reader.close()
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(bool(why_no_small_disk()), reason=why_no_small_disk() or "small disks are possible")
 def test_a_shared_memory_of_64_mb_is_never_filled(tmp_path: Path) -> None:
     """As of a container that nobody told --shm-size."""

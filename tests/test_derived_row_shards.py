@@ -217,7 +217,7 @@ def test_a_derived_shard_is_read_by_tarfile_and_numpy_alone(origin: Origin, plac
 
 
 @pytest.mark.parametrize("place", ["folder", "s3"], indirect=True)
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.deep)])
 def test_a_training_on_another_node_reads_all_rows(
     origin: Origin, place: Place, workers: int, nodes: Any
 ) -> None:
@@ -363,6 +363,7 @@ def environ(tmp_path: Path, node: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "STREAMLOAD_CACHE_DIR": str(tmp_path / node)}
 
 
+@pytest.mark.deep
 def test_two_makers_split_the_shards(tmp_path: Path, place: Place) -> None:
     origin = Origin(tmp_path / "many", (6, 6, 6, 6, 6, 6), options=IMAGES)
     with contextlib.closing(origin):
@@ -378,6 +379,7 @@ def test_two_makers_split_the_shards(tmp_path: Path, place: Place) -> None:
     assert all(report["held"] == 6 for report in reports)
 
 
+@pytest.mark.deep
 def test_a_maker_that_was_killed_is_continued(origin: Origin, place: Place, tmp_path: Path) -> None:
     given = command(origin, place, "--module", f"{HERE}:Slow")
     maker = subprocess.Popen(given, env=environ(tmp_path, "maker"), stdout=subprocess.DEVNULL)
@@ -406,6 +408,7 @@ def test_warm_makes_derived_shards_of_local_files_for_the_node(tmp_path: Path, n
     assert (stats.feature_rows_read, stats.feature_rows_computed) == (SAMPLES, 0)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("how", ["daemon", pytest.param("warm", marks=pytest.mark.deep)])
 def test_commands_that_fill_caches_make_derived_shards(
     origin: Origin, place: Place, tmp_path: Path, nodes: Any, how: str

@@ -35,6 +35,7 @@ def demo(tmp_path):
     return start
 
 
+@pytest.mark.deep
 def test_the_demo_trains_from_the_link_and_then_from_the_cache(demo, tmp_path):
     process = demo("--samples", 192, "--samples-per-shard", 48, "--batch-size", 16, "--link", "8MB")
     printed, _ = process.communicate(timeout=170)
@@ -73,6 +74,7 @@ def test_ctrl_c_ends_the_demo_and_leaves_nothing(demo, tmp_path):
     assert Path(tmp_path / "shards" / "sizes.json").exists()
 
 
+@pytest.mark.deep
 def test_the_demo_fails_with_one_line_on_a_link_that_is_no_size(demo, tmp_path):
     process = demo("--link", "fast", "--samples", 128)
     printed, _ = process.communicate(timeout=120)

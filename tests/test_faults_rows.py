@@ -29,8 +29,12 @@ SLOW = {
     "far windows",
     "row writers killed",
     "forks beside filling threads",
+    "a rank's shards go",
+    "more groups than shards",
+    "one slow shard",
+    "small cache",
 }
-"""Rows of which a single attempt takes three seconds of CPU or more."""
+"""Rows of which a single attempt takes two seconds of CPU or more."""
 
 
 @pytest.fixture(scope="module")

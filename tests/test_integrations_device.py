@@ -82,6 +82,7 @@ def test_auto_is_this_processs_device_and_starts_nothing_before_workers_are_fork
     assert "out of memory" in found["9 failures"]
 
 
+@pytest.mark.deep
 def test_accelerate_finds_batches_on_its_device(run: Callable[[str], Found]) -> None:
     found = run("accelerate")
     for name in ("prepare", "around", "around, dispatched"):

@@ -77,7 +77,7 @@ def epochs_of(paths: list[str], tmp_path: Path, count: int, **options: Any) -> l
         return [[batch["__key__"] for batch in loader] for _ in range(count)]
 
 
-@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("sized", [True, pytest.param(False, marks=pytest.mark.deep)])
 def test_fit_gives_the_epochs_of_a_plain_loop(sized: bool, paths: list[str], tmp_path: Path) -> None:
     options = {"num_samples": 40} if sized else {}
     first, second = epochs_of(paths, tmp_path, 2, **options)
@@ -97,7 +97,9 @@ def test_fit_gives_the_epochs_of_a_plain_loop(sized: bool, paths: list[str], tmp
 
 
 @pytest.mark.parametrize("sized", [True, False])
-@pytest.mark.parametrize("step", [5, 8, 11])
+@pytest.mark.parametrize(
+    "step", [pytest.param(5, marks=pytest.mark.deep), pytest.param(8, marks=pytest.mark.deep), 11]
+)
 def test_fit_goes_on_where_its_checkpoint_was_saved(
     sized: bool, step: int, paths: list[str], tmp_path: Path
 ) -> None:

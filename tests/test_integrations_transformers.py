@@ -117,6 +117,7 @@ def test_a_trainer_goes_on_exactly_where_its_checkpoint_was_saved(
         )  # the last update of a pass has one
 
 
+@pytest.mark.deep
 def test_a_checkpoint_without_a_state_is_refused(place: Path) -> None:
     from streamload.integrations.transformers import STATE_NAME
 

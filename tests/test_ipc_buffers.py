@@ -98,6 +98,7 @@ def test_memory_is_used_again_once_nobody_has_it(loader: streamload.Loader) -> N
     assert loader.stats().fresh_tensors == 0
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("loader", ["fork"], indirect=True)
 def test_slots_that_were_all_held_are_used_again_when_they_are_let_go(loader: streamload.Loader) -> None:
     kept = list(loader)
@@ -110,6 +111,7 @@ def test_slots_that_were_all_held_are_used_again_when_they_are_let_go(loader: st
     assert loader.stats().fresh_tensors == fresh
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("loader", ["fork"], indirect=True)
 def test_a_process_forked_from_the_rank_lets_nothing_go(loader: streamload.Loader) -> None:
     batches = iter(loader)

@@ -131,6 +131,7 @@ def test_many_put_at_once_each_in_its_order() -> None:
     assert seen == dict.fromkeys("abc", len(sizes))
 
 
+@pytest.mark.deep
 def test_a_killed_process_keeps_nobody_from_putting() -> None:
     context: Any = context_with_queues("fork")
     for attempt in range(20):

@@ -95,7 +95,12 @@ def run_of(loader: streamload.Loader, epochs: int) -> tuple[list[list[str]], lis
 
 
 @pytest.mark.parametrize(
-    "length", [pytest.param({}, marks=pytest.mark.deep), {"num_batches": 13}, {"num_samples": 150}]
+    "length",
+    [
+        pytest.param({}, marks=pytest.mark.deep),
+        pytest.param({"num_batches": 13}, marks=pytest.mark.deep),
+        {"num_samples": 150},
+    ],
 )
 def test_a_run_is_resumed_and_replayed_batch_by_batch(
     length: dict[str, Any], data: list[str], tmp_path: Path

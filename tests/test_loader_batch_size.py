@@ -179,6 +179,7 @@ def test_sizes_that_are_set_between_epochs_count_from_the_next_step(data: list[s
 LENGTHS: list[dict[str, Any]] = [{}, {"num_batches": 9}, {"num_samples": 100}]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "length", [pytest.param(length, marks=[pytest.mark.deep] * (not length)) for length in LENGTHS]
 )
@@ -198,6 +199,7 @@ def test_resumed_after_each_step_on_another_layout(
     assert ends[-1] > 150
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("bucketing", [pytest.param("step", marks=pytest.mark.deep), 48])
 def test_with_bucketing_a_size_changes_between_blocks(
     bucketing: Any, data: list[str], tmp_path: Path

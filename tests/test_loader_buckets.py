@@ -128,10 +128,9 @@ def test_steps_do_not_depend_on_ranks_and_workers(
     ("bucketing", "epoch"),
     [
         ("step", 0),
-        (32, 1),
         *(
             pytest.param(*case, marks=pytest.mark.deep)
-            for case in [("step", 1), (32, 0), (4096, 0), (4096, 1)]
+            for case in [("step", 1), (32, 0), (32, 1), (4096, 0), (4096, 1)]
         ),
     ],
 )
@@ -194,6 +193,7 @@ def sources(data: Path, other: Path) -> list[Source]:
     return [Source(str(data), weight=3, name="a"), Source(str(other), weight=1, name="b")]
 
 
+@pytest.mark.deep
 def test_mixed_sources_keep_their_shares_by_block(data: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     write_shards(other, [25, 25], seed=9, options=ShardOptions(image_side=(8, 12), folder="b/"))
@@ -321,7 +321,7 @@ def test_bad_values_are_refused(value: Any) -> None:
         Batches(bucketing=value)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.deep)])
 def test_a_cache_smaller_than_a_block(tmp_path: Path, workers: int) -> None:
     shards = write_shards(tmp_path / "data", [50] * 6, options=ShardOptions(padding_bytes=(20_000, 30_000)))
     total = sum(path.stat().st_size for path in shards)

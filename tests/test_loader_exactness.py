@@ -68,7 +68,7 @@ def urls_of(server: ShardServer, shards: list[Path]) -> str:
 
 @pytest.mark.parametrize(
     "workers",
-    [0, pytest.param(1, marks=pytest.mark.deep), 2, pytest.param(4, marks=pytest.mark.deep)],
+    [2, *(pytest.param(workers, marks=pytest.mark.deep) for workers in (0, 1, 4))],
 )
 def test_a_pass_is_every_sample_once_whatever_the_workers(
     workers: int, shards: list[Path], server: ShardServer, tmp_path: Path
@@ -174,6 +174,7 @@ def test_two_ranks_with_workers_share_a_cold_node(
         assert ranges[-1][1] == path.stat().st_size
 
 
+@pytest.mark.deep
 def test_a_large_shard_among_small_ones_and_more_workers_than_shards(tmp_path: Path) -> None:
     paths = write_shards(tmp_path / "data", [3000, 2], seed=4)
     with make([str(p) for p in paths], tmp_path / "cache", num_workers=3, batch_size=2) as loader:
@@ -204,6 +205,7 @@ def test_a_shard_without_a_usable_sample_is_passed_over_and_counted(tmp_path: Pa
         assert loader.stats().samples_skipped["missing"] == 30
 
 
+@pytest.mark.deep
 def test_shuffle_0_is_as_listed(shards: list[Path], tmp_path: Path) -> None:
     with make([str(p) for p in shards], tmp_path / "cache", shuffle=0, num_workers=2) as loader:
         for _ in range(2):
@@ -260,6 +262,7 @@ def test_listed_sizes_share_an_evaluation_out_evenly(world: int, tmp_path: Path)
     assert total == expected(paths, str(paths[0].parent))
 
 
+@pytest.mark.deep
 def test_a_limit_of_half_of_the_data_evicts_and_loses_nothing(tmp_path: Path) -> None:
     paths = write_shards(tmp_path / "data", [40] * 24, seed=7)
     data_bytes = sum(path.stat().st_size for path in paths)

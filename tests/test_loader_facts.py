@@ -333,6 +333,7 @@ def test_a_built_in_name_is_taken(server: ShardServer, tmp_path: Path):
         make(urls(server), tmp_path, facts={"width": "json:width"})
 
 
+@pytest.mark.deep
 def test_warm_makes_the_facts_that_a_training_finds(server: ShardServer, tmp_path: Path):
     (tmp_path / "mine.py").write_text(
         "def tokenize(captions):\n    return [[len(c)] * 2 for c in captions]\n"

@@ -606,6 +606,7 @@ def train(rank: int, data: Path, place: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.deep
 def test_a_rank_that_computes_and_one_that_only_reads_stay_in_step(data: Path, tmp_path: Path) -> None:
     net = seeded(tmp_path / "rows-1")
     with make(data, features={"f": net}) as loader:

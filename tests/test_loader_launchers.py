@@ -69,6 +69,7 @@ def launch(folder: Path, *command: str) -> None:
             process.wait()
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(600)  # each process imports Lightning: seconds of a core, on a busy machine minutes
 @pytest.mark.parametrize(
     "strategy",

@@ -85,7 +85,7 @@ def use_up_files() -> list[int]:
     return opened
 
 
-@pytest.mark.parametrize("count", [0, 1])
+@pytest.mark.parametrize("count", [pytest.param(0, marks=pytest.mark.deep), 1])
 @pytest.mark.parametrize("origin", ["", "pipe:cat "])
 def test_a_low_limit_of_open_files_changes_no_sample_and_no_order(
     count: int, origin: str, urls: str, tmp_path: Path
@@ -121,6 +121,7 @@ def test_a_state_from_a_machine_with_a_higher_limit_goes_on(urls: str, tmp_path:
     assert outcome(run)["value"] == rest
 
 
+@pytest.mark.deep
 def test_a_shard_that_was_evicted_while_it_was_closed_is_fetched_again_and_the_order_stays(
     urls: str, tmp_path: Path
 ) -> None:
@@ -270,6 +271,7 @@ def test_each_shortage_is_explained_by_the_limit_that_it_met() -> None:
     assert isinstance(limits.reached("x", OSError(24, "too many")), StreamloadError)
 
 
+@pytest.mark.deep
 def test_a_disk_without_inodes_costs_no_sample(urls: str, tmp_path: Path) -> None:
     with make("pipe:cat " + urls, tmp_path / "plenty", lanes=4, shuffle=20) as loader:
         expected = keys_of(loader)

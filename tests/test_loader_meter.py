@@ -276,6 +276,7 @@ def only_key(sample: dict[str, Any]) -> dict[str, Any]:
     return {"key": sample["__key__"]}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("epoch", "limit"), [(0, "origin"), (1, "shuffle")])
 def test_a_cold_run_that_a_wide_window_holds_back_says_so(
     epoch: int, limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -90,6 +90,7 @@ def test_small_sources_repeat_with_new_crops_and_large_ones_go_on(
     assert all(first[sample] != second[sample] for sample in first)
 
 
+@pytest.mark.deep
 def test_mixing_is_the_same_on_every_layout(paths: dict[str, list[str]], tmp_path: Path) -> None:
     mixed = sources_of(paths, large=3, small=1, middle=1)
 

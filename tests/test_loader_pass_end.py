@@ -196,11 +196,13 @@ def test_all_ranks_of_an_evaluation_end_by_the_share_of_all_of_them(tmp_path: Pa
     assert all(end.startswith("TooManyBadSamples: ") for end in ends), ends
 
 
+@pytest.mark.deep
 def test_a_rank_with_many_bad_samples_of_few_in_all_ends_no_run(tmp_path: Path) -> None:
     urls = write(tmp_path / "data", (), range(4))
     assert ends_of(tmp_path, urls, train=False) == ["36 samples"] * 2
 
 
+@pytest.mark.deep
 def test_a_rank_that_stops_before_the_end_is_not_waited_for_without_end(tmp_path: Path) -> None:
     urls = write(tmp_path / "data", *[()] * 2)
     ends = ends_of(tmp_path, urls, train=False, stops_at=2, agree_seconds=0.5)

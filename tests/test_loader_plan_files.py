@@ -219,6 +219,7 @@ def test_daemons_that_come_and_go_change_no_batch(training: Training) -> None:
     assert found == expected
 
 
+@pytest.mark.deep
 def test_with_all_daemons_dead_it_goes_on_from_the_origin(training: Training) -> None:
     with training.loader("alone", shared_cache="") as loader:
         expected = training.keys(loader)

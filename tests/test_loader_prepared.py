@@ -167,7 +167,7 @@ def write_images_of_many_kinds(directory: Path) -> None:
     "options",
     [
         {},
-        {"num_workers": 2, "dtype": "uint8"},
+        pytest.param({"num_workers": 2, "dtype": "uint8"}, marks=pytest.mark.deep),
         {"train": False},
         {"preprocess": as_stored},
         {"preprocess": as_stored, "train": False},

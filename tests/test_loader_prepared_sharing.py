@@ -143,6 +143,7 @@ def test_damage_changes_no_batch(
     assert seen.checksum_failures == 0
 
 
+@pytest.mark.deep
 def test_a_shared_cache_that_goes_in_a_run_changes_no_batch(origin: Origin, tmp_path: Path) -> None:
     with running_s3() as own:
         place = Place("s3://bucket/tier", own.storage_options)
@@ -216,6 +217,7 @@ def test_a_training_that_writes_back_stores_what_it_has_prepared_for_all_nodes(
     assert (seen.origin_bytes, seen.shared_hits) == (0, 3)
 
 
+@pytest.mark.deep
 def test_a_training_prepares_from_what_the_shared_cache_has_as_it_is(
     origin: Origin, tmp_path: Path, place: Place
 ) -> None:

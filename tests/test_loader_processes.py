@@ -56,6 +56,7 @@ def test_a_daemonic_process_is_told_to_have_no_workers(
     assert workers == 0 or "give make_loader num_workers=0" in said
 
 
+@pytest.mark.deep
 def test_a_script_without_a_main_guard_is_told_where_it_belongs(shards: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(UNGUARDED)

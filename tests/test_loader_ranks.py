@@ -95,6 +95,7 @@ def train(rank: int, urls: list[str], place: Path) -> None:
     os._exit(0)  # gloo waits for a peer that has gone
 
 
+@pytest.mark.deep
 def test_all_ranks_are_told_which_one_waits_for_what_and_until_when_and_end_together(tmp_path: Path) -> None:
     write_shards(tmp_path / "data", [12] * 12, seed=5)
     with ShardServer(tmp_path / "data") as near, ShardServer(tmp_path / "data") as far:

@@ -68,6 +68,7 @@ def read(loader: streamload.Loader, batches: int) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.deep
 def test_the_last_of_a_thousand_ranks_reads_the_shards_of_its_group_and_looks_at_few_others(
     server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,7 +104,7 @@ def test_the_last_of_a_thousand_ranks_reads_the_shards_of_its_group_and_looks_at
     assert len(pickle.dumps(recipe)) < 100_000
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.deep)])
 def test_workers_read_the_same_whichever_way_they_are_started(
     method: str, server: ShardServer, tmp_path: Path
 ) -> None:

@@ -55,7 +55,7 @@ def plain(origin: Origin, tmp_path: Path) -> Batches:
         return epoch_of(loader)
 
 
-@pytest.mark.parametrize("kind", ["folder", "s3"])
+@pytest.mark.parametrize("kind", ["folder", pytest.param("s3", marks=pytest.mark.deep)])
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.deep)])
 def test_the_first_training_stores_and_the_next_ones_ask_the_origin_for_nothing(
     origin: Origin, tmp_path: Path, kind: str, method: str, request: pytest.FixtureRequest
@@ -81,7 +81,7 @@ def test_the_first_training_stores_and_the_next_ones_ask_the_origin_for_nothing(
     assert origin.sent == origin.bytes
 
 
-@pytest.mark.parametrize("trainings", [1, 2, 3])
+@pytest.mark.parametrize("trainings", [1, 2, pytest.param(3, marks=pytest.mark.deep)])
 def test_any_number_of_trainings_at_once_take_the_origins_bytes_once(
     origin: Origin, tmp_path: Path, trainings: int
 ) -> None:
@@ -141,6 +141,7 @@ def test_a_training_without_room_reads_single_samples_from_there(origin: Origin,
     assert (seen.origin_bytes, origin.sent) == (0, before)
 
 
+@pytest.mark.deep
 def test_leaving_in_the_middle_of_storing_leaves_nothing_running(origin: Origin, tmp_path: Path) -> None:
     for after in range(1, 4):
         place = Place(str(tmp_path / f"shared-{after}"), {})
@@ -185,6 +186,7 @@ def test_what_is_no_folder_is_refused_before_anything_begins(origin: Origin, tmp
         make(origin, tmp_path, Place("s3://bucket/{0..9}", {}))
 
 
+@pytest.mark.deep
 def test_what_could_be_secret_is_not_shown(origin: Origin, tmp_path: Path) -> None:
     loader = make(origin, tmp_path, Place("ftp://user:swordfish@host/tier", {"password": "swordfish"}))
     assert "swordfish" not in repr(loader) + repr(loader.options)

@@ -82,6 +82,7 @@ def test_lanes_and_window_that_werent_given_are_cut_to_the_room_and_nothing_is_r
         assert keys(loader) == cold  # whatever the cache holds
 
 
+@pytest.mark.deep
 def test_a_run_that_goes_on_keeps_what_was_cut_whatever_room_there_is(
     server: ShardServer, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -133,6 +134,7 @@ def test_one_lane_is_kept_where_two_shards_fit_and_the_order_where_fewer_do(
         assert says in caplog.text
 
 
+@pytest.mark.deep
 def test_sizes_are_asked_for_only_where_the_room_may_be_too_little(
     server: ShardServer, data: Path, tmp_path: Path
 ) -> None:
@@ -196,6 +198,7 @@ def test_several_nodes_read_with_the_least_that_fits_on_one_of_them(
     assert len(given) == len(set(given)) == 160
 
 
+@pytest.mark.deep
 def test_with_half_of_the_data_fitting_a_few_lanes_never_wait_for_room(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -702,7 +702,7 @@ def test_a_state_of_an_earlier_version_is_not_taken_for_moved_shards(
         loader.load_state_dict(old, moved={was: str(paths[0].parent)})
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.deep)])
 def test_a_group_whose_shards_cannot_be_had_takes_part_in_those_of_the_others(
     workers: int, paths: list[Path], tmp_path: Path
 ) -> None:

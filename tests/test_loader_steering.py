@@ -530,6 +530,7 @@ def test_progress_moves_from_what_has_been_learned_and_not_without_reports(
     assert share[True][-1] > 0.34
 
 
+@pytest.mark.deep
 def test_shares_by_tokens_are_resumed_and_replayed(place: Path, tmp_path: Path) -> None:
     tokens = {"a": 10.0, "b": 20.0, "c": 40.0}
 

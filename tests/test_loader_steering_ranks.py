@@ -119,6 +119,7 @@ def unlike(rank: int, place: Path, tmp_path: Path) -> None:
     (tmp_path / f"{rank}.pickle").write_bytes(pickle.dumps((found, [])))
 
 
+@pytest.mark.deep
 def test_ranks_that_report_late_nonsense_or_nothing_take_the_same_decisions(
     place: Path, tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def test_the_aws_command_in_a_pipe(
     assert keys(make(f"pipe:aws s3 cp {URLS} -{behind}", tmp_path)) == oracle(paths)
 
 
+@pytest.mark.deep
 def test_a_missing_object_and_a_wrong_key_are_typed(s3: tuple[S3Server, list[Path]], tmp_path: Path) -> None:
     server, _ = s3
     options = {"storage_options": server.storage_options, "on_error": "raise"}
@@ -99,6 +100,7 @@ def test_a_missing_object_and_a_wrong_key_are_typed(s3: tuple[S3Server, list[Pat
         keys(make("s3://no-such-bucket/00000.tar", tmp_path, **options))
 
 
+@pytest.mark.deep
 def test_two_endpoints_with_equal_keys_are_never_mixed(
     s3: tuple[S3Server, list[Path]], tmp_path: Path
 ) -> None:

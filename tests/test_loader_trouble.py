@@ -325,7 +325,7 @@ def shards_with_bad_images(folder: Path, bad: list[set[int]]) -> str:
     return f"{folder}/{{00..{len(bad) - 1:02d}}}.tar"
 
 
-@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("train", [True, pytest.param(False, marks=pytest.mark.deep)])
 def test_bad_images_in_many_shards_are_no_accident_unless_any_share_is_allowed(
     train: bool, tmp_path: Path
 ) -> None:
@@ -773,8 +773,9 @@ def test_a_shard_that_changes_while_it_is_read_by_range_is_an_error(
         next(batches)
         for path in (tmp_path / "data").iterdir():
             content = path.read_bytes()
-            path.unlink()
-            path.write_bytes(content[:1000] + b"x" + content[1001:])
+            other = tmp_path / "other"
+            other.write_bytes(content[:1000] + b"x" + content[1001:])
+            other.replace(path)  # at no time is it missing
         with pytest.raises(streamload.DatasetChanged):
             list(batches)
 
@@ -863,7 +864,7 @@ def keys_with_the_cache_open(batches: Iterator[Any], workers: int) -> list[str]:
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("scheme", ["http", "pipe"])
+@pytest.mark.parametrize("scheme", ["http", pytest.param("pipe", marks=pytest.mark.deep)])
 def test_a_disk_that_becomes_full_in_a_run_does_not_stop_it(
     scheme: str, workers: int, server: ShardServer, tmp_path: Path, disk: Path
 ) -> None:
@@ -1058,6 +1059,7 @@ print(samples)
 """
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.deep), 2])
 def test_processes_forked_from_the_rank_end_nothing_but_themselves(
     workers: int, server: ShardServer, tmp_path: Path
@@ -1090,6 +1092,7 @@ def test_torch_forgets_in_a_forked_process_whose_workers_it_was_to_watch(
         assert child.exitcode == 0
 
 
+@pytest.mark.deep
 def test_a_loader_serves_each_process_that_is_forked_with_it(server: ShardServer, tmp_path: Path) -> None:
     with make(urls(server), tmp_path, num_workers=1, batch_size=1, seed=4) as loader:
         expected = keys_of(loader)
@@ -1138,7 +1141,7 @@ def what_they_do(alive: list[psutil.Process], said: Path) -> str:
     [
         (signal.SIGINT, "fork"),
         pytest.param(signal.SIGTERM, "fork", marks=pytest.mark.deep),
-        (signal.SIGKILL, "fork"),
+        pytest.param(signal.SIGKILL, "fork", marks=pytest.mark.deep),
         # The forkserver lives as long as a worker does, so that none loses its parent.
         pytest.param(signal.SIGKILL, "forkserver", marks=pytest.mark.deep),
     ],
@@ -1194,6 +1197,7 @@ print(batches, pids == sorted(child.pid for child in multiprocessing.active_chil
 """
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.deep)])
 def test_the_workers_outlive_an_interrupt_that_the_training_outlives(
     method: str, server: ShardServer, tmp_path: Path
@@ -1332,6 +1336,7 @@ def test_files_of_the_cache_that_are_cut_or_gone_are_fetched_again(
         assert keys_of(loader) == first
 
 
+@pytest.mark.deep
 def test_more_shards_may_be_gone_than_a_shell_lets_a_process_open_files(
     server: ShardServer, tmp_path: Path
 ) -> None:
@@ -1409,7 +1414,11 @@ def unreadable(path: Path) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("harm", "error"), [(removed, streamload.OriginNotFound), (unreadable, streamload.OriginError)]
+    ("harm", "error"),
+    [
+        (removed, streamload.OriginNotFound),
+        pytest.param(unreadable, streamload.OriginError, marks=pytest.mark.deep),
+    ],
 )
 def test_a_local_shard_that_cannot_be_opened_any_more_is_an_error_or_is_left_out(
     harm: Callable[[Path], None], error: type[Exception], tmp_path: Path

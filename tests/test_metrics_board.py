@@ -95,6 +95,7 @@ def query(pools: urllib3.PoolManager, url: str, expression: str) -> list[Any]:
     return found
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus isn't installed")
 def test_every_expression_finds_series_of_a_real_run_that_prometheus_has_scraped(tmp_path: Path) -> None:
     for name in ("photos", "drawings"):

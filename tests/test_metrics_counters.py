@@ -75,7 +75,7 @@ def count_in_process(name, row, processes):
     memory.close()
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.deep)])
 def test_processes_lose_nothing_each_with_its_row(method):
     context = multiprocessing.get_context(method)
     memory = shared_memory.SharedMemory(create=True, size=3 * WIDTH * 8)

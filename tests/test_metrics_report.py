@@ -83,6 +83,7 @@ def test_a_recording_has_what_pages_said_and_a_report_the_rates_and_shares_of_it
     np.testing.assert_allclose(losses, 10 / (1 + np.array(found["seconds"]) / 100), rtol=0.05)
 
 
+@pytest.mark.deep
 def test_a_recording_stays_bounded_however_long_the_run_and_the_report_small(tmp_path: Path) -> None:
     record(tmp_path, 20_000)
     (path,) = recordings(tmp_path)
@@ -162,7 +163,7 @@ return JSON.stringify({overlaps, outside, samples: data.totals.samples_yielded,
 
 
 @browser.needs_browser
-@pytest.mark.parametrize("width", [1240, 500])
+@pytest.mark.parametrize("width", [1240, pytest.param(500, marks=pytest.mark.deep)])
 def test_a_browser_shows_every_chart_and_nothing_overlaps_or_is_cut(width: int, tmp_path: Path) -> None:
     record(tmp_path, 4000, ranks=2, every=4.0)
     page = tmp_path / "run.html"
@@ -184,6 +185,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.deep
 def test_the_command_draws_the_run_with_the_most_samples_or_the_one_that_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "records"
     record(folder, 40, ranks=2)

@@ -96,6 +96,7 @@ def test_a_page_with_an_error_status_is_an_error_with_curls_f(shard: Path) -> No
             read(f"curl -fsSL {server.url}/a.tar | cat")
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(not shutil.which("aws", path=Path(sys.executable).parent), reason="needs the aws command")
 def test_the_aws_command_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     with S3Server() as s3:

@@ -172,8 +172,8 @@ def test_the_bytes_of_a_range_come_before_all_of_it_is_there(front: ShardServer)
 
 
 def test_a_slow_range_is_no_stall(front: ShardServer) -> None:
-    front.misbehave("bucket/a.tar", Fault(first=1), Fault(bytes_per_second=len(BODY) / 3))
-    one_part = replace(QUICK, first_part_bytes=2 * len(BODY), chunk_bytes=2 * len(BODY), stall_seconds=2.0)
+    front.misbehave("bucket/a.tar", Fault(first=1), Fault(bytes_per_second=len(BODY) / 6))
+    one_part = replace(QUICK, first_part_bytes=2 * len(BODY), chunk_bytes=2 * len(BODY), stall_seconds=4.0)
     tally = Tally()
     assert read("s3://bucket/a.tar", anonymous(front), options=one_part, counters=tally) == BODY
     assert not tally["origin_retries"]

@@ -180,6 +180,7 @@ def test_a_tokenizer_without_open_clip_fails_with_one_line(bench, shards):
     assert "--tokenizer=ViT-B-32: open_clip is not installed here" in line
 
 
+@pytest.mark.deep
 def test_a_measurement_that_fails_ends_the_command_with_its_own_words(bench, tmp_path):
     (path,) = write_shards(tmp_path, [12])
     data = bytearray(path.read_bytes())

@@ -69,6 +69,7 @@ def open_below(place: Path) -> list[str]:
     return found
 
 
+@pytest.mark.deep
 def test_a_child_that_is_forked_beside_threads_has_none_of_their_locks_and_all_other_files(
     tmp_path: Path,
 ) -> None:

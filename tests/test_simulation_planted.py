@@ -15,6 +15,7 @@ LATE = {
     "open-shard-evicted",
     "publish-in-two-steps",
     "publish-without-end-marker",
+    "record-before-its-names",
     "reservation-not-given-back",
 }
 """Bugs that take seconds to find: a later seed, or a history without an end."""

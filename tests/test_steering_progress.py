@@ -249,6 +249,7 @@ def test_options_that_make_no_sense_fail(wrong):
         Progress(**wrong)
 
 
+@pytest.mark.deep
 @settings(deadline=None, max_examples=15)
 @given(st.data())
 def test_floors_and_caps_hold_at_every_step(data):
@@ -306,6 +307,7 @@ def test_bins_that_are_too_few_or_too_close_have_no_gain():
     )
 
 
+@pytest.mark.deep
 def test_in_simulated_trainings_it_gets_most_of_the_way_from_equal_shares_to_the_best():
     scores = {kind: run(world(kind, 1), Progress(every=500)).score for kind in KINDS}
     assert np.mean(list(scores.values())) >= 0.6, scores

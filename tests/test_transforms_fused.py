@@ -248,6 +248,7 @@ print(tried)
 """
 
 
+@pytest.mark.deep
 @needs_it
 def test_nothing_beside_an_image_and_its_place_is_touched():
     done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True, check=False)

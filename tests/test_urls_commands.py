@@ -66,6 +66,7 @@ COMMANDS = st.one_of(
 )
 
 
+@pytest.mark.deep
 @settings(max_examples=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(COMMANDS)
 @example("curl http://h/a.tar -H 'A: $(id)'")

@@ -30,7 +30,9 @@ def copies_of_batches(record: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("options", "validated"),
     [
-        (("--precision", "amp_bf16", "--streamload-mixing", "progress=2"), 3),
+        pytest.param(
+            ("--precision", "amp_bf16", "--streamload-mixing", "progress=2"), 3, marks=pytest.mark.deep
+        ),
         (("--precision", "pure_bf16", "--accum-freq", "2"), 0),
     ],
     ids=["row losses and validation", "accumulated"],
@@ -60,6 +62,7 @@ def test_a_step_finds_its_batch_on_the_device(
     assert [copy for copy in others if len(copy["shape"]) > 1] == []
 
 
+@pytest.mark.deep
 def test_a_batch_of_any_precision_is_copied_once_to_its_ranks_device(
     shards: list[Path], tmp_path: Path
 ) -> None:
