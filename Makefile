@@ -48,6 +48,8 @@ docs: $(DOCS_READY)  ## Build the documentation into docs/_build/html (warnings 
 # a busy machine: what fails is run once more, by itself, and has to pass then; the output shows both.
 TESTED = $(1) --numprocesses 4 --dist worksteal || \
 	{ [ $$? = 1 ] && $(1) --last-failed --last-failed-no-failures none; }
+# Torch has one thread in each of the many processes: two wait for each other on two busy cores.
+quick pytest pytest-openclip deep: export OMP_NUM_THREADS = 1
 
 # Prometheus' own parser reads what is exported, and a browser shows what is drawn.
 pytest: $(READY)

@@ -25,7 +25,8 @@ from PIL import Image
 from streamload.testing.server import ShardServer
 from tests import flat
 
-MEMORY_BYTES = 256 << 20
+MEMORY_BYTES = 288 << 20
+"""220 MiB for decoding the largest image (`transforms/limits.py`), its file, its batch and a loader's own."""
 CPU_SECONDS = 2
 _DEADLINE_SECONDS = 60.0
 _IMPORTED = ("pytest", "numpy", "torch", "PIL.Image", "streamload.loader", "streamload.origins.web",
