@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import os
 import tarfile
@@ -147,6 +148,20 @@ def test_a_stopped_fill_is_taken_up_at_its_last_whole_sample(server: ShardServer
     assert second[0] > 0.2 * second[1]
     assert filler.counts.snapshot().shards_taken_over == 1
     assert not filler.tier.parts(filler.shard.digest)
+
+
+def test_a_stopped_fill_of_a_compressed_shard_is_taken_up_by_unpacking_it_again(
+    server: ShardServer, tmp_path: Path
+) -> None:
+    plain = tmp_path / "data" / "00000.tar"
+    (tmp_path / "data" / "00000.tar.gz").write_bytes(gzip.compress(plain.read_bytes(), 1))
+    filler = Filler(server, tmp_path / "tier")
+    filler.shard = shard_of(f"{server.url}/00000.tar.gz", None)
+    filler.abandon(server, 0.6)
+    assert filler.fill().result is Filled.PUBLISHED
+    assert filler.counts.snapshot().shards_taken_over == 1
+    assert samples(filler) == read_oracle(plain)
+    assert (filler.tier.published(filler.shard.digest) / "data").read_bytes() == plain.read_bytes()
 
 
 def test_a_prefix_that_has_rotted_is_taken_up_only_to_there(server: ShardServer, tmp_path: Path) -> None:

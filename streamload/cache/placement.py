@@ -262,7 +262,7 @@ def _data_bytes(shards: Sequence[Shard], held: dict[str, int], ask: SizeOf) -> i
     held_as = {digest: set(shard.digests) & held.keys() for digest, shard in different.items()}
     known = [held[name] for names in held_as.values() for name in names]
     others = [shard for digest, shard in different.items() if not held_as[digest]]
-    far = [shard for shard in others if shard.local is None]
+    far = [shard for shard in others if shard.in_place is None]
     near_bytes = (len(others) - len(far)) * _INDEX_BYTES
     asked = far[:: -(-len(far) // _SHARDS_ASKED) or 1]
     with ThreadPoolExecutor(max(1, len(asked))) as pool:

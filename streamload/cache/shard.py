@@ -35,7 +35,7 @@ class Shard:
     digest: str
     """Its name in the tier."""
     local: Path | None = None
-    """The file, if the shard is on this machine: then the tier has only its index."""
+    """The file, if the shard is on this machine. The tier has only its index, if it is read in place."""
     recipe: str = ""
     """Of a prepared shard: the tier has bytes made from the origin's. Empty: it has the origin's."""
     prepared: Shard | None = None
@@ -51,7 +51,8 @@ class Shard:
     @property
     def in_place(self) -> Path | None:
         """The file whose bytes are read in place; None: the tier has to have them."""
-        return None if self.recipe else self.local
+        is_made = self.recipe or (self.local is not None and urls.compression(self.url) is not None)
+        return None if is_made else self.local
 
 
 def shard_of(
@@ -182,13 +183,13 @@ def refuse_other(shard: Shard, begun_with: Version | None, found: Version) -> No
 
 def is_outdated(meta: dict[str, object], shard: Shard) -> bool:
     """Whether a local file was changed or removed since its index was made (False: unreadable then)."""
-    is_prepared = "prepared" in meta
-    if shard.local is None or not (is_prepared or "mtime_ns" in meta):
+    is_indexed = "mtime_ns" in meta
+    if shard.local is None or not (is_indexed or "prepared" in meta or "last_modified" in meta):
         return False
     try:
         status = shard.local.stat()
     except OSError:
         return True
-    if is_prepared:  # by way of origins/local.py
-        return (meta.get("size"), meta.get("last_modified")) != (status.st_size, stamp(status))
+    if not is_indexed:  # by way of origins/local.py, which doesn't know the size of what it unpacks
+        return meta.get("last_modified") != stamp(status) or meta.get("size") not in (None, status.st_size)
     return not LocalVersion.of_status(status).is_of(meta)

@@ -22,7 +22,7 @@ from streamload.cache.eviction import HeldShard
 from streamload.cache.garbage import unused
 from streamload.cache.inventory import foreign_in, is_filled, url_of
 from streamload.cache.locks import FileLock, exclusive
-from streamload.cache.shard import Shard
+from streamload.cache.shard import Shard, is_outdated
 from streamload.cache.shard_copy import checksum
 from streamload.cache.tier import Tier
 from streamload.descriptors import Descriptor
@@ -214,7 +214,10 @@ class _Reading:
         if self._known is None:
             return ""
         if self._known.local is not None:
-            is_same = LocalVersion.of(self._known.local).is_of(reader.meta)
+            if self._known.in_place is None:  # it was unpacked
+                is_same = not is_outdated(reader.meta, self._known)
+            else:
+                is_same = LocalVersion.of(self._known.local).is_of(reader.meta)
             return "" if is_same else "its file was changed since it was indexed"
         if "digest" not in reader.meta and urls.identity(named) != urls.identity(self._known.name):
             return f"it is another shard: {named} instead of {self._known.name}"

@@ -103,7 +103,9 @@ def make_order_spec(
         part = max(share / UNIT, _LEAST_PART)
         widths = (1, 0) if is_listed else (math.ceil(lanes * part), math.ceil(window * part))
         sources.append((source.name, *widths))
-        opens_at_once = is_listed or all(urls.is_local(url) for url in source.urls.kinds())
+        opens_at_once = is_listed or all(
+            urls.is_local(url) and not urls.compression(url) for url in source.urls.kinds()
+        )
         opens_after.append(0 if opens_at_once else WITH_ARRIVALS)
     return OrderSpec(
         digest,

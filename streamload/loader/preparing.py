@@ -240,8 +240,9 @@ def _local_bytes(shard: Shard) -> int:
 def _head(shards: ShardList, sizes: Measure) -> bytes:
     """The first bytes of a shard with images: of one that is here, else of the first; empty: unknown."""
     for shard in spread(shards)[:_SHARDS_LOOKED_AT]:
-        is_local = shard.local is not None and shard.local.is_file()  # a pipe in the file system isn't read
-        path = (shard.local if is_local else None) or sizes.tier.published(shard.digest) / "data"
+        local = shard.in_place
+        is_local = local is not None and local.is_file()  # a pipe in the file system isn't read
+        path = (local if is_local else None) or sizes.tier.published(shard.digest) / "data"
         with contextlib.suppress(OSError, StreamloadError), path.open("rb") as file:
             head = file.read(_HEAD_BYTES)
             if images_of(head):

@@ -44,6 +44,7 @@ from streamload.order.plan import OrderOptions, pieces
 from streamload.order.repeats import uses, visit_key
 from streamload.origins.access import warn_of_shared_headers
 from streamload.origins.origin import OriginOptions
+from streamload.origins.unpacked import warn_of_compressed
 from streamload.shards.facts import TOKENS
 from streamload.shards.keys import KeySpec
 from streamload.topology import run_name
@@ -74,6 +75,8 @@ def worker_config_for(options: LoaderOptions, schedule: Schedule) -> tuple[Worke
     prepared = named_preparation(options, settings)
     shards = prepared.of(ShardList(options.urls, options.storage_options))
     warn_of_shared_headers(options.urls, options.storage_options)
+    if schedule.topology.rank == 0:
+        warn_of_compressed(options.urls)
     placed = place_tier(settings, shards, schedule.topology.nodes)
     try:
         if options.images.prepare is not None:

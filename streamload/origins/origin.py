@@ -20,7 +20,15 @@ from streamload.origins.protocol import (
     Version,
 )
 from streamload.origins.retrying import RetryingOrigin
-from streamload.urls import Opaque, Request, parse_command, scheme, scrubbed_errors, secrets_of
+from streamload.urls import (
+    Opaque,
+    Request,
+    compression,
+    parse_command,
+    scheme,
+    scrubbed_errors,
+    secrets_of,
+)
 
 __all__ = [
     "Counts",
@@ -64,12 +72,21 @@ def open_origin(
     with scrubbed_errors(lambda: secrets):
         reopen = functools.partial(_plain_origin, url, granted(url, storage_options, named))
         origin = reopen(session)
-    return RetryingOrigin(origin, session, endpoint=Endpoint(origin.url, reopen))
+    retrying = RetryingOrigin(origin, session, endpoint=Endpoint(origin.url, reopen))
+    packed_by = compression(url)
+    if packed_by is None:
+        return retrying
+    from streamload.origins.unpacked import UnpackedOrigin
+
+    return UnpackedOrigin(retrying, packed_by)
 
 
 def has_ranges(url: str) -> bool:
-    """Return whether byte ranges of a shard can be requested; a command always begins at the first byte."""
-    return _opened_as(url) not in {"pipe", "file"}
+    """Return whether byte ranges of a shard's tar can be requested.
+
+    A command always begins at the first byte, and so does a compressed shard.
+    """
+    return _opened_as(url) not in {"pipe", "file"} and compression(url) is None
 
 
 def import_origins(urls: Iterable[str]) -> None:

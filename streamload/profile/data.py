@@ -119,7 +119,7 @@ def prepare(
         urls=tuple(shard.url for shard in taken),
         names=tuple(shard.name for shard in taken),
         paths=tuple(paths),
-        tier=None if all(shard.local is not None for shard in taken) else str(tier),
+        tier=None if all(shard.in_place is not None for shard in taken) else str(tier),
         size_bytes=sum(Path(path).stat().st_size for path in paths),
         samples=tally.samples,
         usable=tally.usable,
@@ -148,8 +148,8 @@ def _check(tally: _Tally, taken: Sequence[Shard], samples: int, batch_size: int)
 
 def _fetched(shard: Shard, storage: Mapping[str, Any] | None, tier: Path) -> str:
     """The local file with the shard's bytes; downloads it unless the shard is local."""
-    if shard.local is not None:
-        return str(shard.local)
+    if shard.in_place is not None:
+        return str(shard.in_place)
     report = warm([shard.url], cache_dir=tier, cache="disk", storage_options=storage)
     for why in report.failures.values():
         raise OriginError(why if shard.name in why else f"{shard.name}: {why}")

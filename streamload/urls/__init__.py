@@ -7,7 +7,10 @@ opened, and no file system is imported.
 
 from streamload.urls.commands import Opaque, Request, parse_command
 from streamload.urls.identity import (
+    ZSTD_MODULES,
+    Compression,
     basename,
+    compression,
     digest,
     endpoint,
     former_digest,
@@ -16,17 +19,21 @@ from streamload.urls.identity import (
     local_path,
     origin_of,
     scheme,
+    zstd_module,
 )
 from streamload.urls.listing import UrlList
 from streamload.urls.patterns import Urls, expand_urls, split_sources
 from streamload.urls.redaction import redact, redact_text, scrub, scrubbed_errors, secrets_of
 
 __all__ = [
+    "ZSTD_MODULES",
+    "Compression",
     "Opaque",
     "Request",
     "UrlList",
     "Urls",
     "basename",
+    "compression",
     "digest",
     "endpoint",
     "expand_urls",
@@ -43,4 +50,5 @@ __all__ = [
     "scrubbed_errors",
     "secrets_of",
     "split_sources",
+    "zstd_module",
 ]

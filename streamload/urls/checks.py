@@ -7,7 +7,15 @@ import re
 from urllib.parse import urlsplit
 
 from streamload.errors import UrlError
-from streamload.urls.identity import DEFAULT_PORTS, is_local, local_path, scheme
+from streamload.urls.identity import (
+    DEFAULT_PORTS,
+    ZSTD_MODULES,
+    compression,
+    is_local,
+    local_path,
+    scheme,
+    zstd_module,
+)
 from streamload.urls.redaction import redact, redact_text
 
 _HALF_SCHEME = re.compile(r"(https?|s3|gs|gcs|hf|az|abfs):", re.IGNORECASE)
@@ -41,11 +49,12 @@ def check(url: str, known: set[str]) -> None:
         raise UrlError(f"a control character in {redact(url)!r}")
     if name == "file":
         _check_path(url)
-        return
-    if name not in known:
-        _check_scheme(name, url)
-        known.add(name)
-    _check_place(name, url, known)
+    else:
+        if name not in known:
+            _check_scheme(name, url)
+            known.add(name)
+        _check_place(name, url, known)
+    _check_compression(url)
 
 
 def _check_command(url: str) -> None:
@@ -85,6 +94,14 @@ def _check_scheme(name: str, url: str) -> None:
     if importlib.util.find_spec(module) is None:
         hint = entry.get("err") or f"install {module}"
         raise UrlError(f"{name}:// needs a package that is not installed ({redact(url)!r}): {hint}")
+
+
+def _check_compression(url: str) -> None:
+    if compression(url) == "zstd" and zstd_module() is None:
+        raise UrlError(
+            f"{redact(url)!r} is compressed by zstd, which needs Python 3.14 or one of the packages "
+            f"{', '.join(ZSTD_MODULES[1:])}: install one, or convert the shards: zstd -d --rm *.zst"
+        )
 
 
 def _check_place(name: str, url: str, known: set[str]) -> None:

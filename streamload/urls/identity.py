@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib.util
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 from urllib.parse import SplitResult, urlsplit
 
 from streamload.errors import UrlError
@@ -21,6 +23,17 @@ _ENDPOINT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s'\"?#]+")
 _ALIASES = {"s3a": "s3", "gcs": "gs", "local": "file"}
 # Anchored at the start of a word: otherwise a long token takes quadratic time.
 _TAR_NAME = re.compile(r"(?<![^/\s'\"=])([^/\s'\"=]+\.tar(?:\.\w+)?)(?=[\s'\"?#;|&<>)]|$)")
+
+Compression: TypeAlias = Literal["gzip", "zstd"]
+_COMPRESSED: dict[str, Compression] = {
+    ".tar.gz": "gzip",
+    ".tgz": "gzip",
+    ".tar.zst": "zstd",
+    ".tzst": "zstd",
+}
+_WORD_END = re.compile(r"[\s'\"?#;|&<>)]")
+ZSTD_MODULES = ("compression.zstd", "backports.zstd", "pyzstd", "zstandard")
+"""What unpacks zstd, the first that is installed; Python has its own from 3.14 on."""
 
 _AMAZON = re.compile(r"https?://s3([.-][a-z0-9-]+)?\.amazonaws\.com")
 _ENDPOINT_OPTIONS = ("endpoint_url", "endpoint", "account_url", "account_host", "account_name", "host")
@@ -128,6 +141,32 @@ def basename(url: str) -> str:
         return local_path(url).name
     path = urlsplit(url).path if kind in DEFAULT_PORTS else redact(url)
     return path.rsplit("/", 1)[-1]
+
+
+def compression(url: str) -> Compression | None:
+    """Return how the tar of a shard is compressed, by its file name; None: it isn't.
+
+    The output of a command that we don't open natively may be unpacked already: look at its first bytes.
+    """
+    kind = scheme(url)
+    if kind == "pipe":
+        request = parse_command(url.removeprefix("pipe:"))
+        if isinstance(request, Request):
+            return compression(request.url)
+        names = _WORD_END.split(url)
+    else:
+        names = [urlsplit(url).path if kind in DEFAULT_PORTS else url.partition("?")[0]]
+    found = (how for name in names for end, how in _COMPRESSED.items() if name.lower().endswith(end))
+    return next(found, None)
+
+
+def zstd_module() -> str | None:
+    """Return the module that unpacks zstd here; None: no such package is installed."""
+    for name in ZSTD_MODULES:
+        with contextlib.suppress(ImportError):
+            if importlib.util.find_spec(name) is not None:
+                return name
+    return None
 
 
 def identity(url: str, storage_options: Mapping[str, Any] | None = None) -> str:

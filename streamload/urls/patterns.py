@@ -11,10 +11,11 @@ import os
 import re
 import string
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from streamload.errors import UrlError
 from streamload.urls.checks import check
-from streamload.urls.identity import is_local, local_path
+from streamload.urls.identity import compression, is_local, local_path
 from streamload.urls.listing import Node, Numbers, Texts, UrlList, chained, joined
 from streamload.urls.redaction import redact, redact_text
 
@@ -132,7 +133,7 @@ def _listed(node: Node) -> Node:
     found: list[str] = []
     for path in node:
         if _is_folder(path):
-            shards = sorted(str(shard) for shard in local_path(path).glob("*.tar"))
+            shards = _in_folder(local_path(path))
             if not shards:
                 raise UrlError(f"no *.tar file in the folder {redact_text(path)!r}")
         elif _MAGIC.search(path) and not local_path(path).exists():
@@ -143,6 +144,12 @@ def _listed(node: Node) -> Node:
             shards = [path]
         found += shards
     return Texts(tuple(found))
+
+
+def _in_folder(folder: Path) -> list[str]:
+    """Return the shards of a folder: all *.tar files, or if there are none, all compressed ones."""
+    files = sorted(str(file) for file in folder.iterdir())
+    return [file for file in files if file.endswith(".tar")] or [file for file in files if compression(file)]
 
 
 def _is_folder(path: str) -> bool:
