@@ -11,8 +11,9 @@ import pytest
 import torch.multiprocessing
 
 import streamload
+from streamload.loader.sizes import estimate_samples
 from streamload.testing.server import ShardServer
-from streamload.testing.shards import write_shards
+from streamload.testing.shards import ShardOptions, write_shards
 from tests import flat
 
 COUNTS = {"large": [40, 52, 61, 33, 47, 58], "small": [12, 9], "middle": [30, 35, 41]}
@@ -204,24 +205,50 @@ def test_a_floor_is_kept_whatever_the_weights(paths: dict[str, list[str]], tmp_p
 
 
 @pytest.mark.parametrize("factors", ["1::3", [1, 3.0]])
-def test_upsampling_factors_weigh_shards(factors: Any, paths: dict[str, list[str]], tmp_path: Path) -> None:
-    """As OpenCLIP draws them: a shard of the second part comes three times as often as one of the first."""
+def test_upsampling_factors_weigh_samples_with_or_without_their_counts(
+    factors: Any, paths: dict[str, list[str]], tmp_path: Path
+) -> None:
+    """As OpenCLIP draws them: a sample of the second part comes three times as often as one of the first."""
     folders = [str(Path(paths[name][0]).parent) for name in ("large", "middle")]
     urls = f"{folders[0]}/{{00000..00005}}.tar::{folders[1]}/{{00000..00002}}.tar"
+    large, middle = sum(COUNTS["large"]), 3 * sum(COUNTS["middle"])
+    expected = pytest.approx(600 * middle / (large + middle), abs=2)
     with make(urls, tmp_path / "cache", upsampling_factors=factors) as loader:
-        given = shares(list(loader))
-    assert given["middle"] == pytest.approx(600 * 3 * 3 / (6 + 3 * 3), abs=2)
+        assert shares(list(loader))["middle"] == expected
     for name, folder in zip(("large", "middle"), folders, strict=True):
         sizes = {f"{number:05d}.tar": count for number, count in enumerate(COUNTS[name])}
         (Path(folder) / "sizes.json").write_text(json.dumps(sizes))
     try:
         with make(urls, tmp_path / "cache", upsampling_factors=factors) as loader:
-            given = shares(list(loader))
-        large, middle = sum(COUNTS["large"]), 3 * sum(COUNTS["middle"])
-        assert given["middle"] == pytest.approx(600 * middle / (large + middle), abs=2)
+            assert shares(list(loader))["middle"] == expected
     finally:
         for folder in folders:
             (Path(folder) / "sizes.json").unlink()
+
+
+def test_upsampling_factors_weigh_shards_and_say_so_where_nothing_tells_the_samples(
+    paths: dict[str, list[str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    urls = f"pipe:cat {paths['large'][0]}::pipe:cat {paths['small'][0]}"
+    with make(urls, tmp_path / "cache", upsampling_factors="1::1", num_batches=6) as loader:
+        assert shares(list(loader)).total() == 120
+        assert loader.stats().source_samples == {"0": 60, "1": 60}
+    assert "as the number of samples of source 0, 1 is unknown" in caplog.text
+
+
+def test_samples_are_counted_in_small_shards_and_estimated_in_large_ones(
+    paths: dict[str, list[str]], tmp_path: Path
+) -> None:
+    with ShardServer(Path(paths["large"][0]).parent) as server:
+        remote = [f"{server.url}/{number:05d}.tar" for number in range(6)]
+        assert estimate_samples(remote, None) == estimate_samples(paths["large"], None) == 291
+        assert estimate_samples([*remote, f"{server.url}/missing.tar"], None) == round(291 / 6 * 7)
+    options = ShardOptions(padding_bytes=(15_000, 25_000))
+    large = write_shards(tmp_path, [400], options=options)
+    assert large[0].stat().st_size > 8 << 20
+    assert estimate_samples([str(large[0])], None) == pytest.approx(400, rel=0.05)
+    assert estimate_samples([f"pipe:cat {large[0]}"], None) is None
+    assert estimate_samples([str(tmp_path / "missing.tar")], None) is None
 
 
 def of_two_ranks(rank: int, paths: dict[str, list[str]], place: Path) -> None:

@@ -146,8 +146,8 @@ class Order:
             number of nodes. For a run that may grow, give the most nodes it will ever have.
         endless: a training epoch has no end: pass follows pass.
         upsampling_factors: mix the parts of `urls` between '::' by these factors: numbers, or OpenCLIP's
-            "1::2.5". A part's weight is its factor times its samples, by sizes.json, or times its shards if
-            these are unknown.
+            "1::2.5". A part's weight is its factor times its samples, by sizes.json or estimated; times its
+            shards if these are unknown.
         rank, world_size: of this process. None: from torch.distributed if it is initialised, else from the
             variables of torchrun, Slurm or MPI; read at first use (`len`, `num_batches`, a state, `iter`).
         decisions: a file to which each change of the sources' weights is written, on rank 0. A resumed run

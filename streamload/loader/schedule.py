@@ -16,7 +16,7 @@ from typing import Any
 from streamload.cache.forecast import Measure
 from streamload.cache.shard import ShardList
 from streamload.errors import OptionError, StateMismatch
-from streamload.loader.distributed import can_compare
+from streamload.loader.distributed import can_compare, first_value
 from streamload.loader.in_flight import check_step
 from streamload.loader.options import LoaderOptions
 from streamload.loader.order_spec import (
@@ -31,7 +31,8 @@ from streamload.loader.order_spec import (
 )
 from streamload.loader.position import EpochTracker, MeanWeight, Position, Weights
 from streamload.loader.resizing import blocks_of, from_block, of_ranks, resized
-from streamload.loader.sizes import compare_sizes, read_sizes, sizes_digest
+from streamload.loader.sizes import compare_sizes, estimate_samples, read_sizes, sizes_digest
+from streamload.loader.sources import SourceOptions
 from streamload.loader.state import check_fits, check_options, from_state, has_more_shards, to_state
 from streamload.order.mixing import shares_of
 from streamload.order.plan import OrderOptions
@@ -64,6 +65,7 @@ class Schedule:
         self._saved: OrderSpec | None = None  # of the state that was loaded last
         self._data_digest: str | None = None
         self._sizes: list[list[int] | None] | None = None  # of all sources, by sizes.json
+        self._factor_units: list[int] | None = None
         self._groups_cut_by: str | None = None  # a digest of the sizes that decided on the groups
 
     @property
@@ -422,11 +424,33 @@ class Schedule:
 
     def _weighted_units(self, place: int) -> int:
         """What a source's weight is multiplied by: 1, or its samples, or its shards."""
-        source = self._options.sources[place]
-        if source.per == "source":
+        if self._options.sources[place].per == "source":
             return 1
-        sizes = self._read_sizes()
-        return sum(sizes[place] or ()) if all(sizes) else len(source.urls)
+        if self._factor_units is None:
+            self._factor_units = self._units_of_factors()
+        return self._factor_units[place]
+
+    def _units_of_factors(self) -> list[int]:
+        """The samples of each source, by sizes.json or estimated; if one can't be known, their shards.
+
+        OpenCLIP draws shards by their factors, so that each sample comes in proportion to its factor.
+        """
+        sources, sizes = self._options.sources, self._read_sizes()
+        if all(sizes) or len(sources) == 1:
+            return [sum(own or (1,)) for own in sizes]
+        storage = self._options.storage_options
+        samples = [
+            sum(own) if own else estimate_samples(source.urls, storage)
+            for own, source in zip(sizes, sources, strict=True)
+        ]
+        units = [count for count in samples if count]
+        if len(units) < len(sources):
+            units = [len(source.urls) for source in sources]
+        name = f"factors {self._options.urls.fingerprint()} {self._options.seed}"
+        agreed: list[int] = json.loads(first_value(name, json.dumps(units), self.topology.world_size))
+        if self.topology.rank == 0:
+            _log_units(sources, samples, agreed)
+        return agreed
 
     def epoch_samples(self) -> int | None:
         """Samples of an epoch by num_samples, or by sizes.json, which doesn't know of `repeat=`."""
@@ -445,3 +469,19 @@ class Schedule:
             storage = self._options.storage_options
             self._sizes = [read_sizes(source.urls, storage, strict) for source in self._options.sources]
         return self._sizes
+
+
+def _log_units(sources: Sequence[SourceOptions], samples: Sequence[int | None], units: Sequence[int]) -> None:
+    """Log what upsampling factors are multiplied by where there is no sizes.json."""
+    advice = "put a sizes.json beside the shards ({shard name: samples}) for exact shares"
+    names = [source.name for source in sources]
+    unknown = [name for name, count in zip(names, samples, strict=True) if not count]
+    if unknown:
+        logger.warning(
+            "upsampling factors are multiplied by shards, as the number of samples of source %s is unknown: "
+            "OpenCLIP's shares only if all shards have equally many. Otherwise %s, or mix Sources",
+            *(", ".join(unknown), advice),
+        )
+        return
+    counts = ", ".join(f"{count:,} in source {name}" for name, count in zip(names, units, strict=True))
+    logger.info("upsampling factors are multiplied by about these samples: %s; %s", counts, advice)

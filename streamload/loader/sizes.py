@@ -1,25 +1,30 @@
-"""The number of samples in each shard, from the sizes.json files beside the shards."""
+"""The number of samples in each shard: from the sizes.json files beside the shards, or estimated."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from streamload import urls
-from streamload.errors import DataError, OrderDiverged, OriginDenied, OriginNotFound
+from streamload.errors import DataError, OrderDiverged, OriginDenied, OriginNotFound, StreamloadError
 from streamload.loader.distributed import first_value
-from streamload.origins.origin import open_origin
+from streamload.origins.origin import OriginOptions, open_origin
+from streamload.shards.samples import ShardScanner, border
 from streamload.topology import Topology
 
 logger = logging.getLogger("streamload")
 
 _LIMIT_BYTES = 64 << 20
 _LIMIT_SAMPLES = 1 << 40
+_SHARDS_ESTIMATED, _HEAD_BYTES = 8, 2 << 20
+_BRIEF = OriginOptions(connect_seconds=5.0, stall_seconds=5.0, attempts=3)
 _STRICT = (
     ". sizes.json decides how samples are divided among nodes, and no node may miss it: make it readable, "
     "have the server answer 404, or initialise torch.distributed first, so that ranks compare what they found"
@@ -55,6 +60,43 @@ def read_sizes(
             return None
         sizes.append(samples)
     return sizes
+
+
+def estimate_samples(shards: Sequence[str], storage_options: dict[str, Any] | None) -> int | None:
+    """About how many samples shards have, by the sizes and first 2 MiB of up to eight of them.
+
+    Exact if there are no more than eight, none of them larger.
+
+    Args:
+        shards: their URLs.
+        storage_options: for their origins.
+
+    Returns:
+        None: the size of a shard is known only at its end (most commands, compressed shards), or none of them
+        can be read.
+    """
+    looked_at = shards[:: -(-len(shards) // _SHARDS_ESTIMATED) or 1]
+    with ThreadPoolExecutor(len(looked_at)) as pool:
+        counts = list(pool.map(lambda url: _estimated(url, storage_options), looked_at))
+    readable = [count for count in counts if count is not None]
+    return round(sum(readable) / len(readable) * len(shards)) if readable else None
+
+
+def _estimated(shard: str, storage_options: dict[str, Any] | None) -> float | None:
+    """About how many samples one shard has; None if its size isn't known, or it can't be read."""
+    scanner = ShardScanner(checksums=False)
+    with (
+        contextlib.suppress(StreamloadError, OSError),  # the reader of the shard will report it
+        contextlib.closing(open_origin(shard, storage_options, _BRIEF)) as origin,
+    ):
+        version = origin.version()
+        if version.size is None:
+            return None
+        entries = scanner.feed(origin.read(0, min(version.size, _HEAD_BYTES), version))
+        if version.size <= _HEAD_BYTES:
+            return len(entries) + len(scanner.finish()[0])
+        return version.size * len(entries) / border(entries[-1]) if entries else None
+    return None
 
 
 def sizes_digest(sizes: Sequence[Sequence[int] | None]) -> str:

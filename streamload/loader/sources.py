@@ -41,7 +41,7 @@ class SourceOptions:
 
     Attributes:
         per: whether the weight is of the source, or of each of its samples ("shard": of each of its shards if
-            the number of samples is unknown).
+            the number of samples is neither known nor estimated).
     """
 
     name: str
