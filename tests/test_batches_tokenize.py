@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import streamload
 from streamload.batches.tokenize import Texts, adapt_tokenizer
 
 CAPTIONS = ["a cat", "two cats and a very long dog", ""]
@@ -50,6 +51,15 @@ def test_any_function_from_strings_to_ids_is_a_tokenizer(kind):
     assert isinstance(texts, Texts)
     assert texts.ids.dtype == torch.int64
     assert texts.ids.tolist() == [[1, 3, 0, 0], [3, 4, 3, 1], [0, 0, 0, 0]]
+
+
+def test_a_processor_of_transformers_stands_for_its_tokenizer():
+    from transformers import CLIPImageProcessor, VisionTextDualEncoderProcessor
+
+    tokenizer = of_transformers()
+    processor = VisionTextDualEncoderProcessor(CLIPImageProcessor(), tokenizer)
+    assert streamload.make_loader("a.tar", processor).options.tokenizer is tokenizer
+    assert streamload.make_loader("a.tar", lengths).options.tokenizer is lengths
 
 
 def test_the_function_is_called_once_for_a_batch():

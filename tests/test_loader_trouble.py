@@ -479,6 +479,12 @@ def test_options_that_cannot_be_used_say_which(options: dict[str, Any], says: st
         ({"device": 1.5}, "device=1.5"),
         ({"multiprocessing_context": "foo"}, "multiprocessing_context='foo'.*'spawn'"),
         ({"tokenizer": "gpt2"}, "tokenizer is a str"),
+        ({"train": "yes"}, "train='yes'; expected True or False"),
+        ({"train": None}, "train=None; expected True or False"),
+        ({"with_keys": 2}, "with_keys=2; expected True or False"),
+        ({"preprocess": "resize"}, "preprocess='resize'; expected a function"),
+        ({"keep": 3}, "keep=3; expected a function"),
+        ({"map_sample": {}}, "map_sample={}; expected a function"),
     ],
 )
 def test_what_make_loader_can_tell_is_refused_by_it(

@@ -76,6 +76,12 @@ def _most_ids(bounds: Bounds | None) -> int:
     return 1 if bounds is None or not len(bounds) else int(bounds[:, 0].max())
 
 
+def tokenizer_in(given: Any) -> Any:
+    """Return the tokenizer of a processor of transformers, which takes texts for images; else the same."""
+    inner = getattr(given, "tokenizer", None)
+    return inner if hasattr(given, "image_processor") and callable(inner) else given
+
+
 class BatchTokenizer:
     """Calls a tokenizer by batch and checks its results; its own exceptions pass unchanged.
 

@@ -14,6 +14,7 @@ import torch
 
 from streamload.batches.facts import read_facts, read_repeat
 from streamload.batches.images import Preprocess
+from streamload.batches.tokenize import tokenizer_in
 from streamload.derived.features import Features, read_features
 from streamload.loader.destination import read_device
 from streamload.loader.groups import Batches, Cache, Images, Order, Shards, Workers
@@ -100,9 +101,9 @@ def make_loader(
         urls: shards in the WebDataset convention: a string or path, or a list of them. Brace ranges
             (`{00000..01242}`), `::` between sources, `${X}` for the environment's WDS_X, `pipe:COMMAND`,
             `http(s)://`, `s3://` and all else that fsspec opens, or local files, folders (their `*.tar`) and
-            globs, which are never copied. Or a list of Sources, which are mixed by weight.
-        tokenizer: captions to ids, called with the list of a batch: open_clip's, a transformers tokenizer, or
-            any `list[str] → int64[N, L]`. None leaves captions as strings.
+            globs, of which only compressed ones are copied. Or a list of Sources, mixed by weight.
+        tokenizer: captions to ids, called with the list of a batch: open_clip's, a transformers tokenizer (or
+            a processor that has one), or any `list[str] → int64[N, L]`. None leaves captions as strings.
         preprocess: PIL image to tensor. A chain of torchvision and open_clip transforms such as open_clip's
             `preprocess_train` and `preprocess_val` is compiled if every step is known
             (docs/guides/transforms.md has the list): a faster path to the same batch, to the bit if the
@@ -163,8 +164,9 @@ def make_loader(
     refuse_arguments(given.pop("unknown"), given)
     refuse_other_groups(given)
     given |= sized_by_steps(given)
+    given["tokenizer"] = tokenizer_in(tokenizer)
     given["features"] = read_features(features, _TAKEN)
-    given["columns"] = read_facts(shards.facts, shards.image_key, shards.text_key, tokenizer)
+    given["columns"] = read_facts(shards.facts, shards.image_key, shards.text_key, given["tokenizer"])
     given["repeat"] = read_repeat(shards.repeat, given["columns"])
     given["sources"] = read_sources(given.pop("urls"), order.upsampling_factors)
     given["device"] = read_device(device)

@@ -10,6 +10,7 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 
 from streamload.batches.images import Preprocess
@@ -39,6 +40,7 @@ MAIN_GUARD = (
     'put all that runs the training under `if __name__ == "__main__":`, or pass '
     'workers=Workers(multiprocessing_context="fork")'
 )
+_FLAGS = (bool, int, np.bool_)
 _PICKLED = (
     "tokenizer", "preprocess", "shards.keep", "shards.facts", "repeat", "shards.storage_options",
     "batches.sample_weight", "workers.map_sample", "workers.collate", "cache.shared_options",
@@ -91,6 +93,17 @@ class LoaderOptions:
         at_least(0, num_workers=self.num_workers, shuffle=self.shuffle)
         parse_choice(self.output, get_args(Output), "output")
         parse_choice(self.on_error, get_args(OnError), "on_error")
+        for name, value in {"train": self.train, "with_keys": self.with_keys}.items():
+            if not isinstance(value, _FLAGS) or value not in (0, 1):
+                raise OptionError(f"{name}={value!r}; expected True or False")
+        functions = {
+            "preprocess": self.preprocess,
+            "keep": self.shards.keep,
+            "map_sample": self.workers.map_sample,
+        }
+        for name, function in functions.items():
+            if function is not None and not callable(function):
+                raise OptionError(f"{name}={function!r}; expected a function, or None")
         if self.tokenizer is not None and not callable(self.tokenizer):
             raise OptionError(
                 f"tokenizer is a {type(self.tokenizer).__name__}; expected open_clip's, one of "
