@@ -8,10 +8,11 @@ import logging
 import os
 import random
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import zstandard
 from fuzzing.blocks import END
 from hostile import outcomes, read_both_ways, sample
 
@@ -20,7 +21,7 @@ from streamload.errors import DatasetChanged, ShardCut, ShardError, ShardFormatE
 from streamload.origins.origin import has_ranges, open_origin
 from streamload.origins.unpacked import unpacked
 from streamload.testing.server import ShardServer
-from streamload.urls import compression, expand_urls, zstd_module
+from streamload.urls import Compression, checks, compression, expand_urls
 
 BODY = random.Random(3).randbytes(70_000) + bytes(200_000) + random.Random(4).randbytes(30_001)
 
@@ -33,27 +34,54 @@ def split(data: bytes, seed: int) -> Iterator[bytes]:
         data = data[size:]
 
 
-def until_error(packed: bytes, seed: int) -> tuple[bytes, type[ShardError] | None]:
+def until_error(
+    packed: bytes, seed: int, packed_by: Compression = "gzip"
+) -> tuple[bytes, type[ShardError] | None]:
     tar = bytearray()
     try:
-        for chunk in unpacked(split(packed, seed), "gzip", "a.tar.gz"):
+        for chunk in unpacked(split(packed, seed), packed_by, "a.tar.gz"):
             tar += chunk
     except ShardError as exc:
         return bytes(tar), type(exc)
     return bytes(tar), None
 
 
-def members(*bodies: bytes) -> bytes:
-    return b"".join(gzip.compress(body, 1, mtime=0) for body in bodies)
+def zstd(body: bytes) -> bytes:
+    return zstandard.ZstdCompressor(write_checksum=True).compress(body)
 
 
+PACK: dict[Compression, Callable[[bytes], bytes]] = {
+    "gzip": lambda body: gzip.compress(body, 1, mtime=0),
+    "zstd": zstd,
+}
+
+
+def members(*bodies: bytes, packed_by: Compression = "gzip") -> bytes:
+    return b"".join(map(PACK[packed_by], bodies))
+
+
+@pytest.mark.parametrize("packed_by", PACK)
 @pytest.mark.parametrize("seed", range(8))
-def test_any_split_of_any_members_gives_the_tar(seed: int) -> None:
+def test_any_split_of_any_members_gives_the_tar(seed: int, packed_by: Compression) -> None:
     cut = random.Random(seed).randrange(len(BODY))
-    for packed in (members(BODY), members(BODY[:cut], b"", BODY[cut:]), members(BODY) + bytes(seed * 5_000)):
-        assert until_error(packed, seed) == (BODY, None)
-    padded = members(BODY[:cut]) + bytes(seed) + members(BODY[cut:])
-    assert until_error(padded, seed) == (BODY, None)
+    whole = members(BODY, packed_by=packed_by)
+    before, after = (members(part, packed_by=packed_by) for part in (BODY[:cut], BODY[cut:]))
+    empty = members(b"", packed_by=packed_by)
+    for packed in (whole, before + empty + after, whole + bytes(seed * 5_000), before + bytes(seed) + after):
+        assert until_error(packed, seed, packed_by) == (BODY, None)
+
+
+def test_a_skippable_frame_is_skipped_as_pzstd_writes_one_first() -> None:
+    skippable = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"size"
+    assert until_error(skippable + members(BODY, packed_by="zstd"), 1, "zstd") == (BODY, None)
+
+
+def test_zstd_that_ends_early_is_a_cut_shard_with_all_that_came() -> None:
+    packed = members(BODY, packed_by="zstd")
+    for stop in range(5, len(packed), 997):
+        tar, error = until_error(packed[:stop], stop, "zstd")
+        assert error is ShardCut
+        assert BODY.startswith(tar)
 
 
 def test_gzip_that_ends_early_is_a_cut_shard_with_all_that_came(caplog: pytest.LogCaptureFixture) -> None:
@@ -66,11 +94,14 @@ def test_gzip_that_ends_early_is_a_cut_shard_with_all_that_came(caplog: pytest.L
     assert not caplog.records
 
 
-@pytest.mark.parametrize("place", [100, 40_000, -6])
-def test_damaged_gzip_gives_the_same_bytes_before_its_error_however_it_came(place: int) -> None:
-    packed = bytearray(members(BODY))
+@pytest.mark.parametrize("packed_by", PACK)
+@pytest.mark.parametrize("place", [100, 40_000, -3])
+def test_damaged_data_give_the_same_bytes_before_their_error_however_they_came(
+    place: int, packed_by: Compression
+) -> None:
+    packed = bytearray(members(BODY, packed_by=packed_by))
     packed[place] ^= 0xFF
-    outcomes_by_split = {until_error(bytes(packed), seed) for seed in range(5)}
+    outcomes_by_split = {until_error(bytes(packed), seed, packed_by) for seed in range(5)}
     assert len(outcomes_by_split) == 1
     tar, error = outcomes_by_split.pop()
     assert error is not None
@@ -88,12 +119,21 @@ def test_what_is_not_compressed_passes_unchanged(plain: bytes) -> None:
     assert until_error(plain, 1) == (plain, None)
 
 
-def test_a_bomb_is_refused_before_it_fills_anything() -> None:
+@pytest.mark.parametrize(
+    ("packed_by", "bomb", "most_at_once"),
+    [
+        ("gzip", gzip.compress(bytes(16 << 20), 9) * 50, 512 << 10),
+        ("zstd", zstd(bytes(16 << 20)) * 50, 32 << 20),
+    ],
+    ids=PACK,
+)
+def test_a_bomb_is_refused_before_it_fills_anything(
+    packed_by: Compression, bomb: bytes, most_at_once: int
+) -> None:
     sizes: list[int] = []
-    chunks = unpacked(split(gzip.compress(bytes(16 << 20), 9) * 50, 1), "gzip", "bomb.tar.gz")
     with pytest.raises(ShardFormatError, match="256 times as many are accepted"):
-        sizes.extend(map(len, chunks))
-    assert max(sizes) <= 512 << 10
+        sizes.extend(map(len, unpacked(split(bomb, 1), packed_by, "bomb")))
+    assert max(sizes) <= most_at_once
     assert sum(sizes) < 128 << 20
 
 
@@ -116,12 +156,13 @@ def test_the_name_says_how_a_shard_may_be_compressed(url: str, expected: str | N
     assert compression(url) == expected
 
 
-def test_zstd_is_read_where_python_or_a_package_can_and_refused_with_the_command_elsewhere() -> None:
-    if zstd_module() is None:
-        with pytest.raises(UrlError, match=r"zstd -d --rm \*\.zst"):
-            expand_urls("shards/{0..9}.tar.zst")
-    else:
-        assert len(expand_urls("shards/{0..9}.tar.zst")) == 10
+def test_zstd_is_read_where_python_or_a_package_can_and_refused_with_the_command_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert len(expand_urls("shards/{0..9}.tar.zst")) == 10
+    monkeypatch.setattr(checks, "zstd_module", lambda: None)
+    with pytest.raises(UrlError, match=r"zstd -d --rm \*\.zst"):
+        expand_urls("shards/{0..9}.tar.zst")
 
 
 def test_a_folder_without_tars_gives_its_compressed_ones(tmp_path: Path) -> None:
