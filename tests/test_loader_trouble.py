@@ -786,12 +786,21 @@ def test_a_shard_that_changes_while_it_is_read_by_range_is_an_error(
             list(batches)
 
 
-def test_backends_that_each_have_an_etag_of_their_own_cost_no_shard(
+def test_backends_that_each_have_an_etag_and_a_date_of_their_own_cost_no_shard(
     server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick = functools.partial(OriginOptions, first_get_bytes=20_000, backoff_seconds=0.01)
     monkeypatch.setattr(worker_config, "OriginOptions", quick)
-    backends = [Fault(first=1, headers={"ETag": f'"backend-{number % 2}"'}) for number in range(999)]
+    backends = [
+        Fault(
+            first=1,
+            headers={
+                "ETag": f'"backend-{number % 2}"',
+                "Last-Modified": f"Mon, 05 Jan 2026 00:00:0{number % 2} GMT",
+            },
+        )
+        for number in range(999)
+    ]
     server.misbehave("*", *backends)
     with make(urls(server), tmp_path) as loader:
         batches = iter(loader)

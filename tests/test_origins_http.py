@@ -284,12 +284,35 @@ def test_what_proves_no_version_is_one_answer_and_no_ranges(
     assert [request.start for request in server.log] == [0, None]
 
 
+def backend(number: int, *, has_date: bool = True, **fault: Any) -> Fault:
+    """One of two backends of a load balancer, each with its own ETag, and maybe its own date."""
+    date = {"Last-Modified": f"Mon, 05 Jan 2026 00:00:0{number % 2} GMT"} if has_date else {}
+    return Fault(first=1, headers={"ETag": f'"backend-{number % 2}"', **date}, **fault)
+
+
+@pytest.mark.parametrize("has_date", [False, True], ids=["ETags", "ETags and dates"])
 @pytest.mark.parametrize("quick", [0.0, 1e15], ids=["one connection", "ranges side by side"])
-def test_backends_with_etags_of_their_own_give_one_answer_whole(server: ShardServer, quick: float) -> None:
-    backends = [Fault(first=1, headers={"ETag": f'"backend-{number % 2}"'}) for number in range(9)]
-    server.misbehave("a.tar", *backends)
-    assert read(server, first_get_bytes=100_000, quick_bytes_per_second=quick) == BODY
+def test_backends_with_etags_of_their_own_give_one_answer_whole(
+    server: ShardServer, quick: float, has_date: bool
+) -> None:
+    server.misbehave("a.tar", *(backend(number, has_date=has_date) for number in range(9)))
+    tally = Tally()
+    assert read(server, tally=tally, first_get_bytes=100_000, quick_bytes_per_second=quick) == BODY
     assert server.log[-1].start is None
+    assert tally["origin_retries"] == 1
+
+
+def test_backends_with_dates_of_their_own_resume_a_cut_body_by_comparing_it(server: ShardServer) -> None:
+    cuts = [backend(number, cut_after_bytes=300_000 + 200_000 * number) for number in range(3)]
+    server.misbehave("a.tar", *cuts, *map(backend, range(3, 9)))
+    assert read(server, first_get_bytes=BIG) == BODY
+
+
+def test_a_backend_with_another_size_is_a_changed_shard(server: ShardServer) -> None:
+    longer = Fault(body=BODY + b"x", headers={"ETag": '"b"'})
+    server.misbehave("a.tar", Fault(first=1, cut_after_bytes=300_000), longer)
+    with pytest.raises(DatasetChanged, match="its size was 1000003 and is 1000004"):
+        read(server)
 
 
 def test_backends_that_hold_different_bytes_are_never_mixed(server: ShardServer) -> None:
@@ -305,7 +328,7 @@ def test_backends_that_hold_different_bytes_are_never_mixed(server: ShardServer)
 def test_a_range_is_taken_from_whichever_backend(server: ShardServer) -> None:
     origin = open_origin(f"{server.url}/a.tar", options=QUICK)
     version = origin.version()
-    server.misbehave("a.tar", Fault(headers={"ETag": '"another-backend"'}))
+    server.misbehave("a.tar", backend(1))
     assert origin.read(700_000, 720_000, version) == BODY[700_000:720_000]
     assert len(server.log) == 2
     origin.close()

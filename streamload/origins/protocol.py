@@ -60,9 +60,12 @@ class Version:
         fact = "etag" if self.etag and other.etag else "last_modified"
         return bool(getattr(self, fact) and getattr(other, fact)) and self.difference(other) is None
 
-    def without_etag(self) -> Version:
-        """Return the version to compare if bytes are compared too: a load balancer's ETags may differ."""
-        return Version(self.size, None, self.last_modified)
+    def only_size(self) -> Version:
+        """Return the version to compare if bytes are compared too.
+
+        Backends of a load balancer may have an ETag and a date each for the same bytes.
+        """
+        return Version(self.size)
 
     def completed(self, other: Version) -> Version:
         """Return this version, completed by facts that only `other` has."""
@@ -123,7 +126,7 @@ class Origin(Protocol):
     def read(self, start: int, stop: int, version: Version) -> bytes:
         """Return the bytes from `start` up to `stop` of a shard of a known version.
 
-        Detects another size or date; the caller detects other bytes by their checksums.
+        Detects another size; the caller detects other bytes by their checksums.
 
         Raises:
             OriginError, DatasetChanged: as for open().
@@ -134,7 +137,7 @@ class Origin(Protocol):
         """Do the same by a stream that starts at `begin`."""
         data, position = bytearray(), begin
         with contextlib.closing(self.open(begin)) as stream:
-            same_version(self.url, version.without_etag(), stream.version)
+            same_version(self.url, version.only_size(), stream.version)
             for chunk in stream.chunks():
                 data += chunk[max(0, start - position) :]
                 position += len(chunk)

@@ -154,7 +154,7 @@ class _RetryingStream:
             if self._is_unproven and self._start:
                 raise Unproven("nothing tells its versions apart")
             start = 0 if self._is_unproven else self._position
-            expected = self._found.without_etag() if self._is_unproven else self._found
+            expected = self._found.only_size() if self._is_unproven else self._found
             try:
                 self._stream = self._retries.open(self._origin, start, expected)
                 break
