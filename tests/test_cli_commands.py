@@ -373,6 +373,22 @@ def test_doctor_asks_for_the_first_and_last_shard_of_each_source(streamload, tmp
         assert "00000.tar" in done.stdout
 
 
+def test_doctor_shows_what_a_web_server_can_do(streamload, tmp_path):
+    write_shards(tmp_path / "data", [3], seed=1)
+    with ShardServer(tmp_path / "data") as server:
+        url = f"{server.url.replace('//', '//user:secret@')}/00000.tar"
+        said = streamload("doctor", url, STREAMLOAD_CACHE_DIR=str(tmp_path / "tier")).stdout
+        assert "byte ranges, sizes, versions by ETag" in " ".join(said.split())
+        assert "gives all of a shard" not in " ".join(said.split())
+        server.misbehave("*", Fault(ignore_range=True, headers={"ETag": ""}))
+        done = streamload("doctor", url, STREAMLOAD_CACHE_DIR=str(tmp_path / "tier"))
+        assert done.returncode == 0, done.stdout
+        said = " ".join(done.stdout.split())
+        assert "no byte ranges, sizes, versions by date" in said
+        assert "It gives all of a shard for each request" in said
+        assert "secret" not in said
+
+
 def test_doctor_takes_options_of_the_object_store_and_refuses_urls_that_are_none(streamload, tmp_path):
     done = streamload("doctor", "{00..", STREAMLOAD_CACHE_DIR=str(tmp_path / "tier"))
     assert done.returncode == 1

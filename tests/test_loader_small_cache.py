@@ -17,7 +17,7 @@ from tiers import until
 import streamload
 from streamload import Workers
 from streamload.cache.part import reserved_bytes
-from streamload.testing.server import ShardServer
+from streamload.testing.server import Fault, ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
 from tests import flat
 
@@ -119,6 +119,19 @@ def test_what_was_given_is_kept_and_read_by_range_at_once_where_it_is_certain_no
         assert loader.stats().range_reads > 0
     (said,) = [r.getMessage() for r in caplog.records if "no room" in r.getMessage()]
     assert re.search(r"\(lanes=8 and shuffle=100; lanes=\d and shuffle=\d+ would fit\)", said)
+    with make(server, tmp_path / "large", 10**9, **given) as loader:
+        assert keys(loader) == narrow
+
+
+def test_from_a_server_without_ranges_no_shard_is_fetched_for_each_sample(
+    server: ShardServer, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.misbehave("*", Fault(ignore_range=True))
+    given = {"lanes": 8, "shuffle": 100, "num_workers": 0}
+    with make(server, tmp_path / "cache", room_for(data, 2.1), **given) as loader:
+        narrow = keys(loader)
+        assert loader.stats().origin_bytes <= 2 * sum(path.stat().st_size for path in data.glob("*.tar"))
+    assert "its origin gives no byte ranges" in caplog.text
     with make(server, tmp_path / "large", 10**9, **given) as loader:
         assert keys(loader) == narrow
 

@@ -30,7 +30,7 @@ from streamload.errors import (
     ShardFormatError,
 )
 from streamload.origins import sockets
-from streamload.origins.origin import OriginOptions, open_origin
+from streamload.origins.origin import OriginOptions, open_origin, serves_ranges
 from streamload.origins.protocol import ReadSize
 from streamload.testing.faults import EMPTY_PAGE, Fault
 from streamload.testing.server import ShardServer
@@ -357,6 +357,28 @@ def test_a_read_by_range_is_read_from_the_first_byte_where_ranges_get_200(
     server.misbehave("a.tar", replace(fault, first=2), Fault(ignore_range=True))
     assert origin.read(300_000, 320_000, version) == BODY[300_000:320_000]
     origin.close()
+
+
+def test_a_server_without_ranges_is_asked_for_one_only_once(server: ShardServer) -> None:
+    server.misbehave("*", Fault(ignore_range=True))
+    with contextlib.closing(open_origin(f"{server.url}/a.tar", options=QUICK)) as origin:
+        version = origin.version()
+        assert not serves_ranges(f"{server.url}/b.tar")
+        assert not serves_ranges(f"pipe:curl -s {server.url}/b.tar")
+        assert origin.read(300_000, 320_000, version) == BODY[300_000:320_000]
+        assert len(server.log) == 2
+        server.misbehave("*")
+        assert origin.read(300_000, 320_000, version) == BODY[300_000:320_000]  # learns better
+        assert origin.read(300_000, 320_000, version) == BODY[300_000:320_000]
+    assert serves_ranges(f"{server.url}/b.tar")
+    assert server.log[-1].sent == 20_000
+
+
+def test_another_version_given_whole_does_not_count_as_a_lack_of_ranges(server: ShardServer) -> None:
+    server.misbehave("a.tar", Fault(first=1, cut_after_bytes=300_000), Fault(body=OTHER))
+    with pytest.raises(DatasetChanged):
+        read(server)
+    assert serves_ranges(f"{server.url}/a.tar")
 
 
 DRIPS = [

@@ -17,6 +17,8 @@ from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
 from streamload.errors import CacheError, CacheFull
 from streamload.metrics import Counters
+from streamload.origins.abilities import learn_ranges
+from streamload.origins.outages import remember
 from streamload.prefetch import fallback as fallback_
 from streamload.prefetch.fallback import FallbackPolicy, StorageMode
 
@@ -73,6 +75,23 @@ def test_what_the_tier_does_not_take_goes_into_the_spare(tier: Tier, monkeypatch
     assert not policy.store_in_fallback(ONE)
     assert policy.store_in_fallback(OTHER, OSError(errno.EIO, "broken"))
     assert len([1 for line in caplog.messages if "doesn't take" in line]) == 1
+    fallback_tier.close()
+
+
+def test_a_shard_of_a_server_without_ranges_is_kept_bare_only_where_there_is_no_spare(
+    tier: Tier, monkeypatch: Any, caplog: Any
+) -> None:
+    remembering = remember()
+    learn_ranges(OTHER.url, False)
+    assert FallbackPolicy(tier, None, index_only=True).store_index_only(ONE)  # rather than not at all
+    fallback_tier = spare_of(tier, monkeypatch)
+    policy = FallbackPolicy(tier, fallback_tier, index_only=True)
+    assert not policy.store_index_only(ONE)
+    assert policy.store_in_fallback(ONE)
+    assert "its origin gives no byte ranges" in caplog.text
+    assert policy.store_index_only(ONE)  # the spare has no room either
+    remembering()
+    assert policy.store_index_only(OTHER)
     fallback_tier.close()
 
 

@@ -34,6 +34,10 @@ _BATCH_SIZE = 64
 _MOST_ASKED = 64
 """Maximum number of shards to request."""
 _ATTEMPTS = 3
+_NO_RANGES = (
+    "It gives all of a shard for each request: transfers that break are fetched from the first byte again, "
+    "and shards that find no room in the cache are kept in memory, as no sample can be fetched alone."
+)
 _FEW_FILES = 4096
 _FEW_PROCESSES = 512
 _FEW_MAPS = 65_530
@@ -305,7 +309,22 @@ def _shards(urls: list[str], storage_options: str | None) -> list[Finding]:
     available = f"{len(asked) - len(refused)} of {len(asked)} first and last ones are available"
     return [
         Finding("shards", available, unusable=bool(refused)),
+        *_servers(asked),
         *(Finding(redact(url), "unavailable", advice=why, unusable=True) for url, why in refused),
+    ]
+
+
+def _servers(urls: list[str]) -> list[Finding]:
+    """What the web servers of these shards have shown that they can do."""
+    from streamload.origins.abilities import Abilities
+    from streamload.origins.origin import abilities_of
+    from streamload.urls import endpoint, redact
+
+    found: dict[str, Abilities] = {endpoint(redact(url)): abilities_of(url) for url in urls}
+    return [
+        Finding(server, str(can), advice=_NO_RANGES if can.ranges is False else "")
+        for server, can in found.items()
+        if can != Abilities()
     ]
 
 

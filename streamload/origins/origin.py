@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from streamload.origins.abilities import Abilities, abilities
 from streamload.origins.access import Named, granted, headers_for
 from streamload.origins.outages import Endpoint
 from streamload.origins.protocol import (
@@ -37,9 +38,11 @@ __all__ = [
     "Stream",
     "Unproven",
     "Version",
+    "abilities_of",
     "has_ranges",
     "import_origins",
     "open_origin",
+    "serves_ranges",
 ]
 
 _logger = logging.getLogger("streamload")
@@ -89,6 +92,16 @@ def has_ranges(url: str) -> bool:
     return _opened_as(url) not in {"pipe", "file"} and compression(url) is None
 
 
+def serves_ranges(url: str) -> bool:
+    """Return whether its server answers a request for a range with that range, by all that is known."""
+    return has_ranges(url) and abilities_of(url).ranges is not False
+
+
+def abilities_of(url: str) -> Abilities:
+    """Return what is known of the server of a shard, or of the URL that its command requests."""
+    return abilities(_requested(url))
+
+
 def import_origins(urls: Iterable[str]) -> None:
     """Import the libraries that some URLs need, so that processes forked later needn't.
 
@@ -106,8 +119,13 @@ def import_origins(urls: Iterable[str]) -> None:
 
 def _opened_as(url: str) -> str:
     """Return the scheme of a URL, or of the URL that a curl or aws command requests."""
+    return scheme(_requested(url))
+
+
+def _requested(url: str) -> str:
+    """Return a URL, or the one that a curl or aws command requests."""
     asked = parse_command(url.removeprefix("pipe:")) if scheme(url) == "pipe" else None
-    return scheme(asked.url) if isinstance(asked, Request) else scheme(url)
+    return asked.url if isinstance(asked, Request) else url
 
 
 def _plain_origin(url: str, storage_options: dict[str, Any], session: Session) -> Origin:

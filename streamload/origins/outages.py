@@ -24,6 +24,7 @@ from streamload.errors import (
     OriginTimeout,
     OriginUnavailable,
 )
+from streamload.origins import abilities
 from streamload.origins.protocol import Origin, Session
 from streamload.urls import endpoint
 
@@ -97,6 +98,7 @@ def remember() -> Callable[[], None]:
         if os.getpid() not in _remembering:
             for known in (_served, _away, _failing):
                 known.clear()
+            abilities.forget()
 
     return end
 

@@ -126,7 +126,8 @@ class Origin(Protocol):
     def read(self, start: int, stop: int, version: Version) -> bytes:
         """Return the bytes from `start` up to `stop` of a shard of a known version.
 
-        Detects another size; the caller detects other bytes by their checksums.
+        Detects another size, and another date if no other backend can have it; the caller detects other bytes
+        by their checksums.
 
         Raises:
             OriginError, DatasetChanged: as for open().
@@ -137,7 +138,7 @@ class Origin(Protocol):
         """Do the same by a stream that starts at `begin`."""
         data, position = bytearray(), begin
         with contextlib.closing(self.open(begin)) as stream:
-            same_version(self.url, version.only_size(), stream.version)
+            same_version(self.url, version, stream.version)
             for chunk in stream.chunks():
                 data += chunk[max(0, start - position) :]
                 position += len(chunk)

@@ -18,6 +18,7 @@ from urllib3.exceptions import HTTPError
 
 from streamload import limits
 from streamload.errors import OriginCut, OriginError, OriginStopped, OriginUnavailable
+from streamload.origins.abilities import abilities
 from streamload.origins.protocol import Origin, ReadSize, Session, Version, no_crawl
 from streamload.origins.ranged import OrderedParts
 from streamload.origins.sockets import WAKE_SECONDS, Pools, receive
@@ -65,6 +66,8 @@ class HttpOrigin(Origin):
         self._pools = self._pools or Pools(self._session)
         # The size alone: another backend's range is as good, and the bytes are checked by their checksums.
         version = version.only_size()
+        if abilities(self.url).ranges is False:
+            return self.streamed(0, start, stop, version)
         chunks = self._client.read_range(self._pools, start, stop, version, is_proven=True)
         try:
             data = b"".join(no_crawl(self.url, chunks, self._session.options))

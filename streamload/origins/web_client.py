@@ -21,6 +21,7 @@ from streamload.errors import (
     OriginTimeout,
     OriginUnavailable,
 )
+from streamload.origins.abilities import learn_ranges, learn_version
 from streamload.origins.access import refuse_host
 from streamload.origins.protocol import (
     ReadSize,
@@ -92,6 +93,7 @@ class HttpClient:
                 return Version(0, strong(response.headers.get("ETag")), response.headers.get("Last-Modified"))
             check_status(self.url, response, self.session)
             found = body_range(self.url, response, 0)[0]
+            self._learn(response, found)
             return Version(None, found.etag, found.last_modified) if may_be_range(response, 1) else found
         except HTTPError as exc:
             raise self.translated(exc, "no answer") from exc
@@ -114,6 +116,8 @@ class HttpClient:
             if start and expected is not None and may_be_range(response, (expected.size or 0) - start):
                 raise Unproven("its server answers a range with 200")
             found, first, stop = body_range(self.url, response, start, most)
+            if start or most is not None:
+                self._learn(response, found, expected)
             check_version(self.url, expected, found, start)
             is_part = response.status == 206 and most is not None
             if is_part and not found.is_traceable and stop != found.size:
@@ -162,6 +166,8 @@ class HttpClient:
             response = self._request(pools, what, self._answered)
             if response.status == 412:
                 raise Unproven("a range of it has another ETag")
+            if response.status in {200, 206}:
+                learn_ranges(self.url, response.status == 206)
             if response.status != 206:
                 kind = RangeIgnored if response.status == 200 else OriginCut
                 raise kind(f"{self.url}: a range of it is answered with {response.status}")
@@ -208,6 +214,14 @@ class HttpClient:
         if isinstance(exc, ProtocolError | ProxyError | SSLError):
             return OriginUnavailable(f"{self.url}: {what}: {reason}")
         return OriginError(f"{self.url}: {reason}")
+
+    def _learn(
+        self, response: urllib3.BaseHTTPResponse, found: Version, expected: Version | None = None
+    ) -> None:
+        """Note what the answer to a request for a range shows, unless it gives all of another version."""
+        learn_version(self.url, found)
+        if response.status == 206 or expected is None or expected.difference(found) is None:
+            learn_ranges(self.url, response.status == 206)
 
     def _request(
         self, pools: Pools, what: Mapping[str, str], at: _Target | None = None

@@ -15,7 +15,7 @@ from streamload.cache.part import index_bytes, reserved_bytes
 from streamload.cache.shard import Shard
 from streamload.cache.tier import Tier
 from streamload.errors import CacheError, CacheFull, LimitReached, is_shortage
-from streamload.origins.origin import has_ranges
+from streamload.origins.origin import has_ranges, serves_ranges
 
 logger = logging.getLogger("streamload")
 
@@ -73,7 +73,12 @@ class FallbackPolicy:
             self._in_fallback &= digests
 
     def store_index_only(self, shard: Shard) -> bool:
-        """Store a shard index-only; False if its origin has no ranges, or it is already."""
+        """Store a shard index-only; False if its origin has no ranges, or it is already.
+
+        A server without ranges gives all of a shard for each sample: the fallback tier comes before that.
+        """
+        if not serves_ranges(shard.url) and self._may_use_fallback(shard):
+            return False
         with self._lock:
             is_index_only = shard.digest in self._index_only
             if is_index_only or not self._allows_index_only or not has_ranges(shard.url):
@@ -95,10 +100,11 @@ class FallbackPolicy:
                 return False
             if not self._has_logged:
                 self._has_logged = True
+                why = error or ("" if serves_ranges(shard.url) else "its origin gives no byte ranges")
                 logger.warning(
                     "the cache at %s doesn't take %s%s: such shards are kept in memory at %s, up to %d bytes "
                     "beside the cache's limit",
-                    *(self._tier.root, shard.name, f" ({error})" if error else ""),
+                    *(self._tier.root, shard.name, f" ({why})" if why else ""),
                     *(fallback_tier.root, fallback_tier.limit_bytes),
                 )
             self._failures += error is not None and not isinstance(error, CacheFull)
@@ -178,6 +184,14 @@ class FallbackPolicy:
         """Note that the shortage has passed."""
         with self._lock:
             self._short_since = None
+
+    def _may_use_fallback(self, shard: Shard) -> bool:
+        """Whether there is a fallback tier that hasn't refused a shard."""
+        with self._lock:
+            is_in_fallback = shard.digest in self._in_fallback
+        return (
+            not is_in_fallback and self._fallback_tier is not None and self._fallback_tier.open() is not None
+        )
 
     def _mode(self, shard: Shard) -> StorageMode:
         fallback_tier = self._fallback_tier.tier if self._fallback_tier is not None else None
