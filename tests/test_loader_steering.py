@@ -21,6 +21,7 @@ import streamload
 from streamload import DecisionsError, OptionError, PolicyError, Replay, StateMismatch
 from streamload.loader.signals import Rows
 from streamload.steering import Decided, Summary
+from streamload.testing.server import Fault, ShardServer
 from streamload.testing.shards import write_shards
 from tests import flat
 from tests.test_batches_padding import words
@@ -322,6 +323,18 @@ def test_a_policy_that_fails_is_an_error_that_names_it(
         state = loader.state_dict()  # that of the last batch
     rest, _ = train(make(place, mixing=Seesaw()), state)
     assert len(rest) == STEPS - 6
+
+
+def test_a_sizes_json_that_cannot_be_read_is_not_the_policys_error(place: Path, tmp_path: Path) -> None:
+    with ShardServer(place) as server:
+        server.misbehave("b/sizes.json", Fault(status=501))
+        sources = [streamload.Source(f"{server.url}/{name}/{{00000..00001}}.tar", 1, name) for name in NAMES]
+        given: dict[str, Any] = {"batch_size": 12, "num_batches": STEPS, "num_workers": 0}
+        given |= {"map_sample": key_of, "cache_dir": tmp_path, "cache_size": "1GB", "mixing": Seesaw()}
+        with flat.make_loader(sources, **given) as loader, pytest.raises(streamload.OriginError) as caught:
+            list(loader)
+    assert "how many samples a source has can't be read" in str(caught.value)
+    assert "b/sizes.json: the server answers 501" in str(caught.value)
 
 
 def test_no_answer_changes_nothing_and_is_logged(place: Path, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ REFUSED = [
 ]  # fmt: skip
 METADATA = [
     "169.254.169.254", "fe80::1%eth0", "168.63.129.16", "100.100.100.200", "fd00:ec2::254",
-    "::ffff:169.254.169.254", "64:ff9b::a9fe:a9fe", "64:ff9b::a83f:8110", "::a9fe:a9fe",
+    "::ffff:169.254.169.254", "2002:a9fe:a9fe::1", "64:ff9b::a9fe:a9fe", "64:ff9b::a83f:8110", "::a9fe:a9fe",
 ]  # fmt: skip
 
 
@@ -93,7 +93,9 @@ def test_a_metadata_service_is_refused_whoever_named_it(address: str, named: Nam
         refuse_address("host", 80, address, named)
 
 
-@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
+@pytest.mark.parametrize(
+    "address", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "2002:808:808::", "64:ff9b::808:808"]
+)
 def test_a_public_address_is_not_refused(address: str) -> None:
     refuse_address("host", 80, address, NOBODY)
 

@@ -277,6 +277,13 @@ def test_hostile_headers_are_refused_in_little_memory(case, at_start):
     assert peak < 8 * EXTENDED_LIMIT_BYTES
 
 
+@pytest.mark.parametrize("size", [40, 5000])
+def test_text_in_place_of_a_tar_is_called_text_and_not_quoted(size):
+    with pytest.raises(ShardFormatError, match="not a tar but text") as caught:
+        parse((b"No access for the token hunter2.\n" * 200)[:size])
+    assert "hunter2" not in str(caught.value)
+
+
 def test_a_size_of_8_gib_that_lies_is_a_cut():
     with pytest.raises(ShardCut, match="lacks"):
         parse(header(size=base_256(8 << 30)) + bytes(5000))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from streamload.errors import OptionError, OrderDiverged, PolicyError
+from streamload.errors import DataError, OptionError, OrderDiverged, OriginError, PolicyError
 from streamload.ipc import ControlBlock
 from streamload.loader.agreement import Agreement
 from streamload.loader.batch_info import BatchInfo
@@ -187,6 +187,7 @@ class Steering:
 
         Raises:
             PolicyError: the policy raised an error, or its answer can't be used; on all ranks.
+            OriginError: a sizes.json can't be read; on all ranks.
             RankFailed: another rank failed or ended.
             OrderDiverged: another rank is at another step.
         """
@@ -200,6 +201,8 @@ class Steering:
         answer = self._agreement.decide(what, [self._steps, reports], self._answered)
         if "diverged" in answer:
             raise OrderDiverged(answer["diverged"])
+        if "unread" in answer:
+            raise OriginError(answer["unread"]) from self._cause
         if "error" in answer:
             raise PolicyError(answer["error"]) from self._cause
         shares, total = answer["shares"], self._total
@@ -224,6 +227,12 @@ class Steering:
         steps = [step for step, _ in by_rank]
         if len(set(steps)) > 1:
             return {"diverged": f"the ranks are not at the same step of the run: by rank, {steps[:16]}"}
+        try:  # here, as the policy isn't their cause
+            for place in range(len(self._options.sources)):
+                self._schedule.source_samples(place)
+        except (OSError, DataError) as exc:
+            self._cause = exc
+            return {"unread": f"how many samples a source has can't be read: {exc}"}
         try:
             return self._ask(by_rank)
         except Exception as exc:

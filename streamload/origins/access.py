@@ -210,8 +210,9 @@ def _meant(ip: _Address) -> _Address:
     """Return the IPv4 address that an IPv6 address embeds, if any."""
     if isinstance(ip, ipaddress.IPv4Address):
         return ip
-    if ip.ipv4_mapped is not None:
-        return ip.ipv4_mapped
+    embedded = ip.ipv4_mapped or ip.sixtofour
+    if embedded is not None:
+        return embedded
     if ip in _NAT64 or (ip in _COMPATIBLE and int(ip) > 0xFFFF):
         return ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
     return ip
@@ -219,7 +220,7 @@ def _meant(ip: _Address) -> _Address:
 
 def _is_public(ip: _Address) -> bool:
     if isinstance(ip, ipaddress.IPv6Address) and (
-        ip.sixtofour is not None or ip.teredo is not None or ip.is_site_local or ip in _LOCAL_NAT64
+        ip.teredo is not None or ip.is_site_local or ip in _LOCAL_NAT64
     ):
         return False
     return ip.is_global and not (ip.is_multicast or ip.is_reserved)

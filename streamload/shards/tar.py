@@ -7,6 +7,9 @@ copied. samples.py deals with names, samples and checksums.
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import re
 from typing import NamedTuple
 from zlib import adler32
 
@@ -48,6 +51,8 @@ _KNOWN_STARTS = (
     (b"{", "JSON text", "it is probably the server's error message: open the URL and check access"),
     (b"[", "JSON text", "it is probably the server's error message: open the URL and check access"),
 )
+_CONTROL = re.compile(rb"[\0-\x08\x0b\x0c\x0e-\x1f\x7f]")
+"""Bytes that text doesn't have, and every header has."""
 
 
 class Member(NamedTuple):
@@ -323,8 +328,17 @@ class TarParser:
             for known, kind, advice in _KNOWN_STARTS:
                 if start[: len(known)].lower() == known.lower():
                     return ShardFormatError(f"not a tar but {kind}: {advice}")
+            if _is_text(block):  # isn't shown: a server may echo secrets
+                return ShardFormatError(f"not a tar but text ({what}): open the URL and check access")
             return ShardFormatError(f"not a tar ({what}); it begins with {block[:24]!r}")
         return ShardFormatError(f"the tar is damaged at byte {offset}: {what}; fetch or write it again")
+
+
+def _is_text(block: bytes) -> bool:
+    with contextlib.suppress(UnicodeDecodeError):
+        codecs.getincrementaldecoder("utf-8")().decode(block)  # may end within a character
+        return _CONTROL.search(block) is None
+    return False
 
 
 def _checksum_holds(block: bytes) -> bool:

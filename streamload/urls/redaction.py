@@ -23,6 +23,8 @@ _WEB = frozenset(("http", "https", "ftp", "ssh", "sftp"))
 _BUCKETS = frozenset(
     ("s3", "s3a", "gs", "gcs")
 )  # have no port, so a colon before the path belongs to a password
+_CONTAINERS = frozenset(("abfs", "abfss", "adl", "az", "wasb", "wasbs"))  # container@account
+_FILES = frozenset(("file", "local", "memory"))
 _USUAL = _WEB | _BUCKETS | {"hf", "az", "abfs"}  # recognised with one slash, too
 _LETTERS = "[#0-9aBfgGiIjJklLMnNOpqRsSvVZ]*[HUubE]"  # curl's short options up to one with a secret value
 _OPTION = re.compile(
@@ -45,6 +47,11 @@ _HEADER = re.compile(
     re.IGNORECASE,
 )
 _BEARER = re.compile(r"\b(bearer|basic)(\s+)[\w.~+/=-]{6,}", re.IGNORECASE)
+_PARAMETER = re.compile(
+    r"(;[^;/=?#]{0,80}(?:secret|token|pass|credential|sig|key|auth|sas|session)[^;/=?#]{0,80}=)([^;/?#]+)",
+    re.IGNORECASE,
+)
+_ENCODED_QUERY = re.compile(r"%(?:25)*3F([^/=]{0,80}(?:=|%(?:25)*3D).*)", re.IGNORECASE)
 _NO_PORT = re.compile(r"^[^\[\]]*:(?!\d*$)")
 
 _PROGRAM = re.compile(
@@ -158,13 +165,17 @@ def _of_command(command: str) -> str:
 
 
 def _of_url(rest: str) -> Iterator[str]:
-    """Yield the secrets in a URL after its scheme: user and password, values of the query, fragment."""
+    """Yield the secrets in a URL after its scheme: user, password, parameters, query values, fragment."""
     location, _, query = rest.partition("?")
     first = location.partition("/")[0]
     if "@" in first or (":" in first and "@" in location):  # a password with a slash
         user = first.rpartition("@")[0] if "@" in first else location.rpartition("@")[0]
         yield user
         yield from user.split(":", 1)
+    yield from (match[2] for match in _PARAMETER.finditer(location))
+    encoded = _ENCODED_QUERY.search(location)
+    if encoded is not None:
+        query = f"{unquote(unquote(encoded[1]))}&{query}"
     query, _, fragment = query.partition("#")
     values = [part.partition("=")[2] for part in query.split("&")]
     yield from (value for value in (*values, fragment) if len(value) >= _SHORTEST_OF_QUERY)
@@ -204,7 +215,7 @@ def _of_options(options: Mapping[str, Any], is_secret: bool = False) -> Iterator
 
 
 def _bare(scheme: str, slashes: str, rest: str) -> str:
-    """Return a URL without user, query and fragment. ``#`` and a lone ``@`` count only in http."""
+    """Return a URL without user, query, fragment and secret parameters. ``#`` counts only in http."""
     kind = scheme.lower()
     if slashes == ":/" and kind not in _USUAL:
         return f"{scheme}{slashes}{rest}"
@@ -212,8 +223,10 @@ def _bare(scheme: str, slashes: str, rest: str) -> str:
     location = re.split(r"[?#]" if web else r"\?", rest, maxsplit=1)[0]
     host, slash, path = location.partition("/")
     user, _, bare = host.rpartition("@")
+    path = _ENCODED_QUERY.sub("", _PARAMETER.sub(rf"\1{HIDDEN}", path))
     if web and _NO_PORT.search(bare):  # ambiguous, e.g. a password with a slash
         return f"{scheme}{slashes}{HIDDEN}"
     if "@" in path and (":" in bare if kind in _BUCKETS else not web and _NO_PORT.search(bare)):
         return f"{scheme}{slashes}{path.rpartition('@')[2]}"
-    return f"{scheme}{slashes}{bare if web or ':' in user else host}{slash}{path}"
+    is_place = kind in _CONTAINERS | _FILES and ":" not in user
+    return f"{scheme}{slashes}{host if is_place else bare}{slash}{path}"
