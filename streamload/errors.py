@@ -56,6 +56,9 @@ class StateMismatch(OptionError):
 class OriginError(StreamloadError, OSError):
     """A shard could not be read from its origin, after all retries."""
 
+    may_pass: bool = False
+    """A refusal that a server may take back at once: 403 or 404 from one of several backends."""
+
 
 class OriginNotFound(OriginError, FileNotFoundError):
     """The origin says that there is no such shard."""

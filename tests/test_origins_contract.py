@@ -181,12 +181,12 @@ def test_a_shorter_version_is_another_version(place: Place) -> None:
         list(origin.open(500_000, version).chunks())
 
 
-def test_a_missing_shard_is_not_found_at_once(place: Place) -> None:
+def test_a_missing_shard_is_soon_not_found(place: Place) -> None:
     tally = Tally()
     with pytest.raises(OriginNotFound, match=r"b\.tar|missing") as caught:
         list(place.origin(place.missing, counters=tally).open().chunks())
     assert isinstance(caught.value, FileNotFoundError)
-    assert not tally["origin_retries"]
+    assert tally["origin_retries"] == (2 if place.has_backends else 0)  # another backend may have it
 
 
 def test_nothing_is_left_over_after_a_close_in_the_middle(place: Place, no_leaks: Any) -> None:

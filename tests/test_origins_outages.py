@@ -164,7 +164,7 @@ def test_an_endpoint_is_a_host_or_a_program_at_a_host(url: str, name: str) -> No
 
 @pytest.mark.parametrize(
     ("status", "error", "retries"),
-    [(500, OriginUnavailable, QUICK.attempts - 1), (403, OriginDenied, 0), (404, OriginNotFound, 0)],
+    [(500, OriginUnavailable, 2), (403, OriginDenied, 2), (404, OriginNotFound, 2), (401, OriginDenied, 0)],
 )
 def test_a_shard_that_fails_alone_is_given_up(
     server: ShardServer, status: int, error: type[OriginError], retries: int

@@ -30,6 +30,8 @@ from streamload.errors import (
 from streamload.origins.access import Named
 
 _LEAST_READ_BYTES = 32 << 10
+_LATER = frozenset((202, 409, 421, 425, 429))
+"""Besides 5xx, statuses after which the same request may succeed: not ready, busy, the wrong connection."""
 _NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 
 
@@ -292,7 +294,7 @@ def http_error(message: str, status: int, retry_after: str | None = None) -> Str
         return OriginTimeout(message)
     if status == 412:
         return DatasetChanged(f"{message}: it was replaced while it was in use")
-    if status in {425, 429} or (status >= 500 and status not in {501, 505}):
+    if status in _LATER or (status >= 500 and status not in {501, 505}):
         error = OriginUnavailable(message)
         error.retry_after_seconds = _retry_after_seconds(retry_after)
         return error

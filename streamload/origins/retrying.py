@@ -31,6 +31,8 @@ from streamload.urls import scrubbed_errors
 
 _Result = TypeVar("_Result")
 _MOST_DOUBLINGS = 30
+_MOST_REFUSALS = 3
+"""A shard that is denied or missing so often is given up: one backend may not have it yet."""
 _OUTAGE_BACKOFF_SECONDS = 5.0
 """The longest backoff during an outage: transfers resume at most this long after it ends."""
 _SHORTAGE_SECONDS = 0.1
@@ -182,6 +184,7 @@ class _Retries:
         self._session, self._options = session, session.options
         self._rng, self._url, self._endpoint = rng, url, endpoint
         self._failures = 0
+        self._refusals = 0
         self._was_away = False
         self._short_since = 0.0  # since when something of this process has run out
         self._waiting_since = 0.0  # during an outage
@@ -225,7 +228,9 @@ class _Retries:
         if self._wait_for_room(error):
             return
         self._failures += 1
-        has_attempts = isinstance(error, RETRYABLE) and self._failures < self._options.attempts
+        self._refusals += error.may_pass
+        is_retryable = isinstance(error, RETRYABLE) or (error.may_pass and self._refusals < _MOST_REFUSALS)
+        has_attempts = is_retryable and self._failures < self._options.attempts
         if self._endpoint is not None and has_attempts:
             if self._failures > 1:
                 self._endpoint.fails(error)
@@ -303,7 +308,7 @@ class _Retries:
         if self._failures:
             self._progress_bytes += n
             if self._progress_bytes >= self._options.slow_bytes:
-                self._failures, self._was_away = 0, False
+                self._failures, self._refusals, self._was_away = 0, 0, False
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:

@@ -15,6 +15,8 @@ from streamload.origins.sockets import receive
 _NUMBER = "[0-9]{1,18}"  # enough for the size of any file
 _PLAIN = frozenset(("", "identity", "none", "binary", "utf-8", "utf8", "aws-chunked"))
 """Content encodings that leave a body as it is: uploads by SDKs and tools leave them behind."""
+WHOLE = frozenset((200, 203))
+"""The status of an answer with all of a shard: 203 comes through a proxy that changed headers."""
 _CONTENT_RANGE = re.compile(rf"bytes\s+(?:({_NUMBER})-({_NUMBER})|\*)/({_NUMBER}|\*)", re.IGNORECASE)
 
 
@@ -23,7 +25,7 @@ class NoRanges(Exception):
 
 
 class RangeIgnored(OriginCut):
-    """A range request was answered with status 200."""
+    """A range request was answered with all of the shard."""
 
 
 class Answer(NamedTuple):
@@ -48,14 +50,17 @@ class Answer(NamedTuple):
 
 def may_be_range(response: urllib3.BaseHTTPResponse, range_bytes: int) -> bool:
     """Return whether an answer with status 200 may be a range of this size instead of the whole shard."""
-    return response.status == 200 and response.headers.get("Content-Length") == str(range_bytes)
+    return response.status in WHOLE and response.headers.get("Content-Length") == str(range_bytes)
 
 
 def check_status(url: str, response: urllib3.BaseHTTPResponse, session: Session) -> None:
     """Raise the error that a status or a content encoding means."""
-    if response.status not in {200, 206}:
-        detail = _said(response, session)
-        raise http_error(f"{url}: {detail}", response.status, response.headers.get("Retry-After"))
+    if response.status not in {*WHOLE, 206}:
+        said, has_code = _said(response, session)
+        error = http_error(f"{url}: {said}", response.status, response.headers.get("Retry-After"))
+        if isinstance(error, OriginError):  # a store that gives a code has looked
+            error.may_pass = response.status in {403, 404} and not has_code
+        raise error
     encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
     if not _PLAIN.issuperset(part.strip() for part in encoding.split(",")):
         raise ShardFormatError(
@@ -71,7 +76,7 @@ def body_range(
     etag, modified = strong(response.headers.get("ETag")), response.headers.get("Last-Modified")
     stated = response.headers.get("Content-Length", "")
     length = int(stated) if re.fullmatch(_NUMBER, stated) else None
-    if response.status == 200:
+    if response.status in WHOLE:
         if length is not None and length == most:  # perhaps the range, with the wrong status
             raise NoRanges
         if length is not None and length < start:
@@ -125,12 +130,12 @@ def answer_at_end(
     return Answer(None, found, start, start, start)
 
 
-def _said(response: urllib3.BaseHTTPResponse, session: Session) -> str:
-    """Return the status, and the error code that object stores put in the body."""
+def _said(response: urllib3.BaseHTTPResponse, session: Session) -> tuple[str, bool]:
+    """Return the status with the error code that object stores put in the body; whether there is a code."""
     said = f"the server answers {response.status} {response.reason or ''}".rstrip()
     try:
         body = receive(response, 2048, session)
     except HTTPError:
         body = b""
     code = re.search(rb"<Code>(\w{1,60})</Code>", body)
-    return f"{said} ({code[1].decode()})" if code else said
+    return (f"{said} ({code[1].decode()})", True) if code else (said, False)

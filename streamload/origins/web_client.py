@@ -32,6 +32,7 @@ from streamload.origins.protocol import (
 )
 from streamload.origins.sockets import Pools, basic, receive
 from streamload.origins.web_answer import (
+    WHOLE,
     Answer,
     NoRanges,
     RangeIgnored,
@@ -166,10 +167,10 @@ class HttpClient:
             response = self._request(pools, what, self._answered)
             if response.status == 412:
                 raise Unproven("a range of it has another ETag")
-            if response.status in {200, 206}:
+            if response.status in {*WHOLE, 206}:
                 learn_ranges(self.url, response.status == 206)
             if response.status != 206:
-                kind = RangeIgnored if response.status == 200 else OriginCut
+                kind = RangeIgnored if response.status in WHOLE else OriginCut
                 raise kind(f"{self.url}: a range of it is answered with {response.status}")
             check_status(self.url, response, self.session)
             found, _, end = body_range(self.url, response, start, stop - start)

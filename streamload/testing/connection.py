@@ -42,6 +42,7 @@ class Request:
         sent: bytes of the body that were sent.
         first: the first byte of the file in the response.
         ended: when the response was over, since the server started; 0 before.
+        peer: the port of the client's end of the connection.
     """
 
     method: str
@@ -54,6 +55,7 @@ class Request:
     sent: int = 0
     first: int = 0
     ended: float = 0.0
+    peer: int = 0
 
 
 class Served(Protocol):
@@ -129,6 +131,7 @@ class Connection(http.server.BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path).lstrip("/")
         start, stop = _asked_range(self.headers.get("Range"))
         request = Request(self.command, path, start, stop, self.shards.seconds(), dict(self.headers.items()))
+        request.peer = self.client_address[1]
         self.shards.log.append(request)
         try:
             self._respond_to(request)
