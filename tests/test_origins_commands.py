@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -205,6 +206,32 @@ def test_a_curlrc_is_heeded_by_running_curl(servers: tuple[ShardServer, ShardSer
     assert read(f"curl -s {server.url}/a.tar") == OTHER + BODY
     assert server.log[0].headers["X-From"] == "curlrc"
     assert read(f"curl -qs {server.url}/a.tar") == BODY
+
+
+@pytest.mark.parametrize("option", ["-n", "--netrc", "--netrc-optional", "--netrc-file {home}/.netrc"])
+def test_a_netrc_is_read_only_for_a_command_that_says_so(
+    option: str, servers: tuple[ShardServer, ShardServer], home: Path
+) -> None:
+    server, _ = servers
+    netrc = home / ".netrc"
+    netrc.write_text(f"machine 127.0.0.1 login me password {CANARY}\n")
+    netrc.chmod(0o600)
+    with contextlib.closing(open_origin(f"{server.url}/a.tar", None, QUICK)) as origin:
+        assert b"".join(origin.open().chunks()) == BODY
+        origin.read(0, 10, origin.version())
+    assert read(f"curl -s {server.url}/a.tar") == BODY
+    assert not any("Authorization" in seen.headers for seen in server.log)
+    assert read(f"curl -s {option.format(home=home)} {server.url}/a.tar") == BODY
+    assert server.log[-1].headers["Authorization"].startswith("Basic ")
+
+
+def test_a_netrc_of_another_host_is_not_for_this_one(
+    servers: tuple[ShardServer, ShardServer], home: Path
+) -> None:
+    server, _ = servers
+    (home / ".netrc").write_text(f"machine 127.0.0.11 login me password {CANARY}\n")
+    assert read(f"curl -sn {server.url}/a.tar") == BODY
+    assert "Authorization" not in server.log[-1].headers
 
 
 # --- what a pipe can't do ---
