@@ -320,11 +320,11 @@ def _servers(urls: list[str]) -> list[Finding]:
     from streamload.origins.origin import abilities_of
     from streamload.urls import endpoint, redact
 
-    found: dict[str, Abilities] = {endpoint(redact(url)): abilities_of(url) for url in urls}
+    by_server: dict[str, Abilities] = {endpoint(redact(url)): abilities_of(url) for url in urls}
     return [
-        Finding(server, str(can), advice=_NO_RANGES if can.ranges is False else "")
-        for server, can in found.items()
-        if can != Abilities()
+        Finding(server, str(shown), advice=_NO_RANGES if shown.ranges is False else "")
+        for server, shown in by_server.items()
+        if shown != Abilities()
     ]
 
 

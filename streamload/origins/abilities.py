@@ -48,9 +48,9 @@ def learn_ranges(url: str, has_ranges: bool) -> None:
 
 def learn_version(url: str, version: Version) -> None:
     """Note what an answer says about a shard's version."""
-    by = "ETag" if version.etag else "date" if version.last_modified else ""
-    sizes = version.size is not None
-    _by_endpoint[_server(url)] = replace(abilities(url), sizes=sizes, versions=by)
+    validator = "ETag" if version.etag else "date" if version.last_modified else ""
+    has_size = version.size is not None
+    _by_endpoint[_server(url)] = replace(abilities(url), sizes=has_size, versions=validator)
 
 
 def forget() -> None:

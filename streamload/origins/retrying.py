@@ -291,7 +291,8 @@ class _Retries:
             return False
         was_away, self._was_away = self._was_away, self._endpoint.is_away(error, self._session)
         if not self._was_away:
-            self._failures = 1 if was_away else self._failures
+            if was_away:
+                self._failures, self._refusals = 1, 0
             return was_away
         now, outage = time.monotonic(), self._endpoint.outage
         if outage is not None and now >= outage.until:

@@ -219,9 +219,13 @@ class HttpClient:
     def _learn(
         self, response: urllib3.BaseHTTPResponse, found: Version, expected: Version | None = None
     ) -> None:
-        """Note what the answer to a request for a range shows, unless it gives all of another version."""
+        """Note what the answer to a request for a range shows.
+
+        All of another version, or of an empty shard, shows nothing about ranges.
+        """
         learn_version(self.url, found)
-        if response.status == 206 or expected is None or expected.difference(found) is None:
+        is_same = found.size != 0 and (expected is None or expected.difference(found) is None)
+        if response.status == 206 or is_same:
             learn_ranges(self.url, response.status == 206)
 
     def _request(
