@@ -202,6 +202,25 @@ def test_a_rank_with_many_bad_samples_of_few_in_all_ends_no_run(tmp_path: Path) 
     assert ends_of(tmp_path, urls, train=False) == ["36 samples"] * 2
 
 
+def without_most_shards_of_rank_0(tmp_path: Path) -> str:
+    urls = write(tmp_path / "data", *[()] * 8, samples=4)
+    for shard in (0, 1, 2):
+        (tmp_path / "data" / f"{shard:02d}.tar").unlink()
+    return urls
+
+
+def test_a_rank_that_lost_most_of_its_shards_reads_on_where_few_of_all_are_lost(tmp_path: Path) -> None:
+    urls = without_most_shards_of_rank_0(tmp_path)
+    with make(urls, tmp_path, train=False, max_bad_shards=0.5, rank=0, world_size=2) as loader:
+        assert len(keys_of(loader)) == 4
+
+
+@pytest.mark.deep
+def test_ranks_end_alike_where_one_has_lost_most_of_its_shards(tmp_path: Path) -> None:
+    urls = without_most_shards_of_rank_0(tmp_path)
+    assert ends_of(tmp_path, urls, train=False, max_bad_shards=0.5) == ["20 samples"] * 2
+
+
 @pytest.mark.deep
 def test_a_rank_that_stops_before_the_end_is_not_waited_for_without_end(tmp_path: Path) -> None:
     urls = write(tmp_path / "data", *[()] * 2)

@@ -131,6 +131,9 @@ class BatchChecks:
 class ShardChecks:
     """Checks the share of a rank's shards that were given up.
 
+    A rank that loses many of its own raises alone only if they are too many of all ranks', or chance is ruled
+    out; else the end of the pass decides, for all ranks (pass_end.py).
+
     Args:
         max_bad: the largest share that is allowed; None: any.
     """
@@ -149,7 +152,7 @@ class ShardChecks:
         Args:
             given_up: different shards that this loader has given up.
             complete: those that it has seen completely.
-            shards: all that the rank reads in a pass.
+            shards: all of the run, of which this rank may read a part.
 
         Raises:
             TooManyBadShards: more than the allowed share of all, or certainly more of those so far.

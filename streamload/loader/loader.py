@@ -396,7 +396,7 @@ class Loader(Steerable, Observed, DataLoaderInterface):
     def _check_shards(self) -> None:
         if given_up := self._given_up():
             complete = total(self._control.counters, "shards_complete")
-            self._shard_checks.check(given_up, complete, self._schedule.shards)
+            self._shard_checks.check(given_up, complete, len(self.options.urls))
 
     def _check_pass(self) -> None:
         """Compare the shares of all ranks with the limits, as an epoch has ended."""

@@ -229,13 +229,6 @@ class Schedule:
         return taken if later is None else taken + self.steps_from(position).number(later)
 
     @property
-    def shards(self) -> int:
-        """About how many shards this rank reads in a pass."""
-        groups = self.order.groups
-        own = len(own_groups(self._options, self.topology, groups))
-        return -(-len(self._options.urls) * own // groups)
-
-    @property
     def reports_shards(self) -> bool:
         """Whether this rank reads shards that no lower rank reads: it counts them for all."""
         topology = self.topology
