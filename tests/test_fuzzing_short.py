@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from fuzzing import indexes, kernels, runner, sanitized, tars, trainings, urls
+from fuzzing import indexes, kernels, runner, sanitized, tars, trainings, troubles, urls
 
+from streamload.loader import pass_end
 from streamload.order.group import GroupOrder
 
 ROOT = Path(__file__).parents[1]
@@ -22,10 +23,11 @@ def test_a_few_thousand_cases_hold(target, cases):
     assert min(ends.values()) > cases // 100  # no way to end is left out
 
 
-def test_some_trainings_hold():
-    ends, failure = runner.run_here("trainings", 3, seed=7)
+@pytest.mark.parametrize("target", ["trainings", "troubles"])
+def test_some_trainings_hold(target):
+    ends, failure = runner.run_here(target, 2, seed=7)
     assert failure is None, str(failure)
-    assert ends.total() == 3
+    assert ends.total() == 2
 
 
 def _one_back(cursor):
@@ -38,6 +40,12 @@ def test_a_resume_that_gives_a_sample_again_is_found(monkeypatch):
     monkeypatch.setattr(GroupOrder, "mark_at", lambda self, at: _one_back(plain(self, at)))
     failures = (runner.run_here("trainings", 1, 7, number)[1] for number in range(5))
     assert any(failure is not None and "resumed, it differs" in failure.trace for failure in failures)
+
+
+def test_a_pass_that_ends_normally_with_too_many_bad_samples_is_found(monkeypatch):
+    monkeypatch.setattr(pass_end, "exceeds", lambda *counts, **options: False)
+    failures = (runner.run_here("troubles", 1, 1, number)[1] for number in (7, 11, 15))
+    assert any(failure is not None and "ended with ['']" in failure.trace for failure in failures)
 
 
 def test_the_command_runs_in_all_processors_and_shows_a_failure_so_that_it_can_be_run_again(tmp_path):
@@ -58,7 +66,7 @@ def test_the_command_runs_in_all_processors_and_shows_a_failure_so_that_it_can_b
 
 
 def test_a_case_is_made_from_its_seed_and_number_alone():
-    for module in (tars, indexes, urls, kernels, trainings):
+    for module in (tars, indexes, urls, kernels, trainings, troubles):
         first, second = (module.make(runner.random.Random(5 << 40 | 77)) for _ in range(2))
         assert first == second
 

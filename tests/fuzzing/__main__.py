@@ -18,7 +18,10 @@ def main() -> int:
     """Run what was asked for; 1 if a case failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzzing", description=__doc__)
     parser.add_argument(
-        "--cases", type=int, default=1_000_000, help="of each target; of trainings a thousandth"
+        "--cases",
+        type=int,
+        default=1_000_000,
+        help="of each target; of trainings a thousandth, in trouble a third of that",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", choices=TARGETS, action="append", help="only this; may be given again")
