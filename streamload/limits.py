@@ -47,8 +47,8 @@ def open_files(at_least: int = 0) -> int:
     """
     try:
         return max(at_least, sum(1 for _ in os.scandir("/proc/self/fd")) - 1)  # one is of the listing
-    except OSError:
-        return at_least
+    except OSError as exc:
+        return most_files() if exc.errno == errno.EMFILE else at_least  # without one for the listing, all are
 
 
 def advice(error: BaseException) -> str:

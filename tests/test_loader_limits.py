@@ -271,6 +271,16 @@ def test_each_shortage_is_explained_by_the_limit_that_it_met() -> None:
     assert isinstance(limits.reached("x", OSError(24, "too many")), StreamloadError)
 
 
+def test_a_full_table_of_open_files_is_said_to_be_full() -> None:
+    def run() -> list[int]:
+        allow_files(more=3)
+        use_up_files()
+        return [limits.open_files(), limits.most_files()]
+
+    count, most = outcome(run)["value"]
+    assert count == most > 0
+
+
 @pytest.mark.deep
 def test_a_disk_without_inodes_costs_no_sample(urls: str, tmp_path: Path) -> None:
     with make("pipe:cat " + urls, tmp_path / "plenty", lanes=4, shuffle=20) as loader:
