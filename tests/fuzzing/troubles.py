@@ -199,7 +199,10 @@ def check(case: Case, rng: random.Random) -> str:
             due = _all_there(case)
             if case.train:
                 due = _due_in_training(case, place, server)
-            stop_at = min(case.stop_at, -(-len(due) // case.batch) - 1)
+            steps = [due[first : first + case.batch] for first in range(0, len(due), case.batch)]
+            if not case.train:  # a batch without a sound sample isn't yielded
+                steps = [keys for keys in steps if not _damaged(case).issuperset(keys)]
+            stop_at = min(case.stop_at, len(steps) - 1)
             if stop_at < 0 or (not case.train and case.layouts[0].ranks > 1):
                 return _check_end(case, due, [], run(case.layouts[0]))
             first = run(case.layouts[0], stop_at=stop_at)
@@ -213,6 +216,16 @@ def check(case: Case, rng: random.Random) -> str:
 def _all_there(case: Case) -> list[str]:
     """The keys of an evaluation, damaged ones included."""
     return [_key(shard, number) for shard, own in enumerate(case.shards) for number, _ in own.there()]
+
+
+def _damaged(case: Case) -> set[str]:
+    """The keys of the samples that are there and can't be used."""
+    return {
+        _key(shard, number)
+        for shard, own in enumerate(case.shards)
+        for number, kind in own.there()
+        if kind != "sound"
+    }
 
 
 def _due_in_training(case: Case, place: Path, server: ShardServer) -> list[str]:
@@ -235,12 +248,7 @@ def _check_end(case: Case, due: list[str], before: list[End], ends: list[End]) -
         assert case.files == FEW_FILES, said
         assert "ulimit -n" in said, said
         return "limit"
-    damaged = {
-        _key(shard, number)
-        for shard, own in enumerate(case.shards)
-        for number, kind in own.there()
-        if kind != "sound"
-    }
+    damaged = _damaged(case)
     is_whole = kinds == {""}
     if case.train:
         _check_training(due, damaged, _global(before) + _global(ends), is_whole)
