@@ -11,6 +11,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -228,13 +229,21 @@ def test_a_rank_that_stops_before_the_end_is_not_waited_for_without_end(tmp_path
     assert ends == ["28 samples"] * 2
 
 
-def test_a_shard_that_two_groups_share_is_not_lost_twice() -> None:
-    """One of three shards, which are cut into four pieces; then two of two ranks' own."""
-    checks, limit = PassEnd(train=True, max_bad_samples=0.1, max_bad_shards=0.1), r"2 of 4 \(50 %\) shards"
-    checks.check(0, Totals(2, 40, 0, 40, 2, 4, 0, 0, 1), 2, 3, logs=False)
-    with pytest.raises(TooManyBadShards, match=limit):
-        checks.check(0, Totals(2, 40, 0, 40, 2, 4, 0, 0, 1), 2, 4, logs=False)
-    checks.check(0, Totals(1, 20, 0, 20, 2, 4, 0, 0, 1), 2, 8, logs=False)  # nothing joins the ranks
+@pytest.mark.parametrize("missing", range(7))
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_lost_shard_counts_once_whichever_ranks_share_it(
+    missing: int, world_size: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    urls = write(tmp_path / "data", *[()] * 7, samples=6)
+    (tmp_path / "data" / f"{missing:02d}.tar").unlink()
+    taken = []
+    for rank in range(world_size):
+        options = {"train": False, "max_bad_shards": None, "rank": rank, "world_size": world_size}
+        with caplog.at_level(logging.WARNING, "streamload"), make(urls, tmp_path, **options) as loader:
+            taken += keys_of(loader)
+    assert len(set(taken)) == len(taken) == 36
+    lost = [int(lost) for lost in re.findall(r"(\d+) of \d+ \(\S+ %\) shards were given up", caplog.text)]
+    assert sum(lost) == 1
 
 
 def test_totals_of_ranks_have_what_came_before_a_resume_once() -> None:

@@ -403,7 +403,7 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         schedule, world_size = self._schedule, self.world_size
         lost = shards = 0
         if schedule.reports_shards and self._pool is not None:
-            lost, shards = self._given_up(), self._pool.shards
+            lost, shards = self._pool.lost(self._given_up()), self._pool.shards
         counted = self._pass_end.totals(lost, shards, schedule.epochs_are_passes)
         order = schedule.order
         totals = self._pass_end.agree(
@@ -413,7 +413,7 @@ class Loader(Steerable, Observed, DataLoaderInterface):
             lambda: self._lengths.least_of_pass(self._counts),
         )
         is_first = not self.options.train or schedule.topology.rank == 0
-        self._pass_end.check(self._epoch, totals, world_size, len(self.options.urls), logs=is_first)
+        self._pass_end.check(self._epoch, totals, world_size, logs=is_first)
 
     def _start_epoch(self, started: float) -> Epoch:
         """Write the workers' EpochStart before the first batch is requested."""

@@ -145,8 +145,8 @@ class PassEnd:
         """What this rank has counted.
 
         Args:
-            lost: shards that this loader has given up, of those that no lower rank reads.
-            shards: how many of these there are.
+            lost: shards that were given up, of those that count on this rank.
+            shards: how many count on it.
             is_pass: whether an epoch is a pass.
         """
         lost = min(shards, max(lost, self._lost_before))
@@ -182,14 +182,13 @@ class PassEnd:
         except RuntimeError:  # the store is gone with its rank: nobody is left to agree with
             return Totals(*decide([list(own)]))
 
-    def check(self, epoch: int, totals: Totals, world_size: int, shards: int, *, logs: bool) -> None:
+    def check(self, epoch: int, totals: Totals, world_size: int, *, logs: bool) -> None:
         """Log the shares, and compare them with the limits.
 
         Args:
             epoch: that ends.
             totals: of all ranks.
             world_size: of the run.
-            shards: of the run. A shard that is cut between groups may be lost in both.
             logs: whether this rank logs them.
 
         Raises:
@@ -198,8 +197,7 @@ class PassEnd:
             NoValidSamples: all samples lack a caption, or all shards were given up.
         """
         bad, samples, is_all = totals.all_bad, totals.all_samples, totals.ranks == world_size
-        twice = max(0, totals.shards - shards)
-        lost, shards = max(0, totals.lost - twice), totals.shards - twice
+        lost, shards = totals.lost, totals.shards
         text = f"at the end of epoch {epoch}, {'at least ' if self._is_resumed else ''}"
         text += f"{_share(bad, samples)} samples could not be used, "
         text += f"{_share(lost, shards)} shards were given up"

@@ -52,7 +52,7 @@ class WorkerPool:
         features: of its batches, by name.
         tier: that they read.
         run: its name on this node.
-        shards: how many this rank reads in a pass.
+        shards: how many this rank reads in a pass; one that it shares counts on the rank with its beginning.
         page: the file of what this rank publishes.
         functions: the argument whose function has most of a stage's time, by stage.
 
@@ -65,8 +65,8 @@ class WorkerPool:
         options.refuse_to_start_workers()
         config, placed = worker_config_for(options, schedule)
         self.tier, self.run = placed.tier, config.run
-        all_pieces = (pieces for source in config.sources for pieces in source.pieces.values())
-        self.shards = sum(pieces.shards.size for pieces in all_pieces)
+        self.shards, continued = _own_shards(config)
+        self._continued = [config.shards[number] for number in continued]
         self.page = PageFile(placed.tier.root)
         self._close_tier = weakref.finalize(owner, in_this_process(_close), self.page, placed)
         self.order = schedule.order
@@ -101,6 +101,15 @@ class WorkerPool:
             raise limits.reached("the worker processes can't be started", exc) from exc
         protect_workers(batches)
         return InOrder(batches)
+
+    def lost(self, given_up: int) -> int:
+        """How many shards were lost, of those that count on this rank.
+
+        Args:
+            given_up: of all that it reads, also those that begin on another rank, which gave them up as well.
+        """
+        gone = sum(self.tier.tombstone(shard.digest).exists() for shard in self._continued)
+        return max(0, given_up - gone)
 
     def close(self) -> None:
         """End the workers and release the tier. Idempotent."""
@@ -194,3 +203,16 @@ def _close(page: PageFile, placed: Placed) -> None:
 def _identity(batch: Any) -> Any:
     """The collate_fn: workers yield whole batches."""
     return batch
+
+
+def _own_shards(config: WorkerConfig) -> tuple[int, list[int]]:
+    """How many shards begin in a rank's groups, and the numbers of those that it only continues."""
+    begun, begin, continued = 0, set(), set()
+    for source in config.sources:
+        for pieces in source.pieces.values():
+            begins = {source.first + shard for shard, part in pieces.parts.items() if part.start == 0}
+            continues = {source.first + shard for shard in pieces.parts} - begins
+            begun += pieces.shards.size - len(continues)
+            begin |= begins
+            continued |= continues
+    return begun, sorted(continued - begin)

@@ -267,11 +267,10 @@ def _check_end(case: Case, due: list[str], before: list[End], ends: list[End]) -
     for line in [line for end in ends for line in [*end.lines, end.text]]:
         if match := _LINE.search(line):
             found = Counts(*(int(digits.replace(",", "")) for digits in match.groups()))
-            least = counts._replace(lost=max(0, counts.lost - _shared(case)))
-            least = Counts(0, 0, 0, 0) if before else least
+            least = Counts(0, 0, 0, 0) if before else counts
             is_right = all(map(int.__le__, least, found)) and all(map(int.__le__, found, counts))
             assert is_right, f"counted {found} instead of {counts}"
-    if is_whole and not before and (counts.bad or counts.lost > _shared(case)):
+    if is_whole and not before and (counts.bad or counts.lost):
         assert sum(len(end.lines) for end in ends) in ((1,) if case.train else (1, len(ends)))
     return min(kinds - {"RankFailed"}) or "normal"
 
@@ -313,14 +312,6 @@ def _exceeds(count: int, total: int, limit: float | None) -> bool:
     return limit is not None and count > Fraction(str(limit)) * total and (count >= 3 or 2 * count >= total)
 
 
-def _shared(case: Case) -> int:
-    """By how many the lost shards of an evaluation may be counted too few: ranks may share so many shards.
-
-    Ranks tell numbers, not which shards they lost, and a shared one isn't to count twice.
-    """
-    return 0 if case.train else case.layouts[0].ranks - 1
-
-
 def _allowed(case: Case, counts: Counts, is_resumed: bool) -> set[str]:
     """The errors by which a run may end; "": normally."""
     is_share_lost = _exceeds(counts.lost, counts.shards, case.max_bad_shards)
@@ -343,8 +334,6 @@ def _allowed(case: Case, counts: Counts, is_resumed: bool) -> set[str]:
         kinds |= {"TooManyBadSamples"}
     if case.train and case.on_error == "skip" and 2 * damaged > len(there):
         kinds = (kinds or {""}) | {"TooManyBadSamples"}  # none of those that may replace a sample was sound
-    if is_share_lost and not _exceeds(counts.lost - _shared(case), counts.shards, case.max_bad_shards):
-        kinds |= {""}
     if is_resumed and is_share_lost:
         kinds |= {""}  # shards that were lost before the state and after it count as the larger number
     if kinds and max(layout.ranks for layout in case.layouts) > 1:
