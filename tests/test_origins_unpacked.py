@@ -20,7 +20,7 @@ import streamload
 from streamload.errors import DatasetChanged, ShardCut, ShardError, ShardFormatError, UrlError
 from streamload.origins.origin import has_ranges, open_origin
 from streamload.origins.unpacked import unpacked
-from streamload.testing.server import ShardServer
+from streamload.testing.server import Fault, ShardServer
 from streamload.urls import Compression, checks, compression, expand_urls
 
 BODY = random.Random(3).randbytes(70_000) + bytes(200_000) + random.Random(4).randbytes(30_001)
@@ -135,6 +135,17 @@ def test_a_bomb_is_refused_before_it_fills_anything(
         sizes.extend(map(len, unpacked(split(bomb, 1), packed_by, "bomb")))
     assert max(sizes) <= most_at_once
     assert sum(sizes) < 128 << 20
+
+
+@pytest.mark.parametrize("encoding", ["x-gzip", "gzip"])
+def test_a_server_that_names_the_gzip_of_the_file_as_an_encoding_is_read(
+    encoding: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.tgz").write_bytes(members(BODY))
+    with ShardServer(tmp_path) as server:
+        server.misbehave("a.tgz", *[Fault(headers={"Content-Encoding": encoding})] * 9)
+        with contextlib.closing(open_origin(f"{server.url}/a.tgz").open()) as stream:
+            assert b"".join(stream.chunks()) == BODY
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from urllib3.exceptions import HTTPError
 from streamload.errors import DatasetChanged, OriginCut, OriginError, ShardFormatError
 from streamload.origins.protocol import Session, Version, http_error, same_version, strong
 from streamload.origins.sockets import receive
+from streamload.urls import compression
 
 _NUMBER = "[0-9]{1,18}"  # enough for the size of any file
 _PLAIN = frozenset(("", "identity", "none", "binary", "utf-8", "utf8", "aws-chunked"))
@@ -62,6 +63,8 @@ def check_status(url: str, response: urllib3.BaseHTTPResponse, session: Session)
             error.may_pass = response.status in {403, 404} and not has_code
         raise error
     encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
+    if compression(url) == "gzip" and encoding in {"gzip", "x-gzip"}:  # Apache says so of a .tgz as it is
+        return
     if not _PLAIN.issuperset(part.strip() for part in encoding.split(",")):
         raise ShardFormatError(
             f"{url} comes with Content-Encoding {encoding!r} although identity was asked for: "
