@@ -67,6 +67,9 @@ class OriginNotFound(OriginError, FileNotFoundError):
 class OriginDenied(OriginError, PermissionError):
     """The origin denies access: credentials are missing, wrong or expired."""
 
+    may_be_renewed: bool = False
+    """The credentials have ended or couldn't be read: others may come."""
+
 
 class OriginTimeout(OriginError, TimeoutError):
     """The origin did not answer, or stopped sending, within the deadline."""

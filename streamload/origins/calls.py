@@ -31,24 +31,33 @@ _WAKE_SECONDS = 0.1
 _CODES = {
     "AccessDenied": 403,
     "ExpiredToken": 403,
+    "ExpiredTokenException": 403,
     "InternalError": 500,
     "InvalidAccessKeyId": 403,
+    "InvalidClientTokenId": 403,
+    "InvalidIdentityToken": 403,
+    "InvalidToken": 403,
     "NoSuchBucket": 404,
     "NoSuchKey": 404,
     "PreconditionFailed": 412,
+    "RequestExpired": 403,
     "RequestTimeout": 408,
     "ServiceUnavailable": 503,
     "SignatureDoesNotMatch": 403,
     "SlowDown": 503,
+    "TokenRefreshRequired": 403,
     "TooManyRequests": 429,
 }
 _NETWORK_PACKAGES = {"aiohttp", "aiobotocore", "botocore", "httpcore", "httpx", "requests", "urllib3"}
 _NOT_NETWORK = {"ParamValidationError", "InvalidURL", "UnknownSignatureVersionError", "InvalidRegionError"}
 _NO_CREDENTIALS = {
     "CredentialRetrievalError",
+    "CredentialUnavailableError",  # azure-identity's
+    "DefaultCredentialsError",  # google-auth's, as RefreshError
     "NoCredentialsError",
     "PartialCredentialsError",
     "ProfileNotFound",
+    "RefreshError",
     "TokenRetrievalError",
     "UnauthorizedSSOTokenError",
     "SSOTokenLoadError",
@@ -132,7 +141,9 @@ def translate(url: str, exc: BaseException) -> StreamloadError:
         return OriginNotFound(f"{message}: the store has no such object")
     is_read_only = isinstance(exc, OSError) and exc.errno == errno.EROFS
     if isinstance(exc, PermissionError) or is_read_only or name in _NO_CREDENTIALS:
-        return OriginDenied(message)
+        denied = OriginDenied(message)
+        denied.may_be_renewed = name in _NO_CREDENTIALS
+        return denied
     if isinstance(exc, TimeoutError) or "Timeout" in name:
         return OriginTimeout(message)
     package = type(exc).__module__.partition(".")[0]
@@ -150,6 +161,15 @@ def status_of(exc: BaseException) -> int | None:
     """Return the HTTP status that caused an exception of fsspec, if any."""
     answer = _answer(exc)
     return None if answer is None else answer[0]
+
+
+def code_of(exc: BaseException) -> str | None:
+    """Return the error code of the answer of S3 that caused an exception; of a HEAD it is the status."""
+    for candidate in (exc, exc.__cause__):
+        response: Any = getattr(candidate, "response", None)
+        if isinstance(response, dict):
+            return str(response.get("Error", {}).get("Code"))
+    return None
 
 
 def _next(came: Pieces, seconds: float, check: Callable[[], None]) -> bytes | None:

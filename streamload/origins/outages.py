@@ -103,6 +103,11 @@ def remember() -> Callable[[], None]:
     return end
 
 
+def may_be_renewed(error: BaseException) -> bool:
+    """Return whether other credentials may come: then an error says nothing of its shard."""
+    return bool(getattr(error, "may_be_renewed", False))
+
+
 class Endpoint:
     """The server or bucket of a shard, or the program of its command.
 
@@ -132,6 +137,11 @@ class Endpoint:
         """The current outage, if any."""
         return _away.get(self._name)
 
+    @property
+    def has_served(self) -> bool:
+        """Whether a shard of it has been read."""
+        return self._name in _served
+
     def fails(self, error: OriginError) -> None:
         """Note repeated failures; log once if the endpoint can't be reached at all."""
         if self._name and self._name not in _failing and getattr(error, "is_unreachable", None) is not None:
@@ -157,7 +167,9 @@ class Endpoint:
             OriginStopped: the loader is stopping.
         """
         known = self._others() or _served.get(self._name)
-        alike = RETRYABLE if isinstance(error, RETRYABLE) else type(error)
+        alike: tuple[type[Exception], ...] = RETRYABLE if isinstance(error, RETRYABLE) else (type(error),)
+        if may_be_renewed(error):
+            alike = (*RETRYABLE, OriginDenied)
         if not known or not isinstance(error, (*RETRYABLE, OriginDenied, OriginNotFound)):
             return False
         try:
@@ -166,8 +178,11 @@ class Endpoint:
         except alike as exc:
             self._record(exc, session.options.outage_seconds)
             return True
-        except Exception:  # it answers, even if only that this shard is gone
+        except Exception as exc:  # it answers, even if only that this shard is gone
             session.check(self._name)
+            if may_be_renewed(exc):
+                self._record(exc, session.options.outage_seconds)
+                return True
         return False
 
     def _others(self) -> tuple[Endpoint, ...]:

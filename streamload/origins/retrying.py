@@ -25,7 +25,7 @@ from streamload.errors import (
     OriginOutage,
     StreamloadError,
 )
-from streamload.origins.outages import RETRYABLE, Endpoint
+from streamload.origins.outages import RETRYABLE, Endpoint, may_be_renewed
 from streamload.origins.protocol import Origin, Session, Stream, Unproven, Version, no_crawl
 from streamload.urls import scrubbed_errors
 
@@ -293,7 +293,9 @@ class _Retries:
         if not self._was_away:
             if was_away:
                 self._failures, self._refusals = 1, 0
-            return was_away
+            # the probe may be the first request with credentials that have come in the meantime
+            is_renewed = may_be_renewed(error) and self._endpoint.has_served
+            return was_away or (is_renewed and self._failures < self._options.attempts)
         now, outage = time.monotonic(), self._endpoint.outage
         if outage is not None and now >= outage.until:
             raise OriginOutage(

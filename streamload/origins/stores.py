@@ -21,11 +21,12 @@ from streamload.errors import (
     DatasetChanged,
     OptionError,
     OriginCut,
+    OriginDenied,
     OriginError,
     OriginNotFound,
     OriginTimeout,
 )
-from streamload.origins import calls
+from streamload.origins import calls, renewal
 from streamload.origins.protocol import (
     Origin,
     Session,
@@ -65,6 +66,7 @@ class StoreOrigin(Origin):
         self._target, self.session = url, session
         self._options = _with_patience(url, storage_options, session)
         self._files: Any = None
+        self._lookup: renewal.Lookup | None = None
 
     def __repr__(self) -> str:
         return f"StoreOrigin({self.url!r})"
@@ -83,15 +85,66 @@ class StoreOrigin(Origin):
         return _StoreStream(self, found, start)
 
     def version(self) -> Version:
-        """Return the object's current size, ETag and date."""
+        """Return the object's current size, ETag and date; ask again if the credentials have been renewed."""
+        is_repeated = False
+        while True:
+            files = self.files
+            try:
+                return _version(self._info())
+            except Exception as exc:
+                if _lacks_credentials(exc) and _may_be_anonymous(self._target, self._options):
+                    _warn_anonymous(self.url.partition("://")[2].partition("/")[0])
+                    return self._anonymous_version()
+                cause = self._cause(files, exc)
+                if is_repeated or not (cause is None or self.renews(files, cause)):
+                    raise self.translate(cause or exc) from exc
+                is_repeated = True
+
+    def renews(self, files: Any, exc: BaseException) -> bool:
+        """Replace a file system whose credentials have ended, if others are found; return whether they are.
+
+        Args:
+            files: that made the request; other transfers may have replaced it since.
+        """
+        if not renewal.have_ended(exc):
+            return False
+        if self._files is files:
+            self._files = None
+        if self.files is not files:
+            return True
+        self._lookup = renewal.look_up(files, self.session.options.stall_seconds, self._check)
+        if self._lookup.has_others:
+            type(files).clear_instance_cache()
+            self._files = None
+        return self._lookup.has_others
+
+    def translate(self, exc: BaseException) -> Exception:
+        """Return our error for an exception of the file system."""
+        if renewal.have_ended(exc):
+            return renewal.denied(self.url, exc, self._lookup)
+        return calls.translate(self.url, exc)
+
+    def _anonymous_version(self) -> Version:
+        """Ask without credentials; if that is denied, look for credentials again at the next attempt."""
+        options = self._options
+        self._options, self._files = {**options, "anon": True}, None
         try:
-            return _version(self._info())
-        except Exception as exc:
-            if _lacks_credentials(exc) and _may_be_anonymous(self._target, self._options):
-                _warn_anonymous(self.url.partition("://")[2].partition("/")[0])
-                self._options, self._files = {**self._options, "anon": True}, None
-                return self.version()
-            raise calls.translate(self.url, exc) from exc
+            return self.version()
+        except OriginDenied as exc:
+            self._options, self._files = options, None
+            exc.may_be_renewed = True
+            raise
+
+    def _cause(self, files: Any, exc: Exception) -> Exception | None:
+        """Return what the store says of a refusal; None if it refuses no more."""
+        if scheme(self._target) != "s3" or not renewal.is_silent(exc):
+            return exc
+        self.session.count("origin_requests")
+        try:
+            self._answer(renewal.ask_one_byte(files, files._strip_protocol(self._target)))
+        except Exception as told:
+            return None if renewal.is_empty_object(told) else told
+        return None
 
     def read(self, start: int, stop: int, version: Version) -> bytes:
         """Request a range; and the version, unless the answer contains it."""
@@ -214,13 +267,17 @@ class _StorePart:
         self._asked = self._ask() if origin.files.async_impl else None
 
     def chunks(self) -> Iterator[bytes]:
-        origin, size = self._origin, 0
+        origin, size, is_repeated = self._origin, 0, False
         pieces = origin.bytes_of(*(self._asked or self._ask()))
         while True:
             try:
                 piece = next(pieces, None)
             except Exception as exc:
-                raise calls.translate(origin.url, exc) from exc
+                if is_repeated or not origin.renews(self._files, exc):
+                    raise origin.translate(exc) from exc
+                is_repeated, self._asked = True, self._ask()
+                pieces = origin.bytes_of(*self._asked)
+                continue
             if piece is None:
                 break
             size += len(piece)
@@ -236,7 +293,7 @@ class _StorePart:
             self._asked[0].cancel()
 
     def _ask(self) -> tuple[calls.Future, calls.Pieces | None]:
-        self._began = time.monotonic()
+        self._began, self._files = time.monotonic(), self._origin.files
         future, came = self._origin.ask(self._start, self._stop, self._version)
         future.add_done_callback(self._note_seconds)
         return future, came

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from streamload.errors import OptionError, OriginTimeout, SharedTierError
-from streamload.origins import calls
+from streamload.origins import calls, renewal
 
 _SLOWEST_BYTES_PER_SECOND = 256_000
 _PIECE_BYTES = 8 << 20
@@ -177,13 +177,32 @@ class Store:
             self._do(files, "makedirs", path.rpartition("/")[0], exist_ok=True)
 
     def _do(self, files: Any, what: str, *given: Any, seconds: float | None = None, **more: Any) -> Any:
-        """Call the file system, with a deadline."""
+        """Call the file system, with a deadline; again if its credentials have been renewed."""
         limit = self._timeout_seconds if seconds is None else seconds
         try:
             return calls.result(calls.begin(files, what, *given, **more), files, limit, self._check)
         except OriginTimeout:
             self._made = None
             raise
+        except Exception as exc:
+            if not self._renews(files, exc):
+                raise
+        files = self._files()
+        return calls.result(calls.begin(files, what, *given, **more), files, limit, self._check)
+
+    def _renews(self, files: Any, exc: Exception) -> bool:
+        """Replace a file system whose credentials have ended; return False if no others are found."""
+        may_have_ended = renewal.have_ended(exc) or renewal.is_silent(exc)
+        if self._protocol not in {"s3", "s3a"} or not may_have_ended:
+            return False
+        self._made = None
+        if self._files() is not files:  # another thread has replaced it
+            return True
+        if not renewal.look_up(files, self._timeout_seconds, self._check).has_others:
+            return False
+        type(files).clear_instance_cache()
+        self._made = None
+        return True
 
     def _check(self) -> None:
         if self._stop.is_set():

@@ -1,0 +1,148 @@
+"""Credentials of S3 that end in mid-run: which answers say so, and whether other ones can be found (step F).
+
+A session of botocore keeps the credentials that it found first: a rewritten file is never read again, and a
+token that was revoked before its time is sent to its end. So after a refusal they are looked up as if for the
+first time: environment, files, credential_process, SSO, roles. Doesn't repeat requests, and keeps no secrets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from streamload.errors import OriginDenied, OriginTimeout, StreamloadError
+from streamload.origins import calls
+
+_LOOK_SECONDS = 1.0
+"""Between two looks for the same file system: each may run a command or ask a metadata service."""
+_ENDED = {
+    "ExpiredToken": "the token has expired",
+    "InvalidAccessKeyId": "the access key doesn't exist",
+    "InvalidToken": "the token is invalid",
+    "RequestExpired": "the request has expired",
+    "TokenRefreshRequired": "the token must be refreshed",
+}
+_EMPTY_OBJECT = {"InvalidRange", "416"}
+_SOURCES = {
+    "assume-role": "the role that the profile names",
+    "assume-role-with-web-identity": "the role of the web identity token",
+    "container-role": "the container's role",
+    "custom-process": "the profile's credential_process",
+    "env": "the environment of this process, whose AWS_… variables count before any file,",
+    "iam-role": "the instance's role",
+    "sso": "the SSO cache",
+}
+_FILES = {"shared-credentials-file": "credentials_file", "config-file": "config_file"}
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """The outcome of looking for other credentials.
+
+    Attributes:
+        has_others: whether they differ from those that were refused.
+        outcome: where they were looked for, and what was there.
+    """
+
+    has_others: bool
+    outcome: str
+
+
+_lookups: weakref.WeakKeyDictionary[Any, tuple[float, Lookup]] = weakref.WeakKeyDictionary()
+
+
+def have_ended(exc: BaseException) -> bool:
+    """Return whether an exception of fsspec is S3's answer that the credentials aren't valid any more."""
+    return calls.code_of(exc) in _ENDED
+
+
+def denied(url: str, exc: BaseException, lookup: Lookup | None) -> OriginDenied:
+    """Return the error for credentials that have ended."""
+    code = calls.code_of(exc)
+    looked = f"; {lookup.outcome}" if lookup else ""
+    error = OriginDenied(f"{url}: {_ENDED[str(code)]} ({code}){looked}")
+    error.may_be_renewed = True
+    return error
+
+
+def look_up(files: Any, seconds: float, check: Callable[[], None]) -> Lookup:
+    """Read the credentials anew and compare them with those of an S3 file system.
+
+    Args:
+        files: s3fs's, which has made a request before.
+        seconds: the longest time that it may take.
+        check: called ten times a second; may raise to end the wait.
+    """
+    if files.key or files.client_kwargs.get("aws_access_key_id"):
+        return Lookup(False, "storage_options or fsspec's configuration have the keys themselves")
+    if files.storage_options.get("session") is not None:
+        return Lookup(False, "storage_options have a session")
+    looked, lookup = _lookups.get(files, (0.0, None))
+    if lookup is not None and time.monotonic() - looked < _LOOK_SECONDS:
+        return lookup
+    try:
+        future = asyncio.run_coroutine_threadsafe(_compare(files), files.loop)
+        lookup = calls.result(future, files, seconds, check)
+    except Exception as exc:  # of any provider; a file may be half written
+        if isinstance(exc, StreamloadError) and not isinstance(exc, OriginTimeout):
+            raise
+        lookup = Lookup(False, f"looking for others failed with {type(exc).__name__}")
+    assert lookup is not None
+    if not lookup.has_others:
+        _lookups[files] = (time.monotonic(), lookup)
+    return lookup
+
+
+def ask_one_byte(files: Any, path: str) -> calls.Future:
+    """Request the first byte of an S3 object: the answer to a GET has an error code, that to a HEAD none."""
+    return asyncio.run_coroutine_threadsafe(_one_byte(files, path), files.loop)
+
+
+def is_silent(exc: BaseException) -> bool:
+    """Return whether an exception of fsspec is a refusal of S3 without an error code."""
+    return calls.code_of(exc) in {"400", "401", "403"}
+
+
+def is_empty_object(exc: BaseException) -> bool:
+    """Return whether an exception of fsspec says that an object has no first byte."""
+    return calls.code_of(exc) in _EMPTY_OBJECT
+
+
+async def _one_byte(files: Any, path: str) -> None:
+    bucket, key, number = files.split_path(path)
+    version = {"VersionId": number} if number else {}
+    answer = await files._call_s3(
+        "get_object", Bucket=bucket, Key=key, Range="bytes=0-0", **version, **files.req_kw
+    )
+    async with answer["Body"] as body:
+        await body.read()
+
+
+async def _compare(files: Any) -> Lookup:
+    session = type(files.session)(**files.kwargs)
+    credentials = await session.get_credentials()
+    if credentials is None:
+        return Lookup(False, "there are no others in the environment, in files or from a role")
+    refused = await files.session.get_credentials()
+    has_others = refused is None or await _keys(credentials) != await _keys(refused)
+    source = _source(session, credentials.method)
+    return Lookup(has_others, f"{source} {'has others' if has_others else 'still has the same'}")
+
+
+async def _keys(credentials: Any) -> tuple[str, ...]:
+    return tuple(await credentials.get_frozen_credentials())
+
+
+def _source(session: Any, method: str) -> str:
+    name = _FILES.get(method)
+    if name is None:
+        return _SOURCES.get(method, method)
+    path = None
+    with contextlib.suppress(Exception):
+        path = session.get_config_variable(name)
+    return str(path or method)
