@@ -34,6 +34,7 @@ from benchmarks.faults import (
     tampered,
     tier,
     together,
+    tokens,
     versions,
 )
 from benchmarks.faults.data import Data
@@ -68,6 +69,7 @@ ROWS: list[Row] = sorted(
             ordering,
             small,
             stored_rows,
+            tokens,
         )
         for row in module.ROWS
     ),
