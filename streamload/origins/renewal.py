@@ -131,7 +131,7 @@ async def _compare(files: Any) -> Lookup:
     refused = await files.session.get_credentials()
     has_others = refused is None or await _keys(credentials) != await _keys(refused)
     source = _source(session, credentials.method)
-    return Lookup(has_others, f"{source} {'has others' if has_others else 'still has the same'}")
+    return Lookup(has_others, f"{source} {'has other ones' if has_others else 'still has the same keys'}")
 
 
 async def _keys(credentials: Any) -> tuple[str, ...]:
