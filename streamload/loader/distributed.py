@@ -41,6 +41,8 @@ _SLOWEST = "streamload/slowest"
 _COMPARED_EVERY, _LOOKS = 2, 3
 """Waits are compared every so many polls; an entry that hasn't changed for so many looks is old."""
 _AGREE_SECONDS = 30.0
+_FIRST_LOOK_SECONDS = 1.0
+"""A rank that waits for a decision looks after this long, then with each poll, whether another has failed."""
 _TURN_SECONDS = 0.05
 """After the ranks below it each rank waits so much longer before it decides itself."""
 _EXCHANGE_SECONDS = 1800.0
@@ -75,7 +77,9 @@ def first_value(name: str, value: str, world_size: int) -> str:
     return first.decode()
 
 
-def agree(name: str, value: T, decide: Callable[[list[T]], T], world_size: int) -> T:
+def agree(
+    name: str, value: T, decide: Callable[[list[T]], T], world_size: int, *, needs_all: bool = False
+) -> T:
     """One decision for all ranks, from the values that arrive within half a minute.
 
     Rank 0 reads the values and decides, so the store has a few requests of each rank. Where rank 0 takes no
@@ -86,6 +90,11 @@ def agree(name: str, value: T, decide: Callable[[list[T]], T], world_size: int) 
         value: this rank's; JSON-able.
         decide: the values → the decision.
         world_size: of the run; ranks that aren't joined decide alone.
+        needs_all: a rank that has failed ends the others, rather than being left out.
+
+    Raises:
+        RankFailed: another rank has failed.
+        RuntimeError: torch.distributed's store is gone.
     """
     store = _store_of(world_size)
     if store is None:
@@ -94,8 +103,17 @@ def agree(name: str, value: T, decide: Callable[[list[T]], T], world_size: int) 
     keys = [f"{name}/{rank}" for rank in range(world_size)]
     store.set(keys[rank], json.dumps(value))
     awaited = [name] if rank else keys
-    with contextlib.suppress(RuntimeError):  # torch raises it on a timeout
-        store.wait(awaited, timedelta(seconds=_AGREE_SECONDS + _TURN_SECONDS * rank))
+    deadline = time.monotonic() + _AGREE_SECONDS + _TURN_SECONDS * rank
+    seconds = _FIRST_LOOK_SECONDS
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            store.wait(awaited, timedelta(seconds=min(seconds, left)))
+            break
+        except RuntimeError:  # torch raises it on a timeout
+            store.check([name])  # raises if the store is gone, and with it rank 0
+            if needs_all:
+                _raise_if_failed(world_size)
+            seconds = _POLL_SECONDS
     if rank and store.check([name]):
         return json.loads(store.get(name))  # type: ignore[no-any-return]
     arrived = keys if store.check(keys) else [key for key in keys if store.check([key])]
@@ -157,9 +175,7 @@ def _wait_for(store: Any, key: str, world_size: int) -> bytes:
             found: bytes = store.get(key)
             return found
         except RuntimeError as exc:  # a timeout, or the store is gone
-            ranks = ranks_of(world_size)
-            for rank, reason in sorted(ranks.failed.items()) if ranks is not None else ():
-                raise RankFailed(f"rank {rank} of {world_size} has failed: {reason}") from None
+            _raise_if_failed(world_size, reads=False)
             try:
                 is_late = not store.check([key]) and time.monotonic() > deadline
             except RuntimeError:
@@ -169,6 +185,22 @@ def _wait_for(store: Any, key: str, world_size: int) -> bytes:
                     f"no rank has said within {_EXCHANGE_SECONDS / 60:.0f} minutes how wide the rows of the "
                     f"next steps are: do all ranks take equally many batches?"
                 ) from None
+
+
+def _raise_if_failed(world_size: int, *, reads: bool = True) -> None:
+    """Raise if another rank is known to have failed.
+
+    Args:
+        world_size: of the run.
+        reads: look for new reports; else the rank's thread does.
+    """
+    ranks = ranks_of(world_size)
+    if ranks is None:
+        return
+    if reads:
+        ranks.read_reports()
+    for rank, reason in sorted(ranks.failed.items()):
+        raise RankFailed(f"{ranks.name_of(rank)} has failed: {reason}") from None
 
 
 def can_compare(world_size: int) -> bool:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from streamload.errors import NoValidSamples, TooManyBadSamples, TooManyBadShards
+from streamload.errors import NoValidSamples, RankFailed, TooManyBadSamples, TooManyBadShards
 from streamload.loader.distributed import agree
 from streamload.worker import Batch, SkippedSample
 
@@ -167,6 +167,9 @@ class PassEnd:
             world_size: of the run; ranks that nothing joins have their own totals.
             pass_samples: returns about how many samples a pass has; None: unknown. It is only called where an
                 epoch isn't a pass and the share is too large.
+
+        Raises:
+            RankFailed: another rank has failed.
         """
 
         def decide(values: list[list[int]]) -> list[int]:
@@ -178,7 +181,9 @@ class PassEnd:
             return list(totals)
 
         try:
-            return Totals(*agree(f"end of {name}", list(own), decide, world_size))
+            return Totals(*agree(f"end of {name}", list(own), decide, world_size, needs_all=True))
+        except RankFailed:
+            raise
         except RuntimeError:  # the store is gone with its rank: nobody is left to agree with
             return Totals(*decide([list(own)]))
 

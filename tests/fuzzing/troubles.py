@@ -324,8 +324,6 @@ def _allowed(case: Case, counts: Counts, is_resumed: bool) -> set[str]:
     damaged = len(there) - there.count("sound")
     if case.on_error == "raise" and (damaged or counts.lost):
         kinds = (_BAD if damaged else set()) | (_LOST if counts.lost else set())
-        if case.layouts[0].ranks > 1 or case.layouts[1].ranks > 1:
-            kinds |= {""}  # a rank that has met no trouble ends its pass alone
     if not there:
         kinds |= {"NoValidSamples"}
     elif case.train and len(there) < case.batch:
