@@ -148,6 +148,9 @@ def compression(url: str) -> Compression | None:
 
     The output of a command that we don't open natively may be unpacked already: look at its first bytes.
     """
+    lowered = url.lower()
+    if "gz" not in lowered and "zst" not in lowered:  # quick: a list may have a million
+        return None
     kind = scheme(url)
     if kind == "pipe":
         request = parse_command(url.removeprefix("pipe:"))
