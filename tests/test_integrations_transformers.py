@@ -127,6 +127,17 @@ def test_a_checkpoint_without_a_state_is_refused(place: Path) -> None:
         train(place, 8, True, folder="stateless", num_samples=60)
 
 
+def test_the_trainer_of_transformers_is_told_of_ours(place: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(output_dir=str(place / "stock"), use_cpu=True, max_steps=1, report_to=[])
+    with (
+        make(place, num_samples=20) as loader,
+        pytest.raises(TypeError, match=r"streamload\.integrations\.transformers\.Trainer"),
+    ):
+        Trainer(Notes(), arguments, train_dataset=loader).train()
+
+
 @pytest.mark.deep
 def test_two_ranks_train_on_disjoint_samples_and_resume(place: Path) -> None:
     said = subprocess.run(

@@ -2,12 +2,15 @@
 
 import dataclasses
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 
 import streamload
 from streamload import Cache, Images, OptionError, Order, Shards, Workers
 from streamload.loader.groups import GROUPS
+from streamload.loader.words import WORDS
 from streamload.options import Settings, options
 
 # The interface of before: flat arguments that are in groups now.
@@ -55,6 +58,30 @@ def test_an_argument_that_belongs_into_a_group_is_told_which(name):
 def test_an_argument_that_is_nearly_one_of_a_group_is_told_which():
     with pytest.raises(OptionError, match=r"image_keys=: is shards=Shards\(image_key=…\) meant\?"):
         streamload.make_loader("a.tar", image_keys="png")
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "instead"),
+    [
+        (Workers, "num_workers_", "see help"),
+        (Images, "dtyp", r"is dtype= meant\?"),
+        (Images, "lanes", r"it is order=Order\(lanes=…\)"),
+        (Shards, "handler", 'on_error="skip"'),
+    ],
+)
+def test_an_argument_that_a_group_does_not_have_is_told_what_to_use(group, name, instead):
+    with pytest.raises(OptionError, match=f"{group.__name__} has no argument {name}=: .*{instead}"):
+        group(**{name: 1})
+
+
+def test_words_of_other_libraries_are_told_what_to_use_and_the_guide_has_them_all():
+    guide = (Path(__file__).parents[1] / "docs" / "guides" / "from-webdataset.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| ([^|`]+) \| (.*) \|$", guide, re.MULTILINE)
+    assert {name: (of, instead.replace("`", "")) for name, of, instead in rows} == WORDS
+    for name, word in WORDS.items():
+        with pytest.raises(OptionError) as refused:
+            streamload.make_loader("a.tar", **{name: 1})
+        assert f"make_loader has no argument {name}=: {word.instead}" in str(refused.value)
 
 
 @pytest.mark.parametrize(("name", "value"), [("cache", "memory"), ("order", {"lanes": 2}), ("shards", None)])

@@ -90,7 +90,8 @@ class DataLoaderInterface(DataLoader[Any]):
     def __getitem__(self, index: object) -> Any:
         raise TypeError(
             "a streamload loader isn't a dataset of samples: iterate it in place of a DataLoader, or wrap "
-            "loader.as_dataset() in a DataLoader with batch_size=None and num_workers=0"
+            "loader.as_dataset() in a DataLoader with batch_size=None and num_workers=0; for transformers "
+            "there is streamload.integrations.transformers.Trainer"
         )
 
 

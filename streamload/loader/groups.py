@@ -20,6 +20,7 @@ from streamload.derived.preparation import AUTO, Preparation
 from streamload.errors import OptionError
 from streamload.loader.patches import Patches
 from streamload.loader.sources import Factors
+from streamload.loader.words import Group
 from streamload.options import Eviction, Option, Revalidate, Where, options
 from streamload.options.values import at_least, parse_choice, parse_size
 from streamload.steering.batch_size import as_batch_policy
@@ -32,7 +33,7 @@ LARGEST_BLOCK = 65_536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shards:
+class Shards(Group):
     """Which members of a sample are used, which samples, and how shards are reached.
 
     Args:
@@ -97,7 +98,7 @@ class Shards:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Images:
+class Images(Group):
     """How images are decoded and transformed, beside `preprocess`.
 
     Args:
@@ -136,7 +137,7 @@ class Images:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class Order(Group):
     """The order of samples, and how ranks share them, beside `seed` and `shuffle`.
 
     Args:
@@ -178,7 +179,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cache:
+class Cache(Group):
     """What the cache holds and where, beside `cache_dir` and `cache_size`.
 
     None: the variable, else the default.
@@ -210,7 +211,7 @@ class Cache:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workers:
+class Workers(Group):
     """What worker processes run, and how they are started, beside `num_workers`.
 
     Args:
@@ -264,7 +265,7 @@ class Workers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batches:
+class Batches(Group):
     """How the rows of a batch are chosen and padded, beside `batch_size`.
 
     Args:

@@ -2,44 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
-from dataclasses import fields
 from typing import Any
 
 from streamload.batches.tokenize import adapt_tokenizer
 from streamload.errors import OptionError
 from streamload.loader.groups import GROUPS
 from streamload.loader.options import LoaderOptions
+from streamload.loader.words import instead_of
 from streamload.shards.facts import TOKENS
 from streamload.steering.replay import Replay
 from streamload.transforms.compile import compile_transform
 from streamload.transforms.patches import GivenPatches
 from streamload.transforms.plan import NotRecognised
-
-_RENAMED = {
-    "image_dtype": "images=Images(dtype=…)",
-    "max_image_pixels": "images=Images(max_pixels=…)",
-    "shared_cache": "cache=Cache(shared=…)",
-    "shared_cache_options": "cache=Cache(shared_options=…)",
-    "collate_fn": "Workers(map_sample=…) makes examples of any form, Workers(collate=…) batches of them",
-}
-"""Arguments that a group has under another name."""
-
-_OF_DATALOADER = {
-    "dataset": "give the shards as urls=",
-    "drop_last": "training has only full batches (train=True), evaluation has the last one, too",
-    "sampler": "shuffle=, seed=, Shards(keep=…), Source(weight=…) decide which samples come, in which order",
-    "batch_sampler": "batch_size=, shuffle= and seed= decide how batches are made",
-    "pin_memory": "with device= batches are copied from pinned memory, ahead of their use",
-    "pin_memory_device": "device= says where batches are put",
-    "persistent_workers": "workers stay until close()",
-    "generator": "seed= seeds all random choices",
-    "worker_init_fn": "workers have the environment of this process, and seed= seeds all random choices",
-    "timeout": "long waits for a batch are logged; Cache(origin_wait=…) limits outages",
-    "in_order": "batches always come in the order of the seed",
-}
-"""The arguments of torch's DataLoader that a loader doesn't have, and what to use instead."""
 
 
 def refuse_unusable(options: LoaderOptions) -> None:
@@ -237,24 +212,10 @@ def refuse_arguments(unknown: Mapping[str, Any], known: Collection[str]) -> None
 
     Raises:
         OptionError: it names the group that has the argument, a similar name, or what to use instead of an
-            argument of torch's DataLoader.
+            argument of another library.
     """
-    in_groups = {
-        entry.name: f"{name}={group.__name__}({entry.name}=…)"
-        for name, group in GROUPS.items()
-        for entry in fields(group)
-    } | _RENAMED
     for name in unknown:
-        if name in in_groups:
-            instead = f"it is {in_groups[name]}" if name not in _OF_DATALOADER else _OF_DATALOADER[name]
-        elif name in _OF_DATALOADER:
-            instead = _OF_DATALOADER[name]
-        else:
-            near = difflib.get_close_matches(name, [*known, *in_groups], 1)
-            instead = "see help(streamload.make_loader)"
-            if near:
-                instead = f"is {in_groups.get(near[0], near[0] + '=')} meant?"
-        raise OptionError(f"make_loader has no argument {name}=: {instead}")
+        raise OptionError(f"make_loader has no argument {name}=: {instead_of(name, known)}")
 
 
 def refuse_other_groups(given: Mapping[str, Any]) -> None:

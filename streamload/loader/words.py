@@ -1,0 +1,140 @@
+"""Names of arguments that make_loader or one of its groups doesn't have: what to give instead."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+from dataclasses import fields
+from typing import Any, NamedTuple, TypeVar
+
+from streamload.errors import OptionError
+
+_Self = TypeVar("_Self", bound="Group")
+_groups: dict[str, type[Group]] = {}
+
+
+class Word(NamedTuple):
+    """A name of another library.
+
+    Attributes:
+        of: the libraries.
+        instead: what a loader has in its place.
+    """
+
+    of: str
+    instead: str
+
+
+_URLS = "give the shards as urls="
+_NO_DRAWS = "each pass has every sample once, and shards are never drawn with replacement"
+_FOUND = "ranks and workers are found, and share every pass"
+_RETRIED = "transfers are retried by themselves; Cache(origin_wait=…) limits outages"
+
+WORDS = {
+    "batch_sampler": Word("torch", "batch_size=, shuffle= and seed= decide how batches are made"),
+    "buffer_size": Word("datasets", "it is shuffle="),
+    "cache_limit": Word("MosaicML Streaming", "it is cache_size="),
+    "collate_fn": Word(
+        "torch", "Workers(map_sample=…) makes examples of any form, Workers(collate=…) batches of them"
+    ),
+    "data_files": Word("datasets", _URLS),
+    "dataset": Word("torch", _URLS),
+    "dataset_resampled": Word("open_clip", _NO_DRAWS),
+    "detshuffle": Word("webdataset", "the order always follows seed= and the epoch"),
+    "download_retry": Word("MosaicML Streaming", _RETRIED),
+    "download_timeout": Word("MosaicML Streaming", _RETRIED),
+    "drop_last": Word(
+        "torch", "training has only full batches (train=True), evaluation has the last one, too"
+    ),
+    "empty_check": Word("webdataset", "a pass in which nothing can be used is an error"),
+    "epoch_size": Word("MosaicML Streaming", "it is num_samples="),
+    "epochs": Word("webdataset", "iterate the loader once for each epoch; Order(endless=True) never ends"),
+    "generator": Word("torch", "seed= seeds all random choices"),
+    "handler": Word("webdataset", 'on_error="skip" counts what can\'t be used, "raise" stops'),
+    "in_order": Word("torch", "batches always come in the order of the seed"),
+    "input_dir": Word("LitData", _URLS),
+    "is_train": Word("open_clip", "it is train="),
+    "max_cache_size": Word("LitData", "it is cache_size="),
+    "nodesplitter": Word("webdataset", _FOUND),
+    "num_canonical_nodes": Word("MosaicML Streaming", "Order(groups=…): the most nodes that a run will have"),
+    "num_proc": Word("datasets", "it is num_workers="),
+    "pin_memory": Word("torch", "with device= batches are copied from pinned memory, ahead of their use"),
+    "pin_memory_device": Word("torch", "device= says where batches are put"),
+    "persistent_workers": Word("torch", "workers stay until close()"),
+    "predownload": Word("MosaicML Streaming", "shards are filled ahead by themselves, within cache_size="),
+    "proportion": Word("MosaicML Streaming", "give a list of Source as urls=, with Source(weight=…)"),
+    "remote": Word("MosaicML Streaming", _URLS),
+    "resampled": Word("webdataset", _NO_DRAWS),
+    "sampler": Word(
+        "torch", "shuffle=, seed=, Shards(keep=…), Source(weight=…) decide which samples come, in which order"
+    ),
+    "sampling_method": Word("MosaicML Streaming", _NO_DRAWS),
+    "shardshuffle": Word("webdataset", "shuffle= mixes shards and samples"),
+    "shuffle_algo": Word("MosaicML Streaming", "shuffle= is the window of samples that are mixed"),
+    "shuffle_block_size": Word("MosaicML Streaming", "it is shuffle="),
+    "shuffle_seed": Word("MosaicML Streaming", "it is seed="),
+    "streaming": Word("datasets", "shards always stream, and what came is kept in cache_dir="),
+    "streams": Word("MosaicML Streaming", "give a list of Source as urls="),
+    "subsample": Word("LitData", "Shards(keep=…) selects samples"),
+    "timeout": Word("torch", "long waits for a batch are logged; Cache(origin_wait=…) limits outages"),
+    "train_data": Word("open_clip", _URLS),
+    "train_data_upsampling_factors": Word("open_clip", "it is Order(upsampling_factors=…)"),
+    "train_num_samples": Word("open_clip", "it is num_samples="),
+    "transform": Word("LitData", "preprocess= gets the image, Workers(map_sample=…) the raw sample"),
+    "validate_hash": Word("MosaicML Streaming", "all bytes are checked by checksums"),
+    "workersplitter": Word("webdataset", _FOUND),
+    "worker_init_fn": Word(
+        "torch", "workers have the environment of this process, and seed= seeds all random choices"
+    ),
+}
+"""What libraries that people come from call things; docs/guides/from-webdataset.md has the same table."""
+
+_RENAMED = {
+    "image_dtype": "images=Images(dtype=…)",
+    "max_image_pixels": "images=Images(max_pixels=…)",
+    "shared_cache": "cache=Cache(shared=…)",
+    "shared_cache_options": "cache=Cache(shared_options=…)",
+}
+"""Arguments that a group has under another name."""
+
+
+class Group:
+    """The base of make_loader's groups: an argument that a group doesn't have is told what to use instead."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls) -> None:
+        _groups[cls.__name__.lower()] = cls
+
+    def __new__(cls: type[_Self], *_: Any, **given: Any) -> _Self:
+        """Refuse unknown arguments.
+
+        Raises:
+            OptionError: it says what to give instead.
+        """
+        own = {entry.name for entry in fields(cls)}  # type: ignore[arg-type]  # the subclass is a dataclass
+        for name in given.keys() - own:
+            raise OptionError(f"{cls.__name__} has no argument {name}=: {instead_of(name, own)}")
+        return super().__new__(cls)
+
+
+def instead_of(name: str, known: Collection[str]) -> str:
+    """What to give in place of an argument that there isn't.
+
+    Args:
+        name: as it was given.
+        known: the arguments that there are.
+    """
+    if name in WORDS:
+        return WORDS[name].instead
+    in_groups = {
+        entry.name: f"{argument}={group.__name__}({entry.name}=…)"
+        for argument, group in _groups.items()
+        for entry in fields(group)  # type: ignore[arg-type]
+    } | _RENAMED
+    if name in in_groups and name not in known:
+        return f"it is {in_groups[name]}"
+    near = difflib.get_close_matches(name, [*known, *in_groups], 1)
+    if not near:
+        return "see help(streamload.make_loader)"
+    return f"is {f'{near[0]}=' if near[0] in known else in_groups[near[0]]} meant?"
