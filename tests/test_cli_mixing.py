@@ -77,6 +77,18 @@ def test_a_simulated_training_is_shown_with_its_score_and_drawn(streamload, tmp_
     assert len(root.findall("{http://www.w3.org/2000/svg}polyline")) >= 6  # shares and losses of each source
 
 
+def test_names_of_sources_move_no_cursor_and_turn_no_text(streamload, tmp_path):
+    name = "\x1b[2J\x1b]0;title\x07cat\u202egod"
+    losses = "".join(f"{step},{name},{5 / step}\n{step},b,1\n" for step in (1, 2, 3))
+    (tmp_path / "losses.csv").write_text(f"step,source,loss\n{losses}")
+    picture = tmp_path / "out.svg"
+    code, out, _ = streamload("mixing", "simulate", tmp_path / "losses.csv", "--svg", picture)
+    assert code == 0
+    for text in (out, picture.read_text()):
+        assert r"\x1b[2J\x1b]0;title\x07cat\u202egod" in text
+        assert not {"\x1b", "\x07", "\u202e"} & set(text)
+
+
 def test_a_policy_is_asked_with_the_losses_of_a_csv(streamload, reports):
     code, out, _ = streamload("mixing", "simulate", reports, "--json")
     assert code == 0

@@ -21,9 +21,10 @@ from streamload.cli.mixing import mixing
 from streamload.cli.options import AsJson
 from streamload.cli.pack import pack
 from streamload.cli.report import report
+from streamload.cli.terminal import printable_stdout
 from streamload.cli.top import top
 from streamload.cli.warm import warm
-from streamload.errors import StreamloadError
+from streamload.errors import StreamloadError, printable
 
 app = typer.Typer(
     help="Train image-text models on WebDataset tar shards while they are still arriving.",
@@ -85,9 +86,10 @@ app.add_typer(mixing, name="mixing")
 def main() -> None:
     """Run the command line."""
     try:
-        app(flags_first(sys.argv[1:]))
+        with printable_stdout():
+            app(flags_first(sys.argv[1:]))
     except (StreamloadError, OSError) as exc:
-        report_failure(" ".join(str(exc).split()))
+        report_failure(printable(" ".join(str(exc).split())))
         sys.exit(2)
     finally:
         stop_logging()

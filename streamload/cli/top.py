@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from streamload.cli.options import AsJson, roots_of
+from streamload.cli.terminal import cursor_stream
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -69,7 +70,7 @@ def top(
             for ranks in looks:
                 print(json.dumps([rank.as_dict() for rank in ranks]), flush=True)
         elif console.is_terminal and not once:
-            _follow(looks, console, names[sort])
+            _follow(looks, Console(highlight=False, file=cursor_stream()), names[sort])
         else:
             for ranks in looks:
                 _print(_sorted(ranks, names[sort]), console)

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
+from streamload.errors import printable
+
 Series = Mapping[str, Sequence[tuple[float, float]]]
 """By source, the points (step, value); NaN where nothing is known."""
 
@@ -25,7 +27,7 @@ def drawing(title: str, panels: Mapping[str, Series]) -> str:
     }
     names = list(dict.fromkeys(name for series in drawn.values() for name in series))
     colours = {name: _COLOURS[place % len(_COLOURS)] for place, name in enumerate(names)}
-    parts = [f'<text x="16" y="24" font-size="15" font-weight="bold">{escape(title)}</text>']
+    parts = [f'<text x="16" y="24" font-size="15" font-weight="bold">{_xml(title)}</text>']
     for place, (heading, series) in enumerate(drawn.items()):
         parts += _panel(heading, series, colours, _TOP + place * (_HEIGHT + 56))
     for place, (name, colour) in enumerate(colours.items()):
@@ -35,9 +37,14 @@ def drawing(title: str, panels: Mapping[str, Series]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
         f'viewBox="0 0 {_WIDTH} {height}" role="img" font-family="sans-serif" font-size="12" fill="#24292f">'
-        f"\n<title>{escape(title)}</title>\n"
+        f"\n<title>{_xml(title)}</title>\n"
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
     )
+
+
+def _xml(text: str) -> str:
+    """Text of an untrusted name, for XML."""
+    return escape(printable(text))
 
 
 def _points(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -69,7 +76,7 @@ def _panel(heading: str, series: Series, colours: Mapping[str, str], top: float)
 
 
 def _text(x: float, y: float, words: str, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_xml(words)}</text>'
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, colour: str, width: int) -> str:

@@ -1,0 +1,59 @@
+"""What commands print. Names, labels and messages that they quote are untrusted: they move no cursor."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, TextIO
+
+from streamload.errors import printable
+
+_LINES = re.compile("([\n\t])")
+_LINES_AND_STYLES = re.compile("([\n\t]|\x1b\\[[0-9;]*m)")
+
+
+class PrintableOutput:
+    """A text stream whose control and bidirectional characters are written as ``\\x1b``, ``\\u202e``.
+
+    Lines stay, and on a terminal colours.
+
+    Attributes:
+        stream: where it writes to.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self._kept = _LINES_AND_STYLES if stream.isatty() else _LINES
+
+    def write(self, text: str) -> int:
+        """Write text; return its length."""
+        parts = self._kept.split(text)
+        parts[::2] = map(printable, parts[::2])  # what was kept stands between them
+        self.stream.write("".join(parts))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write several texts."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextlib.contextmanager
+def printable_stdout() -> Iterator[None]:
+    """Make all that is printed meanwhile printable."""
+    before = sys.stdout
+    sys.stdout = PrintableOutput(before)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stdout = before
+
+
+def cursor_stream() -> TextIO:
+    """Standard output for what has to move the cursor, and makes its own texts printable."""
+    return sys.stdout.stream if isinstance(sys.stdout, PrintableOutput) else sys.stdout
