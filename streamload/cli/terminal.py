@@ -47,7 +47,7 @@ class PrintableOutput:
 def printable_stdout() -> Iterator[None]:
     """Make all that is printed meanwhile printable."""
     before = sys.stdout
-    sys.stdout = PrintableOutput(before)  # type: ignore[assignment]
+    sys.stdout = PrintableOutput(before)
     try:
         yield
     finally:
