@@ -236,6 +236,18 @@ def test_upsampling_factors_weigh_shards_and_say_so_where_nothing_tells_the_samp
     assert "as the number of samples of source 0, 1 is unknown" in caplog.text
 
 
+def test_ranks_that_nothing_joins_do_not_estimate_as_each_may_see_other_failures(
+    paths: dict[str, list[str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    urls, options = f"{paths['large'][0]}::{paths['small'][0]}", {"upsampling_factors": "1::1"}
+    for rank in range(2):
+        order = {**options, "num_batches": 6, "rank": rank, "world_size": 2}
+        with make(urls, tmp_path / "cache", **order) as loader:
+            assert shares(list(loader)).total() == 120
+            assert loader.stats().source_samples == {"0": 60, "1": 60}
+    assert "as the number of samples of source 0, 1 is unknown" in caplog.text
+
+
 def test_samples_are_counted_in_small_shards_and_estimated_in_large_ones(
     paths: dict[str, list[str]], tmp_path: Path
 ) -> None:

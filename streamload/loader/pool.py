@@ -108,7 +108,9 @@ class WorkerPool:
         Args:
             given_up: of all that it reads, also those that begin on another rank, which gave them up as well.
         """
-        gone = sum(self.tier.tombstone(shard.digest).exists() for shard in self._continued)
+        gone = sum(
+            any(self.tier.tombstone(digest).exists() for digest in shard.digests) for shard in self._continued
+        )
         return max(0, given_up - gone)
 
     def close(self) -> None:

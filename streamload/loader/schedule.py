@@ -426,21 +426,26 @@ class Schedule:
     def _units_of_factors(self) -> list[int]:
         """The samples of each source, by sizes.json or estimated; if one can't be known, their shards.
 
+        Ranks that nothing joins don't estimate: a server that fails one of them would give it other shares.
+
         OpenCLIP draws shards by their factors, so that each sample comes in proportion to its factor.
         """
         sources, sizes = self._options.sources, self._read_sizes()
         if all(sizes) or len(sources) == 1:
             return [sum(own or (1,)) for own in sizes]
-        storage = self._options.storage_options
+        storage, world_size = self._options.storage_options, self.topology.world_size
+        may_estimate = world_size == 1 or can_compare(
+            world_size
+        )  # else ranks may differ, and none would know
         samples = [
-            sum(own) if own else estimate_samples(source.urls, storage)
+            sum(own) if own else estimate_samples(source.urls, storage) if may_estimate else None
             for own, source in zip(sizes, sources, strict=True)
         ]
         units = [count for count in samples if count]
         if len(units) < len(sources):
             units = [len(source.urls) for source in sources]
         name = f"factors {self._options.urls.fingerprint()} {self._options.seed}"
-        agreed: list[int] = json.loads(first_value(name, json.dumps(units), self.topology.world_size))
+        agreed: list[int] = json.loads(first_value(name, json.dumps(units), world_size))
         if self.topology.rank == 0:
             _log_units(sources, samples, agreed)
         return agreed

@@ -112,9 +112,10 @@ class Group:
         Raises:
             OptionError: it says what to give instead.
         """
-        own = {entry.name for entry in fields(cls)}  # type: ignore[arg-type]  # the subclass is a dataclass
-        for name in given.keys() - own:
-            raise OptionError(f"{cls.__name__} has no argument {name}=: {instead_of(name, own)}")
+        arguments = {entry.name for entry in fields(cls)}  # type: ignore[arg-type]  # a subclass is a dataclass
+        for name in given:
+            if name not in arguments:
+                raise OptionError(f"{cls.__name__} has no argument {name}=: {instead_of(name, arguments)}")
         return super().__new__(cls)
 
 

@@ -33,6 +33,7 @@ from streamload import Workers, limits
 from streamload.errors import OriginError, ShardError, StreamloadError
 from streamload.testing.server import Fault, ShardServer
 from tests import flat
+from tests.fuzzing.trainings import Layout
 from tests.kills import Child
 
 RUN_SECONDS = 240.0
@@ -71,14 +72,6 @@ class Shard:
         """The samples that can be read and have a caption, with their numbers."""
         whole = 0 if self.is_missing else len(self.samples) if self.cut_in is None else self.cut_in
         return [pair for pair in enumerate(self.samples[:whole]) if pair[1] != "captionless"]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Ranks, and the workers of each."""
-
-    ranks: int
-    workers: int
 
 
 @dataclass(frozen=True)
