@@ -233,7 +233,7 @@ def openclip(
                 row = gpu_openclip.train(
                     planned, given.openclip_python, shards, samples, is_quick=given.quick, seconds=left
                 )
-            except TimeoutError as error:
+            except (TimeoutError, RuntimeError) as error:
                 left_out[planned.label] = str(error)
                 continue
             print(f"{planned.label}: {row['images_per_second']:.0f} images/s", file=sys.stderr, flush=True)
