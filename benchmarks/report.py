@@ -497,6 +497,7 @@ TABLES = {
     "flat": flat,
     "gpu_feed": gpu_feed,
     "handover": handover,
+    "handover_gpu": handover,
     "memory_tier": memory_tier,
     "hits": hits,
     "small_cache": small_cache,

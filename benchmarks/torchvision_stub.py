@@ -16,7 +16,12 @@ _libraries: list[torch.library.Library] = []
 
 
 def define_torchvision_schemas() -> None:
-    """Define `torchvision::nms` and `qnms` where nobody has; to be called before torchvision is imported."""
+    """Define `torchvision::nms` and `qnms` where nobody has; to be called before torchvision is imported.
+
+    A torch for CUDA loads torchvision's own operators, whose definitions would come a second time.
+    """
+    if torch.version.cuda is not None:
+        return
     for schema in _SCHEMAS:
         if hasattr(torch.ops.torchvision, schema.partition("(")[0]):
             continue
