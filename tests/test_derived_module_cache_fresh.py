@@ -145,6 +145,9 @@ CHANGES = {
     "a global number": edited("SCALE = 2.0", "SCALE = 3.0"),
     "inside a global dict": edited('{"shift": 1.0', '{"shift": 2.0'),
     "a global's key": edited('["a", "b"]', '["a", "c"]'),
+    "the order of a global dict": edited(
+        '{"shift": 1.0, "names": ["a", "b"]}', '{"names": ["a", "b"], "shift": 1.0}'
+    ),
     "the content of a closure": edited("BY = make(1.0)", "BY = make(1.5)"),
     "the code of a closure": edited("return x * factor", "return x * factor * 2"),
     "the code of a base": edited("return x + self.bias", "return x - self.bias"),
@@ -263,9 +266,6 @@ NO_CHANGES = {
     "an annotation": edited("def deeper(x):", "def deeper(x: torch.Tensor) -> torch.Tensor:"),
     "other code in the file": lambda: extractor(SOURCE + "\nOTHER = 3\ndef unused(x):\n    return x\n"),
     "an unused global": edited("class Mode", "UNUSED = object()\n\nclass Mode"),
-    "the order of a global dict": edited(
-        '{"shift": 1.0, "names": ["a", "b"]}', '{"names": ["a", "b"], "shift": 1.0}'
-    ),
     "a default said": lambda: extractor(SOURCE, 4),
     "a default named": lambda: extractor(SOURCE, width=4, act="relu", step=None),
     "options of the cache": edited(

@@ -14,6 +14,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ from streamload.daemon.options import ServiceOptions
 from streamload.daemon.ray_task import Job, bring, own_version
 from streamload.daemon.service import Service
 from streamload.daemon.warm import warm
-from streamload.derived.row_shard import rows_form
+from streamload.derived import row_shard
+from streamload.derived.row_shard import RowShardWriter, rows_form
 from streamload.derived.row_store import close_stores
 from streamload.loader.feature_recipe import FeatureRecipe
 from streamload.loader.named_features import NamedFeatures
@@ -75,6 +77,27 @@ class Parts(nn.Module):
     def forward(self, images: torch.Tensor) -> dict[str, Any]:
         small = nn.functional.adaptive_avg_pool2d(images, 2)
         return {"half": small.half(), "both": (small.mean((1, 2, 3)).bfloat16(), small[:, 0] > 0)}
+
+
+made: list[Any] = []
+
+
+@dataclass
+class Loud:
+    """Notices when one is made."""
+
+    value: Any
+
+    def __post_init__(self) -> None:
+        made.append(self.value)
+
+
+@streamload.cache_module
+class Records(Net):
+    """Returns an object."""
+
+    def forward(self, images: torch.Tensor) -> Loud:
+        return Loud(super().forward(images))
 
 
 @streamload.cache_module
@@ -283,6 +306,50 @@ def test_damaged_rows_are_computed_and_counted(
     assert are_equal(rows, again)
 
 
+LAYOUTS = {
+    "an object": lambda layout: json.dumps(["c", f"{HERE}:Loud", [["value", layout]]]),
+    "an object deep inside": lambda layout: json.dumps(
+        ["d", [["a", ["u", [["c", f"{HERE}:Loud", [["value", layout]]]]]]]]
+    ),
+    "great depth": lambda layout: '["l",[' * 50_000 + json.dumps(layout) + "]]" * 50_000,
+    "no node": lambda layout: "7",
+    "numbers of no type": lambda layout: json.dumps(layout).replace("float32", "number32"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_another_node_has_stored_makes_no_objects_and_ends_no_training(
+    origin: Origin, place: Place, nodes: Any, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    write = RowShardWriter.chunks
+
+    def chunks(writer: RowShardWriter, about: Any) -> Iterator[bytes]:
+        head, *others = write(writer, about)
+        said = json.loads(head[512:].rstrip(b"\0"))
+        text = json.dumps({**said, "layout": "here"}).replace('"here"', LAYOUTS[layout](said["layout"]))
+        yield from (row_shard._member("rows.json", text.encode()), *others)
+
+    monkeypatch.setattr(RowShardWriter, "chunks", chunks)
+    make(origin, place)
+    nodes("trainer")
+    made.clear()
+    rows, _, stats = epoch(origin.urls, place, Net().eval())
+    assert made == []
+    assert (stats.feature_rows_read, stats.feature_rows_computed) == (0, SAMPLES)
+    nodes("other")
+    assert are_equal(rows, epoch(origin.urls, None, Net().eval())[0])
+
+
+def test_a_head_without_end_is_refused_before_it_is_read(
+    origin: Origin, place: Place, nodes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_shard, "_MOST_HEAD_BYTES", 1000)  # of a head of 1,400 bytes
+    make(origin, place)
+    nodes("trainer")
+    _, _, stats = epoch(origin.urls, place, Net().eval())
+    assert (stats.feature_rows_read, stats.feature_rows_computed) == (0, SAMPLES)
+
+
 def test_bytes_of_samples_are_not_read_where_derived_shards_have_their_rows(
     origin: Origin, place: Place, nodes: Any, tmp_path: Path
 ) -> None:
@@ -431,10 +498,17 @@ def test_features_without_one_row_a_sample_are_refused(name: str, why: str) -> N
         FeatureRecipe(NamedFeatures(f"{HERE}:{name}", tokenizer=f"{HERE}:texts"))
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Ragged", "tensor of rows has one for each"),
+        ("Records", f"the results have a {HERE}:Loud in them: derived shards hold tensors"),
+    ],
+)
 def test_a_module_that_cannot_be_cached_fails_each_shard_with_its_reason(
-    origin: Origin, place: Place
+    origin: Origin, place: Place, name: str, why: str
 ) -> None:
-    recipe = FeatureRecipe(NamedFeatures(f"{HERE}:Ragged"))
+    recipe = FeatureRecipe(NamedFeatures(f"{HERE}:{name}"))
     options = ServiceOptions(
         *(tuple(origin.urls),), prepare=recipe, into="shared", once=True, notices="none", listen="none",
         shared_cache=place.url,
@@ -442,7 +516,7 @@ def test_a_module_that_cannot_be_cached_fails_each_shard_with_its_reason(
     with Service(options) as service:
         status = service.run()
     assert len(status.failed) == len(COUNTS)
-    assert all("tensor of rows has one for each" in why for why in status.failed.values())
+    assert all(why in said for said in status.failed.values())
 
 
 def test_a_task_of_ray_fails_with_the_reason_of_its_module(origin: Origin, place: Place) -> None:

@@ -281,7 +281,7 @@ def _described(function: Any, where: str) -> list[Any]:
     """What a function's results depend on beside its argument."""
     describer = Describer()
     try:
-        return [describer.value(function, where), describer.code]
+        return [describer.value(function, where), describer.arranged_code]
     except FeatureNotCacheable as exc:
         raise OptionError(
             f"{str(exc).partition('; ')[0]}; give the function with a version that you change with its code: "
@@ -304,7 +304,7 @@ def _described_tokenizer(tokenizer: Any, adapted: BatchTokenizer) -> list[Any]:
     else:
         with contextlib.suppress(FeatureNotCacheable):
             describer = Describer()
-            found.append([describer.value(tokenizer, "tokenizer"), describer.code])
+            found.append([describer.value(tokenizer, "tokenizer"), describer.arranged_code])
     captions = list(_PROBES)
     return [*found, adapted.lengths(captions).tolist(), adapted(captions, [0] * len(captions)).ids.tolist()]
 

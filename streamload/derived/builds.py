@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from streamload.derived.code import Describer
+from streamload.derived.code import Describer, has_code
 
 _KEPT = 8
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".npy", ".h5", ".onnx", ".msgpack")
@@ -43,7 +43,7 @@ class Build:
         generators: of each random generator a digest of its state before it.
         draws: which of them it drew from.
         is_closed: whether all that it read is known: no network, no other process.
-        files: what it read: path, size, time of change, inode.
+        files: what it read: path, size, times of its data's change and of any, inode.
         parts: of the fingerprint (`fingerprint.built_parts`), and the code that was reached by then.
         origins: of the project's classes among that code, where they are found.
         device: where the module was then.
@@ -71,7 +71,7 @@ class Build:
             if not isinstance(found, type):
                 return False
             describer.reach(found, name)
-        return all(self.parts["code"].get(name) == digest for name, digest in describer.code.items())
+        return has_code(self.parts["code"], describer.code)
 
 
 def read_builds(data: bytes | None) -> list[Build]:
@@ -233,7 +233,7 @@ def _identity(path: str) -> list[Any]:
     try:
         status = pathlib.Path(path).stat()
     except OSError:
-        return [path, None, None, None]
+        return [path, None, None, None, None]
     if not stat.S_ISREG(status.st_mode):
-        return [path, None, None, None]
-    return [path, status.st_size, status.st_mtime_ns, status.st_ino]
+        return [path, None, None, None, None]
+    return [path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]

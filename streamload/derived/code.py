@@ -4,6 +4,10 @@ Project code is followed from a class or function through the globals, closures,
 reaches, and digested by its bytecode: what runs counts, not the text of a file that may have been edited
 since, and neither comments, docstrings nor line numbers. Installed packages count by their version. A value
 that can't be described exactly is an error that names it, never a random digest.
+
+Names don't tell code apart: lambdas share one, as do closures of one function and classes of two modules.
+Where a value is described, code stands with a digest of what it reaches in a few steps; `arrangement` is one
+of all code, each with such a digest.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ import re
 import sys
 import sysconfig
 import types
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,6 +35,7 @@ import torch
 from xxhash import xxh3_128
 
 from streamload.derived.bytecode import bytecode, globals_of, strings
+from streamload.derived.module_parts import module_parts, tensor_digest
 from streamload.derived.packages import direct_url, is_of_folder, package_of
 from streamload.errors import FeatureNotCacheable
 
@@ -42,6 +49,40 @@ _STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 _OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 _SLOTS = (types.GetSetDescriptorType, types.MemberDescriptorType, type(_Pair.first))
 _SAME_FOR_RESULTS = (logging.Logger, logging.LoggerAdapter)
+_STEPS = 3
+"""So far code is followed to tell apart what has one name."""
+ARRANGEMENT = "arrangement"
+
+
+class _Unordered(list[Any]):
+    """Descriptions in no order of their own: they are sorted once code among them has its digests."""
+
+
+class _Reference(str):
+    """The name of code, where it stands in a description."""
+
+    reached: _Reached
+
+    def __new__(cls, reached: _Reached) -> _Reference:
+        reference = super().__new__(cls, reached.name)
+        reference.reached = reached
+        return reference
+
+
+@dataclass(eq=False)
+class _Reached:
+    """A function, class or module that was reached.
+
+    Attributes:
+        value: itself, held so that no other object gets its id.
+        name: under which it counts.
+        description: of what it does, with references to other code; None: it is being described, or belongs
+            to a package.
+    """
+
+    value: Any
+    name: str
+    description: Any = None
 
 
 class Describer:
@@ -57,8 +98,16 @@ class Describer:
         self.code: dict[str, str] = {}
         self.origins: dict[str, str] = {}
         self.strings: set[str] = set()
-        self._known: dict[int, tuple[Any, str]] = {}
+        self._reached: dict[int, _Reached] = {}
         self._inside: list[int] = []
+        self._depth = 0
+        self._digests: dict[_Reached, str] = {}
+
+    @property
+    def arranged_code(self) -> dict[str, str]:
+        """`code`, and under `ARRANGEMENT` a digest of which code stands where in which."""
+        digests = self._digests_of_reached()
+        return {**self.code, ARRANGEMENT: digest_of(sorted([one.name, digests[one]] for one in digests))}
 
     def value(self, value: Any, where: str) -> Any:
         """Describe a value: equal descriptions, equal values.
@@ -71,6 +120,16 @@ class Describer:
         Raises:
             FeatureNotCacheable: it can't be described.
         """
+        if self._depth:
+            return self._value(value, where)
+        self._depth += 1
+        try:
+            described = self._value(value, where)
+        finally:
+            self._depth -= 1
+        return _with_digests(described, self._digests_of_reached())
+
+    def _value(self, value: Any, where: str) -> Any:
         if value is None or type(value) is bool:
             return value
         kind = type(value)
@@ -96,12 +155,9 @@ class Describer:
                 [self.value(key, f"a key of {where}"), self.value(one, f"{where}[{key!r}]")]
                 for key, one in value.items()
             ]
-            return [kind.__name__, pairs if kind is collections.OrderedDict else sorted(pairs, key=_text)]
+            return [kind.__name__, pairs]
         if kind in (set, frozenset):
-            return [
-                kind.__name__,
-                sorted((self.value(one, f"a member of {where}") for one in value), key=_text),
-            ]
+            return [kind.__name__, _Unordered(self.value(one, f"a member of {where}") for one in value)]
         if isinstance(value, torch.Tensor):
             return ["tensor", tensor_digest(value)]
         if isinstance(value, (np.ndarray, np.generic)):
@@ -144,8 +200,10 @@ class Describer:
         ]
 
     def _instance(self, value: Any, where: str) -> Any:
+        if isinstance(value, torch.ScriptObject) and hasattr(value, "__getstate__"):  # quantised weights
+            return ["script", self.value(value.__getstate__(), where)]
         if isinstance(value, torch.nn.Module):
-            return ["module", *module_parts(value, self, where)]
+            return ["module", *module_parts(value, self.value, where)]
         if callable(value) and getattr(value, "__wrapped__", None) is not None:  # functools.lru_cache
             return ["wrapped", self.value(value.__wrapped__, where)]
         attributes = _attributes(value)
@@ -164,32 +222,67 @@ class Describer:
 
     def reach(self, value: Any, where: str) -> str:
         """Take in the code of a function, class or module; return the name under which it counts."""
-        if id(value) in self._known:
-            return self._known[id(value)][1]
+        if id(value) in self._reached:
+            return _Reference(self._reached[id(value)])
         package = package_of(value)
         name = getattr(value, "__qualname__", getattr(value, "__name__", "code")).rpartition("<locals>.")[2]
         if package is not None:
             self.code[f"package {package}"] = _version(package)
             name = f"{package}:{getattr(value, '__module__', '')}.{name}"
-            self._known[id(value)] = (value, name)
-            return name
-        self._known[id(value)] = (value, name)
-        if isinstance(value, types.ModuleType):
-            self.code[f"file of {name}"] = _file_digest(value)
-            return name
-        digest = self._class(value, name) if isinstance(value, type) else self._function(value, name)
+        reached = self._reached[id(value)] = _Reached(value, name)
+        if package is not None:
+            return _Reference(reached)
+        inside, self._inside = self._inside, []
+        self._depth += 1
+        try:
+            reached.description = self._code(value, name)
+        finally:
+            self._depth -= 1
+            self._inside = inside
+        self._digests = {}
+        digest = digest_of(_with_digests(reached.description, {}))
         if self.code.setdefault(name, digest) != digest:
             self.code[f"{name} {digest}"] = digest
-        return name
+        return _Reference(reached)
 
-    def _class(self, cls: type, name: str) -> str:
+    def _code(self, value: Any, name: str) -> Any:
+        if isinstance(value, types.ModuleType):
+            return self._module(value, name)
+        return self._class(value, name) if isinstance(value, type) else self._function(value, name)
+
+    def _digests_of_reached(self) -> dict[_Reached, str]:
+        """Of all code that was reached a digest of it and of what it reaches in some steps."""
+        if not self._digests:
+            reached = [one for one in self._reached.values() if one.description is not None]
+            digests: dict[_Reached, str] = {}
+            for _ in range(1 + _STEPS):
+                digests = {one: digest_of(_with_digests(one.description, digests)) for one in reached}
+            self._digests = digests
+        return self._digests
+
+    def _module(self, module: types.ModuleType, name: str) -> Any:
+        """Of a module that is passed around as a whole: its values, and the code that it defines."""
+        members: list[Any] = []
+        for key, member in sorted(vars(module).items()):
+            is_code = isinstance(member, (type, types.FunctionType))
+            if key.startswith("__") or isinstance(member, types.ModuleType):
+                continue
+            if is_code and getattr(member, "__module__", None) != module.__name__:
+                continue
+            with contextlib.suppress(FeatureNotCacheable):  # what is hidden is no plain value
+                members.append([key, self.value(member, f"{name}.{key}")])
+        return members
+
+    def _class(self, cls: type, name: str) -> Any:
         self.origins[f"{cls.__module__}:{cls.__qualname__}"] = name
         found: list[Any] = [self.reach(base, name) for base in cls.__bases__ if not _is_transparent(base)]
+        if package_of(type(cls)) is None:
+            found.append(["metaclass", self.reach(type(cls), name)])
         for key, member in sorted(vars(cls).items()):
             if _BOOKKEEPING.fullmatch(key) or isinstance(member, _SLOTS):
                 continue
             found.append([key, self._member(member, f"{name}.{key}")])
-        return digest_of(found)
+        return found
 
     def _member(self, member: Any, where: str) -> Any:
         if isinstance(member, (staticmethod, classmethod)):
@@ -198,13 +291,15 @@ class Describer:
             return ["property", *(self.value(one, where) for one in (member.fget, member.fset, member.fdel))]
         if isinstance(member, functools.cached_property):
             return ["property", self.value(member.func, where)]
+        if isinstance(member, functools.singledispatchmethod):
+            return ["dispatch", self.value(member.dispatcher, where)]
         if dataclasses.is_dataclass(member) and not isinstance(member, type):
             return self.value(member, where)
         if isinstance(member, dict) and where.endswith("__dataclass_fields__"):
             return [[key, str(one.type), self.value(_default(one), where)] for key, one in member.items()]
         return self.value(member, where)
 
-    def _function(self, function: Any, name: str) -> str:
+    def _function(self, function: Any, name: str) -> Any:
         code = getattr(function, "__code__", None)
         if code is None:
             raise FeatureNotCacheable(
@@ -217,60 +312,23 @@ class Describer:
         found.append(self.value(function.__kwdefaults__, f"a default of {name}"))
         if getattr(function, "__wrapped__", None) is not None:
             found.append(self.value(function.__wrapped__, name))
+        registered = getattr(function, "registry", None)  # functools.singledispatch
+        if isinstance(registered, types.MappingProxyType):
+            found.append(_Unordered(self.value(pair, name) for pair in registered.items()))
         for free, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             if free != "__class__":
                 found.append([free, self.value(_content(cell), f"{free} in {name}")])
         for chain, reached in globals_of(code, function.__globals__):
             found.append([chain, self.value(reached, f"{chain} in {name}")])
-        return digest_of(found)
+        return found
 
 
-def tensor_digest(tensor: torch.Tensor) -> str:
-    """128 bits over dtype, shape and bytes; of a CPU tensor at about 9 GB/s.
-
-    Raises:
-        FeatureNotCacheable: it has no bytes of its own (meta, sharded, sparse).
-    """
-    plain = tensor.detach()
-    if plain.layout is not torch.strided or plain.is_quantized or plain.device.type == "meta":
-        raise FeatureNotCacheable(f"a {plain.device.type} tensor of layout {plain.layout} can't be digested")
-    digest = xxh3_128(f"{plain.dtype}{list(plain.shape)}".encode())
-    if plain.numel():
-        digest.update(plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def module_parts(module: torch.nn.Module, describer: Describer, where: str) -> tuple[str, Any, Any]:
-    """What a built module computes with: parameters and buffers, attributes, the classes of its modules.
-
-    Returns:
-        the digest; by module, its attributes that are no weights; by module, its class and its hooks.
-    """
-    digest = xxh3_128()
-    attributes: dict[str, Any] = {}
-    classes: dict[str, Any] = {}
-    for prefix, one in module.named_modules():
-        for name, tensor in (*one._parameters.items(), *one._buffers.items()):
-            if tensor is not None:
-                digest.update(f"{prefix}.{name} {tensor_digest(tensor)}".encode())
-        place = f"{where}.{prefix}" if prefix else where
-        found = {
-            name: describer.value(value, f"{place}.{name}")
-            for name, value in sorted(vars(one).items())
-            if name not in STRUCTURE and not name.startswith("_streamload_")
-        }
-        if found:
-            attributes[prefix] = found
-        hooks = [
-            describer.value(hook, f"a forward hook of {place}")
-            for hook in (*one._forward_pre_hooks.values(), *one._forward_hooks.values())
-        ]
-        classes[prefix] = [describer.reach(type(one), place), *hooks]
-    return digest.hexdigest(), attributes, classes
-
-
-STRUCTURE = frozenset(vars(torch.nn.Module())) | {"_compiled_call_impl"}
-"""What every module has in its `__dict__`: parameters, buffers, children, hooks, `training`."""
+def has_code(code: Mapping[str, str], part: Mapping[str, str]) -> bool:
+    """Whether code that was reached has the digests that it has in other code, of which it is a part."""
+    return all(
+        digest in (code.get(name), code.get(f"{name} {digest}"), code.get(name.removesuffix(f" {digest}")))
+        for name, digest in part.items()
+    )
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
@@ -312,14 +370,6 @@ def _is_transparent(cls: type) -> bool:
     return cls is object or bool(vars(cls).get("_streamload_transparent"))
 
 
-def _file_digest(module: types.ModuleType) -> str:
-    """Of a module that is passed around as a whole the text of its file counts."""
-    file = getattr(module, "__file__", None)
-    with contextlib.suppress(OSError):
-        return "" if file is None else xxh3_128(pathlib.Path(file).read_bytes()).hexdigest()
-    return ""
-
-
 @functools.cache
 def _version(package: str) -> str:
     file = getattr(sys.modules.get(package), "__file__", None) or ""
@@ -333,6 +383,20 @@ def _version(package: str) -> str:
             version = "unknown"
     origin = "" if is_of_folder(package) else direct_url(package)  # which the current directory may hide
     return f"{version} {digest_of(origin)[:8]}" if origin else version
+
+
+def _with_digests(described: Any, digests: dict[_Reached, str]) -> Any:
+    """A description in which references to code stand with its digest."""
+    if isinstance(described, _Reference):
+        digest = digests.get(described.reached)
+        return str(described) if digest is None else f"{described} {digest}"
+    if isinstance(described, _Unordered):
+        return sorted((_with_digests(one, digests) for one in described), key=_text)
+    if isinstance(described, list):
+        return [_with_digests(one, digests) for one in described]
+    if isinstance(described, dict):
+        return {name: _with_digests(one, digests) for name, one in described.items()}
+    return described
 
 
 def _text(described: Any) -> str:

@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from torch.nn.parameter import is_lazy
 from xxhash import xxh3_64
 
-from streamload.derived.code import STRUCTURE, Describer, module_parts
+from streamload.derived.code import Describer, has_code
+from streamload.derived.module_parts import attributes_of, module_parts, script_digest
 from streamload.derived.parts import compared, digest_of_parts
 from streamload.errors import FeatureNotCacheable
 
-FORMAT = 2
+FORMAT = 3
 _SMALL_BYTES = 1 << 20
 """So many bytes of weights are digested in 0.1 ms: at every call."""
 _SHARE = 0.01
@@ -70,7 +71,7 @@ def built_parts(module: torch.nn.Module, describer: Describer) -> dict[str, Any]
     Raises:
         FeatureNotCacheable: it has attributes that can't be described, or weights that aren't all here.
     """
-    weights, attributes, classes = module_parts(module, describer, type(module).__name__)
+    weights, attributes, classes = module_parts(module, describer.value, type(module).__name__)
     flags = {prefix: one.training for prefix, one in module.named_modules()}
     return {
         "weights": weights,
@@ -120,16 +121,15 @@ def stamp_of(module: torch.nn.Module) -> Stamp:
         if id(one) in seen:
             continue
         seen.add(id(one))
-        inner = vars(one)
-        found.append(tuple(map(id, inner.values())))
-        found.append(inner["training"])
-        found.append(len(inner["_forward_hooks"]) + len(inner["_forward_pre_hooks"]))
+        found.append(tuple(map(id, vars(one).values())))
+        found.append(one.training)
+        found.append(len(one._forward_hooks) + len(one._forward_pre_hooks))
         found += [
             (id(tensor), _version_of(tensor), tensor.data_ptr())
-            for tensor in (*inner["_parameters"].values(), *inner["_buffers"].values())
+            for tensor in (*one._parameters.values(), *one._buffers.values())
             if tensor is not None
         ]
-        stack += [child for child in inner["_modules"].values() if child is not None]
+        stack += [child for child in one._modules.values() if child is not None]
     return tuple(found)
 
 
@@ -175,13 +175,11 @@ class Watch:
         self._whole, self._sample = self._digest(whole=True), self._digest(whole=False)
         self._classes = {type(one) for one in module.modules()}
         self._code = code
+        self._scripts = [one for one in module.modules() if isinstance(one, torch.jit.ScriptModule)]
         self._mutable = [
-            value
-            for one in module.modules()
-            for name, value in vars(one).items()
-            if name not in STRUCTURE and not name.startswith("_streamload_") and _is_mutable(value)
+            value for one in module.modules() for value in attributes_of(one).values() if _is_mutable(value)
         ]
-        self._attributes = self._attributes_now()
+        self._attributes, self._script_digests = self._attributes_now(), self._script_digests_now()
         large = sum(map(_size_of, self._mutable)) > _SMALL_BYTES
         self._has_few_attributes = len(self._attributes) <= _FEW_CHARACTERS and not large
         self._due = 0.0
@@ -202,6 +200,7 @@ class Watch:
             return self._digest(whole=False) == self._sample
         same = self._digest(whole=True) == self._whole and self._samples.are_unchanged()
         same = same and self._attributes_now() == self._attributes and self._has_same_code()
+        same = same and self._script_digests_now() == self._script_digests
         now = time.monotonic()
         self._due = now + (now - began) / _SHARE if same else 0.0
         if same:
@@ -216,11 +215,14 @@ class Watch:
     def _attributes_now(self) -> str:
         return json.dumps(Describer().value(self._mutable, "an attribute")) if self._mutable else ""
 
+    def _script_digests_now(self) -> list[str]:
+        return [script_digest(one) for one in self._scripts]
+
     def _has_same_code(self) -> bool:
         describer = Describer()
         for cls in self._classes:
             describer.reach(cls, cls.__name__)
-        return all(self._code.get(name) == digest for name, digest in describer.code.items())
+        return has_code(self._code, describer.code)
 
     def _digest(self, *, whole: bool) -> tuple[int, tuple[int, ...]]:
         digest = xxh3_64()

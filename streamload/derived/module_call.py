@@ -150,8 +150,9 @@ class Call:
     def _context(self) -> bytes:
         if not self.inputs.context:
             return b""
-        described = Describer().value([list(one) for one in self.inputs.context], "an argument")
-        return json.dumps(described, sort_keys=True).encode()
+        describer = Describer()
+        described = describer.value([list(one) for one in self.inputs.context], "an argument")
+        return json.dumps([described, describer.arranged_code], sort_keys=True).encode()
 
     def _is_another(self) -> bool:
         """Whether the module came out other than was believed before it was built."""

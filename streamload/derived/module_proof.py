@@ -18,7 +18,7 @@ import torch
 
 from streamload.derived.allowance import Allowance
 from streamload.derived.builds import Build, Generators, Inputs, believed, process_name, read_builds, written
-from streamload.derived.code import Describer, digest_of
+from streamload.derived.code import ARRANGEMENT, Describer, digest_of
 from streamload.derived.fingerprint import (
     FORMAT,
     Fingerprint,
@@ -85,7 +85,7 @@ def describe(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Descri
         if version is None:
             return Description({}, set(), str(exc))
         described = {}
-    code = describer.code if version is None else {}
+    code = describer.arranged_code if version is None else {}
     return Description({"arguments": described, "code": code, "class": cls.__name__}, describer.strings)
 
 
@@ -140,7 +140,7 @@ class Proof:
         """Whether the module has computed since it was built."""
         self.are_rows_apart = False
         self.is_chance_harmless = False
-        self.looks = Allowance()
+        self.looks, self.beliefs = Allowance(), Allowance()
         self.computed_rows, self.compute_seconds = 0, 0.0
         self.refused_at: Any = None
         self._with_inputs: dict[tuple[bytes, int], tuple[Mapping[str, Any], Fingerprint]] = {}
@@ -238,12 +238,23 @@ def _believed(
     pending = pending_of(module)
     asked = [meaning for _, _, meaning in pending.asked]
     if proof.believed is not None and proof.believed[0] == asked:
-        return proof.believed[1]
+        if _still_holds(proof, proof.believed[1]):
+            return proof.believed[1]
+        proof.believed = None
+        return None
     builds = read_builds(store.disk.read_note(_recipe(description, pending)))
     known = believed(builds, pending.generators.digests, has_weights=options.weights is not None)
     if known is not None:
         proof.believed = (asked, known)
     return known
+
+
+def _still_holds(proof: Proof, known: Build) -> bool:
+    """Whether files and code are still those of the build; looked at for a hundredth of the time."""
+    if not proof.beliefs.may_begin():
+        return True
+    with proof.beliefs.timed():
+        return known.still_holds()
 
 
 def _recipe(description: Description, pending: Pending) -> bytes:
@@ -314,6 +325,7 @@ def built_state(module: Any, description: Description, proof: Proof) -> Built:
     describer = Describer()
     parts = built_parts(module, describer)
     code = {**description.parts["code"], **describer.code}
+    code[f"{ARRANGEMENT} when built"] = describer.arranged_code[ARRANGEMENT]
     if built is not None and parts == built.parts and code == built.code:
         parts, code = built.parts, built.code
     elif built is not None:

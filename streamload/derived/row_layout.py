@@ -60,6 +60,30 @@ def leaves_in(layout: bytes) -> tuple[StoredLeaf, ...]:
     return tuple(leaves)
 
 
+def refuse_classes(layout: bytes) -> None:
+    """Refuse a layout that names a class: what others have stored makes no objects here but plain data.
+
+    Raises:
+        CacheCorrupt: it does.
+    """
+    if (name := class_in(layout)) is not None:
+        raise CacheCorrupt(f"a row's layout names the class {name}")
+
+
+def class_in(layout: bytes) -> str | None:
+    """The first class that a layout names: a NamedTuple or dataclass among its results."""
+    nodes = [json.loads(layout)]
+    while nodes:
+        kind, what = nodes.pop()[:2]
+        if kind == "c":
+            return str(what)
+        if kind in ("l", "u"):
+            nodes += reversed(what)
+        elif kind in ("d", "o"):
+            nodes += [one for _, one in reversed(what)]
+    return None
+
+
 def read_row(name: bytes, data: bytes) -> tuple[Row, tuple[StoredLeaf, ...]]:
     """Check and read a stored row, and where its tensors are.
 

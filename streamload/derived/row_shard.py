@@ -8,6 +8,9 @@
 
 The tier holds it like a prepared shard. Its index has a checksum of the four `rows.` files together; rows are
 checked one by one, when they are read. It starts without torch.
+
+Another node made it, which may have another version or be anybody's: rows are tensors, arrays, numbers, text
+and containers of these, and name no class; what is read at once is bounded.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from xxhash import xxh3_64_intdigest
 
 from streamload.cache.shard import Shard, prepared_form
 from streamload.cache.shard_copy import ShardCopy
-from streamload.derived.row_layout import leaves_in
+from streamload.derived.row_layout import class_in, leaves_in, refuse_classes
 from streamload.derived.row_seal import Row
 from streamload.errors import CacheCorrupt, FeatureNotCacheable
 from streamload.shards.samples import Entry
@@ -37,6 +40,12 @@ SampleKey = tuple[str, int]
 _RECIPE = re.compile(r"rows-([0-9a-f]{32})")
 _PIECE_BYTES = 1 << 20
 _IN_MEMORY_BYTES = 64 << 20
+_MOST_HEAD_BYTES = 16 << 20
+"""Of the four `rows.` files: some 100,000 rows."""
+_UNREADABLE = (
+    *(KeyError, IndexError, ValueError, TypeError, AttributeError, EOFError),
+    *(OverflowError, RecursionError),
+)
 
 
 def rows_recipe(fingerprint: str) -> str:
@@ -80,9 +89,14 @@ class RowShardWriter(ExitStack):
         """Add rows.
 
         Raises:
-            FeatureNotCacheable: they have another layout than the rows before.
+            FeatureNotCacheable: they have another layout than the rows before, or a class in it.
         """
         if self._layout is None:
+            if (name := class_in(layout)) is not None:
+                raise FeatureNotCacheable(
+                    f"the results have a {name} in them: derived shards hold tensors, arrays, numbers and "
+                    f"text in lists, tuples and dicts; let the module return one of these"
+                )
             self._layout = layout
             self._leaves = [
                 self.enter_context(tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES))  # noqa: SIM115
@@ -140,6 +154,7 @@ class RowShard:
 
     Attributes:
         about: what `rows.json` says.
+        layout: of all rows; b"": there are none.
         damaged: rows so far that failed their checksum or couldn't be read.
 
     Raises:
@@ -154,7 +169,7 @@ class RowShard:
         if about.get("fingerprint") != fingerprint:
             raise CacheCorrupt(f"{copy.path} has rows of another fingerprint: {about.get('fingerprint')!r}")
         self._places = dict(zip(zip(keys, samples, strict=True), range(len(keys)), strict=True))
-        self._layout = json.dumps(about.get("layout"), separators=(",", ":")).encode() if keys else b""
+        self.layout = self._read_layout() if keys else b""
         self._leaves = self._found_leaves(len(keys)) if keys else []
 
     def __contains__(self, key: tuple[str, int | None]) -> bool:
@@ -194,7 +209,7 @@ class RowShard:
         body = parts[0] if len(parts) == 1 else b"".join(parts)
         if xxh3_64_intdigest(body) != self._checksums[place]:
             return self._damaged(key)
-        return Row(bytes(body), self._layout, 0, 0)
+        return Row(bytes(body), self.layout, 0, 0)
 
     def _damaged(self, key: SampleKey) -> Row | None:
         self.damaged += 1
@@ -206,6 +221,9 @@ class RowShard:
         reader, path = self.copy.reader, self.copy.path
         if not reader.is_complete or not reader.count:
             raise CacheCorrupt(f"{path} isn't a complete derived shard")
+        head_bytes = sum(size for *_, size in reader.entry(0).members)
+        if head_bytes > _MOST_HEAD_BYTES:
+            raise CacheCorrupt(f"{path} begins with {head_bytes:,} bytes; allowed: {_MOST_HEAD_BYTES:,}")
         read = self.copy.sample(reader.entry(0), None)
         if read is None or read[0].checksum is None:
             raise CacheCorrupt(f"{path} fails its checksum")
@@ -220,14 +238,22 @@ class RowShard:
             is_whole = type(about) is dict and all(type(key) is str for key in keys)
             if not is_whole or not (len(keys) == len(samples) == len(checksums)):
                 raise ValueError(f"{len(keys)} keys for {len(samples)} samples and {len(checksums)} rows")
-        except (KeyError, ValueError, TypeError, EOFError) as exc:
+        except _UNREADABLE as exc:
             raise CacheCorrupt(f"{path} isn't a derived shard of rows: {exc}") from exc
         return about, keys, samples, checksums
+
+    def _read_layout(self) -> bytes:
+        try:
+            layout = json.dumps(self.about.get("layout"), separators=(",", ":")).encode()
+            refuse_classes(layout)
+        except _UNREADABLE as exc:
+            raise CacheCorrupt(f"{self.copy.path} has a layout that can't be read: {exc}") from exc
+        return layout
 
     def _found_leaves(self, rows: int) -> list[tuple[int, int]]:
         """Where the first row of each leaf is in the tar, and the bytes of a row."""
         found, reader = [], self.copy.reader
-        for at, leaf in enumerate(leaves_in(self._layout)):
+        for at, leaf in enumerate(leaves_in(self.layout)):
             size = leaf.stop - leaf.start
             entry = reader.entry(at + 1) if at + 1 < reader.count else None
             first = -1 if entry is None else entry.stop - rows * size

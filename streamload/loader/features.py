@@ -85,7 +85,7 @@ def _parts_of(feature: FeatureAssembly, options: LoaderOptions) -> dict[str, Any
         "prepared": "" if images.resizing is None else images.resizing.name,
         "pixels": pixels_name(),
         "transform": describer.value(images.preprocess, f"preprocess= of the feature {feature.name!r}"),
-        "code of the transform": describer.code,
+        "code of the transform": describer.arranged_code,
     }
     if feature.inputs == "sample":
         tokenizer = adapt_tokenizer(options.tokenizer)

@@ -17,6 +17,7 @@ from streamload.cache.shard_copy import ShardCopy
 from streamload.cache.shared.sharing import ReadThrough, Sharing
 from streamload.cache.tier import Tier
 from streamload.derived.feature_rows import FeatureStart
+from streamload.derived.row_format import layout_of
 from streamload.derived.row_seal import Row
 from streamload.derived.row_shard import RowShard, SampleKey, rows_form
 from streamload.errors import CacheCorrupt, OriginNotFound
@@ -163,6 +164,8 @@ class FeatureShards:
                 return None
             unless_used.callback(copy.close)
             found = RowShard(copy, fingerprint)
+            if len(found):
+                layout_of(found.layout)  # the rank makes results by it
             unless_used.pop_all()
             return found
         return None
