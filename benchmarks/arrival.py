@@ -40,7 +40,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks import turns
-from benchmarks.contenders.workload import versions
+from benchmarks.contenders.job import versions
 from benchmarks.following import epoch_of
 from benchmarks.order_measures import measures, shards_in_batches
 from streamload.order.group import GroupOrder

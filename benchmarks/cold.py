@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import link, machine, near, turns
-from benchmarks.contenders.workload import Job
+from benchmarks.contenders.job import Job
 from benchmarks.near import QUICK_SAMPLES_PER_SHARD, QUICK_SHARDS, SAMPLES_PER_SHARD, SHARDS
 from benchmarks.peers import HUGGINGFACE, LITDATA, MOSAIC, OPEN_CLIP, SPDL, STREAMLOAD, WEBDATASET
 from benchmarks.turns import Contender

@@ -21,7 +21,7 @@ only where its batches come unevenly.
 """
 
 from benchmarks import near, turns
-from benchmarks.contenders.workload import Job
+from benchmarks.contenders.job import Job
 from benchmarks.peers import PEERS, STREAMLOAD
 
 CONTENDERS = [STREAMLOAD, *PEERS]

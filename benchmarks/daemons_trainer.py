@@ -10,7 +10,8 @@ import time
 
 import xxhash
 
-from benchmarks.contenders.workload import WordTokenizer, versions
+from benchmarks.contenders.job import versions
+from benchmarks.contenders.workload import WordTokenizer
 from tests import flat
 
 COUNTED = (

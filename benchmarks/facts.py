@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import machine, turns
-from benchmarks.contenders.workload import versions
+from benchmarks.contenders.job import versions
 from streamload.batches.facts import read_facts
 from streamload.batches.tokenize import adapt_tokenizer
 from streamload.cache.fill import fill

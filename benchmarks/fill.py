@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, turns
-from benchmarks.contenders.workload import versions
+from benchmarks.contenders.job import versions
 from streamload.cache.fill import Filled, fill
 from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier

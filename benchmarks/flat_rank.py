@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import streamload
-from benchmarks.contenders.workload import WordTokenizer, versions
+from benchmarks.contenders.job import versions
+from benchmarks.contenders.workload import WordTokenizer
 from streamload import Order
 
 BATCH_SIZE, WORKERS = 64, 2

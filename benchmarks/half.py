@@ -29,7 +29,7 @@ keeps to its limit as it reserves room before it fills.
 from pathlib import Path
 
 from benchmarks import link, machine, near, turns, watch
-from benchmarks.contenders.workload import Job
+from benchmarks.contenders.job import Job
 from benchmarks.peers import LITDATA, MOSAIC, STREAMLOAD, WEBDATASET
 from benchmarks.turns import Contender, Row
 

@@ -38,7 +38,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from benchmarks import turns
-from benchmarks.contenders.workload import versions
+from benchmarks.contenders.job import versions
 from benchmarks.turns import Row
 from streamload.device import feed_for
 from streamload.ipc import BufferPool, ControlBlock, Numbers, buffers_for, context_with_queues
@@ -50,7 +50,7 @@ from streamload.worker.states import SealedStates
 SHAPE, QUICK_SHAPE = (512, 224, 224, 3), (64, 224, 224, 3)
 SMALL = (8, 8, 8, 3)
 BATCHES, QUICK_BATCHES = 200, 12
-WORK_SECONDS, WORKED = 0.2, 60
+WORK_SECONDS, QUICK_WORK_SECONDS, WORKED = 0.2, 0.02, 60
 AHEAD = 2
 """Batches that each worker makes ahead; the loader's default."""
 GENERATION = 2
@@ -205,6 +205,7 @@ def main() -> None:
     given = turns.arguments(__doc__, rounds=5, names=["streamload"])
     shape = QUICK_SHAPE if given.quick else SHAPE
     batches = QUICK_BATCHES if given.quick else BATCHES
+    work_seconds = QUICK_WORK_SECONDS if given.quick else WORK_SECONDS
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = torch.device("cpu") if accelerator is None else accelerator
     all_workers = [n for n in WORKERS if n <= max(4, len(os.sched_getaffinity(0)))]
@@ -223,9 +224,9 @@ def main() -> None:
         add(f"hand-over, {workers} workers", round_, workers, row)
         for deal in ("in turn", "claimed"):
             worked = min(batches, WORKED) + 2 * AHEAD * workers
-            quiet = handed_over(workers, deal, worked, SMALL, WORK_SECONDS, torch.device("cpu"))
+            quiet = handed_over(workers, deal, worked, SMALL, work_seconds, torch.device("cpu"))
             with busy_core():
-                busy = handed_over(workers, deal, worked, SMALL, WORK_SECONDS, torch.device("cpu"))
+                busy = handed_over(workers, deal, worked, SMALL, work_seconds, torch.device("cpu"))
             busy["of_the_quiet"] = busy["batches_per_second"] / quiet["batches_per_second"]
             add(f"a core is busy, {workers} workers, {deal}", round_, workers, busy)
     medians = turns.medians(rows)
@@ -236,7 +237,7 @@ def main() -> None:
             "settings": {
                 "shape": list(shape),
                 "batches": batches,
-                "work_seconds": WORK_SECONDS,
+                "work_seconds": work_seconds,
                 "device": str(device),
                 "workers": all_workers,
             },

@@ -22,7 +22,7 @@ from typing import Any
 import urllib3
 
 from benchmarks import turns
-from benchmarks.contenders.workload import versions
+from benchmarks.contenders.job import versions
 from streamload.cache.runs import PageFile, now
 from streamload.cache.tier import Tier
 from streamload.daemon.metrics_server import MetricsServer

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, turns
-from benchmarks.contenders.workload import Job
+from benchmarks.contenders.job import Job
 from benchmarks.peers import OPEN_CLIP, STREAMLOAD
 from benchmarks.turns import Contender
 from streamload.testing.server import ShardServer

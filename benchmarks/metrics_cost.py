@@ -32,7 +32,7 @@ from unittest import mock
 
 import streamload
 from benchmarks import machine, turns
-from benchmarks.contenders.workload import versions
+from benchmarks.contenders.job import versions
 from examples.photograph_shards import write_photograph_shards
 from streamload.batches import images
 from streamload.batches.in_progress import Measured

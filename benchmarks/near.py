@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, turns
-from benchmarks.contenders.workload import TURN, Job
+from benchmarks.contenders.job import TURN, Job
 from benchmarks.turns import Contender, Interpreters, Row
 from streamload.testing.server import ShardServer
 

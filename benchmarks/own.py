@@ -15,7 +15,7 @@ Result: own.json in the current directory.
 from pathlib import Path
 
 from benchmarks import near, turns
-from benchmarks.contenders.workload import Job
+from benchmarks.contenders.job import Job
 from benchmarks.peers import FLOOR, PEERS, STREAMLOAD, STREAMLOAD_COMPILED
 from streamload.profile.data import prepare
 

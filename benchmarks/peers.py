@@ -1,6 +1,6 @@
 """The contenders of the suite: what each is called, which adapter runs it where, and what it reads."""
 
-from benchmarks.contenders.workload import JITTERED
+from benchmarks.contenders.job import JITTERED
 from benchmarks.turns import Contender
 
 _OWN_TRANSFORM = {"preprocess": "default"}

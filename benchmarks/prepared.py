@@ -34,7 +34,7 @@ import numpy as np
 from PIL import Image
 
 from benchmarks import machine, turns
-from benchmarks.contenders.workload import SIDE, Job
+from benchmarks.contenders.job import SIDE, Job
 from benchmarks.turns import Contender
 from streamload.derived.preparation import Preparation
 from streamload.testing.server import ShardServer

@@ -13,7 +13,7 @@ import torch
 from torch import distributed
 
 import streamload
-from benchmarks.contenders.workload import versions
+from benchmarks.contenders.job import versions
 from streamload import Workers
 from tests import flat
 

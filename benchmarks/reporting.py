@@ -28,7 +28,7 @@ import torch
 
 import streamload
 from benchmarks import machine, turns
-from benchmarks.contenders.workload import versions
+from benchmarks.contenders.job import versions
 from streamload.testing.shards import write_shards
 
 SOURCES, STEPS, EVERY = 8, 2000, 200

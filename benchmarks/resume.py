@@ -37,7 +37,7 @@ from pathlib import Path
 
 from benchmarks import link, machine, near, turns
 from benchmarks.contenders import tars
-from benchmarks.contenders.workload import Job
+from benchmarks.contenders.job import Job
 from benchmarks.peers import (
     DALI,
     ENERGON,

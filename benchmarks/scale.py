@@ -49,7 +49,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import machine, process_tree, turns
-from benchmarks.contenders.workload import versions
+from benchmarks.contenders.job import versions
 from streamload.cache import demand
 from streamload.cache.shard import ShardList
 from streamload.cache.tier import Tier

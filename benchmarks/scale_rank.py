@@ -28,7 +28,7 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     say("torch")
     import streamload
-    from benchmarks.contenders.workload import versions
+    from benchmarks.contenders.job import versions
 
     streamload.make_loader  # noqa: B018  (imports what it needs)
     say("imported")

@@ -48,7 +48,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks import turns
-from benchmarks.contenders.workload import versions
+from benchmarks.contenders.job import versions
 from benchmarks.following import epoch_of, seconds_of
 from benchmarks.order_measures import Epoch, measures
 from streamload.order.hashing import DUE, key

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import turns
-from benchmarks.contenders.workload import versions
+from benchmarks.contenders.job import versions
 from benchmarks.spot_run import simulate
 from benchmarks.spot_setup import Setup
 from streamload.daemon.demand import DEFAULT_WINDOW

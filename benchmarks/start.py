@@ -32,7 +32,7 @@ import time
 from pathlib import Path
 
 from benchmarks import link, machine, near, turns
-from benchmarks.contenders.workload import Job
+from benchmarks.contenders.job import Job
 from benchmarks.turns import ROOT, Contender, Row
 from streamload.daemon.warm import warm
 

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, turns
-from benchmarks.contenders.workload import Job
+from benchmarks.contenders.job import Job
 from benchmarks.prepared import warm
 from benchmarks.turns import Contender
 from streamload.testing.server import ShardServer

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from benchmarks import machine, watch
-from benchmarks.contenders.workload import JITTERED, READY, TURN, Epoch, Job, Result
+from benchmarks.contenders.job import JITTERED, READY, TURN, Epoch, Job, Result
 from benchmarks.environments import build as environments
 from benchmarks.watch import Watch
 from streamload.profile.run import Row

@@ -21,7 +21,7 @@ and the decoder will read them next.
 from typing import Any
 
 from benchmarks import machine, turns
-from benchmarks.contenders.workload import Job
+from benchmarks.contenders.job import Job
 from benchmarks.turns import Contender
 from streamload.testing.server import ShardServer
 

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from benchmarks import charts, machine, module_cache, overview, peer_tables, turns
-from benchmarks.contenders.workload import Job, Kept, train
+from benchmarks.contenders.job import Job
+from benchmarks.contenders.workload import Kept, train
 from benchmarks.environments import build
 from benchmarks.peers import LITDATA, OPEN_CLIP, PEERS, SPDL, STREAMLOAD
 from benchmarks.turns import Contender
@@ -143,7 +144,7 @@ def test_a_contender_that_fails_is_told_of_by_its_last_words_without_paths(tmp_p
 IN_TURN = """#!{python}
 import sys
 sys.path.insert(0, {root!r})
-from benchmarks.contenders.workload import Epoch, Job, Result
+from benchmarks.contenders.job import Epoch, Job, Result
 job = Job(**__import__("json").loads(sys.argv[3]))
 for epoch in range(job.epochs):
     job.await_turn(epoch)

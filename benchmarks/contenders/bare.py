@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import streamload.loader  # noqa: F401
 from benchmarks.contenders import tars
-from benchmarks.contenders.workload import Job, Result, tokenizer, train, versions
+from benchmarks.contenders.job import Job, Result, versions
+from benchmarks.contenders.workload import tokenizer, train
 from streamload.profile import floor
 
 _Batch = tuple[torch.Tensor, torch.Tensor]

@@ -7,7 +7,7 @@ import multiprocessing
 import time
 
 from benchmarks.contenders import streamload_
-from benchmarks.contenders.workload import Job
+from benchmarks.contenders.job import Job
 from streamload.cache import shard_copy
 from streamload.shards.samples import Entry
 

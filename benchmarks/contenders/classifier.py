@@ -5,7 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from benchmarks.contenders.workload import SIDE, Epoch, Job, timed
+from benchmarks.contenders.job import SIDE, Epoch, Job
+from benchmarks.contenders.workload import timed
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 CLASSES = 14

@@ -14,15 +14,8 @@ import wds2idx
 from nvidia.dali import fn, pipeline_def, types
 
 from benchmarks.contenders import tars
-from benchmarks.contenders.workload import (
-    SIDE,
-    Job,
-    Result,
-    converting,
-    tokenizer,
-    train,
-    versions,
-)
+from benchmarks.contenders.job import SIDE, Job, Result, versions
+from benchmarks.contenders.workload import converting, tokenizer, train
 from streamload.transforms.normalise import OPENAI_MEAN, OPENAI_STD
 
 SAMPLE_SHUFFLE = 1024

@@ -25,15 +25,8 @@ from megatron.energon import (
 )
 
 from benchmarks.contenders import tars
-from benchmarks.contenders.workload import (
-    Job,
-    Result,
-    converting,
-    open_clip_preprocess,
-    tokenizer,
-    train,
-    versions,
-)
+from benchmarks.contenders.job import Job, Result, versions
+from benchmarks.contenders.workload import converting, open_clip_preprocess, tokenizer, train
 
 SAMPLE_SHUFFLE = 100
 SAMPLES_IN_SEQUENCE = 100

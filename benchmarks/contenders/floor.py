@@ -3,7 +3,8 @@
 import re
 import time
 
-from benchmarks.contenders.workload import TURN, Epoch, Job, Result, tokenizer, versions
+from benchmarks.contenders.job import TURN, Epoch, Job, Result, versions
+from benchmarks.contenders.workload import tokenizer
 from streamload.profile import floor
 
 

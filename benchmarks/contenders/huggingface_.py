@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.contenders import tars
-from benchmarks.contenders.workload import Job, Result, Transform, train, versions
+from benchmarks.contenders.job import Job, Result, versions
+from benchmarks.contenders.workload import Transform, train
 
 SAMPLE_SHUFFLE = 1000
 """As its documentation has it, and its default."""

@@ -17,7 +17,8 @@ from litdata.streaming.downloader import Downloader, register_downloader
 from litdata.streaming.resolver import Dir
 
 from benchmarks.contenders import tars
-from benchmarks.contenders.workload import Job, Result, Transform, converting, train, versions
+from benchmarks.contenders.job import Job, Result, versions
+from benchmarks.contenders.workload import Transform, converting, train
 
 LIMITS = (
     "reads its own format only: a conversion first, and the data twice",

@@ -14,7 +14,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.contenders.classifier import epochs_of
-from benchmarks.contenders.workload import SIDE, Job, Result, versions
+from benchmarks.contenders.job import SIDE, Job, Result, versions
 
 LIMITS = ("no augmentation after what is kept", "local files only", "no state, and no check of what is read")
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import tars
-from benchmarks.contenders.workload import Job, Result, Transform, converting, train, versions
+from benchmarks.contenders.job import Job, Result, versions
+from benchmarks.contenders.workload import Transform, converting, train
 from benchmarks.torchvision_stub import define_torchvision_schemas
 
 define_torchvision_schemas()  # streaming imports torchvision, which may be made for another torch

@@ -4,15 +4,8 @@ import logging
 import time
 from types import SimpleNamespace
 
-from benchmarks.contenders.workload import (
-    JITTERED,
-    Job,
-    Result,
-    open_clip_preprocess,
-    tokenizer,
-    train,
-    versions,
-)
+from benchmarks.contenders.job import JITTERED, Job, Result, versions
+from benchmarks.contenders.workload import open_clip_preprocess, tokenizer, train
 
 LIMITS = (
     "no cache: each epoch fetches all again",

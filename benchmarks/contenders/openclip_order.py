@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.contenders.workload import versions
+from benchmarks.contenders.job import versions
 
 _SHUFFLE = 5
 

@@ -17,14 +17,8 @@ import torch
 from spdl.pipeline import PipelineBuilder
 
 from benchmarks.contenders import tars
-from benchmarks.contenders.workload import (
-    SIDE,
-    Job,
-    Result,
-    tokenizer,
-    train,
-    versions,
-)
+from benchmarks.contenders.job import SIDE, Job, Result, versions
+from benchmarks.contenders.workload import tokenizer, train
 from streamload.transforms.normalise import OPENAI_MEAN, OPENAI_STD
 
 LIMITS = (

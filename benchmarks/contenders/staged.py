@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.contenders import streamload_
-from benchmarks.contenders.workload import Job
+from benchmarks.contenders.job import Job
 from streamload.batches import images
 from streamload.batches.tokenize import BatchTokenizer
 from streamload.cache import shard_copy

@@ -4,17 +4,8 @@ import time
 from collections.abc import Callable
 
 import streamload
-from benchmarks.contenders.workload import (
-    JITTERED,
-    Job,
-    Result,
-    bytes_of,
-    open_clip_preprocess,
-    read,
-    tokenizer,
-    train,
-    versions,
-)
+from benchmarks.contenders.job import JITTERED, Job, Result, versions
+from benchmarks.contenders.workload import bytes_of, open_clip_preprocess, read, tokenizer, train
 from streamload import Images, Workers
 
 

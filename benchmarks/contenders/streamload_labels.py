@@ -5,7 +5,7 @@ from pathlib import Path
 
 import streamload
 from benchmarks.contenders.classifier import epochs_of
-from benchmarks.contenders.workload import Job, Result, versions
+from benchmarks.contenders.job import Job, Result, versions
 from streamload import Images, Shards
 
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import webdataset as wds
 
-from benchmarks.contenders.workload import Job, Result, open_clip_preprocess, tokenizer, train, versions
+from benchmarks.contenders.job import Job, Result, versions
+from benchmarks.contenders.workload import open_clip_preprocess, tokenizer, train
 
 SHARD_SHUFFLE = 100
 SAMPLE_SHUFFLE = 1000

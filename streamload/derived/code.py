@@ -89,19 +89,27 @@ class Describer:
     """Describes values as JSON, and collects the code that they stand for.
 
     Attributes:
-        code: of each function and class reached, a digest of its bytecode; of each package its version.
         origins: where each class of the project was found, as "module:qualname".
         strings: all that code and values hold, some of which may name files.
     """
 
     def __init__(self) -> None:
-        self.code: dict[str, str] = {}
+        self._code: dict[str, set[str]] = {}
         self.origins: dict[str, str] = {}
         self.strings: set[str] = set()
         self._reached: dict[int, _Reached] = {}
         self._inside: list[int] = []
         self._depth = 0
         self._digests: dict[_Reached, str] = {}
+
+    @property
+    def code(self) -> dict[str, str]:
+        """Of each function and class reached, a digest of its bytecode; of each package its version."""
+        return {
+            name if len(digests) == 1 else f"{name} {digest}": digest
+            for name, digests in self._code.items()
+            for digest in digests
+        }
 
     @property
     def arranged_code(self) -> dict[str, str]:
@@ -227,7 +235,7 @@ class Describer:
         package = package_of(value)
         name = getattr(value, "__qualname__", getattr(value, "__name__", "code")).rpartition("<locals>.")[2]
         if package is not None:
-            self.code[f"package {package}"] = _version(package)
+            self._code[f"package {package}"] = {_version(package)}
             name = f"{package}:{getattr(value, '__module__', '')}.{name}"
         reached = self._reached[id(value)] = _Reached(value, name)
         if package is not None:
@@ -235,17 +243,15 @@ class Describer:
         inside, self._inside = self._inside, []
         self._depth += 1
         try:
-            reached.description = self._code(value, name)
+            reached.description = self._describe(value, name)
         finally:
             self._depth -= 1
             self._inside = inside
         self._digests = {}
-        digest = digest_of(_with_digests(reached.description, {}))
-        if self.code.setdefault(name, digest) != digest:
-            self.code[f"{name} {digest}"] = digest
+        self._code.setdefault(name, set()).add(digest_of(_with_digests(reached.description, {})))
         return _Reference(reached)
 
-    def _code(self, value: Any, name: str) -> Any:
+    def _describe(self, value: Any, name: str) -> Any:
         if isinstance(value, types.ModuleType):
             return self._module(value, name)
         return self._class(value, name) if isinstance(value, type) else self._function(value, name)

@@ -7,10 +7,12 @@ the settings of torch under which it runs. Rows are stored under it, so a row of
 from __future__ import annotations
 
 import enum
+import itertools
 import json
+import operator
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from xxhash import xxh3_64
 
 from streamload.derived.code import Describer, has_code
-from streamload.derived.module_parts import attributes_of, module_parts, script_digest
+from streamload.derived.module_parts import STRUCTURE, attributes_of, module_parts, script_digest
 from streamload.derived.parts import compared, digest_of_parts
 from streamload.errors import FeatureNotCacheable
 
@@ -30,7 +32,7 @@ _SMALL_BYTES = 1 << 20
 """So many bytes of weights are digested in 0.1 ms: at every call."""
 _SHARE = 0.01
 """Of the time, for digesting larger ones while rows are only read."""
-_SAMPLED_BYTES = 128
+_SAMPLED_BYTES, _SAMPLED_TENSORS = 128, 32
 _FEW_CHARACTERS = 2000
 """A description of attributes that is shorter takes about 0.1 ms: at every call."""
 _IMMUTABLE = (
@@ -86,9 +88,8 @@ def built_parts(module: torch.nn.Module, describer: Describer) -> dict[str, Any]
 def device_of(module: torch.nn.Module) -> torch.device:
     """Where the first weight of a built module is; the CPU if it has none."""
     for one in module.modules():
-        for tensor in (*one._parameters.values(), *one._buffers.values()):
-            if tensor is not None:
-                return tensor.device
+        for tensor in tensors_of(one):
+            return tensor.device
     return torch.device("cpu")
 
 
@@ -104,44 +105,68 @@ def torch_settings(device: str) -> tuple[Any, ...]:
     )
 
 
-Stamp = tuple[Any, ...]
+class Stamp:
+    """Tells when a weight, buffer, attribute or flag of a module is replaced or written through torch.
 
-
-def stamp_of(module: torch.nn.Module) -> Stamp:
-    """What changes when a weight, buffer, attribute or flag is replaced or written through torch.
-
-    It is of what the objects are, not of what they hold: about 1 µs a module. What is written through `.data`
-    or into a list isn't seen; that is for `Watch`.
+    It is of what the objects are, not of what they hold: about 0.6 µs a module and 0.2 µs a tensor. What is
+    written through `.data` or into a list isn't seen; that is for `Watch`.
     """
-    found: list[Any] = []
-    stack = [module]
-    seen = set()
-    while stack:
-        one = stack.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        found.append(tuple(map(id, vars(one).values())))
-        found.append(one.training)
-        found.append(len(one._forward_hooks) + len(one._forward_pre_hooks))
-        found += [
-            (id(tensor), _version_of(tensor), tensor.data_ptr())
-            for tensor in (*one._parameters.values(), *one._buffers.values())
-            if tensor is not None
-        ]
-        stack += [child for child in one._modules.values() if child is not None]
-    return tuple(found)
+
+    def __init__(self, module: torch.nn.Module):
+        self._dicts: list[Any] = []
+        self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
+        self._tensors: list[torch.Tensor] = []
+        for one in module.modules():
+            self._tensors += tensors_of(one)
+            children = (one._parameters, one._buffers, one._modules)
+            self._dicts += [vars(one), *children, one._forward_hooks, one._forward_pre_hooks]
+            if isinstance(one, torch.jit.ScriptModule):  # hands out a new object at each look
+                continue
+            names = [name for name in vars(one) if name not in STRUCTURE or name in _HOLDING]
+            self._getters += [(_getter(tuple(names)), vars(one))]
+            self._getters += [(_getter(tuple(members)), members) for members in children if members]
+        self._count = sum(map(len, self._dicts))
+        self._held = list(self._members())
+        self._counted = [tensor for tensor in self._tensors if _has_version(tensor)]
+        self._versions = [tensor._version for tensor in self._counted]
+        self._pointers = [tensor.data_ptr() for tensor in self._tensors]
+
+    def holds(self) -> bool:
+        """Whether all objects are the same, and the tensors' versions."""
+        try:
+            return (
+                sum(map(len, self._dicts)) == self._count
+                and all(map(operator.is_, self._members(), self._held))
+                and [tensor._version for tensor in self._counted] == self._versions
+                and [tensor.data_ptr() for tensor in self._tensors] == self._pointers
+            )
+        except KeyError:  # one has gone
+            return False
+
+    def _members(self) -> Iterator[Any]:
+        return itertools.chain.from_iterable([get(members) for get, members in self._getters])
 
 
-def _version_of(tensor: torch.Tensor) -> int:
+_HOLDING = ("training", "_parameters", "_buffers", "_modules")
+
+
+def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+    """Gets the values of names as a tuple."""
+    return operator.itemgetter(*names) if len(names) > 1 else lambda members: (members[names[0]],)
+
+
+def tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:
+    """The parameters and buffers of a module itself."""
+    both = (*module._parameters.values(), *module._buffers.values())
+    return [tensor for tensor in both if tensor is not None]
+
+
+def _has_version(tensor: torch.Tensor) -> bool:
     if is_lazy(tensor):
         raise FeatureNotCacheable(
             "the module has weights that only its first call makes (as LazyLinear's): call it once before"
         )
-    try:
-        return tensor._version
-    except RuntimeError:  # made in inference mode
-        return 0
+    return not tensor.is_inference()
 
 
 class Watch:
@@ -163,16 +188,16 @@ class Watch:
     def __init__(self, module: torch.nn.Module, code: Mapping[str, str], began: float):
         self.looked_at = began
         tensors = [
-            tensor.detach()
-            for one in module.modules()
-            for tensor in (*one._parameters.values(), *one._buffers.values())
-            if tensor is not None and tensor.numel()
+            tensor.detach() for one in module.modules() for tensor in tensors_of(one) if tensor.numel()
         ]
         self._views = [_bytes_of(one) for one in tensors if one.device.type == "cpu" and one.is_contiguous()]
         self._others = [one for one in tensors if not (one.device.type == "cpu" and one.is_contiguous())]
         self._samples = _Samples(self._others)
         self._is_small = not self._others and sum(map(len, self._views)) <= _SMALL_BYTES
-        self._whole, self._sample = self._digest(whole=True), self._digest(whole=False)
+        self._whole = self._digest()
+        self._strided = [view[:: -(-len(view) // _SAMPLED_BYTES) | 1] for view in self._views]
+        self._sampled = [view.tobytes() for view in self._strided]
+        self._next_sample = 0
         self._classes = {type(one) for one in module.modules()}
         self._code = code
         self._scripts = [one for one in module.modules() if isinstance(one, torch.jit.ScriptModule)]
@@ -195,10 +220,8 @@ class Watch:
             self._samples.compare()
             if self._has_few_attributes and self._attributes_now() != self._attributes:
                 return False
-            if self._is_small:
-                return self._digest(whole=True) == self._whole
-            return self._digest(whole=False) == self._sample
-        same = self._digest(whole=True) == self._whole and self._samples.are_unchanged()
+            return self._digest() == self._whole if self._is_small else self._are_samples_unchanged()
+        same = self._digest() == self._whole and self._samples.are_unchanged()
         same = same and self._attributes_now() == self._attributes and self._has_same_code()
         same = same and self._script_digests_now() == self._script_digests
         now = time.monotonic()
@@ -224,13 +247,20 @@ class Watch:
             describer.reach(cls, cls.__name__)
         return has_code(self._code, describer.code)
 
-    def _digest(self, *, whole: bool) -> tuple[int, tuple[int, ...]]:
+    def _digest(self) -> tuple[int, tuple[int, ...]]:
         digest = xxh3_64()
         for view in self._views:
-            step = 1 if whole else -(-len(view) // _SAMPLED_BYTES) | 1
-            digest.update((view if step == 1 else np.ascontiguousarray(view[::step])).data)
-        others = tuple(_sums(self._others)) if whole else ()
-        return digest.intdigest(), others
+            digest.update(view.data)
+        return digest.intdigest(), tuple(_sums(self._others))
+
+    def _are_samples_unchanged(self) -> bool:
+        """Whether some bytes of the next tensors are as they were; each call looks at others."""
+        first, count = self._next_sample, len(self._strided)
+        self._next_sample = (first + _SAMPLED_TENSORS) % max(1, count)
+        return all(
+            self._strided[at % count].tobytes() == self._sampled[at % count]
+            for at in range(first, first + min(_SAMPLED_TENSORS, count))
+        )
 
 
 class _Samples:

@@ -26,7 +26,6 @@ from streamload.derived.fingerprint import (
     Watch,
     built_parts,
     device_of,
-    stamp_of,
     torch_settings,
 )
 from streamload.derived.lazy import Pending, build, is_pending, pending_of, unbuilt
@@ -318,10 +317,10 @@ def record_settled(module: Any, store: RowStore, before: Fingerprint) -> None:
 def built_state(module: Any, description: Description, proof: Proof) -> Built:
     """What is known of a built module now; anew if something in it has changed."""
     began = time.monotonic()
-    stamp = stamp_of(module)
     built = proof.built
-    if built is not None and built.stamp == stamp and built.watch.is_unchanged(whole=False):
+    if built is not None and built.stamp.holds() and built.watch.is_unchanged(whole=False):
         return built
+    stamp = Stamp(module)
     describer = Describer()
     parts = built_parts(module, describer)
     code = {**description.parts["code"], **describer.code}
