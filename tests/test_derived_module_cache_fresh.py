@@ -549,20 +549,42 @@ def test_a_build_that_asks_the_network_is_never_believed(run, monkeypatch):
         assert [run()[:3] for _ in range(3)] == [FIRST, BUILT, BUILT]
 
 
-def test_a_build_by_an_environment_variable_is_found_out(run):
-    """Nothing tells that it was read: what is served before the build can't be taken back, but it is said."""
-    run.write(
-        SOURCE.replace("import enum", "import enum, os").replace(
-            "self.factor = 1.0", 'self.factor = float(os.environ.get("FACTOR", "1"))'
-        )
+def by(expression):
+    """The source with an `__init__` that takes a factor from somewhere."""
+    return SOURCE.replace("import enum", "import enum, os, sys").replace(
+        "self.factor = 1.0", f"self.factor = float({expression})"
     )
+
+
+@pytest.mark.parametrize("read", ['os.environ.get("FACTOR", "1")', 'os.getenv("FACTOR", "1")'])
+def test_a_build_is_believed_while_the_variables_that_it_read_are_the_same(run, read):
+    run.write(by(read))
+    assert [run()[:3] for _ in range(3)] == [FIRST, BUILT, LAZY]
+    assert run(before=lambda: os.environ.update(OTHER="2"))[:3] == LAZY
+    others = [run(before=lambda: os.environ.update(FACTOR="2")) for _ in range(2)]
+    assert [one[:3] for one in others] == [FIRST, BUILT]
+    assert others[0][3] == others[1][3] != run()[3]
+    assert type(os.environ).__module__ == "os"  # noted no longer than a build takes
+
+
+def test_values_of_variables_are_not_stored(run):
+    run.write(by('len(os.environ["SECRET"])'))
+    run(before=lambda: os.environ.update(SECRET="s3cr3t-value"))
+    stored = [path.read_bytes() for path in (run.folder.parent / "cache").rglob("*") if path.is_file()]
+    assert any(b"SECRET" in data for data in stored)
+    assert not any(b"s3cr3t-value" in data for data in stored)
+
+
+def test_a_build_by_what_nothing_tells_is_found_out(run):
+    """What is served before the build can't be taken back, but it is said."""
+    run.write(by("len(sys.argv)"))
     assert [run(keys=keys)[:3] for keys in (KEYS, KEYS, KEYS)] == [FIRST, BUILT, LAZY]
-    found = run(before=lambda: os.environ.update(FACTOR="2"), keys=["a", "b"], after=lambda module: None)
+    found = run(before=lambda: sys.argv.append("2"), keys=["a", "b"], after=lambda module: None)
     assert found[:3] == LAZY  # "c" and "d" are there, too
     row_store.open_store(row_store.Place("")).disk.delete(
         list(row_store.open_store(row_store.Place("")).disk.labels()["Extractor"])[2:]
     )
-    found = run(before=lambda: os.environ.update(FACTOR="2"))
+    found = run(before=lambda: sys.argv.append("2"))
     assert "FeatureMismatch" in found
     assert "Extractor was built otherwise than twice before (attributes.factor)" in found
 

@@ -18,7 +18,7 @@ import stat
 import sys
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -44,6 +44,7 @@ class Build:
         draws: which of them it drew from.
         is_closed: whether all that it read is known: no network, no other process.
         files: what it read: path, size, times of its data's change and of any, inode.
+        variables: of the environment, what it read: a digest of each value; None: it wasn't set.
         parts: of the fingerprint (`fingerprint.built_parts`), and the code that was reached by then.
         origins: of the project's classes among that code, where they are found.
         device: where the module was then.
@@ -54,13 +55,16 @@ class Build:
     draws: list[str]
     is_closed: bool
     files: list[list[Any]]
+    variables: dict[str, str | None]
     parts: dict[str, Any]
     origins: dict[str, str]
     device: str
 
     def still_holds(self) -> bool:
-        """Whether the files are those that were read, and the classes' code is the same."""
+        """Whether files and variables are as they were read, and the classes' code is the same."""
         if not self.is_closed or any(_identity(one[0]) != one for one in self.files):
+            return False
+        if self.variables != _digests_of(self.variables):
             return False
         describer = Describer()
         for origin, name in self.origins.items():
@@ -165,11 +169,13 @@ class Inputs:
 
     Attributes:
         paths: of files opened for reading.
+        variables: names in the environment.
         is_closed: whether it asked neither the network nor another process.
     """
 
     def __init__(self) -> None:
         self.paths: set[str] = set()
+        self.variables: set[str] = set()
         self.is_closed = True
 
     def event(self, name: str, arguments: tuple[Any, ...]) -> None:
@@ -180,6 +186,10 @@ class Inputs:
                 self.paths.add(os.path.realpath(os.fsdecode(path)))
         elif name in ("socket.connect", "subprocess.Popen", "os.system", "os.posix_spawn"):
             self.is_closed = False
+
+    def digests_of_variables(self) -> dict[str, str | None]:
+        """Of each variable read a digest of its value now: it may be a secret."""
+        return _digests_of(self.variables)
 
     def files(self, strings: set[str]) -> list[list[Any]]:
         """The identities of the files read, of those that strings name, and of weights beside either."""
@@ -206,16 +216,36 @@ def _listen() -> None:
     sys.addaudithook(_hook)
 
 
+class _NotedEnviron(type(os.environ)):  # type: ignore[misc]
+    """An environment that notes what a build reads of it: there is no audit event for that."""
+
+    def __getitem__(self, name: Any) -> Any:
+        inputs = getattr(_watched, "inputs", None)
+        if inputs is not None and isinstance(name, str):
+            inputs.variables.add(name)
+        return super().__getitem__(name)
+
+
 @contextlib.contextmanager
 def watched() -> Iterator[Inputs]:
-    """Note what this thread reads in the block."""
+    """Note what this thread reads in the block; one thread at a time (lazy.py)."""
     _listen()
-    before = getattr(_watched, "inputs", None)
+    before, plain = getattr(_watched, "inputs", None), os.environ.__class__
     inputs = _watched.inputs = Inputs()
+    os.environ.__class__ = _NotedEnviron
     try:
         yield inputs
     finally:
+        os.environ.__class__ = plain
         _watched.inputs = before
+
+
+def _digests_of(variables: Iterable[str]) -> dict[str, str | None]:
+    values = {name: os.environ.get(name) for name in sorted(variables)}
+    return {
+        name: None if value is None else hashlib.blake2b(os.fsencode(value), digest_size=16).hexdigest()
+        for name, value in values.items()
+    }
 
 
 def _may_be_path(text: str) -> bool:

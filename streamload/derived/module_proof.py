@@ -285,6 +285,7 @@ def record_build(
         [name for name, state in Generators().digests.items() if state != before[name]],
         inputs.is_closed or options.weights is not None,
         inputs.files(strings),
+        inputs.digests_of_variables(),
         {**built.parts, "code": built.code},
         describer.origins,
         str(built.device),
