@@ -94,7 +94,7 @@ def made(kind: str) -> Values:
     outcome = read(KINDS[kind], "cache")
     by_name = files()
     if kind in ("local", "index only"):  # shards are named by their paths; which have room is chance
-        by_name = {_SHARD.sub("*", name): "" for name in by_name}
+        by_name = {_SHARD.sub("*", name): "" for name in by_name if "/parts/" not in name}
     return {**strings(outcome), "files": by_name}
 
 
