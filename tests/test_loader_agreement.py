@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -52,33 +53,52 @@ def write_sizes(paths: list[str]) -> None:
     sizes_beside(paths).write_text(json.dumps(sizes))
 
 
-def of_two_nodes(rank: int, paths: list[str], place: Path) -> None:
-    """Rank 1 doesn't find the sizes.json by which rank 0 reads."""
+DIFFERENT = r"different sizes\.json files.* rank 0 found none .*, rank 1 found 6 shards, 120 samples"
+
+
+def of_two_ranks(rank: int, paths: list[str], url: str, place: Path) -> None:
+    """Rank 0 reads first, then rank 1; the server answers 404 to one of them."""
     distributed._AGREE_SECONDS = 0.2  # for the other rank's counts at the end of an epoch
     rendezvous = f"file://{place}/rendezvous"
     torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
-    write_sizes(paths)
-    layout: dict[str, Any] = {"groups": 2, "rank": rank, "world_size": 2, "num_batches": 4}
-    for attempt, differs in enumerate((False, True, False)):
+    urls = [f"{url}/{Path(path).name}" for path in paths]
+    steps: dict[str, Any] = {"num_batches": 4}
+    cases: list[tuple[bool, bool, dict[str, Any], int]] = [
+        (True, True, {"groups": 2, **steps}, 20),
+        (True, False, {"groups": 2}, 60),
+        (True, False, {"groups": 1}, 60),
+        (False, True, {"groups": 2, **steps}, 20),
+        (False, True, {"groups": 1}, 60),
+        (False, False, {"groups": 2, **steps}, 20),
+    ]
+    for number, (*found, options, samples) in enumerate(cases):
         torch.distributed.barrier()
-        with make(paths, place / f"cache-{rank}-{attempt}", **layout) as loader:
+        layout = {"rank": rank, "world_size": 2, "seed": number, **options}
+        taken_keys: list[str] = []
+        with make(urls, place / f"cache-{rank}-{number}", **layout) as loader:
             if rank:
                 torch.distributed.barrier()
-                if differs:
-                    sizes_beside(paths).unlink()
-                    with pytest.raises(streamload.OrderDiverged, match=r"rank 0 found 6 shards, 120 .*none"):
-                        iter(loader)
-                    write_sizes(paths)
-                else:
-                    assert len(keys(loader)) == 20
-            else:
-                assert len(keys(loader)) == 20  # alone: no rank waits for another's batches
+            write_sizes(paths) if found[rank] else sizes_beside(paths).unlink(missing_ok=True)
+            is_refused = rank == 1 and found == [False, True]
+            with pytest.raises(streamload.OrderDiverged, match=DIFFERENT) if is_refused else nullcontext():
+                is_known = found[0] or "num_batches" in options
+                assert loader.num_batches == (samples // 5 if is_known else None)
+                taken_keys = keys(loader)
+            if not rank:
                 torch.distributed.barrier()
+        assert len(taken_keys) == (0 if is_refused else samples)
+        both = distributed.gather(taken_keys, 2)
+        assert not set(both[0]) & set(both[1])
     torch.distributed.destroy_process_group()
 
 
-def test_ranks_that_find_different_sizes_json_are_told(paths: list[str], tmp_path: Path) -> None:
-    torch.multiprocessing.start_processes(of_two_nodes, (paths, tmp_path), nprocs=2, start_method="fork")
+def test_a_rank_that_gets_404_for_sizes_json_takes_another_ranks_or_they_are_told_that_they_differ(
+    paths: list[str], tmp_path: Path
+) -> None:
+    with ShardServer(tmp_path / "data") as server:
+        torch.multiprocessing.start_processes(
+            of_two_ranks, (paths, server.url, tmp_path), nprocs=2, start_method="fork"
+        )
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import random
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
@@ -17,11 +18,14 @@ from fuzzing.blocks import END
 from hostile import outcomes, read_both_ways, sample
 
 import streamload
+from streamload.daemon.warm import warm
 from streamload.errors import DatasetChanged, ShardCut, ShardError, ShardFormatError, UrlError
 from streamload.origins.origin import has_ranges, open_origin
 from streamload.origins.unpacked import unpacked
 from streamload.testing.server import Fault, ShardServer
 from streamload.urls import Compression, checks, compression, expand_urls
+from tests import flat
+from tests.s3 import S3Server
 
 BODY = random.Random(3).randbytes(70_000) + bytes(200_000) + random.Random(4).randbytes(30_001)
 
@@ -252,3 +256,57 @@ def test_a_compressed_shard_is_read_from_any_byte_under_its_version_and_a_change
             os.utime(file, ns=(1, 10**18))
             with pytest.raises(DatasetChanged):
                 origin.open(1_000, version)
+
+
+def packed_shards(tmp_path: Path) -> list[Path]:
+    """A plain shard and one of each compressed kind, with thirty samples each."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, pack in [
+        ("a.tar", bytes),
+        ("b.tar.gz", PACK["gzip"]),
+        ("c.tgz", PACK["gzip"]),
+        ("d.tar.zst", zstd),
+    ]:
+        body = b"".join(sample(f"{name[0]}-{number:02d}") for number in range(30)) + END
+        (folder / name).write_bytes(pack(body))
+    return sorted(folder.iterdir())
+
+
+def trained_keys(urls: list[str], cache: Path, **options: Any) -> tuple[list[str], Any]:
+    defaults: dict[str, Any] = {"batch_size": 4, "num_workers": 0, "train": False, "with_keys": True}
+    with flat.make_loader(urls, cache_dir=cache, output="dict", **{**defaults, **options}) as loader:
+        return [key for batch in loader for key in batch["__key__"]], loader.stats()
+
+
+PACKED_KEYS = [f"{letter}-{number:02d}" for letter in "abcd" for number in range(30)]
+
+
+def test_compressed_shards_come_from_s3_by_training_and_by_warm(tmp_path: Path) -> None:
+    with S3Server() as s3:
+        s3.create_bucket("bucket")
+        urls = [s3.put("bucket", path.name, path.read_bytes()) for path in packed_shards(tmp_path)]
+        storage = {"storage_options": s3.storage_options}
+        keys, stats = trained_keys(urls, tmp_path / "cold", **storage)
+        assert (keys, stats.shards_given_up) == (PACKED_KEYS, 0)
+        report = warm(urls, cache_dir=tmp_path / "warm", cache_size="1GB", **storage)
+        assert (report.shards_complete, report.failures) == (4, {})
+        keys, stats = trained_keys(urls, tmp_path / "warm", **storage)
+        assert (keys, stats.shards_published) == (PACKED_KEYS, 0)
+
+
+def test_what_a_node_has_unpacked_others_read_from_the_shared_cache(tmp_path: Path) -> None:
+    paths, shared = packed_shards(tmp_path), {"shared_cache": str(tmp_path / "shared"), "write_back": True}
+    with ShardServer(tmp_path / "data") as server:
+        urls = [f"{server.url}/{path.name}" for path in paths]
+        report = warm(urls, cache_dir=tmp_path / "warm", cache_size="1GB", **shared)
+        assert (report.shared_stored, report.failures, report.shared_failures) == (4, {}, {})
+        requests = len(server.log)
+        keys, stats = trained_keys(urls, tmp_path / "second", **shared)
+        assert (keys, stats.shared_hits) == (PACKED_KEYS, 4)
+        sent_bytes = sum(request.sent for request in server.log[requests:])
+        assert sent_bytes <= 4  # at most a byte each, to ask for the version
+        repacked = members(b"".join(sample(f"b-{number:02d}") for number in range(31)) + END)
+        paths[1].write_bytes(repacked)  # another version: the shared copy is of the one before
+        keys, _ = trained_keys(urls, tmp_path / "third", **shared)
+        assert sorted({*keys} - {*PACKED_KEYS}) == ["b-30"]

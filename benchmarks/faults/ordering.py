@@ -135,7 +135,8 @@ def other_sizes(attempt: Attempt) -> None:
 
 
 def _compared(attempt: Attempt, train: Any, paths: list[str], sizes: Path) -> Any:
-    """The error of the second of two nodes that torch.distributed joins."""
+    """The error of the second of two nodes that torch.distributed joins; the first finds no sizes.json."""
+    written = sizes.read_text()
 
     def node(rank: int) -> Any:
         import torch.distributed
@@ -144,10 +145,11 @@ def _compared(attempt: Attempt, train: Any, paths: list[str], sizes: Path) -> An
             "gloo", init_method=f"file://{attempt.place}/rendezvous", rank=rank, world_size=2
         )
         if rank == 0:
+            sizes.unlink()
             train(paths, 0)
         torch.distributed.barrier()
         if rank == 1:
-            sizes.unlink()
+            sizes.write_text(written)
             return _caught(lambda: train(paths, 1))
         return None
 

@@ -77,6 +77,45 @@ def first_value(name: str, value: str, world_size: int) -> str:
     return first.decode()
 
 
+def first_with_details(
+    name: str, value: str, details: Callable[[], str], world_size: int
+) -> tuple[str, Callable[[], str]]:
+    """As `first_value`, with details that are too many for each rank to compare.
+
+    Args:
+        name: as for `first_value`.
+        value: of this rank; no other rank has the same.
+        details: makes this rank's details; called only where they are used.
+        world_size: of the run.
+
+    Returns:
+        The value of the first rank, and a function that returns its details.
+    """
+    store = _store_of(world_size)
+    if store is None:
+        return value, details
+    key = _unique(name)
+    first: str = store.compare_set(key, "", value).decode()
+    if first == value:
+        store.set(f"{key}/details", details())
+        return value, details
+
+    def fetch() -> str:
+        """Wait for the first rank, which writes them right after its value.
+
+        Raises:
+            RankFailed: it has ended in between.
+        """
+        try:
+            store.wait([f"{key}/details"], timedelta(seconds=_AGREE_SECONDS))
+        except RuntimeError as exc:
+            raise RankFailed(f"the rank that was first has ended: {first}") from exc
+        text: bytes = store.get(f"{key}/details")
+        return text.decode()
+
+    return first, fetch
+
+
 def agree(
     name: str, value: T, decide: Callable[[list[T]], T], world_size: int, *, needs_all: bool = False
 ) -> T:

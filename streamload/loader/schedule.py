@@ -31,7 +31,7 @@ from streamload.loader.order_spec import (
 )
 from streamload.loader.position import EpochTracker, MeanWeight, Position, Weights
 from streamload.loader.resizing import blocks_of, from_block, of_ranks, resized
-from streamload.loader.sizes import compare_sizes, estimate_samples, read_sizes, sizes_digest
+from streamload.loader.sizes import agree_on_sizes, estimate_samples, read_sizes, sizes_digest
 from streamload.loader.sources import SourceOptions
 from streamload.loader.state import check_fits, check_options, from_state, has_more_shards, to_state
 from streamload.order.mixing import shares_of
@@ -65,6 +65,7 @@ class Schedule:
         self._saved: OrderSpec | None = None  # of the state that was loaded last
         self._data_digest: str | None = None
         self._sizes: list[list[int] | None] | None = None  # of all sources, by sizes.json
+        self._are_sizes_agreed = False  # with the other ranks
         self._factor_units: list[int] | None = None
         self._groups_cut_by: str | None = None  # a digest of the sizes that decided on the groups
 
@@ -273,10 +274,9 @@ class Schedule:
         order = self.order
         compare_groups(order, self.topology)
         is_cut = order.groups > 1
-        sizes: list[list[int] | None] = self._read_sizes() if is_cut else [None] * len(order.sources)
-        if is_cut or any(source.per != "source" for source in self._options.sources):
-            name = f"sizes {order.data} {order.seed} {order.train}"
-            compare_sizes(self._read_sizes(), name, self.topology)
+        sizes: list[list[int] | None] = [None] * len(order.sources)
+        if is_cut or self._factor_units is not None:
+            sizes = self._read_sizes() if is_cut else sizes
         self._groups_cut_by = sizes_digest(sizes) if is_cut else ""
         return source_orders(order, sizes)
 
@@ -394,9 +394,7 @@ class Schedule:
 
     def _order(self, topology: Topology, shares: tuple[int, ...]) -> OrderSpec:
         options, saved = self._options, self._saved
-        if self._data_digest is None:
-            self._data_digest = data_digest(options)
-        order = make_order_spec(options, topology, self._groups(), shares, self._data_digest)
+        order = make_order_spec(options, topology, self._groups(), shares, self._digest_of_data())
         if saved is None:
             return order
         return replace(
@@ -459,14 +457,29 @@ class Schedule:
     def _read_sizes(self, groups: int | None = None) -> list[list[int] | None]:
         """The samples of each shard of each source, by sizes.json; read once.
 
-        With more than one group no node may miss a file: an unclear answer is an error, unless the ranks
-        compare what they found.
+        Joined ranks agree on what they found. Others can't, so with more than one group an unclear answer is
+        an error: no node may miss a file.
+
+        Raises:
+            OrderDiverged: another rank found other sizes.
         """
+        options, topology = self._options, self.topology
+        is_joined = can_compare(topology.world_size)
         if self._sizes is None:
-            strict = (groups or self._groups()) > 1 and not can_compare(self.topology.world_size)
-            storage = self._options.storage_options
-            self._sizes = [read_sizes(source.urls, storage, strict) for source in self._options.sources]
+            strict = (groups or self._groups()) > 1 and not is_joined
+            storage = options.storage_options
+            self._sizes = [read_sizes(source.urls, storage, strict) for source in options.sources]
+        if is_joined and not self._are_sizes_agreed:
+            name = f"sizes {self._digest_of_data()} {options.seed} {options.train}"
+            are_used = self._factor_units is not None
+            self._sizes = agree_on_sizes(self._sizes, name, topology, are_used=are_used)
+            self._are_sizes_agreed = True
         return self._sizes
+
+    def _digest_of_data(self) -> str:
+        if self._data_digest is None:
+            self._data_digest = data_digest(self._options)
+        return self._data_digest
 
 
 def _log_units(sources: Sequence[SourceOptions], samples: Sequence[int | None], units: Sequence[int]) -> None:

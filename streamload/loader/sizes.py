@@ -14,7 +14,7 @@ import xxhash
 
 from streamload import urls
 from streamload.errors import DataError, OrderDiverged, OriginDenied, OriginNotFound, StreamloadError
-from streamload.loader.distributed import first_value
+from streamload.loader.distributed import first_with_details
 from streamload.origins.origin import OriginOptions, open_origin
 from streamload.shards.samples import ShardScanner, border
 from streamload.topology import Topology
@@ -108,25 +108,38 @@ def sizes_digest(sizes: Sequence[Sequence[int] | None]) -> str:
     return digest.hexdigest()
 
 
-def compare_sizes(sizes: Sequence[Sequence[int] | None], name: str, topology: Topology) -> None:
-    """Compare the sizes of all sources with those that the other ranks found.
+def agree_on_sizes(
+    sizes: Sequence[list[int] | None], name: str, topology: Topology, *, are_used: bool = False
+) -> list[list[int] | None]:
+    """Compare the sizes of all sources with those of the first rank that calls this; return what all use.
+
+    A rank that found no sizes.json where the first one did (its server answers 404) uses the first one's. No
+    rank waits for a later one.
 
     Args:
         sizes: what this rank found.
         name: of what is compared, the same on all ranks.
         topology: of this rank.
+        are_used: this rank has used its sizes already, so it can't use others.
 
     Raises:
-        OrderDiverged: the first rank that called this found others.
+        OrderDiverged: the first rank found others, or none where this rank found some.
+        RankFailed: the first rank has ended.
     """
     counts = ", ".join("none" if own is None else f"{len(own)} shards, {sum(own):,} samples" for own in sizes)
-    own = f"rank {topology.rank} found {counts} ({sizes_digest(sizes)})"
-    first = first_value(name, own, topology.world_size)
-    if first.rpartition(" found ")[2] != own.rpartition(" found ")[2]:
+    summary = f"rank {topology.rank} found {counts} ({sizes_digest(sizes)})"
+    first, details = first_with_details(name, summary, lambda: json.dumps(sizes), topology.world_size)
+    if first.rpartition(" found ")[2] == summary.rpartition(" found ")[2]:
+        return [*sizes]
+    lacks_some = None in sizes and not are_used
+    shared: list[list[int] | None] = json.loads(details()) if lacks_some else [None] * len(sizes)
+    if any(own not in (None, theirs) for own, theirs in zip(sizes, shared, strict=True)) or not lacks_some:
         raise OrderDiverged(
-            f"the ranks found different sizes.json files, which decide how samples are divided among them: "
-            f"{first}, {own}. All nodes have to see the same file, or none"
+            f"the ranks found different sizes.json files, which decide how long an epoch is and how samples "
+            f"are divided among them: {first}, {summary}. All nodes have to see the same file, or none"
         )
+    logger.warning("%s, and uses the numbers of samples that %s", summary, first)
+    return shared
 
 
 def _url_beside(shard: str) -> str:
