@@ -1,15 +1,16 @@
 """Random trainings and evaluations in trouble, held to the one way in which each must end.
 
-Shards are missing or cut, images and captions damaged, servers misbehave for a while, and a process may have
-few files open. A twin of the data without damaged samples tells which sample is due at each place; from the
-damage and the limits follows whether the pass ends normally, or by which error, and with which counts. Each
-rank is a process of its own, so a run that just stops is found, too.
+Shards are missing, cut or compressed, images and captions damaged, servers misbehave for a while, and a
+process may have few files open. A twin of the data without damaged samples tells which sample is due at each
+place; from the damage and the limits follows whether the pass ends normally, or by which error, and with
+which counts. Each rank is a process of its own, so a run that just stops is found, too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gzip
 import io
 import itertools
 import logging
@@ -83,6 +84,7 @@ class Case:
         files: how many more files a process may open than it has at its start; None: as usual.
         stop_at: after how many steps a state is saved, and the run goes on from it, a training in the second
             layout; -1: it isn't interrupted.
+        compressed: the numbers of the shards that are `.tar.gz`.
     """
 
     shards: tuple[Shard, ...]
@@ -97,6 +99,12 @@ class Case:
     max_bad_shards: float | None
     on_error: str
     stop_at: int
+    compressed: frozenset[int]
+
+    @property
+    def names(self) -> list[str]:
+        """The shards' file names."""
+        return [f"{n:02d}.tar{'.gz' if n in self.compressed else ''}" for n in range(len(self.shards))]
 
 
 def make(rng: random.Random) -> Case:
@@ -104,7 +112,7 @@ def make(rng: random.Random) -> Case:
     over_http = rng.random() < 0.5
     damage, loss = rng.choice([0.0, 0.02, 0.1, 0.3, 0.6, 1.0]), rng.choice([0.0, 0.1, 0.3, 0.3, 0.9])
     train = rng.random() < 0.6
-    return Case(
+    case = Case(
         shards=tuple(_make_shard(rng, over_http, damage, loss) for _ in range(rng.randint(1, 9))),
         over_http=over_http,
         train=train,
@@ -117,7 +125,10 @@ def make(rng: random.Random) -> Case:
         max_bad_shards=rng.choice(_LIMITS),
         on_error=rng.choice(["skip"] * 9 + ["raise"]),
         stop_at=rng.choice([-1, rng.randint(0, 20)]),
+        compressed=frozenset(),
     )
+    share = rng.choice([0.0, 0.0, 0.3, 1.0])
+    return replace(case, compressed=frozenset(n for n in range(len(case.shards)) if rng.random() < share))
 
 
 def _make_layout(rng: random.Random) -> Layout:
@@ -343,11 +354,10 @@ def _run(
     stop_at: int | None = None,
 ) -> list[End]:
     """A run of all ranks, each in a process of its own, with an empty cache."""
-    names = [f"{shard:02d}.tar" for shard in range(len(case.shards))]
-    for name, shard in zip(names, case.shards, strict=True):
+    for name, shard in zip(case.names, case.shards, strict=True):
         server.misbehave(f"{folder}/{name}", *(shard.faults if folder == "damaged" else ()))
     root = f"{server.url}/{folder}" if case.over_http else str(place / folder)
-    urls = [f"{root}/{name}" for name in names]
+    urls = [f"{root}/{name}" for name in case.names]
     with tempfile.TemporaryDirectory(dir=place) as own:
         children = [
             Child(
@@ -446,6 +456,9 @@ def _write(case: Case, folder: Path) -> None:
                 ends.append(tar.offset - 100)  # within the last member, or within its padding
         if shard.cut_in is not None:
             os.truncate(path, ends[shard.cut_in] - 412)
+        if number in case.compressed:
+            path.with_suffix(".tar.gz").write_bytes(gzip.compress(path.read_bytes(), 1))
+            path.unlink()
 
 
 @functools.cache
