@@ -1,6 +1,7 @@
 """Every row of the fault matrix; `make faults` makes all of its attempts.
 
-`make test` makes the first attempt at each quick row; `make deep` the short form of all: each variant once.
+`make test` makes the first attempt at each third quick row; `make deep` the short form of all: each variant
+once.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def assert_holds(row: Row, sources: Sources, count: int) -> None:
     assert result["happened"]
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.name not in SLOW], ids=named)
+@pytest.mark.parametrize("row", [row for row in ROWS if row.name not in SLOW][::3], ids=named)
 def test_what_must_hold_holds_in_the_first_attempt(row: Row, sources: Sources) -> None:
     assert_holds(row, sources, 1)
 
