@@ -20,6 +20,7 @@ from streamload.cache.shard import Shard, shard_of
 from streamload.cache.tier import Tier
 from streamload.cache.verify import Damage
 from streamload.errors import StreamloadError
+from streamload.options.storage import copy_options
 from streamload.origins.origin import Origin, OriginOptions, open_origin
 
 _HINT = "its index doesn't have its complete URL: give the shards' URLS to fetch it now"
@@ -63,7 +64,7 @@ def repair(
     Yields:
         What became of each of them, in order.
     """
-    storage = dict(storage_options) if storage_options else None
+    storage = copy_options(storage_options) or None
     stop = threading.Event()
 
     def work(damage: Damage) -> Repair:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +9,7 @@ import typer
 
 from streamload.errors import OptionError
 from streamload.options import Option, Settings, read_settings
+from streamload.options.storage import FileOptions, parse_options
 
 if TYPE_CHECKING:
     from streamload.derived.preparation import Preparation
@@ -67,7 +67,8 @@ def storage_options_of(text: str | None, name: str = "--storage-options") -> dic
     """The value of --storage-options, or of another option that is like it.
 
     Args:
-        text: JSON, or "@" and the path of a file with it: all users of a machine see a command line.
+        text: JSON, or "@" and the path of a file with it: all users of a machine see a command line. The file
+            is read again when its credentials are refused.
 
     Raises:
         OptionError: it is no JSON object, or there is no such file.
@@ -75,19 +76,8 @@ def storage_options_of(text: str | None, name: str = "--storage-options") -> dic
     if text is None:
         return None
     if text.startswith("@"):
-        path, name = Path(text[1:]).expanduser(), f"{name} {text}"
-        try:
-            text = path.read_text()
-        except (OSError, UnicodeError) as exc:
-            why = exc.strerror if isinstance(exc, OSError) else "it is no text"
-            raise OptionError(f"{name} can't be read: {why}") from None
-    try:
-        options = json.loads(text)
-    except (ValueError, RecursionError) as exc:  # without its value: keys may be in it
-        raise OptionError(f"{name} is not JSON: {exc}") from None
-    if not isinstance(options, dict):
-        raise OptionError(f"{name} is no JSON object such as " + '{"anon": true}')
-    return options
+        return FileOptions.read(str(Path(text[1:]).expanduser().absolute()), name)
+    return parse_options(text, name)
 
 
 def recipe_of(prepare: str | None, features: str | None) -> Recipe | None:

@@ -34,6 +34,7 @@ from streamload.derived.recipes import Recipe, Recipes
 from streamload.errors import StreamloadError
 from streamload.metrics import Counters
 from streamload.options import Settings, read_settings
+from streamload.options.storage import copy_options
 from streamload.origins.access import warn_of_shared_headers
 from streamload.origins.origin import OriginOptions
 from streamload.shards.facts import Column
@@ -194,7 +195,7 @@ def warm(
         UrlError: a URL that can't be used.
         CacheError: the tier can't be used.
     """
-    storage = dict(storage_options) if storage_options else None
+    storage = copy_options(storage_options) or None
     settings = read_settings(
         cache_dir=cache_dir,
         cache_size=cache_size,

@@ -56,7 +56,10 @@ class Shards(Group):
             0.3: in three of ten passes, drawn by the seed anew in each; 2.5: twice or three times; 0: never;
             unknown: once. It has to be pure, like `keep`.
         storage_options: for fsspec: credentials, endpoint, anon; "headers" for http(s) and hf, by name, or by
-            host and then by name: {"https://host": {"Authorization": "…"}}.
+            host and then by name: {"https://host": {"Authorization": "…"}}, or a function of the URL that
+            returns them; "sign" for http(s): a function that returns the URL with a signature in its query.
+            Both functions are called for each shard, and again when the server refuses what they returned
+            (docs/guides/urls.md).
         max_bad_samples: the largest share of samples that can't be used; above it TooManyBadSamples ends the
             run: once bad samples of enough shards (at least ten) make that certain, or at the end of a pass,
             by the exact share of all ranks (three or more, or half of all). None: no limit, but a pass of
@@ -90,6 +93,18 @@ class Shards(Group):
             value = getattr(self, name)
             if not (value is None or isinstance(value, str)):
                 raise OptionError(f"{name}={value!r}; expected a string such as {example!r}, or None")
+        storage = self.storage_options or {}
+        headers, sign = storage.get("headers"), storage.get("sign")
+        if not (headers is None or isinstance(headers, Mapping) or callable(headers)):
+            raise OptionError(  # without its value, which may be a secret
+                f"storage_options['headers'] is {type(headers).__name__}; expected a mapping such as "
+                '{"Authorization": "Bearer …"}, or a function of the URL that returns one'
+            )
+        if not (sign is None or callable(sign)):
+            raise OptionError(
+                f"storage_options['sign'] is {type(sign).__name__}; expected a function from a URL to "
+                "that URL with a signature"
+            )
         for name in ("max_bad_samples", "max_bad_shards"):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)

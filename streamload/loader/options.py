@@ -22,6 +22,7 @@ from streamload.loader.destination import DeviceOption
 from streamload.loader.groups import Batches, Cache, Images, Order, Shards, Workers
 from streamload.loader.sources import SourceOptions
 from streamload.options import Settings, options, read_settings
+from streamload.options.storage import copy_options
 from streamload.options.values import at_least, parse_choice
 from streamload.order.steps import StepTable
 from streamload.shards.facts import BUILT_IN, Column
@@ -132,7 +133,7 @@ class LoaderOptions:
     @property
     def storage_options(self) -> dict[str, Any] | None:
         """Of fsspec; None if there are none."""
-        return dict(self.shards.storage_options) if self.shards.storage_options else None
+        return copy_options(self.shards.storage_options) or None
 
     @property
     def start_method(self) -> str:

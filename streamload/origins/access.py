@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from streamload.errors import OptionError, OriginDenied
+from streamload.options.storage import copy_options
 from streamload.urls import UrlList, origin_of, redact, scheme
 from streamload.urls.commands import FOR_ALL_HOSTS
 from streamload.urls.identity import DEFAULT_PORTS
@@ -102,7 +103,7 @@ def granted(url: str, storage_options: Mapping[str, Any] | None, named: Named | 
     Raises:
         OriginDenied: this scheme can't be read without credentials.
     """
-    options = dict(storage_options or {})
+    options = copy_options(storage_options)
     if named is None or named.has(url):
         return options
     name = scheme(url)
@@ -140,6 +141,8 @@ def headers_for(url: str, headers: Mapping[str, Any] | None) -> dict[str, str]:
 def warn_of_shared_headers(urls: UrlList, storage_options: Mapping[str, Any] | None) -> None:
     """Log a warning if a header that is given without a host goes to several hosts."""
     headers = (storage_options or {}).get("headers") or {}
+    if not isinstance(headers, Mapping):  # a function decides by the URL
+        return
     shared = [k for k, v in headers.items() if not isinstance(v, Mapping) and k.lower() not in FOR_ALL_HOSTS]
     if not shared:
         return

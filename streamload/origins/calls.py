@@ -140,9 +140,9 @@ def translate(url: str, exc: BaseException) -> StreamloadError:
     if isinstance(exc, FileNotFoundError | IsADirectoryError):
         return OriginNotFound(f"{message}: the store has no such object")
     is_read_only = isinstance(exc, OSError) and exc.errno == errno.EROFS
-    if isinstance(exc, PermissionError) or is_read_only or name in _NO_CREDENTIALS:
+    if isinstance(exc, PermissionError) or is_read_only or lacks_credentials(exc):
         denied = OriginDenied(message)
-        denied.may_be_renewed = name in _NO_CREDENTIALS
+        denied.may_be_renewed = lacks_credentials(exc)
         return denied
     if isinstance(exc, TimeoutError) or "Timeout" in name:
         return OriginTimeout(message)
@@ -155,6 +155,11 @@ def translate(url: str, exc: BaseException) -> StreamloadError:
         error.is_unreachable = None if cause is None else is_unreachable(cause)
         return error
     return OriginUnavailable(message) if isinstance(exc, OSError) else OriginError(f"{message} ({name})")
+
+
+def lacks_credentials(exc: BaseException) -> bool:
+    """Return whether a library has found no credentials, or couldn't refresh them."""
+    return type(exc).__name__ in _NO_CREDENTIALS
 
 
 def status_of(exc: BaseException) -> int | None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from streamload.errors import OptionError, OriginDenied
+from streamload.options.storage import FileOptions
 from streamload.origins import calls
-from streamload.origins.access import headers_for
+from streamload.origins.credentials import WebCredentials, read_again
 from streamload.origins.protocol import Origin, Session, Stream, Version
 from streamload.origins.web import HttpOrigin
 from streamload.urls import redact
@@ -19,7 +23,9 @@ class HubOrigin(Origin):
 
     def __init__(self, url: str, storage_options: dict[str, Any], session: Session) -> None:
         self.url = redact(url)
-        self._target, self._options, self._session = url, storage_options, session
+        self._target, self._session = url, session
+        self._options: Mapping[str, Any] = storage_options
+        self._is_looked_up = storage_options.get("token") in {None, True}
         self._web: Origin | None = None
 
     def open(self, start: int = 0, expected: Version | None = None) -> Stream:
@@ -45,7 +51,7 @@ class HubOrigin(Origin):
         return self._web
 
     def _resolve(self) -> Origin:
-        from huggingface_hub import HfFileSystem, get_token, hf_hub_url
+        from huggingface_hub import HfFileSystem, hf_hub_url
 
         files = HfFileSystem(**{name: value for name, value in self._options.items() if name in _HUB_OPTIONS})
         try:
@@ -55,7 +61,13 @@ class HubOrigin(Origin):
                 asked, files, session.options.stall_seconds, lambda: session.check(self.url)
             )
         except Exception as exc:
-            raise calls.translate(self.url, exc) from exc
+            files.invalidate_cache()  # it takes a repository that was denied for missing, and remembers that
+            error = calls.translate(self.url, exc)
+            if isinstance(error, OriginDenied):
+                error.may_be_renewed = self._is_looked_up or isinstance(self._options, FileOptions)
+                with contextlib.suppress(OptionError):
+                    self._options = read_again(self._target, self._options)
+            raise error from exc
         if not hasattr(place, "repo_id"):  # a bucket
             address = files.url(self._target)
         else:
@@ -66,10 +78,25 @@ class HubOrigin(Origin):
                 revision=place.revision,
                 endpoint=files.endpoint,
             )
-        token = get_token() if files.token in {None, True} else files.token
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
         session = self._session
         if session.named is not None:  # the user configured the endpoint
             session = replace(session, named=session.named.and_also(files.endpoint))
-        headers.update(headers_for(address, self._options.get("headers")))
-        return HttpOrigin(address, session, headers)
+        credentials = WebCredentials(
+            self._target,
+            self._options,
+            session,
+            address=address,
+            authorize=_bearer,
+            is_looked_up=self._is_looked_up,
+        )
+        return HttpOrigin(address, session, credentials)
+
+
+def _bearer(options: Mapping[str, Any]) -> dict[str, str]:
+    """Return the header with the user's token: of the options, else of HF_TOKEN or the token file now."""
+    from huggingface_hub import get_token
+
+    token = options.get("token")
+    if token is None or token is True:
+        token = get_token()
+    return {"Authorization": f"Bearer {token}"} if token else {}

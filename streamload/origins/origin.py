@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from streamload.origins.abilities import Abilities, abilities
-from streamload.origins.access import Named, granted, headers_for
+from streamload.origins.access import Named, granted
 from streamload.origins.outages import Endpoint
 from streamload.origins.protocol import (
     Counts,
@@ -61,7 +61,8 @@ def open_origin(
 
     Args:
         url: one URL, as returned by `expand_urls`.
-        storage_options: of fsspec, for object stores; `headers` for http(s) and hf (see `headers_for`).
+        storage_options: of fsspec, for object stores; `headers` for http(s) and hf, `sign` for http(s) (see
+            `WebCredentials`).
         options: timeouts, retries and sizes of requests.
         counters: count "origin_requests", "origin_bytes" and "origin_retries".
         stop: once set, every wait ends within about 0.1 s with OriginStopped.
@@ -146,11 +147,11 @@ def _of_command(url: str, session: Session) -> Origin:
     _log_once(f"pipe: {asked.program} commands are opened natively: all of their flags are supported")
     if asked.program == "aws":
         return _kind("s3")(asked.url, dict(asked.storage_options), session)
+    from streamload.origins.credentials import WebCredentials
     from streamload.origins.web import HttpOrigin
 
-    return HttpOrigin(
-        asked.url, session, asked.own_headers, common_headers=asked.headers, redirects=asked.redirects
-    )
+    own = WebCredentials(asked.url, {"headers": asked.own_headers}, session)
+    return HttpOrigin(asked.url, session, own, common_headers=asked.headers, redirects=asked.redirects)
 
 
 @functools.lru_cache(maxsize=256)
@@ -163,10 +164,11 @@ def _kind(name: str) -> Callable[[str, dict[str, Any], Session], Origin]:
     """Return the constructor for a scheme, importing it on first use: fsspec and urllib3 take a while."""
     match name:
         case "http" | "https":
+            from streamload.origins.credentials import WebCredentials
             from streamload.origins.web import HttpOrigin
 
             return lambda url, storage, session: HttpOrigin(
-                url, session, headers_for(url, storage.get("headers"))
+                url, session, WebCredentials(url, storage, session)
             )
         case "pipe":
             from streamload.origins.pipe import PipeOrigin

@@ -12,7 +12,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,6 +29,14 @@ from streamload.errors import (
 )
 from streamload.origins.access import Named
 
+ENDED = {
+    "ExpiredToken": "the token has expired",
+    "InvalidAccessKeyId": "the access key doesn't exist",
+    "InvalidToken": "the token is invalid",
+    "RequestExpired": "the request has expired",
+    "TokenRefreshRequired": "the token must be refreshed",
+}
+"""Error codes of S3 and stores like it for credentials that have ended, and what they mean."""
 _LEAST_READ_BYTES = 32 << 10
 _LATER = frozenset((202, 409, 421, 425, 429))
 """Besides 5xx, statuses after which the same request may succeed: not ready, busy, the wrong connection."""
@@ -217,12 +225,17 @@ class Session:
     counts: Counts | None = None
     stop: threading.Event = field(default_factory=threading.Event)
     named: Named | None = None
-    secrets: Sequence[str] = field(default=(), repr=False)
+    secrets: list[str] = field(default_factory=list, repr=False)
 
     def count(self, name: str, n: int = 1) -> None:
         """Add to a counter, if counters were given."""
         if self.counts is not None:
             self.counts.add(name, n)
+
+    def hide(self, secrets: Collection[str]) -> None:
+        """Add secrets, the longest first: renewed credentials have their own."""
+        if not set(secrets) <= set(self.secrets):
+            self.secrets[:] = sorted({*self.secrets, *secrets}, key=lambda secret: (-len(secret), secret))
 
     def check(self, url: str) -> None:
         """Raise OriginStopped if the loader is stopping."""

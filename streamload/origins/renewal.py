@@ -11,22 +11,18 @@ import asyncio
 import contextlib
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from streamload.errors import OriginDenied, OriginTimeout, StreamloadError
+from streamload.errors import OptionError, OriginDenied, OriginTimeout, StreamloadError
+from streamload.options.storage import FileOptions
 from streamload.origins import calls
+from streamload.origins.credentials import read_again
+from streamload.origins.protocol import ENDED
 
 _LOOK_SECONDS = 1.0
 """Between two looks for the same file system: each may run a command or ask a metadata service."""
-_ENDED = {
-    "ExpiredToken": "the token has expired",
-    "InvalidAccessKeyId": "the access key doesn't exist",
-    "InvalidToken": "the token is invalid",
-    "RequestExpired": "the request has expired",
-    "TokenRefreshRequired": "the token must be refreshed",
-}
 _EMPTY_OBJECT = {"InvalidRange", "416"}
 _SOURCES = {
     "assume-role": "the role that the profile names",
@@ -58,14 +54,19 @@ _lookups: weakref.WeakKeyDictionary[Any, tuple[float, Lookup]] = weakref.WeakKey
 
 def have_ended(exc: BaseException) -> bool:
     """Return whether an exception of fsspec is S3's answer that the credentials aren't valid any more."""
-    return calls.code_of(exc) in _ENDED
+    return calls.code_of(exc) in ENDED
+
+
+def is_refused(exc: BaseException) -> bool:
+    """Return whether an exception of fsspec is a refusal that other credentials may change."""
+    return calls.lacks_credentials(exc) or calls.status_of(exc) in {401, 403}
 
 
 def denied(url: str, exc: BaseException, lookup: Lookup | None) -> OriginDenied:
     """Return the error for credentials that have ended."""
     code = calls.code_of(exc)
     looked = f"; {lookup.outcome}" if lookup else ""
-    error = OriginDenied(f"{url}: {_ENDED[str(code)]} ({code}){looked}")
+    error = OriginDenied(f"{url}: {ENDED[str(code)]} ({code}){looked}")
     error.may_be_renewed = True
     return error
 
@@ -96,6 +97,22 @@ def look_up(files: Any, seconds: float, check: Callable[[], None]) -> Lookup:
     if not lookup.has_others:
         _lookups[files] = (time.monotonic(), lookup)
     return lookup
+
+
+def read_file(url: str, options: Mapping[str, Any]) -> tuple[Mapping[str, Any], Lookup | None]:
+    """Return the storage options of an object as their file has them now.
+
+    The outcome is None if they are of no file, or of one without keys that is still the same.
+    """
+    if not isinstance(options, FileOptions):
+        return options, None
+    try:
+        fresh = read_again(url, options)
+    except OptionError as exc:
+        return options, Lookup(False, f"looking for others failed: {exc}")
+    if fresh != options:
+        return fresh, Lookup(True, f"{options.path} has other ones")
+    return fresh, Lookup(False, f"{options.path} is still the same") if "key" in options else None
 
 
 def ask_one_byte(files: Any, path: str) -> calls.Future:

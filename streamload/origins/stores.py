@@ -12,7 +12,7 @@ import functools
 import logging
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import fsspec
@@ -26,6 +26,7 @@ from streamload.errors import (
     OriginNotFound,
     OriginTimeout,
 )
+from streamload.options.storage import copy_options
 from streamload.origins import calls, renewal
 from streamload.origins.protocol import (
     Origin,
@@ -42,6 +43,7 @@ from streamload.urls import redact, scheme
 
 _LATEST_SECONDS = 0.5
 """Bytes of a slow range are passed on after this long, however few."""
+_OF_WEB = frozenset({"headers", "sign"})
 _ETAGS = ("ETag", "etag", "md5Hash", "md5", "generation", "sha256")
 _DATES = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
 
@@ -64,6 +66,7 @@ class StoreOrigin(Origin):
     def __init__(self, url: str, storage_options: dict[str, Any], session: Session) -> None:
         self.url = redact(url)
         self._target, self.session = url, session
+        self._given: Mapping[str, Any] = storage_options
         self._options = _with_patience(url, storage_options, session)
         self._files: Any = None
         self._lookup: renewal.Lookup | None = None
@@ -106,23 +109,34 @@ class StoreOrigin(Origin):
         Args:
             files: that made the request; other transfers may have replaced it since.
         """
-        if not renewal.have_ended(exc):
+        is_s3 = scheme(self._target) == "s3"
+        if not (renewal.have_ended(exc) if is_s3 else renewal.is_refused(exc)):
             return False
         if self._files is files:
-            self._files = None
+            self._use(copy_options(self._given))
         if self.files is not files:
             return True
-        self._lookup = renewal.look_up(files, self.session.options.stall_seconds, self._check)
-        if self._lookup.has_others:
-            type(files).clear_instance_cache()
-            self._files = None
-        return self._lookup.has_others
+        self._given, self._lookup = renewal.read_file(self._target, self._given)
+        if self._lookup is None and is_s3:
+            self._lookup = renewal.look_up(files, self.session.options.stall_seconds, self._check)
+        if self._lookup is not None and not self._lookup.has_others:
+            return False
+        type(files).clear_instance_cache()  # a new file system of another store looks for credentials itself
+        self._use(self._given)
+        return True
+
+    def _use(self, storage_options: Mapping[str, Any]) -> None:
+        self._given = storage_options
+        self._files, self._options = None, _with_patience(self._target, storage_options, self.session)
 
     def translate(self, exc: BaseException) -> Exception:
         """Return our error for an exception of the file system."""
         if renewal.have_ended(exc):
             return renewal.denied(self.url, exc, self._lookup)
-        return calls.translate(self.url, exc)
+        error = calls.translate(self.url, exc)
+        if isinstance(error, OriginDenied) and calls.status_of(exc) == 401:
+            error.may_be_renewed = True
+        return error
 
     def _anonymous_version(self) -> Version:
         """Ask without credentials; if that is denied, look for credentials again at the next attempt."""
@@ -342,16 +356,17 @@ def _version(info: dict[str, Any]) -> Version:
     return Version(None if size is None else int(size), strong(etag), date)
 
 
-def _with_patience(url: str, storage_options: dict[str, Any], session: Session) -> dict[str, Any]:
-    """Give S3 our timeouts and no retries, unless the user set them."""
+def _with_patience(url: str, storage_options: Mapping[str, Any], session: Session) -> dict[str, Any]:
+    """Give S3 our timeouts and no retries, unless the user set them; leave out what is for web servers."""
+    options = {name: value for name, value in storage_options.items() if name not in _OF_WEB}
     if scheme(url) != "s3":
-        return storage_options
+        return options
     patience = {
         "connect_timeout": session.options.connect_seconds,
         "read_timeout": session.options.stall_seconds,
         "retries": {"total_max_attempts": 1, "mode": "standard"},
     }
-    return {**storage_options, "config_kwargs": {**patience, **storage_options.get("config_kwargs", {})}}
+    return {**options, "config_kwargs": {**patience, **options.get("config_kwargs", {})}}
 
 
 def _lacks_credentials(exc: BaseException) -> bool:

@@ -19,6 +19,7 @@ from urllib3.exceptions import HTTPError
 from streamload import limits
 from streamload.errors import OriginCut, OriginError, OriginStopped, OriginUnavailable
 from streamload.origins.abilities import abilities
+from streamload.origins.credentials import WebCredentials
 from streamload.origins.protocol import Origin, ReadSize, Session, Version, no_crawl
 from streamload.origins.ranged import OrderedParts
 from streamload.origins.sockets import WAKE_SECONDS, Pools, receive
@@ -33,13 +34,15 @@ class HttpOrigin(Origin):
         self,
         url: str,
         session: Session,
-        headers: Mapping[str, str] | None = None,
+        credentials: WebCredentials | None = None,
         *,
         common_headers: Mapping[str, str] | None = None,
         redirects: int = REDIRECTS,
     ) -> None:
         self._session = session
-        self._client = HttpClient(url, session, headers, common_headers=common_headers, redirects=redirects)
+        self._client = HttpClient(
+            url, session, credentials, common_headers=common_headers, redirects=redirects
+        )
         self.url = self._client.url
         self._pools: Pools | None = None  # kept between reads
 

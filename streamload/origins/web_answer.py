@@ -9,7 +9,7 @@ import urllib3
 from urllib3.exceptions import HTTPError
 
 from streamload.errors import DatasetChanged, OriginCut, OriginError, ShardFormatError
-from streamload.origins.protocol import Session, Version, http_error, same_version, strong
+from streamload.origins.protocol import ENDED, Session, Version, http_error, same_version, strong
 from streamload.origins.sockets import receive
 from streamload.urls import compression
 
@@ -57,10 +57,11 @@ def may_be_range(response: urllib3.BaseHTTPResponse, range_bytes: int) -> bool:
 def check_status(url: str, response: urllib3.BaseHTTPResponse, session: Session) -> None:
     """Raise the error that a status or a content encoding means."""
     if response.status not in {*WHOLE, 206}:
-        said, has_code = _said(response, session)
-        error = http_error(f"{url}: {said}", response.status, response.headers.get("Retry-After"))
+        said, code = _said(response, session)
+        status = 403 if code in ENDED else response.status  # a store answers 400 to a token in the URL
+        error = http_error(f"{url}: {said}", status, response.headers.get("Retry-After"))
         if isinstance(error, OriginError):  # a store that gives a code has looked
-            error.may_pass = response.status in {403, 404} and not has_code
+            error.may_pass = response.status in {403, 404} and not code
         raise error
     encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
     if compression(url) == "gzip" and encoding in {"gzip", "x-gzip"}:  # Apache says so of a .tgz as it is
@@ -133,12 +134,15 @@ def answer_at_end(
     return Answer(None, found, start, start, start)
 
 
-def _said(response: urllib3.BaseHTTPResponse, session: Session) -> tuple[str, bool]:
-    """Return the status with the error code that object stores put in the body; whether there is a code."""
+def _said(response: urllib3.BaseHTTPResponse, session: Session) -> tuple[str, str]:
+    """Return the status with the error code that object stores put in the body, and the code or ""."""
     said = f"the server answers {response.status} {response.reason or ''}".rstrip()
     try:
         body = receive(response, 2048, session)
     except HTTPError:
         body = b""
-    code = re.search(rb"<Code>(\w{1,60})</Code>", body)
-    return (f"{said} ({code[1].decode()})", True) if code else (said, False)
+    match = re.search(rb"<Code>(\w{1,60})</Code>", body)
+    code = match[1].decode() if match else ""
+    if code in ENDED:
+        return f"{ENDED[code]} ({code})", code
+    return (f"{said} ({code})", code) if code else (said, "")

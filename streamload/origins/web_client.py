@@ -23,6 +23,7 @@ from streamload.errors import (
 )
 from streamload.origins.abilities import learn_ranges, learn_version
 from streamload.origins.access import refuse_host
+from streamload.origins.credentials import REFUSALS, Access, WebCredentials
 from streamload.origins.protocol import (
     ReadSize,
     Session,
@@ -54,6 +55,7 @@ _HEADER_VALUE = re.compile(r"[^\0\r\n\u0100-\U0010ffff]*")
 class _Target(NamedTuple):
     url: str
     is_own: bool  # whether it gets the headers meant for the listed URL's host alone
+    access: Access  # with which it was found
 
 
 class HttpClient:
@@ -61,7 +63,8 @@ class HttpClient:
 
     Args:
         url: may contain user and password.
-        headers: sent to the URL's own host, not to other hosts after a redirect.
+        credentials: their headers are sent to the URL's own host, not to other hosts after a redirect; None:
+            none but those in the URL.
         common_headers: sent to every host; may replace our User-Agent.
         redirects: how many are followed.
 
@@ -74,7 +77,7 @@ class HttpClient:
         self,
         url: str,
         session: Session,
-        headers: Mapping[str, str] | None = None,
+        credentials: WebCredentials | None = None,
         *,
         common_headers: Mapping[str, str] | None = None,
         redirects: int = REDIRECTS,
@@ -82,7 +85,7 @@ class HttpClient:
         self.url, self.session = redact(url), session
         self.parallel_ranges = session.options.parts > 1
         self._common, self._redirects = dict(common_headers or {}), redirects
-        self._target, self._headers = _without_user(url, headers or {})
+        self._credentials = credentials or WebCredentials(url, {}, session)
         self._answered: _Target | None = None
 
     def version(self, pools: Pools) -> Version:
@@ -92,7 +95,7 @@ class HttpClient:
             response = self._request(pools, _range(0, None, 1))
             if response.status == 416:  # the shard is empty
                 return Version(0, strong(response.headers.get("ETag")), response.headers.get("Last-Modified"))
-            check_status(self.url, response, self.session)
+            self._check_status(response)
             found = body_range(self.url, response, 0)[0]
             self._learn(response, found)
             return Version(None, found.etag, found.last_modified) if may_be_range(response, 1) else found
@@ -113,7 +116,7 @@ class HttpClient:
             response = self._request(pools, _range(start, expected, most))
             if response.status == 416:
                 return answer_at_end(self.url, response, start, expected, most)
-            check_status(self.url, response, self.session)
+            self._check_status(response)
             if start and expected is not None and may_be_range(response, (expected.size or 0) - start):
                 raise Unproven("its server answers a range with 200")
             found, first, stop = body_range(self.url, response, start, most)
@@ -172,7 +175,7 @@ class HttpClient:
             if response.status != 206:
                 kind = RangeIgnored if response.status in WHOLE else OriginCut
                 raise kind(f"{self.url}: a range of it is answered with {response.status}")
-            check_status(self.url, response, self.session)
+            self._check_status(response)
             found, _, end = body_range(self.url, response, start, stop - start)
             check_version(self.url, version, found, start)
             if not is_proven and not version.proves(found):
@@ -228,16 +231,34 @@ class HttpClient:
         if response.status == 206 or is_same:
             learn_ranges(self.url, response.status == 206)
 
+    def _check_status(self, response: urllib3.BaseHTTPResponse) -> None:
+        try:
+            check_status(self.url, response, self.session)
+        except OriginDenied as exc:
+            raise self._credentials.denied(exc) from None
+
     def _request(
         self, pools: Pools, what: Mapping[str, str], at: _Target | None = None
     ) -> urllib3.BaseHTTPResponse:
-        """Send a GET and follow redirects, within http(s) only. Credentials stay with the URL's host.
+        """Send a GET and follow redirects; if it is refused and there are other credentials, repeat it once.
 
         Args:
             at: where an earlier request was redirected to, to skip the redirects.
         """
-        target, is_own = at or _Target(self._target, True)
-        headers = self._with_headers(what, self._headers if is_own else {})
+        access = self._credentials.access()
+        response = self._sent(pools, what, access, at if at is not None and at.access is access else None)
+        if response.status in REFUSALS and self._credentials.renews(access):
+            response.close()
+            response = self._sent(pools, what, self._credentials.access(), None)
+        return response
+
+    def _sent(
+        self, pools: Pools, what: Mapping[str, str], access: Access, at: _Target | None
+    ) -> urllib3.BaseHTTPResponse:
+        """Send a GET and follow redirects, within http(s) only. Credentials stay with the URL's host."""
+        own_url, own_headers = _without_user(*access)
+        target, is_own, _ = at or _Target(own_url, True, access)
+        headers = self._with_headers(what, own_headers if is_own else {})
         for _ in range(self._redirects + 1):
             self.session.check(self.url)
             self.session.count("origin_requests")
@@ -245,7 +266,7 @@ class HttpClient:
             location = response.headers.get("Location")
             if response.status not in _REDIRECTING or not location:
                 if at is None:
-                    self._answered = _Target(target, is_own)
+                    self._answered = _Target(target, is_own, access)
                 return response
             response.close()
             before, target = target, self._redirected(target, location)

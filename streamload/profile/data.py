@@ -15,6 +15,7 @@ from streamload.cache.shard import Shard, ShardList
 from streamload.cache.tier import Tier
 from streamload.daemon.warm import warm
 from streamload.errors import NoValidSamples, OptionError, OriginError
+from streamload.options.storage import copy_options
 from streamload.shards.local import index_local
 from streamload.urls import expand_urls
 
@@ -105,7 +106,7 @@ def prepare(
         NoValidSamples: no sample has a JPEG and a caption.
         OptionError: fewer samples than three batches.
     """
-    listed = ShardList(expand_urls(list(urls)), dict(storage) if storage else None)
+    listed = ShardList(expand_urls(list(urls)), copy_options(storage) or None)
     tally, taken, paths = _Tally(), [], []
     for shard in listed:
         path = _fetched(shard, storage, tier)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 from urllib.parse import unquote, urlsplit
 
-from streamload.testing.faults import Fault
+from streamload.testing.faults import NO_FAULT, Fault
 from streamload.testing.link import Link
 
 _DRIPS = {
@@ -148,10 +148,20 @@ class Connection(http.server.BaseHTTPRequestHandler):
             self.close_connection = True
         elif fault.drip in {"header", "continue"}:
             self._drip(fault)
+        elif fault.requires is not None and not self._shows(fault.requires):
+            self._send_text(
+                request, fault.status or 401, fault, fault.body or b"these credentials are refused\n"
+            )
+        elif fault.requires is not None:
+            self._send_file(request, NO_FAULT)
         elif fault.status is not None:
             self._send_text(request, fault.status, fault, fault.body or b"as you wish\n")
         else:
             self._send_file(request, fault)
+
+    def _shows(self, credential: str) -> bool:
+        """Whether a header or the query has the text."""
+        return credential in urlsplit(self.path).query or any(credential in v for v in self.headers.values())
 
     def _send_file(self, request: Request, fault: Fault) -> None:
         file = self._open_file(request.path, fault)

@@ -14,6 +14,9 @@ class Fault:
     Args:
         first: apply to this many requests (None: to all).
         status: respond with it instead of 200 or 206, with `body` or a short text.
+        requires: refuse requests that have this text neither in a header nor in the query, with `status` (401
+            by default); serve the others. `Fault(first=20, requires="one"), Fault(requires="two")` is a token
+            that ends after twenty requests: "one" is refused from then on, and "two" is its successor.
         informational: respond with these statuses first, 1xx, and then as otherwise.
         headers: add or replace headers; an empty value removes one.
         body: send this instead of the file, as if the file held it: a page for a tar, another version.
@@ -31,6 +34,7 @@ class Fault:
 
     first: int | None = None
     status: int | None = None
+    requires: str | None = None
     informational: tuple[int, ...] = ()
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes | None = None

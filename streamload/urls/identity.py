@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from streamload.errors import UrlError
 from streamload.urls.commands import Request, parse_command
@@ -196,6 +196,20 @@ def identity(url: str, storage_options: Mapping[str, Any] | None = None) -> str:
         place = f"{_endpoint(name, storage_options)}{name}://{_without_password(location)}"
     query = _without_signature(query)
     return f"{place}?{query}" if query else place
+
+
+def is_signed_form(url: str, signed: str) -> bool:
+    """Return whether two http(s) URLs differ only by user, signature and what the second adds to the query.
+
+    The second may have characters of its path quoted.
+    """
+    try:
+        listed, other = urlsplit(url), urlsplit(signed)
+    except ValueError:
+        return False
+    places = [(p.scheme.lower(), _host(p), unquote(p.path) or "/") for p in (listed, other)]
+    kept = set(filter(None, _without_signature(listed.query).split("&")))
+    return places[0] == places[1] and kept <= set(other.query.split("&"))
 
 
 def digest(url: str, storage_options: Mapping[str, Any] | None = None) -> str:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from streamload import urls
 from streamload.cache.shared.folder import Folder
 from streamload.errors import OptionError, OriginDenied, SharedTierDenied, SharedTierError
+from streamload.options.storage import copy_options
 from streamload.origins import calls
 
 OBJECT_LIMIT_BYTES = 24 << 20
@@ -91,7 +92,7 @@ class Objects:
     ) -> None:
         refuse_url(url)
         self.url = urls.redact(url).rstrip("/") or "/"
-        self._made_of = (url, dict(storage_options or {}), timeout_seconds)
+        self._made_of = (url, copy_options(storage_options), timeout_seconds)
         self._backend: Backend
         if urls.is_local(url):
             self._backend = Folder(urls.local_path(url), stop)
@@ -119,7 +120,7 @@ class Objects:
     @property
     def storage_options(self) -> dict[str, Any]:
         """The options that belong to `target`."""
-        return dict(self._made_of[1])
+        return copy_options(self._made_of[1])
 
     def read(self, name: str, limit_bytes: int = OBJECT_LIMIT_BYTES) -> bytes | None:
         """Read an object; None if there is none.

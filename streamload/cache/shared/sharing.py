@@ -27,6 +27,7 @@ from streamload.cache.shared.write_back import WriteBack
 from streamload.errors import CacheCorrupt, DatasetChanged, OriginError, OriginStopped, ShardError
 from streamload.metrics import Counts
 from streamload.options import DEFAULT_SHARED_WAIT_SECONDS, Settings
+from streamload.options.storage import copy_options
 from streamload.origins.origin import Origin, Stream, Unproven, Version
 
 _TIMEOUT_SECONDS = 10.0
@@ -65,7 +66,7 @@ class SharedOptions:
         refuse_url(settings.shared_cache, "shared_cache" if source == "argument" else source)
         return cls(
             settings.shared_cache,
-            dict(storage_options or {}),
+            copy_options(storage_options),
             settings.write_back,
             settings.shared_wait,
         )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import datetime
 import os
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from streamload.errors import OptionError, OriginTimeout, SharedTierError
+from streamload.options.storage import copy_options
 from streamload.origins import calls, renewal
 
 _SLOWEST_BYTES_PER_SECOND = 256_000
@@ -38,14 +40,7 @@ class Store:
         self._protocol = url.partition("://")[0].lower()
         self._timeout_seconds = timeout_seconds
         self._stop = stop or threading.Event()
-        self._options = {**storage_options, "use_listings_cache": False}
-        if self._protocol in {"s3", "s3a"}:
-            self._options["config_kwargs"] = {
-                "connect_timeout": timeout_seconds,
-                "read_timeout": timeout_seconds,
-                "retries": {"total_max_attempts": 3, "mode": "standard"},
-                **storage_options.get("config_kwargs", {}),
-            }
+        self._given: Mapping[str, Any] = storage_options
         self._made: tuple[int, Any] | None = None
 
     def target(self, name: str) -> str:
@@ -156,6 +151,17 @@ class Store:
         path: str = files._strip_protocol(f"{self._url}/{name}" if name else self._url)
         return files, path
 
+    def _options(self) -> dict[str, Any]:
+        options = {**self._given, "use_listings_cache": False}
+        if self._protocol in {"s3", "s3a"}:
+            options["config_kwargs"] = {
+                "connect_timeout": self._timeout_seconds,
+                "read_timeout": self._timeout_seconds,
+                "retries": {"total_max_attempts": 3, "mode": "standard"},
+                **self._given.get("config_kwargs", {}),
+            }
+        return options
+
     def _files(self) -> Any:
         """The file system; a forked child makes its own, as event loops aren't inherited."""
         made = self._made
@@ -163,7 +169,7 @@ class Store:
             import fsspec
 
             try:
-                made = (os.getpid(), fsspec.filesystem(self._protocol, **self._options))
+                made = (os.getpid(), fsspec.filesystem(self._protocol, **self._options()))
             except (ImportError, TypeError, ValueError, KeyError) as exc:
                 raise OptionError(f"shared_cache: its file system can't be opened: {exc}") from exc
             if self._protocol in {"s3", "s3a"}:
@@ -192,13 +198,17 @@ class Store:
 
     def _renews(self, files: Any, exc: Exception) -> bool:
         """Replace a file system whose credentials have ended; return False if no others are found."""
+        is_s3 = self._protocol in {"s3", "s3a"}
         may_have_ended = renewal.have_ended(exc) or renewal.is_silent(exc)
-        if self._protocol not in {"s3", "s3a"} or not may_have_ended:
+        if not (may_have_ended if is_s3 else renewal.is_refused(exc)):
             return False
-        self._made = None
+        self._made, self._given = None, copy_options(self._given)
         if self._files() is not files:  # another thread has replaced it
             return True
-        if not renewal.look_up(files, self._timeout_seconds, self._check).has_others:
+        self._given, lookup = renewal.read_file(self._url, self._given)
+        if lookup is None and is_s3:
+            lookup = renewal.look_up(files, self._timeout_seconds, self._check)
+        if lookup is not None and not lookup.has_others:
             return False
         type(files).clear_instance_cache()
         self._made = None
