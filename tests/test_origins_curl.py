@@ -76,6 +76,13 @@ ROWS = [
         "a redirect to a file", "error 1", "`OriginDenied`", status=302, headers={"Location": "file:///a"}
     ),
     *(always(str(status), "error 22", "`OriginError`", status=status) for status in (400, 451, 501, 505)),
+    always(
+        "400 with a store's code for an expired token",
+        "error 22",
+        "`OriginDenied`",
+        status=400,
+        body=b"<Error><Code>ExpiredToken</Code></Error>",
+    ),
     *(always(str(status), "error 22", "`OriginDenied`", status=status) for status in (401, 402, 407)),
     always("403", "error 22", "`OriginDenied` after 3 requests", status=403),
     always("404", "error 22", "`OriginNotFound` after 3 requests", status=404),
