@@ -170,7 +170,9 @@ def test_functions_are_in_no_state_plan_or_text(place: Place) -> None:
         for text in (repr(shards), repr(loader), states[-1], repr(plan)):
             assert not any(word in text for word in ("function", "token-1", "headers", "sign"))
     assert keys == keys[:1] * 3
-    facts = [json.loads(state) | {"at": None, "checksum": None} for state in states]  # which has what had arrived, too
+    facts = [
+        json.loads(state) | {"at": None, "checksum": None} for state in states
+    ]  # which has what had arrived, too
     assert facts == facts[:1] * 3
 
 

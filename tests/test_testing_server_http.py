@@ -99,6 +99,19 @@ def test_faults_take_turns(server: ShardServer) -> None:
     assert get(f"{server.url}/a.tar").data == BODY
 
 
+def test_a_token_ends_after_some_requests_and_another_is_taken(server: ShardServer) -> None:
+    server.misbehave(
+        "*", Fault(first=2, requires="one"), Fault(requires="two", status=403, body=b"it has ended")
+    )
+    url = f"{server.url}/a.tar"
+    assert get(url).status == 401
+    assert get(url, Authorization="Bearer one").data == BODY
+    assert get(url, Authorization="Bearer one").data == b"it has ended"
+    assert get(url, Authorization="Bearer two", Range="bytes=5-9").data == BODY[5:10]
+    assert get(f"{url}?signature=two").data == BODY
+    assert [request.status for request in server.log] == [401, 200, 403, 206, 200]
+
+
 def test_it_stops_after_a_fraction_until_it_may_go_on(server: ShardServer) -> None:
     server.stop_after(0.5)
     got: dict[str, bytes] = {}

@@ -142,7 +142,7 @@ def _said(response: urllib3.BaseHTTPResponse, session: Session) -> tuple[str, st
     except HTTPError:
         body = b""
     match = re.search(rb"<Code>(\w{1,60})</Code>", body)
-    code = match[1].decode() if match else ""
-    if code in ENDED:
-        return f"{ENDED[code]} ({code})", code
-    return (f"{said} ({code})", code) if code else (said, "")
+    if match is None:
+        return said, ""
+    code = match[1].decode()
+    return f"{said} ({code})" + (f": {ENDED[code]}" if code in ENDED else ""), code

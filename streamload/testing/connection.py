@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import email.utils
 import http.server
 import io
@@ -13,12 +14,11 @@ import ssl
 import struct
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 from urllib.parse import unquote, urlsplit
 
-from streamload.testing.faults import NO_FAULT, Fault
+from streamload.testing.faults import Fault
 from streamload.testing.link import Link
 
 _DRIPS = {
@@ -31,7 +31,7 @@ _DRIP_SECONDS = 0.02
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 
-@dataclass(slots=True)
+@dataclasses.dataclass(slots=True)
 class Request:
     """One request in the server's log; `sent` and `status` are final once the response is over.
 
@@ -153,7 +153,7 @@ class Connection(http.server.BaseHTTPRequestHandler):
                 request, fault.status or 401, fault, fault.body or b"these credentials are refused\n"
             )
         elif fault.requires is not None:
-            self._send_file(request, NO_FAULT)
+            self._send_file(request, dataclasses.replace(fault, body=None))
         elif fault.status is not None:
             self._send_text(request, fault.status, fault, fault.body or b"as you wish\n")
         else:

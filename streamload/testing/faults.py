@@ -15,8 +15,8 @@ class Fault:
         first: apply to this many requests (None: to all).
         status: respond with it instead of 200 or 206, with `body` or a short text.
         requires: refuse requests that have this text neither in a header nor in the query, with `status` (401
-            by default); serve the others. `Fault(first=20, requires="one"), Fault(requires="two")` is a token
-            that ends after twenty requests: "one" is refused from then on, and "two" is its successor.
+            by default) and `body`; serve the others. A token that ends after twenty requests, with a
+            successor: `Fault(first=20, requires="one"), Fault(requires="two")`.
         informational: respond with these statuses first, 1xx, and then as otherwise.
         headers: add or replace headers; an empty value removes one.
         body: send this instead of the file, as if the file held it: a page for a tar, another version.
