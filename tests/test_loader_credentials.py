@@ -33,8 +33,10 @@ from tests import flat
 from tests.commands import run_forked
 
 SHARDS = 24
-_LATENCY_SECONDS = 0.2
-"""Before each answer, so that not all shards have been requested when the first ones are there."""
+_REQUESTS = 16
+"""After which the token ends: more than are under way at once, so that shards have come by then."""
+_LATE_SECONDS = 0.3
+"""From the first refusal until there is a new token."""
 _TOKEN_FILE = "TEST_TOKEN_FILE"
 
 
@@ -51,7 +53,7 @@ def sign(url: str) -> str:
 
 
 class Place:
-    """A server whose token ends once the first shard has come, and files that have the new one later."""
+    """A server whose token ends after some requests, and files with the new one, from before or a while later."""
 
     def __init__(self, path: Path, server: ShardServer, shards: list[Path]) -> None:
         self.server, self.path = server, path
@@ -59,7 +61,10 @@ class Place:
         self.keys = sorted(key for shard in shards for key, _ in read_oracle(shard))
         self.options_file, self.tier = path / "options.json", path / "tier"
         self.give("token-1")
-        server.misbehave("*", Fault(requires="token-1"))
+        server.misbehave(
+            "*", Fault(first=_REQUESTS, requires="token-1"), Fault(requires="token-2", status=403)
+        )
+        self.is_renewed_before = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._renew)
         self._thread.start()
@@ -69,11 +74,11 @@ class Place:
         self._thread.join()
 
     def _renew(self) -> None:
-        while not any(self.tier.glob("shards/*")):
+        while not (self.refusals() or (self.is_renewed_before and self.server.log)):
             if self._over.wait(0.01):
                 return
-        self.server.misbehave("*", Fault(requires="token-2", status=403))
-        self._over.wait(2 * _LATENCY_SECONDS)
+        if not self.is_renewed_before:
+            self._over.wait(_LATE_SECONDS)
         self.give("token-2")
 
     def give(self, token: str) -> None:
@@ -96,10 +101,11 @@ class Place:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setenv(_TOKEN_FILE, str(tmp_path / "token"))
     shards = write_shards(tmp_path / "origin", [1] * SHARDS)
-    with ShardServer(tmp_path / "origin") as server:
-        server.latency_seconds = _LATENCY_SECONDS
-        with contextlib.closing(Place(tmp_path, server, shards)) as place:
-            yield place
+    with (
+        ShardServer(tmp_path / "origin") as server,
+        contextlib.closing(Place(tmp_path, server, shards)) as place,
+    ):
+        yield place
 
 
 @pytest.mark.parametrize(
@@ -127,6 +133,7 @@ def test_a_training_goes_on_with_the_new_token_and_loses_no_sample(
 @pytest.mark.parametrize("command", ["warm", "daemon"])
 def test_a_command_reads_its_file_of_options_again(place: Place, command: str) -> None:
     tier = ["--cache-dir", str(place.tier), "--cache-size", "1GB"]
+    place.is_renewed_before = command == "daemon"  # which waits for no outage: it tries again later
     more = ["--once", "--listen", "none", "--notices", "none"] if command == "daemon" else []
     done = run_forked([command, place.urls, *tier, "--storage-options", f"@{place.options_file}", *more])
     assert done.returncode == 0, done.stderr
@@ -139,6 +146,7 @@ def test_a_task_on_another_node_reads_the_file_there_again(place: Place) -> None
     settings = read_settings(shared_cache=str(place.path / "shared"))
     shared = SharedOptions.of(settings)
     assert shared is not None
+    place.is_renewed_before = True
     Objects(str(place.path / "shared")).write("probes/sign", b"one tier")
     job = Job(
         shared,
@@ -156,7 +164,7 @@ def test_a_task_on_another_node_reads_the_file_there_again(place: Place) -> None
 
 def test_functions_are_in_no_state_plan_or_text(place: Place) -> None:
     place.close()
-    place.server.latency_seconds = 0.0
+    place.server.misbehave("*", Fault(requires="token-1"))
     states, keys = list[str](), list[Any]()
     for number, options in enumerate(({"headers": headers}, {"sign": sign}, {"headers": headers("")})):
         shards, cache = Shards(storage_options=options), place.path / str(number)

@@ -355,7 +355,7 @@ def s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SignedS3]:
 
 def write_keys(file: Path, keys: Keys, endpoint: str) -> None:
     names = {"key": keys.access_key, "secret": keys.secret, "token": keys.token}
-    file.write_text(json.dumps({"endpoint_url": endpoint, **names}))
+    file.write_text(json.dumps({"endpoint_url": endpoint, "headers": {"X-Web": "of others"}, **names}))
 
 
 def test_keys_of_s3_in_a_file_of_options_are_read_again(s3: SignedS3, file: Path) -> None:

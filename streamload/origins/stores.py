@@ -44,6 +44,7 @@ from streamload.urls import redact, scheme
 _LATEST_SECONDS = 0.5
 """Bytes of a slow range are passed on after this long, however few."""
 _OF_WEB = frozenset({"headers", "sign"})
+"""Storage options for the web servers in the same list."""
 _ETAGS = ("ETag", "etag", "md5Hash", "md5", "generation", "sha256")
 _DATES = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
 
@@ -358,8 +359,13 @@ def _version(info: dict[str, Any]) -> Version:
 
 def _with_patience(url: str, storage_options: Mapping[str, Any], session: Session) -> dict[str, Any]:
     """Give S3 our timeouts and no retries, unless the user set them; leave out what is for web servers."""
-    options = {name: value for name, value in storage_options.items() if name not in _OF_WEB}
-    if scheme(url) != "s3":
+    is_s3 = scheme(url) == "s3"
+    options = {
+        name: value
+        for name, value in storage_options.items()
+        if name not in _OF_WEB or not (is_s3 or callable(value))
+    }
+    if not is_s3:
         return options
     patience = {
         "connect_timeout": session.options.connect_seconds,
