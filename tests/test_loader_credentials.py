@@ -53,7 +53,7 @@ def sign(url: str) -> str:
 
 
 class Place:
-    """A server whose token ends after some requests, and files with the new one, from before or a while later."""
+    """A server whose token ends after some requests, and files that get the new one before or later."""
 
     def __init__(self, path: Path, server: ShardServer, shards: list[Path]) -> None:
         self.server, self.path = server, path
