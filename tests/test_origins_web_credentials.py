@@ -355,13 +355,16 @@ def s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SignedS3]:
 
 def write_keys(file: Path, keys: Keys, endpoint: str) -> None:
     names = {"key": keys.access_key, "secret": keys.secret, "token": keys.token}
-    file.write_text(json.dumps({"endpoint_url": endpoint, "headers": {"X-Web": "of others"}, **names}))
+    options = {"endpoint_url": endpoint, **names}
+    file.with_name("shared.json").write_text(json.dumps(options))
+    file.write_text(json.dumps({"headers": {"X-Token": "of web servers"}, **options}))
 
 
 def test_keys_of_s3_in_a_file_of_options_are_read_again(s3: SignedS3, file: Path) -> None:
     write_keys(file, Keys(1), s3.endpoint)
     storage = storage_options_of(f"@{file}")
-    store = Store("s3://bucket", storage or {}, 10.0, None)
+    shared = storage_options_of(f"@{file.with_name('shared.json')}")
+    store = Store("s3://bucket", shared or {}, 10.0, None)
 
     def read_s3(name: str, options: OriginOptions = OPTIONS) -> bytes:
         return b"".join(open_origin(f"s3://bucket/{name}.tar", storage, options).open().chunks())

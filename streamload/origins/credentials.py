@@ -142,9 +142,9 @@ class WebCredentials:
                 raise OptionError(f"storage_options['sign'] is {type(sign).__name__}: expected a function")
             url = self._called("sign", sign)
             if not isinstance(url, str) or not is_signed_form(self._url, url):
-                given = redact(url) if isinstance(url, str) else type(url).__name__
+                returned = redact(url) if isinstance(url, str) else type(url).__name__
                 raise OptionError(
-                    f"storage_options['sign'] returned {given} for {redact(self._url)}: expected the "
+                    f"storage_options['sign'] returned {returned} for {redact(self._url)}: expected the "
                     "same URL with a signature in its query"
                 )
         if not isinstance(headers, Mapping | None):

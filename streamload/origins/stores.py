@@ -26,7 +26,6 @@ from streamload.errors import (
     OriginNotFound,
     OriginTimeout,
 )
-from streamload.options.storage import copy_options
 from streamload.origins import calls, renewal
 from streamload.origins.protocol import (
     Origin,
@@ -67,7 +66,7 @@ class StoreOrigin(Origin):
     def __init__(self, url: str, storage_options: dict[str, Any], session: Session) -> None:
         self.url = redact(url)
         self._target, self.session = url, session
-        self._given: Mapping[str, Any] = storage_options
+        self._storage_options: Mapping[str, Any] = storage_options
         self._options = _with_patience(url, storage_options, session)
         self._files: Any = None
         self._lookup: renewal.Lookup | None = None
@@ -113,22 +112,22 @@ class StoreOrigin(Origin):
         is_s3 = scheme(self._target) == "s3"
         if not (renewal.have_ended(exc) if is_s3 else renewal.is_refused(exc)):
             return False
-        if self._files is files:
-            self._use(copy_options(self._given))
-        if self.files is not files:
+        if self._files is not files:
             return True
-        self._given, self._lookup = renewal.read_file(self._target, self._given)
-        if self._lookup is None and is_s3:
-            self._lookup = renewal.look_up(files, self.session.options.stall_seconds, self._check)
-        if self._lookup is not None and not self._lookup.has_others:
+        storage_options, lookup = renewal.read_file(self._target, self._storage_options)
+        if lookup is None:  # the credentials aren't in a file of options
+            self._files = None
+            if self.files is not files:
+                return True
+            if is_s3:
+                lookup = renewal.look_up(files, self.session.options.stall_seconds, self._check)
+        self._lookup = lookup
+        if lookup is not None and not lookup.has_others:
             return False
         type(files).clear_instance_cache()  # a new file system of another store looks for credentials itself
-        self._use(self._given)
-        return True
-
-    def _use(self, storage_options: Mapping[str, Any]) -> None:
-        self._given = storage_options
+        self._storage_options = storage_options
         self._files, self._options = None, _with_patience(self._target, storage_options, self.session)
+        return True
 
     def translate(self, exc: BaseException) -> Exception:
         """Return our error for an exception of the file system."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from streamload.errors import OptionError, OriginTimeout, SharedTierError
-from streamload.options.storage import copy_options
 from streamload.origins import calls, renewal
 
 _SLOWEST_BYTES_PER_SECOND = 256_000
@@ -40,7 +39,7 @@ class Store:
         self._protocol = url.partition("://")[0].lower()
         self._timeout_seconds = timeout_seconds
         self._stop = stop or threading.Event()
-        self._given: Mapping[str, Any] = storage_options
+        self._storage_options: Mapping[str, Any] = storage_options
         self._made: tuple[int, Any] | None = None
 
     def target(self, name: str) -> str:
@@ -152,13 +151,13 @@ class Store:
         return files, path
 
     def _options(self) -> dict[str, Any]:
-        options = {**self._given, "use_listings_cache": False}
+        options = {**self._storage_options, "use_listings_cache": False}
         if self._protocol in {"s3", "s3a"}:
             options["config_kwargs"] = {
                 "connect_timeout": self._timeout_seconds,
                 "read_timeout": self._timeout_seconds,
                 "retries": {"total_max_attempts": 3, "mode": "standard"},
-                **self._given.get("config_kwargs", {}),
+                **self._storage_options.get("config_kwargs", {}),
             }
         return options
 
@@ -202,14 +201,18 @@ class Store:
         may_have_ended = renewal.have_ended(exc) or renewal.is_silent(exc)
         if not (may_have_ended if is_s3 else renewal.is_refused(exc)):
             return False
-        self._made, self._given = None, copy_options(self._given)
-        if self._files() is not files:  # another thread has replaced it
+        if self._made is None or self._made[1] is not files:  # another thread has replaced it
             return True
-        self._given, lookup = renewal.read_file(self._url, self._given)
-        if lookup is None and is_s3:
-            lookup = renewal.look_up(files, self._timeout_seconds, self._check)
+        storage_options, lookup = renewal.read_file(self._url, self._storage_options)
+        if lookup is None:  # the credentials aren't in a file of options
+            self._made = None
+            if self._files() is not files:
+                return True
+            if is_s3:
+                lookup = renewal.look_up(files, self._timeout_seconds, self._check)
         if lookup is not None and not lookup.has_others:
             return False
+        self._storage_options = storage_options
         type(files).clear_instance_cache()
         self._made = None
         return True
