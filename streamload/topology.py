@@ -159,6 +159,38 @@ def read_rank(
     return _from_torch() or _from_launcher(environ) or (0, 1, "alone")
 
 
+class RunAttempt(NamedTuple):
+    """The identity of a run, which its states keep, and how often one of its states was loaded."""
+
+    run: str
+    attempt: int
+
+    @classmethod
+    def new(cls) -> "RunAttempt":
+        """The first attempt of a new run."""
+        return cls(secrets.token_hex(8), 1)
+
+    @classmethod
+    def parse(cls, run: object, attempt: object) -> "RunAttempt":
+        """Read a run and an attempt.
+
+        Raises:
+            ValueError: they aren't one.
+        """
+        is_run = isinstance(run, str) and re.fullmatch(r"[0-9a-f]{16}", run)
+        if not is_run or type(attempt) is not int or not 0 < attempt < 1 << 31:
+            raise ValueError(f"{run!r:.40}, {attempt!r:.40} is no attempt of a run")
+        return cls(str(run), attempt)
+
+    def next(self) -> "RunAttempt":
+        """The attempt that begins when a state of this one is loaded."""
+        return self._replace(attempt=self.attempt + 1)
+
+    def is_after(self, other: "RunAttempt | None") -> bool:
+        """Whether this is a later attempt of the same run."""
+        return other is not None and self.run == other.run and self.attempt > other.attempt
+
+
 _started: Counter[str] = Counter()
 """How many runs this process has begun, by launch and shards."""
 _LAUNCHED_BY = (

@@ -29,6 +29,7 @@ from streamload.errors import OriginOutage, RankFailed
 from streamload.ipc import ControlBlock
 from streamload.loader import distributed, worker_config
 from streamload.loader.distributed import RankMonitor, Ranks
+from streamload.metrics.figures import SlowestRank
 from streamload.origins.origin import OriginOptions
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
@@ -111,7 +112,7 @@ def test_all_ranks_are_told_which_one_waits_for_what_and_until_when_and_end_toge
             json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)
         )
         url = far.url
-    assert any(line.startswith("outages: 0, slowest: (1, ") for line in said)
+    assert any(line.startswith("outages: 0, slowest: rank 1") for line in said)
     assert "outages: 1, slowest: None" in said_there
     waits = [line for line in said if line.startswith("rank 1 of 2 has waited")]
     assert waits
@@ -165,7 +166,7 @@ class Waits:
     """A rank's own waits, as a Meter has them."""
 
     def __init__(self) -> None:
-        self.slowest: tuple[int, float] | None = None
+        self.slowest: SlowestRank | None = None
         self.ratio = 0.0
         self.ticked = threading.Event()
 
@@ -179,22 +180,22 @@ class Waits:
 def test_the_rank_that_waits_most_is_known_to_the_others(ranks: list[Ranks]) -> None:
     assert [rank.compare_waits(0.0) for rank in ranks] == [None, None, None]
     assert ranks[1].compare_waits(0.3) is None
-    assert ranks[0].compare_waits(0.0) == (1, 0.3)
-    assert ranks[2].compare_waits(0.2) == (1, 0.3)
+    assert ranks[0].compare_waits(0.0) == SlowestRank(1, 0.3)
+    assert ranks[2].compare_waits(0.2) == SlowestRank(1, 0.3)
     assert ranks[2].compare_waits(0.5) is None
-    assert [rank.compare_waits(0.3) for rank in ranks] == [(2, 0.5), (2, 0.5), None]
+    assert [rank.compare_waits(0.3) for rank in ranks] == [SlowestRank(2, 0.5), SlowestRank(2, 0.5), None]
     assert ranks[2].compare_waits(0.1) is None
-    assert ranks[0].compare_waits(0.0) == (2, 0.1)
+    assert ranks[0].compare_waits(0.0) == SlowestRank(2, 0.1)
     assert ranks[0].compare_waits(0.4) is None
-    assert ranks[2].compare_waits(0.1) == (0, 0.4)
+    assert ranks[2].compare_waits(0.1) == SlowestRank(0, 0.4)
 
 
 def test_a_rank_that_has_gone_is_not_the_slowest_for_long(ranks: list[Ranks]) -> None:
     ranks[1].compare_waits(0.6)
     looks = [ranks[0].compare_waits(0.1) for _ in range(6)]
-    assert looks[0] == (1, 0.6)
+    assert looks[0] == SlowestRank(1, 0.6)
     assert looks[-1] is None
-    assert ranks[2].compare_waits(0.0) == (0, 0.1)
+    assert ranks[2].compare_waits(0.0) == SlowestRank(0, 0.1)
 
 
 def test_while_a_training_stands_still_its_thread_looks_at_the_alerts(
@@ -270,6 +271,9 @@ def test_a_store_that_has_gone_ends_no_training(monkeypatch: pytest.MonkeyPatch)
     class Gone:
         def add(self, key: str, n: int) -> int:
             raise torch.distributed.DistNetworkError("failed to recv, got 0 bytes")
+
+        def set(self, key: str, value: str) -> None:
+            raise torch.distributed.DistNetworkError("failed to send")
 
         def check(self, keys: list[str]) -> bool:
             raise torch.distributed.DistNetworkError("failed to recv, got 0 bytes")

@@ -14,7 +14,7 @@ import pytest
 from pipeline import Rank, Speeds, run
 
 from streamload.metrics.alerts import HOLD_SECONDS, RULES, WINDOW_SECONDS, Alert, Alerts
-from streamload.metrics.figures import Figures, History, Machine
+from streamload.metrics.figures import Figures, History, Machine, SlowestRank
 
 UNIX = 1_700_000_000.0
 QUIET = Figures(seconds=10.0, batches=50, samples=5000, origin_requests=40, started=20)
@@ -27,7 +27,7 @@ WRONG: dict[str, Figures] = {
         QUIET, waited_seconds=4.0, blocked_seconds=3.5, source_waits={"a": 9.0, "b": 0.5}
     ),
     "memory tight": dataclasses.replace(QUIET, memory_ratio=0.99),
-    "straggler rank": dataclasses.replace(QUIET, slowest=(3, 0.5)),
+    "straggler rank": dataclasses.replace(QUIET, slowest=SlowestRank(3, 0.5, "far-1")),
     "stalled": dataclasses.replace(QUIET, waiting_seconds=40.0),
 }
 

@@ -15,7 +15,7 @@ import pytest
 from pipeline import Rank, Speeds, run
 
 from streamload.metrics import COUNTERS, WIDTH
-from streamload.metrics.figures import Figures, History, Machine, Sample
+from streamload.metrics.figures import Figures, History, Machine, Sample, SlowestRank
 from streamload.metrics.verdict import Limit, Verdict, judge
 
 SEEDS = range(20)
@@ -54,7 +54,7 @@ def planted(limit: Limit, seed: int) -> tuple[Rank, float]:
     return Rank(speeds, seed, workers, cores), factor
 
 
-def verdict_of(rank: Rank, first: Sample, slowest: tuple[int, float] | None = None) -> Verdict:
+def verdict_of(rank: Rank, first: Sample, slowest: SlowestRank | None = None) -> Verdict:
     figures = Figures.between(first, rank.sample(), Machine(rank.workers, rank.cores))
     return judge(dataclasses.replace(figures, slowest=slowest))
 
@@ -93,7 +93,7 @@ def test_a_straggler_is_named_by_the_ranks_that_wait_for_it() -> None:
         run(ranks, 200 * step)
         waits = [verdict_of(rank, first).wait for rank, first in zip(ranks, firsts, strict=True)]
         for place in (0, 1):
-            named["others"].append(verdict_of(ranks[place], firsts[place], (2, waits[2])).limit)
+            named["others"].append(verdict_of(ranks[place], firsts[place], SlowestRank(2, waits[2])).limit)
         named["straggler"].append(verdict_of(ranks[2], firsts[2]).limit)
     assert set(named["others"]) == {"another rank"}
     assert set(named["straggler"]) == {"origin"}
@@ -187,11 +187,16 @@ def test_a_rank_without_workers_makes_its_batches_while_the_training_waits() -> 
         ({"waited_seconds": 1.0}, "training", "data is never late"),
         ({"waited_seconds": 1.0, "feature_seconds": 40.0}, "training", "features were computed 67%"),
         (
-            {"waited_seconds": 1.0, "slowest": (7, 0.4)},
+            {"waited_seconds": 1.0, "slowest": SlowestRank(7, 0.4)},
             "another rank",
             "rank 7 waits 40% of the time",
         ),
-        ({"slowest": (7, 0.4), "stages": {"decode": 230.0}}, "CPU", "making batches"),
+        ({"slowest": SlowestRank(7, 0.4), "stages": {"decode": 230.0}}, "CPU", "making batches"),
+        (
+            {"blocked_seconds": 18.6, "shared_wait_seconds": 30.0},
+            "origin",
+            "fills waited 30 s for other nodes' fills",
+        ),
         ({"batches": 2}, "unclear", "too few batches"),
         ({"batches": 0, "waiting_seconds": 60.0, "blocked_seconds": 18.6}, "origin", "bytes don't arrive"),
     ],

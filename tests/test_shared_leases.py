@@ -18,6 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from streamload.cache.shared.leases import Leases, holder_of, leased
 from streamload.cache.shared.objects import Objects
 from streamload.errors import SharedTierError
+from streamload.topology import RunAttempt
 from tests.kills import Child, Stage
 from tests.s3 import S3Server
 
@@ -38,8 +39,8 @@ def objects(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Objects]
 def make() -> Iterator[Make]:
     with ExitStack() as stack:
 
-        def made(objects: Objects, lease_seconds: float = 3600.0) -> Leases:
-            return stack.enter_context(closing(Leases(objects, lease_seconds=lease_seconds)))
+        def made(objects: Objects, lease_seconds: float = 3600.0, **options: Any) -> Leases:
+            return stack.enter_context(closing(Leases(objects, lease_seconds=lease_seconds, **options)))
 
         yield made
 
@@ -61,6 +62,53 @@ def test_a_unit_has_one_holder_until_it_is_given_back(objects: Objects, make: Ma
     one.release("task")
     assert other.take("task")
     assert objects.names("leases") == ["leases/task.json"]
+
+
+def test_a_later_attempt_of_a_run_has_the_leases_of_an_earlier_one_at_once(
+    objects: Objects, make: Make
+) -> None:
+    first = RunAttempt.new()
+    dead, again = make(objects, attempt=first), make(objects, attempt=first.next())
+    assert dead.take("task")
+    assert not again.is_held("task")
+    assert again.take("task")
+    assert again.taken_over == 1
+    assert dead.is_held("task")
+    assert not dead.take("another") or not again.is_held("another")
+
+
+@pytest.mark.parametrize(
+    "attempt", [None, RunAttempt("1" * 16, 1), RunAttempt("1" * 16, 2), RunAttempt.new()]
+)
+def test_no_other_attempt_has_them_before_they_expire_fails(
+    attempt: RunAttempt | None, tmp_path: Path, make: Make
+) -> None:
+    objects = Objects(str(tmp_path / "shared"))
+    assert make(objects, attempt=RunAttempt("1" * 16, 2)).take("task")
+    assert not make(objects, attempt=attempt).take("task")
+
+
+def test_a_heartbeat_has_the_progress_and_comes_soon_at_first(tmp_path: Path, make: Make) -> None:
+    objects = Objects(str(tmp_path / "shared"))
+    holder, other = make(objects, address="a.1.2", first_beat_seconds=0.05), make(objects)
+    assert holder.take("task")
+    seen = other.holder_at("task")
+    assert seen is not None
+    assert (seen.address, seen.arrived, seen.size) == ("a.1.2", 0, 0)
+    holder.progress("task", 300, 1000)
+    until(lambda: (now := other.holder_at("task")) is not None and (now.arrived, now.size) == (300, 1000))
+    assert other.holder_at("nothing") is None
+
+
+@pytest.mark.parametrize("value", [-1, "5", True, float("nan"), float("inf"), [], None])
+def test_a_lease_with_impossible_numbers_is_one_without(value: object, tmp_path: Path, make: Make) -> None:
+    objects = Objects(str(tmp_path / "shared"))
+    names = ("seconds", "due", "bytes", "size", "run", "attempt", "host")
+    content = {"format": 1, "holder": "ab" * 8, **dict.fromkeys(names, value)}
+    objects.write("leases/task.json", json.dumps(content).encode())
+    seen = make(objects, attempt=RunAttempt.new()).holder_at("task")
+    assert seen is not None
+    assert (seen.host, seen.arrived, seen.size, seen.is_late) == ("" if value != "5" else "5", 0, 0, False)
 
 
 class Stuttering(MemoryFileSystem):

@@ -25,15 +25,17 @@ from sharing import Origin, Place, opened
 
 from streamload.cache.shard import Shard, shard_of
 from streamload.cache.shared import sharing, single_flight
-from streamload.cache.shared.leases import Leases, is_dead_or_stopped, own_address
+from streamload.cache.shared.leases import Leases
 from streamload.cache.shared.sharing import SharedOptions, Sharing
-from streamload.cache.shared.single_flight import SingleFlight
+from streamload.cache.shared.single_flight import SingleFlight, spare_of
 from streamload.daemon.options import ServiceOptions
 from streamload.daemon.service import Service
 from streamload.errors import OriginStopped
 from streamload.metrics import Counters
-from streamload.origins.origin import open_origin
+from streamload.node import is_dead_or_stopped, own_address
+from streamload.origins.origin import Version, open_origin
 from streamload.testing.shards import ShardOptions
+from streamload.topology import Topology
 from tests import flat
 from tests.kills import Child, Stage
 
@@ -445,6 +447,113 @@ def test_a_lease_that_is_dead_or_stopped_is_taken_over(waiter: Make, place: Plac
     assert one.find() is None
     assert one.looks == 2  # when the wait was over, and with the lease in hand
     assert b"ab" * 8 not in (place.objects().read(name) or b"")
+
+
+def write_lease(place: Place, shard: Shard, **values: Any) -> None:
+    content = {"format": 1, "holder": "ab" * 8, "beat": 1, "address": "elsewhere.1.2", **values}
+    place.objects().write(f"leases/{shard.digest}.json", json.dumps(content).encode())
+
+
+def fetch_at(turns: SingleFlight, now: list[float], shard: Shard) -> None:
+    """Fetch 1000 bytes in a second by the clock."""
+
+    class Bytes:
+        version = Version(size=1000)
+
+        def chunks(self) -> Iterator[bytes]:
+            now[0] += 1.0
+            yield bytes(1000)
+
+        def close(self) -> None:
+            pass
+
+    stream = turns.fetching(shard, Bytes(), 0)
+    assert len(b"".join(stream.chunks())) == 1000
+    stream.close()
+
+
+SLOW = {"seconds": 10.0, "bytes": 100, "size": 1000, "due": 7.5, "host": "far-1"}
+
+
+def test_a_holder_on_a_much_slower_node_is_overtaken_by_one_process(
+    waiter: Make, place: Place, origin: Origin
+) -> None:
+    now = [0.0]
+    first, second = (waiter(spare=1, clock=lambda: now[0]) for _ in range(2))
+    for each in (first, second):
+        fetch_at(each.turns, now, origin.shard(1))
+    write_lease(place, first.shard, **SLOW)
+    assert first.find() is None
+    assert first.counts.snapshot().shared_overtakes == 1
+    second.is_there = True  # it waits for the shared copy, whoever stores it
+    assert second.find() == "there"
+    assert second.counts.snapshot().shared_overtakes == 0
+    assert len(leased(place)) == 2
+    first.turns.end(first.shard)
+    assert leased(place) == [f"leases/{first.shard.digest}.json"]
+
+
+@pytest.mark.parametrize(
+    ("values", "spare"),
+    [
+        ({}, 0),
+        ({"address": own_address()}, 1),
+        ({"address": ""}, 1),
+        ({"bytes": 800}, 1),  # it lacks 2.5 s, and all of it would take 1 s here
+        ({"bytes": 1000}, 1),
+        ({"size": 0}, 1),
+    ],
+)
+def test_no_other_holder_is_overtaken(
+    values: dict[str, Any], spare: int, waiter: Make, place: Place, origin: Origin
+) -> None:
+    now = [0.0]
+    one = waiter(spare=spare, clock=lambda: now[0], wait_seconds=100.0)
+    fetch_at(one.turns, now, origin.shard(1))
+
+    class Passing:
+        """The wait is over after some looks."""
+
+        looks = 0
+
+        def wait(self, seconds: float) -> bool:
+            self.looks += 1
+            now[0] += 40.0
+            write_lease(place, one.shard, beat=self.looks, **{**SLOW, "due": 1000.0, **values})
+            return False
+
+    write_lease(place, one.shard, **{**SLOW, **values})
+    assert one.turns.find(one.shard, one.look, Passing()) is None  # type: ignore[arg-type]
+    assert one.counts.snapshot().shared_overtakes == 0
+
+
+def test_the_nodes_of_a_run_fetch_at_most_one_nth_of_the_shards_twice() -> None:
+    for shards, nodes, ranks, workers in [(32, 4, 2, 1), (7, 2, 1, 3), (1000, 4, 8, 4), (3, 4, 2, 0)]:
+        spare = sum(
+            spare_of(shards, Topology(rank, nodes * ranks, 0, ranks, 0, nodes), workers) * max(1, workers)
+            for rank in range(nodes * ranks)
+        )
+        assert shards // nodes - workers < spare <= shards // nodes or spare == shards // nodes == 0
+    assert spare_of(1000, Topology(), 4) == 0
+
+
+def test_a_long_wait_says_for_what_for_whom_and_since_when(
+    waiter: Make, place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [0.0]
+    one = waiter(clock=lambda: now[0], wait_seconds=60.0)
+
+    class Passing:
+        def wait(self, seconds: float) -> bool:
+            now[0] += 4.0
+            return False
+
+    write_lease(place, one.shard, **SLOW)
+    assert one.turns.find(one.shard, one.look, Passing()) is None  # type: ignore[arg-type]
+    lines = [line for line in caplog.messages if line.startswith("waiting for ")]
+    assert lines[0].startswith(f"waiting for {one.shard.name} in the shared cache: the node far-1 has been ")
+    assert "fetching it for 18 s, 100 B of 1.0 KB so far" in lines[0]
+    assert len(lines) < 3
 
 
 def test_nobody_waits_if_asked_not_to(waiter: Make, place: Place, other: Leases) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from streamload.cache import garbage
 from streamload.cache.inventory import meta_of, url_of
 from streamload.cache.shard_copy import ShardCopy
-from streamload.cache.shared.leases import Leases, is_dead_or_stopped
+from streamload.cache.shared.leases import Leases
 from streamload.cache.shared.objects import Objects
 from streamload.cache.shared.tier import SharedTier
 from streamload.cache.tier import Tier
@@ -27,6 +27,7 @@ from streamload.derived.row_shard import RowShard, fingerprint_in, rows_in, rows
 from streamload.derived.row_shard_catalog import UNREADABLE, HeldRows, Removed, RowShards
 from streamload.errors import CacheCorrupt, SharedTierError
 from streamload.metrics import Counters
+from streamload.node import is_dead_or_stopped
 from streamload.shards.index import IndexReader
 
 _OBJECT = re.compile(r"prepared/(rows-[0-9a-f]{32})/([0-9a-f]{32})/(index|[0-9a-f]{16}\.tar)")

@@ -1,29 +1,29 @@
 """One rank decides for all: what each rank has goes to rank 0, and its answer to all of them.
 
-Over a process group of its own on gloo, whatever the training uses: it needs no device, waits in no other
-collective, and notices at once when a process ends. A rank that fails or ends meanwhile is RankFailed on the
-others, never a wait without end.
+Through torch.distributed's store, whatever backend the training uses: it needs no device and no connection of
+its own, and waits in no other collective. A decision costs each rank four requests. A rank that fails or ends
+meanwhile is RankFailed on the others, never a wait without end.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed
-
 from streamload.errors import OptionError, RankFailed
-from streamload.loader.distributed import Ranks, ranks_of
+from streamload.loader.distributed import Ranks, ranks_of, unique
+from streamload.loader.heartbeats import values_of
 
-_LONGEST_WAIT = timedelta(hours=2)
+_LONGEST_WAIT_SECONDS = 7200.0
 """For a rank that is alive, and does something else: saves a checkpoint, evaluates."""
-_LOOK_SECONDS = 1.0
-"""Between two looks at what the other ranks reported."""
+_PROMPT_SECONDS = 1.0
+"""A rank waits within the store, which answers at once, for so long; then it looks at the others, too."""
+_LEAST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.05, 1.0
+"""Between two of these looks; the second after a while."""
 
 
 class Agreement:
@@ -38,8 +38,8 @@ class Agreement:
 
     def __init__(self, world_size: int):
         self._world_size = world_size
-        self._group: Any = None
         self._ranks: Ranks | None = None
+        self._decisions = 0
         if world_size == 1:
             return
         self._ranks = ranks_of(world_size)
@@ -49,7 +49,8 @@ class Agreement:
                 f"{world_size} ranks of this run: initialise torch.distributed before the loader is "
                 f"iterated, or leave them out (set_weights, set_batch_size and Replay don't need it)"
             )
-        self._group = torch.distributed.new_group(backend="gloo", timeout=_LONGEST_WAIT)
+        self._name = unique("decisions")
+        self._ranks.heartbeats.register()
 
     def decide(self, what: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
         """Rank 0's decision from the values of all ranks.
@@ -62,73 +63,70 @@ class Agreement:
         Raises:
             RankFailed: a rank failed or ended.
         """
-        if self._ranks is None:
+        ranks = self._ranks
+        if ranks is None:
             return decide([value])
-        own = self._ranks.rank
-        values = self._exchange(what, value)
-        decision = decide(values) if own == 0 else None
-        return self._exchange(f"{what}, as rank 0 decided", decision)[0]
-
-    def _exchange(self, what: str, value: Any) -> list[Any]:
-        """The values of all ranks, by rank."""
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        store, number = ranks.store, self._decisions
+        self._decisions += 1
+        keys = [f"{self._name}/of/{rank}" for rank in range(self._world_size)]
+        arrived, complete, decided = _keys(self._name, number)
         try:
-            lengths = self._gathered(torch.tensor([len(text)]))
-            longest = max(int(length) for length in lengths)
-            padded = torch.zeros(longest, dtype=torch.uint8)
-            padded[: len(text)] = text
-            texts = self._gathered(padded)
-        except RuntimeError as exc:  # gloo's: a connection broke, or the longest wait is over
-            raise self._failed(what, _told(exc)) from exc
-        return [
-            json.loads(bytes(text[: int(length)].tolist()))
-            for text, length in zip(texts, lengths, strict=True)
-        ]
+            store.set(keys[ranks.rank], json.dumps(value))
+            if store.add(arrived, 1) == self._world_size:
+                store.set(complete, "1")
+            if ranks.rank:
+                self._wait_for(decided, f"{what}, as rank 0 decided")
+                return json.loads(store.get(decided))
+            self._wait_for(complete, what)
+            text = json.dumps(decide([json.loads(told) for told in values_of(store, keys)]))
+            store.set(decided, text)
+            if number:  # all ranks have read it
+                for key in _keys(self._name, number - 1):
+                    store.delete_key(key)
+        except RankFailed as exc:
+            self._report(exc)
+            raise
+        except RuntimeError as exc:
+            raise self._ended(what, "the store of torch.distributed is gone, and with it rank 0") from exc
+        return json.loads(text)
 
-    def _gathered(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of all ranks. Meanwhile this looks at what they report.
-
-        Raises:
-            RankFailed: a rank reported that it has failed.
-        """
-        found = [torch.empty_like(value) for _ in range(self._world_size)]
-        work = torch.distributed.all_gather(found, value, group=self._group, async_op=True)
-        look = time.monotonic() + _LOOK_SECONDS
-        while not work.is_completed():
-            if time.monotonic() >= look:
-                self._raise_if_failed()
-                look = time.monotonic() + _LOOK_SECONDS
-            time.sleep(0.0002)
-        work.wait()
-        return found
-
-    def _raise_if_failed(self) -> None:
-        """Raise if a rank has reported that it failed.
+    def _wait_for(self, key: str, what: str) -> None:
+        """Wait for a key of the store, as long as no rank has failed.
 
         Raises:
-            RankFailed: with its reason.
+            RankFailed: a rank has failed or died, or it took too long.
+            RuntimeError: the store is gone.
         """
-        ranks = self._ranks
+        ranks, began = self._ranks, time.monotonic()
         assert ranks is not None
-        with contextlib.suppress(RuntimeError):  # the store is gone with its rank
+        with contextlib.suppress(RuntimeError):  # not yet; or the store is gone, which `check` raises
+            ranks.store.wait([key], timedelta(seconds=_PROMPT_SECONDS))
+            return
+        pause = _LEAST_PAUSE_SECONDS
+        while not ranks.store.check([key]):
             ranks.read_reports()
-        for rank, reason in sorted(ranks.failed.items()):
-            raise RankFailed(f"{ranks.name_of(rank)} has failed: {reason}")
+            for rank, reason in sorted(ranks.failed.items()):
+                raise RankFailed(f"{ranks.name_of(rank)} has failed: {reason}")
+            for rank, reason in sorted(ranks.heartbeats.gone().items()):
+                if not ranks.store.check([key]):  # it may have ended after its part was done
+                    raise self._ended(what, f"{ranks.name_of(rank)}: {reason}")
+            if time.monotonic() - began > _LONGEST_WAIT_SECONDS:
+                raise self._ended(what, f"not all answered in {_LONGEST_WAIT_SECONDS / 3600:.0f} hours")
+            time.sleep(pause)
+            pause = min(_MOST_PAUSE_SECONDS, 1.5 * pause)
 
-    def _failed(self, what: str, error: str) -> RankFailed:
-        """The error for a rank that ended; the other ranks are told, as they may not wait for this one."""
-        try:
-            self._raise_if_failed()
-        except RankFailed as failed:
-            return failed
+    def _ended(self, what: str, reason: str) -> RankFailed:
+        return RankFailed(f"one of {self._world_size} ranks ended while all agreed on {what}: {reason}")
+
+    def _report(self, error: RankFailed) -> None:
+        """Tell the other ranks, as they may not see what this one has seen."""
         ranks = self._ranks
         assert ranks is not None
-        message = f"one of {self._world_size} ranks ended while all agreed on {what}: {error}"
-        with contextlib.suppress(RuntimeError):
-            ranks.report("failed", f"RankFailed: {message}")
-        return RankFailed(message)
+        if not ranks.failed:
+            with contextlib.suppress(RuntimeError):
+                ranks.report("failed", f"RankFailed: {error}")
 
 
-def _told(error: RuntimeError) -> str:
-    """What gloo says, without where in its source it does, and advice."""
-    return re.sub(r"^\[\S+\] ", "", str(error).partition("\n")[0]).partition(". ")[0]
+def _keys(name: str, number: int) -> tuple[str, str, str]:
+    """The keys of a decision: how many ranks have given their values, that all have, and the decision."""
+    return f"{name}/{number}/arrived", f"{name}/{number}/complete", f"{name}/{number}/decided"

@@ -26,6 +26,9 @@ import torch.distributed
 from streamload import limits
 from streamload.errors import RankFailed
 from streamload.ipc import ControlBlock
+from streamload.loader.heartbeats import SILENT_SECONDS, Heartbeats, ranges_of, values_of
+from streamload.metrics.figures import SlowestRank
+from streamload.node import host_name
 
 T = TypeVar("T")
 logger = logging.getLogger("streamload")
@@ -73,7 +76,7 @@ def first_value(name: str, value: str, world_size: int) -> str:
     store = _store_of(world_size)
     if store is None:
         return value
-    first: bytes = store.compare_set(_unique(name), "", value)
+    first: bytes = store.compare_set(unique(name), "", value)
     return first.decode()
 
 
@@ -138,7 +141,7 @@ def agree(
     store = _store_of(world_size)
     if store is None:
         return decide([value])
-    name, rank = _unique(name), torch.distributed.get_rank()
+    name, rank = unique(name), torch.distributed.get_rank()
     keys = [f"{name}/{rank}" for rank in range(world_size)]
     store.set(keys[rank], json.dumps(value))
     awaited = [name] if rank else keys
@@ -156,15 +159,8 @@ def agree(
     if rank and store.check([name]):
         return json.loads(store.get(name))  # type: ignore[no-any-return]
     arrived = keys if store.check(keys) else [key for key in keys if store.check([key])]
-    decision = decide([json.loads(told) for told in _values_of(store, arrived)])
+    decision = decide([json.loads(told) for told in values_of(store, arrived)])
     return json.loads(store.compare_set(name, "", json.dumps(decision)))  # type: ignore[no-any-return]
-
-
-def _values_of(store: Any, keys: list[str]) -> list[bytes]:
-    """The values of keys that are there, by one request if the store takes it."""
-    if len(keys) > 1 and store.has_extended_api():
-        return list(store.multi_get(keys))
-    return [store.get(key) for key in keys]
 
 
 def largest(
@@ -251,25 +247,35 @@ class Ranks:
     """A log in torch.distributed's store, which each rank appends to and reads. Thread-safe.
 
     Attributes:
+        store: of torch.distributed.
+        heartbeats: of this rank and the others.
+        host: of this rank, with its node if that is known.
         failed: why, for each rank that has failed and hasn't continued since.
         has_failed: whether this rank has.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.store = rank, world_size, store
+        self.heartbeats = Heartbeats(store, rank, world_size)
+        self.host = host_name()
         self.failed: dict[int, str] = {}
         self.has_failed = False
-        self._store = store
         self._waiting: set[int] = set()
+        self._hosts: dict[int, str] = {}  # of other ranks, as far as they have reported
         self._read = 0
         self._slowest, self._seen = "", 0  # the entry of the rank that waits most, and looks since it changed
         self._lock = threading.Lock()
 
     def report(self, status: str, reason: str = "") -> int:
-        """Append that this rank "waits", has "failed", or "goes on"; returns the entry's number."""
-        self.has_failed = status == "failed"
-        number: int = self._store.add(_KEY, 1)
-        self._store.set(f"{_KEY}/{number}", json.dumps([self.rank, status, reason]))
+        """Append that this rank "waits", has "failed", or "goes on", or that others are "silent".
+
+        Returns:
+            The entry's number.
+        """
+        if status != "silent":
+            self.has_failed = status == "failed"
+        number: int = self.store.add(_KEY, 1)
+        self.store.set(f"{_KEY}/{number}", json.dumps([self.rank, status, reason, self.host]))
         return number
 
     def read_reports(self) -> None:
@@ -277,7 +283,7 @@ class Ranks:
         waits: dict[int, str] = {}
         with self._lock:
             for entry in self._unread():
-                rank, status, reason = json.loads(entry)
+                rank, status, reason, self._hosts[rank] = json.loads(entry)
                 self._read += 1
                 waits.pop(rank, None)
                 if status == "waits":
@@ -285,6 +291,8 @@ class Ranks:
                     self.failed.pop(rank, None)
                 elif status == "failed":
                     self._record_failure(rank, reason)
+                elif status == "silent":
+                    logger.warning("%s", reason)
                 elif rank in self._waiting or rank in self.failed:
                     self._waiting.discard(rank)
                     self.failed.pop(rank, None)
@@ -297,12 +305,12 @@ class Ranks:
 
     def _unread(self) -> list[bytes]:
         """The entries since the last call, up to one that is numbered, but not written yet."""
-        keys = [f"{_KEY}/{number}" for number in range(self._read + 1, self._store.add(_KEY, 0) + 1)]
-        if keys and not self._store.check(keys):
-            keys = list(itertools.takewhile(lambda key: self._store.check([key]), keys))
-        return _values_of(self._store, keys)
+        keys = [f"{_KEY}/{number}" for number in range(self._read + 1, self.store.add(_KEY, 0) + 1)]
+        if keys and not self.store.check(keys):
+            keys = list(itertools.takewhile(lambda key: self.store.check([key]), keys))
+        return values_of(self.store, keys)
 
-    def compare_waits(self, ratio: float) -> tuple[int, float] | None:
+    def compare_waits(self, ratio: float) -> SlowestRank | None:
         """Compare how much the ranks wait for data; to be called every few seconds.
 
         One entry in the store is that of the rank that waits most; a rank that waits more replaces it, and so
@@ -312,26 +320,40 @@ class Ranks:
             ratio: the share of the last minute in which this rank waited.
 
         Returns:
-            The other rank that waits most, and its share; None: none waits more than this one.
+            The other rank that waits most; None: none waits more than this one.
         """
-        text = self._store.get(_SLOWEST).decode() if self._store.check([_SLOWEST]) else ""
+        text = self.store.get(_SLOWEST).decode() if self.store.check([_SLOWEST]) else ""
         self._seen = self._seen + 1 if text == self._slowest else 0
         self._slowest = text
-        rank, most, number = json.loads(text) if text else (-1, 0.0, 0)
+        rank, most, number, host = json.loads(text) if text else (-1, 0.0, 0, "")
         if self._seen >= _LOOKS and rank != self.rank:
             rank, most = -1, 0.0
         if rank == self.rank or ratio > most:
-            self._store.set(_SLOWEST, json.dumps([self.rank, ratio, number + 1]))
+            self.store.set(_SLOWEST, json.dumps([self.rank, ratio, number + 1, self.host]))
             return None
-        return (rank, most) if most else None
+        return SlowestRank(rank, most, "" if host == self.host else host) if most else None
 
     def name_of(self, rank: int) -> str:
-        """A rank as messages name it."""
-        return f"rank {rank} of {self.world_size}"
+        """A rank as messages name it: with its host, in a run of several."""
+        hosts = {self.rank: self.host, **self._hosts}
+        host = hosts.get(rank, "") if len({*hosts.values()}) > 1 else ""
+        return f"rank {rank} of {self.world_size}" + (f" on {host}" if host else "")
+
+    def report_silence(self) -> None:
+        """On rank 0: report the ranks whose heartbeats have stopped; all ranks log that."""
+        if silent := self.heartbeats.look():
+            hosts = sorted({self.heartbeats.hosts[rank] for rank in silent} - {""})
+            where = f" on {', '.join(hosts)}" if hosts else ""
+            self.report(
+                "silent",
+                f"{ranges_of(silent)} of {self.world_size}{where}: no heartbeat for {SILENT_SECONDS:.0f} s. "
+                "The node is down or cut off, or its processes have ended or are stopped",
+            )
+            self.read_reports()
 
     def is_read(self, number: int) -> bool:
         """Whether all other ranks have read this rank's failure, by its entry's number."""
-        readers: int = self._store.add(f"{_KEY}/{number}/seen", 0)
+        readers: int = self.store.add(f"{_KEY}/{number}/seen", 0)
         return readers >= self.world_size - 1
 
     def _record_failure(self, rank: int, reason: str) -> None:
@@ -339,7 +361,7 @@ class Ranks:
         if rank == self.rank:
             return
         self.failed[rank] = reason
-        self._store.add(f"{_KEY}/{self._read}/seen", 1)
+        self.store.add(f"{_KEY}/{self._read}/seen", 1)
         logger.error("%s has failed, and with it the run: %s", self.name_of(rank), reason)
 
 
@@ -347,10 +369,10 @@ class OwnWaits(Protocol):
     """What a RankMonitor needs of this rank's numbers (meter.Meter).
 
     Attributes:
-        slowest: the other rank that waits most for data, and its share of waiting.
+        slowest: the other rank that waits most for data.
     """
 
-    slowest: tuple[int, float] | None
+    slowest: SlowestRank | None
 
     def wait_ratio(self) -> float:
         """The share of the last minute in which the training loop waited for data."""
@@ -425,8 +447,13 @@ class RankMonitor:
     def _run(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone, and with it the run
             for poll in itertools.count():
+                if poll % _COMPARED_EVERY == 0:
+                    self._ranks.heartbeats.beat(self._ranks.host)
                 if self._end.wait(_POLL_SECONDS):
+                    self._ranks.heartbeats.beat(self._ranks.host, is_running=False)
                     return
+                if self._ranks.rank == 0 and poll % _COMPARED_EVERY == 0:
+                    self._ranks.report_silence()
                 self._report_wait()
                 if poll % _COMPARED_EVERY == 0:
                     self._meter.slowest = self._ranks.compare_waits(self._meter.wait_ratio())
@@ -465,12 +492,12 @@ def ranks_of(world_size: int) -> Ranks | None:
     store = _store_of(world_size)
     if store is None:
         return None
-    if _ranks is None or _ranks._store is not store:
+    if _ranks is None or _ranks.store is not store:
         _ranks = Ranks(store, torch.distributed.get_rank(), world_size)
     return _ranks
 
 
-def _unique(name: str) -> str:
+def unique(name: str) -> str:
     """A key for the next use of a name: the same on all ranks if they use it equally often."""
     _uses[name] += 1
     return f"streamload/{name}/{_uses[name]}"

@@ -43,6 +43,7 @@ from streamload.loader.state import (
     BAD_IN_PASS,
     BAD_SAMPLES,
     BAD_SHARDS,
+    attempt_in,
     counts_in,
     from_state,
     steering_in,
@@ -52,6 +53,7 @@ from streamload.loader.steerable import Steerable
 from streamload.loader.steering import Steering
 from streamload.loader.trace import Trace
 from streamload.metrics import Counters, total
+from streamload.node import host_name
 from streamload.options.values import at_least
 from streamload.worker import Batch, EpochStart, SkippedSample, nothing_ready
 
@@ -453,6 +455,8 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         expected = self._lengths.expected(position)
         accelerate = AccelerateEpoch(self) if self._is_accelerated else None
         ranks = ranks_of(self.world_size)
+        if ranks is not None and schedule.topology.nodes > 1:
+            ranks.host = f"{host_name()} (node {schedule.topology.node})".lstrip()
         monitor = None if ranks is None else RankMonitor(ranks, self._control, self.meter)
         epoch = Epoch(self, batches, self._feed, started, start.steps, expected, accelerate, monitor)
         current = self._current = weakref.ref(epoch)
@@ -503,4 +507,4 @@ def gather_state(loader: Loader) -> dict[str, Any]:
     steering = steering_in(states)
     collapsed = {} if steering is None else steering.collapsed().to_json()
     collapsed |= merged_sizing(states)
-    return to_state(*from_state(states), counts_in(states), collapsed)
+    return to_state(*from_state(states), counts_in(states), collapsed, attempt_in(states))

@@ -23,7 +23,7 @@ from streamload.loader.publishing import Publisher
 from streamload.loader.schedule import Schedule
 from streamload.metrics import COUNTERS, Counters
 from streamload.metrics.alerts import WINDOW_SECONDS, Alert, Alerts
-from streamload.metrics.figures import Figures, History, Machine, Sample
+from streamload.metrics.figures import Figures, History, Machine, Sample, SlowestRank
 from streamload.metrics.page import RunPage, names_of_sources
 from streamload.metrics.verdict import LITTLE, ON_HOST, Verdict, judge
 from streamload.urls import is_local
@@ -57,7 +57,7 @@ class Meter:
     Attributes:
         functions: the argument whose function has most of a stage's time, by stage.
         publisher: of the rank's page and gauges.
-        slowest: the other rank that waits most for data, and its share of waiting; set by RankMonitor.
+        slowest: the other rank that waits most for data; set by RankMonitor.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Meter:
     ) -> None:
         self.functions: Mapping[str, str] = {}
         self._waits = waits
-        self.slowest: tuple[int, float] | None = None
+        self.slowest: SlowestRank | None = None
         self._options, self._schedule = options, schedule
         self._control, self._counts, self._listeners = control, counts, listeners
         self._names = names_of_sources(source.name for source in options.sources)

@@ -33,12 +33,19 @@ from streamload.loader.position import EpochTracker, MeanWeight, Position, Weigh
 from streamload.loader.resizing import blocks_of, from_block, of_ranks, resized
 from streamload.loader.sizes import agree_on_sizes, estimate_samples, read_sizes, sizes_digest
 from streamload.loader.sources import SourceOptions
-from streamload.loader.state import check_fits, check_options, from_state, has_more_shards, to_state
+from streamload.loader.state import (
+    attempt_in,
+    check_fits,
+    check_options,
+    from_state,
+    has_more_shards,
+    to_state,
+)
 from streamload.order.mixing import shares_of
 from streamload.order.plan import OrderOptions
 from streamload.order.split import Split
 from streamload.order.steps import Resize, Steps, refuse_uneven
-from streamload.topology import Topology, read_rank, read_topology
+from streamload.topology import RunAttempt, Topology, read_rank, read_topology
 from streamload.worker import InFlight
 
 logger = logging.getLogger("streamload")
@@ -53,11 +60,13 @@ class Schedule:
     Attributes:
         tracker: of the epoch and the position in it.
         mean_weight: by which weights of samples are scaled; None: they aren't, or it isn't known yet.
+        attempt: of the run, if it has had to be known.
     """
 
     def __init__(self, options: LoaderOptions):
         self.tracker = EpochTracker(options.epochs_continue)
         self.mean_weight: MeanWeight | None = None
+        self.attempt: RunAttempt | None = None
         self._options = options
         self._topology: Topology | None = None
         self._topology_pid = 0  # of the process that read it
@@ -329,7 +338,16 @@ class Schedule:
         """The state of this rank, with what it has counted, and its decisions."""
         order = replace(self.order, sizes=self._groups_cut_by)  # settled first: the position may follow
         position = replace(self.tracker.saved(), mean_weight=self.mean_weight)
-        return to_state(order, position, counts, steering)
+        return to_state(order, position, counts, steering, self.attempt)
+
+    def agree_on_attempt(self) -> RunAttempt:
+        """The attempt of this run, by the last state, or of a new one; the same on ranks that are joined."""
+        if self.attempt is None:
+            order = self.order
+            name = f"attempt {order.data} {order.seed} {order.train}"
+            agreed = first_value(name, json.dumps(RunAttempt.new()), self.topology.world_size)
+            self.attempt = RunAttempt.parse(*json.loads(agreed))
+        return self.attempt
 
     def load(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], moved: Mapping[str, str]) -> None:
         """Resume from a state.
@@ -342,6 +360,7 @@ class Schedule:
             StateMismatch: it is of another run.
         """
         saved, position = from_state(state)
+        attempt = attempt_in(state)
         ours = self.settle()
         if moved:
             ours = replace(ours, data=data_digest(self._options, moved))
@@ -361,6 +380,7 @@ class Schedule:
         self._groups_cut_by = saved.sizes if position.position else None
         self._settled = None
         self.mean_weight = position.mean_weight
+        self.attempt = None if attempt is None else attempt.next()
         self.tracker.load(position)
 
     def resized(self, rows: int, position: int, in_flight: InFlight | None) -> Resize:

@@ -19,12 +19,15 @@ from streamload.order.mixing import UNIT, WIDEST_MULTIPLE
 from streamload.order.plan import WIDEST_LANES, WIDEST_WINDOW, WITH_ARRIVALS
 from streamload.order.split import Split
 from streamload.order.steps import Resize, Steps
+from streamload.topology import RunAttempt
 from streamload.worker.messages import changes_from
 from streamload.worker.states import GroupState
 
 FORMAT = 3
 _WITHOUT_CHECKSUM = 2
 """The format before: without shard counts, the digest of sizes, openings and the checksum."""
+RUN = "run"
+"""The identity of the run and the attempt, where processes of the run hold leases."""
 BAD_SAMPLES, BAD_SHARDS, BAD_IN_PASS = "bad_samples", "bad_shards", "bad_in_pass"
 _COUNTS = {BAD_SAMPLES: 3, BAD_SHARDS: 2, BAD_IN_PASS: 3}
 """What a rank has counted (`counts()` of its checks), in so many numbers. Any rank's of one step will do, but
@@ -41,6 +44,7 @@ def to_state(
     position: Position,
     counts: Mapping[str, Sequence[int]],
     steering: Mapping[str, Any],
+    attempt: RunAttempt | None = None,
 ) -> dict[str, Any]:
     """A state: JSON-able; its size doesn't depend on that of the data set."""
     state = {
@@ -73,6 +77,7 @@ def to_state(
         "at": {str(number): group.to_json() for number, group in sorted(position.groups.items())},
         **{name: list(numbers) for name, numbers in counts.items() if name != BAD_IN_PASS or any(numbers)},
         **steering,
+        **({} if attempt is None else {RUN: list(attempt)}),
     }
     return {**state, "checksum": _checksum(state)}
 
@@ -136,6 +141,23 @@ def steering_in(state: Any) -> SteeringState | None:
     """
     merged = state if isinstance(state, Mapping) else _merged(state)
     return SteeringState.from_json(merged, len(merged["sources"]))
+
+
+def attempt_in(state: Any) -> RunAttempt | None:
+    """The attempt of a run that a state, or the first of the ranks' states, was saved by; None: none.
+
+    Raises:
+        StateMismatch: it is damaged.
+    """
+    states = [state] if isinstance(state, Mapping) else state
+    saved = next((one[RUN] for one in states if RUN in one), None)
+    if saved is None:
+        return None
+    try:
+        run, attempt = saved
+        return RunAttempt.parse(run, attempt)
+    except (TypeError, ValueError) as exc:
+        raise StateMismatch(f"not a valid state of a loader: {exc!s:.200}") from None
 
 
 def check_fits(saved: OrderSpec, ours: OrderSpec, position: Position, needed: set[int]) -> None:
@@ -240,7 +262,7 @@ def _merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     by_rank = [name for name in (REPORTS, STEP_TIMES) if name in merged]
     merged |= {name: {} for name in by_rank}
     for one in states:
-        compared = merged.keys() - {"at", "checksum", *by_rank, *_COUNTS}
+        compared = merged.keys() - {"at", "checksum", RUN, *by_rank, *_COUNTS}
         if other := sorted(name for name in compared if one.get(name) != merged[name]):
             raise StateMismatch(
                 f"the states are not of one moment of one run: they differ in {', '.join(other)}"

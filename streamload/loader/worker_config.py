@@ -123,6 +123,9 @@ def _worker_config(
     in_flight = in_flight_of(options, assembly)
     if in_flight is not None:
         report(options, in_flight, schedule.most_rows)
+    if shared is not None and shared.write_back and shared.wait_seconds > 0:
+        attempt = schedule.agree_on_attempt()
+        shared = shared.in_run(attempt, len(shards), topology, options.num_workers)
     config = WorkerConfig(
         shards=shards,
         origin=OriginOptions(outage_seconds=settings.origin_wait),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from streamload.metrics.figures import Figures
+from streamload.metrics.figures import Figures, SlowestRank
 from streamload.metrics.verdict import judge
 
 HOLD_SECONDS = 30.0
@@ -98,7 +98,7 @@ def _starved(figures: Figures) -> tuple[str, float]:
 
 def _straggler(figures: Figures) -> float:
     slowest = figures.slowest
-    return 0.0 if slowest is None or slowest[1] < 2 * figures.wait else slowest[1]
+    return 0.0 if slowest is None or slowest.wait < 2 * figures.wait else slowest.wait
 
 
 def _stalled(figures: Figures) -> float:
@@ -157,8 +157,9 @@ RULES = (
         "straggler rank",
         0.2,
         _straggler,
-        lambda figures: "rank {} waits {:.0%} of the time for data, and all ranks wait for it".format(
-            *(figures.slowest or (0, 0.0))
+        lambda figures: (
+            f"{figures.slowest or SlowestRank(0, 0.0)} waits {_straggler(figures):.0%} of the time for data, "
+            f"and all ranks wait for it"
         ),
     ),
     Rule("stalled", _STALLED_SECONDS, _stalled, _stall_message, hold_seconds=0.0),

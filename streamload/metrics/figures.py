@@ -62,6 +62,17 @@ class Machine(NamedTuple):
     shard_name: Callable[[int], str] = "shard {}".format
 
 
+class SlowestRank(NamedTuple):
+    """The rank of a run that waits most for data, its share of waiting, and its host if there are several."""
+
+    rank: int
+    wait: float
+    host: str = ""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
     """What happened in an interval.
@@ -78,6 +89,7 @@ class Figures:
         unprepared: samples whose images weren't prepared, though the training asks for it.
         origin_bytes, origin_requests, origin_retries, origin_outages: see the registry.
         shared_bytes: from the shared cache.
+        shared_wait_seconds: for which fills waited for those of other nodes, added up.
         started, evicted: shards whose reading started in a pass, and that were evicted.
         range_reads: samples that were read from their origin, as the cache has no room.
         source_waits: seconds for which workers waited for bytes, by source.
@@ -85,8 +97,7 @@ class Figures:
         waiting_seconds: how long the training loop has been waiting for its next batch, at the end.
         still_seconds: how long it has neither requested nor got one, at the end.
         memory_ratio: how much of the memory, or of the device's, is taken, at the end; 0: unknown.
-        slowest: the rank that waits most for data, of the other ranks, and its share of waiting; None:
-            unknown.
+        slowest: the rank that waits most for data, of the other ranks; None: unknown.
     """
 
     seconds: float
@@ -104,6 +115,7 @@ class Figures:
     origin_retries: int = 0
     origin_outages: int = 0
     shared_bytes: int = 0
+    shared_wait_seconds: float = 0.0
     started: int = 0
     evicted: int = 0
     range_reads: int = 0
@@ -112,7 +124,7 @@ class Figures:
     waiting_seconds: float = 0.0
     still_seconds: float = 0.0
     memory_ratio: float = 0.0
-    slowest: tuple[int, float] | None = None
+    slowest: SlowestRank | None = None
 
     @property
     def wait(self) -> float:
@@ -154,6 +166,7 @@ class Figures:
             origin_retries=count("origin_retries"),
             origin_outages=count("origin_outages"),
             shared_bytes=count("shared_bytes"),
+            shared_wait_seconds=seconds("shared_wait_ns"),
             started=count("tier_hits") + count("tier_misses"),
             evicted=count("shards_evicted"),
             range_reads=count("range_reads"),

@@ -170,6 +170,7 @@ METRICS: tuple[Metric, ...] = (
         "shards that it could not store: the shared cache refused them, or the run ended",
     ),
     counted("shared_waits", "fills that waited for another node's fill of the same shard"),
+    counted("shared_overtakes", "fills of shards that a much slower node was fetching as well"),
     counted(
         "shared_wait_seconds",
         "total time of these waits, summed over concurrent fills",

@@ -51,6 +51,7 @@ class Snapshot:
     shared_stored: int = 0
     shared_not_stored: int = 0
     shared_waits: int = 0
+    shared_overtakes: int = 0
     tier_hits: int = 0
     tier_misses: int = 0
     shards_published: int = 0

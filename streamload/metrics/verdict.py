@@ -138,8 +138,8 @@ def _decide(figures: Figures) -> tuple[Limit, str, str]:
 
 def _not_waiting(figures: Figures) -> tuple[Limit, str, str]:
     slowest = figures.slowest
-    if slowest is not None and slowest[1] >= max(LITTLE, 2 * figures.wait):
-        evidence = f"rank {slowest[0]} waits {slowest[1]:.0%} of the time, and all ranks wait for it"
+    if slowest is not None and slowest.wait >= max(LITTLE, 2 * figures.wait):
+        evidence = f"{slowest} waits {slowest.wait:.0%} of the time, and all ranks wait for it"
         return "another rank", evidence, _SEE_LOG
     if figures.feature_seconds >= _MOST * figures.seconds:
         evidence = f"features were computed {figures.feature_seconds / figures.seconds:.0%} of the time"
@@ -167,6 +167,9 @@ def _bytes(figures: Figures) -> tuple[Limit, str, str]:
     if not figures.machine.workers:
         busy = f"{figures.blocked_seconds / figures.waited_seconds:.0%} of that for bytes"
     busy += _slowest_shard(figures)
+    if figures.shared_wait_seconds >= _MOST * figures.waited_seconds:
+        waited = f"{figures.shared_wait_seconds:.0f} s"
+        busy += f", fills waited {waited} for other nodes' fills, which the log names"
     held_back, lacked = (figures.stages.get(stage, 0.0) for stage in ("shuffle", "bytes"))
     if held_back > lacked:
         evidence = f"the window of shuffle= holds back most samples that arrive ({busy})"

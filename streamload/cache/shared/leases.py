@@ -1,33 +1,33 @@
 """Leases: which process works on which task, among processes that share nothing but a tier.
 
-    leases/<task>.json      the holder, and a counter that it increments as a heartbeat
+    leases/<task>.json      the holder, its progress, and a counter that it increments as a heartbeat
 
 A lease only saves work: what two holders do twice is still right. So none of this has to be safe on stores
 that ignore conditions, or when a stopped holder resumes. Clocks of different machines are never compared: a
 lease has expired if it hasn't changed for a while by the observer's clock, or, on the holder's own node, once
-its process is dead or stopped. Daemons share their work by leases, and so do nodes that want the same shard
+its process is dead or stopped, or once a later attempt of the holder's run asks: a run that was started again
+has ended before. Daemons share their work by leases, and so do nodes that want the same shard
 at the same moment (single_flight.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
 import json
 import logging
-import os
 import re
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, NamedTuple
 
 from streamload import limits
 from streamload.cache.shared.objects import Objects
 from streamload.errors import SharedTierError
+from streamload.node import host_name
+from streamload.topology import RunAttempt
 
 logger = logging.getLogger("streamload")
 
@@ -35,13 +35,34 @@ LEASE_SECONDS = 60.0
 """A lease without a heartbeat for so long has expired."""
 _BEATS = 4
 """Heartbeats of a holder in that time."""
-_PROC = Path("/proc")
-_STOPPED_STATES = frozenset("TtZXx")
-"""Stopped, traced, or dead and not yet reaped."""
+_LATE_TIMES, _LATE_SECONDS = 1.5, 0.5
+"""A heartbeat is late after so many times its interval, and so many seconds for the requests."""
 _LIMIT_BYTES = 4096
 _TASK = re.compile(r"[A-Za-z0-9._=+-]{1,200}")
 _WORD = re.compile(r"[A-Za-z0-9.]{1,200}")
+_HOST = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_MOST = 1 << 60
 _NAME = re.compile(r"leases/([A-Za-z0-9._=+-]{1,200})\.json")
+
+
+class Holder(NamedTuple):
+    """The holder of a lease, as another process sees it.
+
+    Attributes:
+        host: its name; "": unknown.
+        address: see `own_address`; "": unknown.
+        seconds: for how long it has held the lease: by its own clock until its last heartbeat, and by the
+            observer's since then.
+        arrived, size: its progress by its last heartbeat, in bytes; size 0: unknown.
+        is_late: its next heartbeat should have come.
+    """
+
+    host: str
+    address: str
+    seconds: float
+    arrived: int
+    size: int
+    is_late: bool
 
 
 @dataclass(slots=True)
@@ -52,6 +73,20 @@ class _Seen:
     since: float
 
 
+@dataclass(slots=True)
+class _Held:
+    """A lease of this process: since when, its progress in bytes, and its next heartbeat.
+
+    The intervals of heartbeats double up to the usual one: what is slow is seen to be slow soon.
+    """
+
+    since: float
+    interval: float
+    due: float
+    arrived: int = 0
+    size: int = 0
+
+
 class Leases:
     """The leases of one process. Thread-safe; a thread sends heartbeats from the first lease on.
 
@@ -60,6 +95,8 @@ class Leases:
         lease_seconds: an unchanged lease of another process expires after so long.
         address: identifies this process to others on its node (see `own_address`); "": unknown.
         has_gone: whether the holder at an address is known to be dead; then nobody waits.
+        attempt: of the run that this process belongs to; None: of none.
+        first_beat_seconds: until the first heartbeat of a lease, at most; None: as between the others.
         settle_seconds: after taking over a lease, wait so long and check it again: of several processes that
             saw it expire at the same moment the last one has it.
         clock: monotonic.
@@ -77,6 +114,8 @@ class Leases:
         lease_seconds: float = LEASE_SECONDS,
         address: str = "",
         has_gone: Callable[[str], bool] = lambda address: False,
+        attempt: RunAttempt | None = None,
+        first_beat_seconds: float | None = None,
         settle_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -86,12 +125,16 @@ class Leases:
         self._lease_seconds = lease_seconds
         self._address = address
         self._has_gone = has_gone
+        self._attempt = attempt
+        self._beat_seconds = lease_seconds / _BEATS
+        self._first_beat_seconds = min(self._beat_seconds, first_beat_seconds or self._beat_seconds)
+        self._host = host_name()
         self._settle_seconds = settle_seconds
         self._clock = clock
         self._stop = threading.Event()
         self._change = threading.Lock()
         # Guarded by _change:
-        self._mine: set[str] = set()
+        self._mine: dict[str, _Held] = {}
         self._seen: dict[str, _Seen] = {}
         self._beat = 0
         self._thread: threading.Thread | None = None
@@ -111,7 +154,9 @@ class Leases:
         with self._change:
             if task in self._mine:
                 return True
-        name, content = _name(task), self._content()
+        now = self._clock()
+        held = _Held(now, self._first_beat_seconds, now + self._first_beat_seconds)
+        name, content = _name(task), self._content(held)
         found = self._objects.read(name, _LIMIT_BYTES)
         is_foreign = found is not None and holder_of(found) != self.holder
         if found is None:
@@ -126,7 +171,7 @@ class Leases:
         if not self._is_mine(task):
             return False
         with self._change:
-            self._mine.add(task)
+            self._mine[task] = held
             self._seen.pop(task, None)
             self.taken_over += is_foreign
             if self._thread is None and not self._stop.is_set():
@@ -145,19 +190,48 @@ class Leases:
         Raises:
             SharedTierError: the tier can't be read.
         """
-        found = self._objects.read(_name(task), _LIMIT_BYTES)
-        if found is None:
+        return self.holder_at(task) is not None
+
+    def holder_at(self, task: str) -> Holder | None:
+        """The other process that has the lease of a task, and is live as far as can be seen; None: none.
+
+        Raises:
+            SharedTierError: the tier can't be read.
+        """
+        content = self._objects.read(_name(task), _LIMIT_BYTES)
+        if content is None:
             with self._change:
                 self._seen.pop(task, None)
-            return False
-        return holder_of(found) != self.holder and not self._has_expired(task, found)
+            return None
+        if holder_of(content) == self.holder or self._has_expired(task, content):
+            return None
+        with self._change:
+            seen = self._seen.get(task)
+        unchanged = 0.0 if seen is None else self._clock() - seen.since
+        values = _parsed(content)
+        due = _number(values, "due")
+        return Holder(
+            _word(values, "host", _HOST),
+            _word(values, "address"),
+            _number(values, "seconds") + unchanged,
+            int(_number(values, "bytes")),
+            int(_number(values, "size")),
+            is_late=due > 0 and unchanged > _LATE_TIMES * due + _LATE_SECONDS,
+        )
+
+    def progress(self, task: str, arrived: int, size: int | None) -> None:
+        """Note the progress of a task that this process has the lease of, for its next heartbeat."""
+        with self._change:
+            held = self._mine.get(task)
+            if held is not None:
+                held.arrived, held.size = arrived, size or 0
 
     def release(self, task: str) -> None:
         """Release a lease, if it is still this process's. Never raises: otherwise it expires later."""
         with self._change:
             if task not in self._mine:
                 return
-            self._mine.discard(task)
+            del self._mine[task]
         with contextlib.suppress(SharedTierError):
             if self._is_mine(task):
                 self._objects.delete(_name(task))
@@ -202,7 +276,10 @@ class Leases:
             thread.join(seconds)
 
     def _has_expired(self, task: str, content: bytes) -> bool:
-        if (address := _said(content, "address")) and self._has_gone(address):
+        values = _parsed(content)
+        if (address := _word(values, "address")) and self._has_gone(address):
+            return True
+        if self._attempt is not None and self._attempt.is_after(_attempt_in(values)):
             return True
         now = self._clock()
         with self._change:
@@ -213,8 +290,8 @@ class Leases:
             return now - seen.since >= self._lease_seconds
 
     def _send_heartbeats(self) -> None:
-        while not self._stop.wait(self._lease_seconds / _BEATS):
-            for task in self.held():
+        while not self._stop.wait(self._until_due()):
+            for task in self._due():
                 try:
                     self._renew(task)
                 except SharedTierError as exc:
@@ -222,17 +299,36 @@ class Leases:
         for task in self.held():
             self.release(task)
 
+    def _until_due(self) -> float:
+        """Seconds until the next heartbeat; leases that are taken meanwhile are looked at in time."""
+        now = self._clock()
+        with self._change:
+            dues = [held.due for held in self._mine.values()]
+        return max(0.0, min([now + self._first_beat_seconds, *dues]) - now)
+
+    def _due(self) -> list[str]:
+        """The tasks whose leases need a heartbeat now."""
+        now = self._clock()
+        with self._change:
+            due = [task for task, held in self._mine.items() if held.due <= now]
+            for task in due:
+                held = self._mine[task]
+                held.interval = min(self._beat_seconds, 2 * held.interval)
+                held.due = now + held.interval
+        return due
+
     def _renew(self, task: str) -> None:
         """Send a heartbeat, unless the lease was taken over (this process may have been stopped)."""
         is_mine = self._is_mine(task)
         with self._change:
-            if task not in self._mine:
+            held = self._mine.get(task)
+            if held is None:
                 return
             if not is_mine:
-                self._mine.discard(task)
+                del self._mine[task]
                 self.lost += 1
                 return
-        self._objects.write(_name(task), self._content())
+        self._objects.write(_name(task), self._content(held))
         with self._change:
             is_released = task not in self._mine
         if is_released:  # while it was written
@@ -242,10 +338,22 @@ class Leases:
         found = self._objects.read(_name(task), _LIMIT_BYTES)
         return found is not None and holder_of(found) == self.holder
 
-    def _content(self) -> bytes:
+    def _content(self, held: _Held) -> bytes:
         with self._change:
             self._beat += 1
-            value = {"format": 1, "holder": self.holder, "beat": self._beat, "address": self._address}
+            value: dict[str, Any] = {
+                "format": 1,
+                "holder": self.holder,
+                "beat": self._beat,
+                "address": self._address,
+                "host": self._host,
+                "seconds": round(self._clock() - held.since, 1),
+                "due": held.interval,
+                "bytes": held.arrived,
+                "size": held.size,
+            }
+        if self._attempt is not None:
+            value |= self._attempt._asdict()
         return json.dumps(value).encode()
 
 
@@ -256,60 +364,38 @@ def leased(names: Iterable[str]) -> list[str]:
 
 def holder_of(content: bytes) -> str:
     """The holder of a lease, from its content; "" if it is malformed."""
-    return _said(content, "holder")
+    return _word(_parsed(content), "holder")
 
 
-def _said(content: bytes, name: str) -> str:
-    """A plain word of a lease; "" if there is none: anybody may have written it."""
-    with contextlib.suppress(ValueError, RecursionError, TypeError, AttributeError):
-        word = json.loads(content).get(name)
-        if isinstance(word, str) and _WORD.fullmatch(word):
-            return word
-    return ""
+def _parsed(content: bytes) -> dict[str, Any]:
+    """The values of a lease; none if it is malformed: anybody may have written it."""
+    with contextlib.suppress(ValueError, RecursionError):
+        values = json.loads(content)
+        if isinstance(values, dict):
+            return values
+    return {}
+
+
+def _word(values: dict[str, Any], name: str, allowed: re.Pattern[str] = _WORD) -> str:
+    """A plain word of a lease; "" if there is none."""
+    word = values.get(name)
+    return word if isinstance(word, str) and allowed.fullmatch(word) else ""
+
+
+def _number(values: dict[str, Any], name: str) -> float:
+    """A number of a lease, from 0; 0 if there is none."""
+    number = values.get(name)
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        return 0.0
+    return float(number) if 0 <= number < _MOST else 0.0
+
+
+def _attempt_in(values: dict[str, Any]) -> RunAttempt | None:
+    """The attempt of the run whose process holds a lease; None if it says none."""
+    with contextlib.suppress(ValueError):
+        return RunAttempt.parse(values.get("run"), values.get("attempt"))
+    return None
 
 
 def _name(task: str) -> str:
     return f"leases/{task}.json"
-
-
-def own_address() -> str:
-    """The address of this process: others on the same machine can tell from it whether the process is dead.
-
-    It is valid only in the same boot of the same kernel and the same PID namespace; "" if the system has
-    none.
-    """
-    with contextlib.suppress(OSError, IndexError):
-        _, began = _process_state(os.getpid())
-        return f"{_machine()}.{os.getpid()}.{began}"
-    return ""
-
-
-def is_dead_or_stopped(address: str) -> bool:
-    """Whether the process at an address is dead or stopped; False if that isn't known here."""
-    place, _, rest = address.partition(".")
-    number, _, began = rest.partition(".")
-    if not number.isdecimal() or not began.isdecimal() or not address.isascii():
-        return False
-    try:
-        if place != _machine():
-            return False
-        state, found = _process_state(int(number))
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    except (OSError, IndexError):
-        return False
-    return state in _STOPPED_STATES or found != began
-
-
-@functools.lru_cache(maxsize=1)
-def _machine() -> str:
-    """This boot of this machine, and the PID namespace."""
-    boot = (_PROC / "sys/kernel/random/boot_id").read_text()
-    seen = (_PROC / "self/ns/pid").readlink()
-    return hashlib.blake2b(repr([boot, str(seen)]).encode(), digest_size=16).hexdigest()
-
-
-def _process_state(number: int) -> tuple[str, str]:
-    """The state of a process and its start time, in ticks since the boot (proc(5))."""
-    fields = (_PROC / str(number) / "stat").read_text(errors="replace").rpartition(")")[2].split()
-    return fields[0], fields[19]

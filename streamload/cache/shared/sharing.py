@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from streamload.cache.shard import Shard
 from streamload.cache.shared.facts import SharedFacts
 from streamload.cache.shared.format import SharedShard
 from streamload.cache.shared.objects import Objects, refuse_url
-from streamload.cache.shared.single_flight import SingleFlight, YieldSlot
+from streamload.cache.shared.single_flight import SingleFlight, YieldSlot, spare_of
 from streamload.cache.shared.tier import SharedStream, SharedTier
 from streamload.cache.shared.write_back import WriteBack
 from streamload.errors import CacheCorrupt, DatasetChanged, OriginError, OriginStopped, ShardError
@@ -29,6 +29,7 @@ from streamload.metrics import Counts
 from streamload.options import DEFAULT_SHARED_WAIT_SECONDS, Settings
 from streamload.options.storage import copy_options
 from streamload.origins.origin import Origin, Stream, Unproven, Version
+from streamload.topology import RunAttempt, Topology
 
 _TIMEOUT_SECONDS = 10.0
 _FACTS_SECONDS = 2.0
@@ -46,12 +47,15 @@ class SharedOptions:
         storage_options: of its file system.
         write_back: store what this process has fetched from origins.
         wait_seconds: the longest wait for a shard that another node is fetching; 0: none.
+        attempt, spare: see SingleFlight.
     """
 
     url: str = field(repr=False)
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     write_back: bool = False
     wait_seconds: float = DEFAULT_SHARED_WAIT_SECONDS
+    attempt: RunAttempt | None = None
+    spare: int = 0
 
     @classmethod
     def of(cls, settings: Settings, storage_options: Mapping[str, Any] | None = None) -> SharedOptions | None:
@@ -70,6 +74,10 @@ class SharedOptions:
             settings.write_back,
             settings.shared_wait,
         )
+
+    def in_run(self, attempt: RunAttempt, shards: int, here: Topology, workers: int) -> SharedOptions:
+        """The same for a process of a run; see `spare_of`."""
+        return replace(self, attempt=attempt, spare=spare_of(shards, here, workers))
 
     def open_objects(
         self, stop: threading.Event | None = None, timeout_seconds: float | None = None
@@ -109,7 +117,11 @@ class Sharing:
         if options is not None:
             self.tier = options.open_tier(counts)
             self._single_flight = SingleFlight(
-                self.tier, wait_seconds=options.wait_seconds, stores=self._stores
+                self.tier,
+                wait_seconds=options.wait_seconds,
+                stores=self._stores,
+                attempt=options.attempt,
+                spare=options.spare,
             )
             if options.write_back:
                 self.write_back = WriteBack(self.tier, uploads, self._single_flight.stored)
@@ -229,7 +241,12 @@ class ReadThrough(Origin):
                 self._tier.counts.add("shared_hits", 1)
                 version = held.version if expected is None else expected.completed(held.version)
                 return _ThroughStream(self._tier, self._shard, shared, self._origin, start, version)
-        return self._origin.open(start, expected)
+        stream = self._origin.open(start, expected)
+        return (
+            stream
+            if self._single_flight is None
+            else self._single_flight.fetching(self._shard, stream, start)
+        )
 
     def version(self) -> Version:
         """The origin's version."""

@@ -5,6 +5,9 @@ stores it; the others wait for it in the shared cache. A wait ends when the shar
 releases its lease or dies, and in any case after some time: then the origin is asked, as it is whenever the
 shared cache fails. So this only saves traffic: a node that doesn't wait fetches the same bytes.
 
+A holder on another node that is several times slower than this process is overtaken: one process fetches the
+shard, too, under a second lease, as long as its share of such fetches lasts.
+
 All waits in vain share one time budget of the process, whoever held the leases: it holds the longest wait for
 one shard, and refills in ten times as long.
 """
@@ -17,14 +20,18 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from streamload.cache.shard import Shard
 from streamload.cache.shared.breaker import CircuitBreaker
-from streamload.cache.shared.leases import Leases, is_dead_or_stopped, own_address
+from streamload.cache.shared.leases import Holder, Leases
 from streamload.cache.shared.tier import SharedTier
 from streamload.errors import OriginStopped, SharedTierError
+from streamload.metrics.snapshot import format_bytes
+from streamload.node import is_dead_or_stopped, own_address
+from streamload.origins.origin import Stream, Version
+from streamload.topology import RunAttempt, Topology
 
 logger = logging.getLogger("streamload")
 
@@ -42,16 +49,27 @@ _REFILL_TIMES = 10
 _LEAST_SHARE = 0.1
 """No wait begins with less of the budget left."""
 
+_FIRST_BEAT_SECONDS = 1.0
+"""A holder tells of its progress after this long at first."""
+_SLOWER = 4.0
+"""A holder is overtaken if what it lacks will take it so many times as long as all of it would take here."""
+_FASTEST_SECONDS = 2.0
+"""No holder is overtaken that will be ready sooner."""
+_SAID_AFTER_SECONDS, _SAID_EVERY_SECONDS = 5.0, 30.0
+"""A wait is logged after the first; one of the process in the second."""
+
 _GOODBYE_SECONDS = 2.0
 
 YieldSlot = Callable[[], contextlib.AbstractContextManager[object]]
 """Returns a context manager that is entered while a fill waits."""
 _Found = TypeVar("_Found")
+_Answer = TypeVar("_Answer")
 
 
 class _Wait(enum.Enum):
     NONE = "nobody fetches it, as far as is known"
-    OVER = "the holder has ended"
+    OVER = "the holder has ended, or the shard is there"
+    OVERTAKES = "the holder is much slower than this process"
     IN_VAIN = "it took too long"
 
 
@@ -63,6 +81,8 @@ class SingleFlight:
         wait_seconds: the longest wait for one shard; 0: no waiting, each node fetches for itself.
         stores: whether this process stores what it fetches; else it takes no turns, and only waits.
         lease_seconds: see LEASE_SECONDS.
+        attempt: of the run that this process belongs to; None: of none.
+        spare: how many shards may be fetched although a slower node is fetching them.
         rng: spreads the polls of nodes that wait for the same shard.
         clock: monotonic.
     """
@@ -74,6 +94,8 @@ class SingleFlight:
         wait_seconds: float,
         stores: Callable[[], bool],
         lease_seconds: float = LEASE_SECONDS,
+        attempt: RunAttempt | None = None,
+        spare: int = 0,
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -88,16 +110,21 @@ class SingleFlight:
             lease_seconds=lease_seconds,
             address=own_address(),
             has_gone=is_dead_or_stopped,
+            attempt=attempt,
+            first_beat_seconds=_FIRST_BEAT_SECONDS,
             settle_seconds=_SETTLE_SECONDS,
             clock=clock,
         )
         self._breaker = CircuitBreaker(clock=clock)
+        self._pace = Pace(clock)
+        self._machine = own_address().partition(".")[0]
         self._lock = threading.Lock()
         # Guarded by _lock:
         self._kept: set[str] = set()  # digests of fetched shards that wait to be stored
         self._vain_seconds = 0.0  # waited in vain, less refills, as of …
         self._vain_at = clock()
-        self._warned_until = clock()
+        self._warned_until = self._silent_until = clock()
+        self._spare = spare
 
     def __repr__(self) -> str:
         return f"<SingleFlight {self._leases!r}>"
@@ -141,9 +168,9 @@ class SingleFlight:
                     self.end(shard)
                 return found
             since = self._clock()
-            waited = self._wait(shard, deadline, stop, yield_slot)
+            waited = self._wait(shard, deadline, stop, yield_slot, look if may_take else None)
             found = look() if waited is _Wait.OVER else None
-            if found is None and waited is not _Wait.NONE:
+            if found is None and waited in (_Wait.OVER, _Wait.IN_VAIN):
                 self._spend(shard, since, waited)
             if found is not None or not may_take or waited is not _Wait.OVER:
                 return found
@@ -158,20 +185,37 @@ class SingleFlight:
         with self._lock:
             is_kept = shard.digest in self._kept
         if not is_kept:
-            self._leases.release(shard.digest)
+            self._release(shard)
+
+    def fetching(self, shard: Shard, stream: Stream, start: int) -> Stream:
+        """A stream from the origin, of which the lease tells how far it is.
+
+        Args:
+            shard: which one.
+            stream: of its bytes.
+            start: where in the shard it begins.
+        """
+        return _Paced(stream, self._pace, lambda arrived: self._progress(shard, start + arrived, stream))
 
     def stored(self, shard: Shard) -> None:
         """End the turn of a shard that was stored, or won't be. Never raises."""
         with self._lock:
             self._kept.discard(shard.digest)
-        self._leases.release(shard.digest)
+        self._release(shard)
 
     def close(self) -> None:
         """End all waits and release all leases, as far as the shared cache answers soon. Idempotent."""
         self._closing.set()
         self._leases.close(_GOODBYE_SECONDS)
 
-    def _asked(self, shard: Shard, ask: Callable[[], bool]) -> bool | None:
+    def _release(self, shard: Shard) -> None:
+        for task in (shard.digest, _second(shard)):
+            self._leases.release(task)
+
+    def _progress(self, shard: Shard, arrived: int, stream: Stream) -> None:
+        self._leases.progress(shard.digest, arrived, stream.version.size)
+
+    def _asked(self, shard: Shard, ask: Callable[[], _Answer]) -> _Answer | None:
         """Ask the leases; None if they don't answer, or the breaker is open."""
         if self._breaker.is_open:
             return None
@@ -185,12 +229,34 @@ class SingleFlight:
         self._breaker.succeed()
         return answer
 
-    def _wait(self, shard: Shard, deadline: float, stop: threading.Event, yield_slot: YieldSlot) -> _Wait:
-        """Wait while a live process holds the lease of a shard."""
+    def _wait(
+        self,
+        shard: Shard,
+        deadline: float,
+        stop: threading.Event,
+        yield_slot: YieldSlot,
+        look: Callable[[], object] | None,
+    ) -> _Wait:
+        """Wait while a live process holds the lease of a shard.
+
+        Args:
+            shard: which one.
+            deadline: by the clock.
+            stop: ends the wait.
+            yield_slot: entered meanwhile.
+            look: looks it up in the shared cache; None: this process overtakes nobody.
+        """
         began, waited = self._clock(), _Wait.NONE
         with contextlib.ExitStack() as stack:
-            while is_held := self._asked(shard, lambda: self._leases.is_held(shard.digest)):
+            while holder := self._asked(shard, lambda: self._leases.holder_at(shard.digest) or False):
                 now = self._clock()
+                if look is not None and self._is_much_slower(holder):
+                    if self._overtakes(shard, holder):
+                        return _Wait.OVERTAKES
+                    if look() is not None:
+                        return _Wait.OVER
+                if now - began >= _SAID_AFTER_SECONDS:
+                    self._say(shard, holder, now)
                 if now >= deadline:
                     return _Wait.IN_VAIN
                 if waited is _Wait.NONE:
@@ -199,7 +265,39 @@ class SingleFlight:
                     stack.enter_context(yield_slot())
                 pause = min(max(_LEAST_PAUSE_SECONDS, _PAUSE_SHARE * (now - began)), _MOST_PAUSE_SECONDS)
                 self._pause(shard, min(deadline - now, pause * self._rng.uniform(0.5, 1.0)), stop)
-        return _Wait.NONE if is_held is None else waited
+        return _Wait.NONE if holder is None else waited
+
+    def _is_much_slower(self, holder: Holder) -> bool:
+        """Whether a holder on another node will need several times as long as this process would."""
+        machine, rate = holder.address.partition(".")[0], self._pace.rate()
+        if not machine or not self._machine or machine == self._machine or rate is None:
+            return False
+        if not holder.arrived:  # its size isn't known yet, either
+            return holder.seconds > _FASTEST_SECONDS and (holder.is_late or holder.size > 0)
+        left = (holder.size - holder.arrived) * holder.seconds / holder.arrived
+        return holder.size > 0 and left > max(_FASTEST_SECONDS, _SLOWER * holder.size / rate)
+
+    def _overtakes(self, shard: Shard, holder: Holder) -> bool:
+        """Take the second lease of a shard, if this process may still fetch one more."""
+        with self._lock:
+            if not self._spare:
+                return False
+            self._spare -= 1
+        if not self._asked(shard, lambda: self._leases.take(_second(shard))):
+            with self._lock:
+                self._spare += 1
+            return False
+        self._tier.counts.add("shared_overtakes")
+        logger.info("%s: %s, so that it is fetched here as well", shard.name, _progress_of(holder))
+        return True
+
+    def _say(self, shard: Shard, holder: Holder, now: float) -> None:
+        """Log which shard is waited for, whose fill that is, and for how long that has been going on."""
+        with self._lock:
+            if now < self._silent_until:
+                return
+            self._silent_until = now + _SAID_EVERY_SECONDS
+        logger.warning("waiting for %s in the shared cache: %s", shard.name, _progress_of(holder))
 
     def _pause(self, shard: Shard, seconds: float, stop: threading.Event) -> None:
         began = time.monotonic_ns()
@@ -231,3 +329,108 @@ class SingleFlight:
                 "the time is spent on such waits",
                 *(shard.name, self._wait_seconds, _REFILL_TIMES * self._wait_seconds),
             )
+
+
+class Pace:
+    """How fast this process gets bytes from origins: of one stream, on average. Thread-safe.
+
+    Args:
+        clock: monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._lock = threading.Lock()
+        # Guarded by _lock:
+        self._arrived = 0
+        self._seconds = 0.0  # of the streams that have ended
+        self._streams = 0
+        self._began = 0.0  # the sum of when the open ones did
+
+    def began(self) -> float:
+        """A stream is open; returns when."""
+        now = self._clock()
+        with self._lock:
+            self._streams += 1
+            self._began += now
+        return now
+
+    def add(self, count: int) -> None:
+        """Bytes have arrived."""
+        with self._lock:
+            self._arrived += count
+
+    def ended(self, began: float) -> None:
+        """A stream has ended that had begun then."""
+        now = self._clock()
+        with self._lock:
+            self._streams -= 1
+            self._began -= began
+            self._seconds += now - began
+
+    def rate(self) -> float | None:
+        """Bytes a second; None: nothing has arrived yet."""
+        now = self._clock()
+        with self._lock:
+            seconds = self._seconds + self._streams * now - self._began
+            return self._arrived / seconds if self._arrived and seconds > 0 else None
+
+
+class _Paced:
+    """A stream from an origin, whose bytes are counted as they arrive."""
+
+    def __init__(self, stream: Stream, pace: Pace, progress: Callable[[int], None]):
+        self._stream, self._pace, self._progress = stream, pace, progress
+        self._began: float | None = pace.began()
+
+    @property
+    def version(self) -> Version:
+        """What identifies the version of the bytes."""
+        return self._stream.version
+
+    def chunks(self) -> Iterator[bytes]:
+        """Yield the bytes in order, once."""
+        arrived = 0
+        for chunk in self._stream.chunks():
+            arrived += len(chunk)
+            self._pace.add(len(chunk))
+            self._progress(arrived)
+            yield chunk
+
+    def close(self) -> None:
+        """Close the stream. Idempotent."""
+        if self._began is not None:
+            self._pace.ended(self._began)
+            self._began = None
+        self._stream.close()
+
+
+def spare_of(shards: int, here: Topology, workers: int) -> int:
+    """How many shards a process of a run may fetch although a slower node is fetching them.
+
+    All of them together fetch at most one n-th of the shards twice, on n nodes.
+
+    Args:
+        shards: of the run.
+        here: the position of its rank.
+        workers: processes of the rank that fill; 0: the rank itself.
+    """
+    if here.nodes == 1:
+        return 0
+    workers = max(1, workers)
+    each, left = divmod(shards // here.nodes, here.world_size * workers)
+    return each + ((here.rank + 1) * workers <= left)
+
+
+def _second(shard: Shard) -> str:
+    """The task of the process that overtakes the holder of a shard's lease."""
+    return f"{shard.digest}.second"
+
+
+def _progress_of(holder: Holder) -> str:
+    """What a holder does, and since when, in words."""
+    host = f"the node {holder.host}" if holder.host else "another node"
+    size = f" of {format_bytes(holder.size)}" if holder.size else ""
+    return (
+        f"{host} has been fetching it for {holder.seconds:.0f} s, {format_bytes(holder.arrived)}{size} so far"
+    )

@@ -1,0 +1,134 @@
+"""Heartbeats of the ranks in torch.distributed's store: which process has died, which node has fallen silent.
+
+A rank sees at once that a process of its own machine has died. Of other machines rank 0 sees only that their
+counters in the store stop, by its own clock: clocks of nodes are never compared. Each rank writes one key
+every ten seconds, and rank 0 reads all of them in one request.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from streamload.node import is_dead, machine, own_address
+
+SILENT_SECONDS = 30.0
+"""Ranks without a heartbeat for so long are named."""
+GONE_SECONDS = 300.0
+"""No decision waits for ranks that are silent for so long."""
+_KEY = "streamload/beat"
+
+
+class Heartbeats:
+    """The heartbeats of one rank, and what it sees of the others'.
+
+    Args:
+        store: of torch.distributed.
+        rank, world_size: this rank's.
+        clock: monotonic.
+
+    Attributes:
+        silent: since when, by this process's clock, for each rank that has fallen silent; on rank 0.
+        hosts: of the ranks, by their heartbeats; on rank 0.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.silent: dict[int, float] = {}
+        self.hosts: dict[int, str] = {}
+        self._store, self._rank, self._clock = store, rank, clock
+        self._keys = [f"{_KEY}/{number}" for number in range(world_size)]
+        self._count = 0
+        self._seen: dict[int, tuple[bytes, float]] = {}  # rank 0: the last heartbeat of each rank, and when
+        self._are_all_known = False
+        self._neighbours: dict[int, str] = {}
+        self._machine = _own_machine()
+        self._is_registered = False
+
+    def register(self) -> None:
+        """Tell the ranks of this machine which process this is. Idempotent."""
+        if self._is_registered:
+            return
+        self._is_registered = True
+        self._store.set(self._keys[self._rank], "")
+        if self._machine:
+            number = self._store.add(f"{_KEY}/{self._machine}", 1)
+            self._store.set(f"{_KEY}/{self._machine}/{number}", json.dumps([self._rank, own_address()]))
+
+    def beat(self, host: str, is_running: bool = True) -> None:
+        """Write a heartbeat.
+
+        Args:
+            host: of this rank.
+            is_running: False: none will follow for now, which isn't silence.
+        """
+        self.register()
+        self._count += 1
+        self._store.set(self._keys[self._rank], f"{self._count} {host}" if is_running else "")
+
+    def look(self) -> list[int]:
+        """On rank 0: read all heartbeats; the ranks that have fallen silent since the last call."""
+        self._are_all_known = self._are_all_known or self._store.check(self._keys)
+        if not self._are_all_known:  # some have no loader yet
+            return []
+        now, newly_silent = self._clock(), []
+        for rank, content in enumerate(values_of(self._store, self._keys)):
+            before, since = self._seen.get(rank, (b"", now))
+            self.hosts[rank] = content.decode().partition(" ")[2] or self.hosts.get(rank, "")
+            if rank == self._rank or not content or content != before:
+                self._seen[rank] = content, now
+                self.silent.pop(rank, None)
+            elif now - since >= SILENT_SECONDS and rank not in self.silent:
+                self.silent[rank] = since
+                newly_silent.append(rank)
+        return newly_silent
+
+    def gone(self) -> dict[int, str]:
+        """The ranks that are known to have died, or have been silent for too long, and why."""
+        now = self._clock()
+        found = {
+            rank: f"no heartbeat for {now - since:.0f} s"
+            for rank, since in self.silent.items()
+            if now - since >= GONE_SECONDS
+        }
+        if self._machine:
+            self._read_neighbours()
+        return found | {rank: "its process died" for rank, at in self._neighbours.items() if is_dead(at)}
+
+    def _read_neighbours(self) -> None:
+        """Read which ranks are on this machine; those that come later are read by the next call."""
+        prefix = f"{_KEY}/{self._machine}"
+        for number in range(1, self._store.add(prefix, 0) + 1):
+            key = f"{prefix}/{number}"
+            if number > len(self._neighbours) and self._store.check([key]):
+                rank, address = json.loads(self._store.get(key))
+                self._neighbours[rank] = address
+
+
+def values_of(store: Any, keys: list[str]) -> list[bytes]:
+    """The values of keys that are there, by one request if the store takes it."""
+    if len(keys) > 1 and store.has_extended_api():
+        return list(store.multi_get(keys))
+    return [store.get(key) for key in keys]
+
+
+def ranges_of(ranks: Iterable[int]) -> str:
+    """Ranks in words: "rank 3", "ranks 2–5, 8"."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    words = ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in spans)
+    return f"rank{'s' if len(spans) > 1 or spans[0][0] != spans[0][1] else ''} {words}"
+
+
+def _own_machine() -> str:
+    try:
+        return machine()
+    except OSError:
+        return ""
