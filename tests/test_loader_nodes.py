@@ -1,0 +1,230 @@
+"""A job on several nodes: the same global batches whatever happens to one of them, and no needless wait.
+
+How it shows that it works: each node has a network, processes, mounts and a name of its own, a boot id and a
+disk (tests/support/nodes.py). Origin and shared cache are outside of them.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed
+from tiers import until
+
+from streamload import Workers
+from streamload.errors import StateMismatch
+from streamload.loader.state import attempt_in
+from streamload.testing.server import ShardServer
+from streamload.testing.shards import ShardOptions, write_shards
+from tests import flat
+from tests.kills import Child, Stage
+from tests.networks import Switch
+from tests.support.nodes import Node, RankPlace, slow_link, start_node, why_no_nodes
+
+needs_nodes = pytest.mark.skipif(bool(why_no_nodes()), reason=why_no_nodes())
+GROUPS = 4
+ROWS = 16
+"""Of a global batch."""
+FIRST_HOST = 2
+LARGE = ShardOptions(padding_bytes=(3_000, 30_000))
+
+
+def key_of(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"key": sample["__key__"]}
+
+
+def make(urls: str, disk: Path, ranks: int, **options: Any) -> Any:
+    given = {"lanes": 1, "shuffle": 0, "ahead": "1KB", "num_workers": 0, "cache_size": "100MB"} | options
+    return flat.make_loader(
+        urls,
+        workers=Workers(map_sample=key_of, multiprocessing_context="fork"),
+        cache_dir=disk,
+        batch_size=ROWS // ranks,
+        groups=GROUPS,
+        **given,
+    )
+
+
+def expected_batches(urls: str, tmp_path: Path, samples: int) -> list[list[str]]:
+    """The global batches, sorted, by one process."""
+    with make(urls, tmp_path / "alone", 1, num_samples=samples) as loader:
+        return [sorted(batch["key"]) for batch in loader]
+
+
+def together(by_rank: list[list[list[str]]]) -> list[list[str]]:
+    """The global batches, sorted, from those of the ranks."""
+    return [sorted(key for rows in step for key in rows) for step in zip(*by_rank, strict=True)]
+
+
+def join(place: RankPlace, port: int) -> None:
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"tcp://192.0.2.{FIRST_HOST}:{port}",
+        rank=place.rank,
+        world_size=place.node.nodes * place.node.ranks,
+    )
+
+
+def in_switch(work: Callable[[Switch], Any]) -> Any:
+    def alone(stage: Stage) -> Any:
+        return work(Switch())
+
+    with Child(alone, limit_seconds=160.0) as child:
+        return child.finish(160.0)
+
+
+@needs_nodes
+def test_a_run_that_lost_its_nodes_has_their_leases_at_once_when_it_starts_again(tmp_path: Path) -> None:
+    samples, shared = 128, tmp_path / "shared"
+    write_shards(tmp_path / "data", [16] * 8, seed=5, options=LARGE)
+    options = {"shared_cache": str(shared), "write_back": True, "num_samples": samples}
+
+    def first_attempt(place: RankPlace, urls: str) -> None:
+        join(place, 29500)
+        loader = make(urls, place.disk, 2, **options)
+        for step, _ in enumerate(loader):
+            if step == 0:
+                (tmp_path / f"state-{place.rank}").write_text(json.dumps(loader.state_dict()))
+                place.stage.enter("saved")
+                until(lambda: (tmp_path / "stopped").exists())
+
+    def second_attempt(place: RankPlace, urls: str) -> Any:
+        states = [json.loads((tmp_path / f"state-{rank}").read_text()) for rank in range(2)]
+        with make(urls, place.disk, 1, **options) as loader:
+            loader.load_state_dict(states)
+            batches = [sorted(batch["key"]) for batch in loader]
+            return [batches, loader.stats().shared_waits, states[0]["run"], loader.state_dict()["run"]]
+
+    def run(switch: Switch) -> Any:
+        with ShardServer(tmp_path / "data", host=switch.address) as origin, ExitStack() as stack:
+            urls = f"{origin.url}/{{00000..00007}}.tar"
+            nodes = [
+                stack.enter_context(
+                    start_node(
+                        switch,
+                        Node(number, 2, 1, FIRST_HOST + number, tmp_path / f"node-{number}"),
+                        lambda place: first_attempt(place, urls),
+                    )
+                )
+                for number in range(2)
+            ]
+            for node in nodes:
+                assert node.stage.wait_for("saved", 100.0)
+            origin.stop_after(0.5)
+            (tmp_path / "stopped").touch()
+            until(lambda: len([*shared.glob("leases/*")]) >= 2)
+            for node in nodes:
+                node.kill()
+            origin.go_on()
+            again = Node(0, 1, 1, FIRST_HOST + 2, tmp_path / "node-again")
+            last = stack.enter_context(start_node(switch, again, lambda place: second_attempt(place, urls)))
+            return [expected_batches(urls, tmp_path, samples), last.finish(100.0)[0]]
+
+    expected, (batches, waits, before, after) = in_switch(run)
+    assert batches == expected[1:]
+    assert waits == 0
+    assert after == [before[0], before[1] + 1]
+
+
+def nothing(switch: Switch) -> None:
+    """All nodes are well."""
+
+
+def cut(switch: Switch) -> None:
+    switch.cut(FIRST_HOST + 3)
+    time.sleep(2.0)
+    switch.mend(FIRST_HOST + 3)
+
+
+@needs_nodes
+@pytest.mark.deep
+@pytest.mark.parametrize("fault", ["nothing", "cut", "slow", "full"])
+def test_four_nodes_have_the_batches_of_one_process_and_fetch_each_shard_once(
+    fault: str, tmp_path: Path
+) -> None:
+    samples, shared, nodes, ranks = 512, tmp_path / "shared", 4, 2
+    write_shards(tmp_path / "data", [16] * 32, seed=5, options=LARGE)
+    sizes = [path.stat().st_size for path in (tmp_path / "data").glob("*.tar")]
+    options = {"shared_cache": str(shared), "write_back": True, "num_samples": samples, "ahead": "1MB"}
+
+    def read(place: RankPlace, urls: str) -> Any:
+        join(place, 29500)
+        with make(urls, place.disk, nodes * ranks, **options) as loader:
+            batches = []
+            for step, batch in enumerate(loader):
+                batches.append(batch["key"])
+                if step == 3 and fault == "full" and place.rank == nodes * ranks - 1:
+                    place.resize(1_500_000)
+                if step == 3:
+                    (tmp_path / f"reading-{place.rank}").touch()
+                torch.distributed.barrier()
+            stats = loader.stats()
+            torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+        return [batches, stats.origin_bytes, stats.shared_overtakes]
+
+    def run(switch: Switch) -> Any:
+        with ShardServer(tmp_path / "data", host=switch.address) as origin, ExitStack() as stack:
+            urls = f"{origin.url}/{{00000..00031}}.tar"
+            started = []
+            for number in range(nodes):
+                node = Node(number, nodes, ranks, FIRST_HOST + number, tmp_path / f"node-{number}")
+                started.append(stack.enter_context(start_node(switch, node, lambda place: read(place, urls))))
+            if fault == "slow":
+                until(lambda: f"port{FIRST_HOST + 3}" in names_of_devices())
+                stack.enter_context(slow_link(FIRST_HOST + 3, 3000))
+            if fault == "cut":
+                until(lambda: (tmp_path / f"reading-{nodes * ranks - 1}").exists())
+                cut(switch)
+            results = [rank for node in started for rank in node.finish(150.0)]
+            return [expected_batches(urls, tmp_path, samples), results]
+
+    expected, results = in_switch(run)
+    assert together([batches for batches, *_ in results]) == expected
+    fetched = sum(count for _, count, _ in results)
+    if fault == "nothing":
+        assert fetched == sum(sizes)
+    else:
+        assert fetched <= sum(sizes) * (1 + 1 / nodes) + max(sizes)
+
+
+def names_of_devices() -> list[str]:
+    return [name for _, name in socket.if_nameindex()]
+
+
+def test_a_state_names_the_run_and_counts_how_often_it_was_loaded(tmp_path: Path) -> None:
+    write_shards(tmp_path / "data", [16] * 2, seed=5)
+    urls = str(tmp_path / "data" / "{00000..00001}.tar")
+
+    def state_after(loaded: Any, **options: Any) -> Any:
+        with make(urls, tmp_path / "cache", 1, num_samples=32, **options) as loader:
+            if loaded is not None:
+                loader.load_state_dict(loaded)
+            next(iter(loader))
+            return loader.state_dict()
+
+    writing = {"shared_cache": str(tmp_path / "shared"), "write_back": True}
+    assert "run" not in state_after(None)
+    first = state_after(None, **writing)
+    run, attempt = first["run"]
+    assert attempt == 1
+    second = state_after(first, **writing)
+    assert second["run"] == [run, 2]
+    assert state_after([second, second], **writing)["run"] == [run, 3]
+    assert state_after(second)["run"] == [run, 3]
+    assert state_after(None, **writing)["run"][0] != run
+    unmarked = state_after(None)
+    assert state_after(unmarked, **writing)["run"][1] == 1
+
+
+@pytest.mark.parametrize("run", [[], ["x", 1], ["1" * 16, 0], ["1" * 16, True], ["1" * 16], "1", 5])
+def test_a_state_with_a_damaged_run_is_refused(run: Any) -> None:
+    with pytest.raises(StateMismatch, match="not a valid state"):
+        attempt_in({"run": run})
