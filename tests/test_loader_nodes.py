@@ -30,7 +30,7 @@ from tests.support.nodes import Node, RankPlace, slow_link, start_node, why_no_n
 
 needs_nodes = pytest.mark.skipif(bool(why_no_nodes()), reason=why_no_nodes())
 GROUPS = 4
-ROWS = 16
+ROWS = 24
 """Of a global batch."""
 FIRST_HOST = 2
 LARGE = ShardOptions(padding_bytes=(3_000, 30_000))
@@ -63,10 +63,11 @@ def together(by_rank: list[list[list[str]]]) -> list[list[str]]:
     return [sorted(key for rows in step for key in rows) for step in zip(*by_rank, strict=True)]
 
 
-def join(place: RankPlace, port: int) -> None:
+def join(place: RankPlace, first_host: int) -> None:
+    """Join the ranks, by a store on the first node."""
     torch.distributed.init_process_group(
         "gloo",
-        init_method=f"tcp://192.0.2.{FIRST_HOST}:{port}",
+        init_method=f"tcp://192.0.2.{first_host}:29500",
         rank=place.rank,
         world_size=place.node.nodes * place.node.ranks,
     )
@@ -81,14 +82,17 @@ def in_switch(work: Callable[[Switch], Any]) -> Any:
 
 
 @needs_nodes
-def test_a_run_that_lost_its_nodes_has_their_leases_at_once_when_it_starts_again(tmp_path: Path) -> None:
-    samples, shared = 128, tmp_path / "shared"
-    write_shards(tmp_path / "data", [16] * 8, seed=5, options=LARGE)
+@pytest.mark.parametrize(("nodes", "again"), [(2, 1), pytest.param(4, 3, marks=pytest.mark.deep)])
+def test_a_run_that_lost_its_nodes_has_their_leases_at_once_when_it_starts_again(
+    nodes: int, again: int, tmp_path: Path
+) -> None:
+    samples, shared = 4 * nodes * ROWS, tmp_path / "shared"
+    write_shards(tmp_path / "data", [ROWS] * 4 * nodes, seed=5, options=LARGE)
     options = {"shared_cache": str(shared), "write_back": True, "num_samples": samples}
 
     def first_attempt(place: RankPlace, urls: str) -> None:
-        join(place, 29500)
-        loader = make(urls, place.disk, 2, **options)
+        join(place, FIRST_HOST)
+        loader = make(urls, place.disk, nodes, **options)
         for step, _ in enumerate(loader):
             if step == 0:
                 (tmp_path / f"state-{place.rank}").write_text(json.dumps(loader.state_dict()))
@@ -96,45 +100,48 @@ def test_a_run_that_lost_its_nodes_has_their_leases_at_once_when_it_starts_again
                 until(lambda: (tmp_path / "stopped").exists())
 
     def second_attempt(place: RankPlace, urls: str) -> Any:
-        states = [json.loads((tmp_path / f"state-{rank}").read_text()) for rank in range(2)]
-        with make(urls, place.disk, 1, **options) as loader:
+        if again > 1:
+            join(place, FIRST_HOST + nodes)
+        states = [json.loads((tmp_path / f"state-{rank}").read_text()) for rank in range(nodes)]
+        with make(urls, place.disk, again, **options) as loader:
             loader.load_state_dict(states)
-            batches = [sorted(batch["key"]) for batch in loader]
-            return [batches, loader.stats().shared_waits, states[0]["run"], loader.state_dict()["run"]]
+            batches = [batch["key"] for batch in loader]
+            attempts = [states[0]["run"], loader.state_dict()["run"]]
+            if again > 1:
+                torch.distributed.barrier()
+            return [batches, loader.stats().shared_waits, attempts]
 
     def run(switch: Switch) -> Any:
         with ShardServer(tmp_path / "data", host=switch.address) as origin, ExitStack() as stack:
-            urls = f"{origin.url}/{{00000..00007}}.tar"
-            nodes = [
-                stack.enter_context(
-                    start_node(
-                        switch,
-                        Node(number, 2, 1, FIRST_HOST + number, tmp_path / f"node-{number}"),
-                        lambda place: first_attempt(place, urls),
-                    )
-                )
-                for number in range(2)
-            ]
-            for node in nodes:
+            urls = f"{origin.url}/{{00000..{4 * nodes - 1:05}}}.tar"
+
+            def start(count: int, host: int, work: Callable[[RankPlace, str], Any]) -> list[Child]:
+                made = [
+                    Node(number, count, 1, host + number, tmp_path / f"node-{host + number}")
+                    for number in range(count)
+                ]
+                return [
+                    stack.enter_context(start_node(switch, node, lambda place: work(place, urls)))
+                    for node in made
+                ]
+
+            first = start(nodes, FIRST_HOST, first_attempt)
+            for node in first:
                 assert node.stage.wait_for("saved", 100.0)
             origin.stop_after(0.5)
             (tmp_path / "stopped").touch()
-            until(lambda: len([*shared.glob("leases/*")]) >= 2)
-            for node in nodes:
+            until(lambda: len([*shared.glob("leases/*")]) >= nodes)
+            for node in first:
                 node.kill()
             origin.go_on()
-            again = Node(0, 1, 1, FIRST_HOST + 2, tmp_path / "node-again")
-            last = stack.enter_context(start_node(switch, again, lambda place: second_attempt(place, urls)))
-            return [expected_batches(urls, tmp_path, samples), last.finish(100.0)[0]]
+            last = start(again, FIRST_HOST + nodes, second_attempt)
+            return [expected_batches(urls, tmp_path, samples), [node.finish(140.0)[0] for node in last]]
 
-    expected, (batches, waits, before, after) = in_switch(run)
-    assert batches == expected[1:]
-    assert waits == 0
-    assert after == [before[0], before[1] + 1]
-
-
-def nothing(switch: Switch) -> None:
-    """All nodes are well."""
+    expected, results = in_switch(run)
+    assert together([batches for batches, *_ in results]) == expected[1:]
+    assert all(after == [before[0], before[1] + 1] for _, _, (before, after) in results)
+    if again == 1:
+        assert results[0][1] == 0  # no fill waited
 
 
 def cut(switch: Switch) -> None:
@@ -149,13 +156,13 @@ def cut(switch: Switch) -> None:
 def test_four_nodes_have_the_batches_of_one_process_and_fetch_each_shard_once(
     fault: str, tmp_path: Path
 ) -> None:
-    samples, shared, nodes, ranks = 512, tmp_path / "shared", 4, 2
-    write_shards(tmp_path / "data", [16] * 32, seed=5, options=LARGE)
+    samples, shared, nodes, ranks = 32 * ROWS, tmp_path / "shared", 4, 2
+    write_shards(tmp_path / "data", [ROWS] * 32, seed=5, options=LARGE)
     sizes = [path.stat().st_size for path in (tmp_path / "data").glob("*.tar")]
     options = {"shared_cache": str(shared), "write_back": True, "num_samples": samples, "ahead": "1MB"}
 
     def read(place: RankPlace, urls: str) -> Any:
-        join(place, 29500)
+        join(place, FIRST_HOST)
         with make(urls, place.disk, nodes * ranks, **options) as loader:
             batches = []
             for step, batch in enumerate(loader):
@@ -179,7 +186,7 @@ def test_four_nodes_have_the_batches_of_one_process_and_fetch_each_shard_once(
                 started.append(stack.enter_context(start_node(switch, node, lambda place: read(place, urls))))
             if fault == "slow":
                 until(lambda: f"port{FIRST_HOST + 3}" in names_of_devices())
-                stack.enter_context(slow_link(FIRST_HOST + 3, 3000))
+                slow_link(FIRST_HOST + 3, 3000)
             if fault == "cut":
                 until(lambda: (tmp_path / f"reading-{nodes * ranks - 1}").exists())
                 cut(switch)
@@ -200,11 +207,11 @@ def names_of_devices() -> list[str]:
 
 
 def test_a_state_names_the_run_and_counts_how_often_it_was_loaded(tmp_path: Path) -> None:
-    write_shards(tmp_path / "data", [16] * 2, seed=5)
+    write_shards(tmp_path / "data", [ROWS] * 2, seed=5)
     urls = str(tmp_path / "data" / "{00000..00001}.tar")
 
     def state_after(loaded: Any, **options: Any) -> Any:
-        with make(urls, tmp_path / "cache", 1, num_samples=32, **options) as loader:
+        with make(urls, tmp_path / "cache", 1, num_samples=2 * ROWS, **options) as loader:
             if loaded is not None:
                 loader.load_state_dict(loaded)
             next(iter(loader))

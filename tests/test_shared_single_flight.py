@@ -502,6 +502,7 @@ def test_a_holder_on_a_much_slower_node_is_overtaken_by_one_process(
         ({"bytes": 800}, 1),  # it lacks 2.5 s, and all of it would take 1 s here
         ({"bytes": 1000}, 1),
         ({"size": 0}, 1),
+        ({"due": 0.0, "bytes": 0, "size": 0}, 1),  # a daemon, which doesn't tell
     ],
 )
 def test_no_other_holder_is_overtaken(

@@ -16,8 +16,8 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,16 +88,10 @@ def start_node(switch: Switch, node: Node, work: Callable[[RankPlace], Any]) -> 
     return Child(outside, limit_seconds=_SECONDS)
 
 
-@contextmanager
-def slow_link(host: int, kbit_per_second: int) -> Iterator[None]:
-    """Limit what a host gets over its link; in the switch's process."""
-    device = f"port{host}"
+def slow_link(host: int, kbit_per_second: int) -> None:
+    """Limit what a host gets over its link from now on; in the switch's process."""
     rate = ["rate", f"{kbit_per_second}kbit", "burst", "16kb", "latency", "400ms"]
-    _run("tc", "qdisc", "add", "dev", device, "root", "tbf", *rate)
-    try:
-        yield
-    finally:
-        _run("tc", "qdisc", "del", "dev", device, "root")
+    _run("tc", "qdisc", "add", "dev", f"port{host}", "root", "tbf", *rate)
 
 
 @functools.cache

@@ -54,7 +54,8 @@ class Holder(NamedTuple):
         seconds: for how long it has held the lease: by its own clock until its last heartbeat, and by the
             observer's since then.
         arrived, size: its progress by its last heartbeat, in bytes; size 0: unknown.
-        is_late: its next heartbeat should have come.
+        progress_seconds: the time for that progress: until its last heartbeat, or until now if the next one
+            should have come; 0: it doesn't tell of its progress.
     """
 
     host: str
@@ -62,7 +63,7 @@ class Holder(NamedTuple):
     seconds: float
     arrived: int
     size: int
-    is_late: bool
+    progress_seconds: float
 
 
 @dataclass(slots=True)
@@ -96,7 +97,8 @@ class Leases:
         address: identifies this process to others on its node (see `own_address`); "": unknown.
         has_gone: whether the holder at an address is known to be dead; then nobody waits.
         attempt: of the run that this process belongs to; None: of none.
-        first_beat_seconds: until the first heartbeat of a lease, at most; None: as between the others.
+        first_beat_seconds: until the first heartbeat of a lease, at most, and with its progress; None: as
+            between the others, and without.
         settle_seconds: after taking over a lease, wait so long and check it again: of several processes that
             saw it expire at the same moment the last one has it.
         clock: monotonic.
@@ -127,6 +129,7 @@ class Leases:
         self._has_gone = has_gone
         self._attempt = attempt
         self._beat_seconds = lease_seconds / _BEATS
+        self._tells_progress = first_beat_seconds is not None
         self._first_beat_seconds = min(self._beat_seconds, first_beat_seconds or self._beat_seconds)
         self._host = host_name()
         self._settle_seconds = settle_seconds
@@ -209,14 +212,15 @@ class Leases:
             seen = self._seen.get(task)
         unchanged = 0.0 if seen is None else self._clock() - seen.since
         values = _parsed(content)
-        due = _number(values, "due")
+        seconds, due = _number(values, "seconds"), _number(values, "due")
+        is_late = unchanged > _LATE_TIMES * due + _LATE_SECONDS
         return Holder(
             _word(values, "host", _HOST),
             _word(values, "address"),
-            _number(values, "seconds") + unchanged,
+            seconds + unchanged,
             int(_number(values, "bytes")),
             int(_number(values, "size")),
-            is_late=due > 0 and unchanged > _LATE_TIMES * due + _LATE_SECONDS,
+            0.0 if not due else seconds + unchanged if is_late else seconds,
         )
 
     def progress(self, task: str, arrived: int, size: int | None) -> None:
@@ -348,10 +352,9 @@ class Leases:
                 "address": self._address,
                 "host": self._host,
                 "seconds": round(self._clock() - held.since, 1),
-                "due": held.interval,
-                "bytes": held.arrived,
-                "size": held.size,
             }
+            if self._tells_progress:
+                value |= {"due": held.interval, "bytes": held.arrived, "size": held.size}
         if self._attempt is not None:
             value |= self._attempt._asdict()
         return json.dumps(value).encode()

@@ -30,7 +30,7 @@ from streamload.cache.shared.tier import SharedTier
 from streamload.errors import OriginStopped, SharedTierError
 from streamload.metrics.snapshot import format_bytes
 from streamload.node import is_dead_or_stopped, own_address
-from streamload.origins.origin import Stream, Version
+from streamload.origins.origin import Stream
 from streamload.topology import RunAttempt, Topology
 
 logger = logging.getLogger("streamload")
@@ -248,7 +248,13 @@ class SingleFlight:
         """
         began, waited = self._clock(), _Wait.NONE
         with contextlib.ExitStack() as stack:
-            while holder := self._asked(shard, lambda: self._leases.holder_at(shard.digest) or False):
+            while True:
+                answer = self._asked(shard, lambda: (self._leases.holder_at(shard.digest),))
+                if answer is None:
+                    return _Wait.NONE
+                (holder,) = answer
+                if holder is None:
+                    return waited
                 now = self._clock()
                 if look is not None and self._is_much_slower(holder):
                     if self._overtakes(shard, holder):
@@ -265,7 +271,6 @@ class SingleFlight:
                     stack.enter_context(yield_slot())
                 pause = min(max(_LEAST_PAUSE_SECONDS, _PAUSE_SHARE * (now - began)), _MOST_PAUSE_SECONDS)
                 self._pause(shard, min(deadline - now, pause * self._rng.uniform(0.5, 1.0)), stop)
-        return _Wait.NONE if holder is None else waited
 
     def _is_much_slower(self, holder: Holder) -> bool:
         """Whether a holder on another node will need several times as long as this process would."""
@@ -273,8 +278,8 @@ class SingleFlight:
         if not machine or not self._machine or machine == self._machine or rate is None:
             return False
         if not holder.arrived:  # its size isn't known yet, either
-            return holder.seconds > _FASTEST_SECONDS and (holder.is_late or holder.size > 0)
-        left = (holder.size - holder.arrived) * holder.seconds / holder.arrived
+            return holder.progress_seconds > _FASTEST_SECONDS
+        left = (holder.size - holder.arrived) * holder.progress_seconds / holder.arrived
         return holder.size > 0 and left > max(_FASTEST_SECONDS, _SLOWER * holder.size / rate)
 
     def _overtakes(self, shard: Shard, holder: Holder) -> bool:
@@ -380,22 +385,20 @@ class _Paced:
     """A stream from an origin, whose bytes are counted as they arrive."""
 
     def __init__(self, stream: Stream, pace: Pace, progress: Callable[[int], None]):
+        self.version = stream.version
         self._stream, self._pace, self._progress = stream, pace, progress
         self._began: float | None = pace.began()
-
-    @property
-    def version(self) -> Version:
-        """What identifies the version of the bytes."""
-        return self._stream.version
 
     def chunks(self) -> Iterator[bytes]:
         """Yield the bytes in order, once."""
         arrived = 0
         for chunk in self._stream.chunks():
             arrived += len(chunk)
+            self.version = self._stream.version  # the origin may say more of it as it goes on
             self._pace.add(len(chunk))
             self._progress(arrived)
             yield chunk
+        self.version = self._stream.version
 
     def close(self) -> None:
         """Close the stream. Idempotent."""
