@@ -10,8 +10,8 @@ import contextlib
 import functools
 import hashlib
 import os
-import platform
 import re
+import socket
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -24,7 +24,7 @@ _HOST = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 def host_name() -> str:
     """The name of this host, for messages; "" if it has none that is safe to print."""
-    name = platform.node()
+    name = socket.gethostname()
     return name if _HOST.fullmatch(name) else ""
 
 

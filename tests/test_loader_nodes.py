@@ -41,20 +41,20 @@ def key_of(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def make(urls: str, disk: Path, ranks: int, **options: Any) -> Any:
-    given = {"lanes": 1, "shuffle": 0, "ahead": "1KB", "num_workers": 0, "cache_size": "100MB"} | options
+    given = {"lanes": 1, "shuffle": 0, "ahead": "1KB", "num_workers": 0, "cache_size": "100MB"}
+    given |= {"groups": GROUPS} | options
     return flat.make_loader(
         urls,
         workers=Workers(map_sample=key_of, multiprocessing_context="fork"),
         cache_dir=disk,
         batch_size=ROWS // ranks,
-        groups=GROUPS,
         **given,
     )
 
 
-def expected_batches(urls: str, tmp_path: Path, samples: int) -> list[list[str]]:
+def expected_batches(urls: str, tmp_path: Path, samples: int, **options: Any) -> list[list[str]]:
     """The global batches, sorted, by one process."""
-    with make(urls, tmp_path / "alone", 1, num_samples=samples) as loader:
+    with make(urls, tmp_path / "alone", 1, num_samples=samples, **options) as loader:
         return [sorted(batch["key"]) for batch in loader]
 
 
@@ -160,6 +160,7 @@ def test_four_nodes_have_the_batches_of_one_process_and_fetch_each_shard_once(
     write_shards(tmp_path / "data", [ROWS] * 32, seed=5, options=LARGE)
     sizes = [path.stat().st_size for path in (tmp_path / "data").glob("*.tar")]
     options = {"shared_cache": str(shared), "write_back": True, "num_samples": samples, "ahead": "1MB"}
+    options["groups"] = nodes // 2  # so that two nodes need each shard at the same time
 
     def read(place: RankPlace, urls: str) -> Any:
         join(place, FIRST_HOST)
@@ -191,7 +192,8 @@ def test_four_nodes_have_the_batches_of_one_process_and_fetch_each_shard_once(
                 until(lambda: (tmp_path / f"reading-{nodes * ranks - 1}").exists())
                 cut(switch)
             results = [rank for node in started for rank in node.finish(150.0)]
-            return [expected_batches(urls, tmp_path, samples), results]
+            expected = expected_batches(urls, tmp_path, samples, groups=nodes // 2)
+            return [expected, results]
 
     expected, results = in_switch(run)
     assert together([batches for batches, *_ in results]) == expected

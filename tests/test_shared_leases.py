@@ -15,7 +15,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from streamload.cache.shared.leases import Leases, holder_of, leased
+from streamload.cache.shared.leases import Leases, holder_of, leased, second
 from streamload.cache.shared.objects import Objects
 from streamload.errors import SharedTierError
 from streamload.topology import RunAttempt
@@ -98,6 +98,15 @@ def test_a_heartbeat_has_the_progress_and_comes_soon_at_first(tmp_path: Path, ma
     holder.progress("task", 300, 1000)
     until(lambda: (now := other.holder_at("task")) is not None and (now.arrived, now.size) == (300, 1000))
     assert other.holder_at("nothing") is None
+
+
+def test_a_holder_learns_that_it_was_overtaken(tmp_path: Path, make: Make) -> None:
+    objects = Objects(str(tmp_path / "shared"))
+    holder, faster = make(objects, first_beat_seconds=0.05), make(objects)
+    assert holder.take("task")
+    assert holder.overtaken_at is None
+    assert faster.take(second("task"))
+    until(lambda: holder.overtaken_at is not None)
 
 
 @pytest.mark.parametrize("value", [-1, "5", True, float("nan"), float("inf"), [], None])

@@ -528,6 +528,19 @@ def test_no_other_holder_is_overtaken(
     assert one.counts.snapshot().shared_overtakes == 0
 
 
+@pytest.mark.parametrize(
+    ("values", "overtakes"),
+    [({}, 1), ({"bytes": 0, "size": 0}, 1), ({"bytes": 20_000_000, "size": 1_000_000_000}, 0)],
+)
+def test_who_has_fetched_nothing_yet_overtakes_a_holder_that_is_slow_by_any_measure(
+    values: dict[str, Any], overtakes: int, waiter: Make, place: Place
+) -> None:
+    one = waiter(spare=1, wait_seconds=0.5)
+    write_lease(place, one.shard, **{**SLOW, **values})
+    assert one.find() is None
+    assert one.counts.snapshot().shared_overtakes == overtakes
+
+
 def test_the_nodes_of_a_run_fetch_at_most_one_nth_of_the_shards_twice() -> None:
     for shards, nodes, ranks, workers in [(32, 4, 2, 1), (7, 2, 1, 3), (1000, 4, 8, 4), (3, 4, 2, 0)]:
         spare = sum(

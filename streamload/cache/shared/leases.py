@@ -107,6 +107,8 @@ class Leases:
         holder: the name by which this process holds its leases.
         taken_over: the number of expired leases that were taken over.
         lost: the number of own leases that another process took over.
+        overtaken_at: when, by the clock, the last heartbeat saw that a faster process does this one's task as
+            well (`second`); None: never.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class Leases:
     ):
         self.holder = secrets.token_hex(8)
         self.taken_over = self.lost = 0
+        self.overtaken_at: float | None = None
         self._objects = objects
         self._lease_seconds = lease_seconds
         self._address = address
@@ -333,6 +336,8 @@ class Leases:
                 self.lost += 1
                 return
         self._objects.write(_name(task), self._content(held))
+        if self._tells_progress and self._objects.read(_name(second(task)), _LIMIT_BYTES) is not None:
+            self.overtaken_at = self._clock()
         with self._change:
             is_released = task not in self._mine
         if is_released:  # while it was written
@@ -358,6 +363,11 @@ class Leases:
         if self._attempt is not None:
             value |= self._attempt._asdict()
         return json.dumps(value).encode()
+
+
+def second(task: str) -> str:
+    """The task of the process that overtakes the holder of a task's lease."""
+    return f"{task}.second"
 
 
 def leased(names: Iterable[str]) -> list[str]:

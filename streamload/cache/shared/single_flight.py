@@ -25,7 +25,7 @@ from typing import TypeVar
 
 from streamload.cache.shard import Shard
 from streamload.cache.shared.breaker import CircuitBreaker
-from streamload.cache.shared.leases import Holder, Leases
+from streamload.cache.shared.leases import Holder, Leases, second
 from streamload.cache.shared.tier import SharedTier
 from streamload.errors import OriginStopped, SharedTierError
 from streamload.metrics.snapshot import format_bytes
@@ -55,6 +55,10 @@ _SLOWER = 4.0
 """A holder is overtaken if what it lacks will take it so many times as long as all of it would take here."""
 _FASTEST_SECONDS = 2.0
 """No holder is overtaken that will be ready sooner."""
+_SLOW_BYTES_PER_SECOND = 1e6
+"""A holder below this is overtaken by a process that doesn't know yet how fast it is itself."""
+_GIVES_WAY_SECONDS, _GIVES_WAY_FOR_SECONDS = 1.0, 60.0
+"""A process that was overtaken lets others take a lease for the first, until so long after that."""
 _SAID_AFTER_SECONDS, _SAID_EVERY_SECONDS = 5.0, 30.0
 """A wait is logged after the first; one of the process in the second."""
 
@@ -157,6 +161,10 @@ class SingleFlight:
             return None
         began = self._clock()
         deadline = began + self._budget(began)
+        overtaken_at = self._leases.overtaken_at
+        if overtaken_at is not None and began - overtaken_at < _GIVES_WAY_FOR_SECONDS:
+            with yield_slot():
+                self._pause(shard, _GIVES_WAY_SECONDS, stop)
         while True:
             may_take = takes and self._stores()
             is_mine = may_take and self._asked(shard, lambda: self._leases.take(shard.digest))
@@ -209,7 +217,7 @@ class SingleFlight:
         self._leases.close(_GOODBYE_SECONDS)
 
     def _release(self, shard: Shard) -> None:
-        for task in (shard.digest, _second(shard)):
+        for task in (shard.digest, second(shard.digest)):
             self._leases.release(task)
 
     def _progress(self, shard: Shard, arrived: int, stream: Stream) -> None:
@@ -275,12 +283,16 @@ class SingleFlight:
     def _is_much_slower(self, holder: Holder) -> bool:
         """Whether a holder on another node will need several times as long as this process would."""
         machine, rate = holder.address.partition(".")[0], self._pace.rate()
-        if not machine or not self._machine or machine == self._machine or rate is None:
+        if not machine or not self._machine or machine == self._machine:
             return False
         if not holder.arrived:  # its size isn't known yet, either
             return holder.progress_seconds > _FASTEST_SECONDS
         left = (holder.size - holder.arrived) * holder.progress_seconds / holder.arrived
-        return holder.size > 0 and left > max(_FASTEST_SECONDS, _SLOWER * holder.size / rate)
+        if not holder.size or left <= _FASTEST_SECONDS:
+            return False
+        if rate is None:
+            return holder.arrived < _SLOW_BYTES_PER_SECOND * holder.progress_seconds
+        return left > _SLOWER * holder.size / rate
 
     def _overtakes(self, shard: Shard, holder: Holder) -> bool:
         """Take the second lease of a shard, if this process may still fetch one more."""
@@ -288,7 +300,7 @@ class SingleFlight:
             if not self._spare:
                 return False
             self._spare -= 1
-        if not self._asked(shard, lambda: self._leases.take(_second(shard))):
+        if not self._asked(shard, lambda: self._leases.take(second(shard.digest))):
             with self._lock:
                 self._spare += 1
             return False
@@ -423,11 +435,6 @@ def spare_of(shards: int, here: Topology, workers: int) -> int:
     workers = max(1, workers)
     each, left = divmod(shards // here.nodes, here.world_size * workers)
     return each + ((here.rank + 1) * workers <= left)
-
-
-def _second(shard: Shard) -> str:
-    """The task of the process that overtakes the holder of a shard's lease."""
-    return f"{shard.digest}.second"
 
 
 def _progress_of(holder: Holder) -> str:
