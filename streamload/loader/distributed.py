@@ -97,7 +97,7 @@ def first_with_details(
     store = _store_of(world_size)
     if store is None:
         return value, details
-    key = _unique(name)
+    key = unique(name)
     first: str = store.compare_set(key, "", value).decode()
     if first == value:
         store.set(f"{key}/details", details())
