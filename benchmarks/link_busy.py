@@ -1,7 +1,7 @@
 """How busy `streamload warm` keeps a link.
 
 Question: of what a link of 50, 100, 200 or 400 MB/s can carry between the first request and the last byte,
-how much does `streamload warm` take? And of 200 MB/s by https, of 200 and 400 as S3?
+how much does `streamload warm` take? And of 200 MB/s by https, of 200 and 400 as S3, of 200 as S3 by https?
 
 Command: python -m benchmarks.link_busy
 
@@ -15,17 +15,19 @@ one machine: the server takes a part of its cores, too.
 - curl: what `curl` gets that fetches the same by as many connections and throws it away. Where it gets less
   than the rate, it is the server that can't give more.
 - https: with a certificate made for it, at half of the highest rate: the server encrypts on the same cores.
-- s3: the same server as an S3 store that is asked anonymously, through s3fs; `curl` fetches the same by HTTP.
-- CPU: of all of the client's processes.
+- s3, https-s3: the same server as an S3 store, with signed requests, which it doesn't check; `curl` fetches
+  the same by HTTP or HTTPS.
+- CPU: of all of the client's processes. Target: as S3 at most 1.1 times what HTTP takes in the same call.
+- requests: to the server, a shard. Target: ≤ 3.
 
 Result: results/link_busy.json; docs/results/performance.md has it as a table.
 
 Explanation: eight shards are filled at a time, and the next begins when one has ended, so that several
 connections want what the link can carry at any moment. What CPU time a byte costs beyond curl's is to parse,
 index, checksum and write it; at 400 MB/s that is most of a core. TLS brings bytes in records of 16 KB at
-most, each of which would cost what a whole piece does: those that are there are read as one. An S3 store is
-asked by s3fs, aiobotocore and aiohttp, one thread of Python for all fills of a process, which takes up to
-twice the CPU time.
+most, each of which would cost what a whole piece does: those that are there are read as one. For S3, botocore
+prepares and signs the two requests of a shard, which costs next to nothing beside its bytes; these come as by
+HTTP.
 """
 
 import math
@@ -42,16 +44,17 @@ from tests.certificate import write_certificate
 
 LINES = (
     *((rate, "http") for rate in (50e6, 100e6, 200e6, 400e6)),
-    (200e6, "https"),
+    *((200e6, scheme) for scheme in ("https", "https-s3")),
     *((rate, "s3") for rate in (200e6, 400e6)),
 )
-QUICK_LINES = ((100e6, "http"), (100e6, "https"), (100e6, "s3"))
+QUICK_LINES = tuple((100e6, scheme) for scheme in ("http", "https", "https-s3", "s3"))
 BUCKET = "bucket"
 SECONDS, QUICK_SECONDS = 8.0, 0.5
 SHARDS, SAMPLES_PER_SHARD = 8, 384
 QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD = 2, 64
 CONNECTIONS = 8
 AT_LEAST = 0.98
+MOST_CPU, MOST_REQUESTS = 1.1, 3.0
 STREAMLOAD, CURL = "streamload warm", "curl"
 COMMANDS = (STREAMLOAD, CURL)
 
@@ -74,7 +77,7 @@ def main() -> None:
         for round_ in range(given.rounds):
             for name, rate, scheme in turns.rotated(wanted, round_):
                 count = math.ceil(rate * seconds * shards / total_bytes)
-                used = tls if scheme == "https" else None
+                used = tls if scheme.startswith("https") else None
                 row = measure(name, given.python, directory, served, names[:count], rate, scheme, used)
                 rows.append({"round": round_, **row})
     settings = {
@@ -98,9 +101,34 @@ def main() -> None:
                     at_least=AT_LEAST,
                 )
                 for rate, scheme in lines
+            ]
+            + [
+                target
+                for rate, scheme in lines
+                if scheme.endswith("s3")
+                for target in _s3(medians, rate, scheme)
             ],
         },
     )
+
+
+def _s3(medians: dict[str, Row], rate: float, scheme: str) -> list[Row]:
+    """The targets of a line as S3, beside the same line without."""
+    name = f"{STREAMLOAD} at {line_name(rate, scheme)}"
+    plain = f"{STREAMLOAD} at {line_name(rate, 'https' if scheme.startswith('https') else 'http')}"
+    shown = line_name(rate, scheme)
+    return [
+        turns.target(
+            f"CPU a GB at {shown}, × without S3",
+            turns.ratio(medians, "cpu_seconds_per_gb", name, plain),
+            at_most=MOST_CPU,
+        ),
+        turns.target(
+            f"requests for a shard at {shown}",
+            medians.get(name, {}).get("requests_per_shard"),
+            at_most=MOST_REQUESTS,
+        ),
+    ]
 
 
 def named_again(shards: Path, served: Path, count: int) -> list[str]:
@@ -124,10 +152,17 @@ def measure(
     tls: tuple[str, str] | None,
 ) -> Row:
     load = machine.load()
-    environ = turns.environment() | ({"SSL_CERT_FILE": tls[0]} if tls is not None else {})
+    environ = turns.environment()
+    if tls is not None:
+        environ |= {"SSL_CERT_FILE": tls[0], "AWS_CA_BUNDLE": tls[0]}
     with link.serving(served.parent, rate, tls) as line, turns.empty_directory(directory) as cache:
-        environ |= {"AWS_ENDPOINT_URL": line.url, "AWS_EC2_METADATA_DISABLED": "true"}
-        place = f"s3://{BUCKET}" if scheme == "s3" and name == STREAMLOAD else f"{line.url}/{BUCKET}"
+        environ |= {
+            "AWS_ENDPOINT_URL": line.url,
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+        }
+        is_s3 = scheme.endswith("s3") and name == STREAMLOAD
+        place = f"s3://{BUCKET}" if is_s3 else f"{line.url}/{BUCKET}"
         words = command(name, python, place, names, cache, tls)
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         began = time.monotonic()
@@ -135,6 +170,7 @@ def measure(
         whole = time.monotonic() - began
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         first, last, sent = line.busy()
+        requests = len(line.requests(-math.inf, math.inf))
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     expected = sum((served / name).stat().st_size for name in names)
     assert sent >= expected, (sent, expected)
@@ -149,6 +185,7 @@ def measure(
         "to_first_request_seconds": first - began,
         "whole_seconds": whole,
         "cpu_seconds_per_gb": cpu / sent * 1e9,
+        "requests_per_shard": requests / len(names),
         "limits": (),
         "versions": {"python": sys.version.split()[0]} if name == STREAMLOAD else curl_version(),
     }

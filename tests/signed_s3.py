@@ -10,6 +10,7 @@ import hashlib
 import http.server
 import json
 import re
+import ssl
 import threading
 import time
 from collections import Counter
@@ -88,16 +89,31 @@ class SignedS3:
         log: the requests so far.
         refusal: status and code for a token that isn't valid.
         denied: "bucket/key" of objects that are denied to everybody.
+        public: "bucket/key" of objects that everybody may read.
+        region: where its buckets are; a request that is signed for another region is refused.
+        elsewhere: the status of that refusal.
+        payer: whether requests must name the requester as the one who pays.
+        slow_downs: how many requests are still to be answered with SlowDown.
+        ignores_conditions: whether If-Match is ignored.
+        echoes_token: whether the reason phrases have the token of the request.
+        states_size: whether the answer 416 has the size in its body, as that of AWS.
+
+    Args:
+        tls: files of a certificate and its key.
     """
 
-    region = "us-east-1"
-
-    def __init__(self) -> None:
+    def __init__(self, tls: tuple[str, str] | None = None) -> None:
         self.valid: set[Keys] = {Keys(1)}
         self.objects: dict[str, bytes] = {}
         self.log: list[Exchange] = []
         self.refusal = (400, "ExpiredToken")
         self.denied: set[str] = set()
+        self.public: set[str] = set()
+        self.region = "us-east-1"
+        self.elsewhere = 400
+        self.payer = self.ignores_conditions = self.echoes_token = False
+        self.states_size = True
+        self.slow_downs = 0
         self._after: tuple[int, Callable[[], None]] | None = None
         self._lock = threading.Lock()
         front = self
@@ -105,9 +121,13 @@ class SignedS3:
         class Handler(_Handler):
             server_front = front
 
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._server = _Server(("127.0.0.1", 0), Handler)
+        self.port = self._server.server_address[1]
+        self.endpoint = f"http{'s' if tls else ''}://127.0.0.1:{self.port}"
+        if tls:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(*tls)
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
         self._thread.start()
 
@@ -123,7 +143,7 @@ class SignedS3:
         """Return the variables that lead to it, without keys."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
-            "AWS_DEFAULT_REGION": self.region,
+            "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
@@ -148,6 +168,13 @@ class SignedS3:
                 due[1]()
 
 
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        """Be silent about clients that close a connection in the middle, as for a version."""
+
+
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -164,7 +191,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         front._arrives()
         refusal = self._refusal()
         path = unquote(urlsplit(self.path).path).lstrip("/")
-        if refusal is not None:
+        if front.slow_downs:
+            front.slow_downs -= 1
+            self._fail(503, "SlowDown")
+        elif refusal is not None and path not in front.public:
             self._fail(*refusal)
         elif path in front.denied:
             self._fail(403, "AccessDenied")
@@ -181,12 +211,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT",
         }
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if self.headers.get("If-Match", headers["ETag"]) != headers["ETag"]:
+        expected = self.headers.get("If-Match", headers["ETag"])
+        if expected != headers["ETag"] and not self.server_front.ignores_conditions:
             self._fail(412, "PreconditionFailed")
         elif asked is None:
             self._send(200, body, headers)
         elif int(asked[1]) >= len(body):
-            self._fail(416, "InvalidRange")
+            size = f"<ActualObjectSize>{len(body)}</ActualObjectSize>"
+            self._fail(416, "InvalidRange", size if self.server_front.states_size else "")
         else:
             start, stop = int(asked[1]), min(len(body), int(asked[2] or len(body)) + 1)
             span = {"Content-Range": f"bytes {start}-{stop - 1}/{len(body)}"}
@@ -199,10 +231,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if match is None:
             return 403, "AccessDenied"
         access_key, region, names, signature = match.groups()
+        if region != front.region:
+            return front.elsewhere, "AuthorizationHeaderMalformed"
         keys = next((keys for keys in front.valid if keys.access_key == access_key), None)
         if keys is None or self.headers.get("x-amz-security-token") != keys.token:
             return front.refusal
-        return None if self._signature(keys, region, names) == signature else (403, "SignatureDoesNotMatch")
+        if self._signature(keys, region, names) != signature:
+            return 403, "SignatureDoesNotMatch"
+        is_paid = not front.payer or self.headers.get("x-amz-request-payer") == "requester"
+        return None if is_paid else (403, "AccessDenied")
 
     def _signature(self, keys: Keys, region: str, names: str) -> Any:
         url = urlsplit(self.path)
@@ -215,15 +252,20 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         canonical = "\n".join((self.command, url.path, query, headers, names, hashed))
         return signer.signature(signer.string_to_sign(request, canonical), request)
 
-    def _fail(self, status: int, code: str) -> None:
-        body = f"<Error><Code>{code}</Code><Message>The request is refused.</Message></Error>"
-        self._send(status, body.encode(), {"Content-Type": "application/xml"}, code)
+    def _fail(self, status: int, code: str, facts: str = "") -> None:
+        body = f"<Error><Code>{code}</Code><Message>The request is refused.</Message>{facts}</Error>"
+        headers = {"Content-Type": "application/xml"}
+        if code == "AuthorizationHeaderMalformed":
+            headers["x-amz-bucket-region"] = self.server_front.region
+        self._send(status, body.encode(), headers, code)
 
     def _send(self, status: int, body: bytes, headers: dict[str, str], code: str = "") -> None:
         match = _AUTHORIZATION.fullmatch(self.headers.get("Authorization", ""))
         access_key = match[1] if match else ""
         self.server_front.log.append(Exchange(self.command, self.path, status, code, access_key))
-        self.send_response(status)
+        self.send_response(
+            status, self.headers["x-amz-security-token"] if self.server_front.echoes_token else None
+        )
         for name, value in headers.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))

@@ -207,10 +207,11 @@ def test_what_a_link_carries_is_measured_beside_curl(tmp_path: Path) -> None:
     assert result["medians"].keys() == {
         f"{name} at 100 MB/s{scheme}"
         for name in ("streamload warm", "curl")
-        for scheme in ("", ", https", ", s3")
+        for scheme in ("", ", https", ", https-s3", ", s3")
     }
     assert all(0 < row["share"] <= 1.05 for row in result["rounds"])
-    assert report.tables_of({"link_busy": result})["link_busy"].count("\n") == 7
+    assert all(warm["requests_per_shard"] <= 3 for warm in result["rounds"][::2])
+    assert report.tables_of({"link_busy": result})["link_busy"].count("\n") == 9
 
 
 def test_arrivals_are_followed_by_every_order(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def test_arguments_win_over_variables_and_variables_over_defaults(tmp_path):
         "max_image_pixels": "default",
         "metrics": "default",
         "record": "default",
+        "s3": "default",
     }
 
 

@@ -372,8 +372,10 @@ def test_what_commands_need_is_imported_before_workers_are_forked() -> None:
         "from streamload.origins.origin import import_origins\n"
         "import_origins(['pipe:curl -s http://h/a.tar', 'pipe:cat a.tar'])\n"
         "assert {'streamload.origins.web', 'streamload.origins.pipe'} <= set(sys.modules)\n"
-        "assert 's3fs' not in sys.modules\n"
+        "assert 'streamload.origins.s3' not in sys.modules\n"
         "import_origins(['pipe:aws s3 cp s3://bucket/a.tar -'])\n"
+        "assert 'streamload.origins.s3' in sys.modules and 's3fs' not in sys.modules\n"
+        "import_origins(['s3://bucket/a.tar'], {'session': None})\n"
         "assert 's3fs' in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

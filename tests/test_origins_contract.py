@@ -49,8 +49,8 @@ class Place:
         return open_origin(url or self.url, self.storage_options, facts.pop("options", QUICK), **facts)
 
 
-@pytest.fixture(params=["http", "s3", "memory", "sync-http", "pipe", "file"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+@pytest.fixture(params=["http", "s3", "s3fs", "memory", "sync-http", "pipe", "file"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     file = tmp_path / "a.tar"
     file.write_bytes(BODY)
 
@@ -62,7 +62,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     if request.param == "http":
         with ShardServer(tmp_path) as server:
             yield Place(rewrite, f"{server.url}/a.tar", f"{server.url}/b.tar", has_backends=True)
-    elif request.param == "s3":
+    elif request.param in {"s3", "s3fs"}:
+        if request.param == "s3fs":
+            monkeypatch.setenv("STREAMLOAD_S3", "s3fs")
         s3: S3Server = request.getfixturevalue("s3")
         url = s3.put("bucket", "a.tar", BODY)
         missing = "s3://bucket/b.tar"

@@ -647,7 +647,7 @@ def test_https_fails_where_the_certificate_is_not_trusted(
     sockets._tls_context.cache_clear()
     with ShardServer(tmp_path, tls=certificate) as server, pytest.raises(OriginError, match="certificate"):
         read(server)
-    assert isinstance(sockets._tls_context(), ssl.SSLContext)
+    assert isinstance(sockets._tls_context(""), ssl.SSLContext)
 
 
 # --- the end of a loader ---
@@ -697,7 +697,7 @@ def test_a_stopped_loader_does_not_wait_for_a_connection() -> None:
 
 def test_a_stopped_loader_does_not_wait_for_a_tls_handshake(no_leaks: Any) -> None:
     stop = threading.Event()
-    sockets._tls_context()
+    sockets._tls_context("")
     with no_leaks(), socket.create_server(("127.0.0.1", 0)) as silent:  # its queue takes whoever connects
         threading.Timer(0.2, stop.set).start()
         url = f"https://127.0.0.1:{silent.getsockname()[1]}/a.tar"

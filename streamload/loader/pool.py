@@ -122,7 +122,9 @@ class WorkerPool:
 def _data_loader(
     options: LoaderOptions, config: WorkerConfig, control: ControlBlock
 ) -> tuple[DataLoader[Batch | Failed], StreamDataset]:
-    import_origins([*options.urls.kinds(), *([config.shared.url] if config.shared else [])])
+    import_origins(
+        options.urls.kinds(), options.storage_options, config.shared.url if config.shared else None
+    )
     ahead = options.workers.prefetch_factor
     if config.in_flight is not None and options.num_workers:
         fitting = check_step(options, config.in_flight, options.batch_size)

@@ -13,6 +13,7 @@ from streamload.options.settings import (
     Where,
     options,
     read_settings,
+    value_of,
 )
 from streamload.options.values import (
     CacheSize,
@@ -45,4 +46,5 @@ __all__ = [
     "parse_free_disk",
     "parse_size",
     "read_settings",
+    "value_of",
 ]

@@ -35,6 +35,7 @@ from streamload.options.values import (
 Revalidate = Literal["never", "start", "always"]
 Eviction = Literal["plan", "lru"]
 Where = Literal["auto", "disk", "memory"]
+S3 = Literal["direct", "s3fs"]
 
 DEFAULT_SHARED_WAIT_SECONDS = 120.0
 """Another node fetches and stores a shard of 300 MB at 3 MB/s in this time, or one of 1 GB at 10 MB/s."""
@@ -223,6 +224,13 @@ class Settings:
         "A folder in which each rank records its numbers for `streamload report`.",
         argument="",
     )
+    s3: Final = Option[S3](
+        _choice(S3),
+        "direct",
+        "How s3:// shards are read: over our own HTTP connections where all storage options are understood "
+        '("direct"), or always by s3fs ("s3fs").',
+        argument="",
+    )
 
     def __init__(self, given: Mapping[str, object], environ: Mapping[str, str] | None = None):
         if unknown := given.keys() - {option.name for option in options()}:
@@ -246,6 +254,12 @@ class Settings:
 def read_settings(*, environ: Mapping[str, str] | None = None, **given: object) -> Settings:
     """The settings from arguments, then the environment, then defaults; see `Settings`."""
     return Settings(given, environ)
+
+
+def value_of(option: Option[_T]) -> _T:
+    """The value of an option that has only a variable."""
+    value: _T = _resolve(option, None, os.environ)[0]
+    return value
 
 
 @functools.cache
@@ -275,6 +289,8 @@ def _warn_of_unknown(environ: Mapping[str, str]) -> None:
 @functools.cache
 def _warn_once(name: str) -> None:
     known = sorted(option.variable for option in options())
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-    advice = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+    # By what follows the prefix, which alone would make a short name alike.
+    rests = {variable.removeprefix("STREAMLOAD_"): variable for variable in known}
+    close = difflib.get_close_matches(name.removeprefix("STREAMLOAD_"), rests, n=1, cutoff=0.6)
+    advice = f"did you mean {rests[close[0]]}?" if close else f"there are {', '.join(known)}"
     warnings.warn(f"streamload doesn't read a variable {name}; {advice}", UserWarning, stacklevel=5)

@@ -9,6 +9,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import errno
+import functools
 import queue
 import threading
 import time
@@ -72,16 +73,21 @@ def begin(files: Any, what: str, *given: Any, **more: Any) -> Future:
     """Start calling a file system's method; `result` waits for what it returns or raises."""
     if files.async_impl:
         return asyncio.run_coroutine_threadsafe(getattr(files, f"_{what}")(*given, **more), files.loop)
+    return in_thread(functools.partial(getattr(files, what), *given, **more))
+
+
+def in_thread(call: Callable[[], Any]) -> Future:
+    """Start a call that can't be cancelled; `result` waits for what it returns or raises."""
     future: Future = concurrent.futures.Future()
     future.set_running_or_notify_cancel()
 
-    def call() -> None:
+    def work() -> None:
         try:
-            future.set_result(getattr(files, what)(*given, **more))
+            future.set_result(call())
         except BaseException as exc:
             future.set_exception(exc)
 
-    limits.start(threading.Thread(target=call, name="streamload-store", daemon=True))
+    limits.start(threading.Thread(target=work, name="streamload-store", daemon=True))
     return future
 
 
@@ -92,6 +98,7 @@ def result(future: Future, files: Any, seconds: float, check: Callable[[], None]
     file system. fsspec's instance cache is cleared then, so create a new file system.
 
     Args:
+        files: None for a call that no file system makes.
         check: called ten times a second; may raise to end the wait.
 
     Raises:
@@ -106,7 +113,7 @@ def result(future: Future, files: Any, seconds: float, check: Callable[[], None]
                 raise OriginTimeout(f"no answer for {seconds:g} s")
         return future.result()
     finally:
-        if not future.cancel() and not future.done():
+        if not future.cancel() and not future.done() and files is not None:
             type(files).clear_instance_cache()
 
 
@@ -162,6 +169,11 @@ def lacks_credentials(exc: BaseException) -> bool:
     return type(exc).__name__ in _NO_CREDENTIALS
 
 
+def status_of_code(code: str | None, status: int) -> int:
+    """Return the HTTP status that says best what an error code of S3 means."""
+    return _CODES.get(str(code), status)
+
+
 def status_of(exc: BaseException) -> int | None:
     """Return the HTTP status that caused an exception of fsspec, if any."""
     answer = _answer(exc)
@@ -193,8 +205,8 @@ def _answer(exc: BaseException | None) -> tuple[int, str | None] | None:
         response: Any = getattr(candidate, "response", None)
         if isinstance(response, dict):  # botocore
             facts = response.get("ResponseMetadata", {})
-            code = _CODES.get(str(response.get("Error", {}).get("Code")))
-            status = code or facts.get("HTTPStatusCode")
+            code = response.get("Error", {}).get("Code")
+            status: Any = status_of_code(code, facts.get("HTTPStatusCode"))
             headers = facts.get("HTTPHeaders", {})
         else:  # requests, httpx; aiohttp's exception has the status
             status = getattr(response, "status_code", None) or getattr(candidate, "status", None)

@@ -20,6 +20,9 @@ from streamload.urls.identity import DEFAULT_PORTS, identity, is_signed_form, sc
 REFUSALS = frozenset({400, 401, 403})
 """Statuses of answers to credentials that have ended; stores answer 400 to a token in a signed URL."""
 
+OF_WEB = frozenset({"headers", "sign"})
+"""Storage options that are for web servers alone, whatever else is in a list."""
+
 Authorize = Callable[[Mapping[str, Any]], Mapping[str, str]]
 """Returns headers that a store needs, from storage options."""
 

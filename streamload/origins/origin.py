@@ -25,6 +25,7 @@ from streamload.urls import (
     Opaque,
     Request,
     compression,
+    origin_of,
     parse_command,
     scheme,
     scrubbed_errors,
@@ -103,18 +104,29 @@ def abilities_of(url: str) -> Abilities:
     return abilities(_requested(url))
 
 
-def import_origins(urls: Iterable[str]) -> None:
+def import_origins(
+    urls: Iterable[str], storage_options: Mapping[str, Any] | None = None, shared: str | None = None
+) -> None:
     """Import the libraries that some URLs need, so that processes forked later needn't.
 
     A missing library is reported when a shard is opened.
+
+    Args:
+        storage_options: of the URLs.
+        shared: the URL of a shared cache, whose small objects fsspec reads.
     """
     examples = {url.split(maxsplit=1)[0] if scheme(url) == "pipe" else scheme(url): url for url in urls}
-    for name in {_opened_as(url) for url in examples.values()}:
-        if name in _OWN:
-            _kind(name)
+    stores = {scheme(shared)} if shared is not None else set()
+    for url in examples.values():
+        name = _opened_as(url)
+        if name not in _OWN and not (name == "s3" and _is_read_directly(url, storage_options or {})):
+            stores.add(name)
         else:
-            from streamload.origins.stores import import_store
+            _kind(name)
+    if stores - _OWN:
+        from streamload.origins.stores import import_store
 
+        for name in stores - _OWN:
             import_store(name)
 
 
@@ -154,6 +166,26 @@ def _of_command(url: str, session: Session) -> Origin:
     return HttpOrigin(asked.url, session, own, common_headers=asked.headers, redirects=asked.redirects)
 
 
+def _of_s3(url: str, storage_options: dict[str, Any], session: Session) -> Origin:
+    """Return the origin of an S3 object: ours, or s3fs's for what only s3fs does."""
+    from streamload.origins.s3 import S3Origin
+    from streamload.origins.signing import reason_for_s3fs
+
+    reason = reason_for_s3fs(url, storage_options)
+    if not reason:
+        return S3Origin(url, storage_options, session)
+    _log_once(f"{origin_of(url)}: s3fs reads it ({reason})")
+    from streamload.origins.stores import StoreOrigin
+
+    return StoreOrigin(url, storage_options, session)
+
+
+def _is_read_directly(url: str, storage_options: Mapping[str, Any]) -> bool:
+    from streamload.origins.signing import reason_for_s3fs
+
+    return not reason_for_s3fs(_requested(url), storage_options)
+
+
 @functools.lru_cache(maxsize=256)
 def _log_once(line: str) -> None:
     """Log a line once per process, whatever the number of shards."""
@@ -182,6 +214,10 @@ def _kind(name: str) -> Callable[[str, dict[str, Any], Session], Origin]:
             from streamload.origins.hub import HubOrigin
 
             return HubOrigin
+        case "s3":
+            import streamload.origins.s3  # noqa: F401
+
+            return _of_s3
         case _:
             from streamload.origins.stores import StoreOrigin
 

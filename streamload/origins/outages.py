@@ -26,7 +26,7 @@ from streamload.errors import (
 )
 from streamload.origins import abilities
 from streamload.origins.protocol import Origin, Session
-from streamload.urls import endpoint
+from streamload.urls import endpoint, scrubbed_errors
 
 Reopen = Callable[[Session], Origin]
 """Creates the origin of a shard again, for another session."""
@@ -173,7 +173,10 @@ class Endpoint:
         if not known or not isinstance(error, (*RETRYABLE, OriginDenied, OriginNotFound)):
             return False
         try:
-            with contextlib.closing(known[-1]._reopen(session)) as origin:
+            with (
+                scrubbed_errors(lambda: session.secrets),  # their text is logged
+                contextlib.closing(known[-1]._reopen(session)) as origin,
+            ):
                 origin.read(0, 1, origin.version())
         except alike as exc:
             self._record(exc, session.options.outage_seconds)

@@ -12,7 +12,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -218,7 +218,8 @@ class Session:
         counts: their counters.
         stop: ends their waits.
         named: see `Named`.
-        secrets: of the URL and its storage options; no message may contain them.
+        secrets: of the URL and its storage options, and credentials that were found; no message may contain
+            them.
     """
 
     options: OriginOptions = field(default_factory=OriginOptions)
@@ -232,10 +233,11 @@ class Session:
         if self.counts is not None:
             self.counts.add(name, n)
 
-    def hide(self, secrets: Collection[str]) -> None:
+    def hide(self, secrets: Iterable[str | None]) -> None:
         """Add secrets, the longest first: renewed credentials have their own."""
-        if not set(secrets) <= set(self.secrets):
-            self.secrets[:] = sorted({*self.secrets, *secrets}, key=lambda secret: (-len(secret), secret))
+        added = set(filter(None, secrets))
+        if not added <= set(self.secrets):
+            self.secrets[:] = sorted({*self.secrets, *added}, key=lambda secret: (-len(secret), secret))
 
     def check(self, url: str) -> None:
         """Raise OriginStopped if the loader is stopping."""

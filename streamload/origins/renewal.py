@@ -21,7 +21,7 @@ from streamload.origins import calls
 from streamload.origins.credentials import read_again
 from streamload.origins.protocol import ENDED
 
-_LOOK_SECONDS = 1.0
+LOOK_SECONDS = 1.0
 """Between two looks for the same file system: each may run a command or ask a metadata service."""
 _EMPTY_OBJECT = {"InvalidRange", "416"}
 _SOURCES = {
@@ -49,12 +49,18 @@ class Lookup:
     outcome: str
 
 
+KEYS_IN_OPTIONS = Lookup(False, "storage_options or fsspec's configuration have the keys themselves")
 _lookups: weakref.WeakKeyDictionary[Any, tuple[float, Lookup]] = weakref.WeakKeyDictionary()
 
 
 def have_ended(exc: BaseException) -> bool:
     """Return whether an exception of fsspec is S3's answer that the credentials aren't valid any more."""
-    return calls.code_of(exc) in ENDED
+    return is_end(calls.code_of(exc))
+
+
+def is_end(code: str | None) -> bool:
+    """Return whether an error code of S3 says that the credentials aren't valid any more."""
+    return code in ENDED
 
 
 def is_refused(exc: BaseException) -> bool:
@@ -64,9 +70,13 @@ def is_refused(exc: BaseException) -> bool:
 
 def denied(url: str, exc: BaseException, lookup: Lookup | None) -> OriginDenied:
     """Return the error for credentials that have ended."""
-    code = calls.code_of(exc)
+    return denied_by_code(url, str(calls.code_of(exc)), lookup)
+
+
+def denied_by_code(url: str, code: str, lookup: Lookup | None) -> OriginDenied:
+    """Return the error for an error code that says so."""
     looked = f"; {lookup.outcome}" if lookup else ""
-    error = OriginDenied(f"{url}: {ENDED[str(code)]} ({code}){looked}")
+    error = OriginDenied(f"{url}: {ENDED[code]} ({code}){looked}")
     error.may_be_renewed = True
     return error
 
@@ -80,19 +90,17 @@ def look_up(files: Any, seconds: float, check: Callable[[], None]) -> Lookup:
         check: called ten times a second; may raise to end the wait.
     """
     if files.key or files.client_kwargs.get("aws_access_key_id"):
-        return Lookup(False, "storage_options or fsspec's configuration have the keys themselves")
+        return KEYS_IN_OPTIONS
     if files.storage_options.get("session") is not None:
         return Lookup(False, "storage_options have a session")
     looked, lookup = _lookups.get(files, (0.0, None))
-    if lookup is not None and time.monotonic() - looked < _LOOK_SECONDS:
+    if lookup is not None and time.monotonic() - looked < LOOK_SECONDS:
         return lookup
     try:
         future = asyncio.run_coroutine_threadsafe(_compare(files), files.loop)
         lookup = calls.result(future, files, seconds, check)
-    except Exception as exc:  # of any provider; a file may be half written
-        if isinstance(exc, StreamloadError) and not isinstance(exc, OriginTimeout):
-            raise
-        lookup = Lookup(False, f"looking for others failed with {type(exc).__name__}")
+    except Exception as exc:
+        lookup = failed(exc)
     assert lookup is not None
     if not lookup.has_others:
         _lookups[files] = (time.monotonic(), lookup)
@@ -113,6 +121,29 @@ def read_file(url: str, options: Mapping[str, Any]) -> tuple[Mapping[str, Any], 
     if fresh != options:
         return fresh, Lookup(True, f"{options.path} has other ones")
     return fresh, Lookup(False, f"{options.path} is still the same") if "key" in options else None
+
+
+def failed(exc: Exception) -> Lookup:
+    """Return the outcome of a look that raised: any provider may, and a file may be half written.
+
+    Raises:
+        StreamloadError: `exc` is one, and no timeout.
+    """
+    if isinstance(exc, StreamloadError) and not isinstance(exc, OriginTimeout):
+        raise exc
+    return Lookup(False, f"looking for others failed with {type(exc).__name__}")
+
+
+def compared(session: Any, credentials: Any, has_others: bool) -> Lookup:
+    """Return the outcome of a look that gave credentials, or None.
+
+    Args:
+        session: of botocore or aiobotocore, in which they were looked up.
+    """
+    if credentials is None:
+        return Lookup(False, "there are no others in the environment, in files or from a role")
+    source = _source(session, credentials.method)
+    return Lookup(has_others, f"{source} {'has other ones' if has_others else 'still has the same keys'}")
 
 
 def ask_one_byte(files: Any, path: str) -> calls.Future:
@@ -143,12 +174,9 @@ async def _one_byte(files: Any, path: str) -> None:
 async def _compare(files: Any) -> Lookup:
     session = type(files.session)(**files.kwargs)
     credentials = await session.get_credentials()
-    if credentials is None:
-        return Lookup(False, "there are no others in the environment, in files or from a role")
     refused = await files.session.get_credentials()
-    has_others = refused is None or await _keys(credentials) != await _keys(refused)
-    source = _source(session, credentials.method)
-    return Lookup(has_others, f"{source} {'has other ones' if has_others else 'still has the same keys'}")
+    has_others = refused is None or credentials is None or await _keys(credentials) != await _keys(refused)
+    return compared(session, credentials, has_others)
 
 
 async def _keys(credentials: Any) -> tuple[str, ...]:

@@ -156,20 +156,26 @@ class Pools:
         self._session = session
         self._connections = connections
         self._timeout = urllib3.Timeout(connect=session.options.connect_seconds, read=WAKE_SECONDS)
-        self._lock = threading.Lock()  # guards _by_proxy
-        self._by_proxy: dict[str | None, urllib3.PoolManager] = {}
+        self._lock = threading.Lock()  # guards _managers
+        self._managers: dict[tuple[str | None, str], urllib3.PoolManager] = {}
 
-    def request(self, url: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
-        """Send a GET through the proxy for this URL, if any. Follows no redirects."""
+    def request(
+        self, url: str, headers: Mapping[str, str], authorities: str = ""
+    ) -> urllib3.BaseHTTPResponse:
+        """Send a GET through the proxy for this URL, if any. Follows no redirects.
+
+        Args:
+            authorities: a file of certificates to trust instead of the default ones.
+        """
         proxy = _proxy_for(url)
         if proxy is not None:
             parts = urlsplit(url)
             port = parts.port or DEFAULT_PORTS.get(parts.scheme.lower())
             refuse_behind_proxy(parts.hostname or "", port, self._session.named)
         with self._lock:
-            pools = self._by_proxy.get(proxy)
+            pools = self._managers.get((proxy, authorities))
             if pools is None:
-                pools = self._by_proxy[proxy] = self._opened(proxy)
+                pools = self._managers[proxy, authorities] = self._opened(proxy, authorities)
         facts: dict[str, Any] = {"preload_content": False, "redirect": False, "retries": False}
         with unlogged():
             return pools.request("GET", url, headers=headers, timeout=self._timeout, **facts)
@@ -177,7 +183,7 @@ class Pools:
     def close(self) -> None:
         """Close idle connections. Further requests are allowed."""
         with self._lock:
-            managers = list(self._by_proxy.values())
+            managers = list(self._managers.values())
         for manager in managers:
             for key in manager.pools.keys():  # noqa: SIM118  (not iterable)
                 pool = manager.pools.get(key)
@@ -185,7 +191,7 @@ class Pools:
                     pool.close()  # clear() alone leaves it to the garbage collector
             manager.clear()
 
-    def _opened(self, proxy: str | None) -> urllib3.PoolManager:
+    def _opened(self, proxy: str | None, authorities: str) -> urllib3.PoolManager:
         facts: dict[str, Any] = {"maxsize": self._connections}
         if proxy is None:
             pools = urllib3.PoolManager(**facts)
@@ -194,7 +200,7 @@ class Pools:
             if place.auth:
                 facts["proxy_headers"] = {"Proxy-Authorization": basic(place.auth)}
             if place.scheme == "https":
-                facts["proxy_ssl_context"] = _tls_context()
+                facts["proxy_ssl_context"] = _tls_context("")
             pools = urllib3.ProxyManager(place._replace(auth=None).url, **facts)
         # A proxy comes from the environment, so it may have any address.
         session = self._session if proxy is None else dataclasses.replace(self._session, named=None)
@@ -202,7 +208,9 @@ class Pools:
         secure = type("_Secure", (_Connecting, HTTPSConnection), {"session": session})
         pools.pool_classes_by_scheme = {
             "http": type("_PlainPool", (urllib3.HTTPConnectionPool,), {"ConnectionCls": plain}),
-            "https": type("_OwnSecurePool", (_SecurePool,), {"ConnectionCls": secure}),
+            "https": type(
+                "_OwnSecurePool", (_SecurePool,), {"ConnectionCls": secure, "authorities": authorities}
+            ),
         }
         return pools
 
@@ -214,8 +222,10 @@ def basic(user: str) -> str:
 
 
 class _SecurePool(urllib3.HTTPSConnectionPool):
+    authorities: str
+
     def __init__(self, *args: Any, **facts: Any) -> None:
-        super().__init__(*args, **facts | {"ssl_context": _tls_context()})
+        super().__init__(*args, **facts | {"ssl_context": _tls_context(self.authorities)})
 
 
 class _FinalAnswer(http.client.HTTPResponse):
@@ -338,12 +348,25 @@ def _proxy_for(url: str) -> str | None:
     )
 
 
-@functools.lru_cache(maxsize=1)
-def _tls_context() -> ssl.SSLContext:
-    """Return the TLS context of the process, created on first use: the certificates take 40 ms and 1 MB."""
+@functools.lru_cache(maxsize=4)
+def _tls_context(authorities: str) -> ssl.SSLContext:
+    """Return the TLS context of the process, created on first use: the certificates take 40 ms and 1 MB.
+
+    Args:
+        authorities: a file of certificates to trust; "": the default ones.
+
+    Raises:
+        OriginError: the file can't be read, or has no certificate.
+    """
     context = _PatientContext(ssl.PROTOCOL_TLS_CLIENT)
     if sys.version_info >= (3, 13):  # as ssl.create_default_context, which can't create our class
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | ssl.VERIFY_X509_STRICT
-    context.load_default_certs()
+    if not authorities:
+        context.load_default_certs()
+    else:
+        try:
+            context.load_verify_locations(authorities)
+        except OSError as exc:  # ssl.SSLError is one
+            raise OriginError(f"the certificates in {authorities} can't be loaded: {exc}") from exc
     context.sslsocket_class = _PatientTLSSocket
     return context

@@ -27,6 +27,7 @@ from streamload.errors import (
     OriginTimeout,
 )
 from streamload.origins import calls, renewal
+from streamload.origins.credentials import OF_WEB
 from streamload.origins.protocol import (
     Origin,
     Session,
@@ -42,8 +43,6 @@ from streamload.urls import redact, scheme
 
 _LATEST_SECONDS = 0.5
 """Bytes of a slow range are passed on after this long, however few."""
-_OF_WEB = frozenset({"headers", "sign"})
-"""Storage options for the web servers in the same list."""
 _ETAGS = ("ETag", "etag", "md5Hash", "md5", "generation", "sha256")
 _DATES = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
 
@@ -96,7 +95,7 @@ class StoreOrigin(Origin):
                 return _version(self._info())
             except Exception as exc:
                 if _lacks_credentials(exc) and _may_be_anonymous(self._target, self._options):
-                    _warn_anonymous(self.url.partition("://")[2].partition("/")[0])
+                    warn_anonymous(self.url.partition("://")[2].partition("/")[0])
                     return self._anonymous_version()
                 cause = self._cause(files, exc)
                 if is_repeated or not (cause is None or self.renews(files, cause)):
@@ -362,7 +361,7 @@ def _with_patience(url: str, storage_options: Mapping[str, Any], session: Sessio
     options = {
         name: value
         for name, value in storage_options.items()
-        if name not in _OF_WEB or not (is_s3 or callable(value))
+        if name not in OF_WEB or not (is_s3 or callable(value))
     }
     if not is_s3:
         return options
@@ -383,6 +382,6 @@ def _may_be_anonymous(url: str, options: dict[str, Any]) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _warn_anonymous(bucket: str) -> None:
+def warn_anonymous(bucket: str) -> None:
     """Warn once per process, whatever the number of shards."""
     _logger.warning("No AWS credentials found: reading s3://%s anonymously.", bucket)

@@ -28,7 +28,11 @@ from streamload.origins.web_client import REDIRECTS, HttpClient
 
 
 class HttpOrigin(Origin):
-    """A shard at an http:// or https:// URL. Arguments: see HttpClient."""
+    """A shard at an http:// or https:// URL. Arguments: see HttpClient.
+
+    Args:
+        client: makes the requests instead of an HttpClient with these arguments.
+    """
 
     def __init__(
         self,
@@ -38,16 +42,17 @@ class HttpOrigin(Origin):
         *,
         common_headers: Mapping[str, str] | None = None,
         redirects: int = REDIRECTS,
+        client: HttpClient | None = None,
     ) -> None:
         self._session = session
-        self._client = HttpClient(
+        self._client = client or HttpClient(
             url, session, credentials, common_headers=common_headers, redirects=redirects
         )
         self.url = self._client.url
         self._pools: Pools | None = None  # kept between reads
 
     def __repr__(self) -> str:
-        return f"HttpOrigin({self.url!r})"
+        return f"{type(self).__name__}({self.url!r})"
 
     def open(self, start: int = 0, expected: Version | None = None) -> HttpStream:
         """Send the request and check the head of the answer; the stream's chunks() read the body."""
@@ -67,8 +72,8 @@ class HttpOrigin(Origin):
     def read(self, start: int, stop: int, version: Version) -> bytes:
         """Request a range over a kept connection; from a server without ranges, as a stream."""
         self._pools = self._pools or Pools(self._session)
-        # The size alone: another backend's range is as good, and the bytes are checked by their checksums.
-        version = version.only_size()
+        if self._client.has_backends:
+            version = version.only_size()  # the bytes are checked by their checksums
         if abilities(self.url).ranges is False:
             return self.streamed(0, start, stop, version)
         chunks = self._client.read_range(self._pools, start, stop, version, is_proven=True)

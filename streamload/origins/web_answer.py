@@ -18,6 +18,7 @@ _PLAIN = frozenset(("", "identity", "none", "binary", "utf-8", "utf8", "aws-chun
 """Content encodings that leave a body as it is: uploads by SDKs and tools leave them behind."""
 WHOLE = frozenset((200, 203))
 """The status of an answer with all of a shard: 203 comes through a proxy that changed headers."""
+_ELEMENT = re.compile(rb"<(\w{1,60})>([\w-]{1,60})</")
 _CONTENT_RANGE = re.compile(rf"bytes\s+(?:({_NUMBER})-({_NUMBER})|\*)/({_NUMBER}|\*)", re.IGNORECASE)
 
 
@@ -134,15 +135,19 @@ def answer_at_end(
     return Answer(None, found, start, start, start)
 
 
-def _said(response: urllib3.BaseHTTPResponse, session: Session) -> tuple[str, str]:
-    """Return the status with the error code that object stores put in the body, and the code or ""."""
-    said = f"the server answers {response.status} {response.reason or ''}".rstrip()
+def error_facts(response: urllib3.BaseHTTPResponse, session: Session) -> dict[str, str]:
+    """Return the elements of the error that object stores put in the body, such as its Code."""
     try:
         body = receive(response, 2048, session)
     except HTTPError:
         body = b""
-    match = re.search(rb"<Code>(\w{1,60})</Code>", body)
-    if match is None:
+    return {name.decode(): value.decode() for name, value in _ELEMENT.findall(body)}
+
+
+def _said(response: urllib3.BaseHTTPResponse, session: Session) -> tuple[str, str]:
+    """Return the status with the error code that object stores put in the body, and the code or ""."""
+    said = f"the server answers {response.status} {response.reason or ''}".rstrip()
+    code = error_facts(response, session).get("Code", "")
+    if not code:
         return said, ""
-    code = match[1].decode()
     return f"{said} ({code})" + (f": {ENDED[code]}" if code in ENDED else ""), code

@@ -71,7 +71,10 @@ class HttpClient:
     Attributes:
         url: as it may be shown.
         parallel_ranges: whether to request ranges in parallel; False once the server handled them badly.
+        has_backends: whether each backend of the server may have an ETag of its own for the same bytes.
     """
+
+    has_backends = True
 
     def __init__(
         self,

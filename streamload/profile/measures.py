@@ -86,7 +86,7 @@ def origin(job: Job) -> Row:
     from streamload.daemon.warm import warm
     from streamload.origins.origin import import_origins
 
-    import_origins(list(job.data.urls))
+    import_origins(list(job.data.urls), job.options.storage_options)
     with tempfile.TemporaryDirectory(dir=job.directory, prefix="origin-") as tier:
         began, cpu_before = time.monotonic(), cpu_seconds()
         report = warm(

@@ -1,0 +1,171 @@
+"""Objects in S3, read as from a web server (step F).
+
+signing.py makes the requests, and our sockets send them, with the ranges, versions and retries of web.py.
+s3fs reads what `reason_for_s3fs` names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import urllib3
+
+from streamload.errors import OriginDenied, OriginError, OriginTimeout, StreamloadError
+from streamload.origins import calls, renewal
+from streamload.origins.protocol import Session, Version, http_error, same_version, strong
+from streamload.origins.renewal import Lookup
+from streamload.origins.signing import Access, SignedRequest, access_for, configured, place_of
+from streamload.origins.sockets import Pools
+from streamload.origins.web import HttpOrigin
+from streamload.origins.web_answer import error_facts
+from streamload.origins.web_client import HttpClient
+from streamload.urls import redact
+
+_Result = TypeVar("_Result")
+
+_PARAMETERS = {"Range": "Range", "If-Match": "IfMatch", "If-Range": "IfMatch"}
+"""S3 doesn't know If-Range."""
+_FIRST_BYTE = "bytes=0-0"
+_MOVED = {301, 307, 400}
+_EXAMINED = {301, 302, 307, 400, 401, 403, 412, 416}
+
+
+class S3Origin(HttpOrigin):
+    """An object in S3.
+
+    Args:
+        storage_options: as for s3fs; `reason_for_s3fs` must have found no reason.
+    """
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any], session: Session) -> None:
+        # The host is botocore's, made of the user's configuration: a plan names nothing but bucket and key.
+        session = replace(session, named=None)
+        super().__init__(url, session, client=_S3Client(url, storage_options, session))
+
+
+class _S3Client(HttpClient):
+    has_backends = False
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any], session: Session) -> None:
+        super().__init__(url, session)
+        place = place_of(url)
+        assert place is not None
+        self._listed, self._storage_options = url, storage_options
+        self._options = configured(storage_options)
+        self._place = place if self._options.get("version_aware") else place._replace(number="")
+        self._hidden: tuple[str | None, ...] | None = None
+
+    def _request(self, pools: Pools, what: Mapping[str, str], _: object = None) -> urllib3.BaseHTTPResponse:
+        """Send a GetObject; sign it again for another region, or once with other credentials."""
+        is_moved = is_renewed = False
+        while True:
+            access = access_for(self._options)
+            request = self._signed(access, what)
+            self.session.check(self.url)
+            self.session.count("origin_requests")
+            headers = urllib3.HTTPHeaderDict({"Accept-Encoding": "identity"})
+            headers.update(request.headers)
+            response = pools.request(request.url, headers, request.authorities)
+            if response.status not in _EXAMINED:
+                self._check_condition(response, what)
+                return response
+            facts = error_facts(response, self.session)
+            if response.status == 416:
+                self._state_size(response, facts, pools, what)
+                return response
+            response.close()
+            code = facts.get("Code", "")
+            region = response.headers.get("x-amz-bucket-region") or facts.get("Region")
+            if response.status in _MOVED and region and region != request.region and not is_moved:
+                access.regions[self._place.bucket] = region
+                is_moved = True
+            elif renewal.is_end(code):
+                lookup = self._look_up(access, request)
+                if is_renewed or not lookup.has_others:
+                    raise renewal.denied_by_code(self.url, code, lookup)
+                is_renewed = True
+            else:
+                raise self._refusal(access, response, code)
+
+    def _signed(self, access: Access, what: Mapping[str, str]) -> SignedRequest:
+        parameters = {_PARAMETERS[name]: value for name, value in what.items()}
+        try:
+            if access.may_block:
+                self._in_thread(access.prepare)
+            request = access.sign(self._place, parameters)
+        except StreamloadError as exc:
+            if isinstance(exc, OriginTimeout):
+                access.replace()
+            raise
+        except Exception as exc:
+            raise self._without_request(exc) from exc
+        if request.keys != self._hidden:
+            self._hidden = request.keys
+            self.session.hide(request.keys or ())
+        return request
+
+    def _without_request(self, exc: Exception) -> Exception:
+        """Return the error for a request that botocore couldn't make."""
+        if isinstance(exc, RuntimeError):  # botocore's, for renewed credentials that have expired already
+            error = OriginDenied(f"{self.url}: {exc}")
+            error.may_be_renewed = True
+            return error
+        return calls.translate(self.url, exc)
+
+    def _look_up(self, access: Access, request: SignedRequest) -> Lookup:
+        storage_options, lookup = renewal.read_file(self._listed, self._storage_options)
+        if lookup is not None:  # they are in a file of options
+            if lookup.has_others:
+                self._storage_options, self._options = storage_options, configured(storage_options)
+            return lookup
+        try:
+            return self._in_thread(lambda: access.look_up(request.keys))
+        except OriginTimeout as exc:
+            access.replace()
+            return renewal.failed(exc)
+
+    def _in_thread(self, call: Callable[[], _Result]) -> _Result:
+        """Return what a call returns that may ask a metadata service or run a command."""
+        future, seconds = calls.in_thread(call), self.session.options.stall_seconds
+        try:
+            result: _Result = calls.result(future, None, seconds, lambda: self.session.check(self.url))
+        except OriginTimeout:
+            raise OriginTimeout(f"{self.url}: no credentials for {seconds:g} s") from None
+        return result
+
+    def _check_condition(self, response: urllib3.BaseHTTPResponse, what: Mapping[str, str]) -> None:
+        """Refuse the bytes of another version, from a store that ignores conditions."""
+        expected, etag = what.get("If-Match") or what.get("If-Range"), strong(response.headers.get("ETag"))
+        if expected and etag and response.status < 300 and etag != expected:
+            response.close()
+            same_version(self.url, Version(etag=expected), Version(etag=etag))
+
+    def _state_size(
+        self,
+        response: urllib3.BaseHTTPResponse,
+        facts: Mapping[str, str],
+        pools: Pools,
+        what: Mapping[str, str],
+    ) -> None:
+        """Put the size into an answer 416 where HTTP has it: S3 has it in the body, other stores nowhere."""
+        if "Content-Range" in response.headers or what["Range"] == _FIRST_BYTE:
+            return
+        size = facts.get("ActualObjectSize") or self.version(pools).size
+        response.headers["Content-Range"] = f"bytes */{size}"
+
+    def _refusal(self, access: Access, response: urllib3.BaseHTTPResponse, code: str) -> StreamloadError:
+        status = response.status
+        told = f"{self.url}: the store answers {status}" + (f" ({code})" if code else "")
+        if location := response.headers.get("Location", ""):
+            told += f" and names {redact(location)}, but no region"
+        if code == "AccessDenied":
+            told += ": the object is denied, or it is missing and the credentials lack s3:ListBucket"
+        error = http_error(told, calls.status_of_code(code, status), response.headers.get("Retry-After"))
+        if isinstance(error, OriginError):
+            error.may_pass = status == 403 and not code
+        if isinstance(error, OriginDenied) and access.lacks_credentials:
+            access.replace()
+            error.may_be_renewed = True
+        return error
