@@ -17,8 +17,8 @@ from tests.kills import Child
 from tests.signed_s3 import Keys, SignedS3
 
 _COUNTS = (4,) * 24
-_REQUESTS = range(20, 44)
-"""Of the 48 that a training of these shards sends, those at which the token may end."""
+_REQUESTS = range(10, 22)
+"""Of the 24 that a training of these shards sends, those at which the token may end."""
 _SETTLE_SECONDS = 0.5
 """In which a client reads what it was sent: a server that has given nothing yet could be a wrong address."""
 _NAME = "the token has expired (ExpiredToken)"
