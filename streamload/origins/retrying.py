@@ -35,6 +35,8 @@ _MOST_REFUSALS = 3
 """A shard that is denied or missing so often is given up: one backend may not have it yet."""
 _OUTAGE_BACKOFF_SECONDS = 5.0
 """The longest backoff during an outage: transfers resume at most this long after it ends."""
+_REFUSAL_BACKOFF_SECONDS = 0.02
+"""Another backend may answer otherwise at once, and a missing sizes.json must not delay the first batch."""
 _SHORTAGE_SECONDS = 0.1
 """Between two attempts while a limit of this process is reached."""
 _UNEXPECTED = (ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, TypeError, ValueError)
@@ -245,6 +247,8 @@ class _Retries:
         limit = min(self._options.backoff_limit_seconds, self._options.backoff_seconds * 2**doublings)
         if self._was_away:
             limit = min(limit, _OUTAGE_BACKOFF_SECONDS)
+        elif error.may_pass:
+            limit = min(limit, _REFUSAL_BACKOFF_SECONDS)
         seconds = self._rng.uniform(0, limit)
         asked = getattr(error, "retry_after_seconds", None)
         if asked is not None:
