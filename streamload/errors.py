@@ -69,6 +69,8 @@ class OriginDenied(OriginError, PermissionError):
 
     may_be_renewed: bool = False
     """The credentials have ended or couldn't be read: others may come."""
+    have_ended: bool = False
+    """A store says that the credentials aren't valid any more: that is true of all of its shards."""
 
 
 class OriginTimeout(OriginError, TimeoutError):

@@ -15,8 +15,9 @@ from torch import nn
 
 from streamload import cache_info, cache_module
 from streamload.batches.facts import read_facts
-from streamload.derived import row_store
+from streamload.derived import code, row_store
 from streamload.derived.code import Describer
+from streamload.derived.fingerprint import built_parts
 
 _numbers = itertools.count()
 
@@ -313,6 +314,28 @@ def test_code_is_described_alike_wherever_it_is_reached_first() -> None:
     for name in ("helper", "odd", "even"):
         other.value(vars(made)[name], name)
     assert one.arranged_code == other.arranged_code
+
+
+def test_a_module_of_many_classes_is_digested_in_time_that_grows_as_they_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the number of digests."""
+    of = code.digest_of
+    digested: list[Any] = []
+    monkeypatch.setattr(code, "digest_of", lambda described: digested.append(None) or of(described))
+
+    def count(classes: int) -> int:
+        source = "from torch import nn\n" + "".join(
+            f"class L{number}(nn.Module):\n"
+            f"    def __init__(self):\n        super().__init__()\n        self.by = lambda x: x + {number}\n"
+            for number in range(classes)
+        )
+        made = vars(module_of(source))
+        digested.clear()
+        built_parts(nn.Sequential(*(made[f"L{number}"]() for number in range(classes))), Describer())
+        return len(digested)
+
+    assert count(40) <= 2.5 * count(20)
 
 
 def test_a_function_given_in_a_call_counts_with_its_code(tmp_path: Any, monkeypatch: Any) -> None:

@@ -231,6 +231,16 @@ def test_a_change_between_two_calls_is_another_row(what):
     assert is_hit(fresh)
 
 
+def test_a_hook_in_place_of_another_is_another_row():
+    module = extractor()
+    hook = module.inner.register_forward_hook(lambda *args: args[2] * 2)
+    assert not is_hit(module)
+    assert is_hit(module)
+    hook.remove()
+    module.inner.register_forward_hook(lambda *args: args[2] * 3)
+    assert not is_hit(module)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_settings_of_torch_are_other_rows(dtype):
     module = extractor()

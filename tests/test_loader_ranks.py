@@ -29,7 +29,7 @@ from streamload.errors import OriginOutage, RankFailed
 from streamload.ipc import ControlBlock
 from streamload.loader import distributed, worker_config
 from streamload.loader.distributed import RankMonitor, Ranks
-from streamload.metrics.figures import SlowestRank
+from streamload.node import SlowestRank
 from streamload.origins.origin import OriginOptions
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer

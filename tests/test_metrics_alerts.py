@@ -14,7 +14,8 @@ import pytest
 from pipeline import Rank, Speeds, run
 
 from streamload.metrics.alerts import HOLD_SECONDS, RULES, WINDOW_SECONDS, Alert, Alerts
-from streamload.metrics.figures import Figures, History, Machine, SlowestRank
+from streamload.metrics.figures import Figures, History, Machine
+from streamload.node import SlowestRank
 
 UNIX = 1_700_000_000.0
 QUIET = Figures(seconds=10.0, batches=50, samples=5000, origin_requests=40, started=20)

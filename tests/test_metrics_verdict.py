@@ -15,8 +15,9 @@ import pytest
 from pipeline import Rank, Speeds, run
 
 from streamload.metrics import COUNTERS, WIDTH
-from streamload.metrics.figures import Figures, History, Machine, Sample, SlowestRank
+from streamload.metrics.figures import Figures, History, Machine, Sample
 from streamload.metrics.verdict import Limit, Verdict, judge
+from streamload.node import SlowestRank
 
 SEEDS = range(20)
 PARTS: dict[Limit, tuple[str, ...]] = {

@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 from tally import Tally
 
+import streamload
+from streamload import Shards
 from streamload.cache.shared.store import Store
 from streamload.errors import OriginDenied, OriginOutage
 from streamload.origins import outages
 from streamload.origins.origin import OriginOptions, open_origin
+from streamload.testing.shards import write_shards
 from tests.signed_s3 import Keys, SignedS3
 
 BODY = random.Random(1).randbytes(300_000)
@@ -153,15 +156,37 @@ def test_without_new_keys_the_wait_ends_by_name(s3: SignedS3, monkeypatch: pytes
         read(s3, "b", replace(OPTIONS, outage_seconds=0.5))
 
 
-def test_expired_keys_at_the_beginning_are_denied_at_once(
+def test_keys_that_have_ended_before_the_first_answer_end_the_run_at_once(
     s3: SignedS3, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     put_into_environment(Keys(1), monkeypatch)
     s3.valid = set()
-    with pytest.raises(OriginDenied, match=r"a\.tar: the token has expired \(ExpiredToken\)"):
+    with pytest.raises(OriginOutage, match=r"a\.tar: the token has expired \(ExpiredToken\)"):
         read(s3, "a")
     methods = [exchange.method for exchange in s3.log if "a.tar" in exchange.path]
     assert methods == (["GET"] if way == "direct" else ["HEAD", "GET"])
+
+
+def test_a_training_without_limits_loses_no_shard_to_keys_that_have_ended(
+    s3: SignedS3, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its workers fork before any of them has got anything: one may ask with the first keys, another late."""
+    monkeypatch.setenv("STREAMLOAD_ORIGIN_WAIT", "1")
+    put_into_environment(Keys(1), monkeypatch)
+    urls = [s3.put("bucket", path.name, path.read_bytes()) for path in write_shards(home / "data", [3] * 6)]
+
+    def end() -> None:
+        s3.valid = set()
+
+    s3.call_after(1, end)
+    shards = Shards(text_key=None, max_bad_shards=None, max_bad_samples=None)
+    with (
+        pytest.raises(OriginOutage, match="the token has expired"),
+        streamload.make_loader(
+            urls, None, batch_size=2, num_workers=2, cache_dir=home / "cache", shards=shards
+        ) as loader,
+    ):
+        list(loader)
 
 
 def test_a_shard_that_is_denied_alone_is_not_waited_for(

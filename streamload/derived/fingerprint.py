@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from xxhash import xxh3_64
 
 from streamload.derived.code import Describer, has_code
-from streamload.derived.module_parts import STRUCTURE, attributes_of, module_parts, script_digest
+from streamload.derived.module_parts import STRUCTURE, attributes_of, script_digest
 from streamload.derived.parts import compared, digest_of_parts
 from streamload.errors import FeatureNotCacheable
 
@@ -73,7 +73,7 @@ def built_parts(module: torch.nn.Module, describer: Describer) -> dict[str, Any]
     Raises:
         FeatureNotCacheable: it has attributes that can't be described, or weights that aren't all here.
     """
-    weights, attributes, classes = module_parts(module, describer.value, type(module).__name__)
+    _, weights, attributes, classes = describer.value(module, type(module).__name__)
     flags = {prefix: one.training for prefix, one in module.named_modules()}
     return {
         "weights": weights,
@@ -118,13 +118,19 @@ class Stamp:
         self._tensors: list[torch.Tensor] = []
         for one in module.modules():
             self._tensors += tensors_of(one)
-            children = (one._parameters, one._buffers, one._modules)
-            self._dicts += [vars(one), *children, one._forward_hooks, one._forward_pre_hooks]
+            held: tuple[Any, ...] = (
+                one._parameters,
+                one._buffers,
+                one._modules,
+                one._forward_hooks,
+                one._forward_pre_hooks,
+            )
+            self._dicts += [vars(one), *held]
             if isinstance(one, torch.jit.ScriptModule):  # hands out a new object at each look
                 continue
             names = [name for name in vars(one) if name not in STRUCTURE or name in _HOLDING]
             self._getters += [(_getter(tuple(names)), vars(one))]
-            self._getters += [(_getter(tuple(members)), members) for members in children if members]
+            self._getters += [(_getter(tuple(members)), members) for members in held if members]
         self._count = sum(map(len, self._dicts))
         self._held = list(self._members())
         self._counted = [tensor for tensor in self._tensors if _has_version(tensor)]

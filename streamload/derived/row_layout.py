@@ -60,18 +60,11 @@ def leaves_in(layout: bytes) -> tuple[StoredLeaf, ...]:
     return tuple(leaves)
 
 
-def refuse_classes(layout: bytes) -> None:
-    """Refuse a layout that names a class: what others have stored makes no objects here but plain data.
-
-    Raises:
-        CacheCorrupt: it does.
-    """
-    if (name := class_in(layout)) is not None:
-        raise CacheCorrupt(f"a row's layout names the class {name}")
-
-
 def class_in(layout: bytes) -> str | None:
-    """The first class that a layout names: a NamedTuple or dataclass among its results."""
+    """The first class that a layout names, a NamedTuple or dataclass; None: it is of plain data.
+
+    What others have stored makes no objects here but plain data.
+    """
     nodes = [json.loads(layout)]
     while nodes:
         kind, what = nodes.pop()[:2]

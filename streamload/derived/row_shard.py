@@ -29,7 +29,7 @@ from xxhash import xxh3_64_intdigest
 
 from streamload.cache.shard import Shard, prepared_form
 from streamload.cache.shard_copy import ShardCopy
-from streamload.derived.row_layout import class_in, leaves_in, refuse_classes
+from streamload.derived.row_layout import class_in, leaves_in
 from streamload.derived.row_seal import Row
 from streamload.errors import CacheCorrupt, FeatureNotCacheable
 from streamload.shards.samples import Entry
@@ -245,9 +245,11 @@ class RowShard:
     def _read_layout(self) -> bytes:
         try:
             layout = json.dumps(self.about.get("layout"), separators=(",", ":")).encode()
-            refuse_classes(layout)
+            name = class_in(layout)
         except _UNREADABLE as exc:
             raise CacheCorrupt(f"{self.copy.path} has a layout that can't be read: {exc}") from exc
+        if name is not None:
+            raise CacheCorrupt(f"{self.copy.path} has a layout that names the class {name}")
         return layout
 
     def _found_leaves(self, rows: int) -> list[tuple[int, int]]:

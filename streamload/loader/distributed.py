@@ -27,8 +27,7 @@ from streamload import limits
 from streamload.errors import RankFailed
 from streamload.ipc import ControlBlock
 from streamload.loader.heartbeats import SILENT_SECONDS, Heartbeats, ranges_of, values_of
-from streamload.metrics.figures import SlowestRank
-from streamload.node import host_name
+from streamload.node import SlowestRank, host_name
 
 T = TypeVar("T")
 logger = logging.getLogger("streamload")

@@ -23,9 +23,10 @@ from streamload.loader.publishing import Publisher
 from streamload.loader.schedule import Schedule
 from streamload.metrics import COUNTERS, Counters
 from streamload.metrics.alerts import WINDOW_SECONDS, Alert, Alerts
-from streamload.metrics.figures import Figures, History, Machine, Sample, SlowestRank
+from streamload.metrics.figures import Figures, History, Machine, Sample
 from streamload.metrics.page import RunPage, names_of_sources
 from streamload.metrics.verdict import LITTLE, ON_HOST, Verdict, judge
+from streamload.node import SlowestRank
 from streamload.urls import is_local
 from streamload.worker import Batch, bytes_by_modality
 

@@ -284,8 +284,10 @@ class Schedule:
         compare_groups(order, self.topology)
         is_cut = order.groups > 1
         sizes: list[list[int] | None] = [None] * len(order.sources)
-        if is_cut or self._factor_units is not None:
-            sizes = self._read_sizes() if is_cut else sizes
+        if is_cut:
+            sizes = self._read_sizes()
+        elif self._factor_units is not None:  # they may have been read before the ranks were joined
+            self._read_sizes()
         self._groups_cut_by = sizes_digest(sizes) if is_cut else ""
         return source_orders(order, sizes)
 
@@ -452,9 +454,7 @@ class Schedule:
         if all(sizes) or len(sources) == 1:
             return [sum(own or (1,)) for own in sizes]
         storage, world_size = self._options.storage_options, self.topology.world_size
-        may_estimate = world_size == 1 or can_compare(
-            world_size
-        )  # else ranks may differ, and none would know
+        may_estimate = world_size == 1 or can_compare(world_size)
         samples = [
             sum(own) if own else estimate_samples(source.urls, storage) if may_estimate else None
             for own, source in zip(sizes, sources, strict=True)

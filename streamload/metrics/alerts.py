@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from streamload.metrics.figures import Figures, SlowestRank
+from streamload.metrics.figures import Figures
 from streamload.metrics.verdict import judge
+from streamload.node import SlowestRank
 
 HOLD_SECONDS = 30.0
 WINDOW_SECONDS = 10.0

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamload.metrics.registry import COUNTERS, STAGES
+from streamload.node import SlowestRank
 
 _PLACES = {name: place for place, name in enumerate(COUNTERS)}
 _MANY = 1.5
@@ -60,17 +61,6 @@ class Machine(NamedTuple):
     is_on_host: bool = False
     functions: Mapping[str, str] = MappingProxyType({})
     shard_name: Callable[[int], str] = "shard {}".format
-
-
-class SlowestRank(NamedTuple):
-    """The rank of a run that waits most for data, its share of waiting, and its host if there are several."""
-
-    rank: int
-    wait: float
-    host: str = ""
-
-    def __str__(self) -> str:
-        return f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,7 +126,8 @@ class WebCredentials:
         if not self.can_change:
             return error
         renewable = OriginDenied(f"{error}; {self._outcome}" if self._outcome else str(error))
-        renewable.may_pass, renewable.may_be_renewed = error.may_pass, True
+        renewable.may_pass, renewable.have_ended = error.may_pass, error.have_ended
+        renewable.may_be_renewed = True
         return renewable
 
     @property

@@ -77,7 +77,7 @@ def denied_by_code(url: str, code: str, lookup: Lookup | None) -> OriginDenied:
     """Return the error for an error code that says so."""
     looked = f"; {lookup.outcome}" if lookup else ""
     error = OriginDenied(f"{url}: {ENDED[code]} ({code}){looked}")
-    error.may_be_renewed = True
+    error.may_be_renewed = error.have_ended = True
     return error
 
 

@@ -289,10 +289,13 @@ class _Retries:
         """Return whether to go on because of an outage. After its end all attempts are available again.
 
         Raises:
-            OriginOutage: the endpoint has been down until its deadline.
+            OriginOutage: the endpoint has been down until its deadline, or the credentials had ended before
+                it gave this process anything: that is true of all shards, so none of them may be given up.
         """
         if self._endpoint is None or not self._options.outage_seconds:
             return False
+        if getattr(error, "have_ended", False) and not self._endpoint.has_served:
+            raise OriginOutage(f"{error} (its server or bucket hasn't given anything yet)") from error
         was_away, self._was_away = self._was_away, self._endpoint.is_away(error, self._session)
         if not self._was_away:
             if was_away:

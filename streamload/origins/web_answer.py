@@ -8,7 +8,7 @@ from typing import NamedTuple
 import urllib3
 from urllib3.exceptions import HTTPError
 
-from streamload.errors import DatasetChanged, OriginCut, OriginError, ShardFormatError
+from streamload.errors import DatasetChanged, OriginCut, OriginDenied, OriginError, ShardFormatError
 from streamload.origins.protocol import ENDED, Session, Version, http_error, same_version, strong
 from streamload.origins.sockets import receive
 from streamload.urls import compression
@@ -63,6 +63,8 @@ def check_status(url: str, response: urllib3.BaseHTTPResponse, session: Session)
         error = http_error(f"{url}: {said}", status, response.headers.get("Retry-After"))
         if isinstance(error, OriginError):  # a store that gives a code has looked
             error.may_pass = response.status in {403, 404} and not code
+        if isinstance(error, OriginDenied):
+            error.have_ended = code in ENDED
         raise error
     encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
     if compression(url) == "gzip" and encoding in {"gzip", "x-gzip"}:  # Apache says so of a .tgz as it is
