@@ -221,6 +221,19 @@ def test_a_signed_url_that_a_store_calls_expired_is_waited_for(server: ShardServ
         read(server, "b", storage("token-1"), replace(OPTIONS, outage_seconds=0.3))
 
 
+def test_a_shard_that_a_store_calls_expired_alone_is_given_up_whichever_is_asked_first(
+    server: ShardServer,
+) -> None:
+    expired = Fault(status=400, body=b"<Error><Code>ExpiredToken</Code></Error>")
+    server.misbehave("b.tar", expired)
+    timer = threading.Timer(0.2, lambda: read(server, "a", {}))
+    timer.start()
+    with pytest.raises(OriginError, match="400") as denied:
+        read(server, "b", {})
+    timer.join()
+    assert not isinstance(denied.value, OriginOutage)
+
+
 @pytest.mark.parametrize(
     ("kind", "result", "message"),
     [

@@ -130,7 +130,7 @@ class RunPage:
         row = [self.counters.get(name, 0) for name in COUNTERS]
         samples, waits = (self.gauges.get(name, {}) for name in ("samples", "source_wait_seconds"))
         by_source = {
-            name: (int(n), int(waits.get((name,), 0.0) * _SECONDS)) for (name,), n in samples.items()
+            name: (int(n), round(waits.get((name,), 0.0) * _SECONDS)) for (name,), n in samples.items()
         }
         return Snapshot.of(np.array([[*row, *self.wait_buckets]], np.int64), by_source)
 

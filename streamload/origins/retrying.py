@@ -37,6 +37,8 @@ _OUTAGE_BACKOFF_SECONDS = 5.0
 """The longest backoff during an outage: transfers resume at most this long after it ends."""
 _REFUSAL_BACKOFF_SECONDS = 0.02
 """Another backend may answer otherwise at once, and a missing sizes.json must not delay the first batch."""
+_FIRST_ANSWERS_SECONDS = 1.0
+"""For so long a shard whose credentials have ended waits whether others are served: then it is denied alone."""
 _SHORTAGE_SECONDS = 0.1
 """Between two attempts while a limit of this process is reached."""
 _UNEXPECTED = (ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, TypeError, ValueError)
@@ -294,7 +296,7 @@ class _Retries:
         """
         if self._endpoint is None or not self._options.outage_seconds:
             return False
-        if getattr(error, "have_ended", False) and not self._endpoint.has_served:
+        if getattr(error, "have_ended", False) and not self._others_are_served():
             raise OriginOutage(f"{error} (its server or bucket hasn't given anything yet)") from error
         was_away, self._was_away = self._was_away, self._endpoint.is_away(error, self._session)
         if not self._was_away:
@@ -312,6 +314,15 @@ class _Retries:
         if not was_away:
             self._waiting_since = now
         return now - self._waiting_since < self._options.outage_seconds  # otherwise others got bytes since
+
+    def _others_are_served(self) -> bool:
+        """Return whether the endpoint serves other shards; their first bytes may be under way."""
+        assert self._endpoint is not None
+        deadline = time.monotonic() + _FIRST_ANSWERS_SECONDS
+        while not self._endpoint.has_served and time.monotonic() < deadline:
+            self._session.stop.wait(_FIRST_ANSWERS_SECONDS / 20)
+            self._session.check(self._url)
+        return self._endpoint.has_served
 
     def note(self, n: int) -> None:
         """Note bytes that are new."""
