@@ -222,14 +222,14 @@ def test_a_signed_url_that_a_store_calls_expired_is_waited_for(server: ShardServ
 
 
 def test_a_shard_that_a_store_calls_expired_alone_is_given_up_whichever_is_asked_first(
-    server: ShardServer,
+    server: ShardServer, issuer: Issuer
 ) -> None:
     expired = Fault(status=400, body=b"<Error><Code>ExpiredToken</Code></Error>")
     server.misbehave("b.tar", expired)
-    timer = threading.Timer(0.2, lambda: read(server, "a", {}))
+    timer = threading.Timer(0.2, read, (server, "a", by("headers", issuer)))
     timer.start()
     with pytest.raises(OriginError, match="400") as denied:
-        read(server, "b", {})
+        read(server, "b", by("headers", issuer))
     timer.join()
     assert not isinstance(denied.value, OriginOutage)
 
