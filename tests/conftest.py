@@ -51,6 +51,21 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all cases of a `sampled` test deep, but the first and others at equal distances."""
+    by_test: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("deep"):
+            by_test.setdefault((str(item.path), getattr(item, "originalname", item.name)), []).append(item)
+    for cases in by_test.values():
+        (count,) = cases[0].get_closest_marker("sampled").args
+        kept = {len(cases) * place // count for place in range(count)}
+        for place, case in enumerate(cases):
+            if place not in kept:
+                case.add_marker(pytest.mark.deep)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """End the process of a test that its time limit didn't end: one whose clean-up hangs, too.

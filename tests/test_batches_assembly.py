@@ -65,6 +65,7 @@ def sample(key, image, caption=b"a photograph"):
 
 @pytest.mark.parametrize("as_bytes", [True, False])
 @pytest.mark.parametrize("recipe", [None, "raw-200", "jpeg-200-q90"])
+@pytest.mark.sampled(3)
 def test_images_that_are_looked_at_in_a_row_have_the_pixels_of_each_alone(as_bytes, recipe):
     preparation = None if recipe is None else Preparation.parse(recipe)
     of = clip_examples(as_bytes, preparation)

@@ -182,6 +182,7 @@ def batches(shards, place, workers, padding, output):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("output", ["tuple", "dict", "hf"])
+@pytest.mark.sampled(3)
 def test_batches_have_the_same_ids_in_fewer_columns(shards, tmp_path, workers, output):
     fixed, cut = (batches(shards, tmp_path, workers, padding, output) for padding in ("max", "longest"))
     widths = set()

@@ -93,6 +93,7 @@ def transfers(server: ShardServer, since: int) -> collections.Counter[str]:
 @pytest.mark.parametrize(
     ("revalidate", "first", "second"), [("never", 0, 0), ("start", 1, 0), ("always", 1, 1)]
 )
+@pytest.mark.sampled(1)
 def test_an_origin_is_asked_as_often_as_was_said_and_once_for_all_workers(
     revalidate: str, first: int, second: int, server: ShardServer, tmp_path: Path
 ) -> None:
@@ -134,6 +135,7 @@ def test_the_variable_says_the_same_as_the_argument(
 @pytest.mark.parametrize(
     ("revalidate", "seen"), [("never", "noise"), ("start", "other"), ("always", "other")]
 )
+@pytest.mark.sampled(1)
 def test_a_shard_that_changed_between_runs_is_fetched_anew_where_the_origin_is_asked(
     revalidate: str, seen: str, server: ShardServer, data: Path, tmp_path: Path
 ) -> None:
@@ -151,6 +153,7 @@ def test_a_shard_that_changed_between_runs_is_fetched_anew_where_the_origin_is_a
 @pytest.mark.parametrize(
     ("revalidate", "seen"), [("never", "noise"), ("start", "noise"), ("always", "other")]
 )
+@pytest.mark.sampled(1)
 def test_a_shard_that_changes_in_a_pass_stays_as_it_was_to_the_end_of_the_pass(
     revalidate: str, seen: str, server: ShardServer, data: Path, tmp_path: Path
 ) -> None:

@@ -110,6 +110,7 @@ def test_every_command_has_help(streamload, command):
     "arguments",
     [["--help"], ["bench", "--help"], ["version"], ["doctor"], ["cache", "ls"], ["features", "ls"]],
 )
+@pytest.mark.sampled(3)
 def test_no_command_imports_torch_to_start(arguments, tmp_path):
     script = f"""
 import sys

@@ -276,6 +276,7 @@ def test_many_ask_at_once() -> None:
 
 @pytest.mark.parametrize("option", ["--shared-cache-options", "--storage-options"])
 @pytest.mark.parametrize("text", ["{'key': 'hunter2'}", '["hunter2"]'])
+@pytest.mark.sampled(2)
 def test_options_that_are_no_json_are_called_by_their_own_name_and_not_shown(option: str, text: str) -> None:
     done = run([*COMMAND, "daemon", "https://h/a.tar", option, text])
     assert done.returncode == 2

@@ -100,6 +100,7 @@ def test_fit_gives_the_epochs_of_a_plain_loop(sized: bool, paths: list[str], tmp
 @pytest.mark.parametrize(
     "step", [pytest.param(5, marks=pytest.mark.deep), pytest.param(8, marks=pytest.mark.deep), 11]
 )
+@pytest.mark.sampled(1)
 def test_fit_goes_on_where_its_checkpoint_was_saved(
     sized: bool, step: int, paths: list[str], tmp_path: Path
 ) -> None:

@@ -158,6 +158,7 @@ def test_a_sizes_json_may_change_between_two_sequences(paths: list[str], tmp_pat
 
 
 @pytest.mark.parametrize("options", [{}, {"num_batches": 6}, {"train": False}])
+@pytest.mark.sampled(1)
 def test_shards_may_be_appended_at_an_epochs_border(
     options: dict[str, Any], paths: list[str], tmp_path: Path
 ) -> None:

@@ -68,6 +68,7 @@ def all_within(path: Path, key: str, members: dict[str, bytes], share: float) ->
 
 
 @pytest.mark.parametrize("workers", [0, 4])
+@pytest.mark.sampled(1)
 def test_each_byte_is_asked_for_once_and_nothing_in_the_second_epoch(tmp_path: Path, workers: int) -> None:
     paths = write_shards(tmp_path / "data", COUNTS, seed=2)
     with (

@@ -113,6 +113,7 @@ def test_blocks_are_those_of_the_run_and_have_less_padding(data: Path, tmp_path:
 
 @pytest.mark.parametrize("bucketing", ["step", 32])
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 0), (4, 1), (8, 0)])
+@pytest.mark.sampled(3)
 def test_steps_do_not_depend_on_ranks_and_workers(
     data: Path, tmp_path: Path, bucketing: Any, ranks: int, workers: int
 ) -> None:

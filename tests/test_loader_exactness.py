@@ -89,6 +89,7 @@ def test_a_pass_is_every_sample_once_whatever_the_workers(
 
 
 @pytest.mark.parametrize("origin", ["http", "pipe", "curl", "path"])
+@pytest.mark.sampled(2)
 def test_the_origin_makes_no_difference(
     origin: str, shards: list[Path], server: ShardServer, tmp_path: Path
 ) -> None:
@@ -123,6 +124,7 @@ def test_the_same_seed_gives_the_same_batches_for_every_number_of_workers(
 
 
 @pytest.mark.parametrize("world", [2, 3, 6])
+@pytest.mark.sampled(1)
 def test_the_same_seed_gives_the_same_global_batches_for_every_number_of_ranks(
     world: int, shards: list[Path], tmp_path: Path
 ) -> None:
@@ -228,6 +230,7 @@ def test_evaluation_gives_each_sample_once_with_a_partial_last_batch(
 
 
 @pytest.mark.parametrize("world", [2, 5, 16])
+@pytest.mark.sampled(1)
 def test_evaluation_is_shared_out_only_when_asked(world: int, shards: list[Path], tmp_path: Path) -> None:
     total: collections.Counter[Seen] = collections.Counter()
     for rank in range(world):

@@ -149,6 +149,7 @@ def as_objects(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("limit", ["origin", "CPU", "hand-over", "training"])
+@pytest.mark.sampled(2)
 def test_a_real_run_is_judged_by_what_slows_it(
     limit: str, server: ShardServer, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +222,7 @@ def test_lists_of_python_numbers_are_not_walked_when_they_are_yielded(
 
 
 @pytest.mark.parametrize("argument", ["preprocess=", "map_sample=", "collate=", "tokenizer="])
+@pytest.mark.sampled(2)
 def test_a_slow_function_of_the_user_is_named(
     argument: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -222,6 +222,7 @@ def test_ranks_end_alike_where_one_has_lost_most_of_its_shards(tmp_path: Path) -
     assert ends_of(tmp_path, urls, train=False, max_bad_shards=0.5) == ["20 samples"] * 2
 
 
+@pytest.mark.deep
 def test_a_rank_at_its_end_is_told_that_another_has_failed(tmp_path: Path) -> None:
     urls = write(tmp_path / "data", (), range(4))
     failed, found = ends_of(tmp_path, urls, train=False, on_error="raise")
@@ -238,6 +239,7 @@ def test_a_rank_that_stops_before_the_end_is_not_waited_for_without_end(tmp_path
 
 @pytest.mark.parametrize("missing", range(7))
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.sampled(5)
 def test_a_lost_shard_counts_once_whichever_ranks_share_it(
     missing: int, world_size: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -252,6 +252,7 @@ def test_a_shared_tier_that_takes_no_plan_costs_a_line(training: Training, caplo
         lambda plan: b"[" * 200_000,
     ],
 )
+@pytest.mark.sampled(3)
 def test_a_forged_plan_is_refused_and_the_training_unaffected(
     training: Training, forge: Callable[[bytes], bytes]
 ) -> None:

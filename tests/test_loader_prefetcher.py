@@ -126,6 +126,7 @@ def test_what_is_wrong_with_a_batch_is_said_in_its_turn(
 
 
 @pytest.mark.parametrize("feed", [Direct, Prefetcher])
+@pytest.mark.sampled(1)
 def test_a_profiler_sees_each_batch_that_is_taken_and_the_batches_are_the_same(
     feed: type[Direct], paths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,7 @@ def published(cache: Path, place: str | Path, recipe: str) -> int:
 @pytest.mark.parametrize(
     "local", [False, pytest.param(True, marks=pytest.mark.deep)], ids=["remote", "local"]
 )
+@pytest.mark.sampled(5)
 def test_batches_are_those_of_the_original_images_and_the_first_epoch_stores_what_was_chosen(
     data: Path,
     server: ShardServer,
@@ -204,6 +205,7 @@ def test_with_a_shared_cache_images_stay_as_they_are(
 
 @pytest.mark.parametrize("local", [False, True], ids=["remote", "local"])
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.sampled(2)
 def test_shards_whose_raw_form_finds_no_room_stay_as_they_are(
     data: Path,
     server: ShardServer,

@@ -98,6 +98,7 @@ def large_and_wide(entry: streamload.Entry) -> bool:
     ],
     ids=lambda options: "-".join(options) or "training",
 )
+@pytest.mark.sampled(2)
 def test_batches_are_the_same_with_and_without_prepared_shards(
     server: ShardServer, tmp_path: Path, recipe: str, options: dict[str, Any]
 ) -> None:
@@ -174,6 +175,7 @@ def write_images_of_many_kinds(directory: Path) -> None:
     ],
     ids=lambda options: "-".join(options) or "training",
 )
+@pytest.mark.sampled(2)
 def test_raw_shards_give_the_batches_of_the_original_images(tmp_path: Path, options: dict[str, Any]) -> None:
     write_images_of_many_kinds(tmp_path / "data")
     with ShardServer(tmp_path / "data") as server:
@@ -324,6 +326,7 @@ def test_prepared_shards_of_files_are_used_until_the_file_changes(data: Path, tm
 
 @pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("first", ["found", "made"])
+@pytest.mark.sampled(2)
 def test_a_state_goes_on_where_the_other_form_is_found(
     data: Path, server: ShardServer, tmp_path: Path, first: str, local: bool
 ) -> None:

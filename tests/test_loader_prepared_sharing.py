@@ -70,6 +70,7 @@ def prepare(origin: Origin, root: Path, place: Place) -> None:
         for case in itertools.product(["never", "start"], [0, 2], ["folder", "s3"])
     ],
 )
+@pytest.mark.sampled(2)
 def test_a_training_takes_prepared_shards_and_nothing_from_the_origin(
     origin: Origin,
     tmp_path: Path,
@@ -129,6 +130,7 @@ def test_what_is_missing_is_fetched_and_prepared(origin: Origin, tmp_path: Path,
 
 @pytest.mark.parametrize("which", ["*.tar", "index"])
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.sampled(2)
 def test_damage_changes_no_batch(
     origin: Origin, tmp_path: Path, place: Place, which: str, workers: int
 ) -> None:

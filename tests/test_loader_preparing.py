@@ -74,6 +74,7 @@ def batches(place: str | Path, cache: Path, **options: Any) -> tuple[list[dict[s
 @pytest.mark.parametrize(
     "local", [False, pytest.param(True, marks=pytest.mark.deep)], ids=["remote", "local"]
 )
+@pytest.mark.sampled(2)
 def test_a_named_recipe_is_made_by_the_first_run_and_the_second_decodes_and_fetches_nothing(
     data: Path, server: ShardServer, tmp_path: Path, options: dict[str, Any], local: bool
 ) -> None:
@@ -149,6 +150,7 @@ def test_where_the_size_is_unknown_the_line_says_so(
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("prepare", [RECIPE, "auto"])
+@pytest.mark.sampled(2)
 def test_what_the_cache_has_as_it_is_is_prepared_while_nothing_else_is_to_do(
     server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, prepare: str
 ) -> None:

@@ -75,6 +75,7 @@ SOME = {1, 10, 17, 30, 33, 37}
 @pytest.mark.parametrize(
     "number", [pytest.param(number, marks=[pytest.mark.deep] * (number not in SOME)) for number in range(40)]
 )
+@pytest.mark.sampled(2)
 def test_a_run_can_be_cut_at_every_step_and_taken_up_by_any_layout(number: int, tmp_path: Path) -> None:
     case = Case(number, tmp_path)
     made = assert_resumes_exactly(

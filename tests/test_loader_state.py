@@ -117,6 +117,7 @@ def test_behind_an_epochs_end_the_next_one_begins(paths: list[Path], tmp_path: P
 
 @pytest.mark.parametrize("length", [{}, {"num_samples": 50}, {"num_batches": 10}])
 @pytest.mark.parametrize("end_is_seen", [False, True])
+@pytest.mark.sampled(3)
 def test_a_loop_from_the_saved_epoch_on_trains_no_epoch_twice(
     length: dict[str, int],
     end_is_seen: bool,

@@ -206,6 +206,7 @@ def test_passes_are_known_without_a_sizes_json_and_alike_on_all_layouts(
 
 
 @pytest.mark.parametrize("stop", range(1, STEPS))
+@pytest.mark.sampled(5)
 def test_a_run_resumed_at_any_step_has_the_same_rows(
     stop: int, place: Path, uncut: list[list[tuple[str, str]]], tmp_path: Path
 ) -> None:

@@ -80,6 +80,7 @@ def test_a_public_bucket_needs_no_credentials(
     reason="the aws command isn't installed here",
 )
 @pytest.mark.parametrize("behind", ["", " | cat"], ids=["opened natively", "run"])
+@pytest.mark.deep
 def test_the_aws_command_in_a_pipe(
     behind: str, s3: tuple[S3Server, list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ def urls(server: ShardServer) -> str:
         (Fault(body=bytes(random.Random(1).randbytes(9000))), streamload.ShardFormatError, "not a tar"),
     ],
 )
+@pytest.mark.sampled(3)
 def test_a_shard_that_cannot_be_used_is_an_error_or_is_left_out(
     fault: Fault, error: type[Exception], says: str, server: ShardServer, tmp_path: Path
 ) -> None:
@@ -722,6 +723,7 @@ def test_a_limit_of_files_that_shared_memory_does_not_fit_in_is_named(
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("shards_that_fit", [0.8, 2])
+@pytest.mark.sampled(2)
 def test_what_has_no_room_in_the_cache_is_read_by_range(
     workers: int,
     shards_that_fit: float,
@@ -914,6 +916,7 @@ def spoil(cache: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("damage", [remove, spoil])
+@pytest.mark.sampled(2)
 def test_a_cache_that_is_removed_or_broken_in_a_run_does_not_stop_it(
     damage: Callable[[Path], None], workers: int, server: ShardServer, tmp_path: Path
 ) -> None:
@@ -1320,6 +1323,7 @@ def test_an_epoch_smaller_than_a_batch_is_an_error_and_not_an_empty_epoch(
 @pytest.mark.parametrize(
     "place", [pytest.param(0.0, marks=pytest.mark.deep), 0.4, pytest.param(1.0, marks=pytest.mark.deep)]
 )
+@pytest.mark.sampled(1)
 def test_bytes_that_rot_in_the_cache_are_fetched_again(
     file: str, place: float, server: ShardServer, tmp_path: Path
 ) -> None:
@@ -1378,6 +1382,7 @@ def emptied(path: Path) -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("revalidate", ["never", pytest.param("start", marks=pytest.mark.deep)])
 @pytest.mark.parametrize("harm", [cut_short, emptied, lambda path: flip(path, path.stat().st_size // 2)])
+@pytest.mark.sampled(1)
 def test_an_index_without_data_that_is_damaged_is_made_again(
     harm: Callable[[Path], None], revalidate: str, server: ShardServer, tmp_path: Path
 ) -> None:
@@ -1403,6 +1408,7 @@ def local_urls(tmp_path: Path) -> str:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("content", [lambda whole: whole[: len(whole) // 2 + 700], lambda whole: b"1" * 9000])
+@pytest.mark.sampled(2)
 def test_a_local_shard_that_was_left_out_may_be_removed(
     content: Callable[[bytes], bytes], workers: int, tmp_path: Path
 ) -> None:

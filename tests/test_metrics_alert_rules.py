@@ -172,6 +172,7 @@ def test_prometheus_has_nothing_against_the_rules() -> None:
 
 @promtool.needs_promtool
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled(3)
 def test_a_rule_fires_clears_and_stays_silent(name: str, tmp_path: Path) -> None:
     rules_path = without_annotations(tmp_path)
     tests = {

@@ -138,6 +138,7 @@ def changes(
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.sampled(1)
 def test_a_clean_hour_raises_nothing(seed: int) -> None:
     numbers = random.Random(seed)
     rank = Rank(Speeds(step=numbers.uniform(0.2, 0.6), jitter=0.4), seed)

@@ -36,6 +36,7 @@ def through_json(cursor: Cursor) -> Cursor:
 @pytest.mark.parametrize(
     "number", [pytest.param(number, marks=[pytest.mark.deep] * (number in LONG)) for number in range(9)]
 )
+@pytest.mark.sampled(2)
 def test_every_position_can_be_resumed_exactly(number):
     """Marks are made while samples arrive, so that lanes stand in the middle of a round, too."""
     case, rng = drawn(number), random.Random(number)
@@ -58,6 +59,7 @@ def test_every_position_can_be_resumed_exactly(number):
 @pytest.mark.parametrize(
     "number", [pytest.param(number, marks=[pytest.mark.deep] * (number in LONG)) for number in range(9)]
 )
+@pytest.mark.sampled(2)
 def test_shards_of_which_nothing_is_left_are_not_needed_to_go_on(number):
     """Each lookup of a shard that is done with would be a fetch; what is named as open or coming, too."""
     case, rng = drawn(number), random.Random(number)
@@ -104,6 +106,7 @@ class Watched(Given):
 
 
 @pytest.mark.parametrize("number", range(8))
+@pytest.mark.sampled(3)
 def test_a_resumed_order_is_resumed_exactly_while_samples_arrive(number):
     case, rng = drawn(100 + number), random.Random(number)
     expected = sequence(case, 0, 3)[0]
@@ -119,6 +122,7 @@ def test_a_resumed_order_is_resumed_exactly_while_samples_arrive(number):
 
 
 @pytest.mark.parametrize("number", range(8))
+@pytest.mark.sampled(3)
 def test_a_position_alone_can_be_resumed_where_everything_has_arrived(number):
     case = drawn(200 + number)
     expected, arrivals = sequence(case, 0, 3)[0], Given(case.everything)

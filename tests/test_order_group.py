@@ -24,6 +24,7 @@ class Equal:
 
 
 @pytest.mark.parametrize("number", CASES)
+@pytest.mark.sampled(40)
 def test_the_sequence_is_the_one_that_the_rules_give_one_by_one(number):
     case = Case.drawn(number)
     for group in range(case.groups):
@@ -89,6 +90,7 @@ def test_known_counts_make_groups_that_differ_by_one_sample(number):
 
 
 @pytest.mark.parametrize("number", range(60))
+@pytest.mark.sampled(20)
 def test_whatever_has_arrived_gives_exactly_what_it_determines(number):
     case, rng = Case.drawn(number, largest=25), random.Random(number)
     group = rng.randrange(case.groups)

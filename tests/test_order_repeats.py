@@ -103,6 +103,7 @@ def test_what_arrives_piece_by_piece_is_the_same_sequence(number):
 @pytest.mark.parametrize(
     "number", [pytest.param(number, marks=[pytest.mark.deep] * (number in {0, 3})) for number in range(12)]
 )
+@pytest.mark.sampled(3)
 def test_it_resumes_exactly_at_every_position(number):
     case, rates, group = drawn(number)
     case.entries, rates = case.entries[:6], rates[:6]

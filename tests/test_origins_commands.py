@@ -499,6 +499,7 @@ def s3() -> Iterator[S3Server]:
         "aws s3 cp --profile other s3://bucket/x/private.tar - --cli-read-timeout 30",
     ],
 )
+@pytest.mark.sampled(2)
 def test_an_understood_aws_command_gives_what_aws_prints(
     command: str, s3: S3Server, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

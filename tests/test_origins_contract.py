@@ -191,6 +191,7 @@ def test_a_missing_shard_is_soon_not_found(place: Place) -> None:
     assert tally["origin_retries"] == (2 if place.has_backends else 0)  # another backend may have it
 
 
+@pytest.mark.sampled(3)
 def test_nothing_is_left_over_after_a_close_in_the_middle(place: Place, no_leaks: Any) -> None:
     list(place.origin().open().chunks())  # opens what stays open for good: fsspec's loop, its connections
     with no_leaks():

@@ -668,6 +668,7 @@ def test_https_fails_where_the_certificate_is_not_trusted(
         *("for the end of a header", "behind a 100 Continue", "for a chunk", "for the end of trailers"),
     ],
 )
+@pytest.mark.sampled(3)
 def test_a_stopped_loader_ends_every_wait(server: ShardServer, fault: Fault, no_leaks: Any) -> None:
     server.misbehave("a.tar", fault)
     stop = threading.Event()

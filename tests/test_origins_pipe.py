@@ -126,6 +126,7 @@ def test_the_aws_command_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         ("true; )", OriginCut, "syntax error"),
     ],
 )
+@pytest.mark.sampled(5)
 def test_a_failing_command_is_an_error_of_its_type(
     shard: Path, command: str, error: type[OriginError], says: str, no_leaks: Any
 ) -> None:

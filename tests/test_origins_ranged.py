@@ -229,6 +229,7 @@ def test_ranges_are_asked_where_the_first_answer_came_from_with_its_headers(tmp_
 
 
 @pytest.mark.parametrize("fault", [Fault(), Fault(stall_after_bytes=20_000), Fault(silent=True)])
+@pytest.mark.sampled(1)
 def test_nothing_is_left_over_after_a_close_in_the_middle(
     server: ShardServer, fault: Fault, no_leaks: Any
 ) -> None:

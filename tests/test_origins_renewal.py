@@ -75,6 +75,7 @@ def put_into_environment(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("after", [1, 2, 3, 5, 9])
+@pytest.mark.sampled(4)
 def test_keys_of_a_rewritten_file_are_taken_at_whatever_request_the_old_ones_end(
     s3: SignedS3, home: Path, after: int
 ) -> None:
@@ -104,6 +105,7 @@ def test_keys_of_a_rewritten_file_are_taken_at_whatever_request_the_old_ones_end
         (401, "ExpiredToken"),
     ],
 )
+@pytest.mark.sampled(4)
 def test_each_answer_to_keys_that_have_ended_makes_them_be_read_anew(
     s3: SignedS3, monkeypatch: pytest.MonkeyPatch, refusal: tuple[int, str]
 ) -> None:

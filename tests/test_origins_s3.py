@@ -135,6 +135,7 @@ def test_a_redirect_without_a_region_is_an_error_that_sends_no_signature_there(s
         "a/",
     ],
 )
+@pytest.mark.sampled(6)
 def test_a_key_of_any_characters_is_the_one_that_is_read(s3: SignedS3, key: str) -> None:
     s3.put("bucket", key, BODY)
     assert reason_for_s3fs(f"s3://bucket/{key}", storage(s3)) == ""

@@ -365,6 +365,7 @@ def check_mutant(data, rng):
 
 
 @pytest.mark.parametrize("number", range(5))
+@pytest.mark.sampled(2)
 def test_damaged_tars_give_what_tarfile_gives_or_a_typed_error(number):
     start = list(seeds())[number]
     rng = random.Random(int(os.environ.get("FUZZ_SEED", "1")) * 100 + number)

@@ -187,6 +187,7 @@ def test_three_trainings_that_start_at_once_take_the_origins_bytes_once(
 
 
 @pytest.mark.parametrize(("how", "is_known"), [("killed", True), ("killed", False), ("stopped", False)])
+@pytest.mark.sampled(1)
 def test_a_holder_that_goes_is_not_waited_for(
     nodes: Nodes, place: Place, how: str, is_known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def index_of(place: Place, origin: Origin, number: int) -> Path:
     return Path(place.url) / "shards" / origin.shard(number).digest / "index"
 
 
+@pytest.mark.sampled(2)
 def test_what_one_node_fetched_the_others_have_from_the_shared_cache(
     origin: Origin, place: Place, tmp_path: Path
 ) -> None:
@@ -97,6 +98,7 @@ def test_without_write_back_nothing_is_written(origin: Origin, tmp_path: Path) -
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 0.999])
 @pytest.mark.parametrize("how", ["flipped", "cut", "longer"])
+@pytest.mark.sampled(5)
 def test_damaged_data_is_left_at_the_block_and_the_rest_is_the_origins(
     origin: Origin, shared: Place, tmp_path: Path, how: str, share: float
 ) -> None:
@@ -363,6 +365,7 @@ def test_a_web_server_can_be_a_shared_cache_that_is_only_read(
     ],
     ids=["no answer", "stall", "slow", "cut", "reset", "503", "403", "a page"],
 )
+@pytest.mark.sampled(6)
 def test_a_shared_cache_that_misbehaves_is_left_for_the_origin(
     origin: Origin, shared: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault, where: str
 ) -> None:

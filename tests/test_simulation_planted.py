@@ -25,6 +25,7 @@ LATE = {
 @pytest.mark.parametrize(
     "bug", [pytest.param(bug, marks=[pytest.mark.deep] * (bug in LATE)) for bug in sorted(BUGS)]
 )
+@pytest.mark.sampled(2)
 def test_a_planted_bug_is_found(bug: str) -> None:
     done = simulation("--seeds", SEEDS, "--plant", bug)
     assert done.returncode == 1, f"not found: {done.stdout}{done.stderr}"

@@ -51,6 +51,7 @@ def test_boxes_are_those_that_python_draws_and_take_as_many_numbers(height, widt
 
 
 @pytest.mark.parametrize("bounds", BOUNDS)
+@pytest.mark.sampled(2)
 def test_next_to_no_box_is_left_to_python(bounds):
     boxes, rng = RandomBox(*bounds), np.random.default_rng(4)
     left = 0

@@ -85,6 +85,7 @@ def test_a_resized_box_is_pillows(is_exact):
 
 @pytest.mark.parametrize("by", PILLOWS)
 @pytest.mark.parametrize("which", range(3))
+@pytest.mark.sampled(6)
 def test_boxes_of_any_shape_are_resized_in_pillows_order_of_axes(which, by, is_exact):
     rng = np.random.default_rng(which)
     pixels = photograph(700, 700, which)

@@ -51,6 +51,7 @@ def tokenizer():
 
 @EXACT
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(3)
 def test_a_known_processor_gives_the_same_bits_by_its_plan(name):
     plan = assert_exact(processor(name), photographs=27)
     assert not plan.on_tensors
