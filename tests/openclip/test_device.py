@@ -30,13 +30,12 @@ def copies_of_batches(record: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("options", "validated"),
     [
-        pytest.param(
-            ("--precision", "amp_bf16", "--streamload-mixing", "progress=2"), 3, marks=pytest.mark.deep
-        ),
+        (("--precision", "amp_bf16", "--streamload-mixing", "progress=2"), 3),
         (("--precision", "pure_bf16", "--accum-freq", "2"), 0),
     ],
     ids=["row losses and validation", "accumulated"],
 )
+@pytest.mark.deep
 def test_a_step_finds_its_batch_on_the_device(
     options: tuple[str, ...],
     validated: int,

@@ -33,6 +33,7 @@ def taken(*runs: Run) -> list[str]:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.deep
 def test_a_killed_run_goes_on_with_the_samples_that_its_weights_have_not_seen(
     shards: list[Path], train: Callable[..., Run], tmp_path: Path
 ) -> None:

@@ -92,6 +92,7 @@ def test_over_s3_and_a_pipe_from_s3_the_second_epoch_asks_nothing(
     assert 4 <= run.origin_requests(0, 0) == run.origin_requests(0, 1)
 
 
+@pytest.mark.deep
 def test_two_ranks_take_equal_steps_of_disjoint_samples_and_rank_0_alone_validates(
     shards: list[Path], validation_shards: list[Path], train: Callable[..., Run]
 ) -> None:
