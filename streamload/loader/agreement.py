@@ -87,7 +87,8 @@ class Agreement:
             self._report(exc)
             raise
         except RuntimeError as exc:
-            raise self._ended(what, "the store of torch.distributed is gone, and with it rank 0") from exc
+            reason = "the store of torch.distributed is gone, and with it rank 0"
+            raise ranks.ended(f"agreed on {what}", reason) from exc
         return json.loads(text)
 
     def _wait_for(self, key: str, what: str) -> None:
@@ -104,19 +105,17 @@ class Agreement:
             return
         pause = _LEAST_PAUSE_SECONDS
         while not ranks.store.check([key]):
-            ranks.read_reports()
-            for rank, reason in sorted(ranks.failed.items()):
-                raise RankFailed(f"{ranks.name_of(rank)} has failed: {reason}")
-            for rank, reason in sorted(ranks.heartbeats.gone().items()):
-                if not ranks.store.check([key]):  # it may have ended after its part was done
-                    raise self._ended(what, f"{ranks.name_of(rank)}: {reason}")
+            try:
+                ranks.raise_if_ended(f"agreed on {what}")
+            except RankFailed:
+                if ranks.store.check([key]):  # it ended after its part was done
+                    return
+                raise
             if time.monotonic() - began > _LONGEST_WAIT_SECONDS:
-                raise self._ended(what, f"not all answered in {_LONGEST_WAIT_SECONDS / 3600:.0f} hours")
+                reason = f"not all answered in {_LONGEST_WAIT_SECONDS / 3600:.0f} hours"
+                raise ranks.ended(f"agreed on {what}", reason)
             time.sleep(pause)
             pause = min(_MOST_PAUSE_SECONDS, 1.5 * pause)
-
-    def _ended(self, what: str, reason: str) -> RankFailed:
-        return RankFailed(f"one of {self._world_size} ranks ended while all agreed on {what}: {reason}")
 
     def _report(self, error: RankFailed) -> None:
         """Tell the other ranks, as they may not see what this one has seen."""

@@ -2,8 +2,8 @@
 
 `gather` is a collective: all ranks have to call it. The rest uses torch.distributed's store, where no rank
 waits long for another: `first_value` compares values, `agree` decides. `Ranks` also reaches a rank that hangs
-in a collective of the training itself: each rank appends what it waits for and why it failed to a log in the
-store, which a thread of every rank reads while its training stands still.
+in a collective of the training itself: each rank reports what it waits for and why it failed to the store
+(reports.py), where a thread of every rank reads that while its training stands still.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from streamload import limits
 from streamload.errors import RankFailed
 from streamload.ipc import ControlBlock
 from streamload.loader.heartbeats import SILENT_SECONDS, Heartbeats, ranges_of, values_of
+from streamload.loader.reports import Reports, Summary
 from streamload.node import SlowestRank, host_name
 
 T = TypeVar("T")
@@ -38,7 +39,6 @@ _STILL_SECONDS = 10.0
 _WAIT_SECONDS = 30.0
 _OUTAGE_SECONDS = 5.0
 """A rank reports a wait for data after the first; after the second if a server is known to be down."""
-_KEY = "streamload/told"
 _SLOWEST = "streamload/slowest"
 _COMPARED_EVERY, _LOOKS = 2, 3
 """Waits are compared every so many polls; an entry that hasn't changed for so many looks is old."""
@@ -152,8 +152,9 @@ def agree(
             break
         except RuntimeError:  # torch raises it on a timeout
             store.check([name])  # raises if the store is gone, and with it rank 0
-            if needs_all:
-                _raise_if_failed(world_size)
+            if needs_all and (ranks := ranks_of(world_size)):
+                ranks.read_reports()
+                ranks.raise_if_failed()
             seconds = _POLL_SECONDS
     if rank and store.check([name]):
         return json.loads(store.get(name))  # type: ignore[no-any-return]
@@ -209,32 +210,20 @@ def _wait_for(store: Any, key: str, world_size: int) -> bytes:
             found: bytes = store.get(key)
             return found
         except RuntimeError as exc:  # a timeout, or the store is gone
-            _raise_if_failed(world_size, reads=False)
             try:
-                is_late = not store.check([key]) and time.monotonic() > deadline
+                if store.check([key]):
+                    continue
+                if ranks := ranks_of(world_size):
+                    ranks.raise_if_ended("agreed on how wide the rows of the next steps are")
+            except RankFailed:
+                raise
             except RuntimeError:
                 raise RankFailed("the store of torch.distributed is gone, and with it rank 0") from exc
-            if is_late:
+            if time.monotonic() > deadline:
                 raise RankFailed(
                     f"no rank has said within {_EXCHANGE_SECONDS / 60:.0f} minutes how wide the rows of the "
                     f"next steps are: do all ranks take equally many batches?"
                 ) from None
-
-
-def _raise_if_failed(world_size: int, *, reads: bool = True) -> None:
-    """Raise if another rank is known to have failed.
-
-    Args:
-        world_size: of the run.
-        reads: look for new reports; else the rank's thread does.
-    """
-    ranks = ranks_of(world_size)
-    if ranks is None:
-        return
-    if reads:
-        ranks.read_reports()
-    for rank, reason in sorted(ranks.failed.items()):
-        raise RankFailed(f"{ranks.name_of(rank)} has failed: {reason}") from None
 
 
 def can_compare(world_size: int) -> bool:
@@ -243,13 +232,13 @@ def can_compare(world_size: int) -> bool:
 
 
 class Ranks:
-    """A log in torch.distributed's store, which each rank appends to and reads. Thread-safe.
+    """The ranks of a run, by what each reports to torch.distributed's store. Thread-safe.
 
     Attributes:
         store: of torch.distributed.
         heartbeats: of this rank and the others.
-        host: of this rank, with its node if that is known.
-        failed: why, for each rank that has failed and hasn't continued since.
+        host: of this rank, with its node in a run on several.
+        failed: why, for the first of the ranks that have failed and haven't continued since.
         has_failed: whether this rank has.
     """
 
@@ -259,55 +248,68 @@ class Ranks:
         self.host = host_name()
         self.failed: dict[int, str] = {}
         self.has_failed = False
-        self._waiting: set[int] = set()
-        self._hosts: dict[int, str] = {}  # of other ranks, as far as they have reported
-        self._read = 0
+        self._reports = Reports(store, rank)
+        self._is_on_nodes = False
         self._slowest, self._seen = "", 0  # the entry of the rank that waits most, and looks since it changed
         self._lock = threading.Lock()
+        # As of the last summary; guarded by _lock:
+        self._summary = Summary()
+        self._noticed: dict[int, int] = {}  # by rank: its last notice
+
+    def be_on(self, node: int) -> None:
+        """Name this rank's host with its node from now on: the run is on several."""
+        self.host = f"{host_name()} (node {node})".lstrip()
+        self._is_on_nodes = True
 
     def report(self, status: str, reason: str = "") -> int:
-        """Append that this rank "waits", has "failed", or "goes on", or that others are "silent".
+        """Report that this rank "waits", has "failed", or "goes on", or that others are "silent".
 
         Returns:
-            The entry's number.
+            The report's number.
         """
         if status != "silent":
             self.has_failed = status == "failed"
-        number: int = self.store.add(_KEY, 1)
-        self.store.set(f"{_KEY}/{number}", json.dumps([self.rank, status, reason, self.host]))
-        return number
+        return self._reports.report(status, reason, self.host)
 
-    def read_reports(self) -> None:
-        """Read and log the entries since the last call."""
-        waits: dict[int, str] = {}
+    def read_reports(self, *, accepts_older: bool = False) -> None:
+        """Read what the ranks have reported since the last call, and log it.
+
+        Args:
+            accepts_older: the last reports may be missing, if the next call comes soon.
+        """
         with self._lock:
-            for entry in self._unread():
-                rank, status, reason, self._hosts[rank] = json.loads(entry)
-                self._read += 1
-                waits.pop(rank, None)
-                if status == "waits":
-                    waits[rank] = reason
-                    self.failed.pop(rank, None)
-                elif status == "failed":
-                    self._record_failure(rank, reason)
-                elif status == "silent":
-                    logger.warning("%s", reason)
-                elif rank in self._waiting or rank in self.failed:
-                    self._waiting.discard(rank)
-                    self.failed.pop(rank, None)
-                    logger.warning("%s continues", self.name_of(rank))
-            self._waiting |= waits.keys()
-        if waits:
-            rank, reason = min(waits.items())
-            others = f" (and {len(waits) - 1} more)" if len(waits) > 1 else ""
-            logger.warning("%s has waited %s%s", self.name_of(rank), reason, others)
+            summary = self._reports.read(accepts_older=accepts_older)
+            if summary is None:
+                return
+            before, self._summary = self._summary, summary
+            self._log_failures(before, summary)
+            for rank, number, notice in summary.notices:
+                if number > self._noticed.get(rank, 0):
+                    self._noticed[rank] = number
+                    logger.warning("%s", notice)
+            going_on = (before.waiting | before.failed) - summary.waiting - summary.failed
+            if len(going_on) > 1:
+                logger.warning("%s of %d continue", ranges_of(going_on), self.world_size)
+            elif going_on:
+                logger.warning("%s continues", self.name_of(*going_on))
+            if summary.waiting and summary.wait_reports > before.wait_reports:
+                rank, count = min(summary.waiting), len(summary.waiting)
+                others = f" (and {count - 1} more)" if count > 1 else ""
+                logger.warning("%s has waited %s%s", self.name_of(rank), summary.wait, others)
 
-    def _unread(self) -> list[bytes]:
-        """The entries since the last call, up to one that is numbered, but not written yet."""
-        keys = [f"{_KEY}/{number}" for number in range(self._read + 1, self.store.add(_KEY, 0) + 1)]
-        if keys and not self.store.check(keys):
-            keys = list(itertools.takewhile(lambda key: self.store.check([key]), keys))
-        return values_of(self.store, keys)
+    def _log_failures(self, before: Summary, summary: Summary) -> None:
+        """Log the failures of other ranks since an earlier summary, and remember them."""
+        failures = [failure for failure in summary.failures if failure.rank != self.rank]
+        self.failed = {failure.rank: failure.reason for failure in failures}
+        unlisted = len(summary.failed) - len(summary.failures)
+        for failure in failures:
+            if failure in before.failures:
+                continue
+            if failure == summary.failures[0]:
+                self._reports.acknowledge(failure)
+            others = f" (and {unlisted} more)" if unlisted and failure == failures[-1] else ""
+            name = self.name_of(failure.rank)
+            logger.error("%s has failed, and with it the run: %s%s", name, failure.reason, others)
 
     def compare_waits(self, ratio: float) -> SlowestRank | None:
         """Compare how much the ranks wait for data; to be called every few seconds.
@@ -334,9 +336,39 @@ class Ranks:
 
     def name_of(self, rank: int) -> str:
         """A rank as messages name it: with its host, in a run of several."""
-        hosts = {self.rank: self.host, **self._hosts}
-        host = hosts.get(rank, "") if len({*hosts.values()}) > 1 else ""
+        hosts = {**self.heartbeats.hosts, **dict.fromkeys(self.heartbeats.neighbours, self.host)}
+        hosts |= {**self._summary.hosts, self.rank: self.host}
+        is_on_several = self._is_on_nodes or len({*hosts.values()} - {""}) > 1
+        host = hosts.get(rank, "") if is_on_several else ""
         return f"rank {rank} of {self.world_size}" + (f" on {host}" if host else "")
+
+    def raise_if_failed(self) -> None:
+        """Raise if another rank is known to have failed.
+
+        Raises:
+            RankFailed: with the rank, and its host in a run of several.
+        """
+        for rank, reason in sorted(self.failed.items()):
+            raise RankFailed(f"{self.name_of(rank)} has failed: {reason}")
+
+    def raise_if_ended(self, meanwhile: str) -> None:
+        """Raise if another rank has failed, has died, or is silent.
+
+        Args:
+            meanwhile: what all ranks did, for the message: "agreed on …".
+
+        Raises:
+            RankFailed: with the rank, and its host in a run of several.
+            RuntimeError: the store is gone.
+        """
+        self.read_reports()
+        self.raise_if_failed()
+        for rank, reason in sorted(self.heartbeats.gone().items()):
+            raise self.ended(meanwhile, f"{self.name_of(rank)}: {reason}")
+
+    def ended(self, meanwhile: str, reason: str) -> RankFailed:
+        """The error of a rank that ended before its part was done."""
+        return RankFailed(f"one of {self.world_size} ranks ended while all {meanwhile}: {reason}")
 
     def report_silence(self) -> None:
         """On rank 0: report the ranks whose heartbeats have stopped; all ranks log that."""
@@ -351,17 +383,12 @@ class Ranks:
             self.read_reports()
 
     def is_read(self, number: int) -> bool:
-        """Whether all other ranks have read this rank's failure, by its entry's number."""
-        readers: int = self.store.add(f"{_KEY}/{number}/seen", 0)
-        return readers >= self.world_size - 1
+        """Whether all other ranks have read that this one, or another one before, has failed.
 
-    def _record_failure(self, rank: int, reason: str) -> None:
-        self._waiting.discard(rank)
-        if rank == self.rank:
-            return
-        self.failed[rank] = reason
-        self.store.add(f"{_KEY}/{self._read}/seen", 1)
-        logger.error("%s has failed, and with it the run: %s", self.name_of(rank), reason)
+        Args:
+            number: of this rank's report.
+        """
+        return self._reports.is_read(number, self.world_size - 1)
 
 
 class OwnWaits(Protocol):
@@ -412,8 +439,7 @@ class RankMonitor:
             return
         with contextlib.suppress(RuntimeError):
             ranks.read_reports()
-        for rank, reason in sorted(ranks.failed.items()):
-            raise RankFailed(f"{ranks.name_of(rank)} has failed: {reason}")
+        ranks.raise_if_failed()
 
     def fail(self, error: Exception) -> None:
         """Report the error that ends this rank to the others, and prefix it with the rank's name.
@@ -429,11 +455,12 @@ class RankMonitor:
         reason = f"{name}: {message.removeprefix(f'streamload.errors.{name}: ')}"
         with contextlib.suppress(RuntimeError):
             number = self._ranks.report("failed", reason[:2000])
-            deadline = time.monotonic() + 2 * _POLL_SECONDS
+            deadline, pause = time.monotonic() + 2 * _POLL_SECONDS, 0.05
             while self._reported_wait_seconds and time.monotonic() < deadline:
                 if self._ranks.is_read(number):
                     break
-                time.sleep(0.05)
+                time.sleep(pause)
+                pause = min(0.5, 1.5 * pause)
         if error.args and isinstance(error.args[0], str):
             error.args = (f"{self._ranks.name_of(self._ranks.rank)}: {error.args[0]}", *error.args[1:])
 
@@ -457,7 +484,7 @@ class RankMonitor:
                 if poll % _COMPARED_EVERY == 0:
                     self._meter.slowest = self._ranks.compare_waits(self._meter.wait_ratio())
                 if self._control.still_seconds() > _STILL_SECONDS:
-                    self._ranks.read_reports()
+                    self._ranks.read_reports(accepts_older=True)
                     self._meter.tick()
 
     def _report_wait(self) -> None:

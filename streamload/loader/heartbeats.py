@@ -1,8 +1,8 @@
 """Heartbeats of the ranks in torch.distributed's store: which process has died, which node has fallen silent.
 
-A rank sees at once that a process of its own machine has died. Of other machines rank 0 sees only that their
+A rank sees at once that a process of its own machine has died. Of other machines it sees only that their
 counters in the store stop, by its own clock: clocks of nodes are never compared. Each rank writes one key
-every ten seconds, and rank 0 reads all of them in one request.
+every ten seconds. Rank 0 reads all of them in one request, the others that of rank 0 while they wait for it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from typing import Any
 from streamload.node import is_dead, machine, own_address
 
 SILENT_SECONDS = 30.0
-"""Ranks without a heartbeat for so long are named."""
-GONE_SECONDS = 300.0
-"""No decision waits for ranks that are silent for so long."""
+"""Ranks without a heartbeat for so long are named, and no decision waits for them."""
 _KEY = "streamload/beat"
 
 
@@ -30,8 +28,10 @@ class Heartbeats:
         clock: monotonic.
 
     Attributes:
-        silent: since when, by this process's clock, for each rank that has fallen silent; on rank 0.
-        hosts: of the ranks, by their heartbeats; on rank 0.
+        silent: since when, by this process's clock, for each rank that has fallen silent. Ranks other than 0
+            look only at rank 0, in `gone`.
+        hosts: of the ranks, by the heartbeats that were read.
+        neighbours: addresses of the ranks on this machine, as of the last call of `gone`.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class Heartbeats:
     ) -> None:
         self.silent: dict[int, float] = {}
         self.hosts: dict[int, str] = {}
+        self.neighbours: dict[int, str] = {}
         self._store, self._rank, self._clock = store, rank, clock
         self._keys = [f"{_KEY}/{number}" for number in range(world_size)]
         self._count = 0
-        self._seen: dict[int, tuple[bytes, float]] = {}  # rank 0: the last heartbeat of each rank, and when
+        self._seen: dict[int, tuple[bytes, float]] = {}  # the last heartbeat of each rank, and when it came
         self._are_all_known = False
-        self._neighbours: dict[int, str] = {}
         self._machine = _own_machine()
         self._is_registered = False
 
@@ -74,38 +74,42 @@ class Heartbeats:
         self._are_all_known = self._are_all_known or self._store.check(self._keys)
         if not self._are_all_known:  # some have no loader yet
             return []
-        now, newly_silent = self._clock(), []
-        for rank, content in enumerate(values_of(self._store, self._keys)):
-            before, since = self._seen.get(rank, (b"", now))
-            self.hosts[rank] = content.decode().partition(" ")[2] or self.hosts.get(rank, "")
-            if rank == self._rank or not content or content != before:
-                self._seen[rank] = content, now
-                self.silent.pop(rank, None)
-            elif now - since >= SILENT_SECONDS and rank not in self.silent:
-                self.silent[rank] = since
-                newly_silent.append(rank)
-        return newly_silent
+        contents = enumerate(values_of(self._store, self._keys))
+        return [rank for rank, content in contents if self._falls_silent(rank, content)]
 
     def gone(self) -> dict[int, str]:
-        """The ranks that are known to have died, or have been silent for too long, and why."""
-        now = self._clock()
-        found = {
-            rank: f"no heartbeat for {now - since:.0f} s"
-            for rank, since in self.silent.items()
-            if now - since >= GONE_SECONDS
-        }
+        """The ranks that are known to have died or are silent, and why; one request, or a few."""
+        if self._rank and self._store.check(self._keys[:1]):
+            self._falls_silent(0, self._store.get(self._keys[0]))
         if self._machine:
             self._read_neighbours()
-        return found | {rank: "its process died" for rank, at in self._neighbours.items() if is_dead(at)}
+        died = [rank for rank, address in self.neighbours.items() if is_dead(address)]
+        seconds = {rank: self._clock() - since for rank, since in self.silent.copy().items()}
+        return {rank: f"no heartbeat for {silent:.0f} s" for rank, silent in seconds.items()} | dict.fromkeys(
+            died, "its process died"
+        )
+
+    def _falls_silent(self, rank: int, content: bytes) -> bool:
+        """Note the heartbeat of a rank; whether that has fallen silent since the last one was noted."""
+        now = self._clock()
+        before, since = self._seen.get(rank, (b"", now))
+        self.hosts[rank] = content.decode().partition(" ")[2] or self.hosts.get(rank, "")
+        if rank == self._rank or not content or content != before:
+            self._seen[rank] = content, now
+            self.silent.pop(rank, None)
+        elif now - since >= SILENT_SECONDS and rank not in self.silent:
+            self.silent[rank] = since
+            return True
+        return False
 
     def _read_neighbours(self) -> None:
         """Read which ranks are on this machine; those that come later are read by the next call."""
         prefix = f"{_KEY}/{self._machine}"
         for number in range(1, self._store.add(prefix, 0) + 1):
             key = f"{prefix}/{number}"
-            if number > len(self._neighbours) and self._store.check([key]):
+            if number > len(self.neighbours) and self._store.check([key]):
                 rank, address = json.loads(self._store.get(key))
-                self._neighbours[rank] = address
+                self.neighbours[rank] = address
 
 
 def values_of(store: Any, keys: list[str]) -> list[bytes]:
@@ -115,14 +119,20 @@ def values_of(store: Any, keys: list[str]) -> list[bytes]:
     return [store.get(key) for key in keys]
 
 
-def ranges_of(ranks: Iterable[int]) -> str:
-    """Ranks in words: "rank 3", "ranks 2–5, 8"."""
+def spans_of(ranks: Iterable[int]) -> list[list[int]]:
+    """Runs of adjacent ranks, each as its first and last one."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][1] + 1:
             spans[-1][1] = rank
         else:
             spans.append([rank, rank])
+    return spans
+
+
+def ranges_of(ranks: Iterable[int]) -> str:
+    """Ranks in words: "rank 3", "ranks 2–5, 8"."""
+    spans = spans_of(ranks)
     words = ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in spans)
     return f"rank{'s' if len(spans) > 1 or spans[0][0] != spans[0][1] else ''} {words}"
 

@@ -53,7 +53,6 @@ from streamload.loader.steerable import Steerable
 from streamload.loader.steering import Steering
 from streamload.loader.trace import Trace
 from streamload.metrics import Counters, total
-from streamload.node import host_name
 from streamload.options.values import at_least
 from streamload.worker import Batch, EpochStart, SkippedSample, nothing_ready
 
@@ -456,7 +455,7 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         accelerate = AccelerateEpoch(self) if self._is_accelerated else None
         ranks = ranks_of(self.world_size)
         if ranks is not None and schedule.topology.nodes > 1:
-            ranks.host = f"{host_name()} (node {schedule.topology.node})".lstrip()
+            ranks.be_on(schedule.topology.node)
         monitor = None if ranks is None else RankMonitor(ranks, self._control, self.meter)
         epoch = Epoch(self, batches, self._feed, started, start.steps, expected, accelerate, monitor)
         current = self._current = weakref.ref(epoch)
