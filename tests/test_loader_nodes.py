@@ -19,67 +19,18 @@ import pytest
 import torch.distributed
 from tiers import until
 
-from streamload import Workers
 from streamload.errors import StateMismatch
 from streamload.loader.state import attempt_in
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
-from tests import flat
-from tests.kills import Child, Stage
+from tests.kills import Child
 from tests.networks import Switch
+from tests.support.jobs import FIRST_HOST, ROWS, expected_batches, in_switch, join, make, together
+from tests.support.node_runs import FAULTS, job_of, run_job
 from tests.support.nodes import Node, RankPlace, slow_link, start_node, why_no_nodes
 
 needs_nodes = pytest.mark.skipif(bool(why_no_nodes()), reason=why_no_nodes())
-GROUPS = 4
-ROWS = 24
-"""Of a global batch."""
-FIRST_HOST = 2
 LARGE = ShardOptions(padding_bytes=(3_000, 30_000))
-
-
-def key_of(sample: dict[str, Any]) -> dict[str, Any]:
-    return {"key": sample["__key__"]}
-
-
-def make(urls: str, disk: Path, ranks: int, **options: Any) -> Any:
-    given = {"lanes": 1, "shuffle": 0, "ahead": "1KB", "num_workers": 0, "cache_size": "100MB"}
-    given |= {"groups": GROUPS} | options
-    return flat.make_loader(
-        urls,
-        workers=Workers(map_sample=key_of, multiprocessing_context="fork"),
-        cache_dir=disk,
-        batch_size=ROWS // ranks,
-        **given,
-    )
-
-
-def expected_batches(urls: str, tmp_path: Path, samples: int, **options: Any) -> list[list[str]]:
-    """The global batches, sorted, by one process."""
-    with make(urls, tmp_path / "alone", 1, num_samples=samples, **options) as loader:
-        return [sorted(batch["key"]) for batch in loader]
-
-
-def together(by_rank: list[list[list[str]]]) -> list[list[str]]:
-    """The global batches, sorted, from those of the ranks."""
-    return [sorted(key for rows in step for key in rows) for step in zip(*by_rank, strict=True)]
-
-
-def join(place: RankPlace, first_host: int) -> None:
-    """Join the ranks, by a store on the first node."""
-    torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"tcp://192.0.2.{first_host}:29500",
-        rank=place.rank,
-        world_size=place.node.nodes * place.node.ranks,
-    )
-
-
-def in_switch(work: Callable[[Switch], Any]) -> Any:
-    def alone(stage: Stage) -> Any:
-        return work(Switch())
-
-    with Child(alone, limit_seconds=160.0) as child:
-        return child.finish(160.0)
 
 
 @needs_nodes
@@ -203,6 +154,20 @@ def test_four_nodes_have_the_batches_of_one_process_and_fetch_each_shard_once(
         assert fetched == sum(sizes)
     else:
         assert fetched <= sum(sizes) * (1 + 1 / nodes) + max(sizes)
+
+
+@needs_nodes
+@pytest.mark.deep
+@pytest.mark.parametrize("seed", range(100, 104))
+def test_a_random_job_in_trouble_is_exact_and_is_resumed_exactly(seed: int, tmp_path: Path) -> None:
+    assert run_job(job_of(seed), tmp_path) == ""
+
+
+def test_random_jobs_have_all_faults() -> None:
+    jobs = [job_of(seed) for seed in range(40)]
+    assert {fault for job in jobs for fault in job.first.faults} == {*FAULTS}
+    assert {job.first.nodes for job in jobs} == {2, 3, 4}
+    assert {job.second.nodes for job in jobs} == {1, 2, 3, 4}
 
 
 def names_of_devices() -> list[str]:
