@@ -58,6 +58,8 @@ def write(given: argparse.Namespace) -> None:
 
 
 def tables_of(results: dict[str, Result]) -> dict[str, str]:
+    if store := results.get("scale", {}).get("store"):
+        results = {**results, "scale_store": store}
     spot = spot_tables.tables(results.get("spot"))
     results = {
         name: result for name, result in results.items() if name != "spot"
@@ -401,6 +403,29 @@ def scale(result: Result) -> str:
     return table([*head, "above torch, MB", "later, MB", "peak RSS, MB"], rows)
 
 
+def scale_store(result: Result) -> str:
+    steps = ("start", "report", "read", "decide", "beat", "look")
+    rows = [
+        [
+            label,
+            *(f"{row[f'{step}_cpu_seconds'] * 1e3:,.1f}" for step in steps),
+            f"{row['start_slowest_seconds']:.2f}",
+        ]
+        for label, row in result["medians"].items()
+    ]
+    lines = {what: result[f"extrapolated_{what}"] for what in ("start", "outage")}
+    rows.append(
+        [
+            f"{lines['start']['ranks']:,} ranks, by a + b × ranks",
+            f"{lines['start']['cpu_seconds'] * 1e3:,.0f}",
+            f"{lines['outage']['cpu_seconds'] * 1e3:,.0f} for both",
+            *["–"] * 5,
+        ]
+    )
+    head = ["store's CPU, ms", "start", "outage: reported", "outage: read", "a decision of mixing="]
+    return table([*head, "heartbeats", "rank 0's look", "start, slowest rank, s"], rows)
+
+
 def memory_tier(result: Result) -> str:
     rows = [
         [
@@ -513,6 +538,7 @@ TABLES = {
     "strategies": strategies,
     "daemons": daemons,
     "scale": scale,
+    "scale_store": scale_store,
 }
 
 

@@ -1,10 +1,11 @@
-"""What a run of a million shards on a thousand ranks costs one of them at its start.
+"""What a run of a million shards on a thousand ranks costs one of them at its start, and their store.
 
 Question: for 10**6 shards given as one brace pattern, on 1,024 ranks of 128 nodes, how long does it take
 until a rank and its workers have their order, and how much memory do they take for it? And what does
-following the order cost a worker for each sample?
+following the order cost a worker for each sample? What do the decisions and reports of all ranks cost the
+process that has torch.distributed's store, and how does that grow?
 
-Command: python -m benchmarks.scale
+Command: python -m benchmarks.scale (--contenders store: only the last question; the rest of the result stays)
 
 The last of the ranks is stood in for: a process with the variables that torchrun would give rank 1,023, which
 makes a loader and reads 24 batches of 64 from a server on loopback into an empty cache. That server has the
@@ -30,6 +31,14 @@ num_samples is given; there is no sizes.json.
   arrived, default lanes and window for 8 ranks of batch size 64), over all samples that it passes over, with
   taking its own batches' references and announcing its shards.
 
+- store: *_cpu_seconds: what the store's process spends, by its CPU clock, on as many ranks as the row says:
+  real clients, each a process forked after the imports, with one connection and no gloo mesh (scale_store.py).
+  Start is the decision on lanes and window, outage the report of each rank that it waits and each rank's reading
+  of all reports. *_slowest_seconds: of any rank, until it has the decision. extrapolated_*: the same for 1,024
+  ranks by a + b × ranks, which it must follow: each rank sends a few requests, and one rank reads the values of
+  all. The line goes through the least and the most ranks; off_line is how far those between are off it.
+- sockets_by_mixing: the most that a rank of 32 that gloo joins has more after three decisions of mixing=.
+
 Result: results/scale.json; docs/results/performance.md has it as a table.
 
 Explanation: a pattern is kept as such and a URL made on use (urls/listing.py, cache/shard.py); what a tier
@@ -37,6 +46,8 @@ holds is looked up by a sample of the list; and what goes over all shards, which
 computed once in the rank and handed to its workers.
 """
 
+import argparse
+import datetime
 import json
 import subprocess
 import threading
@@ -75,6 +86,9 @@ LAUNCHED = {
     "GROUP_WORLD_SIZE": NODES,
 }
 START_SECONDS, ABOVE_BYTES, ORDER_MICROSECONDS = 2.0, 100e6, 1.0
+STORE_RANKS, GLOO_RANKS = (64, 128, 256), 32
+STORE_SECONDS, STORE_SLOWEST_SECONDS, STORE_GROWTH, MIXING_SOCKETS = 0.15, 1.0, 5.0, 2
+_STORE = ("start", "outage")
 _FOLLOWED = 1_000_000
 _LOOK_SECONDS = 0.005
 _LIMIT_SECONDS = 300
@@ -83,7 +97,14 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    given = turns.arguments(__doc__, rounds=5, names=["streamload"])
+    given = turns.arguments(__doc__, rounds=5, names=["streamload", "store"])
+    if given.contenders == ["store"]:
+        out = given.out or turns.RESULTS / "scale.json"
+        content = json.loads(out.read_text()) if out.exists() else {}
+        content |= {"store": measured_store(given)}
+        out.write_text(json.dumps(content, indent=1) + "\n")
+        print(json.dumps(content["store"]["targets"], indent=1))
+        return
     shards, workers = (20_000, (0, USUAL_WORKERS)) if given.quick else (SHARDS, WORKERS)
     rows: list[Row] = []
     with turns.scratch() as directory:
@@ -133,6 +154,7 @@ def main() -> None:
             "seeds": list(range(given.rounds)),
             "rounds": rows,
             "medians": medians,
+            **({"store": measured_store(given)} if "store" in given.contenders else {}),
             "targets": [
                 turns.target("start with any number of workers, s", max(starts), START_SECONDS),
                 turns.target(f"memory above torch's, rank and {USUAL_WORKERS} workers", usual, ABOVE_BYTES),
@@ -144,6 +166,77 @@ def main() -> None:
             ],
         },
     )
+
+
+def measured_store(given: argparse.Namespace) -> Row:
+    """What ranks cost their store, by how many there are; with its own date, as it may be measured alone."""
+    numbers, gloo_ranks = ((4, 8), 2) if given.quick else (STORE_RANKS, GLOO_RANKS)
+    rows = []
+    for round_ in range(given.rounds):
+        for number in turns.rotated(numbers, round_):
+            row: Row = {"label": f"{number} ranks", "contender": "store", "round": round_}
+            row |= {"load_before": machine.load()} | client_ranks(given.python, number)
+            row["outage_cpu_seconds"] = row["report_cpu_seconds"] + row["read_cpu_seconds"]
+            rows.append(row)
+    gloo = client_ranks(given.python, gloo_ranks, "--gloo")
+    found_versions = turns.versions(rows)
+    medians = turns.medians(rows)
+    first, *between, last = (medians[f"{number} ranks"] for number in numbers)
+    lines: Row = {}
+    for what in _STORE:
+        metric = f"{what}_cpu_seconds"
+        slope = (last[metric] - first[metric]) / (numbers[-1] - numbers[0])
+        base = first[metric] - slope * numbers[0]
+        off = [row[metric] / (base + slope * row["ranks"]) - 1 for row in between]
+        lines[f"extrapolated_{what}"] = {
+            "formula": "a + b × ranks",
+            "a": base,
+            "b": slope,
+            "ranks": RANKS,
+            "cpu_seconds": base + slope * RANKS,
+            "off_line": max(off, key=abs, default=0.0),
+            "growth": last[metric] / first[metric],
+        }
+    largest = f"{numbers[-1]} ranks"
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "commit": machine.commit(),
+        "machine": machine.describe(),
+        "versions": found_versions,
+        "seeds": list(range(given.rounds)),
+        "rounds": rows,
+        "medians": medians,
+        **lines,
+        "gloo": {name: gloo[name] for name in ("ranks", "sockets_before", "sockets_by_mixing")},
+        "targets": [
+            turns.target(f"store at start, {largest}, CPU s", last["start_cpu_seconds"], STORE_SECONDS),
+            turns.target(
+                f"start, {largest}, slowest, s", last["start_slowest_seconds"], STORE_SLOWEST_SECONDS
+            ),
+            turns.target(f"store in an outage, {largest}, CPU s", last["outage_cpu_seconds"], STORE_SECONDS),
+            *(
+                turns.target(
+                    f"store, {what}: {largest}, × {numbers[0]}",
+                    lines[f"extrapolated_{what}"]["growth"],
+                    STORE_GROWTH,
+                )
+                for what in _STORE
+            ),
+            turns.target(
+                f"sockets a rank more by mixing=, {gloo_ranks} ranks",
+                gloo["sockets_by_mixing"],
+                MIXING_SOCKETS,
+            ),
+        ],
+    }
+
+
+def client_ranks(python: Path, number: int, *options: str) -> Row:
+    """What scale_store.py says of so many ranks."""
+    command = [str(python), "-m", "benchmarks.scale_store", str(number), *options]
+    output = subprocess.check_output(command, cwd=turns.ROOT, env=turns.environment(), text=True)
+    row: Row = json.loads(output.splitlines()[-1])
+    return row
 
 
 def order_options(seed: int) -> OrderOptions:
