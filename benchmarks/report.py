@@ -426,6 +426,14 @@ def scale_store(result: Result) -> str:
     return table([*head, "heartbeats", "rank 0's look", "start, slowest rank, s"], rows)
 
 
+def nodes(result: Result) -> str:
+    rows = [
+        [label, spread(result, label, "first_batch_seconds"), spread(result, label, "load_before")]
+        for label in result["medians"]
+    ]
+    return table(["first batch", "s (rounds)", "load before"], rows)
+
+
 def memory_tier(result: Result) -> str:
     rows = [
         [
@@ -539,6 +547,7 @@ TABLES = {
     "daemons": daemons,
     "scale": scale,
     "scale_store": scale_store,
+    "nodes": nodes,
 }
 
 

@@ -32,11 +32,12 @@ num_samples is given; there is no sizes.json.
   taking its own batches' references and announcing its shards.
 
 - store: *_cpu_seconds: what the store's process spends, by its CPU clock, on as many ranks as the row says:
-  real clients, each a process forked after the imports, with one connection and no gloo mesh (scale_store.py).
-  Start is the decision on lanes and window, outage the report of each rank that it waits and each rank's reading
-  of all reports. *_slowest_seconds: of any rank, until it has the decision. extrapolated_*: the same for 1,024
-  ranks by a + b × ranks, which it must follow: each rank sends a few requests, and one rank reads the values of
-  all. The line goes through the least and the most ranks; off_line is how far those between are off it.
+  real clients, each a process forked after the imports, with one connection and no gloo mesh
+  (scale_store.py). Start is the decision on lanes and window, outage the report of each rank that it waits
+  and each rank's reading of all reports. *_slowest_seconds: of any rank, until it has the decision.
+  extrapolated_*: the same for 1,024 ranks by a + b × ranks, which it must follow: each rank sends a few
+  requests, and one rank reads the values of all. The line goes through the least and the most ranks;
+  off_line is how far those between are off it.
 - sockets_by_mixing: the most that a rank of 32 that gloo joins has more after three decisions of mixing=.
 
 Result: results/scale.json; docs/results/performance.md has it as a table.

@@ -15,6 +15,7 @@ import torch.distributed
 from tiers import until
 from torch.distributed import HashStore, TCPStore
 
+from streamload.errors import RankFailed
 from streamload.loader import distributed
 from streamload.loader.agreement import Agreement
 from streamload.loader.distributed import Ranks
@@ -76,6 +77,23 @@ def test_a_node_without_heartbeats_is_named_on_all_ranks(
         each.heartbeats.beat(each.host)
     assert ranks[0].heartbeats.look() == []
     assert ranks[0].heartbeats.gone().keys() == {2}
+
+
+def test_a_decision_ends_with_the_name_and_host_of_a_rank_that_falls_silent_also_of_rank_0(
+    ranks: list[Ranks], clock: Clock
+) -> None:
+    ranks[3].raise_if_ended("agreed on the weights")
+    clock.now += SILENT_SECONDS
+    ranks[0].heartbeats.look()
+    message = (
+        "one of 4 ranks ended while all agreed on the weights: rank {} of 4 on host-{}: no heartbeat for 30 s"
+    )
+    for waiting, silent in ((0, 1), (3, 0)):
+        with pytest.raises(RankFailed) as caught:
+            ranks[waiting].raise_if_ended("agreed on the weights")
+        assert str(caught.value) == f"{message.format(silent, silent // 2)} 30 s"
+    ranks[0].heartbeats.beat(ranks[0].host)
+    ranks[3].raise_if_ended("agreed on the weights")
 
 
 def test_ranks_between_two_epochs_are_not_silent(ranks: list[Ranks], clock: Clock) -> None:

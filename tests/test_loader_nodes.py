@@ -19,8 +19,12 @@ import pytest
 import torch.distributed
 from tiers import until
 
-from streamload.errors import StateMismatch
+from streamload.errors import RankFailed, StateMismatch
+from streamload.ipc import ControlBlock
+from streamload.loader import distributed, heartbeats
+from streamload.loader.agreement import Agreement
 from streamload.loader.state import attempt_in
+from streamload.node import SlowestRank
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
 from tests.kills import Child
@@ -172,6 +176,57 @@ def test_random_jobs_have_all_faults() -> None:
 
 def names_of_devices() -> list[str]:
     return [name for _, name in socket.if_nameindex()]
+
+
+class Idle:
+    """A rank that waits for no data."""
+
+    slowest: SlowestRank | None = None
+
+    def wait_ratio(self) -> float:
+        return 0.0
+
+    def tick(self) -> None:
+        pass
+
+
+@needs_nodes
+@pytest.mark.parametrize("killed", [1, 2])
+def test_a_node_killed_in_a_decision_ends_it_on_the_others_with_its_rank_host_and_node(
+    killed: int, tmp_path: Path
+) -> None:
+    def decide(place: RankPlace) -> str:
+        heartbeats.SILENT_SECONDS, distributed._POLL_SECONDS = 2.0, 0.2
+        join(place, FIRST_HOST)
+        ranks = distributed.ranks_of(3)
+        assert ranks is not None
+        ranks.be_on(place.node.number)
+        distributed.RankMonitor(ranks, ControlBlock(1), Idle())
+        agreement = Agreement(3)
+        agreement.decide("the weights", 0, sum)
+        place.stage.enter("decided")
+        if place.rank == killed:
+            time.sleep(100.0)
+        with pytest.raises(RankFailed) as caught:
+            agreement.decide("the weights", 0, sum)
+        if place.rank == 0:
+            until((tmp_path / "read").exists)  # the store ends with it
+        else:
+            (tmp_path / "read").touch()
+        return str(caught.value)
+
+    def run(switch: Switch) -> Any:
+        with ExitStack() as stack:
+            places = [Node(number, 3, 1, FIRST_HOST + number, tmp_path / f"{number}") for number in range(3)]
+            nodes = [stack.enter_context(start_node(switch, place, decide)) for place in places]
+            for node in nodes:
+                assert node.stage.wait_for("decided", 100.0)
+            nodes[killed].kill()
+            return [node.finish(100.0)[0] for number, node in enumerate(nodes) if number != killed]
+
+    for message in in_switch(run):
+        assert f"rank {killed} of 3 on node-{killed} (node {killed}): no heartbeat for " in message
+        assert "one of 3 ranks ended while all agreed on the weights: " in message
 
 
 def test_a_state_names_the_run_and_counts_how_often_it_was_loaded(tmp_path: Path) -> None:

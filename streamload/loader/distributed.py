@@ -336,7 +336,8 @@ class Ranks:
 
     def name_of(self, rank: int) -> str:
         """A rank as messages name it: with its host, in a run of several."""
-        hosts = {**self.heartbeats.hosts, **dict.fromkeys(self.heartbeats.neighbours, self.host)}
+        hosts = dict.fromkeys(self.heartbeats.neighbours, self.host)
+        hosts |= {beating: host for beating, host in self.heartbeats.hosts.items() if host}
         hosts |= {**self._summary.hosts, self.rank: self.host}
         is_on_several = self._is_on_nodes or len({*hosts.values()} - {""}) > 1
         host = hosts.get(rank, "") if is_on_several else ""
