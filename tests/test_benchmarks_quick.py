@@ -18,6 +18,7 @@ import torch
 from benchmarks import arrival, peer_tables, report, shuffle_report
 from examples.photograph_shards import write_photograph_shards
 from streamload.options import file_system
+from tests.support.nodes import why_no_nodes
 
 pytestmark = [pytest.mark.deep, pytest.mark.timeout(400)]
 
@@ -155,8 +156,23 @@ def test_a_benchmark_of_streamload_alone_writes_the_same(name: str, tmp_path: Pa
         }
         sizes = {"above_bytes", "above_later_bytes", "above_peak_rss_bytes"}
         assert result["medians"]["4 workers"].keys() >= times | sizes | {"start_cpu_seconds"}
+        store = result["store"]
+        assert list(store["medians"]) == ["4 ranks", "8 ranks"]
+        assert store["gloo"]["sockets_by_mixing"] == 0
+        assert store["extrapolated_start"]["ranks"] == result["settings"]["ranks"]
+        assert all(target["value"] is not None for target in store["targets"])
+        assert report.tables_of({name: result})["scale_store"].count("\n") == 4
     if name == "verification":  # every sample of the epoch, and none
         assert [row["checked"] for row in result["rounds"]] == [128, 0]
+
+
+@pytest.mark.skipif(bool(why_no_nodes()), reason=why_no_nodes())
+def test_the_first_batches_of_nodes_that_lost_one_or_have_a_slow_one_are_measured(tmp_path: Path) -> None:
+    result = run_quickly("nodes", tmp_path / "out.json")
+
+    assert list(result["medians"]) == ["after losing a node", "beside a slow node"]
+    assert all(row["first_batch_seconds"] > 0 for row in result["medians"].values())
+    assert report.tables_of({"nodes": result})["nodes"].count("\n") == 3
 
 
 def test_a_small_cache_is_measured_with_and_without_lanes_and_window_that_fit(tmp_path: Path) -> None:
