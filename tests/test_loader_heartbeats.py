@@ -19,7 +19,7 @@ from streamload.errors import RankFailed
 from streamload.loader import distributed
 from streamload.loader.agreement import Agreement
 from streamload.loader.distributed import Ranks
-from streamload.loader.heartbeats import SILENT_SECONDS, Heartbeats, ranges_of
+from streamload.loader.heartbeats import GONE_SECONDS, SILENT_SECONDS, Heartbeats, ranges_of
 from streamload.node import own_address
 from tests.kills import Child, Stage
 
@@ -72,6 +72,8 @@ def test_a_node_without_heartbeats_is_named_on_all_ranks(
     assert caplog.messages == [line, line]
     ranks[0].report_silence()
     assert len(caplog.messages) == 2
+    assert ranks[0].heartbeats.gone() == {}
+    clock.now += GONE_SECONDS
     assert ranks[0].heartbeats.gone().keys() == {2, 3}
     for each in (ranks[1], ranks[3]):
         each.heartbeats.beat(each.host)
@@ -83,10 +85,10 @@ def test_a_decision_ends_with_the_name_and_host_of_a_rank_that_falls_silent_also
     ranks: list[Ranks], clock: Clock
 ) -> None:
     ranks[3].raise_if_ended("agreed on the weights")
-    clock.now += SILENT_SECONDS
+    clock.now += GONE_SECONDS
     ranks[0].heartbeats.look()
     message = (
-        "one of 4 ranks ended while all agreed on the weights: rank {} of 4 on host-{}: no heartbeat for 30 s"
+        "one of 4 ranks ended while all agreed on the weights: rank {} of 4 on host-{}: no heartbeat for 120 s"
     )
     for waiting, silent in ((0, 1), (3, 0)):
         with pytest.raises(RankFailed) as caught:

@@ -196,7 +196,8 @@ def test_a_node_killed_in_a_decision_ends_it_on_the_others_with_its_rank_host_an
     killed: int, tmp_path: Path
 ) -> None:
     def decide(place: RankPlace) -> str:
-        heartbeats.SILENT_SECONDS, distributed._POLL_SECONDS = 2.0, 0.2
+        heartbeats.SILENT_SECONDS = heartbeats.GONE_SECONDS = 2.0
+        distributed._POLL_SECONDS = 0.2
         join(place, FIRST_HOST)
         ranks = distributed.ranks_of(3)
         assert ranks is not None

@@ -15,7 +15,9 @@ from typing import Any
 from streamload.node import is_dead, machine, own_address
 
 SILENT_SECONDS = 30.0
-"""Ranks without a heartbeat for so long are named, and no decision waits for them."""
+"""Ranks without a heartbeat for so long are named."""
+GONE_SECONDS = 120.0
+"""No decision waits for a rank that is silent for so long: a live one may hold Python's lock for a minute."""
 _KEY = "streamload/beat"
 
 
@@ -78,16 +80,18 @@ class Heartbeats:
         return [rank for rank, content in contents if self._falls_silent(rank, content)]
 
     def gone(self) -> dict[int, str]:
-        """The ranks that are known to have died or are silent, and why; one request, or a few."""
+        """The ranks that are known to have died or are silent for long, and why; one request, or a few."""
         if self._rank and self._store.check(self._keys[:1]):
             self._falls_silent(0, self._store.get(self._keys[0]))
         if self._machine:
             self._read_neighbours()
         died = [rank for rank, address in self.neighbours.items() if is_dead(address)]
         seconds = {rank: self._clock() - since for rank, since in self.silent.copy().items()}
-        return {rank: f"no heartbeat for {silent:.0f} s" for rank, silent in seconds.items()} | dict.fromkeys(
-            died, "its process died"
-        )
+        return {
+            rank: f"no heartbeat for {silent:.0f} s"
+            for rank, silent in seconds.items()
+            if silent >= GONE_SECONDS
+        } | dict.fromkeys(died, "its process died")
 
     def _falls_silent(self, rank: int, content: bytes) -> bool:
         """Note the heartbeat of a rank; whether that has fallen silent since the last one was noted."""
