@@ -34,6 +34,9 @@ NAMES = (
     "torch.nn.modules.dropout._DropoutNd",
     "torch.nn.modules.instancenorm._InstanceNorm",
     "torch.utils._pytree.tree_map",
+    "torch.nn.modules.module._global_forward_hooks",
+    "torch.nn.modules.module._global_forward_pre_hooks",
+    "torch._library.custom_ops.OPDEFS",
     "multiprocessing.process._children",
 )
 
@@ -57,7 +60,9 @@ def require(names: tuple[str, ...] = NAMES) -> None:
 
 
 require()
+from torch._library.custom_ops import OPDEFS, CustomOpDef  # noqa: E402
 from torch._utils import ExceptionWrapper  # noqa: E402
+from torch.nn.modules import module as _module  # noqa: E402
 from torch.nn.modules.batchnorm import _NormBase as NormBase  # noqa: E402
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase  # noqa: E402
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase  # noqa: E402
@@ -68,11 +73,14 @@ upsample_bilinear: Callable[..., torch.Tensor] = torch._C._nn._upsample_bilinear
 """The kernels of F.interpolate(antialias=True), which take `out`."""
 
 __all__ = [
+    "CustomOpDef",
     "DropoutBase",
     "ExceptionWrapper",
     "InstanceNormBase",
     "NormBase",
     "abandon_workers",
+    "custom_ops",
+    "global_hooks",
     "is_importing_main",
     "next_batch",
     "next_if_arrived",
@@ -90,6 +98,16 @@ def storage_of_file(descriptor: int, size_bytes: int) -> torch.UntypedStorage:
     """The storage of a shared file, as torch makes it where it receives a tensor."""
     storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, size_bytes)  # type: ignore[attr-defined]
     return storage
+
+
+def custom_ops() -> list[Any]:
+    """The operators that were made by `torch.library.custom_op`, torch's own among them."""
+    return list(OPDEFS.values())
+
+
+def global_hooks() -> list[Any]:
+    """The hooks that run around the `forward` of every module."""
+    return [*_module._global_forward_pre_hooks.values(), *_module._global_forward_hooks.values()]
 
 
 def running_iterator(loader: DataLoader[Any]) -> Any | None:

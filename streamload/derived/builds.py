@@ -75,6 +75,9 @@ class Build:
             if not isinstance(found, type):
                 return False
             describer.reach(found, name)
+        patches = self.parts.get("patches", {})
+        if any(patches.get(place) != described for place, described in describer.patches().items()):
+            return False
         return has_code(self.parts["code"], describer.code)
 
 
@@ -107,6 +110,11 @@ def believed(
     if not has_weights and drawn and not (_agree(builds, needed) and _are_apart(builds, drawn)):
         builds = [one for one in builds if all(one.generators[name] == generators[name] for name in drawn)]
     return builds[-1] if _agree(builds, needed) and builds[-1].still_holds() else None
+
+
+def may_agree(builds: Sequence[Build]) -> bool:
+    """Whether one more build that comes out the same, in another process, is enough to know the next."""
+    return bool(builds) and _agree(builds, 1) and builds[-1].still_holds()
 
 
 def _agree(builds: Sequence[Build], needed: int) -> bool:

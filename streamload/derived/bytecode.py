@@ -89,6 +89,14 @@ def strings(code: types.CodeType) -> Iterator[str]:
             yield from strings(value)
 
 
+def names(code: types.CodeType) -> Iterator[str]:
+    """The names of globals, attributes and modules in code and in the functions inside it."""
+    yield from code.co_names
+    for value in code.co_consts:
+        if isinstance(value, types.CodeType):
+            yield from names(value)
+
+
 def _operand(value: Any) -> Any:
     if isinstance(value, types.CodeType):
         return bytecode(value)

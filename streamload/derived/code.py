@@ -34,10 +34,12 @@ import numpy as np
 import torch
 from xxhash import xxh3_128
 
-from streamload.derived.bytecode import bytecode, globals_of, strings
+from streamload.derived.bytecode import bytecode, globals_of, names, strings
 from streamload.derived.module_parts import module_parts, tensor_digest
 from streamload.derived.packages import direct_url, is_of_folder, package_of
+from streamload.derived.patches import functions_of_op, patches
 from streamload.errors import FeatureNotCacheable
+from streamload.torch_internals import CustomOpDef
 
 _BOOKKEEPING = re.compile(
     r"__(module|doc|dict|weakref|annotations|annotate(_func)?|annotations_cache|qualname|firstlineno|"
@@ -91,10 +93,12 @@ class Describer:
     Attributes:
         origins: where each class of the project was found, as "module:qualname".
         strings: all that code and values hold, some of which may name files.
+        names: of globals and attributes in code.
     """
 
     def __init__(self) -> None:
         self._code: dict[str, set[str]] = {}
+        self.names: set[str] = set()
         self.origins: dict[str, str] = {}
         self.strings: set[str] = set()
         self._reached: dict[int, _Reached] = {}
@@ -110,6 +114,15 @@ class Describer:
             for name, digests in self._code.items()
             for digest in digests
         }
+
+    def patches(self) -> dict[str, Any]:
+        """What the project has put into the packages that were reached, by where it stands.
+
+        Raises:
+            FeatureNotCacheable: it can't be described.
+        """
+        packages = {name.removeprefix("package ") for name in self._code if name.startswith("package ")}
+        return {place: self.value(member, place) for place, member in patches(packages, self.names)}
 
     @property
     def arranged_code(self) -> dict[str, str]:
@@ -212,6 +225,8 @@ class Describer:
             return ["script", self.value(value.__getstate__(), where)]
         if isinstance(value, torch.nn.Module):
             return ["module", *module_parts(value, self.value, where)]
+        if isinstance(value, CustomOpDef):
+            return ["op", [self.value(one, where) for one in functions_of_op(value)]]
         if callable(value) and getattr(value, "__wrapped__", None) is not None:  # functools.lru_cache
             return ["wrapped", self.value(value.__wrapped__, where)]
         attributes = _attributes(value)
@@ -313,6 +328,7 @@ class Describer:
                 f'name its version yourself: cache_module(version="1")'
             )
         self.strings.update(strings(code))
+        self.names.update(names(code))
         found: list[Any] = [bytecode(code)]
         found.append(self.value(function.__defaults__, f"a default of {name}"))
         found.append(self.value(function.__kwdefaults__, f"a default of {name}"))

@@ -122,6 +122,18 @@ class Computes(Protocol):
         """Note that so many canaries were as they should be."""
         ...
 
+    def check(self, inputs: Any, keys: Sequence[RowKey], leaves: Sequence[Any]) -> bool:
+        """Let another process compute stored rows again; False: the module is built, and has to."""
+        ...
+
+    def refuse(self, key: Any) -> FeatureMismatch:
+        """Let no row be served any more; the error to raise."""
+        ...
+
+    def refuse_stale(self) -> None:
+        """Raise what a check has found."""
+        ...
+
 
 class FeatureRows:
     """A feature of a batch, as it came from a worker; `result()` is what the module returns for the batch.
@@ -191,7 +203,8 @@ class FeatureRows:
 
     def _made(self) -> Any:
         read, of = self._read, self._of
-        if not read.keys:
+        of.refuse_stale()
+        if not read.keys or self._is_checked_elsewhere():
             self._refuse_if_other(of.fingerprint())
             return _built(layout_of(read.layout), self._leaves(), len(self))
         value, computed = self._computed()
@@ -220,6 +233,18 @@ class FeatureRows:
         assert self._bodies is not None
         return leaves_in(self._bodies, layout_of(self._read.layout))
 
+    def _is_checked_elsewhere(self) -> bool:
+        """Whether all rows are stored, and another process compares those whose inputs came with them."""
+        read = self._read
+        if read.missing:
+            return False
+        return self._of.check(self._inputs, read.keys, self._stored(read.places))
+
+    def _stored(self, places: Sequence[int]) -> list[Any]:
+        """The leaves of some of the stored rows."""
+        leaves = zip(self._leaves(), layout_of(self._read.layout).leaves, strict=True)
+        return [reordered(_typed(leaf, of, len(self)), places) for leaf, of in leaves]
+
     def _refuse_unlike(self, computed: Result) -> None:
         """Compare the canaries with what was computed for them: a derived shard may have them, or the store.
 
@@ -230,16 +255,9 @@ class FeatureRows:
         at = [number for number, place in enumerate(read.places) if place not in missing]
         if not at:
             return
-        places = [read.places[number] for number in at]
-        leaves = zip(self._leaves(), layout_of(read.layout).leaves, strict=True)
-        stored = [reordered(_typed(leaf, of, len(self)), places) for leaf, of in leaves]
+        stored = self._stored([read.places[number] for number in at])
         if not is_close([reordered(leaf, at) for leaf in computed.leaves], stored):
-            module = self._of.module
-            raise FeatureMismatch(
-                f"the row of sample {read.keys[at[0]][0]!r} isn't what {type(module).__name__} computes now "
-                f"from the same input: its results depend on what can't be seen (a library, a file, chance); "
-                f'name the version yourself: cache_module(version="1")'
-            )
+            raise self._of.refuse(read.keys[at[0]][0])
         self._of.note_compared(len(at))
 
     def _filled(self, leaves: list[torch.Tensor], computed: Result) -> list[torch.Tensor]:

@@ -15,10 +15,21 @@ from streamload.derived.fingerprint import Fingerprint, device_of
 from streamload.derived.lazy import build, is_pending
 from streamload.derived.module_cache import Cached, switches
 from streamload.derived.module_call import Call
-from streamload.derived.module_proof import Description, Options, fingerprint_of, label_of, proof_of
+from streamload.derived.module_checks import check_elsewhere, refuse_stale
+from streamload.derived.module_proof import (
+    CANARIES,
+    Description,
+    Options,
+    fingerprint_of,
+    label_of,
+    proof_of,
+    refuse_rows,
+)
+from streamload.derived.rebuilding import Rows
+from streamload.derived.row_check import on_cpu
 from streamload.derived.row_format import leaves_of
 from streamload.derived.row_store import Place, RowStore, open_store
-from streamload.errors import OptionError
+from streamload.errors import FeatureMismatch, OptionError
 from streamload.metrics import Counts
 from streamload.torch_internals import tree_map
 
@@ -53,6 +64,7 @@ class Features:
             variant changes from pass to pass.
         images: "auto": batches have no "image" if features are made of images, and only those of missing rows
             are decoded; False: batches have none; True: they have it as always.
+        check: as of `cache_module`.
 
     Raises:
         OptionError: a value that can't be used.
@@ -68,6 +80,7 @@ class Features:
         dtype: torch.dtype | None = None,
         variants: int = 1,
         images: bool | Literal["auto"] = "auto",
+        check: bool = True,
     ):
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"features are of a torch.nn.Module, got a {type(module).__name__}")
@@ -79,6 +92,8 @@ class Features:
             raise OptionError(f"variants={variants!r}; expected a whole number of at least 1")
         if images not in (True, False, "auto"):
             raise OptionError(f'images={images!r}; expected True, False or "auto"')
+        if not isinstance(check, bool):
+            raise OptionError(f"check={check!r}; expected True or False")
         if inputs == "text" and (preprocess is not None or variants > 1):
             raise OptionError("preprocess= and variants= are for features of images, not of texts")
         self.module: Any = module if isinstance(module, Cached) else _Built(module)
@@ -87,6 +102,7 @@ class Features:
         self.dtype = dtype
         self.variants = variants
         self.images = images
+        self.is_checked = check and self.options.is_checked
 
     def __repr__(self) -> str:
         return f"Features({self.label}, inputs={self.inputs!r})"
@@ -156,12 +172,23 @@ class BoundFeatures:
         Raises:
             FeatureNotCacheable: what proves its rows can't be known.
         """
-        module, store = self.module, self._store()
+        store = self._store()
         if store is None:
             return FeatureStart("", 0)
         store.flush()  # rows of the epoch before
-        fingerprint = self.fingerprint()
-        return FeatureStart(fingerprint, 0 if is_pending(module) else proof_of(module).canaries)
+        fingerprint = self.whole_fingerprint()
+        assert fingerprint is not None
+        return FeatureStart(str(fingerprint), self._canaries(fingerprint))
+
+    def _canaries(self, fingerprint: Fingerprint) -> int:
+        """Of how many stored rows a worker sends the inputs as well."""
+        proof = proof_of(self.module)
+        if not self.features.is_checked:
+            return 0
+        if not is_pending(self.module):
+            return proof.canaries
+        is_begun = proof.checked is not None and proof.checked[0].digest == fingerprint.digest
+        return 0 if is_begun else CANARIES
 
     def fingerprint(self) -> str:
         """Under which rows are found now; "": rows are neither read nor stored."""
@@ -188,6 +215,47 @@ class BoundFeatures:
         call = Call(module, self._run, self.features.options, store, (inputs,), {}, list(keys), self._parts)
         value = call.result()
         return value, str(call.fingerprint)
+
+    def check(self, inputs: Any, keys: Sequence[RowKey], leaves: Sequence[Any]) -> bool:
+        """Let another process compute stored rows again, unless the module is built.
+
+        Args:
+            inputs: of the rows.
+            keys: of the rows.
+            leaves: of the stored rows.
+        """
+        module, store = self.module, self._store()
+        if store is None or not is_pending(module):
+            return False
+        fingerprint = self.whole_fingerprint()
+        if fingerprint is not None and self._canaries(fingerprint):
+            rows = Rows((on_cpu(inputs),), {}, len(keys), on_cpu(list(leaves)), self.features.dtype)
+            key = keys[0][0] if len(keys[0]) > 1 else keys[0]
+            check_elsewhere(module, self.features.options, store, fingerprint, key, rows)
+        return True
+
+    def refuse(self, key: Any) -> FeatureMismatch:
+        """Let no row be served any more, of which one isn't what is computed now; the error to raise."""
+        store, fingerprint = self._store(), self.whole_fingerprint()
+        assert store is not None
+        assert fingerprint is not None
+        return refuse_rows(self.module, self.features.options, store, fingerprint, key)
+
+    def refuse_stale(self, *, wait: bool = False) -> None:
+        """Raise what a check of rows has found, if it has.
+
+        Args:
+            wait: for it, a while.
+
+        Raises:
+            FeatureMismatch: rows aren't what is computed now.
+        """
+        store, proof = self._store(), proof_of(self.module)
+        if store is None or (proof.check is None and not proof.refused):
+            return
+        fingerprint = self.whole_fingerprint()
+        if fingerprint is not None:
+            refuse_stale(self.module, self.features.options, store, fingerprint, wait=wait)
 
     def placed(self, value: Any) -> Any:
         """A result on the loader's device."""

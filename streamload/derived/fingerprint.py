@@ -27,7 +27,7 @@ from streamload.derived.module_parts import STRUCTURE, attributes_of, script_dig
 from streamload.derived.parts import compared, digest_of_parts
 from streamload.errors import FeatureNotCacheable
 
-FORMAT = 3
+FORMAT = 4
 _SMALL_BYTES = 1 << 20
 """So many bytes of weights are digested in 0.1 ms: at every call."""
 _SHARE = 0.01
@@ -79,6 +79,7 @@ def built_parts(module: torch.nn.Module, describer: Describer) -> dict[str, Any]
         "weights": weights,
         "attributes": attributes,
         "classes": classes,
+        "patches": describer.patches(),
         "training": module.training if len(set(flags.values())) == 1 else flags,
         "device": device_of(module).type,
         "compiled": module._compiled_call_impl is not None,

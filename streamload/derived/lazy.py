@@ -13,7 +13,7 @@ import functools
 import inspect
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,11 +80,22 @@ class Lazily(type):
             built._streamload_made(args, kwargs)
             return built
         inspect.signature(cls.__init__).bind(None, *args, **kwargs)  # type: ignore[misc]
-        make: Any = cls.__new__
-        module = make(cls, *args, **kwargs)
-        module.__dict__[_PENDING] = Pending(args, kwargs, Generators())
-        module.__dict__["training"] = True
-        return module
+        return pending_instance(cls, args, kwargs, Generators())[0]
+
+
+def pending_instance(
+    cls: type,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    generators: Generators,
+    asked: Sequence[tuple[str, tuple[Any, ...], str]] = (),
+) -> tuple[Any, str]:
+    """An instance that isn't built, see `Pending`; and the name of that in its `__dict__`."""
+    make: Any = cls.__new__
+    module = make(cls, *args, **kwargs)
+    module.__dict__[_PENDING] = Pending(args, kwargs, generators, list(asked))
+    module.__dict__["training"] = True
+    return module, _PENDING
 
 
 def lazy_metaclass(of: type) -> type:
@@ -280,3 +291,10 @@ def _meaning_of(fn: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
     except Exception:
         return None
     return ", ".join(found)
+
+
+def function_of(meaning: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that gives tensors the types that another does, of which this is the meaning; on the CPU."""
+    names = [text.split()[0].removeprefix("torch.") for text in meaning.split(", ")]
+    dtypes = {dtype: getattr(torch, name) for dtype, name in zip(_PROBED, names, strict=True)}
+    return lambda tensor: tensor.to("cpu", dtypes.get(tensor.dtype, tensor.dtype))

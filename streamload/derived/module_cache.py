@@ -70,6 +70,7 @@ def cache_module(
     version: str | None = None,
     weights: str | None = None,
     on_mismatch: str = "error",
+    check: bool = True,
 ) -> Callable[[_MODULE], _MODULE]: ...
 def cache_module(
     cache_path: Any = "",
@@ -82,6 +83,7 @@ def cache_module(
     version: str | None = None,
     weights: str | None = None,
     on_mismatch: str = "error",
+    check: bool = True,
 ) -> Any:
     """Decorate a class of modules so that what they compute for a key is computed once.
 
@@ -103,6 +105,8 @@ def cache_module(
             without building; otherwise two, in different processes.
         on_mismatch: "error": a row that was stored for another input than is given with its key is a
             FeatureMismatch; "recompute": it is computed again.
+        check: compute a few stored rows again in each run, and refuse all if one comes out otherwise. Where
+            the module isn't built, a process of its own does. With a version nothing is checked.
 
     Raises:
         OptionError: an argument that can't be used.
@@ -134,7 +138,9 @@ def cache_module(
     if place is not None:
         place.settings()  # what can't be read is said here
         places.add(place)
-    options = Options(place, cache_name, version, weights, on_mismatch)
+    if not isinstance(check, bool):
+        raise OptionError(f"check={check!r}; expected True or False")
+    options = Options(place, cache_name, version, weights, on_mismatch, check)
     return lambda cls: _decorated(cls, options, caller)
 
 
@@ -243,6 +249,11 @@ def _subclass(cls: type[torch.nn.Module], options: Options) -> Any:
 
 
 _subclasses: dict[tuple[type, Options], Any] = {}
+
+
+def redecorated(cls: type[torch.nn.Module], options: Options) -> Any:
+    """The subclass that `cache_module` makes of a class which has a name already."""
+    return _subclass(cls, options)
 
 
 def _unwrapped(cls: type[torch.nn.Module], options: Options) -> Any:

@@ -19,8 +19,25 @@ from streamload.derived.code import Describer
 from streamload.derived.fingerprint import Fingerprint, device_of, differences
 from streamload.derived.lazy import build, is_pending, pending_of
 from streamload.derived.log_once import log_once
-from streamload.derived.module_checks import Chance, is_close, refuse_module, row_of
-from streamload.derived.module_proof import Options, fingerprint_of, label_of, proof_of, record_settled
+from streamload.derived.module_checks import (
+    Chance,
+    check_elsewhere,
+    is_close,
+    refuse_module,
+    refuse_stale,
+    row_of,
+)
+from streamload.derived.module_proof import (
+    CANARIES,
+    Options,
+    fingerprint_of,
+    label_of,
+    proof_of,
+    record_settled,
+    refuse_rows,
+)
+from streamload.derived.rebuilding import Rows
+from streamload.derived.row_check import on_cpu
 from streamload.derived.row_format import Result, concatenated, join, layout_of, reordered
 from streamload.derived.row_keys import Inputs, Naming, keys_of
 from streamload.derived.row_seal import Row
@@ -90,8 +107,10 @@ class Call:
             build(self.module)
             if self._is_another():
                 self._look_up()
-        if self.found and not is_pending(self.module):
-            self._canaries()
+        if self.proof.check is not None or self.proof.refused:
+            refuse_stale(self.module, self.options, self.store, self.fingerprint)
+        if self.found and self.options.is_checked:
+            self._check()
         if self.missing and not self.proof.has_settled:
             self._settle()
         hits = sum(place in self.found for place in self.where)
@@ -202,30 +221,34 @@ class Call:
         for one in stale:
             del self.found[one]
 
-    def _canaries(self) -> None:
-        """Compute some rows again, the first after a build, and compare."""
-        places = [] if not self.proof.canaries or not self.inputs.leaves else list(self.found)
+    def _check(self) -> None:
+        """Compute some rows again and compare: the first after a build, else in another process."""
+        is_built, checked = not is_pending(self.module), self.proof.checked
+        if is_built and not self.proof.canaries:
+            return
+        if not is_built and checked is not None and checked[0].digest == self.fingerprint.digest:
+            return
+        places = list(self.found) if self.inputs.leaves else []
         digests = self.inputs.digests([self.first[place] for place in places])
         places = [
             place
             for place, digest in zip(places, digests, strict=True)
             if digest and digest == self.found[place].input_digest
-        ][: self.proof.canaries]
+        ][: self.proof.canaries if is_built else CANARIES]
         if not places:
             return
-        self.proof.canaries -= len(places)
-        value = self._detached(*self.inputs.of([self.first[place] for place in places]))
-        computed = Result(value, None if self.rows is None else len(places))
+        key = self.keys[self.first[places[0]]]
+        args, kwargs = self.inputs.of([self.first[place] for place in places])
+        count = None if self.rows is None else len(places)
         _, stored = self._joined(places)
+        if not is_built:
+            rows = Rows(on_cpu(args), on_cpu(kwargs), count, on_cpu(stored))
+            check_elsewhere(self.module, self.options, self.store, self.fingerprint, key, rows)
+            return
+        self.proof.canaries -= len(places)
+        computed = Result(self._detached(args, kwargs), count)
         if not is_close(computed.leaves, stored):
-            self.counts.mismatches += 1
-            self.store.delete([name for place in places if (name := self.unique[place]) is not None])
-            key = self.keys[self.first[places[0]]]
-            raise FeatureMismatch(
-                f"the row of key {key!r} isn't what {type(self.module).__name__} computes now from the same "
-                f"input: its results depend on what can't be seen (a library, a file, chance); those rows "
-                f'are deleted; name the version yourself: cache_module(version="1")'
-            )
+            raise refuse_rows(self.module, self.options, self.store, self.fingerprint, key)
 
     def _compute_missing(self) -> tuple[Result, list[int]]:
         """Compute what is missing, and store what may be stored."""

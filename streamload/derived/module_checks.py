@@ -14,13 +14,23 @@ from typing import Any
 import numpy as np
 import torch
 
+from streamload.derived.fingerprint import Fingerprint
+from streamload.derived.lazy import pending_of
+from streamload.derived.log_once import log_once, logger
+from streamload.derived.module_proof import Options, description_of, label_of, proof_of, refuse_rows
+from streamload.derived.rebuilding import Rows
+from streamload.derived.row_check import CannotCheck, RowCheck, Verdict, remade
 from streamload.derived.row_format import Result
-from streamload.errors import FeatureNotCacheable
+from streamload.derived.row_store import RowStore
+from streamload.errors import FeatureMismatch, FeatureNotCacheable
 from streamload.torch_internals import DropoutBase, InstanceNormBase, NormBase
 
 _TOLERANCES = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float64: 1e-6, torch.complex128: 1e-6}
 _TOLERANCE = 2e-3
 """Of other types: kernels for batches of another size add up in another order."""
+_DEVICE_TOLERANCE = 2e-2
+_MANY, _UNEQUAL_SHARE = 16, 0.02
+"""Of whole numbers that a device computed: an argmax may be another where two scores are about the same."""
 _NORMS = (NormBase,)  # of instances only where it keeps statistics
 _DROPOUTS = (DropoutBase,)
 
@@ -86,26 +96,133 @@ class Chance:
         return states
 
 
-def is_close(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether leaves of two results are the same but for how kernels round."""
-    return len(one) == len(other) and all(map(_is_leaf_close, one, other))
+def is_close(one: Sequence[Any], other: Sequence[Any], *, is_of_device: bool = False) -> bool:
+    """Whether leaves of two results are the same but for how kernels round.
+
+    Args:
+        one: leaves.
+        other: leaves.
+        is_of_device: only one of the results is a CPU's: devices multiply in fewer bits (TF32), and add up in
+            an order of their own. Then the distance of all elements together counts, as that of a few grows
+            with the depth of a module.
+    """
+    near = _is_leaf_near if is_of_device else _is_leaf_close
+    return len(one) == len(other) and all(map(near, one, other))
 
 
-def _is_leaf_close(one: Any, other: Any) -> bool:
+def _comparable(one: Any, other: Any) -> tuple[torch.Tensor, torch.Tensor, torch.dtype] | None:
+    """Two leaves on the CPU, floating ones in 64 bits, and their type; None: it or their shapes differ."""
     first, second = (
         leaf if isinstance(leaf, torch.Tensor) else torch.as_tensor(np.asarray(leaf)) for leaf in (one, other)
     )
     if first.shape != second.shape or first.dtype != second.dtype:
+        return None
+    dtype, wide = first.dtype, torch.complex128 if first.dtype.is_complex else torch.float64
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return first.cpu(), second.cpu(), dtype
+    return first.cpu().to(wide), second.cpu().to(wide), dtype
+
+
+def _is_leaf_close(one: Any, other: Any) -> bool:
+    leaves = _comparable(one, other)
+    if leaves is None:
         return False
-    if not (first.dtype.is_floating_point or first.dtype.is_complex):
-        return torch.equal(first.cpu(), second.cpu())
-    tolerance = _TOLERANCES.get(first.dtype, _TOLERANCE if first.element_size() > 1 else 2e-1)
-    wide = torch.complex128 if first.dtype.is_complex else torch.float64
-    first, second = first.cpu().to(wide), second.cpu().to(wide)
+    first, second, dtype = leaves
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.equal(first, second)
+    tolerance = _TOLERANCES.get(dtype, _TOLERANCE if dtype.itemsize > 1 else 2e-1)
     scale = first[first.isfinite()].abs().max().item() if first.isfinite().any() else 0.0
     return torch.allclose(first, second, rtol=tolerance, atol=tolerance * scale * 0.1 + 1e-12, equal_nan=True)
+
+
+def _is_leaf_near(one: Any, other: Any) -> bool:
+    leaves = _comparable(one, other)
+    if leaves is None:
+        return False
+    first, second, dtype = leaves
+    if not (dtype.is_floating_point or dtype.is_complex):  # a class may change at a tie
+        return first.numel() < _MANY or (first != second).double().mean().item() <= _UNEQUAL_SHARE
+    if not torch.equal(first.isfinite(), second.isfinite()):
+        return False
+    first, second = first[first.isfinite()], second[second.isfinite()]
+    distance = (first - second).abs()
+    tolerance = max(_DEVICE_TOLERANCE, _TOLERANCES.get(dtype, 0.0))
+    near = distance.square().sum().sqrt() <= tolerance * second.abs().square().sum().sqrt() + 1e-12
+    return bool(near) and bool((distance <= 10 * tolerance * second.abs().max() + 1e-12).all())
 
 
 def row_of(result: Result, at: int) -> list[Any]:
     """The leaves of one row of a result of rows, with dimension 0 kept."""
     return [leaf[at : at + 1] for leaf in result.leaves]
+
+
+def check_elsewhere(
+    module: Any, options: Options, store: RowStore, fingerprint: Fingerprint, key: Any, rows: Rows
+) -> None:
+    """Let another process compute some rows again of a module that isn't built, unless it has begun.
+
+    Args:
+        module: that would compute them.
+        options: of its class.
+        store: of its rows.
+        fingerprint: of the rows.
+        key: of the first, for an error.
+        rows: with their inputs.
+    """
+    proof, parts = proof_of(module), fingerprint.parts
+
+    def at_exit(verdict: Verdict) -> None:
+        if verdict.is_same is False and fingerprint.digest not in proof.refused:
+            logger.error("%s", refuse_rows(module, options, store, fingerprint, key))
+
+    try:
+        remake = remade(
+            module,
+            pending_of(module),
+            description_of(module).parts,
+            parts["device"],
+            tuple(parts["settings"]),
+        )
+        process, proof.process = proof.process, None
+        proof.check = RowCheck(remake, rows, fingerprint.digest, process, at_exit)
+        proof.checked = (fingerprint, key)
+    except CannotCheck as exc:
+        proof.checked = (fingerprint, key)
+        _say_unchecked(module, options, str(exc))
+
+
+def refuse_stale(
+    module: Any, options: Options, store: RowStore, fingerprint: Fingerprint, *, wait: bool = False
+) -> None:
+    """Refuse rows of which a check has found that they aren't what is computed now.
+
+    Args:
+        module: that would compute them.
+        options: of its class.
+        store: of its rows.
+        fingerprint: of the rows.
+        wait: for the verdict of a check that has begun, a while.
+
+    Raises:
+        FeatureMismatch: it has.
+    """
+    proof = proof_of(module)
+    check = proof.check
+    if check is not None:
+        if wait:
+            check.wait()
+        if check.verdict is not None and proof.checked is not None:
+            verdict, proof.check = check.verdict, None
+            if verdict.is_same is False:
+                raise refuse_rows(module, options, store, *proof.checked)
+            if verdict.is_same is None:
+                _say_unchecked(module, options, verdict.reason)
+    if proof.refused and fingerprint.digest in proof.refused:
+        raise FeatureMismatch(proof.refused[fingerprint.digest])
+
+
+def _say_unchecked(module: Any, options: Options, reason: str) -> None:
+    log_once(
+        f"rows of {label_of(module, options)} aren't checked in this run, as no other process could compute "
+        f"them ({reason}); they are when the module is built next"
+    )

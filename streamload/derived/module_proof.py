@@ -17,7 +17,16 @@ from typing import Any
 import torch
 
 from streamload.derived.allowance import Allowance
-from streamload.derived.builds import Build, Generators, Inputs, believed, process_name, read_builds, written
+from streamload.derived.builds import (
+    Build,
+    Generators,
+    Inputs,
+    believed,
+    may_agree,
+    process_name,
+    read_builds,
+    written,
+)
 from streamload.derived.code import ARRANGEMENT, Describer, digest_of
 from streamload.derived.fingerprint import (
     FORMAT,
@@ -29,12 +38,19 @@ from streamload.derived.fingerprint import (
     torch_settings,
 )
 from streamload.derived.lazy import Pending, build, is_pending, pending_of, unbuilt
+from streamload.derived.log_once import logger
+from streamload.derived.row_check import CannotCheck, CheckProcess, RowCheck, remade
 from streamload.derived.row_store import Place, RowStore, open_store
-from streamload.errors import FeatureNotCacheable
+from streamload.errors import FeatureMismatch, FeatureNotCacheable
 
 CANARIES = 4
 """So many rows are computed again after a build."""
 _FINGERPRINTS_KEPT = 64
+_REFUSED = b"refused"
+"""Before a fingerprint: the key of a note that its rows aren't right."""
+_BUILD_SECONDS = 60.0
+"""So long a second run waits for another process to build its module; then it builds it."""
+_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -47,6 +63,7 @@ class Options:
         version: stands for code and weights.
         weights: a file that all weights come from.
         on_mismatch: "error", or "recompute".
+        check: whether stored rows are computed again in each run, a few, unless there is a version.
     """
 
     place: Place | None
@@ -54,6 +71,12 @@ class Options:
     version: str | None
     weights: str | None
     on_mismatch: str
+    check: bool = True
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether a few rows are computed again in each run."""
+        return self.check and self.version is None
 
 
 @dataclass
@@ -80,12 +103,15 @@ def describe(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Descri
         described = {name: describer.value(value, f"{cls.__name__}({name}=)") for name, value in arguments}
         if version is None:
             describer.reach(cls, cls.__name__)
+            patches = describer.patches()
     except FeatureNotCacheable as exc:
         if version is None:
             return Description({}, set(), str(exc))
         described = {}
-    code = describer.arranged_code if version is None else {}
-    return Description({"arguments": described, "code": code, "class": cls.__name__}, describer.strings)
+    parts = {"arguments": described, "code": {}, "class": cls.__name__}
+    if version is None:
+        parts |= {"code": describer.arranged_code, "patches": patches}
+    return Description(parts, describer.strings)
 
 
 def _bound(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -133,6 +159,14 @@ class Proof:
         self.served: Fingerprint | None = None
         """The last by which rows were returned while the module wasn't built."""
         self.canaries = CANARIES
+        self.check: RowCheck | None = None
+        """The check of rows by another process, once this one has served some without a module."""
+        self.checked: tuple[Fingerprint, Any] | None = None
+        """Of the rows of which a check has begun the fingerprint, and a key."""
+        self.process: CheckProcess | None = None
+        """A process that has built the module, and waits for rows to check."""
+        self.refused: dict[bytes, str] = {}
+        """Of fingerprints whose rows aren't what is computed now: what to say of them."""
         self.recorded: tuple[bytes, Build] | None = None
         """The record of the build, and its key."""
         self.has_settled = False
@@ -143,6 +177,7 @@ class Proof:
         self.computed_rows, self.compute_seconds = 0, 0.0
         self.refused_at: Any = None
         self._with_inputs: dict[tuple[bytes, int], tuple[Mapping[str, Any], Fingerprint]] = {}
+        self._latest: dict[bytes, Fingerprint] = {}
 
     @property
     def seconds_per_row(self) -> float:
@@ -158,6 +193,19 @@ class Proof:
             whole = Fingerprint.of({**fingerprint.parts, "inputs": dict(inputs)})
             self._with_inputs[which] = inputs, whole  # held, so that no other object gets its id
         return self._with_inputs[which][1]
+
+    def latest(self, fingerprint: Fingerprint, store: RowStore) -> Fingerprint:
+        """A fingerprint of whose rows none was found to be wrong: it has a number if others were before."""
+        latest = self._latest.get(fingerprint.digest)
+        if latest is None:
+            latest, number = fingerprint, 0
+            while store.disk.read_note(_REFUSED + latest.digest) is not None:
+                number += 1
+                latest = Fingerprint.of({**fingerprint.parts, "computed again": number})
+            if len(self._latest) > _FINGERPRINTS_KEPT:
+                self._latest.clear()
+            self._latest[fingerprint.digest] = latest
+        return latest
 
 
 _proofs: weakref.WeakKeyDictionary[Any, Proof] = weakref.WeakKeyDictionary()
@@ -191,7 +239,7 @@ def fingerprint_of(
     proof = proof_of(module)
     with unbuilt(module):
         found = _of_module(module, options, store, description, proof)
-    return found if inputs is None else proof.with_inputs(found, inputs)
+    return proof.latest(found if inputs is None else proof.with_inputs(found, inputs), store)
 
 
 def _of_module(
@@ -241,11 +289,53 @@ def _believed(
             return proof.believed[1]
         proof.believed = None
         return None
-    builds = read_builds(store.disk.read_note(_recipe(description, pending)))
-    known = believed(builds, pending.generators.digests, has_weights=options.weights is not None)
+    key = _recipe(description, pending)
+    builds = read_builds(store.disk.read_note(key))
+    has_weights = options.weights is not None
+    known = believed(builds, pending.generators.digests, has_weights=has_weights)
+    if known is None and options.is_checked and may_agree(builds):
+        known = _agreed(module, store, key, description, proof)
     if known is not None:
         proof.believed = (asked, known)
     return known
+
+
+def _agreed(module: Any, store: RowStore, key: bytes, description: Description, proof: Proof) -> Build | None:
+    """The build that is known, if another process builds the same now; None: this one has to."""
+    pending, generators = pending_of(module), pending_of(module).generators.digests
+    ends = time.monotonic() + _BUILD_SECONDS
+    process = None
+    try:
+        while True:
+            builds = read_builds(store.disk.read_note(key))
+            known = believed(builds, generators)
+            if known is not None or not may_agree(builds):
+                return known
+            latest = builds[-1]
+            device = latest.parts["device"]
+            process = CheckProcess.begin(
+                remade(module, pending, description.parts, device, torch_settings(device))
+            )
+            if process is not None:
+                break
+            if time.monotonic() > ends:
+                return None
+            time.sleep(_POLL_SECONDS)
+        answer = process.answer(_BUILD_SECONDS)
+        if answer["built"] == latest.parts:
+            name, draws = f"check of {process_name()}", answer["draws"]
+            another = replace(latest, process=name, generators=answer["generators"], draws=draws)
+            store.disk.write_note(key, written(builds, another), label_of(module, module._streamload_options))
+            known = believed([*builds, another], generators)
+        if known is not None:
+            proof.process, process = process, None
+        return known
+    except CannotCheck as exc:
+        logger.debug("%s is built here: %s", type(module).__name__, exc)
+        return None
+    finally:
+        if process is not None:
+            process.close()
 
 
 def _still_holds(proof: Proof, known: Build) -> bool:
@@ -319,6 +409,9 @@ def built_state(module: Any, description: Description, proof: Proof) -> Built:
     """What is known of a built module now; anew if something in it has changed."""
     began = time.monotonic()
     built = proof.built
+    if proof.process is not None:  # it isn't needed where the module is built
+        proof.process.close()
+        proof.process = None
     if built is not None and built.stamp.holds() and built.watch.is_unchanged(whole=False):
         return built
     stamp = Stamp(module)
@@ -332,6 +425,31 @@ def built_state(module: Any, description: Description, proof: Proof) -> Built:
         proof.canaries, proof.are_rows_apart, proof.is_chance_harmless = CANARIES, False, False
     proof.built = Built(stamp, Watch(module, code, began), parts, code, device_of(module))
     return proof.built
+
+
+def refuse_rows(
+    module: Any, options: Options, store: RowStore, fingerprint: Fingerprint, key: Any
+) -> FeatureMismatch:
+    """Let no row of a fingerprint be served any more, here and later; returns the error that says so.
+
+    Args:
+        module: that computes another result.
+        options: of its class.
+        store: of its rows.
+        fingerprint: of the rows.
+        key: of one that was compared.
+    """
+    name, label = type(module).__name__, label_of(module, options)
+    store.counts.mismatches += 1
+    store.disk.write_note(_REFUSED + fingerprint.digest, b"refused", label)
+    text = (
+        f"the row of key {key!r} of {label} isn't what {name} computes now from the same input: its results "
+        f"depend on what can't be seen (a file, a library, chance). None of its rows is read any "
+        f'more, and a new run computes them again; or name the version yourself, version="1", or turn '
+        f"this off, check=False"
+    )
+    proof_of(module).refused[fingerprint.digest] = text
+    return FeatureMismatch(text)
 
 
 def label_of(module: Any, options: Options) -> str:

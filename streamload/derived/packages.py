@@ -22,6 +22,10 @@ _INSTALLED = tuple(
 def package_of(value: Any) -> str | None:
     """The installed package that a function, class or module belongs to; None: it is of the project."""
     name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+    if isinstance(value, types.FunctionType):  # functools.wraps gives a patch the module of what it replaces
+        defining = str(value.__globals__.get("__name__"))
+        is_module = vars(sys.modules.get(defining, object)) is value.__globals__
+        name = defining if is_module and _package(defining) is None else name
     if name is None:
         owner = getattr(value, "__objclass__", getattr(value, "__self__", None))
         name = getattr(owner, "__module__", None) or type(value).__module__

@@ -96,9 +96,14 @@ def _parts_of(feature: FeatureAssembly, options: LoaderOptions) -> dict[str, Any
 
 
 def end_epoch(features: Mapping[str, BoundFeatures], counts: Counts) -> None:
-    """Store the rows that are on their way, and count them."""
+    """Store the rows that are on their way, and count them; wait for what is being checked.
+
+    Raises:
+        FeatureMismatch: rows of the epoch aren't what their module computes.
+    """
     for of in features.values():
         of.count(counts, at_end=True)
+        of.refuse_stale(wait=True)
 
 
 def take_features(

@@ -1,0 +1,323 @@
+"""A module built again in a process of its own, to compute a few of its rows and compare them (row_check.py).
+
+The process sees no devices, has a low priority, and is bounded in memory and time. It reads from its
+standard input what its parent sends, and answers in lines of JSON. What stands in the main script is made
+from the statements that it needs: the script itself, which trains, never runs here.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import dataclasses
+import dis
+import importlib
+import json
+import os
+import pickle
+import resource
+import signal
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+MAIN_NAMES = ("__main__", "__mp_main__")
+_NICE = 10
+"""A tenth of the share of a process of the training; 19 would be a seventieth, and no epoch waits so long."""
+_DEFINITIONS = (
+    *(ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef),
+    *(ast.Assign, ast.AnnAssign, ast.AugAssign, ast.If, ast.Try),
+)
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module that isn't built, as it can be made in another process.
+
+    Attributes:
+        cls: its class, or that which it wraps.
+        options: of the decoration of a class that was named before it; None: `cls` is decorated itself.
+        arguments: of its `__init__`.
+        keywords: of its `__init__`.
+        generators: the random generators' states from which it is built.
+        asked: of it since it was made: the method, its arguments, and what it comes to.
+        parts: what its description says there.
+        device: the type of device on which its rows were made.
+        settings: of torch, see `fingerprint.torch_settings`.
+    """
+
+    cls: type
+    options: Any
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    generators: Any
+    asked: list[tuple[str, tuple[Any, ...], str]]
+    parts: dict[str, Any]
+    device: str
+    settings: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Stored rows, and the inputs that they were computed from.
+
+    Attributes:
+        arguments: of the call.
+        keywords: of the call.
+        count: of rows; None: it is one whole result.
+        leaves: of the stored rows.
+        dtype: to which results are cast before they are stored; None: they aren't.
+    """
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    count: int | None
+    leaves: list[Any]
+    dtype: Any = None
+
+
+class Script(types.ModuleType):
+    """The main script of another process, of which only the statements run that a name needs.
+
+    Args:
+        path: of its file; "": there is none.
+        package: to which it belongs.
+    """
+
+    def __init__(self, path: str, package: str | None):
+        super().__init__("__main__")
+        self.__file__, self.__package__ = path, package
+        self.__dict__["_statements"] = None
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            self._run(name)
+        if name not in self.__dict__:
+            raise AttributeError(
+                f"{self.__file__ or 'the main module, which has no file,'} defines no {name}"
+            )
+        return self.__dict__[name]
+
+    def _run(self, name: str) -> None:
+        if self._statements is None:
+            self.__dict__["_statements"] = _statements(self.__file__ or "")
+        wanted, chosen = {name}, list[_Statement]()
+        while more := [
+            one for one in self._statements if not (one in chosen or one.bound.isdisjoint(wanted))
+        ]:
+            chosen += more
+            wanted |= {read for one in more for read in one.read}
+        new = [one for one in self._statements if one in chosen and not one.has_run]
+        for one in new:
+            one.has_run = True
+        exec(_compiled(self._statements, new, self.__file__ or ""), self.__dict__)
+
+
+@dataclass(eq=False)
+class _Statement:
+    """A statement of a script: the names that it binds or writes into, and those that it reads."""
+
+    tree: ast.stmt
+    bound: set[str]
+    read: set[str]
+    has_run: bool = False
+
+
+def _statements(path: str) -> list[_Statement]:
+    tree = ast.parse(Path(path).read_bytes(), path)
+    found = []
+    for statement in tree.body:
+        code = compile(ast.Module([statement], []), path, "exec", dont_inherit=True)
+        is_guard = isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
+        bound = _bound(statement, code) if isinstance(statement, _DEFINITIONS) and not is_guard else set()
+        found.append(_Statement(statement, bound, _read(code)))
+    return found
+
+
+def _compiled(statements: list[_Statement], chosen: list[_Statement], path: str) -> types.CodeType:
+    """Some statements of a script, compiled among all others: bytecode depends on what is imported."""
+    futures = [one.tree for one in statements if getattr(one.tree, "module", None) == "__future__"]
+    others = [one.tree for one in statements if one not in chosen and one.tree not in futures]
+    never = [ast.If(ast.Constant(False), others, [])] if others else []
+    body = [*futures, *never, *(one.tree for one in chosen if one.tree not in futures)]
+    tree = ast.fix_missing_locations(ast.Module(body, []))
+    return compile(tree, path, "exec", dont_inherit=True)
+
+
+def _bound(statement: ast.stmt, code: types.CodeType) -> set[str]:
+    """The names that a statement binds or writes into."""
+    names = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_NAME"}
+    targets: list[ast.expr] = list(getattr(statement, "targets", ()))
+    targets += [
+        one.func if isinstance(one, ast.Call) else one for one in getattr(statement, "decorator_list", ())
+    ]
+    for target in targets:
+        while isinstance(target, (ast.Attribute, ast.Subscript)):
+            target = target.value
+            if isinstance(target, ast.Name):
+                names.add(target.id)
+    return names
+
+
+def _read(code: types.CodeType) -> set[str]:
+    names = {
+        step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_NAME", "LOAD_GLOBAL")
+    }
+    for value in code.co_consts:
+        if isinstance(value, types.CodeType):
+            names |= _read(value)
+    return names - set(vars(builtins))
+
+
+class _Reader(pickle.Unpickler):
+    """Reads what the parent sends; what the main script of the parent defines is made as it is named."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found: Any = sys.modules["__main__"] if module in MAIN_NAMES else importlib.import_module(module)
+        for step in name.split("."):
+            found = getattr(found, step)
+        return found
+
+
+def packed(value: Any) -> bytes:
+    """A Module or Rows, for another process.
+
+    Raises:
+        Exception: something in it can't be pickled, whatever its class raises then.
+    """
+    return pickle.dumps(value)
+
+
+Answer = Callable[[dict[str, Any]], None]
+
+
+def serve(source: BinaryIO, answer: Answer) -> None:
+    """Build a module, say what it is, then compute its rows and compare them.
+
+    Args:
+        source: a line of JSON (`row_check.CheckProcess` writes it), then a Module, then Rows.
+        answer: is told {"built": parts, …}, {"is_same": bool}, or {"error": text} of what can't be done here.
+    """
+    try:
+        head = json.loads(source.readline())
+        sys.path[:], sys.argv[:] = head["path"], head["arguments"]
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = Script(head["script"], head["package"])
+        asked: Module = _Reader(source).load()
+        rows: Rows | None = _Reader(source).load() if head["has_rows"] else None
+        with _settings(asked):
+            module, before = _built(asked)
+            answer({"built": _parts(module, asked), "generators": before[0], "draws": before[1]})
+            if rows is None:
+                os.nice(_NICE)
+                rows = _Reader(source).load()
+            answer({"is_same": _are_same(module, asked, rows)})
+    except EOFError:  # there is nothing to compare
+        return
+    except BaseException as exc:
+        text = f"{type(exc).__name__}: {exc}"
+        answer({"error": text if len(text) < 300 else f"{text[:300]}…"})
+
+
+def write_whole(path: str, value: dict[str, Any]) -> None:
+    """Write a file that is never seen in part; without room there is none."""
+    own = Path(f"{path}.{os.getpid()}")
+    with contextlib.suppress(OSError):
+        own.write_text(json.dumps(value))
+        own.replace(path)
+
+
+def main(most_bytes: int, most_seconds: int, verdict: str) -> None:
+    """Serve the standard input, as a process of its own.
+
+    Args:
+        most_bytes: of memory.
+        most_seconds: that it may take.
+        verdict: the file for it; "": there is none.
+    """
+    began = time.time()
+    if verdict:  # else the training waits for what the module is
+        os.nice(_NICE)
+    signal.alarm(most_seconds)
+    resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
+    answers = os.fdopen(os.dup(1), "w")
+    quiet = os.open(os.devnull, os.O_RDWR)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+
+    def answer(value: dict[str, Any]) -> None:
+        if "is_same" in value and verdict:  # also where the parent has ended
+            write_whole(verdict, {"is_same": value["is_same"], "reason": "", "began": began})
+        with contextlib.suppress(OSError):
+            answers.write(json.dumps(value) + "\n")
+            answers.flush()
+
+    serve(sys.stdin.buffer, answer)
+    os._exit(0)
+
+
+@contextlib.contextmanager
+def _settings(asked: Module) -> Iterator[None]:
+    """The settings of torch under which the rows were made, as far as a CPU has them."""
+    import torch
+
+    _, autocast, precision, _, default = asked.settings
+    torch.set_num_threads(1)
+    torch.set_default_dtype(getattr(torch, default.removeprefix("torch.")))
+    if asked.device == "cpu":
+        torch.set_float32_matmul_precision(precision)
+    dtype = getattr(torch, autocast.removeprefix("torch.")) if autocast else None
+    with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype is not None):
+        yield
+
+
+def _built(asked: Module) -> tuple[Any, tuple[dict[str, str], list[str]]]:
+    """The module, and of each random generator the digest of its state before; and which were drawn from."""
+    from streamload.derived.builds import Generators
+    from streamload.derived.fingerprint import differences
+    from streamload.derived.lazy import function_of, pending_instance
+    from streamload.derived.module_cache import redecorated
+    from streamload.derived.module_proof import description_of
+
+    cls: Any = asked.cls if asked.options is None else redecorated(asked.cls, asked.options)
+    calls = [
+        (method, (function_of(meaning),) if method == "_apply" else given, meaning)
+        for method, given, meaning in asked.asked
+    ]
+    module, pending = pending_instance(cls, asked.arguments, asked.keywords, asked.generators, calls)
+    module.__dict__["_streamload_options"] = dataclasses.replace(cls._streamload_options, place=None)
+    description = description_of(module)
+    if description.error or description.parts != asked.parts:
+        names = differences(asked.parts, description.parts)[:3] or [description.error]
+        raise RuntimeError(f"it comes out otherwise in a process of its own ({', '.join(names)})")
+    asked.generators.restore()
+    before, now = asked.generators.digests, Generators().digests
+    module._streamload_build(module.__dict__.pop(pending))
+    return module, (before, [name for name, state in Generators().digests.items() if state != now[name]])
+
+
+def _parts(module: Any, asked: Module) -> dict[str, Any]:
+    from streamload.derived.module_proof import built_state, description_of, proof_of
+
+    built = built_state(module, description_of(module), proof_of(module))
+    return {**built.parts, "code": built.code, "device": asked.device}
+
+
+def _are_same(module: Any, asked: Module, rows: Rows) -> bool:
+    import torch
+
+    from streamload.derived.module_checks import is_close
+    from streamload.derived.row_format import Result
+    from streamload.torch_internals import tree_map
+
+    def cast(value: Any) -> Any:
+        is_cast = rows.dtype is not None and isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(rows.dtype) if is_cast else value
+
+    value = tree_map(cast, module._streamload_run(*rows.arguments, **rows.keywords))
+    computed = Result(value, rows.count).leaves
+    return is_close(computed, rows.leaves, is_of_device=asked.device != "cpu")

@@ -1,0 +1,374 @@
+"""The check of a run that builds no module: a process of its own computes some of its rows again.
+
+    rows are read → their inputs and bytes go to a process (rebuilding.py) → later calls read its verdict
+
+One process a node at a time checks, for all processes of the node: a verdict that is younger than a run is
+the run's. A difference is an error of the next call; what can't be computed there is logged, and checked when
+the module is built next. Nothing is computed in the training itself, which waits only at the end of an epoch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import importlib.util
+import json
+import multiprocessing
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from streamload.cache import memory
+from streamload.cache.directory import check_owner
+from streamload.cache.locks import FileLock
+from streamload.derived.rebuilding import MAIN_NAMES, Module, Rows, packed
+from streamload.errors import CacheError
+from streamload.torch_internals import tree_map
+
+MOST_SECONDS = 600
+"""A process that takes longer is ended."""
+_MEMORY_SHARE = 0.5
+"""Of the memory that is available when a process starts it may take so much."""
+_PATIENCE_SECONDS = 60.0
+"""So long the end of an epoch waits for a verdict."""
+_AT_EXIT_SECONDS = 30.0
+_POLL_SECONDS = 0.2
+_KEPT_SECONDS = 86400.0
+_NO_DEVICES = dict.fromkeys(
+    (
+        *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
+        *("ASCEND_RT_VISIBLE_DEVICES", "HABANA_VISIBLE_DEVICES", "TPU_VISIBLE_DEVICES"),
+    ),
+    "",
+) | {"OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}
+
+
+class CannotCheck(Exception):
+    """A module can't be built, or its rows can't be computed, in a process of its own."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of a check.
+
+    Attributes:
+        is_same: whether rows were computed as they are stored; None: they couldn't be computed.
+        reason: why not.
+        began: when the check began, `time.time()`.
+    """
+
+    is_same: bool | None
+    reason: str = ""
+    began: float = 0.0
+
+
+def remade(
+    module: Any, pending: Any, parts: dict[str, Any], device: str, settings: tuple[Any, ...]
+) -> Module:
+    """Describe a module that isn't built to another process.
+
+    Args:
+        module: which.
+        pending: what it is waiting with (`lazy.Pending`).
+        parts: of its description.
+        device: the type of that on which its rows are made.
+        settings: of torch, `fingerprint.torch_settings`.
+
+    Raises:
+        CannotCheck: its class can't be found by another process.
+    """
+    cls = type(module)
+    wrapped = vars(cls).get("_streamload_wrapped")
+    named = cls if wrapped is None else wrapped
+    if "<locals>" in named.__qualname__:
+        raise CannotCheck(f"{named.__qualname__} is defined inside a function")
+    if not _has_file(named.__module__):
+        raise CannotCheck(f"{named.__module__} has no file that another process could import")
+    asked = [(name, () if name == "_apply" else given, to) for name, given, to in pending.asked]
+    options = None if wrapped is None else cls._streamload_options
+    arguments, keywords = pending.arguments, pending.keywords
+    return Module(named, options, arguments, keywords, pending.generators, asked, parts, device, settings)
+
+
+def _has_file(name: str) -> bool:
+    if name in MAIN_NAMES:
+        return bool(getattr(sys.modules["__main__"], "__file__", None))
+    with contextlib.suppress(ImportError, ValueError):
+        return importlib.util.find_spec(name) is not None
+    return False
+
+
+def on_cpu(value: Any) -> Any:
+    """A tree with its tensors on the CPU, in memory of their own."""
+    return tree_map(lambda one: one.detach().cpu().clone() if isinstance(one, torch.Tensor) else one, value)
+
+
+class CheckProcess:
+    """A process that builds a module, and holds the node's lock for checks until it ends.
+
+    Args:
+        module: that is to be built.
+        lock: of the node.
+        rows: that it is to compute then, packed; b"": they are sent later.
+        verdict: where it is written; None: nowhere.
+
+    Raises:
+        CannotCheck: the module can't be sent.
+    """
+
+    def __init__(self, module: Module, lock: FileLock, rows: bytes, verdict: Path | None):
+        self._lock = lock
+        self._text = b""
+        self._ends = time.monotonic() + MOST_SECONDS
+        try:
+            self._process = _started(bool(rows), verdict)
+            assert self._process.stdout is not None
+            self._arrived = select.poll()
+            self._arrived.register(self._process.stdout, select.POLLIN)
+            self.send(module_bytes(module) + rows)
+        except BaseException:
+            lock.close()
+            raise
+
+    @classmethod
+    def begin(cls, module: Module, rows: bytes = b"", verdict: Path | None = None) -> CheckProcess | None:
+        """Begin a check; None: another process of the node has one going.
+
+        Raises:
+            CannotCheck: there is no place for a lock, or the module can't be sent.
+        """
+        try:
+            lock = FileLock.acquire(_home() / "lock", create=True)
+        except (OSError, CacheError) as exc:
+            raise CannotCheck(str(exc)) from exc
+        return None if lock is None else cls(module, lock, rows, verdict)
+
+    def send(self, data: bytes) -> None:
+        """Send what `packed` gave; a process that has ended is noticed by `answer`."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+
+    def answer(self, most_seconds: float = MOST_SECONDS) -> dict[str, Any]:
+        """Wait for the next answer of `rebuilding.serve`.
+
+        Raises:
+            CannotCheck: it has failed, ended, or needs longer.
+        """
+        assert self._process.stdout is not None
+        ends = min(self._ends, time.monotonic() + most_seconds)
+        while b"\n" not in self._text:
+            left = ends - time.monotonic()
+            if left <= 0 or not self._arrived.poll(left * 1000):
+                raise CannotCheck(f"it takes more than {most_seconds:.0f} s")
+            data = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not data:
+                raise CannotCheck(f"its process ended with {self._process.wait()}")
+            self._text += data
+        line, _, self._text = self._text.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise CannotCheck(answer["error"])
+        return answer
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        process = self._process
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        self._lock.close()
+
+
+class RowCheck:
+    """A check of some rows of one fingerprint, which a thread of this process waits for.
+
+    Args:
+        module: that computes them.
+        rows: which.
+        fingerprint: of them.
+        process: that has built the module already; None: it is started as soon as no other checks.
+        at_exit: called when this process ends, if the verdict is known then.
+
+    Attributes:
+        verdict: what was found; None: it isn't known yet.
+
+    Raises:
+        CannotCheck: the rows can't be sent.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        rows: Rows,
+        fingerprint: bytes,
+        process: CheckProcess | None,
+        at_exit: Callable[[Verdict], None],
+    ):
+        self.verdict: Verdict | None = None
+        self.at_exit = at_exit
+        self._module, self._data = module, module_bytes(rows)
+        self._fingerprint, self._process = fingerprint, process
+        self._is_done = threading.Event()
+        module_bytes(module)  # what can't be sent is known at once
+        _listen()
+        threading.Thread(target=self._run, name="streamload-check", daemon=True).start()
+        _running.append(self)
+
+    def wait(self, most_seconds: float = _PATIENCE_SECONDS) -> None:
+        """Wait for the verdict, so long."""
+        self._is_done.wait(most_seconds)
+
+    def _run(self) -> None:
+        verdict = None
+        try:
+            verdict = self._found()
+        except CannotCheck as exc:
+            verdict = Verdict(None, str(exc))
+        except Exception as exc:
+            verdict = Verdict(None, repr(exc))
+        finally:
+            self.verdict, self._data = verdict, b""
+            if self._process is not None:
+                self._process.close()
+            self._is_done.set()
+
+    def _found(self) -> Verdict:
+        """The verdict of another process of the node that checked since this run began; or one's own."""
+        if self._process is not None:
+            self._process.send(self._data)
+            return Verdict(self._process.answer()["is_same"])
+        ends = time.monotonic() + MOST_SECONDS
+        path = _home() / self._fingerprint.hex()
+        while True:
+            verdict = _read_verdict(path)
+            if verdict is not None and (verdict.began >= _run_began() or verdict.is_same is False):
+                return verdict
+            self._process = CheckProcess.begin(self._module, self._data, path)
+            if self._process is not None:
+                break
+            if time.monotonic() > ends:
+                raise CannotCheck("other processes of the node are checking")
+            time.sleep(_POLL_SECONDS)
+        _remove_old(path.parent)
+        self._process.answer()
+        return Verdict(self._process.answer()["is_same"])
+
+
+_running: list[RowCheck] = []
+
+
+def module_bytes(value: Module | Rows) -> bytes:
+    """Pack what is sent to another process.
+
+    Raises:
+        CannotCheck: there is something in it that can't be pickled.
+    """
+    try:
+        return packed(value)
+    except Exception as exc:
+        raise CannotCheck(f"{type(exc).__name__}: {exc}") from exc
+
+
+def _started(has_rows: bool, verdict: Path | None) -> subprocess.Popen[bytes]:
+    if not sys.executable:
+        raise CannotCheck("this Python has no executable")
+    main = sys.modules["__main__"]
+    script = getattr(main, "__file__", None)
+    head = {
+        "path": sys.path,
+        "arguments": sys.argv,
+        "script": "" if script is None else str(Path(script).absolute()),
+        "package": getattr(main, "__package__", None),
+        "has_rows": has_rows,
+    }
+    most_bytes = max(0, int(memory.available().free_bytes * _MEMORY_SHARE))
+    program = (
+        f"import sys; sys.path[:] = {sys.path!r}; from streamload.derived.rebuilding import main; "
+        f"main({most_bytes}, {MOST_SECONDS}, {str(verdict or '')!r})"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, **_NO_DEVICES},
+        start_new_session=True,  # an interrupt at the terminal is for the training
+    )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(head).encode() + b"\n")
+    return process
+
+
+def _home() -> Path:
+    """The directory of the node's lock and verdicts."""
+    place = memory.PLACE if memory.PLACE.is_dir() else Path(tempfile.gettempdir())
+    home = place / f"streamload-checks-{os.geteuid()}"
+    check_owner(home)
+    home.mkdir(mode=0o700, exist_ok=True)
+    check_owner(home)
+    return home
+
+
+def _read_verdict(path: Path) -> Verdict | None:
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return Verdict(**json.loads(path.read_bytes()))
+    return None
+
+
+def _remove_old(home: Path) -> None:
+    """Remove verdicts of a day ago."""
+    with contextlib.suppress(OSError):
+        for path in home.iterdir():
+            if path.name != "lock" and path.lstat().st_mtime < time.time() - _KEPT_SECONDS:
+                path.unlink()
+
+
+def _run_began() -> float:
+    """When this process began, or the one that made it its worker, `time.time()`."""
+    parent = multiprocessing.parent_process()
+    process = os.getpid() if parent is None else parent.pid
+    try:
+        ticks = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
+        up = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return _imported_at
+    return time.time() - up + ticks / os.sysconf("SC_CLK_TCK")
+
+
+_imported_at = time.time()
+
+
+def _forget_parents() -> None:
+    """In a forked child: the threads that wait stayed with the parent."""
+    _running.clear()
+
+
+def _finish() -> None:
+    """At the end of the process: wait a while for what is being checked, and say what is wrong."""
+    ends = time.monotonic() + _AT_EXIT_SECONDS
+    for check in _running:
+        check.wait(max(0.0, ends - time.monotonic()))
+        if check.verdict is not None:
+            check.at_exit(check.verdict)
+
+
+@functools.cache
+def _listen() -> None:
+    atexit.register(_finish)  # after all imports: before stores are closed
+    os.register_at_fork(after_in_child=_forget_parents)
