@@ -54,7 +54,7 @@ def letters(sample: dict[str, Any]) -> float | None:
 
 
 def columns(facts: Mapping[str, Any] | None = None) -> dict[str, Column]:
-    return read_facts(facts or {"index": "json:index", "letters": letters}, "jpg;png", "txt", None)
+    return read_facts(facts or {"index": "json:index", "letters": (letters, "1")}, "jpg;png", "txt", None)
 
 
 def read_range(shard: Any, version: Any, start: int, stop: int) -> bytes:

@@ -372,8 +372,7 @@ def test_a_version_stands_for_code_and_weights():
         SOURCE.replace("cache_module()", 'cache_module(version="1")').replace("SCALE = 2", "SCALE = 9")
     )
     lazy(X[:1], cache_key=["new"])  # is built for it
-    with pytest.raises(FeatureMismatch, match="isn't what Extractor computes now"):
-        is_hit(lazy)  # a canary
+    assert is_hit(lazy)  # the user's word: nothing is compared
     another = extractor(SOURCE.replace("cache_module()", 'cache_module(version="2")'))
     assert not is_hit(another)
 

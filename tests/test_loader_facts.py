@@ -20,6 +20,8 @@ import streamload
 from streamload.batches.fact_tables import read_table
 from streamload.batches.facts import read_facts
 from streamload.batches.tokenize import adapt_tokenizer
+from streamload.cache import facts
+from streamload.errors import FeatureMismatch
 from streamload.shards.facts import Column, FactSample, pack_values, unpack_values
 from streamload.shards.samples import Entry
 from streamload.testing.resume import Layout, assert_resumes_exactly
@@ -408,3 +410,27 @@ def test_workers_make_each_fact_once_though_shards_are_published_meanwhile(
             assert len(keys_of(loader)) == 24 * 60
     made = (tmp_path / "made").read_text().split()
     assert len(made) == len(set(made)) == 24 * 60
+
+
+def by_a_variable(sample: dict[str, Any]) -> float:
+    return float(os.environ["FACTOR_OF_THE_TEST"])
+
+
+def has_weight(entry: Entry) -> bool:
+    return entry.facts["weight"] != 0
+
+
+def test_stored_facts_that_are_not_what_a_function_returns_now_end_the_run(
+    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("FACTOR_OF_THE_TEST", "2")
+
+    def kept(fact: Any = by_a_variable) -> int:
+        facts._checked.clear()  # as in another process
+        return len(evaluated(server, tmp_path, facts={"weight": fact}, keep=has_weight, num_workers=0))
+
+    assert kept() == kept() == sum(COUNTS)
+    monkeypatch.setenv("FACTOR_OF_THE_TEST", "-2")
+    with pytest.raises(FeatureMismatch, match=r"fact 'weight' .* as 2, and is -2 now.*\(function, \"1\"\)"):
+        kept()
+    assert kept((by_a_variable, "2")) == sum(COUNTS)  # the way on

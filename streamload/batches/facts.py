@@ -49,6 +49,7 @@ class TokenCount:
     digest: str
     dtype: str = "<u2"
     from_members: bool = True
+    check_name: str = ""
 
     def needs(self, extensions: Collection[str]) -> Collection[str]:
         """See Column."""
@@ -80,6 +81,7 @@ class JsonField:
     digest: str
     dtype: str = "<f8"
     from_members: bool = True
+    check_name: str = ""
 
     def needs(self, extensions: Collection[str]) -> Collection[str]:
         """See Column."""
@@ -104,6 +106,7 @@ class FunctionFact:
     digest: str
     dtype: str = "<f8"
     from_members: bool = True
+    check_name: str = ""
 
     def needs(self, extensions: Collection[str]) -> Collection[str]:
         """See Column."""
@@ -138,6 +141,7 @@ class TableFact:
     digest: str = ""
     dtype: str = "<f8"
     from_members: bool = False
+    check_name: str = ""
 
     def needs(self, extensions: Collection[str]) -> Collection[str]:
         """See Column."""
@@ -163,6 +167,7 @@ class ImageBytes:
     digest: str
     dtype: str = "<u4"
     from_members: bool = False
+    check_name: str = ""
 
     def needs(self, extensions: Collection[str]) -> Collection[str]:
         """See Column."""
@@ -250,7 +255,7 @@ def _column(name: str, fact: Any, text_key: str | None, tokenizer: Any) -> Colum
     if isinstance(fact, tuple) and len(fact) == 2 and callable(fact[0]) and isinstance(fact[1], str):
         return FunctionFact(fact[0], column_digest(["function", "version", fact[1]]))
     if callable(fact):
-        return FunctionFact(fact, column_digest(["function", *_described(fact, where)]))
+        return FunctionFact(fact, column_digest(["function", *_described(fact, where)]), check_name=name)
     if fact == "tokens":
         return token_count(text_key, tokenizer)
     if not isinstance(fact, str | Path):
@@ -281,7 +286,8 @@ def _described(function: Any, where: str) -> list[Any]:
     """What a function's results depend on beside its argument."""
     describer = Describer()
     try:
-        return [describer.value(function, where), describer.arranged_code]
+        described, patches = describer.value(function, where), describer.patches()
+        return [described, patches, describer.arranged_code]
     except FeatureNotCacheable as exc:
         raise OptionError(
             f"{str(exc).partition('; ')[0]}; give the function with a version that you change with its code: "

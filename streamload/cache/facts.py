@@ -7,6 +7,7 @@ same in all processes, and unknown (NaN) only where the sample itself doesn't ha
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -19,7 +20,7 @@ from streamload.cache.shard import Shard, is_of
 from streamload.cache.shard_copy import ReadMemory, ShardCopy
 from streamload.cache.shard_view import ShardView
 from streamload.cache.shared.facts import SharedFacts
-from streamload.errors import CacheCorrupt
+from streamload.errors import CacheCorrupt, FeatureMismatch
 from streamload.shards.facts import (
     Column,
     FactSample,
@@ -36,6 +37,10 @@ _AT_ONCE_BYTES = 4 << 20
 _RANGE_BYTES = 8 << 20
 """The most that is requested at once of an index-only shard."""
 _MEMORY_BYTES = 1 << 20
+_CHECKED = 4
+"""So many stored values of a column each process makes again, once."""
+_checked: set[tuple[int, str]] = set()
+"""The processes, by forks, and columns of which values were."""
 _POLL_SECONDS = 0.005
 _NONE = np.empty(0, np.float64)
 
@@ -53,6 +58,7 @@ class ShardFacts:
         self._shared = shared
         self._asked: set[str] = set()  # the columns that were looked for in the shared cache
         self._made: set[str] = set()  # those whose last value so far was made here
+        self._stored: dict[str, int] = {}  # of columns to be checked, the first sample whose value was read
         self._form: tuple[Shard, ShardCopy] | None = None  # whose index the values belong to
 
     def values(self, column: Column) -> Values:
@@ -67,6 +73,7 @@ class ShardFacts:
 
         Raises:
             DatasetChanged, OriginError: see `ShardView.read`.
+            FeatureMismatch: a stored value isn't what is made now.
         """
         lacking = self._lacking(columns, count)
         if not lacking:
@@ -89,6 +96,8 @@ class ShardFacts:
             if any(self._files[one.digest].is_behind for one in self._lacking(columns, count)):
                 return False  # another process has them, by an index that has grown since
             made = self._make(view, copy, self._lacking(columns, count))
+        for column in lacking:
+            self._check(view, copy, column)
         self.share(columns)
         return made
 
@@ -120,6 +129,8 @@ class ShardFacts:
         if len(values) > len(self.values(column)):
             self._values[column.digest] = values
             self._made.discard(column.digest)
+            if column.check_name:
+                self._stored.setdefault(column.digest, first)
 
     def _fetch(self, file: FactsFile, column: Column, copy: ShardCopy) -> None:
         """Take a column from the shared cache, asked once if this node has none of its values."""
@@ -159,6 +170,33 @@ class ShardFacts:
             view.invalidate(copy)
             return False
         return True
+
+    def _check(self, view: ShardView, copy: ShardCopy, column: Column) -> None:
+        """Make some stored values of a column again, the first that this process has the samples of."""
+        first, which = self._stored.pop(column.digest, None), (os.getpid(), column.digest)
+        if first is None or which in _checked:
+            return
+        values = self.values(column)[first : first + _CHECKED]
+        entries = copy.reader.entries(range(first, first + len(values)))
+        needed = [set(column.needs(entry.sizes)) for entry in entries]
+        if copy.is_index_only and any(needed):
+            return  # another shard is here
+        try:
+            members = list(_members(view, copy, entries, needed, ReadMemory(_MEMORY_BYTES)))
+        except (_Unreadable, CacheCorrupt):
+            return
+        _checked.add(which)
+        made = column.make([FactSample(*sample) for sample in zip(entries, members, strict=True)])
+        made = unpack_values(pack_values(made, column.dtype), column.dtype)
+        same = np.isclose(made, values, rtol=1e-6, atol=0.0, equal_nan=True)
+        if not same.all():
+            place, name = int(np.argmin(same)), column.check_name
+            raise FeatureMismatch(
+                f"the fact {name!r} of sample {entries[place].key!r} was stored as {values[place]:g}, and is "
+                f"{made[place]:g} now: it depends on what its code doesn't tell (a file, a variable, a "
+                f"library); give the function with a version that you change with them: "
+                f'facts={{{name!r}: (function, "1")}}'
+            )
 
     def _append(self, column: Column, samples: Sequence[FactSample], copy: ShardCopy) -> None:
         known, stop = self.values(column), samples[-1].entry.number + 1

@@ -85,8 +85,9 @@ def _parts_of(feature: FeatureAssembly, options: LoaderOptions) -> dict[str, Any
         "prepared": "" if images.resizing is None else images.resizing.name,
         "pixels": pixels_name(),
         "transform": describer.value(images.preprocess, f"preprocess= of the feature {feature.name!r}"),
-        "code of the transform": describer.arranged_code,
     }
+    parts["patches of the transform"] = describer.patches()
+    parts["code of the transform"] = describer.arranged_code
     if feature.inputs == "sample":
         tokenizer = adapt_tokenizer(options.tokenizer)
         ids = None if tokenizer is None else tokenizer(_PROBES, [0] * len(_PROBES)).ids

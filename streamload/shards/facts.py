@@ -60,6 +60,11 @@ class Column(Protocol):
         """Whether members' bytes are read for it: then values from another node are worth a request."""
         ...
 
+    @property
+    def check_name(self) -> str:
+        """The name under which a few stored values are made again in each run; "": none are."""
+        ...
+
     def needs(self, extensions: Collection[str]) -> Collection[str]:
         """Select those of a sample's extensions whose bytes are needed; none of them an image's."""
         ...

@@ -1,0 +1,437 @@
+"""The matrix of edits: what changes a result is found by the description or by the check, whatever stands where.
+
+Each kind of edit is tried in each place in which a function can stand; and what changes no result costs no row.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import sys
+import textwrap
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.modules import module as torch_module
+
+from streamload.batches.facts import read_facts
+from streamload.derived import rebuilding
+from streamload.derived.builds import Generators
+from streamload.derived.code import Describer
+from streamload.derived.fingerprint import torch_settings
+from streamload.derived.lazy import pending_of
+from streamload.derived.module_proof import describe
+from streamload.derived.row_check import remade
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def packages_are_as_they_were() -> Iterator[None]:
+    gelu, forward = functional.gelu, nn.Hardtanh.forward
+    yield
+    functional.gelu, nn.Hardtanh.forward = gelu, forward  # type: ignore[method-assign]
+    torch_module._global_forward_hooks.clear()
+    for name in [name for name in sys.modules if name.startswith("edited_")]:
+        del sys.modules[name]
+
+
+def module_of(source: str, name: str = "", path: str = "") -> types.ModuleType:
+    """A module of the project, as another process would import it."""
+    made = types.ModuleType(name or f"edited_{next(_numbers)}")
+    sys.modules[made.__name__] = made
+    exec(compile(textwrap.dedent(source), path or f"{made.__name__}.py", "exec"), vars(made))
+    return made
+
+
+IMPORTS = """
+import functools
+import torch
+from torch import nn
+from torch.nn import functional as F
+"""
+PLACES = {
+    "forward": """
+        class Holder(nn.Module):
+            def forward(self, x):
+                return f(x)
+        value = Holder()
+    """,
+    "a helper": """
+        def helper(x):
+            return f(x) + 1
+        class Holder(nn.Module):
+            def forward(self, x):
+                return helper(x)
+        value = Holder()
+    """,
+    "a base": """
+        class Base(nn.Module):
+            def step(self, x):
+                return f(x)
+        class Holder(Base):
+            def forward(self, x):
+                return self.step(x)
+        value = Holder()
+    """,
+    "an attribute": """
+        class Holder(nn.Module):
+            def __init__(self, by):
+                super().__init__()
+                self.by = by
+            def forward(self, x):
+                return self.by(x)
+        value = Holder(f)
+    """,
+    "a child of a Sequential": """
+        class Step(nn.Module):
+            def __init__(self, by):
+                super().__init__()
+                self.by = by
+            def forward(self, x):
+                return self.by(x)
+        value = nn.Sequential(nn.Linear(2, 2, bias=False), Step(f))
+        nn.init.ones_(value[0].weight)
+    """,
+    "a closure": """
+        def around(by):
+            return lambda x: by(x)
+        class Holder(nn.Module):
+            def __init__(self, by):
+                super().__init__()
+                self.by = by
+            def forward(self, x):
+                return self.by(x)
+        value = Holder(around(f))
+    """,
+    "a default": """
+        class Holder(nn.Module):
+            def forward(self, x, by=f):
+                return by(x)
+        value = Holder()
+    """,
+    "a hook": """
+        value = nn.Sequential(nn.Identity())
+        value[0].register_forward_hook(lambda module, args, result: f(result))
+    """,
+    "an argument": "value = functools.partial(f)",
+    "preprocess": "value = lambda image: f(image)",
+    "a fact": "value = lambda sample: float(f(torch.ones(1)))",
+}
+CONFIG = "SCALE = 2.0\nTABLE = {'a': [1, 2]}\n"
+EDITS = {
+    "a lambda's code": ("f = lambda x: x + 1", "x + 1", "x + 2"),
+    "a global": ("SCALE = 2.0\ndef f(x): return x * SCALE", "2.0", "3.0"),
+    "a default value": ("def f(x, by=3): return x * by", "by=3", "by=4"),
+    "the order of lambdas": (
+        "add, double = (lambda x: x + 1), (lambda x: x * 2)\nSTEPS = [add, double]\n"
+        "def f(x):\n    for step in STEPS:\n        x = step(x)\n    return x",
+        "[add, double]",
+        "[double, add]",
+    ),
+    "the order of closures": (
+        "def times(k): return lambda x: x * k\ndef plus(k): return lambda x: x + k\n"
+        "def chain(a, b): return lambda x: b(a(x))\nf = chain(times(2), plus(1))",
+        "times(2), plus(1)",
+        "plus(1), times(2)",
+    ),
+    "which of two closures": (
+        "def times(k): return lambda x: x * k\na, b = times(2), times(3)\nf = a",
+        "f = a",
+        "f = b",
+    ),
+    "classes of one name": (
+        "class Step:\n    def __call__(self, x): return x + 1\nFirst = Step\n"
+        "class Step:\n    def __call__(self, x): return x * 2\nf = First()",
+        "f = First()",
+        "f = Step()",
+    ),
+    "the order of a dict": (
+        "STEPS = {'a': 2.0, 'b': 3.0}\ndef f(x):\n    for by in STEPS.values():\n        x = (x + 1) * by\n"
+        "    return x",
+        "{'a': 2.0, 'b': 3.0}",
+        "{'b': 3.0, 'a': 2.0}",
+    ),
+    "what is registered": (
+        "@functools.singledispatch\ndef by_type(x): return x\n@by_type.register\n"
+        "def _(x: torch.Tensor): return x * 2\ndef f(x): return by_type(x)",
+        "return x * 2",
+        "return x * 3",
+    ),
+    "a metaclass": (
+        "class Meta(type):\n    K = 2\n    def scale(cls, x): return x * cls.K\n"
+        "class Made(metaclass=Meta): pass\ndef f(x): return Made.scale(x)",
+        "K = 2",
+        "K = 3",
+    ),
+    "what a decorator wraps": (
+        "def doubled(function):\n    @functools.wraps(function)\n    def inner(x): return function(x) * 2\n"
+        "    return inner\n@doubled\ndef f(x): return x + 1",
+        "x + 1",
+        "x + 2",
+    ),
+    "what lru_cache wraps": (
+        "@functools.lru_cache\ndef factor(): return 2.0\ndef f(x): return x * factor()",
+        "2.0",
+        "3.0",
+    ),
+    "a function of a library": (
+        "def mine(x): return x * 2\nF.gelu = mine\ndef f(x): return F.gelu(x)",
+        "x * 2",
+        "x * 3",
+    ),
+    "a wrapped function of a library": (
+        "gelu = F.gelu\n@functools.wraps(gelu)\ndef mine(x): return x * 2\nF.gelu = mine\n"
+        "def f(x): return F.gelu(x)",
+        "x * 2",
+        "x * 3",
+    ),
+    "a method of a library": (
+        "def forward(self, x): return x * 2\nnn.Hardtanh.forward = forward\ndef f(x): return nn.Hardtanh()(x)",
+        "x * 2",
+        "x * 3",
+    ),
+    "a hook of all modules": (
+        "from torch.nn.modules.module import register_module_forward_hook\n"
+        "def hook(module, args, result): return result * 2\nregister_module_forward_hook(hook)\n"
+        "def f(x): return nn.functional.relu(x)",
+        "result * 2",
+        "result * 3",
+    ),
+    "an operator": (
+        "@torch.library.custom_op('edited::NAME', mutates_args=())\n"
+        "def NAME(x: torch.Tensor) -> torch.Tensor: return x * 2\n"
+        "def f(x): return torch.ops.edited.NAME(x)",
+        "x * 2",
+        "x * 3",
+    ),
+    "a module that is held": (
+        "import edited_config\nc = edited_config\ndef f(x): return x * c.SCALE",
+        "",
+        "",
+    ),
+    "a module by getattr": ("import edited_config as c\ndef f(x): return x * getattr(c, 'SCALE')", "", ""),
+    "a late import": ("def f(x):\n    from edited_config import SCALE\n    return x * SCALE", "", ""),
+    "a nested value": ("import edited_config\ndef f(x): return x * edited_config.TABLE['a'][0]", "", ""),
+}
+"""By kind the code before, and what is replaced in it by what; of a config module nothing, its values."""
+UNCHANGED = {
+    "the same": lambda source: source,
+    "a comment": lambda source: f"# what it does\n{source}\n# the end\n",
+    "lines above": lambda source: "\n\n\n" + source,
+    "an unused import": lambda source: f"import json, math\n{source}",
+    "an unused global": lambda source: f"UNUSED = object()\n{source}",
+    "an unused function": lambda source: f"{source}\ndef unused(x): return x\n",
+    "a docstring": lambda source: f'"""What it is."""\n{source}',
+    "spaces": lambda source: source.replace("x * 2", "x  *  2").replace("x + 1", "(x + 1)"),
+}
+"""Edits that change no result."""
+SHORT_PLACES = ("forward", "an attribute", "a fact")
+
+
+def crossed(kinds: Any) -> list[Any]:
+    """Each kind in each place: those in the first places are always tried, in turn; the others are deep."""
+    every = list(itertools.product(kinds, PLACES))
+    return [
+        pytest.param(
+            kind,
+            place,
+            marks=[] if place == SHORT_PLACES[list(kinds).index(kind) % 3] else [pytest.mark.deep],
+        )
+        for kind, place in every
+    ]
+
+
+def described(source: str, place: str, *, name: str = "", path: str = "") -> Any:
+    """What a run knows of a value in that place."""
+    made = module_of(f"{IMPORTS}{source}\n{textwrap.dedent(PLACES[place])}", name, path)
+    value = made.value
+    if place == "a fact":
+        return read_facts({"f": value}, "jpg", None, None)["f"].digest
+    describer = Describer()
+    description = describer.value(value, "it")
+    return json.dumps([description, describer.patches(), describer.arranged_code], sort_keys=True)
+
+
+def of_kind(kind: str) -> tuple[str, str, Callable[[bool], None]]:
+    """The code before and after an edit, and what sets the config module."""
+    source, old, new = EDITS[kind]
+    source = source.replace("NAME", f"op{next(_numbers)}" if "NAME" in source else "NAME")
+
+    def configure(is_edited: bool) -> None:
+        module_of(CONFIG.replace("2.0", "3.0").replace("[1", "[3") if is_edited else CONFIG, "edited_config")
+
+    return source, source.replace(old, new) if old else source, configure
+
+
+@pytest.mark.parametrize(("kind", "place"), crossed(EDITS))
+@pytest.mark.filterwarnings("ignore::UserWarning")  # an operator is registered anew
+def test_an_edit_is_another_description(kind: str, place: str) -> None:
+    before, after, configure = of_kind(kind)
+    configure(False)
+    first = described(before, place)
+    configure(True)
+    assert described(after, place) != first
+
+
+@pytest.mark.parametrize(("kind", "place"), crossed(UNCHANGED))
+def test_what_changes_no_result_is_the_same_description(kind: str, place: str) -> None:
+    source = "def times(k): return lambda x: x * 2 + k\ndef plus(x): return x + 1\nby = times(3)\n"
+    source += "def f(x): return by(plus(x))\n"
+    assert described(source, place) == described(UNCHANGED[kind](source), place)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_renamed_and_moved_project_is_the_same_description(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "SCALE = 2.0\ndef f(x): return x * SCALE\n"
+    first = described(source, place, name="edited_before", path="/home/a/before.py")
+    monkeypatch.chdir(tmp_path)
+    assert described(source, place, name="edited_after", path="/srv/b/project/after.py") == first
+
+
+UNSEEN = {
+    "a file": ("float(Path('factor.txt').read_text())", lambda folder: (folder / "factor.txt").write_text("3")),
+    "a file of JSON": (
+        "json.loads(Path('factor.json').read_text())['by']",
+        lambda folder: (folder / "factor.json").write_text('{"by": 3}'),
+    ),
+    "a variable": ("float(os.environ['FACTOR'])", lambda folder: os.environ.update(FACTOR="3")),
+    "the command line": ("float(sys.argv[1])", lambda folder: sys.argv.__setitem__(1, "3")),
+    "a global by its name": (
+        "globals()['FAC' + 'TOR']",
+        lambda folder: (folder / "edited_config.py").write_text("FACTOR = 3\n"),
+    ),
+    "eval": (
+        "eval('FAC' + 'TOR')",
+        lambda folder: (folder / "edited_config.py").write_text("FACTOR = 3\n"),
+    ),
+    "a module by its name": (
+        "importlib.import_module('edited_' + 'config').FACTOR",
+        lambda folder: (folder / "edited_config.py").write_text("FACTOR = 3\n"),
+    ),
+}
+"""By kind, what a function reads that no description has, and what changes it."""
+HOLDERS = {
+    "forward": ("x * factor()", "None"),
+    "an attribute": ("self.by(x)", "scaled"),
+    "a child": ("self.child(x)", "scaled"),
+    "what __init__ keeps": ("x * self.kept", "None"),
+}
+PROJECT = """
+import importlib, json, os, sys
+from pathlib import Path
+import torch
+from torch import nn
+from streamload import cache_module
+from edited_config import *
+
+def factor():
+    return READ
+def scaled(x):
+    return x * factor()
+class Step(nn.Module):
+    def __init__(self, by):
+        super().__init__()
+        self.by = by
+    def forward(self, x):
+        return self.by(x)
+@cache_module(cache_path=None)
+class Extractor(nn.Module):
+    def __init__(self, by=None):
+        super().__init__()
+        self.by, self.child, self.kept = by, Step(by), factor()
+    def forward(self, x):
+        return FORWARD
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("FACTOR", "2")
+    monkeypatch.setattr(sys, "argv", ["train.py", "2"])
+    (tmp_path / "edited_config.py").write_text("FACTOR = 2\n")
+    (tmp_path / "factor.txt").write_text("2")
+    (tmp_path / "factor.json").write_text('{"by": 2}')
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    return tmp_path
+
+
+def answers_of(head: dict[str, Any], module: Any, rows: rebuilding.Rows) -> list[dict[str, Any]]:
+    """What a process answers that has imported nothing of the project."""
+    data = json.dumps(head).encode() + b"\n" + rebuilding.packed(module) + rebuilding.packed(rows)
+    for name in [name for name in sys.modules if name.startswith("edited_")]:
+        del sys.modules[name]
+    here, there = os.pipe()
+    child = os.fork()
+    if not child:
+        found: list[dict[str, Any]] = []
+        try:
+            rebuilding.serve(io.BytesIO(data), found.append)
+        finally:
+            os.write(there, json.dumps(found).encode()[:60000])
+            os._exit(0)
+    os.close(there)
+    with open(here, "rb") as file:
+        said: list[dict[str, Any]] = json.loads(file.read())
+    os.waitpid(child, 0)
+    return said
+
+
+def checked(project: Path, read: str, holder: str, change: Callable[[Path], Any]) -> list[dict[str, Any]]:
+    """Rows are made, something changes, and a run that builds no module has them checked."""
+    forward, argument = HOLDERS[holder]
+    (project / "edited_model.py").write_text(PROJECT.replace("READ", read).replace("FORWARD", forward))
+    import edited_model  # type: ignore[import-not-found]
+
+    x = torch.arange(8.0).reshape(2, 4)
+    with torch.no_grad():
+        value = edited_model.Extractor(getattr(edited_model, argument, None))(x)
+    assert torch.equal(value, x * 2)
+    cls, by = edited_model.Extractor, getattr(edited_model, argument, None)
+    from streamload.derived.lazy import pending_instance
+
+    module, _ = pending_instance(cls, (by,), {}, Generators())
+    parts = describe(cls, (by,), {}).parts
+    asked = remade(module, pending_of(module), parts, "cpu", torch_settings("cpu"))
+    rows = rebuilding.Rows((x,), {}, 2, [value])
+    change(project)
+    head = {"path": sys.path, "arguments": sys.argv, "script": "", "package": None, "has_rows": True}
+    return answers_of(head, asked, rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "holder"),
+    [
+        pytest.param(
+            kind, holder, marks=[] if holder == "forward" or kind == "a file" else [pytest.mark.deep]
+        )
+        for kind, holder in itertools.product(UNSEEN, HOLDERS)
+    ],
+)
+def test_what_no_description_has_is_found_by_the_check(kind: str, holder: str, project: Path) -> None:
+    read, change = UNSEEN[kind]
+    same = checked(project, read, holder, lambda folder: None)
+    assert [one.get("is_same") for one in same] == [None, True], same
+    found = checked(project, read, holder, change)
+    assert [one.get("is_same") for one in found] == [None, False], found
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_what_cannot_be_computed_elsewhere_is_no_difference(holder: str, project: Path) -> None:
+    def gone(folder: Path) -> None:
+        (folder / "factor.txt").unlink()
+
+    (*_, last) = checked(project, UNSEEN["a file"][0], holder, gone)
+    assert "FileNotFoundError" in last["error"]
