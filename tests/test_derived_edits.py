@@ -300,7 +300,10 @@ def test_a_renamed_and_moved_project_is_the_same_description(
 
 
 UNSEEN = {
-    "a file": ("float(Path('factor.txt').read_text())", lambda folder: (folder / "factor.txt").write_text("3")),
+    "a file": (
+        "float(Path('factor.txt').read_text())",
+        lambda folder: (folder / "factor.txt").write_text("3"),
+    ),
     "a file of JSON": (
         "json.loads(Path('factor.json').read_text())['by']",
         lambda folder: (folder / "factor.json").write_text('{"by": 3}'),

@@ -21,6 +21,7 @@ from torch import nn
 import streamload
 from streamload import CacheLevel, FeatureMismatch, FeatureNotCacheable, OptionError, cache_info, cache_module
 from streamload.derived import row_store
+from streamload.derived.module_checks import is_close
 from streamload.integrations import torch_module_cache
 
 HALF = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.int64, torch.bool]
@@ -813,5 +814,112 @@ def test_only_modules_can_be_decorated():
 
 
 def test_the_public_names_are_the_same_objects():
-    assert streamload.cache_module is torch_module_cache.cache_module
+    assert streamload.cache_module is torch_module_cache.cache_module.func
     assert streamload.CacheLevel is torch_module_cache.CacheLevel
+
+
+def test_the_modules_of_the_original_are_imported_by_their_names():
+    from streamload.integrations.torch_module_cache.decorator import CacheLevel as level
+    from streamload.integrations.torch_module_cache.decorator import cache_module as decorate
+    from streamload.integrations.torch_module_cache.utils.cache_utils import clear_cache, get_cache_size
+
+    assert level is streamload.CacheLevel
+    assert callable(decorate)
+    assert get_cache_size() == 0
+    clear_cache()
+
+
+def test_a_key_with_another_input_is_computed_again_and_logged_under_the_names_of_the_original(caplog):
+    from streamload.integrations.torch_module_cache import cache_module as decorate
+
+    for decorated in (decorate, decorate()):
+
+        @decorated
+        class Doubles(nn.Module):
+            def forward(self, x):
+                return x * 2
+
+        module, x = Doubles(), torch.ones(2, 4)
+        assert torch.equal(module(x, cache_key="a"), x * 2)
+        assert torch.equal(module(x + 1, cache_key="a"), (x + 1) * 2)
+    assert "were computed from other inputs" in caplog.text
+
+
+def test_sizes_in_results_come_back():
+    @cache_module
+    class Shapes(nn.Module):
+        def forward(self, x):
+            return {"shape": x.shape, "sum": x.sum()}
+
+    module, x = Shapes(), torch.ones(2, 4)
+    module(x, cache_key="a")
+    result = module(x, cache_key="a")
+    assert cache_info(module).hits == 1
+    assert type(result["shape"]) is torch.Size
+    assert result["shape"] == (2, 4)
+
+
+@cache_module
+class Wrapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+@pytest.fixture
+def group(tmp_path):
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, nn.parallel.DistributedDataParallel])
+def test_a_module_in_a_wrapper_of_several_devices_has_rows(wrap, group):
+    @cache_module
+    class Holds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.child = wrap(nn.Linear(4, 4))
+
+        def forward(self, x):
+            return self.child(x)
+
+    x = torch.ones(2, 4)
+    for module in (wrap(Wrapped().eval()), Holds().eval()):
+        hits = cache_info(Wrapped).hits
+        with torch.no_grad():
+            first, again = (module(x, cache_key=["a", "b"]) for _ in range(2))
+        assert torch.equal(first, again)
+        assert cache_info(Wrapped).hits == hits + 2
+
+
+def test_a_tolerance_for_devices_passes_what_tf32_rounds_and_no_change_of_the_module():
+    def computed(module, x, *, is_of_device):
+        with torch.no_grad():
+            for one in module:
+                if is_of_device and isinstance(one, nn.Linear):
+                    x = nn.functional.linear(rounded(x), rounded(one.weight), one.bias)
+                else:
+                    x = one(x)
+        return [x]
+
+    def rounded(tensor):
+        """As TF32 has them: ten bits after the first."""
+        return (tensor.view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+    torch.manual_seed(0)
+    layers = [layer for _ in range(24) for layer in (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())]
+    module, x = nn.Sequential(*layers), torch.randn(4, 64)
+    stored = computed(module, x, is_of_device=True)
+    assert not is_close(computed(module, x, is_of_device=False), stored)
+    assert is_close(computed(module, x, is_of_device=False), stored, is_of_device=True)
+    for layer, other in ((-1, nn.ReLU()), (0, nn.Linear(64, 64)), (-2, nn.LayerNorm(64, eps=0.5))):
+        changed = nn.Sequential(*layers)
+        changed[layer] = other
+        assert not is_close(computed(changed, x, is_of_device=False), stored, is_of_device=True)
+    assert not is_close([stored[0] * 1.05], stored, is_of_device=True)
+    assert is_close([torch.tensor([3, 1])], [torch.tensor([3, 1])], is_of_device=True)
+    assert not is_close([torch.tensor([3, 2])], [torch.tensor([3, 1])], is_of_device=True)

@@ -104,7 +104,7 @@ def cache_module(
         weights: a file that all weights come from. Then one earlier build is enough to know of the weights
             without building; otherwise two, in different processes.
         on_mismatch: "error": a row that was stored for another input than is given with its key is a
-            FeatureMismatch; "recompute": it is computed again.
+            FeatureMismatch; "recompute": it is computed again, which is logged once.
         check: compute a few stored rows again in each run, and refuse all if one comes out otherwise. Where
             the module isn't built, a process of its own does. With a version nothing is checked.
 
@@ -119,7 +119,8 @@ def cache_module(
     caller = sys._getframe(1).f_locals
     if isinstance(cache_path, type):
         places.add(Place(""))
-        return _decorated(cache_path, Options(Place(""), None, None, None, "error"), caller)
+        options = Options(Place(""), cache_name, version, weights, on_mismatch, check)
+        return _decorated(cache_path, options, caller)
     if not (cache_path is None or isinstance(cache_path, str) or hasattr(cache_path, "__fspath__")):
         raise OptionError(f"cache_path={cache_path!r}: expected a directory, or None")
     if not isinstance(cache_level, CacheLevel):

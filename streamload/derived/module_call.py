@@ -216,6 +216,10 @@ class Call:
                 f"sample has changed, or something random comes before the module; put what tells inputs "
                 f'apart into the key, or compute such rows again: cache_module(on_mismatch="recompute")'
             )
+        log_once(
+            f"rows of {label_of(self.module, self.options)} were computed from other inputs than are given "
+            f"with their keys now, and are computed again (first: {key!r})"
+        )
         digests = self.inputs.digests([self.first[one] for one in range(len(self.unique))])
         stale = [one for one, row in self.found.items() if digests[one] not in (0, row.input_digest)]
         for one in stale:

@@ -15,6 +15,8 @@ from streamload.errors import FeatureNotCacheable
 
 STRUCTURE = frozenset(vars(torch.nn.Module())) | {"_compiled_call_impl"}
 """What every module has in its `__dict__`: parameters, buffers, children, hooks, `training`."""
+_WRAPPERS = ("OptimizedModule", "DataParallel", "DistributedDataParallel")
+"""Of `torch.compile` and of training on several devices: what they hold beside the module computes nothing."""
 _MANGLED = re.compile(rb"[./]___torch_mangle_\d+")
 """What TorchScript puts into the name of a class for each time that it compiles one."""
 _NOT_COMPUTED_WITH = re.compile(r"\.debug_pkl$|/traced_inputs|/\.data/serialization_id$")
@@ -76,7 +78,7 @@ def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
     """What a module holds beside parameters, buffers, children and hooks; of TorchScript a digest of all."""
     if isinstance(module, torch.jit.ScriptModule):
         return {"script": script_digest(module)}
-    if type(module).__name__ == "OptimizedModule":  # torch.compile's, around the module itself
+    if type(module).__name__ in _WRAPPERS:  # around the module itself
         return {}
     return {
         name: value

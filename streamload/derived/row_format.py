@@ -158,6 +158,8 @@ class Result:
             return ["v", value]
         if self.rows is None and type(value) is float:
             return ["f", value.hex()]
+        if type(value) is torch.Size and self.rows is None:
+            return ["s", list(value)]
         if type(value) in (list, tuple):
             kind = "l" if type(value) is list else "u"
             return [kind, [self._node(one, f"{where}[{at}]") for at, one in enumerate(value)]]
@@ -245,6 +247,9 @@ def _read(node: Any, leaves: list[Leaf]) -> Builder:
         return lambda made: made[place]
     if kind == "v":
         return lambda made: what
+    if kind == "s":
+        size = torch.Size(int(one) for one in what)
+        return lambda made: size
     if kind == "f":
         number = float.fromhex(what)
         return lambda made: number

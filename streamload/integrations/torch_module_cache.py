@@ -8,7 +8,11 @@ both memory and disk are bounded. Rows that Torch Module Cache stored aren't rea
 
 from __future__ import annotations
 
-from streamload.derived.module_cache import cache_module, places, switches
+import functools
+import sys
+
+from streamload.derived.module_cache import cache_module as _cache_module
+from streamload.derived.module_cache import places, switches
 from streamload.derived.row_store import CacheLevel, Place, stores_at
 
 __all__ = [
@@ -26,6 +30,13 @@ __all__ = [
     "is_inference_mode",
     "list_cache_entries",
 ]
+
+
+cache_module = functools.partial(_cache_module, on_mismatch="recompute")
+"""`streamload.cache_module`, which computes a row again, and logs that, where its key comes with another input."""
+
+for _name in ("decorator", "utils", "utils.cache_utils"):  # as the original's modules are imported
+    sys.modules[f"{__name__}.{_name}"] = sys.modules[__name__]
 
 
 def enable_global_cache() -> None:
