@@ -1,6 +1,6 @@
-"""The matrix of edits: what changes a result is found by the description or by the check, whatever stands where.
+"""The matrix of edits: what changes a result is found by the description or by the check.
 
-Each kind of edit is tried in each place in which a function can stand; and what changes no result costs no row.
+Each kind of edit is tried in each place in which a function can stand, and what changes no result costs none.
 """
 
 from __future__ import annotations
@@ -132,14 +132,18 @@ EDITS = {
     "a global": ("SCALE = 2.0\ndef f(x): return x * SCALE", "2.0", "3.0"),
     "a default value": ("def f(x, by=3): return x * by", "by=3", "by=4"),
     "the order of lambdas": (
-        "add, double = (lambda x: x + 1), (lambda x: x * 2)\nSTEPS = [add, double]\n"
-        "def f(x):\n    for step in STEPS:\n        x = step(x)\n    return x",
+        (
+            "add, double = (lambda x: x + 1), (lambda x: x * 2)\nSTEPS = [add, double]\n"
+            "def f(x):\n    for step in STEPS:\n        x = step(x)\n    return x"
+        ),
         "[add, double]",
         "[double, add]",
     ),
     "the order of closures": (
-        "def times(k): return lambda x: x * k\ndef plus(k): return lambda x: x + k\n"
-        "def chain(a, b): return lambda x: b(a(x))\nf = chain(times(2), plus(1))",
+        (
+            "def times(k): return lambda x: x * k\ndef plus(k): return lambda x: x + k\n"
+            "def chain(a, b): return lambda x: b(a(x))\nf = chain(times(2), plus(1))"
+        ),
         "times(2), plus(1)",
         "plus(1), times(2)",
     ),
@@ -149,32 +153,42 @@ EDITS = {
         "f = b",
     ),
     "classes of one name": (
-        "class Step:\n    def __call__(self, x): return x + 1\nFirst = Step\n"
-        "class Step:\n    def __call__(self, x): return x * 2\nf = First()",
+        (
+            "class Step:\n    def __call__(self, x): return x + 1\nFirst = Step\n"
+            "class Step:\n    def __call__(self, x): return x * 2\nf = First()"
+        ),
         "f = First()",
         "f = Step()",
     ),
     "the order of a dict": (
-        "STEPS = {'a': 2.0, 'b': 3.0}\ndef f(x):\n    for by in STEPS.values():\n        x = (x + 1) * by\n"
-        "    return x",
+        (
+            "STEPS = {'a': 2.0, 'b': 3.0}\ndef f(x):\n    for by in STEPS.values():\n        x = (x + 1) * by\n"
+            "    return x"
+        ),
         "{'a': 2.0, 'b': 3.0}",
         "{'b': 3.0, 'a': 2.0}",
     ),
     "what is registered": (
-        "@functools.singledispatch\ndef by_type(x): return x\n@by_type.register\n"
-        "def _(x: torch.Tensor): return x * 2\ndef f(x): return by_type(x)",
+        (
+            "@functools.singledispatch\ndef by_type(x): return x\n@by_type.register\n"
+            "def _(x: torch.Tensor): return x * 2\ndef f(x): return by_type(x)"
+        ),
         "return x * 2",
         "return x * 3",
     ),
     "a metaclass": (
-        "class Meta(type):\n    K = 2\n    def scale(cls, x): return x * cls.K\n"
-        "class Made(metaclass=Meta): pass\ndef f(x): return Made.scale(x)",
+        (
+            "class Meta(type):\n    K = 2\n    def scale(cls, x): return x * cls.K\n"
+            "class Made(metaclass=Meta): pass\ndef f(x): return Made.scale(x)"
+        ),
         "K = 2",
         "K = 3",
     ),
     "what a decorator wraps": (
-        "def doubled(function):\n    @functools.wraps(function)\n    def inner(x): return function(x) * 2\n"
-        "    return inner\n@doubled\ndef f(x): return x + 1",
+        (
+            "def doubled(function):\n    @functools.wraps(function)\n    def inner(x): return function(x) * 2\n"
+            "    return inner\n@doubled\ndef f(x): return x + 1"
+        ),
         "x + 1",
         "x + 2",
     ),
@@ -189,27 +203,36 @@ EDITS = {
         "x * 3",
     ),
     "a wrapped function of a library": (
-        "gelu = F.gelu\n@functools.wraps(gelu)\ndef mine(x): return x * 2\nF.gelu = mine\n"
-        "def f(x): return F.gelu(x)",
+        (
+            "gelu = F.gelu\n@functools.wraps(gelu)\ndef mine(x): return x * 2\nF.gelu = mine\n"
+            "def f(x): return F.gelu(x)"
+        ),
         "x * 2",
         "x * 3",
     ),
     "a method of a library": (
-        "def forward(self, x): return x * 2\nnn.Hardtanh.forward = forward\ndef f(x): return nn.Hardtanh()(x)",
+        (
+            "def forward(self, x): return x * 2\nnn.Hardtanh.forward = forward\n"
+            "def f(x): return nn.Hardtanh()(x)"
+        ),
         "x * 2",
         "x * 3",
     ),
     "a hook of all modules": (
-        "from torch.nn.modules.module import register_module_forward_hook\n"
-        "def hook(module, args, result): return result * 2\nregister_module_forward_hook(hook)\n"
-        "def f(x): return nn.functional.relu(x)",
+        (
+            "from torch.nn.modules.module import register_module_forward_hook\n"
+            "def hook(module, args, result): return result * 2\nregister_module_forward_hook(hook)\n"
+            "def f(x): return nn.functional.relu(x)"
+        ),
         "result * 2",
         "result * 3",
     ),
     "an operator": (
-        "@torch.library.custom_op('edited::NAME', mutates_args=())\n"
-        "def NAME(x: torch.Tensor) -> torch.Tensor: return x * 2\n"
-        "def f(x): return torch.ops.edited.NAME(x)",
+        (
+            "@torch.library.custom_op('edited::NAME', mutates_args=())\n"
+            "def NAME(x: torch.Tensor) -> torch.Tensor: return x * 2\n"
+            "def f(x): return torch.ops.edited.NAME(x)"
+        ),
         "x * 2",
         "x * 3",
     ),

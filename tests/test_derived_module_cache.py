@@ -819,12 +819,11 @@ def test_the_public_names_are_the_same_objects():
 
 
 def test_the_modules_of_the_original_are_imported_by_their_names():
-    from streamload.integrations.torch_module_cache.decorator import CacheLevel as level
-    from streamload.integrations.torch_module_cache.decorator import cache_module as decorate
+    from streamload.integrations.torch_module_cache import decorator
     from streamload.integrations.torch_module_cache.utils.cache_utils import clear_cache, get_cache_size
 
-    assert level is streamload.CacheLevel
-    assert callable(decorate)
+    assert decorator.CacheLevel is streamload.CacheLevel
+    assert decorator.cache_module is torch_module_cache.cache_module
     assert get_cache_size() == 0
     clear_cache()
 

@@ -16,7 +16,7 @@ from streamload.errors import FeatureNotCacheable
 STRUCTURE = frozenset(vars(torch.nn.Module())) | {"_compiled_call_impl"}
 """What every module has in its `__dict__`: parameters, buffers, children, hooks, `training`."""
 _WRAPPERS = ("OptimizedModule", "DataParallel", "DistributedDataParallel")
-"""Of `torch.compile` and of training on several devices: what they hold beside the module computes nothing."""
+"""Of `torch.compile` and of training on several devices: what they hold themselves computes nothing."""
 _MANGLED = re.compile(rb"[./]___torch_mangle_\d+")
 """What TorchScript puts into the name of a class for each time that it compiles one."""
 _NOT_COMPUTED_WITH = re.compile(r"\.debug_pkl$|/traced_inputs|/\.data/serialization_id$")

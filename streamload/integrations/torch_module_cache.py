@@ -33,7 +33,7 @@ __all__ = [
 
 
 cache_module = functools.partial(_cache_module, on_mismatch="recompute")
-"""`streamload.cache_module`, which computes a row again, and logs that, where its key comes with another input."""
+"""`streamload.cache_module`, but a row whose key comes with another input is computed again, and logged."""
 
 for _name in ("decorator", "utils", "utils.cache_utils"):  # as the original's modules are imported
     sys.modules[f"{__name__}.{_name}"] = sys.modules[__name__]
