@@ -162,8 +162,8 @@ EDITS = {
     ),
     "the order of a dict": (
         (
-            "STEPS = {'a': 2.0, 'b': 3.0}\ndef f(x):\n    for by in STEPS.values():\n        x = (x + 1) * by\n"
-            "    return x"
+            "STEPS = {'a': 2.0, 'b': 3.0}\ndef f(x):\n    for by in STEPS.values():\n"
+            "        x = (x + 1) * by\n    return x"
         ),
         "{'a': 2.0, 'b': 3.0}",
         "{'b': 3.0, 'a': 2.0}",
@@ -186,8 +186,8 @@ EDITS = {
     ),
     "what a decorator wraps": (
         (
-            "def doubled(function):\n    @functools.wraps(function)\n    def inner(x): return function(x) * 2\n"
-            "    return inner\n@doubled\ndef f(x): return x + 1"
+            "def doubled(function):\n    @functools.wraps(function)\n"
+            "    def inner(x): return function(x) * 2\n    return inner\n@doubled\ndef f(x): return x + 1"
         ),
         "x + 1",
         "x + 2",

@@ -4,6 +4,7 @@ import collections
 import copy
 import dataclasses
 import datetime
+import importlib
 import pickle
 import threading
 import uuid
@@ -819,9 +820,9 @@ def test_the_public_names_are_the_same_objects():
 
 
 def test_the_modules_of_the_original_are_imported_by_their_names():
-    from streamload.integrations.torch_module_cache import decorator
     from streamload.integrations.torch_module_cache.utils.cache_utils import clear_cache, get_cache_size
 
+    decorator = importlib.import_module("streamload.integrations.torch_module_cache.decorator")
     assert decorator.CacheLevel is streamload.CacheLevel
     assert decorator.cache_module is torch_module_cache.cache_module
     assert get_cache_size() == 0
