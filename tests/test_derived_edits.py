@@ -29,7 +29,7 @@ from streamload.derived.code import Describer
 from streamload.derived.fingerprint import torch_settings
 from streamload.derived.lazy import pending_of
 from streamload.derived.module_proof import describe
-from streamload.derived.row_check import remade
+from streamload.derived.row_check import Rows, module_bytes, remade
 
 _numbers = itertools.count()
 
@@ -394,9 +394,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def answers_of(head: dict[str, Any], module: Any, rows: rebuilding.Rows) -> list[dict[str, Any]]:
+def answers_of(head: dict[str, Any], module: Any, rows: Rows) -> list[dict[str, Any]]:
     """What a process answers that has imported nothing of the project."""
-    data = json.dumps(head).encode() + b"\n" + rebuilding.packed(module) + rebuilding.packed(rows)
+    data = json.dumps(head).encode() + b"\n" + module_bytes(module) + module_bytes(rows)
     for name in [name for name in sys.modules if name.startswith("edited_")]:
         del sys.modules[name]
     here, there = os.pipe()
@@ -431,7 +431,7 @@ def checked(project: Path, read: str, holder: str, change: Callable[[Path], Any]
     module, _ = pending_instance(cls, (by,), {}, Generators())
     parts = describe(cls, (by,), {}).parts
     asked = remade(module, pending_of(module), parts, "cpu", torch_settings("cpu"))
-    rows = rebuilding.Rows((x,), {}, 2, [value])
+    rows = Rows((x,), {}, 2, [value])
     change(project)
     head = {"path": sys.path, "arguments": sys.argv, "script": "", "package": None, "has_rows": True}
     return answers_of(head, asked, rows)

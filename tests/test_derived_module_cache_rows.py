@@ -299,7 +299,7 @@ def test_no_module_of_ours_unpickles():
         if name.endswith(".py"):
             with open(os.path.join(folder, name)) as file:
                 text = file.read()
-            if name != "rebuilding.py":  # reads what its own parent sends to it
+            if name not in ("row_check.py", "rebuilding.py"):  # one sends to the other, its child
                 assert "import pickle" not in text
             assert "torch.load" not in text
 

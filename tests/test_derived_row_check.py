@@ -15,8 +15,8 @@ from streamload.derived.builds import Generators
 from streamload.derived.fingerprint import torch_settings
 from streamload.derived.lazy import pending_instance, pending_of
 from streamload.derived.module_proof import describe
-from streamload.derived.rebuilding import Rows, Script
-from streamload.derived.row_check import CannotCheck, RowCheck, remade
+from streamload.derived.rebuilding import Script
+from streamload.derived.row_check import CannotCheck, RowCheck, Rows, remade
 
 SCRIPT = """
 from __future__ import annotations

@@ -25,8 +25,7 @@ from streamload.derived.module_proof import (
     proof_of,
     refuse_rows,
 )
-from streamload.derived.rebuilding import Rows
-from streamload.derived.row_check import on_cpu
+from streamload.derived.row_check import Rows, on_cpu
 from streamload.derived.row_format import leaves_of
 from streamload.derived.row_store import Place, RowStore, open_store
 from streamload.errors import FeatureMismatch, OptionError

@@ -36,8 +36,7 @@ from streamload.derived.module_proof import (
     record_settled,
     refuse_rows,
 )
-from streamload.derived.rebuilding import Rows
-from streamload.derived.row_check import on_cpu
+from streamload.derived.row_check import Rows, on_cpu
 from streamload.derived.row_format import Result, concatenated, join, layout_of, reordered
 from streamload.derived.row_keys import Inputs, Naming, keys_of
 from streamload.derived.row_seal import Row

@@ -24,61 +24,18 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-MAIN_NAMES = ("__main__", "__mp_main__")
+if TYPE_CHECKING:  # what is needed is imported once the process is bounded
+    from streamload.derived.row_check import Module, Rows
+
+_MAIN_NAMES = ("__main__", "__mp_main__")
 _NICE = 10
 """A tenth of the share of a process of the training; 19 would be a seventieth, and no epoch waits so long."""
 _DEFINITIONS = (
     *(ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef),
     *(ast.Assign, ast.AnnAssign, ast.AugAssign, ast.If, ast.Try),
 )
-
-
-@dataclass(frozen=True)
-class Module:
-    """A module that isn't built, as it can be made in another process.
-
-    Attributes:
-        cls: its class, or that which it wraps.
-        options: of the decoration of a class that was named before it; None: `cls` is decorated itself.
-        arguments: of its `__init__`.
-        keywords: of its `__init__`.
-        generators: the random generators' states from which it is built.
-        asked: of it since it was made: the method, its arguments, and what it comes to.
-        parts: what its description says there.
-        device: the type of device on which its rows were made.
-        settings: of torch, see `fingerprint.torch_settings`.
-    """
-
-    cls: type
-    options: Any
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
-    generators: Any
-    asked: list[tuple[str, tuple[Any, ...], str]]
-    parts: dict[str, Any]
-    device: str
-    settings: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Stored rows, and the inputs that they were computed from.
-
-    Attributes:
-        arguments: of the call.
-        keywords: of the call.
-        count: of rows; None: it is one whole result.
-        leaves: of the stored rows.
-        dtype: to which results are cast before they are stored; None: they aren't.
-    """
-
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
-    count: int | None
-    leaves: list[Any]
-    dtype: Any = None
 
 
 class Script(types.ModuleType):
@@ -178,19 +135,10 @@ class _Reader(pickle.Unpickler):
     """Reads what the parent sends; what the main script of the parent defines is made as it is named."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found: Any = sys.modules["__main__"] if module in MAIN_NAMES else importlib.import_module(module)
+        found: Any = sys.modules["__main__"] if module in _MAIN_NAMES else importlib.import_module(module)
         for step in name.split("."):
             found = getattr(found, step)
         return found
-
-
-def packed(value: Any) -> bytes:
-    """A Module or Rows, for another process.
-
-    Raises:
-        Exception: something in it can't be pickled, whatever its class raises then.
-    """
-    return pickle.dumps(value)
 
 
 Answer = Callable[[dict[str, Any]], None]

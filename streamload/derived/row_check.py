@@ -16,6 +16,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import pickle
 import select
 import subprocess
 import sys
@@ -32,7 +33,6 @@ import torch
 from streamload.cache import memory
 from streamload.cache.directory import check_owner
 from streamload.cache.locks import FileLock
-from streamload.derived.rebuilding import MAIN_NAMES, Module, Rows, packed
 from streamload.errors import CacheError
 from streamload.torch_internals import tree_map
 
@@ -52,6 +52,52 @@ _NO_DEVICES = dict.fromkeys(
     ),
     "",
 ) | {"OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module that isn't built, as it can be made in another process.
+
+    Attributes:
+        cls: its class, or that which it wraps.
+        options: of the decoration of a class that was named before it; None: `cls` is decorated itself.
+        arguments: of its `__init__`.
+        keywords: of its `__init__`.
+        generators: the random generators' states from which it is built.
+        asked: of it since it was made: the method, its arguments, and what it comes to.
+        parts: what its description says there.
+        device: the type of device on which its rows were made.
+        settings: of torch, see `fingerprint.torch_settings`.
+    """
+
+    cls: type
+    options: Any
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    generators: Any
+    asked: list[tuple[str, tuple[Any, ...], str]]
+    parts: dict[str, Any]
+    device: str
+    settings: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Stored rows, and the inputs that they were computed from.
+
+    Attributes:
+        arguments: of the call.
+        keywords: of the call.
+        count: of rows; None: it is one whole result.
+        leaves: of the stored rows.
+        dtype: to which results are cast before they are stored; None: they aren't.
+    """
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    count: int | None
+    leaves: list[Any]
+    dtype: Any = None
 
 
 class CannotCheck(Exception):
@@ -102,7 +148,7 @@ def remade(
 
 
 def _has_file(name: str) -> bool:
-    if name in MAIN_NAMES:
+    if name in ("__main__", "__mp_main__"):
         return bool(getattr(sys.modules["__main__"], "__file__", None))
     with contextlib.suppress(ImportError, ValueError):
         return importlib.util.find_spec(name) is not None
@@ -155,7 +201,7 @@ class CheckProcess:
         return None if lock is None else cls(module, lock, rows, verdict)
 
     def send(self, data: bytes) -> None:
-        """Send what `packed` gave; a process that has ended is noticed by `answer`."""
+        """Send what `module_bytes` gave; a process that has ended is noticed by `answer`."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(data)
@@ -280,7 +326,7 @@ def module_bytes(value: Module | Rows) -> bytes:
         CannotCheck: there is something in it that can't be pickled.
     """
     try:
-        return packed(value)
+        return pickle.dumps(value)
     except Exception as exc:
         raise CannotCheck(f"{type(exc).__name__}: {exc}") from exc
 
