@@ -14,7 +14,7 @@ from typing import Any
 from streamload.derived.packages import package_of
 from streamload.torch_internals import custom_ops, global_hooks
 
-_OF_TORCH = ("torch", "torch._tensor", "torch.functional", "torch.nn", "torch.fft", "torch.linalg")
+_OF_TORCH = ("torch", "torch.functional", "torch.nn", "torch.fft", "torch.linalg")
 """Where torch's own functions are looked at, with what is below `torch.nn`: 80,000 members take 30 ms."""
 
 
