@@ -8,6 +8,7 @@ are scanned only when something may have to be evicted.
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import logging
 import os
@@ -17,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from streamload.cache import demand, eviction
+from streamload.cache import claims, demand, eviction
 from streamload.cache.directory import (
     BLOCK_BYTES,
     Directory,
@@ -38,6 +39,7 @@ from streamload.options import Eviction, FreeDisk
 logger = logging.getLogger("streamload")
 
 ENFORCE_SECONDS = 2.0
+_CLAIM_POLL_SECONDS = 0.01
 _EVICTION_ROUNDS = 5
 """The first may only scan the tier: once per process, outside the lock."""
 LAST_BLOCKS_BYTES = 4 * BLOCK_BYTES
@@ -47,6 +49,17 @@ LAST_BLOCKS_BYTES = 4 * BLOCK_BYTES
 def part_bytes(size_bytes: int) -> int:
     """What is reserved for a part of this size."""
     return blocks_bytes(size_bytes) + LAST_BLOCKS_BYTES
+
+
+class _Decision(enum.Enum):
+    """On a reservation."""
+
+    GRANT = enum.auto()
+    REFUSE = enum.auto()
+    RETRY = enum.auto()
+    """Once the evicted shards are deleted, or the tier is scanned."""
+    WAIT = enum.auto()
+    """The room is for shards that are needed sooner, whose sizes are about to be known."""
 
 
 class _Contents(NamedTuple):
@@ -93,6 +106,7 @@ class Budget:
         self._enforcing = threading.Lock()
         self._enforce_seconds = enforce_seconds
         self._enforced_at = time.monotonic()
+        self._claims = claims.Claims(directory)
         self._limit = Limit(directory.root, limit_bytes)
 
     @property
@@ -137,7 +151,8 @@ class Budget:
             next_use: its next use, in shard visits: only shards that are needed later are evicted for it.
 
         Returns:
-            False if not enough may be evicted now: try again later.
+            False if not enough may be evicted now: try again later. A new part waits for a moment while what
+            is free is for claims that are needed sooner (claims.py).
 
         Raises:
             CacheFull: it would not even fit into the empty tier.
@@ -164,17 +179,24 @@ class Budget:
         return size_bytes <= self._for_shards_bytes() and self._reserve(None, size_bytes, 0.0)
 
     def _reserve(self, part: Path | None, taken_bytes: int, next_use: float) -> bool:
-        for _ in range(_EVICTION_ROUNDS):
+        deadline = time.monotonic() + claims.PATIENCE_SECONDS
+        rounds = 0
+        while rounds < _EVICTION_ROUNDS:
             try:
-                granted, evicted = self._decide(part, taken_bytes, next_use)
+                decision, evicted = self._decide(part, taken_bytes, next_use)
             except OSError as exc:
                 if not is_no_space(exc) or not self.evict(taken_bytes, next_use):
                     raise
+                rounds += 1
                 continue
             self._delete(evicted)
-            if granted is not None:
-                return granted
-            self._directory.scan()
+            if decision is _Decision.WAIT and time.monotonic() < deadline:
+                time.sleep(_CLAIM_POLL_SECONDS)
+            elif decision is _Decision.RETRY:
+                self._directory.scan()
+                rounds += 1
+            else:
+                return decision is _Decision.GRANT
         return False
 
     def evict(self, size_bytes: int, next_use: float) -> bool:
@@ -267,28 +289,36 @@ class Budget:
             )
         self._delete(evicted)
 
-    def _decide(self, part: Path | None, size_bytes: int, next_use: float) -> tuple[bool | None, list[Path]]:
-        """Grant a reservation (True), refuse it (False), or return what to delete before a retry (None)."""
+    def _decide(self, part: Path | None, size_bytes: int, next_use: float) -> tuple[_Decision, list[Path]]:
+        """Decide on a reservation; returns also what to delete before a retry."""
         with exclusive(self._lock) as usage:
+            unsized = self._claims.unsized(part)
             if usage.at_most_bytes is not None:
                 wanted = usage.at_most_bytes + max(0, size_bytes - (granted_bytes(part) if part else 0))
-                if wanted <= self._allowed_bytes(usage.at_most_bytes):
+                if wanted + len(unsized) * size_bytes <= self._allowed_bytes(usage.at_most_bytes):
                     self._grant(usage, wanted, part, size_bytes)
-                    return True, []
+                    return _Decision.GRANT, []
             if not self._directory.is_scanned:
-                return None, []
+                return _Decision.RETRY, []
             found = self._contents(usage)
             others = [shard for shard in found.held if shard.path != part]
             mine = sum(shard.size_bytes for shard in found.held if shard.path == part)
             excess = found.used_bytes - mine + size_bytes - self._allowed_bytes(found.used_bytes)
+            # Shards are alike: what this one takes is the guess for those that will take their room first.
+            claimed = size_bytes * self._claims.sooner(unsized, part, next_use) if part and unsized else 0
+            if claimed and excess + claimed > 0:
+                lacks = excess + claimed - found.unread_bytes
+                lacks -= sum(shard.size_bytes for shard in self._victims(others, lacks, next_use))
+                if 0 < lacks <= claimed:
+                    return _Decision.WAIT, []
             if excess <= 0:
                 self._grant(usage, found.used_bytes + max(0, size_bytes - mine), part, size_bytes)
-                return True, []
+                return _Decision.GRANT, []
             excess -= found.unread_bytes
             chosen = self._victims(others, excess, next_use)
             if sum(shard.size_bytes for shard in chosen) < excess:
-                return False, []
-            return None, found.unread + self._trash(chosen)
+                return _Decision.REFUSE, []
+            return _Decision.RETRY, found.unread + self._trash(chosen)
 
     def _grant(self, usage: Usage, at_most_bytes: int, part: Path | None, size_bytes: int) -> None:
         """Under the lock: record the tier's new upper bound first, then a part's reservation."""
