@@ -192,6 +192,8 @@ def show_status(listen: str, as_json: bool = False) -> None:
                 "elsewhere": f"{status['elsewhere']:,} shards",
                 "brought": f"{status['done']:,} shards, {format_bytes(status['bytes_arrived'])} arrived",
                 "taken over": f"{status['taken_over']:,} leases",
+                "waiting for": "; ".join(f"{name}: {why}" for name, why in status["waiting_for"].items())
+                or "nothing",
                 "failing": "; ".join(f"{name}: {why}" for name, why in status["failed"].items()) or "nothing",
                 "trouble": status["trouble"] or "none",
                 "notice": status["notice"] or "none",

@@ -27,6 +27,7 @@ from streamload.daemon.preemption import Notice
 from streamload.daemon.status import Failures, Status
 from streamload.daemon.targets import Target
 from streamload.errors import SharedTierDenied, SharedTierError
+from streamload.origins.outages import outages
 from streamload.prefetch.scheduler import FillRequest
 
 logger = logging.getLogger("streamload")
@@ -136,6 +137,7 @@ class Daemon:
                 held=self._status.wanted - len(self._missing),
                 working=tuple(sorted(shard.name for shard in self._mine.values())),
                 failed=self.failures.reasons(),
+                waiting_for={name: outage.cause for name, outage in outages().items()},
                 done=self._done,
                 bytes_arrived=self._executor.counts.snapshot().origin_bytes,
                 taken_over=0 if self._leases is None else self._leases.taken_over,

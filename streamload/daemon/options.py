@@ -33,7 +33,8 @@ class DaemonOptions:
         refusals: with `once`, tasks in a row that find no room before all others are given up; None: all are
             tried.
         evicts_announced: whether a shard that live runs will read may be evicted for one needed earlier.
-        origin: timeouts and retries of transfers.
+        origin: timeouts and retries of transfers; None: those of a training, which waits for a server or bucket
+            that is down, or for new credentials, as long as STREAMLOAD_ORIGIN_WAIT says.
     """
 
     concurrency: int = 8
@@ -46,7 +47,7 @@ class DaemonOptions:
     trouble_seconds: float = 60.0
     refusals: int | None = None
     evicts_announced: bool = True
-    origin: OriginOptions = field(default_factory=OriginOptions)
+    origin: OriginOptions | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ from streamload.errors import OptionError
 from streamload.metrics import Counters
 from streamload.options import parse_size, read_settings
 from streamload.origins.access import Named, warn_of_shared_headers
+from streamload.origins.origin import OriginOptions
 from streamload.urls import UrlList, expand_urls, is_local
 
 logger = logging.getLogger("streamload")
@@ -59,6 +60,7 @@ class Service:
     def __init__(self, options: ServiceOptions):
         self._options = options
         self._tuned = _tuned(options)
+        self._patience = self._tuned.origin or OriginOptions()
         self._cloud = _cloud(options.notices)
         self._recipes = Recipes(options.prepare, options.recipe_of)
         self._named = None if options.urls else Named.of(options.origins)
@@ -101,6 +103,8 @@ class Service:
             cache_dir=options.cache_dir, cache_size=options.cache_size, shared_cache=options.shared_cache
         )
         self._roots = (settings.cache_dir, memory_root(settings))
+        if self._tuned.origin is None:
+            self._patience = OriginOptions(outage_seconds=settings.origin_wait)
         shared = SharedOptions.of(settings, options.shared_cache_options)
         if shared is not None:  # the target stores shards itself
             shared = dataclasses.replace(shared, write_back=False)
@@ -133,7 +137,7 @@ class Service:
         origins = TaskOrigins(
             counts,
             options.storage_options,
-            tuned.origin,
+            self._patience,
             Throttle(tuned.bytes_per_second),
             self._recipes,
             through=sharing.through if is_for_node else None,
@@ -202,7 +206,7 @@ class Service:
             cache_dir=None if options.cache_dir is None else str(options.cache_dir),
             cache_size=options.cache_size,
             bytes_per_second=tuned.bytes_per_second and tuned.bytes_per_second / tuned.concurrency,
-            origin=tuned.origin,
+            origin=self._patience,
             no_room_seconds=tuned.no_room_seconds,
             named=self._named,
         )

@@ -25,6 +25,8 @@ class Status:
         done: tasks that this daemon has completed.
         bytes_arrived: from origins.
         taken_over: leases of dead daemons that this one took over.
+        waiting_for: the servers and buckets that tasks of this process wait for, and why: they are down, or
+            refuse credentials.
         trouble: why the demand can't be known now; "" if it can.
         notice: who gave the preemption notice, and the seconds left; "" without one.
         seconds_since_look: the age of this status.
@@ -39,6 +41,7 @@ class Status:
     done: int = 0
     bytes_arrived: int = 0
     taken_over: int = 0
+    waiting_for: dict[str, str] = field(default_factory=dict)
     trouble: str = ""
     notice: str = ""
     seconds_since_look: float = 0.0

@@ -29,6 +29,11 @@ METRICS: dict[str, tuple[str, str, Callable[[Status], float]]] = {
     ),
     "shards_working": ("gauge", "those that this daemon works on", lambda s: len(s.working)),
     "shards_elsewhere": ("gauge", "those that others have a lease of", lambda s: s.elsewhere),
+    "origins_away": (
+        "gauge",
+        "servers and buckets that are down, or refuse credentials, and are waited for",
+        lambda s: len(s.waiting_for),
+    ),
     "shards_failing": ("gauge", "those that could not be had lately", lambda s: len(s.failed)),
     "shards_brought_total": ("counter", "tasks that this daemon has brought", lambda s: s.done),
     "origin_bytes_total": ("counter", "bytes received from origins", lambda s: s.bytes_arrived),

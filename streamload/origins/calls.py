@@ -5,7 +5,6 @@ They run in the file system's event loop, or in a thread if it has none.
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import contextlib
 import errno
@@ -13,7 +12,7 @@ import functools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from streamload import limits
@@ -72,8 +71,15 @@ Pieces = queue.SimpleQueue["bytes | None"]
 def begin(files: Any, what: str, *given: Any, **more: Any) -> Future:
     """Start calling a file system's method; `result` waits for what it returns or raises."""
     if files.async_impl:
-        return asyncio.run_coroutine_threadsafe(getattr(files, f"_{what}")(*given, **more), files.loop)
+        return begin_in_loop(files, getattr(files, f"_{what}")(*given, **more))
     return in_thread(functools.partial(getattr(files, what), *given, **more))
+
+
+def begin_in_loop(files: Any, coroutine: Coroutine[Any, Any, Any]) -> Future:
+    """Start a coroutine in the event loop of a file system."""
+    import asyncio  # which fsspec has imported; without it there is no loop
+
+    return asyncio.run_coroutine_threadsafe(coroutine, files.loop)
 
 
 def in_thread(call: Callable[[], Any]) -> Future:

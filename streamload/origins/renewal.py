@@ -7,7 +7,6 @@ first time: environment, files, credential_process, SSO, roles. Doesn't repeat r
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 import weakref
@@ -97,7 +96,7 @@ def look_up(files: Any, seconds: float, check: Callable[[], None]) -> Lookup:
     if lookup is not None and time.monotonic() - looked < LOOK_SECONDS:
         return lookup
     try:
-        future = asyncio.run_coroutine_threadsafe(_compare(files), files.loop)
+        future = calls.begin_in_loop(files, _compare(files))
         lookup = calls.result(future, files, seconds, check)
     except Exception as exc:
         lookup = failed(exc)
@@ -148,7 +147,7 @@ def compared(session: Any, credentials: Any, has_others: bool) -> Lookup:
 
 def ask_one_byte(files: Any, path: str) -> calls.Future:
     """Request the first byte of an S3 object: the answer to a GET has an error code, that to a HEAD none."""
-    return asyncio.run_coroutine_threadsafe(_one_byte(files, path), files.loop)
+    return calls.begin_in_loop(files, _one_byte(files, path))
 
 
 def is_silent(exc: BaseException) -> bool:

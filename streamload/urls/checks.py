@@ -79,8 +79,8 @@ def _check_path(url: str) -> None:
 
 def _check_scheme(name: str, url: str) -> None:
     """Check that a scheme is ours or fsspec's, and that its package is installed."""
-    if name in DEFAULT_PORTS:
-        return
+    if name in DEFAULT_PORTS or (name == "s3" and importlib.util.find_spec("botocore") is not None):
+        return  # read without fsspec, which takes a tenth of a second to import
     from fsspec.registry import known_implementations, registry
 
     if name in registry:
