@@ -79,10 +79,12 @@ def test_a_shard_takes_two_requests_and_no_s3fs(s3: SignedS3) -> None:
     s3.put("bucket", "large.tar", BODY * 140)
     script = (
         "import json, sys\n"
-        "from streamload.origins.origin import open_origin\n"
-        "chunks = open_origin('s3://bucket/large.tar', json.loads(sys.argv[1])).open().chunks()\n"
-        "assert sum(map(len, chunks)) == 42_000_000\n"
-        "assert not {'s3fs', 'aiobotocore', 'aiohttp'} & sys.modules.keys()\n"
+        "from streamload.origins.origin import import_origins, open_origin\n"
+        "from streamload.urls import expand_urls\n"
+        "(url,), options = expand_urls('s3://bucket/large.tar'), json.loads(sys.argv[1])\n"
+        "import_origins([url], options)\n"
+        "assert sum(map(len, open_origin(url, options).open().chunks())) == 42_000_000\n"
+        "assert not {'s3fs', 'aiobotocore', 'aiohttp', 'fsspec', 'asyncio'} & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", script, json.dumps(storage(s3))], check=True)
     assert [exchange.method for exchange in s3.log] == ["GET"] * 2
