@@ -33,8 +33,8 @@ class DaemonOptions:
         refusals: with `once`, tasks in a row that find no room before all others are given up; None: all are
             tried.
         evicts_announced: whether a shard that live runs will read may be evicted for one needed earlier.
-        origin: timeouts and retries of transfers; None: those of a training, which waits for a server or bucket
-            that is down, or for new credentials, as long as STREAMLOAD_ORIGIN_WAIT says.
+        origin: timeouts and retries of transfers; None: those of a training, which waits for a server or
+            bucket that is down, or for new credentials, as long as STREAMLOAD_ORIGIN_WAIT says.
     """
 
     concurrency: int = 8
