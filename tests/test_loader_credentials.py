@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,14 @@ from streamload.cache.shard import shard_of
 from streamload.cache.shared.objects import Objects
 from streamload.cache.shared.sharing import SharedOptions
 from streamload.cli.options import storage_options_of
+from streamload.daemon.options import ServiceOptions
 from streamload.daemon.plan_file import PlannedSource, plan_of
 from streamload.daemon.ray_task import Job, bring, own_version
+from streamload.daemon.service import Service
 from streamload.errors import OptionError
 from streamload.options import read_settings
 from streamload.order.plan import OrderOptions
+from streamload.origins.origin import OriginOptions
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import read_oracle, write_shards
@@ -64,7 +68,8 @@ class Place:
         server.misbehave(
             "*", Fault(first=_REQUESTS, requires="token-1"), Fault(requires="token-2", status=403)
         )
-        self.is_renewed_before = False
+        self.may_renew = threading.Event()
+        self.may_renew.set()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._renew)
         self._thread.start()
@@ -74,11 +79,10 @@ class Place:
         self._thread.join()
 
     def _renew(self) -> None:
-        while not (self.refusals() or (self.is_renewed_before and self.server.log)):
+        while not (self.refusals() and self.may_renew.is_set()):
             if self._over.wait(0.01):
                 return
-        if not self.is_renewed_before:
-            self._over.wait(_LATE_SECONDS)
+        self._over.wait(_LATE_SECONDS)
         self.give("token-2")
 
     def give(self, token: str) -> None:
@@ -133,7 +137,6 @@ def test_a_training_goes_on_with_the_new_token_and_loses_no_sample(
 @pytest.mark.parametrize("command", ["warm", "daemon"])
 def test_a_command_reads_its_file_of_options_again(place: Place, command: str) -> None:
     tier = ["--cache-dir", str(place.tier), "--cache-size", "1GB"]
-    place.is_renewed_before = command == "daemon"  # which waits for no outage: it tries again later
     more = ["--once", "--listen", "none", "--notices", "none"] if command == "daemon" else []
     done = run_forked([command, place.urls, *tier, "--storage-options", f"@{place.options_file}", *more])
     assert done.returncode == 0, done.stderr
@@ -146,7 +149,6 @@ def test_a_task_on_another_node_reads_the_file_there_again(place: Place) -> None
     settings = read_settings(shared_cache=str(place.path / "shared"))
     shared = SharedOptions.of(settings)
     assert shared is not None
-    place.is_renewed_before = True
     Objects(str(place.path / "shared")).write("probes/sign", b"one tier")
     job = Job(
         shared,
@@ -154,12 +156,43 @@ def test_a_task_on_another_node_reads_the_file_there_again(place: Place) -> None
         storage_options_of(f"@{place.options_file}"),
         cache_dir=str(place.tier),
         cache_size="1GB",
+        origin=OriginOptions(outage_seconds=60),
     )
     assert "token-" not in repr(job)
     for url in expand_urls(place.urls):
         task = pickle.dumps((shard_of(url, None), None))
         assert "size" in bring(own_version(), pickle.dumps(job), task)
     assert place.refusals() > 0
+
+
+def test_a_daemon_says_for_which_server_it_waits(place: Place) -> None:
+    place.may_renew.clear()
+    options = ServiceOptions(
+        urls=(place.urls,),
+        cache_dir=place.tier,
+        cache_size="1GB",
+        storage_options=storage_options_of(f"@{place.options_file}"),
+        once=True,
+        notices="none",
+        listen="none",
+    )
+    reasons: dict[str, str] = {}
+
+    def watch(service: Service) -> None:
+        while not reasons:
+            reasons.update(service.status().waiting_for)
+            time.sleep(0.01)
+        place.may_renew.set()
+
+    with Service(options) as service:
+        watcher = threading.Thread(target=watch, args=(service,), daemon=True)
+        watcher.start()
+        status = service.run()
+        watcher.join()
+    assert list(reasons) == [place.server.url]
+    assert "403" in reasons[place.server.url]
+    assert "token-" not in str(reasons)
+    assert (status.held, status.failed, status.waiting_for) == (SHARDS, {}, {})
 
 
 def test_functions_are_in_no_state_plan_or_text(place: Place) -> None:
