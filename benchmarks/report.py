@@ -328,7 +328,7 @@ def features(result: Result) -> str:
 
 
 def row_memory(result: Result) -> str:
-    names = {"none": "no cache", "disk": "rows on disk", "memory": "and a copy in memory"}
+    names = {"none": "no cache", "disk": "rows on disk", "memory": "and rows in memory"}
     rows = [
         [names[name], *(f"{row[kind] / (1 << 20):,.0f}" for kind in ("process_bytes", "copy_bytes"))]
         for name, row in result["medians"].items()

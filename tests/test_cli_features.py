@@ -15,17 +15,15 @@ import torch
 
 from streamload import Features, make_loader
 from streamload.cli import main
-from streamload.cli.features.described import text_of
-from streamload.derived import row_upkeep, rows_table
+from streamload.cli.features.show import text_of
+from streamload.derived import row_database
 from streamload.derived.code import Describer
 from streamload.derived.parts import NOTE, digest_of_parts, flat
-from streamload.derived.row_catalog import open_catalog
+from streamload.derived.row_catalog import Damage, delete_damaged, open_catalog
 from streamload.derived.row_format import Result
 from streamload.derived.row_keys import Naming
-from streamload.derived.row_layout import leaves_in
-from streamload.derived.row_seal import seal
+from streamload.derived.row_seal import leaves_in, seal
 from streamload.derived.row_store import Place, RowStore, close_stores
-from streamload.derived.row_upkeep import Damage, delete_damaged
 from streamload.errors import CacheError
 from streamload.testing.shards import write_shards
 from tests.commands import run_forked
@@ -75,14 +73,14 @@ for rows in (2, 3):
     np.save(f"{sys.argv[2]}/tags{rows}.npy", tagger(x[:rows], cache_key=f"first {rows}")["tags"])
 """
 KEYS = [f"{at}.jpg" for at in range(7)]
-NAMES = ["rows", "0", "cache.db"]
+NAMES = ["rows", "r0", "rows.db"]
 
 
 @pytest.fixture(autouse=True)
 def small_pages(monkeypatch):
     """Rows are read and deleted a few at a time."""
-    monkeypatch.setattr(rows_table, "_PAGE_BYTES", 500)
-    monkeypatch.setattr(row_upkeep, "_AT_ONCE", 3)
+    monkeypatch.setattr(row_database, "_PORTION_BYTES", 500)
+    monkeypatch.setattr(row_database, "_AT_ONCE", 3)
 
 
 class Made(NamedTuple):
@@ -104,7 +102,7 @@ def made_once(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
     command = [sys.executable, "-c", MAKER, folder / "features", folder]
     subprocess.run(command, check=True, timeout=120, cwd=folder)
-    (folder / "features" / "rows" / "0" / "notes of mine.txt").write_text("foreign")
+    (folder / "features" / "rows" / "r0" / "notes of mine.txt").write_text("foreign")
     return folder
 
 
@@ -112,7 +110,7 @@ def made_once(tmp_path_factory):
 def made(made_once, tmp_path):
     shutil.copytree(made_once / "features", tmp_path / "features")
     with table(tmp_path / "features") as rows:
-        found = rows.execute("SELECT key FROM Cache WHERE length(key) = 32 ORDER BY rowid").fetchall()
+        found = rows.execute("SELECT key FROM rows ORDER BY place").fetchall()
     in_order = list(dict.fromkeys(key[:16].hex() for (key,) in found))
     results = {of: np.load(made_once / f"{at + 1}.npz") for at, of in enumerate(in_order[:2])}
     return Made(str(tmp_path / "features"), results, in_order[2:])
@@ -128,7 +126,8 @@ def table(path):
 def content(path):
     """All that is in the database, with the times by which rows go."""
     with table(path) as rows:
-        return rows.execute("SELECT * FROM Cache ORDER BY rowid").fetchall()
+        stored = rows.execute("SELECT place, key, used, stored, fingerprint, value FROM rows ORDER BY place")
+        return [*stored.fetchall(), *rows.execute("SELECT 0, * FROM notes ORDER BY key").fetchall()]
 
 
 @pytest.fixture
@@ -169,7 +168,7 @@ def test_ls_shows_each_fingerprint_with_its_label(features, made):
     for of, row in rows.items():
         with table(made.path) as stored:
             ((count, size),) = stored.execute(
-                "SELECT count(*), sum(length(value)) FROM Cache WHERE hex(key) LIKE ? AND length(key) = 32",
+                "SELECT count(*), sum(length(value)) FROM rows WHERE hex(key) LIKE ?",
                 (f"{of}%",),
             )
         assert (row["rows"], row["size_bytes"]) == (count, size)
@@ -188,8 +187,8 @@ def test_ls_shows_each_fingerprint_with_its_label(features, made):
 def test_ls_shows_reads_that_were_noted_and_rows_without_a_note(features, made):
     first = next(iter(made.results))
     with table(made.path) as rows:
-        rows.execute("UPDATE Cache SET access_time = 2e9 WHERE hex(key) LIKE ?", (f"{first}%",))
-        rows.execute("DELETE FROM Cache WHERE key = ?", (NOTE + bytes.fromhex(first),))
+        rows.execute("UPDATE fingerprints SET used = 2e12 WHERE hex(digest) LIKE ?", (f"{first}%",))
+        rows.execute("DELETE FROM notes WHERE key = ?", (NOTE + bytes.fromhex(first),))
     found = as_json(features, "ls", "--path", made.path)["fingerprints"]
     (row,) = [row for row in found if row["fingerprint"] == first]
     assert (row["has_note"], row["device"]) == (False, None)
@@ -232,8 +231,8 @@ def test_a_prefix_has_to_tell_one_fingerprint(features, made):
     assert "no fingerprint begins with 'x'" in one_line(features("show", "x", "--path", made.path))
     assert "4 fingerprints begin with ''" in one_line(features("show", "", "--path", made.path))
     with table(made.path) as rows:
-        rows.execute("INSERT INTO Cache (key, raw, value) VALUES (?, 1, x'')", (b"\xab" * 31 + b"\0",))
-        rows.execute("INSERT INTO Cache (key, raw, value) VALUES (?, 1, x'')", (b"\xab" * 15 + bytes(17),))
+        for digest in (b"\xab" * 16, b"\xab" * 15 + b"\0"):
+            rows.execute("INSERT INTO fingerprints VALUES (NULL, ?, 'it', 1, 1, 1, NULL)", (digest,))
     assert "2 fingerprints begin with 'ababab'" in one_line(features("show", "ababab", "--path", made.path))
     assert as_json(features, "show", "ab" * 16, "--path", made.path)["fingerprint"] == "ab" * 16
 
@@ -272,9 +271,7 @@ def test_verify_finds_the_rows_that_are_damaged_and_deletes_those(features, made
     assert (report["rows"], report["damaged"], report["deleted"]) == (18, [], 0)
     assert report["notes"] >= 4
     with table(made.path) as rows:
-        bad = rows.execute("SELECT key, value FROM Cache WHERE length(key) = 32 ORDER BY key").fetchall()[
-            3::5
-        ]
+        bad = rows.execute("SELECT key, value FROM rows ORDER BY key").fetchall()[3::5]
     damage(made.path, [value for _, value in bad])
     before = content(made.path)
     report = as_json(features, "verify", "--path", made.path, code=1)
@@ -294,9 +291,8 @@ def test_verify_finds_the_rows_that_are_damaged_and_deletes_those(features, made
 
 def test_verify_changes_nothing_and_reads_what_is_stored_beside_it(features, made):
     before = content(made.path)
-    store = RowStore(Place(made.path))
+    store, key = RowStore(Place(made.path)), bytes(32)
     try:
-        key = bytes(32)
         store.write([(key, seal(key, b'["v",null]', b"", 0))], "new")  # in the log, of a process that runs
         assert as_json(features, "verify", "--path", made.path)["rows"] == 19
         assert "new" in {row["label"] for row in as_json(features, "ls", "--path", made.path)["fingerprints"]}
@@ -305,23 +301,23 @@ def test_verify_changes_nothing_and_reads_what_is_stored_beside_it(features, mad
         assert key in store.read([key], "new")
     finally:
         store.close()
-    assert content(made.path)[: len(before)] == before
+    assert [stored for stored in content(made.path) if stored[1] != key] == before
 
 
 @pytest.mark.parametrize(
     ("change", "cause"),
     [
-        ("UPDATE Cache SET key = randomblob(32) WHERE rowid = ?", "fails its checksum"),
-        ("UPDATE Cache SET value = x'80034b2a2e', mode = 4 WHERE rowid = ?", "it isn't stored as bytes"),
-        ("UPDATE Cache SET value = 'text' WHERE rowid = ?", "it isn't stored as bytes"),
-        ("UPDATE Cache SET key = CAST(x'ff' AS TEXT) WHERE rowid = ?", "it isn't stored as bytes"),
-        ("UPDATE Cache SET value = substr(value, 1, 40) WHERE rowid = ?", "fails its checksum"),
-        ("UPDATE Cache SET value = x'' WHERE rowid = ?", "has no head"),
+        ("UPDATE rows SET key = randomblob(32) WHERE place = ?", "fails its checksum"),
+        ("UPDATE rows SET value = x'80034b2a2e' WHERE place = ?", "has no head"),
+        ("UPDATE rows SET value = 3 WHERE place = ?", "it isn't stored as bytes"),
+        ("UPDATE rows SET key = NULL WHERE place = ?", "it isn't stored as bytes"),
+        ("UPDATE rows SET value = substr(value, 1, 40) WHERE place = ?", "fails its checksum"),
+        ("UPDATE rows SET value = x'' WHERE place = ?", "has no head"),
     ],
 )
 def test_verify_finds_what_others_wrote(features, made, change, cause):
     with table(made.path) as rows:
-        ((place,),) = rows.execute("SELECT max(rowid) FROM Cache WHERE length(key) = 32")
+        ((place,),) = rows.execute("SELECT max(place) FROM rows")
         rows.execute(change, (place,))
     (found,) = as_json(features, "verify", "--path", made.path, code=1)["damaged"]
     assert cause in found["cause"]
@@ -351,9 +347,9 @@ def test_verify_finds_layouts_and_notes_that_are_of_something_else(features, mad
 
 def test_a_row_that_was_stored_anew_since_it_was_looked_at_is_not_deleted(made):
     with open_catalog(Place(made.path).root, writable=True) as catalog:
-        ((place, stored_at),) = catalog.table.execute("SELECT rowid, store_time FROM Cache LIMIT 1")
-        assert delete_damaged(catalog, [Damage((place, stored_at - 1), "", "", "")]) == 0
-        assert delete_damaged(catalog, [Damage((place, stored_at), "", "", "")]) == 1
+        ((place, stored_at),) = catalog.database.execute("SELECT place, stored FROM rows LIMIT 1")
+        assert delete_damaged(catalog, [Damage((place, stored_at - 1), b"", "", "")]) == 0
+        assert delete_damaged(catalog, [Damage((place, stored_at), b"", "", "")]) == 1
 
 
 def test_what_was_opened_to_read_cannot_delete(made):
@@ -362,7 +358,7 @@ def test_what_was_opened_to_read_cannot_delete(made):
         pytest.raises(CacheError, match="attempt to write a readonly database"),
         open_catalog(Place(made.path).root) as catalog,
     ):
-        row_upkeep.delete_rows(catalog, bytes.fromhex(made.others[0]), "Extractor")
+        catalog.database.delete_fingerprint(1, bytes.fromhex(made.others[0]))
     assert content(made.path) == before
 
 
@@ -405,7 +401,7 @@ def test_gc_leaves_the_newest_fingerprint_of_each_label_and_its_arguments(featur
 def test_gc_takes_a_read_that_was_noted_for_a_use(features, made):
     first = next(iter(made.results))
     with table(made.path) as rows:
-        rows.execute("UPDATE Cache SET access_time = 2e9 WHERE hex(key) LIKE ?", (f"{first}%",))
+        rows.execute("UPDATE fingerprints SET used = 2e12 WHERE hex(digest) LIKE ?", (f"{first}%",))
     stale = as_json(features, "gc", "--stale", "--dry-run", "--path", made.path)["stale"]
     assert {found["fingerprint"] for found in stale} == {*made.results} - {first}
 
@@ -413,14 +409,14 @@ def test_gc_takes_a_read_that_was_noted_for_a_use(features, made):
 def test_gc_deletes_old_notes_without_rows_and_replaced_databases(features, made):
     first = bytes.fromhex(next(iter(made.results)))
     with table(made.path) as rows:
-        rows.execute("DELETE FROM Cache WHERE length(key) = 32 AND substr(key, 1, 16) = ?", (first,))
+        rows.execute("DELETE FROM fingerprints WHERE digest = ?", (first,))
     assert as_json(features, "gc", "--path", made.path)["notes"] == []  # its rows may be on their way
     with table(made.path) as rows:
-        rows.execute("UPDATE Cache SET store_time = 1 WHERE key = ?", (NOTE + first,))
-    shutil.copytree(os.path.join(made.path, "rows", "0"), os.path.join(made.path, "rows", "2"))
+        rows.execute("UPDATE notes SET stored = 1 WHERE key = ?", (NOTE + first,))
+    shutil.copytree(os.path.join(made.path, "rows", "r0"), os.path.join(made.path, "rows", "r2"))
     report = as_json(features, "gc", "--path", made.path)
-    assert (report["notes"], report["databases"]) == ([first.hex()], [0])
-    assert os.listdir(os.path.join(made.path, "rows", "0")) == ["notes of mine.txt"]
+    assert (report["notes"], report["databases"]) == ([first.hex()], ["r0"])
+    assert os.listdir(os.path.join(made.path, "rows", "r0")) == ["notes of mine.txt"]
     assert len(as_json(features, "ls", "--path", made.path)["fingerprints"]) == 3
 
 
@@ -435,7 +431,7 @@ def test_clear_deletes_a_label_or_all_and_no_other_files(features, made):
     assert [row["fingerprint"] for row in left] == [*made.results, made.others[0]]
     assert features("clear", "--yes", "--path", made.path)[1].startswith("deleted 16 rows in ")
     assert content(made.path) == []
-    assert os.path.exists(os.path.join(made.path, "rows", "0", "notes of mine.txt"))
+    assert os.path.exists(os.path.join(made.path, "rows", "r0", "notes of mine.txt"))
 
 
 def test_export_gives_numpy_the_results_of_the_module(features, made, tmp_path):
@@ -515,7 +511,7 @@ def test_export_leaves_damaged_rows_out_and_fails(features, made, tmp_path):
     of = next(iter(made.results))
     with table(made.path) as rows:
         key, value = rows.execute(
-            "SELECT key, value FROM Cache WHERE length(key) = 32 AND substr(key, 1, 16) = ?",
+            "SELECT key, value FROM rows WHERE substr(key, 1, 16) = ?",
             (bytes.fromhex(of),),
         ).fetchone()
     damage(made.path, [value])
@@ -645,7 +641,7 @@ def test_rows_that_a_loader_stored_are_listed_verified_and_exported(features, tm
 def test_where_there_are_no_rows_nothing_is_made(features, tmp_path, kind):
     path = tmp_path / "none"
     if kind in ("empty", "no database"):
-        (path / "rows" / ("0" if kind == "no database" else "")).mkdir(parents=True, mode=0o700)
+        (path / "rows" / ("r0" if kind == "no database" else "")).mkdir(parents=True, mode=0o700)
         for folder in (path, path / "rows"):
             folder.chmod(0o700)
     elif kind == "a file":
@@ -680,7 +676,7 @@ def test_a_read_only_disk_can_be_read(made, tmp_path, is_killed):
             killed = os.fork()
             if not killed:
                 connection = sqlite3.connect(os.path.join(path, *NAMES))
-                connection.execute("UPDATE Cache SET tag = 'later' WHERE tag = 'tags [x]'")
+                connection.execute("UPDATE fingerprints SET label = 'later' WHERE label = 'tags [x]'")
                 connection.commit()
                 os._exit(0)
             os.waitpid(killed, 0)

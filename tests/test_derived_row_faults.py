@@ -7,7 +7,6 @@ key, and compares all that it reads with that.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import random
 import threading
 from pathlib import Path
@@ -17,13 +16,10 @@ import pytest
 import torch
 from torch import nn
 
-from streamload import CacheLevel, cache_info, cache_module
-from streamload.cache import memory
+from streamload import cache_info, cache_module
 from streamload.derived import row_store
 from streamload.derived.row_seal import seal
 from streamload.derived.row_store import Place, RowStore
-from tests.disks import small_disk, why_no_small_disk
-from tests.kills import Child
 
 ROWS = 16
 X = torch.arange(float(ROWS))[:, None].expand(ROWS, 4).contiguous()
@@ -131,34 +127,3 @@ def test_rows_that_are_evicted_while_others_read_are_whole_or_gone(tmp_path: Pat
     assert reader.disk.used_bytes <= 1 << 20
     writer.close()
     reader.close()
-
-
-@pytest.mark.deep
-@pytest.mark.skipif(bool(why_no_small_disk()), reason=why_no_small_disk() or "small disks are possible")
-def test_a_shared_memory_of_64_mb_is_never_filled(tmp_path: Path) -> None:
-    """As of a container that nobody told --shm-size."""
-
-    def work(stage: Any) -> list[int]:
-        small_disk(memory.PLACE, 64 << 20)
-        store = RowStore(Place(str(tmp_path), CacheLevel.MEMORY, memory_bytes=1 << 30, cache_size="1GB"))
-        assert store.copy is not None
-        size, count = 256 << 10, 320  # 80 MB
-        for at in range(0, count, 4):
-            store.write([_sealed(number, size) for number in range(at, at + 4)], "it")
-        wrong = []
-        for at in range(count):
-            row = store.read([_key(at)], "it").get(_key(at))
-            if row is None or not _is_exact(row, at, size):
-                wrong.append(at)
-        disk = os.statvfs(memory.PLACE)
-        least = disk.f_bavail * disk.f_frsize
-        copied = store.copy.used_bytes
-        store.close()
-        return [len(wrong), least, copied, len(os.listdir(memory.PLACE / f"streamload-rows-{os.geteuid()}"))]
-
-    with Child(work) as child:
-        wrong, free_bytes, copied_bytes, left = child.finish(90)
-    assert wrong == 0
-    assert 32 << 20 < copied_bytes < 64 << 20
-    assert free_bytes > 2 << 20  # others need some of it, too
-    assert left == 0

@@ -138,7 +138,7 @@ def generated():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     pages = {path.stem: module.MARK.findall(path.read_text()) for path in (ROOT / "docs/reference").iterdir()}
-    assert pages == {name: [name] for name in module.PARTS}
+    assert {name: marks for name, marks in pages.items() if marks} == {name: [name] for name in module.PARTS}
     return {name: part() for name, part in module.PARTS.items()}
 
 

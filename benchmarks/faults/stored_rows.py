@@ -15,11 +15,10 @@ from benchmarks.faults.oracle import Attempt, DiskWatch
 from benchmarks.faults.rows import Row
 from streamload.cache import memory
 from streamload.cache.locks import is_locked
-from streamload.derived.row_catalog import open_catalog
+from streamload.derived.row_catalog import open_catalog, verify
+from streamload.derived.row_database import DATABASE, FILES, KEY_BYTES
 from streamload.derived.row_seal import seal
 from streamload.derived.row_store import CacheLevel, Place, RowStore
-from streamload.derived.row_upkeep import verify
-from streamload.derived.rows_table import DATABASE, FILES, KEY_BYTES
 from tests.kills import Child, Moment, Stage
 
 _WRITERS = 4
@@ -145,8 +144,8 @@ def _check_what_is_left(attempt: Attempt, place: Place) -> None:
     """T, C: only the database and two files for locks, which are free; all verifies."""
     root = place.root
     left = {str(path.relative_to(root)) for path in root.rglob("*")}
-    belongs = {"0", "lock", "writing", *(f"0/{name}" for name in FILES)}
-    attempt.check("T", f"0/{DATABASE}" in left <= belongs, f"left: {sorted(left)}")
+    belongs = {"r0", "lock", "writing", *(f"r0/{name}" for name in FILES)}
+    attempt.check("T", f"r0/{DATABASE}" in left <= belongs, f"left: {sorted(left)}")
     locked = [name for name in ("lock", "writing") if is_locked(root / name)]
     attempt.check("T", not locked, f"still locked: {locked}")
     with open_catalog(root) as catalog:

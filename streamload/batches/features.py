@@ -40,7 +40,7 @@ class FeatureAssembly:
         name: of the feature.
         inputs: what the module takes.
         images: how images become its inputs; None: it takes texts.
-        place: where rows are; None: nowhere.
+        place: where rows are; None: nowhere that a worker may read.
         label: of the rows.
         variants: how many random variants of an image have rows.
     """

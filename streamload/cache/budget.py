@@ -27,6 +27,8 @@ from streamload.cache.directory import (
     bytes_below,
     granted_bytes,
     is_unread,
+    reserved_for_rows,
+    rows_bytes,
     write_whole,
 )
 from streamload.cache.eviction import HeldShard
@@ -42,6 +44,8 @@ ENFORCE_SECONDS = 2.0
 _CLAIM_POLL_SECONDS = 0.01
 _EVICTION_ROUNDS = 5
 """The first may only scan the tier: once per process, outside the lock."""
+_ROWS_BLOCK_BYTES, _ROWS_BLOCKS = 64 << 20, 64
+"""Room for rows is reserved in parts of so much, or of a small limit in so many parts."""
 LAST_BLOCKS_BYTES = 4 * BLOCK_BYTES
 """What a part takes beyond its bytes: its files end within blocks, and one records the reservation."""
 
@@ -177,6 +181,46 @@ class Budget:
         """
         self._limit.follow()
         return size_bytes <= self._for_shards_bytes() and self._reserve(None, size_bytes, 0.0)
+
+    def reserve_rows(self, size_bytes: int) -> int:
+        """Reserve room for the rows of modules beside the shards, in whole blocks; it is kept.
+
+        A row is dearer to make again than its shard, which is only fetched. So shards that nobody has open go
+        for rows, those that are needed last first; rows never go for shards, but have half of the limit at
+        most, and within it those that were not read for longest go.
+
+        Args:
+            size_bytes: what all rows will take, their log included.
+
+        Returns:
+            what they may take.
+        """
+        self._limit.follow()
+        most = self.limit_bytes // 2
+        block = max(BLOCK_BYTES, min(_ROWS_BLOCK_BYTES, self.limit_bytes // _ROWS_BLOCKS))
+        wanted = min(-(-size_bytes // block) * block, most)
+        reserved = reserved_for_rows(self._directory.root)
+        if wanted <= reserved:
+            return min(reserved, most)
+        self._directory.scan()
+        for _ in range(_EVICTION_ROUNDS):
+            with exclusive(self._lock) as usage:
+                found = self._contents(usage)
+                excess = found.used_bytes - self._allowed_bytes(found.used_bytes) + wanted - reserved
+                if excess <= 0:
+                    write_whole(self._directory.root / "rows" / "reserved", str(wanted))
+                    return wanted
+                chosen = self._victims(found.held, excess - found.unread_bytes)
+                evicted = found.unread + self._trash(chosen)
+            self._delete(evicted)
+            if not evicted:
+                break
+        return min(reserved, most)
+
+    def settle_rows(self) -> None:
+        """Give back room that was reserved for rows that have gone."""
+        with contextlib.suppress(OSError), exclusive(self._lock):
+            (self._directory.root / "rows" / "reserved").unlink(missing_ok=True)
 
     def _reserve(self, part: Path | None, taken_bytes: int, next_use: float) -> bool:
         deadline = time.monotonic() + claims.PATIENCE_SECONDS
@@ -372,6 +416,8 @@ class Budget:
         stored = used_bytes - self._directory.unwritten_bytes
         disk = self._disk_usage(self._directory.root)
         floor = self._free_disk.floor_bytes(disk.total, disk.free + stored)
+        root = self._directory.root
+        floor += reserved_for_rows(root) - rows_bytes(root)
         return eviction.allowed_bytes(self._for_shards_bytes(), stored, disk.free, floor)
 
     def _is_surely_within(self) -> bool:
@@ -384,8 +430,10 @@ class Budget:
         return is_within and disk.free - unwritten_bytes >= floor
 
     def _for_shards_bytes(self) -> int:
-        """The limit less what lies beside the shards: `tier.json`, its replacement, the lock, `runs/`."""
-        return max(0, self.limit_bytes - 3 * BLOCK_BYTES - bytes_below(self._directory.root / "runs"))
+        """The limit less what is beside shards: `tier.json`, its replacement, the lock, `runs/`, `rows/`."""
+        root = self._directory.root
+        beside = 3 * BLOCK_BYTES + bytes_below(root / "runs") + reserved_for_rows(root)
+        return max(0, self.limit_bytes - beside)
 
     def _noted_bytes(self) -> int | None:
         with contextlib.suppress(OSError), Descriptor.open(self._lock, os.O_RDONLY | os.O_NOFOLLOW) as file:

@@ -7,6 +7,7 @@
     bare/<digest>/            index-only: the data had no space, its samples are read from the origin
     gone/<digest>/            the tombstone of a shard that was given up, with the samples before the failure
     runs/                     what the live runs will read (cache/demand.py); their metrics (cache/runs.py)
+    rows/                     what modules computed (derived/rows.py); `reserved`: its room beside shards
     trash/                    being deleted
 
 Anything with another name was not made here and is never touched.
@@ -352,6 +353,24 @@ def _part_bytes(path: Path) -> int:
     with contextlib.suppress(FileNotFoundError, ValueError):
         return max(int((path / "reserved").read_text()), bytes_below(path))
     return bytes_below(path)
+
+
+def rows_bytes(root: Path) -> int:
+    """What the rows of modules take in a tier's directory: the files of all of their databases."""
+    total = 0
+    with contextlib.suppress(OSError), os.scandir(root / "rows") as homes:
+        for home in homes:
+            if home.is_dir(follow_symlinks=False):
+                total += bytes_below(Path(home.path))
+    return total
+
+
+def reserved_for_rows(root: Path) -> int:
+    """The room of rows in a tier's directory: what is reserved, or what they take if that is more."""
+    reserved = 0
+    with contextlib.suppress(OSError, ValueError):
+        reserved = int((root / "rows" / "reserved").read_text())
+    return max(reserved, rows_bytes(root))
 
 
 def blocks_bytes(size_bytes: int) -> int:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from streamload.cache.directory import bytes_below
+from streamload.cache.directory import bytes_below, reserved_for_rows
 from streamload.cache.part import reserved_bytes
 from streamload.cache.shard import LOOKED_THROUGH, Shard, spread
 from streamload.cache.shared.sharing import ReadThrough, SharedOptions
@@ -49,6 +49,7 @@ class Forecast:
         shards: how many the run reads on this node.
         data_bytes: what all of them would take; None if none has been seen.
         live_bytes: what has to be open at once; None if unknown.
+        rows_bytes: the room of rows of modules, which isn't part of the limit.
     """
 
     limit_bytes: int
@@ -56,6 +57,7 @@ class Forecast:
     shards: int
     data_bytes: int | None = None
     live_bytes: int | None = None
+    rows_bytes: int = 0
 
     @property
     def hit_rate(self) -> float | None:
@@ -68,6 +70,8 @@ class Forecast:
 
     def __str__(self) -> str:
         used = f"{format_bytes(self.used_bytes)} of at most {format_bytes(self.limit_bytes)} used"
+        if self.rows_bytes:
+            used += f", beside {format_bytes(self.rows_bytes)} of rows of modules"
         if self.data_bytes is None or self.live_bytes is None or self.hit_rate is None:
             return f"{used}; {self.shards:,} shards, none of them seen yet"
         return (
@@ -168,6 +172,7 @@ def forecast(tier: Tier, shards: Sequence[Shard], lanes: int, window: int, nodes
     """
     is_long = len(shards) > LOOKED_THROUGH
     used_bytes, allowed_bytes = tier.budget.used_bytes, tier.budget.allowed_bytes
+    rows_bytes = reserved_for_rows(tier.root)
     has_any = next(tier.own("shards"), None) is not None
     looked_at = {shard.digest: shard for shard in spread(shards)} if has_any or not is_long else {}
     count = -(-(len(shards) if is_long else len(looked_at)) // nodes)
@@ -178,11 +183,12 @@ def forecast(tier: Tier, shards: Sequence[Shard], lanes: int, window: int, nodes
         with contextlib.suppress(OSError, CacheCorrupt), IndexReader(path) as index:
             samples.append(index.count)
     if not samples:
-        return Forecast(allowed_bytes, used_bytes, count)
+        return Forecast(allowed_bytes, used_bytes, count, rows_bytes=rows_bytes)
     measured = held[:: -(-len(held) // _SHARDS_MEASURED)]
     mean_bytes = sum(map(bytes_below, measured)) / len(measured)
     live = min(float(count), live_shards(lanes, window, sum(samples) / len(samples)))
-    return Forecast(allowed_bytes, used_bytes, count, int(mean_bytes * count), int(mean_bytes * live))
+    data_bytes, live_bytes = int(mean_bytes * count), int(mean_bytes * live)
+    return Forecast(allowed_bytes, used_bytes, count, data_bytes, live_bytes, rows_bytes)
 
 
 _HEAD_BYTES = 1 << 20

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from streamload.cache import demand, runs
-from streamload.cache.directory import KINDS, bytes_below
+from streamload.cache.directory import KINDS, bytes_below, reserved_for_rows
 from streamload.cache.locks import is_locked
 from streamload.cache.tier import Tier
 from streamload.shards.record import END, HEADER_START, RECORD, header_lengths, open_file, unpack_meta
@@ -74,6 +74,7 @@ class Inventory:
         free_bytes: of the disk.
         published, live_parts, orphaned_parts, index_only, tombstones, trash, run_files: number and size of
             each kind.
+        rows_bytes: the room of rows of modules, which shards can't have.
         samples: in the published shards, by their indexes.
         open_shards: the published shards that a process has open, by URL without secrets.
         runs: the live ones.
@@ -92,6 +93,7 @@ class Inventory:
     tombstones: Share
     trash: Share
     run_files: Share
+    rows_bytes: int
     samples: int
     open_shards: tuple[str, ...]
     runs: tuple[LiveRun, ...]
@@ -142,6 +144,7 @@ def take_inventory(tier: Tier) -> Inventory:
         free_bytes=shutil.disk_usage(tier.root).free,
         trash=Share(len(trash), sum(size for _, size in trash)),
         run_files=Share(len(files), sum(_size_of(path) for path in files)),
+        rows_bytes=reserved_for_rows(tier.root),
         samples=samples,
         open_shards=tuple(sorted(open_shards)),
         runs=tuple(_live_runs(files, held)),

@@ -5,7 +5,9 @@ fingerprint (rank, each epoch) → rows that are there (worker) → missing ones
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -27,6 +29,7 @@ from streamload.derived.module_proof import (
 )
 from streamload.derived.row_check import Rows, on_cpu
 from streamload.derived.row_format import leaves_of
+from streamload.derived.row_mapping import Mapped
 from streamload.derived.row_store import Place, RowStore, open_store
 from streamload.errors import FeatureMismatch, OptionError
 from streamload.metrics import Counts
@@ -64,6 +67,8 @@ class Features:
         images: "auto": batches have no "image" if features are made of images, and only those of missing rows
             are decoded; False: batches have none; True: they have it as always.
         check: as of `cache_module`.
+        store: a mapping that has the rows in place of a directory, such as a dict or a `diskcache.Cache`.
+            Only the rank reads and writes it, so that workers make the inputs of all samples.
 
     Raises:
         OptionError: a value that can't be used.
@@ -80,6 +85,7 @@ class Features:
         variants: int = 1,
         images: bool | Literal["auto"] = "auto",
         check: bool = True,
+        store: MutableMapping[str, bytes] | None = None,
     ):
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"features are of a torch.nn.Module, got a {type(module).__name__}")
@@ -96,6 +102,9 @@ class Features:
         if inputs == "text" and (preprocess is not None or variants > 1):
             raise OptionError("preprocess= and variants= are for features of images, not of texts")
         self.module: Any = module if isinstance(module, Cached) else _Built(module)
+        if store is not None:
+            place = Place("", mapped=Mapped(store))
+            self.module.__dict__["_streamload_options"] = replace(self.options, place=place)
         self.inputs: FeatureInputs = inputs
         self.preprocess = preprocess
         self.dtype = dtype
@@ -120,6 +129,19 @@ class Features:
             if isinstance(value, FeatureRows) and value.belongs_to(self.module):
                 return value.result()
         raise TypeError(f"{self!r} is called with a batch of a loader that was given it in features=")
+
+    def keep_rows_in(self, cache_dir: Path, cache_size: str | int | None) -> None:
+        """Keep rows in a loader's cache directory, unless the module names another place; from now on.
+
+        Rows that aren't there are looked for in the default directory, which then is only read.
+        """
+        place = self.options.place
+        if place is None or place.path or place.mapped is not None or cache_dir / "rows" == place.root:
+            return
+        place = replace(
+            place, path=str(cache_dir), cache_size=place.cache_size or cache_size, reads_default=True
+        )
+        self.module.__dict__["_streamload_options"] = replace(self.options, place=place)
 
     @property
     def options(self) -> Options:

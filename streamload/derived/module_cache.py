@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -27,10 +27,11 @@ from streamload.derived.lazy import (
     lazy_metaclass,
     made_lazy,
 )
-from streamload.derived.module_call import Call
+from streamload.derived.module_call import Call, from_memory
 from streamload.derived.module_proof import Options, describe, record_build
-from streamload.derived.row_counts import RowCounts
+from streamload.derived.row_mapping import Mapped
 from streamload.derived.row_store import CacheLevel, Place, open_store
+from streamload.derived.rows import RowCounts
 from streamload.errors import OptionError
 
 __all__ = ["CacheLevel", "cache_info", "cache_module"]
@@ -71,6 +72,7 @@ def cache_module(
     weights: str | None = None,
     on_mismatch: str = "error",
     check: bool = True,
+    store: MutableMapping[str, bytes] | None = None,
 ) -> Callable[[_MODULE], _MODULE]: ...
 def cache_module(
     cache_path: Any = "",
@@ -84,6 +86,7 @@ def cache_module(
     weights: str | None = None,
     on_mismatch: str = "error",
     check: bool = True,
+    store: MutableMapping[str, bytes] | None = None,
 ) -> Any:
     """Decorate a class of modules so that what they compute for a key is computed once.
 
@@ -96,9 +99,10 @@ def cache_module(
         cache_path: the directory; "": `rows` in streamload's cache directory; None: nothing is cached. Or the
             class itself, to decorate it without parentheses.
         cache_name: a label by which rows are listed and cleared; None: the class's name.
-        cache_level: DISK, MEMORY (also one copy in memory for all processes of the node) or AUTO.
+        cache_level: DISK, MEMORY (this process holds rows, too) or AUTO.
         safe_load: has no effect: nothing is ever unpickled.
-        max_memory_cache_size_mb: the limit of the copy in memory, in MiB; None: by STREAMLOAD_MEMORY_SIZE.
+        max_memory_cache_size_mb: the limit of rows in memory, of all processes of the node together, in MiB;
+            None: by STREAMLOAD_MEMORY_SIZE.
         cache_size: the limit on disk, as of `make_loader`: bytes, "500GB" or "80%".
         version: stands for code and weights, which then don't count: yours to change when they do.
         weights: a file that all weights come from. Then one earlier build is enough to know of the weights
@@ -107,6 +111,8 @@ def cache_module(
             FeatureMismatch; "recompute": it is computed again, which is logged once.
         check: compute a few stored rows again in each run, and refuse all if one comes out otherwise. Where
             the module isn't built, a process of its own does. With a version nothing is checked.
+        store: a mapping that has the rows in place of a directory, such as a dict or a `diskcache.Cache`; it
+            decides itself how many it keeps. See docs/reference/compute-once.md.
 
     Raises:
         OptionError: an argument that can't be used.
@@ -136,6 +142,10 @@ def cache_module(
     if cache_path is not None:  # of a process that changes its directory, all forks have one store
         path = str(Path(cache_path).expanduser().absolute()) if str(cache_path) else ""
         place = Place(path, cache_level, memory_bytes, cache_size)
+    if store is not None:
+        if place is None or place.path:
+            raise OptionError("store= has the rows in place of a directory: leave out cache_path")
+        place = Place("", cache_level, memory_bytes, mapped=Mapped(store))
     if place is not None:
         place.settings()  # what can't be read is said here
         places.add(place)
@@ -173,11 +183,7 @@ class Cached(LazyModule):
 
     @classmethod
     def _streamload_eager(cls) -> bool:
-        if cls._streamload_options.place is None or switches.is_inference:
-            return True
-        if cls._streamload_options.place.level is not CacheLevel.DISK:
-            open_store(cls._streamload_options.place)  # the copy in memory outlives the workers that fill it
-        return False
+        return cls._streamload_options.place is None or switches.is_inference
 
     def _streamload_made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.__dict__["_streamload_description"] = describe(type(self), args, kwargs)
@@ -206,6 +212,8 @@ class Cached(LazyModule):
         if store is None:
             with torch.no_grad():
                 return self._streamload_run(*args, **kwargs)
+        if not kwargs and (held := from_memory(self, options, store, args, cache_key)) is not None:
+            return held[0]
         return Call(self, self._streamload_run, options, store, args, kwargs, cache_key).result()
 
     def _streamload_run(self, *args: Any, **kwargs: Any) -> Any:

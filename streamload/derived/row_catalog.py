@@ -1,59 +1,42 @@
-"""What is in a directory of rows, by fingerprint: for commands that list, check, export and delete them.
+"""What is in a directory of rows, by fingerprint: to list, verify and delete rows, and what is left over.
 
 Reading changes neither rows nor the order in which they will go, and works on a read-only disk. A directory
-that is missing or has no database is one without rows.
+that is missing or has no database is one without rows. A row that is deleted is computed again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-import sqlite3
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from streamload.cache.directory import check_owner
-from streamload.derived.parts import NOTE, read_parts
-from streamload.derived.rows_table import (
+from streamload.cache.locks import exclusive
+from streamload.derived.parts import NOTE, kind_of, read_parts
+from streamload.derived.row_database import (
     DATABASE,
+    ERRORS,
     FINGERPRINT_BYTES,
     KEY_BYTES,
-    Table,
+    Database,
+    FingerprintRows,
     bytes_on_disk,
+    homes,
     is_broken,
-    numbers,
+    old_homes,
     refuse_links,
-    select_rows,
+    remove,
 )
+from streamload.derived.row_seal import read_row, unseal
+from streamload.derived.row_store import Place, RowStore
 from streamload.errors import CacheCorrupt, CacheError, OptionError
 
-_ROWS = f"typeof(key) = 'blob' AND length(key) = {KEY_BYTES}"
-_OF_FINGERPRINT = f"substr(key, 1, {FINGERPRINT_BYTES})"
-
-
-@dataclass(frozen=True, slots=True)
-class FingerprintRows:
-    """The rows of one fingerprint under one label.
-
-    Attributes:
-        size_bytes: of the rows, without what the database takes beside them.
-        stored_at: when a row was last stored, in seconds since the epoch.
-        read_at: when a row was last read after it was stored; None: none was, or it wasn't noted.
-    """
-
-    label: str
-    fingerprint: bytes
-    rows: int
-    size_bytes: int
-    stored_at: float
-    read_at: float | None
-
-    @property
-    def used_at(self) -> float:
-        """When a row was last stored, or read as far as that was noted."""
-        return max(self.stored_at, self.read_at or 0.0)
+_YOUNG_SECONDS = 600.0
+"""A note is written right before its first rows."""
 
 
 class Catalog:
@@ -62,45 +45,40 @@ class Catalog:
     Attributes:
         root: the directory.
         home: of the database in use; None: there is none.
-        table: the database.
+        database: the database.
     """
 
-    def __init__(self, root: Path, home: Path | None, table: Table):
+    def __init__(self, root: Path, home: Path | None, database: Database):
         self.root = root
         self.home = home
-        self.table = table
+        self.database = database
 
     @property
     def used_bytes(self) -> int:
         """What the files take on disk."""
-        return 0 if self.home is None else bytes_on_disk(self.home)
+        homes_ = [*old_homes(self.root), *([] if self.home is None else [self.home])]
+        return sum(map(bytes_on_disk, homes_))
 
     def fingerprints(self) -> list[FingerprintRows]:
-        """All rows, by label and then by the last use; reads the whole table."""
-        found = self.table.execute(
-            f"SELECT tag, {_OF_FINGERPRINT}, count(*), sum(length(value)), max(store_time), "
-            "max(CASE WHEN access_time > store_time THEN access_time END) "
-            f"FROM Cache WHERE {_ROWS} GROUP BY 1, 2"
-        )
-        rows = [
-            FingerprintRows(str(label), bytes(of), count, size or 0, stored_at or 0.0, read_at)
-            for label, of, count, size, stored_at, read_at in found
-        ]
-        return sorted(rows, key=lambda one: (one.label, one.used_at, one.fingerprint))
+        """All rows, by label and then by the last use."""
+        rows = self.database.fingerprints()
+        return sorted(rows, key=lambda of: (of.label, of.used_at, of.fingerprint))
 
     def notes(self) -> dict[bytes, float]:
         """The fingerprints that have a note, and when it was stored."""
-        found = self.table.execute(
-            "SELECT key, store_time FROM Cache WHERE key > ? AND key < ? AND length(key) = ?",
-            (NOTE, NOTE + b"\xff" * (FINGERPRINT_BYTES + 1), len(NOTE) + FINGERPRINT_BYTES),
-        )
-        return {bytes(key[len(NOTE) :]): stored_at or 0.0 for key, stored_at in found}
+        size = len(NOTE) + FINGERPRINT_BYTES
+        return {
+            key[len(NOTE) :]: stored / 1000
+            for key, _, stored, _ in self.database.notes()
+            if key.startswith(NOTE) and len(key) == size
+        }
 
     def parts(self, fingerprint: bytes) -> dict[str, Any] | None:
         """The readable parts of a fingerprint; None: it has no note, or a damaged one."""
         key = NOTE + fingerprint
+        data = self.database.read_note(key)
         with contextlib.suppress(CacheCorrupt):
-            return next((read_parts(key, data) for _, data in select_rows(self.table, [key])), None)
+            return None if data is None else read_parts(key, data)
         return None
 
     def find(self, prefix: str, others: Iterable[str] = ()) -> bytes:
@@ -113,26 +91,23 @@ class Catalog:
         Raises:
             OptionError: none does, or several do.
         """
-        found = self.table.execute(f"SELECT DISTINCT {_OF_FINGERPRINT} FROM Cache WHERE {_ROWS}")
-        known = sorted({bytes(of).hex() for (of,) in found} | {of.hex() for of in self.notes()} | {*others})
-        if not known:
+        stored = {of.fingerprint.hex() for of in self.fingerprints()}
+        all_of_them = sorted(stored | {of.hex() for of in self.notes()} | {*others})
+        if not all_of_them:
             raise OptionError(f"there are no rows in {self.root}")
-        begin = [one for one in known if one.startswith(prefix.lower())]
+        begin = [digits for digits in all_of_them if digits.startswith(prefix.lower())]
         if len(begin) == 1 and re.fullmatch(r"[0-9a-f]+", prefix.lower()):
             return bytes.fromhex(begin[0])
         which = f"{len(begin)} fingerprints begin" if begin else "no fingerprint begins"
-        listed = ", ".join(one[:12] for one in (begin or known)[:8])
+        listed = ", ".join(digits[:12] for digits in (begin or all_of_them)[:8])
         raise OptionError(f"{which} with {prefix!r} in {self.root}; there are {listed}")
 
     def rows(self, fingerprint: bytes) -> Iterator[tuple[bytes, bytes]]:
         """The names and bytes of a fingerprint's rows in the order of names, unchecked."""
-        statement = (
-            "SELECT key, value FROM Cache WHERE key > ? AND key <= ? AND length(key) = ? "
-            "AND typeof(value) = 'blob' ORDER BY key"
-        )
-        end = fingerprint + b"\xff" * (KEY_BYTES - FINGERPRINT_BYTES)
-        for page in self.table.pages(statement, fingerprint, end, KEY_BYTES):
-            yield from page
+        for part in self.database.rows_of(fingerprint):
+            for key, data in part:
+                if type(key) is bytes and len(key) == KEY_BYTES and type(data) is bytes:
+                    yield key, data
 
 
 @contextlib.contextmanager
@@ -146,9 +121,11 @@ def open_catalog(root: Path, *, writable: bool = False) -> Iterator[Catalog]:
     check_owner(root)
     home = _home(root)
     try:
-        with contextlib.closing(Table.open(home, writable=writable)) as table:
-            yield Catalog(root, home, table)
-    except sqlite3.Error as exc:
+        with contextlib.closing(Database.inspect(home, writable=writable)) as database:
+            yield Catalog(root, home, database)
+    except ERRORS as exc:
+        if isinstance(exc, OSError):
+            raise
         if is_broken(exc):
             raise CacheCorrupt(
                 f"the database of rows at {home} is broken ({exc}): modules will begin an empty one"
@@ -159,11 +136,167 @@ def open_catalog(root: Path, *, writable: bool = False) -> Iterator[Catalog]:
 def _home(root: Path) -> Path | None:
     """Of the database in use; None: there is none."""
     try:
-        found = numbers(root)
+        databases = homes(root)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    home = root / str(found[-1]) if found else None
+    home = databases[-1] if databases else None
     if home is None or not (home / DATABASE).exists():
         return None
     refuse_links(home)
     return home
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A row or note that can't be used: it counts as not there.
+
+    Attributes:
+        place: of a row in the database, and when it was stored: after that it may be another row. None: it is
+            a note.
+        key: as it is stored.
+    """
+
+    place: tuple[int, Any] | None
+    key: Any
+    label: str
+    cause: str
+
+    @property
+    def name(self) -> str:
+        """The key as hexadecimal digits."""
+        return self.key.hex() if type(self.key) is bytes else repr(self.key)
+
+
+@dataclass(slots=True)
+class Verified:
+    """What was verified so far."""
+
+    rows: int = 0
+    notes: int = 0
+    read_bytes: int = 0
+    damages: list[Damage] = field(default_factory=list)
+
+    def _add(self, place: tuple[int, Any] | None, key: Any, label: str, data: Any) -> None:
+        self.read_bytes += len(data) if type(data) is bytes else 0
+        if cause := _cause(key, data):
+            self.damages.append(Damage(place, key, label, cause))
+
+
+def verify(catalog: Catalog) -> Iterator[Verified]:
+    """Compare all rows and notes with their checksums and layouts; yields the counts after every few MB."""
+    verified = Verified()
+    labels = {of.number: of.label for of in catalog.fingerprints()}
+    for key, label, _, data in catalog.database.notes():
+        verified.notes += 1
+        verified._add(None, key, label, data)
+    for part in catalog.database.all_rows():
+        for place, stored, number, key, data in part:
+            verified.rows += 1
+            verified._add((place, stored), key, labels.get(number, ""), data)
+        yield verified
+    yield verified
+
+
+def _cause(key: Any, data: Any) -> str:
+    """Why a row or note can't be used; "": it can."""
+    if type(key) is not bytes or type(data) is not bytes:
+        return "it isn't stored as bytes"
+    try:
+        if key.startswith(NOTE) and len(key) == len(NOTE) + FINGERPRINT_BYTES:
+            read_parts(key, data)
+        elif len(key) == KEY_BYTES:
+            read_row(key, data)
+        else:
+            unseal(key, data)
+    except CacheCorrupt as exc:
+        return str(exc)
+    return ""
+
+
+def delete_damaged(catalog: Catalog, damages: Sequence[Damage]) -> int:
+    """Delete what is damaged, unless it was stored anew since it was looked at; return how many went."""
+    notes = [damage.key for damage in damages if damage.place is None]
+    catalog.database.delete_notes(notes)
+    places = [damage.place for damage in damages if damage.place is not None]
+    return catalog.database.delete_places(places) + len(notes)
+
+
+def replace_broken(place: Place) -> None:
+    """Begin an empty database in place of one that can't be read, as a module would that meets it."""
+    store = RowStore(place)
+    store.clear()
+    store.close()
+
+
+@dataclass(slots=True)
+class Garbage:
+    """What `collect_garbage` deleted, or would delete.
+
+    Attributes:
+        stale: rows of fingerprints that aren't the newest of their kind.
+        notes: fingerprints of which only the note was left.
+        databases: the names of those that were replaced, or are of an older format.
+        size_bytes: of all that.
+    """
+
+    stale: list[FingerprintRows] = field(default_factory=list)
+    notes: list[bytes] = field(default_factory=list)
+    databases: list[str] = field(default_factory=list)
+    size_bytes: int = 0
+
+
+def collect_garbage(root: Path, *, stale: bool, dry_run: bool) -> Garbage:
+    """Delete what no module will read.
+
+    Args:
+        root: of the rows.
+        stale: delete the rows of old fingerprints (`stale_of`).
+        dry_run: delete nothing.
+
+    Raises:
+        CacheError: the rows can't be read or deleted.
+    """
+    garbage = Garbage()
+    _replaced_databases(root, garbage, dry_run=dry_run)
+    with open_catalog(root, writable=not dry_run) as catalog:
+        rows = catalog.fingerprints()
+        garbage.stale = stale_of(catalog, rows) if stale else []
+        garbage.size_bytes += sum(of.size_bytes for of in garbage.stale)
+        left = {of.fingerprint for of in rows if of not in garbage.stale}
+        gone = {of.fingerprint for of in garbage.stale}
+        before = time.time() - _YOUNG_SECONDS
+        notes = catalog.notes()
+        garbage.notes = sorted(of for of in notes if of not in left and (of in gone or notes[of] < before))
+        if not dry_run:
+            for of in garbage.stale:
+                catalog.database.delete_fingerprint(of.number, of.fingerprint)
+            catalog.database.delete_notes(NOTE + of for of in garbage.notes)
+            if garbage.stale:
+                catalog.database.shrink()
+    return garbage
+
+
+def stale_of(catalog: Catalog, rows: Sequence[FingerprintRows]) -> list[FingerprintRows]:
+    """All but the newest of each label, arguments and what makes the inputs, such as a transform.
+
+    The newest is the one of which a row was last stored, or last read as far as that was noted.
+    """
+    kinds = {of.fingerprint: kind_of(catalog.parts(of.fingerprint)) for of in rows}
+    in_order = sorted(rows, key=lambda of: (of.used_at, of.fingerprint))
+    newest = {(of.label, kinds[of.fingerprint]): of for of in in_order}
+    return [of for of in rows if newest[of.label, kinds[of.fingerprint]] is not of]
+
+
+def _replaced_databases(root: Path, garbage: Garbage, *, dry_run: bool) -> None:
+    """Databases that were replaced by others, and those of an older format."""
+    check_owner(root)
+
+    def replaced() -> list[Path]:
+        return [*old_homes(root), *homes(root)[:-1]] if root.is_dir() else []
+
+    garbage.databases = [home.name for home in replaced()]
+    garbage.size_bytes += sum(bytes_on_disk(root / name) for name in garbage.databases)
+    if garbage.databases and not dry_run:
+        with exclusive(root / "lock"):
+            for home in replaced():
+                remove(home)

@@ -22,8 +22,8 @@ from typing import IO, Any
 import numpy as np
 
 from streamload.derived.row_catalog import Catalog
-from streamload.derived.row_layout import StoredLeaf, read_row
-from streamload.derived.rows_table import KEY_BYTES
+from streamload.derived.row_database import KEY_BYTES
+from streamload.derived.row_seal import StoredLeaf, read_row
 from streamload.errors import CacheCorrupt, OptionError
 
 _MOST_LAYOUTS = 64
@@ -127,7 +127,7 @@ class _Folder(contextlib.ExitStack):
     def _opened(self, name: str) -> IO[bytes]:
         return self.enter_context((self._path / name).open("wb"))
 
-    def add(self, name: bytes, body: memoryview) -> None:
+    def add(self, name: bytes, body: bytes | memoryview) -> None:
         """Append a row."""
         self._names.file.write(name.hex().encode())
         if self._keys is not None and self._lines is not None:

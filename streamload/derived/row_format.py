@@ -50,18 +50,19 @@ class Leaf:
         """Of a tensor; None: it is an array."""
         return None if self.kind == "n" else _DTYPES[self.dtype]
 
-    def join(self, bodies: Sequence[memoryview], device: torch.device, *, is_row: bool) -> Any:
+    def join(self, bodies: Sequence[bytes | memoryview], device: torch.device, *, is_row: bool) -> Any:
         """The leaf of several rows as one, in memory of its own; of one whole result, as it was."""
         shape = (len(bodies), *self.shape) if is_row else self.shape
+        if self.start or self.stop != len(bodies[0]):
+            bodies = [memoryview(body)[self.start : self.stop] for body in bodies]
+        data = bytearray().join(bodies)
         if self.kind == "n":
-            data = bytearray().join([body[self.start : self.stop] for body in bodies])
             return np.frombuffer(data, np.dtype(self.dtype)).reshape(shape)
         if 0 in shape:
             joined = torch.empty(shape, dtype=_DTYPES[self.dtype])
         else:
-            data = bytearray().join([body[self.start : self.stop] for body in bodies])
-            joined = torch.frombuffer(data, dtype=torch.uint8).view(_DTYPES[self.dtype]).reshape(shape)
-        return joined.to(device) if self.kind == "m" else joined
+            joined = torch.frombuffer(data, dtype=_DTYPES[self.dtype]).view(shape)
+        return joined if self.kind == "t" or device.type == "cpu" else joined.to(device)
 
 
 Builder = Callable[[list[Any]], Any]
@@ -74,11 +75,13 @@ class Layout:
     Attributes:
         body_bytes: of all leaves.
         build: leaves → result.
+        has_device: whether a leaf is put on the module's device.
     """
 
     leaves: tuple[Leaf, ...]
     body_bytes: int
     build: Builder
+    has_device: bool
 
 
 class Result:
@@ -234,7 +237,8 @@ def layout_of(text: bytes) -> Layout:
         build = _read(json.loads(text), leaves)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as exc:
         raise CacheCorrupt(f"a row's layout can't be read: {exc}") from exc
-    return Layout(tuple(leaves), leaves[-1].stop if leaves else 0, build)
+    has_device = any(leaf.kind == "m" for leaf in leaves)
+    return Layout(tuple(leaves), leaves[-1].stop if leaves else 0, build, has_device)
 
 
 def _read(node: Any, leaves: list[Leaf]) -> Builder:

@@ -68,6 +68,8 @@ def key_bytes(key: Any) -> bytes:
     """
     if type(key) is str:
         return b"s" + key.encode("utf-8", "surrogatepass")
+    if type(key) is int:
+        return b"i%d" % key
     if isinstance(key, (bool, np.bool_)):
         return b"b1" if key else b"b0"
     if isinstance(key, (int, np.integer)):

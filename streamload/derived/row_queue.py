@@ -95,6 +95,11 @@ class RowQueue:
         self._thread: threading.Thread | None = None
         self._writing = threading.Lock()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether any rows are on their way."""
+        return bool(self._names)
+
     def holds(self, names: Iterable[bytes]) -> bool:
         """Whether rows of some names are on their way."""
         with self._changed:

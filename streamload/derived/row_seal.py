@@ -1,12 +1,17 @@
-"""A stored row as bytes: a head with a checksum, the layout, the body. It starts without torch.
+"""A stored row as bytes: a head with a checksum, the layout, the body; and what a layout says without torch.
 
-The checksum covers the row's key, too, so that a row under another key is found out.
+The checksum covers the row's key, too, so that a row under another key is found out. row_format.py makes
+results of layouts again.
 """
 
 from __future__ import annotations
 
+import functools
+import json
+import math
+import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +23,7 @@ from streamload.errors import CacheCorrupt
 _HEAD = struct.Struct("<4sIQQ")
 _MAGIC = b"SLr1"
 _ODD, _64_BITS = 0x9E3779B97F4A7C15, (1 << 64) - 1
+_IN_NUMPY = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)")
 
 
 @dataclass(slots=True)
@@ -25,21 +31,14 @@ class Row:
     """A stored row, checked.
 
     Attributes:
-        stored: the row as it is stored.
         layout: what it looks like, as it is stored.
+        body: the bytes of its leaves.
         input_digest: of the input that it was computed from; 0: unknown.
-        head_bytes: what precedes its leaves in `stored`.
     """
 
-    stored: bytes
     layout: bytes
+    body: bytes | memoryview
     input_digest: int
-    head_bytes: int
-
-    @property
-    def body(self) -> memoryview:
-        """The bytes of its leaves."""
-        return memoryview(self.stored)[self.head_bytes :]
 
 
 def seal(key: bytes, layout: bytes, body: bytes, input_digest: int) -> bytes:
@@ -88,9 +87,116 @@ def unseal(key: bytes, data: bytes) -> Row:
     if checksum != _checksum(key, layout_bytes, input_digest, memoryview(data)[_HEAD.size :]):
         raise CacheCorrupt(f"the row {key.hex()} fails its checksum")
     head_bytes = _HEAD.size + layout_bytes
-    return Row(data, data[_HEAD.size : head_bytes], input_digest, head_bytes)
+    return Row(data[_HEAD.size : head_bytes], memoryview(data)[head_bytes:], input_digest)
 
 
 def _checksum(key: bytes, layout_bytes: int, input_digest: int, rest: bytes | memoryview) -> int:
     seed = xxh3_64_intdigest(key, (input_digest + layout_bytes * _ODD) & _64_BITS)
     return int(xxh3_64_intdigest(rest, seed))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLeaf:
+    """Where a tensor or array is in the body of a row.
+
+    Attributes:
+        path: in the result, such as "['tokens'][0]"; "": it is the result.
+        dtype: its name in torch, or numpy's text for an array.
+        stored: the dtype by which numpy reads it: an unsigned integer where numpy lacks its own.
+    """
+
+    path: str
+    dtype: str
+    stored: np.dtype[Any]
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@functools.lru_cache(maxsize=256)
+def leaves_in(layout: bytes) -> tuple[StoredLeaf, ...]:
+    """The tensors and arrays of a layout, in the order of their bytes.
+
+    Raises:
+        CacheCorrupt: it can't be read.
+    """
+    leaves: list[StoredLeaf] = []
+    try:
+        for path, kind, dtype, shape in _leaves(json.loads(layout), ""):
+            stored = np.dtype(dtype) if kind == "n" else _stored(dtype)
+            if stored.hasobject:
+                raise ValueError(f"an array of {dtype}")
+            start = leaves[-1].stop if leaves else 0
+            stop = start + stored.itemsize * math.prod(shape)
+            leaves.append(StoredLeaf(path, dtype, stored, shape, start, stop))
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as exc:
+        raise CacheCorrupt(f"a row's layout can't be read: {exc}") from exc
+    return tuple(leaves)
+
+
+def class_in(layout: bytes) -> str | None:
+    """The first class that a layout names, a NamedTuple or dataclass; None: it is of plain data.
+
+    What others have stored makes no objects here but plain data.
+    """
+    nodes = [json.loads(layout)]
+    while nodes:
+        kind, what = nodes.pop()[:2]
+        if kind == "c":
+            return str(what)
+        if kind in ("l", "u"):
+            nodes += reversed(what)
+        elif kind in ("d", "o"):
+            nodes += [one for _, one in reversed(what)]
+    return None
+
+
+def read_row(name: bytes, data: bytes) -> tuple[Row, tuple[StoredLeaf, ...]]:
+    """Check and read a stored row, and where its tensors are.
+
+    Raises:
+        CacheCorrupt: it isn't what was written under this name, or isn't as long as its layout says.
+    """
+    row = unseal(name, data)
+    leaves = leaves_in(row.layout)
+    body_bytes = leaves[-1].stop if leaves else 0
+    if len(row.body) != body_bytes:
+        raise CacheCorrupt(
+            f"the row {name.hex()} has {len(row.body):,} bytes where its layout says {body_bytes:,}"
+        )
+    return row, leaves
+
+
+def _leaves(node: Any, path: str) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:
+    kind, what = node[0], node[1]
+    if kind in ("t", "m", "n"):
+        shape = tuple(int(one) for one in node[2])
+        if min(shape, default=0) < 0:
+            raise ValueError(f"a tensor of shape {shape}")
+        yield path, kind, what, shape
+    elif kind in ("l", "u"):
+        for at, one in enumerate(what):
+            yield from _leaves(one, f"{path}[{at}]")
+    elif kind in ("d", "o"):
+        for name, one in what:
+            yield from _leaves(one, f"{path}[{_key(name)}]")
+    elif kind == "c":
+        for name, one in node[2]:
+            yield from _leaves(one, f"{path}.{name}")
+    elif kind not in ("v", "f"):
+        raise ValueError(f"a node of kind {kind!r}")
+
+
+def _key(name: Any) -> str:
+    if isinstance(name, str):
+        return repr(name)
+    return repr(float.fromhex(name[1])) if name[0] == "float" else repr(name[1])
+
+
+def _stored(dtype: str) -> np.dtype[Any]:
+    if _IN_NUMPY.fullmatch(dtype):
+        return np.dtype(dtype)
+    bits = re.search(r"\d+", dtype)  # bfloat16, float8_e5m2, complex32; what is smaller than a byte takes one
+    if bits is None:
+        raise ValueError(f"a tensor of {dtype}")
+    return np.dtype(f"uint{max(8, int(bits[0]))}")

@@ -29,8 +29,7 @@ from xxhash import xxh3_64_intdigest
 
 from streamload.cache.shard import Shard, prepared_form
 from streamload.cache.shard_copy import ShardCopy
-from streamload.derived.row_layout import class_in, leaves_in
-from streamload.derived.row_seal import Row
+from streamload.derived.row_seal import Row, class_in, leaves_in
 from streamload.errors import CacheCorrupt, FeatureNotCacheable
 from streamload.shards.samples import Entry
 from streamload.shards.tar import BLOCK_BYTES
@@ -209,7 +208,7 @@ class RowShard:
         body = parts[0] if len(parts) == 1 else b"".join(parts)
         if xxh3_64_intdigest(body) != self._checksums[place]:
             return self._damaged(key)
-        return Row(bytes(body), self.layout, 0, 0)
+        return Row(self.layout, bytes(body), 0)
 
     def _damaged(self, key: SampleKey) -> Row | None:
         self.damaged += 1

@@ -1,22 +1,36 @@
 """The derived shards of rows that a tier or a shared cache holds: to list, check and delete them.
 
-For commands; row_shard_places.py has both kinds of places. What isn't a derived shard of rows isn't opened or
-deleted. It starts without torch.
+For commands. What is open on this node or being made is never deleted; whoever reads one that has gone from a
+shared cache computes its rows. It starts without torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import re
+import tempfile
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from streamload.cache import garbage
 from streamload.cache.eviction import HeldShard
+from streamload.cache.inventory import meta_of, url_of
 from streamload.cache.shard import Shard, is_of
+from streamload.cache.shard_copy import ShardCopy
+from streamload.cache.shared.leases import Leases
+from streamload.cache.shared.objects import Objects
+from streamload.cache.shared.tier import SharedTier
+from streamload.cache.tier import Tier
 from streamload.derived.parts import kind_of
-from streamload.derived.row_shard import RowShard, rows_recipe
+from streamload.derived.row_shard import RowShard, fingerprint_in, rows_in, rows_recipe
 from streamload.errors import (
+    CacheCorrupt,
     OriginError,
     OriginNotFound,
     SharedTierError,
@@ -24,7 +38,13 @@ from streamload.errors import (
     is_shortage,
     printable,
 )
+from streamload.metrics import Counters
+from streamload.node import is_dead_or_stopped
+from streamload.shards.index import IndexReader
 
+_OBJECT = re.compile(r"prepared/(rows-[0-9a-f]{32})/([0-9a-f]{32})/(index|[0-9a-f]{16}\.tar)")
+_REQUESTS = 8
+"""To a shared cache, at once."""
 UNREADABLE = (OSError, StreamloadError, ValueError, TypeError, LookupError, ArithmeticError)
 """Exceptions from reading files with valid checksums and malicious content."""
 
@@ -208,3 +228,158 @@ def stale_of(found: Sequence[FingerprintShards]) -> list[FingerprintShards]:
         for one in sorted(known, key=lambda one: (one.used_at, one.fingerprint))
     }
     return [one for one in known if newest[one.where, one.label, kind_of(one.parts)] is not one]
+
+
+class NodeRowShards(RowShards):
+    """The derived shards in a tier of this node. Parts that are being filled aren't among them."""
+
+    def __init__(self, tier: Tier):
+        self.where = str(tier.root)
+        self._tier = tier
+
+    def held(self) -> list[HeldRows]:
+        """See RowShards. Reads some bytes of each index."""
+        found = []
+        for shard in self._tier.shards():
+            of = fingerprint_in(meta_of(shard.path).get("prepared")) if shard.kind == "shards" else None
+            if of is not None:
+                url = url_of(shard.path).removesuffix(f"#{rows_recipe(of)}")
+                rows, cause = _rows_in(shard.path)
+                found.append(
+                    HeldRows(of, shard.digest, url, rows, shard.size_bytes, shard.used_at, cause, shard)
+                )
+        return sorted(found, key=lambda one: (one.url, one.digest))
+
+    def remove(self, shards: Sequence[HeldRows], why: str, *, dry_run: bool = False) -> Removed:
+        """See RowShards; by the rules of the tier."""
+        by_name = {f"shards/{one.digest}": one for one in shards}
+        directories = [one.directory for one in shards if one.directory is not None]
+        done = garbage.remove(self._tier, directories, why, dry_run=dry_run)
+        return Removed(
+            tuple(by_name[item.path] for item in done.removed),
+            tuple((by_name[item.path], item.why) for item in done.kept),
+        )
+
+    @contextlib.contextmanager
+    def _opened(self, one: HeldRows) -> Iterator[RowShard | None]:
+        path = self._tier.published(one.digest)
+        copy = ShardCopy.open(path, one.form) if path.exists() else None
+        if copy is None:
+            yield None
+            return
+        with contextlib.closing(copy):
+            yield RowShard(copy, one.fingerprint)
+
+    def _has_gone(self, one: HeldRows) -> bool:
+        return not self._tier.published(one.digest).exists()
+
+    def _about(self, one: HeldRows) -> dict[str, Any]:
+        with self._opened(one) as shard:
+            return {} if shard is None else shard.about
+
+
+class SharedRowShards(RowShards):
+    """The derived shards in a shared cache, whoever has stored them."""
+
+    def __init__(self, objects: Objects):
+        self.where = objects.url
+        self._objects = objects
+        self._tier = SharedTier(objects, Counters())
+
+    def held(self) -> list[HeldRows]:
+        """See RowShards. Reads all of their indexes."""
+        if not self._tier.check_format():
+            raise SharedTierError(f"there is no shared cache at {self.where}")
+        objects: dict[tuple[str, str], list[str]] = {}
+        for name in self._objects.names("prepared"):
+            if match := _OBJECT.fullmatch(name):
+                objects.setdefault((match[1], match[2]), []).append(name)
+        # without an index it is being stored, or was given up
+        whole = [(*of, names) for of, names in objects.items() if f"prepared/{'/'.join(of)}/index" in names]
+        with ThreadPoolExecutor(_REQUESTS, thread_name_prefix="streamload-list") as pool:
+            found = [one for one in pool.map(lambda one: self._look(*one), whole) if one is not None]
+        return sorted(found, key=lambda one: (one.url, one.digest))
+
+    def remove(self, shards: Sequence[HeldRows], why: str, *, dry_run: bool = False) -> Removed:
+        """See RowShards; who makes one holds its lease."""
+        gone, kept = [], []
+        leases = Leases(self._objects, has_gone=is_dead_or_stopped)
+        for one in shards:
+            if leases.is_held(one.digest):
+                kept.append((one, "a process has its lease"))
+                continue
+            for name in () if dry_run else one.objects:
+                self._objects.delete(name)
+            gone.append(one)
+        return Removed(tuple(gone), tuple(kept))
+
+    def _look(self, recipe: str, digest: str, names: list[str]) -> HeldRows | None:
+        fingerprint, index = recipe.removeprefix("rows-"), f"prepared/{recipe}/{digest}/index"
+        ordered = (index, *(name for name in names if name != index))
+        stored_at = self._objects.modified(index)
+        if stored_at is None:
+            return None
+        unread = HeldRows(fingerprint, digest, "", 0, 0, stored_at, objects=ordered)
+        try:
+            held = self._tier.look(unread.form)
+        except CacheCorrupt as exc:
+            return HeldRows(fingerprint, digest, "", 0, 0, stored_at, str(exc), objects=ordered)
+        if held is None:
+            return None
+        size = held.size + len(held.index) + len(held.names) + held.sums.nbytes
+        with _unpacked(held.index, held.names) as path:
+            url = url_of(path).removesuffix(f"#{recipe}")
+            rows, cause = _rows_in(path)
+        return HeldRows(fingerprint, digest, url, rows, size, stored_at, cause, objects=ordered)
+
+    @contextlib.contextmanager
+    def _opened(self, one: HeldRows) -> Iterator[RowShard | None]:
+        held = self._tier.look(one.form)
+        if held is None:
+            yield None
+            return
+        with _unpacked(held.index, held.names) as path:
+            with (path / "data").open("xb") as data:
+                stream = self._tier.stream(one.form, held, 0, threading.Event())
+                with contextlib.closing(stream):
+                    for chunk in stream.chunks():
+                        data.write(chunk)
+            copy = ShardCopy.open(path, one.form)
+            assert copy is not None
+            with contextlib.closing(copy):
+                yield RowShard(copy, one.fingerprint)
+
+    def _has_gone(self, one: HeldRows) -> bool:
+        return not self._tier.has(one.form)
+
+    def _about(self, one: HeldRows) -> dict[str, Any]:
+        """Read `rows.json` alone."""
+        held = self._tier.look(one.form)
+        if held is None:
+            return {}
+        with _unpacked(held.index, held.names) as path, contextlib.closing(IndexReader(path)) as reader:
+            members = reader.entry(0).members
+        at, size = next((at, size) for extension, at, size in members if extension == "json")
+        about: dict[str, Any] = json.loads(self._tier.read(one.form, held, at, at + size))
+        return about if about.get("fingerprint") == one.fingerprint else {}
+
+
+@contextlib.contextmanager
+def _unpacked(index: bytes, names: bytes) -> Iterator[Path]:
+    """A temporary directory with the files of a shard's index."""
+    with tempfile.TemporaryDirectory(prefix="streamload-") as folder:
+        path = Path(folder)
+        (path / "index").write_bytes(index)
+        (path / "names").write_bytes(names)
+        yield path
+
+
+def _rows_in(directory: Path) -> tuple[int, str]:
+    """The number of rows by an index, and why it can't be read."""
+    try:
+        with contextlib.closing(IndexReader(directory)) as reader:
+            return rows_in(reader.entry(0)), ""
+    except FileNotFoundError:
+        return 0, "a file is missing"
+    except UNREADABLE as exc:
+        return 0, str(exc) or type(exc).__name__

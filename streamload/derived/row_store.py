@@ -1,13 +1,11 @@
-"""Where a cached module's rows are: on disk, and with `MEMORY` in one copy for the node in its tmpfs.
+"""Where a cached module's rows are: on disk, with `MEMORY` also in the process, or in a user's own mapping.
 
-The copy in memory holds what was read lately, within its own limit; it lasts as long as a process of this
-user has it open. Where the directory can't be used there is no store, which is said once: modules compute.
+Where the directory can't be used there is no store, which is said once: modules compute.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
 import enum
 import hashlib
@@ -20,20 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamload.cache import memory
-from streamload.cache.directory import check_owner
-from streamload.cache.locks import FileLock
-from streamload.cache.memory import nearest
+from streamload.cache.tier import Tier
 from streamload.derived.log_once import log_once
-from streamload.derived.row_counts import RowCounts
+from streamload.derived.row_database import DATABASE
+from streamload.derived.row_mapping import Mapped, MappingRows
+from streamload.derived.row_memory import MemoryRows
 from streamload.derived.row_queue import ComputedRows, Prover, RowQueue
-from streamload.derived.row_seal import Row
-from streamload.derived.rows import Rows, SealedRow
-from streamload.derived.rows_table import DATABASE
+from streamload.derived.row_seal import Row, unseal
+from streamload.derived.rows import DiskRows, RowCounts, SealedRow
 from streamload.errors import CacheError
 from streamload.metrics import format_bytes
 from streamload.options.directories import own_directory
 from streamload.options.settings import Settings, read_settings
 
+Rows = DiskRows | MappingRows
 _LEAST_MEMORY_BYTES = 256 << 10
 _LEAST_AUTO_BYTES = 64 << 20
 _MOST_AUTO_BYTES = 10_000_000_000
@@ -43,8 +41,8 @@ _MOST_SHARE = 0.9
 class CacheLevel(enum.Enum):
     """Where rows are read from.
 
-    DISK: the directory. MEMORY: also one copy for all processes of the node, in memory. AUTO: MEMORY where
-    the rows that there are fit, else DISK.
+    DISK: the directory. MEMORY: what this process has read or computed lately, too. AUTO: MEMORY where the
+    rows that there are fit, else DISK.
     """
 
     DISK = enum.auto()
@@ -58,15 +56,21 @@ class Place:
 
     Attributes:
         path: the directory; "": `rows` in streamload's cache directory.
-        level: whether there is a copy in memory.
-        memory_bytes: the limit of that; None: by `STREAMLOAD_MEMORY_SIZE`.
+        level: whether rows are held in memory, too.
+        memory_bytes: the limit of these, for all processes of the node together; None: by
+            `STREAMLOAD_MEMORY_SIZE`.
         cache_size: the limit on disk, as of `make_loader`; None: by `STREAMLOAD_CACHE_SIZE`.
+        mapped: a mapping that has the rows in place of a directory; only the process that made it uses it.
+        reads_default: whether rows that aren't there are looked for in the default directory, which then is
+            only read.
     """
 
     path: str
     level: CacheLevel = CacheLevel.DISK
     memory_bytes: int | None = None
     cache_size: str | int | None = None
+    mapped: Mapped | None = None
+    reads_default: bool = False
 
     def settings(self) -> Settings:
         """The settings that hold for it."""
@@ -79,12 +83,22 @@ class Place:
             return self.settings().cache_dir / "rows"
         return own_directory(Path.cwd() / Path(self.path).expanduser()) / "rows"
 
+    @property
+    def others(self) -> list[Path]:
+        """Where rows are looked for as well."""
+        default = Place("").root
+        return [default] if self.reads_default and default != self.root else []
+
 
 class RowStore:
     """The rows of a place, as this process has them open.
 
     Args:
         place: where they are.
+
+    Attributes:
+        disk: the rows on disk, or those of a mapping.
+        memory: the rows in memory; None: there are none.
 
     Raises:
         CacheError: the directory can't be used.
@@ -93,35 +107,56 @@ class RowStore:
     def __init__(self, place: Place):
         self.counts = RowCounts()
         self._taken = RowCounts()
+        self._place = place
         self._settings = place.settings()
-        self.disk = Rows(place.root, self._disk_limit, self.counts)
+        self._tier: Tier | None = None
+        self.disk: Rows = self._opened()
+        self._others = [DiskRows(root, None, self.counts) for root in place.others]
         self._queue = RowQueue(self._store_queued, self._count_dropped)
         self._writer: Rows | None = None
-        self.copy: Rows | None = None
-        self._copy_lock: FileLock | None = None
+        self.memory: MemoryRows | None = None
         if place.level is not CacheLevel.DISK:
             try:
-                self._open_copy(place)
+                self._open_memory(place)
             except (CacheError, OSError) as exc:
                 log_once(f"rows aren't kept in memory: {exc}")
 
     def read(self, keys: Sequence[bytes], label: str) -> dict[bytes, Row]:
         """The rows that are there, of some keys; those that came from the disk are in memory from now on."""
-        if self._queue.holds(keys):
+        if self._queue.is_busy and self._queue.holds(keys):
             self._queue.flush()
         began = time.perf_counter()
-        found: dict[bytes, Row] = {}
-        if self.copy is not None:
-            found = self.copy.read(keys)
-        missing = [key for key in keys if key not in found] if found else keys
+        rows: dict[bytes, Row] = {}
+        missing = keys
+        if self.memory is not None:
+            get = self.memory.get
+            rows = {key: row for key in keys if (row := get(key)) is not None}
+            missing = [key for key in keys if key not in rows] if rows else keys
         if missing:
-            from_disk = self.disk.read(missing)
-            found |= from_disk
-            if self.copy is not None and from_disk:
-                self.copy.write([(key, row.stored) for key, row in from_disk.items()], label)
+            stored = self.disk.read(missing)
+            for other in self._others:
+                if len(stored) < len(missing):
+                    stored |= other.read([key for key in missing if key not in stored])
+            if self.memory is not None and stored:
+                self.memory.add(stored.items(), label)
+            rows = rows | stored if rows else stored
         self.counts.read_seconds += time.perf_counter() - began
-        self.counts.bytes_read += sum(len(row.stored) - row.head_bytes for row in found.values())
-        return found
+        self.counts.bytes_read += sum([len(row.body) for row in rows.values()])
+        return rows
+
+    def read_from_memory(self, key: bytes) -> Row | None:
+        """A row that is in memory; None: it isn't, or is to be stored first."""
+        if self.memory is None or self._queue.is_busy:
+            return None
+        row = self.memory.get(key)
+        if row is not None:
+            self.counts.bytes_read += len(row.body)
+        return row
+
+    def read_note(self, key: bytes) -> bytes | None:
+        """A note, wherever rows are read."""
+        notes = (rows.read_note(key) for rows in (self.disk, *self._others))
+        return next((note for note in notes if note is not None), None)
 
     def add(self, rows: ComputedRows, prover: Prover | None) -> None:
         """Store rows that a module computed, by a thread and soon; who reads one before waits for it.
@@ -151,7 +186,7 @@ class RowStore:
 
     def _store_queued(self, rows: Sequence[SealedRow], label: str) -> None:
         if self._writer is None:  # so that readers don't wait for a disk to write
-            self._writer = Rows(self.disk.root, self._disk_limit, self.counts)
+            self._writer = self._opened()
         self._write(self._writer, rows, label)
 
     def _count_dropped(self, count: int) -> None:
@@ -162,15 +197,16 @@ class RowStore:
         stored = disk.write(rows, label)
         self.counts.stored += stored
         self.counts.bytes_written += sum(len(data) for _, data in rows) if stored == len(rows) else 0
-        if self.copy is not None:
-            self.copy.write(rows, label)
+        if self.memory is not None:
+            self.memory.add(((key, unseal(key, bytes(data))) for key, data in rows), label)
         self.counts.store_seconds += time.perf_counter() - began
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Delete rows."""
         self.flush()
-        for rows in self._all():
-            rows.delete(keys)
+        self.disk.delete(keys)
+        if self.memory is not None:
+            self.memory.delete(keys)
 
     def clear(self, label: str | None = None) -> int:
         """Delete the rows of a label, or all.
@@ -183,50 +219,47 @@ class RowStore:
         return self.disk.clear(label)
 
     def clear_memory(self, label: str | None = None) -> None:
-        """Delete the rows of a label, or all, from the copy in memory; they are on disk still."""
+        """Forget the rows of a label, or all, in memory; they are on disk still."""
         self.flush()
-        if self.copy is not None:
-            self.copy.clear(label)
+        if self.memory is not None:
+            self.memory.clear(label)
 
     def close(self) -> None:
-        """Close what is open; the last process that does removes the copy in memory."""
+        """Close what is open."""
         try:
             self.flush()
         except Exception as exc:
             log_once(f"rows can't be stored: {exc!r}")
-        for rows in (self.disk, self._writer):
+        for rows in (self.disk, self._writer, self.memory, *self._others):
             if rows is not None:
                 rows.close()
-        copy, self.copy = self.copy, None
-        lock, self._copy_lock = self._copy_lock, None
-        if copy is not None and lock is not None:
-            copy.close()
-            lock.close()
-            _sweep(copy.root.parent)
 
-    def _all(self) -> list[Rows]:
-        return [self.disk] if self.copy is None else [self.disk, self.copy]
+    def _opened(self) -> Rows:
+        if self._place.mapped is not None:
+            return MappingRows(self._place.mapped, self.counts)
+        return DiskRows(self._place.root, self._disk_limit, self.counts, self._reserved)
 
     def _disk_limit(self, used_bytes: int) -> int:
-        disk = shutil.disk_usage(
-            nearest(self.disk.root if hasattr(self, "disk") else self._settings.cache_dir)
-        )
+        root = self._place.root
+        disk = shutil.disk_usage(memory.nearest(root))
         limit_bytes = self._settings.cache_size.limit_bytes(disk.free, used_bytes)
         available_bytes = disk.free + used_bytes
         return min(
             limit_bytes, available_bytes - self._settings.free_disk.floor_bytes(disk.total, available_bytes)
         )
 
-    def _open_copy(self, place: Place) -> None:
-        home = memory.PLACE / f"streamload-rows-{os.geteuid()}"
-        check_owner(home)
-        home.mkdir(mode=0o700, exist_ok=True)
-        check_owner(home)
-        _sweep(home)
-        root = home / hashlib.blake2b(str(self.disk.root).encode(), digest_size=12).hexdigest()
+    def _reserved(self, wanted_bytes: int, limit_bytes: int) -> int:
+        """What rows may take: beside the shards of a tier in the same directory no more than it reserves."""
+        home = self._place.root.parent
+        if self._tier is None and (home / "tier.json").is_file():
+            self._tier = Tier.open(home, free_disk=self._settings.free_disk)
+        if self._tier is None:
+            return limit_bytes
+        return min(limit_bytes, self._tier.budget.reserve_rows(min(wanted_bytes, limit_bytes)))
 
+    def _open_memory(self, place: Place) -> None:
         def limit(used_bytes: int) -> int:
-            free_bytes = memory.free_memory(home).free_bytes
+            free_bytes = memory.available().free_bytes
             asked_bytes = place.memory_bytes
             if asked_bytes is None:
                 asked_bytes = self._settings.memory_size.limit_bytes(free_bytes, used_bytes)
@@ -238,35 +271,9 @@ class RowStore:
             if most_bytes < _LEAST_AUTO_BYTES or self.disk.used_bytes > most_bytes:
                 return
         if allowed_bytes < _LEAST_MEMORY_BYTES:
-            raise CacheError(
-                f"there is too little memory for them at {home}: {format_bytes(max(0, allowed_bytes))}"
-            )
-        self._copy_lock = _hold(root)
-        self.copy = Rows(root, limit, dataclasses.replace(self.counts))
-
-
-def _hold(root: Path) -> FileLock:
-    """Make a copy's directory, and keep others from removing it."""
-    while True:
-        root.mkdir(mode=0o700, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            lock = FileLock.acquire(root / "users", shared=True, create=True, wait=True)
-            if lock is not None and lock.is_of(root / "users"):
-                return lock
-            if lock is not None:
-                lock.close()
-
-
-def _sweep(home: Path) -> None:
-    """Remove copies that no process has open."""
-    with contextlib.suppress(OSError):
-        for root in home.iterdir():
-            if root.is_symlink() or not root.is_dir():
-                continue
-            lock = FileLock.acquire(root / "users", create=True)  # a kill may have left none
-            if lock is not None:
-                shutil.rmtree(root, ignore_errors=True)
-                lock.close()
+            raise CacheError(f"there is too little memory for them: {format_bytes(max(0, allowed_bytes))}")
+        name = hashlib.blake2b(str(place.root).encode(), digest_size=12).hexdigest()
+        self.memory = MemoryRows(name, limit)
 
 
 _stores: dict[Place, RowStore | None] = {}
@@ -289,12 +296,14 @@ def open_store(place: Place) -> RowStore | None:
 
 def stores_at(place: Place) -> list[RowStore]:
     """The stores of this process at a place's directory, whatever their level; of what is there already."""
-    found = [store for store in _stores.values() if store is not None and store.disk.root == place.root]
-    for one in found:
-        one.flush()
-    if not found and any(place.root.glob(f"*/{DATABASE}")):
-        found = [store] if (store := open_store(place)) is not None else []
-    return found
+    opened = {at: store for at, store in _stores.items() if store is not None and not at.mapped}
+    stores = [store for at, store in opened.items() if at.root == place.root]
+    for store in stores:
+        store.flush()
+    if not stores and any(place.root.glob(f"*/{DATABASE}")):
+        store_here = open_store(place)
+        return [] if store_here is None else [store_here]
+    return stores
 
 
 def close_stores() -> None:
@@ -316,7 +325,7 @@ def _flush_before_fork() -> None:
 
 
 def _forget_parents() -> None:
-    """In a forked child: it holds the copy in memory by a lock of its own, and counts for itself."""
+    """In a forked child: it holds rows in memory within a share of its own, and counts for itself."""
     _stores.clear()
 
 

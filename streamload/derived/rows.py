@@ -1,10 +1,9 @@
-"""Rows under keys, bounded, in a database that all processes of a node share; on disk, or in a tmpfs.
+"""Rows under keys, bounded, in a database on disk that all processes of a node share.
 
-diskcache keeps them, behind a `Disk` that stores bytes as they are and never unpickles. A batch is one
-transaction: what a killed process was writing isn't there. Limits count the pages of the database and its
-log; the rows that weren't read for longest go first. What fails its checksum is a miss.
+A batch is one transaction: what a killed process was writing isn't there. Limits count the pages of the
+database and its log; the rows that weren't read for longest go first. What fails its checksum is a miss.
 
-    ROOT/NUMBER/cache.db, cache.db-wal, …          the database, by SQLite; if it breaks, the next one
+    ROOT/rNUMBER/rows.db, rows.db-wal, …           the database, by SQLite; if it breaks, the next one
     ROOT/lock, ROOT/writing                        held while the database is made or replaced; while rows
                                                    are written
 """
@@ -14,157 +13,232 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import sqlite3
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from streamload.cache.directory import check_owner
 from streamload.cache.locks import exclusive
 from streamload.derived.log_once import log_once
-from streamload.derived.row_counts import RowCounts
-from streamload.derived.row_seal import Row, seal, unseal
-from streamload.derived.rows_database import Database, diskcache, log_bytes, rows_at_once
-from streamload.derived.rows_table import (
-    bytes_of,
+from streamload.derived.row_database import (
+    DATABASE,
+    ERRORS,
+    Database,
+    FingerprintRows,
     bytes_on_disk,
-    clear,
+    homes,
     is_broken,
-    numbers,
+    log_bytes,
+    next_home,
+    old_homes,
     refuse_links,
     remove,
-    select_labels,
-    select_rows,
+    transactions,
 )
+from streamload.derived.row_seal import Row, seal, unseal
 from streamload.errors import CacheCorrupt, CacheError
+from streamload.metrics import format_bytes
 
+_T = TypeVar("_T")
 SealedRow = tuple[bytes, "bytes | memoryview"]
 """A key, and what `row_seal.seal` gives."""
-_ASKED_AT_ONCE = 500
-"""SQLite allows 999 values in a statement."""
 _TOUCH_SECONDS = 10.0
+_LOOK_SECONDS = 1.0
+"""Between two looks for a database that is only read, and isn't there."""
 _FULL_ENOUGH = 0.7
 """From this part of the limit on it is noted when rows are read."""
 
 
-class Rows:
+@dataclass(slots=True)
+class RowCounts:
+    """What happened to rows, in this process.
+
+    Attributes:
+        hits: rows that were read.
+        misses: rows that were not there.
+        stored: rows that were written.
+        corrupt: rows or databases that failed a check, and count as not there.
+        evicted: rows that were deleted to make room.
+        refused: rows that were not written: no room, a read-only or full disk.
+        mismatches: rows that were found to be of another input.
+        builds: modules that were built.
+        rows_computed: by modules, for want of a row.
+        bytes_read: of rows.
+        bytes_written: of rows.
+        read_seconds: reading, checks included.
+        compute_seconds: computing what was missing.
+        store_seconds: writing, by a thread that does so while others compute.
+        saved_seconds: that computing the rows that were read would have taken, by what a row of the module
+            has taken in this process.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    stored: int = 0
+    corrupt: int = 0
+    evicted: int = 0
+    refused: int = 0
+    mismatches: int = 0
+    builds: int = 0
+    rows_computed: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    read_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    store_seconds: float = 0.0
+    saved_seconds: float = 0.0
+
+    def __add__(self, other: RowCounts) -> RowCounts:
+        return RowCounts(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+
+    def __sub__(self, other: RowCounts) -> RowCounts:
+        return RowCounts(*(getattr(self, one.name) - getattr(other, one.name) for one in fields(self)))
+
+
+def checked(where: object, pairs: Iterable[tuple[Any, Any]], counts: RowCounts) -> dict[bytes, Row]:
+    """Stored rows that are what was written; others are counted, and computed again.
+
+    Args:
+        where: they are from.
+        pairs: of a key and what is stored under it.
+        counts: where those that are damaged are counted.
+    """
+    rows: dict[bytes, Row] = {}
+    for key, data in pairs:
+        try:
+            rows[key] = unseal(key, data)
+        except (CacheCorrupt, TypeError, AttributeError) as exc:
+            counts.corrupt += 1
+            log_once(f"{where}: {exc}; it is computed again")
+    return rows
+
+
+class DiskRows:
     """The rows of one directory. Safe among threads and processes; it may be used across a fork.
 
     It holds `_use` while it uses its database: threads that shouldn't wait for each other have one each.
 
     Args:
         root: of the directory, which is made with mode 0700.
-        limit: what it may take, in bytes, given what it takes now.
+        limit: what it may take, in bytes, given what it takes now; None: it is only read, and isn't made.
         counts: where corrupt, evicted and refused rows are counted.
+        reserve: asked for room before rows are written, with what the directory will take then; returns what
+            it may take. None: all of the limit.
 
     Raises:
         CacheError: the directory can't be used, or isn't this user's alone.
     """
 
-    def __init__(self, root: Path, limit: Callable[[int], int], counts: RowCounts):
+    def __init__(
+        self,
+        root: Path,
+        limit: Callable[[int], int] | None,
+        counts: RowCounts,
+        reserve: Callable[[int, int], int] | None = None,
+    ):
         self.root = root
         self.counts = counts
         self._limit = limit
+        self._reserve = reserve
         self._database: Database | None = None
-        self._number = 0
+        self._home = root / "r0"
         self._use = threading.RLock()
         self._touched: set[bytes] = set()
         self._touched_at = time.monotonic()
         self._fills_up = (0.0, False)
+        self._look_at = 0.0
         _all_rows.add(self)
+        if limit is None:
+            return
         try:
             with self._use:
                 try:
                     self._open()
-                except sqlite3.Error as exc:
-                    if not is_broken(exc):
+                except ERRORS as exc:
+                    if not self._is_broken(exc):
                         raise
                     self._replace(exc)
                     self._open()
-        except (OSError, sqlite3.Error) as exc:
+        except ERRORS as exc:
             if isinstance(exc, CacheError):
                 raise
             raise CacheError(f"rows can't be kept at {root}: {exc}") from exc
 
     def __repr__(self) -> str:
-        return f"<Rows {self.root}>"
+        return f"<DiskRows {self.root}>"
 
     @property
     def used_bytes(self) -> int:
         """What the files take on disk."""
-        return bytes_on_disk(self.root / str(self._number))
+        return sum(map(bytes_on_disk, (self._home, *old_homes(self.root))))
 
     @property
     def limit_bytes(self) -> int:
         """What they may take."""
-        return self._limit(self.used_bytes)
+        return self._limit(self.used_bytes) if self._limit is not None else 0
 
     def read(self, keys: Sequence[bytes]) -> dict[bytes, Row]:
         """The rows that are there and whole, of some keys of 32 bytes each."""
-        found: dict[bytes, Row] = {}
-        for at in range(0, len(keys), _ASKED_AT_ONCE):
-            some = keys[at : at + _ASKED_AT_ONCE]
-            for key, data in self._attempt(functools.partial(select_rows, keys=some), []):
-                try:
-                    found[key] = unseal(key, data)
-                except CacheCorrupt as exc:
-                    self.counts.corrupt += 1
-                    log_once(f"{self.root}: {exc}; it is computed again")
-        if found:
-            self._touch(found)
-        return found
+        rows = checked(self.root, self._attempt(lambda opened: opened.read(keys), []), self.counts)
+        if rows and self._limit is not None:
+            self._touch(rows)
+        return rows
 
     def write(self, rows: Sequence[SealedRow], label: str) -> int:
         """Store sealed rows, as many as there is room for; older ones go.
 
         Args:
-            rows: keys and rows (`row_format.seal`).
+            rows: keys and rows (`row_seal.seal`).
             label: what they can be listed and cleared by.
 
         Returns:
             how many are stored now.
         """
         stored = 0
-        limit_bytes = self.limit_bytes
-        portions = list(_in_portions(rows, rows_at_once(limit_bytes), log_bytes(limit_bytes) // 2))
-        for some in portions:
-            is_last = some is portions[-1]
+        limit_bytes = self._room(sum(len(data) for _, data in rows) + 200 * len(rows))
+        is_full = self.used_bytes > limit_bytes * _FULL_ENOUGH
+        parts = list(transactions(rows, limit_bytes, is_full=is_full))
+        for part in parts:
             store = functools.partial(
-                self._store, rows=some, label=label, limit_bytes=limit_bytes, is_last=is_last
+                self._store, rows=part, label=label, limit_bytes=limit_bytes, is_last=part is parts[-1]
             )
             stored += self._attempt(store, 0)
         self.counts.refused += len(rows) - stored
         return stored
 
     def read_note(self, key: bytes) -> bytes | None:
-        """A note under a key of its own length, checked; None: there is none."""
-        found = self._attempt(functools.partial(select_rows, keys=[key]), [])
+        """A note, checked; None: there is none."""
+        data = self._attempt(lambda opened: opened.read_note(key), None)
         with contextlib.suppress(CacheCorrupt):
-            return next((bytes(unseal(key, data).body) for _, data in found), None)
+            return None if data is None else bytes(unseal(key, data).body)
         return None
 
     def write_note(self, key: bytes, text: bytes, label: str) -> None:
         """Store a note."""
-        self.write([(key, seal(key, b"", text, 0))], label)
+        self._attempt(lambda opened: opened.write_note(key, seal(key, b"", text, 0), label), None)
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Delete rows."""
-        values = [(key,) for key in keys]
-        self._attempt(lambda opened: opened.execute_many("DELETE FROM Cache WHERE key = ?", values), None)
+        self._attempt(lambda opened: opened.delete(keys), None)
 
     def labels(self) -> dict[str, list[bytes]]:
         """The keys of all rows, by label."""
-        found: dict[str, list[bytes]] = {}
-        for label, key in self._attempt(select_labels, []):
-            found.setdefault(label, []).append(key)
-        return found
+        labels: dict[str, list[bytes]] = {}
+        for fingerprint in self._fingerprints():
+            keys = functools.partial(_keys_of, digest=fingerprint.fingerprint)
+            labels.setdefault(fingerprint.label, []).extend(self._attempt(keys, list[bytes]()))
+        return labels
 
     def bytes_of(self, label: str) -> int:
         """What the rows of a label take."""
-        return int(self._attempt(functools.partial(bytes_of, label=label), 0))
+        return sum(of.size_bytes for of in self._fingerprints() if of.label == label)
+
+    def _fingerprints(self) -> list[FingerprintRows]:
+        return self._attempt(lambda opened: opened.fingerprints(), list[FingerprintRows]())
 
     def clear(self, label: str | None = None) -> int:
         """Delete the rows of a label, or all; what isn't of the database stays.
@@ -172,7 +246,7 @@ class Rows:
         Returns:
             how many there were.
         """
-        return int(self._attempt(functools.partial(clear, label=label), 0))
+        return self._attempt(lambda opened: opened.clear(label), 0)
 
     def flush(self) -> None:
         """Note when the rows were read that were read since it was noted last."""
@@ -188,7 +262,7 @@ class Rows:
             self._touched = set()
             self._close()
 
-    def _touch(self, keys: Any) -> None:
+    def _touch(self, keys: Iterable[bytes]) -> None:
         now = time.monotonic()
         looked_at, fills_up = self._fills_up
         if now > looked_at + 1.0:
@@ -198,9 +272,22 @@ class Rows:
             return
         with self._use:
             self._touched.update(keys)
-            is_due = time.monotonic() - self._touched_at > _TOUCH_SECONDS
+            is_due = now - self._touched_at > _TOUCH_SECONDS
         if is_due:
             self.flush()
+
+    def _room(self, new_bytes: int) -> int:
+        """What all may take, with room for more if others can make it."""
+        used_bytes = self.used_bytes
+        limit_bytes = self._limit(used_bytes) if self._limit is not None else 0
+        if self._reserve is not None:
+            limit_bytes = self._reserve(used_bytes + new_bytes + log_bytes(limit_bytes), limit_bytes)
+        if used_bytes + new_bytes > limit_bytes and (old := old_homes(self.root)):
+            with exclusive(self.root / "lock"):
+                for home in old:
+                    remove(home)
+            log_once(f"{self.root}: rows of an older format were removed, as their room is needed")
+        return limit_bytes
 
     def _store(
         self, opened: Database, rows: Sequence[SealedRow], label: str, limit_bytes: int, *, is_last: bool
@@ -219,7 +306,7 @@ class Rows:
             opened.shorten_log(limit_bytes, at_rest=is_last)
         return len(rows)
 
-    def _attempt(self, action: Callable[[Database], Any], otherwise: Any) -> Any:
+    def _attempt(self, action: Callable[[Database], _T], otherwise: _T) -> _T:
         """Do something with the database; if it can't be done say so once, and go on without.
 
         A database that is broken is replaced by an empty one.
@@ -227,33 +314,63 @@ class Rows:
         with self._use:
             for _ in range(2):
                 try:
-                    return action(self._open())
-                except (OSError, sqlite3.Error, diskcache().Timeout) as exc:
-                    if not is_broken(exc):
+                    opened = self._open()
+                    return otherwise if opened is None else action(opened)
+                except ERRORS as exc:
+                    if self._limit is None or not self._is_broken(exc):
                         log_once(f"{self.root}: rows can't be read or stored for now: {exc!r}")
                         self._close()  # a transaction that failed at its end would stand in the way
                         return otherwise
                     self._replace(exc)
             return otherwise
 
-    def _open(self) -> Database:
+    def _is_broken(self, error: Exception) -> bool:
+        says_read_only = "readonly" in str(error)  # by its own head, or another has removed it
+        is_writable = all(os.access(path, os.W_OK) for path in (self._home, self.root))
+        return is_broken(error) or (says_read_only and is_writable)
+
+    def _open(self) -> Database | None:
+        """The database; None: it is only read, and there is none."""
         if self._database is not None and self._database.is_current():
             return self._database
         self._close()
+        if self._limit is None:
+            return self._open_to_read()
         check_owner(self.root)
         for directory in (self.root.parent, self.root):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_owner(self.root)
         with exclusive(self.root / "lock"):
-            for number in numbers(self.root)[:-1]:  # one that was being replaced
-                remove(self.root / str(number))
-            self._number = max(numbers(self.root), default=0)
-            home = self.root / str(self._number)
-            home.mkdir(mode=0o700, exist_ok=True)
-            refuse_links(home)
+            known = homes(self.root)
+            for home in known[:-1]:  # one that was being replaced
+                remove(home)
+            if not known and (old := old_homes(self.root)):
+                size = format_bytes(sum(map(bytes_on_disk, old)))
+                log_once(
+                    f"{self.root}: rows of an older format ({size}) are computed again; "
+                    f"streamload features gc removes them"
+                )
+            self._home = known[-1] if known else next_home(self.root)
+            self._home.mkdir(mode=0o700, exist_ok=True)
+            refuse_links(self._home)
             limit_bytes = self.limit_bytes
             with exclusive(self.root / "writing"):
-                self._database = Database(home, limit_bytes)
+                self._database = Database.open(self._home, limit_bytes)
+        return self._database
+
+    def _open_to_read(self) -> Database | None:
+        if time.monotonic() < self._look_at:
+            return None
+        self._look_at = time.monotonic() + _LOOK_SECONDS
+        check_owner(self.root)
+        try:
+            known = homes(self.root)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        if known and (known[-1] / DATABASE).exists():
+            refuse_links(known[-1])
+            self._home = known[-1]
+            self._database = Database.inspect(self._home)
         return self._database
 
     def _replace(self, error: Exception) -> None:
@@ -262,9 +379,9 @@ class Rows:
         log_once(f"{self.root}: the database is broken ({error}): it is replaced by an empty one")
         self._close()
         with exclusive(self.root / "lock"):
-            if self._number == max(numbers(self.root), default=0):
-                (self.root / str(self._number + 1)).mkdir(mode=0o700)
-                remove(self.root / str(self._number))
+            if self._home == max(homes(self.root), key=lambda home: int(home.name[1:]), default=self._home):
+                next_home(self.root).mkdir(mode=0o700)
+                remove(self._home)
 
     def _close(self) -> None:
         database, self._database = self._database, None
@@ -272,8 +389,12 @@ class Rows:
             database.close()
 
 
-_all_rows: weakref.WeakSet[Rows] = weakref.WeakSet()
-_held: list[Rows] = []
+def _keys_of(opened: Database, digest: bytes) -> list[bytes]:
+    return [key for part in opened.rows_of(digest) for key, _ in part]
+
+
+_all_rows: weakref.WeakSet[DiskRows] = weakref.WeakSet()
+_held: list[DiskRows] = []
 
 
 def _before_fork() -> None:
@@ -291,17 +412,3 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
-
-
-def _in_portions(rows: Sequence[SealedRow], most: int, most_bytes: int) -> Iterator[Sequence[SealedRow]]:
-    """Rows in transactions of at most so many, and of so many bytes but for one row."""
-    some: list[SealedRow] = []
-    size = 0
-    for row in rows:
-        if some and (size + len(row[1]) > most_bytes or len(some) == most):
-            yield some
-            some, size = [], 0
-        some.append(row)
-        size += len(row[1])
-    if some:
-        yield some

@@ -70,7 +70,7 @@ def is_inference_mode() -> bool:
 
 
 def clear_memory_caches(cache_name: str | None = None) -> None:
-    """Delete rows from the copies in memory; they are on disk still.
+    """Forget the rows that this process has in memory; they are on disk still.
 
     Args:
         cache_name: only those of this name.
@@ -99,7 +99,7 @@ def clear_cache(
     Args:
         cache_path: the directory; None: the default.
         cache_name: only those of this name.
-        clear_memory: delete them from the copy in memory, too.
+        clear_memory: forget those in memory, too.
     """
     for store in stores_at(Place(cache_path or "")):
         store.disk.clear(cache_name)

@@ -35,6 +35,8 @@ def feature_assemblies(options: LoaderOptions, images: ImageAssembly | None) -> 
     Raises:
         FeatureNotCacheable: the images of a feature are random.
     """
+    for features in options.features.values():
+        features.keep_rows_in(options.settings().cache_dir, options.cache_size)
     return tuple(_assembly(name, one, images, options) for name, one in options.features.items())
 
 
@@ -56,6 +58,8 @@ def _assembly(
             )
         images = replace(images, preprocess=preprocess, as_bytes=False)
     place, label = features.options.place, features.label
+    if place is not None and place.mapped is not None:
+        place = None  # only the rank reads it
     return FeatureAssembly(name, features.inputs, images, place, label, features.variants)
 
 

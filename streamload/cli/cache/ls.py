@@ -15,11 +15,17 @@ _STATES = {"shards": "complete", "parts": "arriving", "bare": "index only", "gon
 
 
 def list_shards(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
-    """List the cached shards, how much of each has arrived, and when it was last used."""
+    """List the cached shards, how much of each has arrived, and when it was last used.
+
+    A last line has the room of rows of modules, which `streamload features ls` lists.
+    """
+    from streamload.cache.directory import reserved_for_rows
+
     tier = tier_at(cache_dir)
     rows = sorted((_describe(shard) for shard in tier.shards()), key=lambda row: (row["url"], row["digest"]))
     if as_json:
-        report = {"cache_dir": str(tier.root), "used_bytes": tier.used_bytes, "limit_bytes": tier.limit_bytes}
+        used = {"used_bytes": tier.used_bytes, "rows_bytes": reserved_for_rows(tier.root)}
+        report = {"cache_dir": str(tier.root), **used, "limit_bytes": tier.limit_bytes}
         print(json.dumps(report | {"shards": rows}, indent=2))
     else:
         _print_table(tier, rows)
@@ -61,6 +67,7 @@ def _print_table(tier: "Tier", rows: list[dict[str, Any]]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    from streamload.cache.directory import reserved_for_rows
     from streamload.metrics import format_bytes
 
     table = Table(box=None, pad_edge=False)
@@ -83,7 +90,10 @@ def _print_table(tier: "Tier", rows: list[dict[str, Any]]) -> None:
         f"{len(rows)} shards in {tier.root}: "
         f"{format_bytes(tier.used_bytes)} of at most {format_bytes(tier.limit_bytes)}",
         highlight=False,
+        markup=False,
     )
+    if rows_bytes := reserved_for_rows(tier.root):
+        console.print(f"rows of modules beside them: {format_bytes(rows_bytes)}", highlight=False)
 
 
 def _state(row: dict[str, Any]) -> str:

@@ -51,6 +51,8 @@ def _print(found: "Inventory") -> None:
     for name, words in _SHARES.items():
         share = getattr(found, name)
         table.add_row(words, f"{share.count:,}", format_bytes(share.size_bytes))
+    if found.rows_bytes:
+        table.add_row("rows of modules", "", format_bytes(found.rows_bytes))
     table.add_row("samples", f"{found.samples:,}", "")
     console.print(table)
     if found.oldest_use is not None and found.newest_use is not None:

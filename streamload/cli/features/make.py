@@ -10,6 +10,7 @@ import typer
 from streamload.cli.logs import progress_console
 from streamload.cli.options import (
     AsJson,
+    CacheDir,
     RayAddress,
     RayCpus,
     SharedCache,
@@ -60,6 +61,7 @@ def make(
     batch_size: BatchSize = 64,
     workers: Workers = 4,
     device: Device = None,
+    cache_dir: CacheDir = None,
     shared_cache: SharedCache = None,
     shared_cache_options: SharedCacheOptions = None,
     storage_options: StorageOptions = None,
@@ -81,7 +83,7 @@ def make(
     named = NamedFeatures(module, preprocess, tokenizer, image_key, text_key, prepare, batch_size, device)
     storage = storage_options_of(storage_options)
     if shared_cache is None and ray is None:
-        _store_rows(urls, named, storage, workers, as_json)
+        _store_rows(urls, named, storage, workers, as_json, cache_dir)
         return
     _make_shards(
         urls,
@@ -90,6 +92,7 @@ def make(
         shared_cache=shared_cache,
         shared_cache_options=storage_options_of(shared_cache_options, "--shared-cache-options"),
         storage_options=storage,
+        cache_dir=cache_dir,
         concurrency=max(1, workers),
         ray=ray,
         ray_cpus=ray_cpus,
@@ -139,7 +142,12 @@ def _make_shards(
 
 
 def _store_rows(
-    urls: list[str], named: NamedFeatures, storage: dict[str, Any] | None, workers: int, as_json: bool
+    urls: list[str],
+    named: NamedFeatures,
+    storage: dict[str, Any] | None,
+    workers: int,
+    as_json: bool,
+    cache_dir: str | None,
 ) -> None:
     """Compute rows in a loader, and store them in the rows of this node."""
     from dataclasses import replace
@@ -150,7 +158,9 @@ def _store_rows(
     features.images = False
     options = named.arguments(features)
     options["shards"] = replace(options["shards"], storage_options=storage)
-    given = streamload.make_loader("::".join(urls), num_workers=workers, device=named.device, **options)
+    given = streamload.make_loader(
+        "::".join(urls), num_workers=workers, device=named.device, cache_dir=cache_dir, **options
+    )
     with given as loader:
         found = _computed(loader, features)
     _report(found, features, as_json)

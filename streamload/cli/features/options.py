@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from streamload.derived.row_catalog import Catalog, FingerprintRows
+    from streamload.derived.row_catalog import Catalog
+    from streamload.derived.row_database import FingerprintRows
 
 Directory = Annotated[
     str | None,

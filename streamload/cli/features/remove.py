@@ -29,7 +29,7 @@ from streamload.cli.options import SharedCacheOptions
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from streamload.derived.row_upkeep import Garbage
+    from streamload.derived.row_catalog import Garbage
 
 
 def gc(
@@ -52,8 +52,8 @@ def gc(
     Derived shards likewise, each place by itself: by when they were last opened on this node, and by when
     they were stored in the shared cache. What is open on this node or being made stays.
     """
+    from streamload.derived.row_catalog import collect_garbage
     from streamload.derived.row_shard_catalog import stale_of
-    from streamload.derived.row_upkeep import collect_garbage
 
     root = root_of(directory)
     places = places_of(directory, shared_cache, shared_cache_options) if stale else []
@@ -122,9 +122,8 @@ def clear(
     """Delete the rows of a label, or all, with their notes and derived shards; other files stay.
 
     Derived shards that a process of this node has open or is making stay. A label is the cache_name of
-    cache_module, by default the name of the class. A running process may still read a copy in memory.
+    cache_module, by default the name of the class. A running process may still read what it has in memory.
     """
-    from streamload.derived.rows_table import clear as delete_all
     from streamload.errors import OptionError
     from streamload.metrics import format_bytes
 
@@ -146,7 +145,7 @@ def clear(
         typer.confirm(f"Delete {what}?", abort=True, err=True)
     if not dry_run:
         with rows_at(directory, writable=True) as catalog:
-            count = delete_all(catalog.table, label)
+            count = catalog.database.clear(label)
     removed = remove_shards(places, shards, "cleared", dry_run=dry_run)
     if as_json:
         about = {"path": str(root), "label": label, "dry_run": dry_run}

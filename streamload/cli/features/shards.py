@@ -18,7 +18,7 @@ def places_of(
     """Where a command looks for derived shards: this node's caches that exist, and the shared cache."""
     from streamload.cache.shared.objects import Objects, refuse_url
     from streamload.cache.tier import Tier
-    from streamload.derived.row_shard_places import NodeRowShards, SharedRowShards
+    from streamload.derived.row_shard_catalog import NodeRowShards, SharedRowShards
     from streamload.options import read_settings
 
     free_disk = read_settings().free_disk

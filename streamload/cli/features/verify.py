@@ -13,7 +13,7 @@ from streamload.cli.options import SharedCacheOptions
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from streamload.derived.row_upkeep import Verified
+    from streamload.derived.row_catalog import Verified
 
 
 def verify(
@@ -39,8 +39,8 @@ def verify(
     try:
         found, deleted = _read(root, delete=delete)
     except CacheCorrupt as exc:
+        from streamload.derived.row_catalog import Verified, replace_broken
         from streamload.derived.row_store import Place
-        from streamload.derived.row_upkeep import Verified, replace_broken
 
         found, broken = Verified(), str(exc)
         if delete:
@@ -59,9 +59,8 @@ def _read(root: "Path", *, delete: bool) -> "tuple[Verified, int]":
     """Verify all rows, with a progress line on a terminal."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from streamload.derived.row_catalog import open_catalog
-    from streamload.derived.row_upkeep import Verified, delete_damaged
-    from streamload.derived.row_upkeep import verify as look_at_all
+    from streamload.derived.row_catalog import Verified, delete_damaged, open_catalog
+    from streamload.derived.row_catalog import verify as look_at_all
     from streamload.metrics import format_bytes
 
     console = progress_console()

@@ -1,0 +1,169 @@
+"""Rows in the memory of a process, in front of those on disk; bounded in true bytes by one limit a node.
+
+Each process takes its share of the limit in blocks, and says so in a file of its own in tmpfs, which it holds
+locked: a kill gives the share back. Those that get none read from the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+
+from streamload.cache import memory
+from streamload.cache.directory import check_owner
+from streamload.cache.locks import FileLock, exclusive
+from streamload.derived.row_database import FINGERPRINT_BYTES
+from streamload.derived.row_seal import Row
+from streamload.errors import CacheError
+from streamload.shards.record import write_at
+
+_ROW_BYTES = 400
+"""What a row takes beside its body: its key, its object, its place in the dictionary."""
+_BLOCK_BYTES, _BLOCKS = 1 << 20, 64
+_FULL_SECONDS = 1.0
+_REORDER_SHARE = 0.5
+"""Below this part of its share nothing will go soon, so that the order of use doesn't matter."""
+_numbers = itertools.count()
+
+
+class MemoryRows:
+    """The rows that this process holds. Thread-safe.
+
+    Args:
+        name: of the directory whose rows they are: processes that use it have one limit together.
+        limit: what these may hold, in bytes, given what they hold now.
+
+    Attributes:
+        size_bytes: what the rows take.
+
+    Raises:
+        CacheError: shares can't be counted here.
+        OSError: likewise.
+    """
+
+    def __init__(self, name: str, limit: Callable[[int], int]):
+        self.size_bytes = 0
+        self._share = _Share(name, limit)
+        self._rows: OrderedDict[bytes, Row] = OrderedDict()
+        self._layouts: dict[bytes, bytes] = {}
+        self._labels: dict[bytes, str] = {}
+        self._in_order = False
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def get(self, key: bytes) -> Row | None:
+        """A row; None: it isn't here."""
+        row = self._rows.get(key)
+        if row is not None and self._in_order:
+            with contextlib.suppress(KeyError):
+                self._rows.move_to_end(key)
+        return row
+
+    def add(self, rows: Iterable[tuple[bytes, Row]], label: str) -> None:
+        """Hold rows; those that were not read for longest go to make room."""
+        with self._lock:
+            for key, row in rows:
+                self._labels[key[:FINGERPRINT_BYTES]] = label
+                layout = self._layouts.setdefault(row.layout, row.layout)
+                self._drop(key)
+                size = len(row.body) + _ROW_BYTES
+                if size > self._share.size_bytes and not self._share.grow(size):
+                    continue
+                while self.size_bytes + size > self._share.size_bytes and not self._share.grow(size):
+                    if not self._rows:
+                        return
+                    self._drop(next(iter(self._rows)))
+                self._rows[key] = Row(layout, bytes(row.body), row.input_digest)
+                self.size_bytes += size
+            self._in_order = self.size_bytes > _REORDER_SHARE * self._share.size_bytes
+
+    def delete(self, keys: Iterable[bytes]) -> None:
+        """Hold some rows no longer."""
+        with self._lock:
+            for key in keys:
+                self._drop(key)
+
+    def clear(self, label: str | None = None) -> None:
+        """Hold no rows of a label, or none at all."""
+        with self._lock:
+            for key in list(self._rows):
+                if label in (None, self._labels.get(key[:FINGERPRINT_BYTES])):
+                    self._drop(key)
+
+    def close(self) -> None:
+        """Hold nothing, and give the share back. Idempotent."""
+        self.clear()
+        self._share.close()
+
+    def _drop(self, key: bytes) -> None:
+        row = self._rows.pop(key, None)
+        if row is not None:
+            self.size_bytes -= len(row.body) + _ROW_BYTES
+
+
+class _Share:
+    """What one process may hold of what all may that use a directory."""
+
+    def __init__(self, name: str, limit: Callable[[int], int]):
+        home = memory.PLACE / f"streamload-rows-{os.geteuid()}"
+        check_owner(home)
+        home.mkdir(mode=0o700, exist_ok=True)
+        check_owner(home)
+        self.size_bytes = 0
+        self._root = home / name
+        self._limit = limit
+        self._full_until = 0.0
+        self._path = self._root / f"{os.getpid()}.{next(_numbers)}"
+        self._root.mkdir(mode=0o700, exist_ok=True)
+        with exclusive(self._root / "lock"):
+            self._held = FileLock.acquire(self._path, create=True)
+        if self._held is None:
+            raise CacheError(f"{self._path} is in use")
+
+    def grow(self, size_bytes: int) -> bool:
+        """Take another block of at least so many bytes; False: there is none left for now."""
+        if time.monotonic() < self._full_until or self._held is None:
+            return False
+        with exclusive(self._root / "lock"):
+            others = sum(self._of_others())
+            limit_bytes = self._limit(self.size_bytes + others)
+            block = max(size_bytes, min(_BLOCK_BYTES, limit_bytes // _BLOCKS))
+            if self.size_bytes + others + block > limit_bytes:
+                self._full_until = time.monotonic() + _FULL_SECONDS
+                return False
+            self.size_bytes += block
+            write_at(self._held.file, b"%020d" % self.size_bytes, 0)
+        return True
+
+    def _of_others(self) -> Iterator[int]:
+        for path in list(self._root.iterdir()):
+            if path in (self._path, self._root / "lock"):
+                continue
+            lock = FileLock.acquire(path)
+            if lock is None:
+                with contextlib.suppress(OSError, ValueError):
+                    yield int(path.read_bytes())
+                continue
+            path.unlink(missing_ok=True)  # of a process that was killed
+            lock.close()
+
+    def close(self) -> None:
+        """Give it back; the last process that does removes the directory."""
+        held, self._held = self._held, None
+        if held is None:
+            return
+        self.size_bytes = 0
+        with contextlib.suppress(OSError), exclusive(self._root / "lock"):
+            self._path.unlink(missing_ok=True)
+            held.close()
+            is_last = not list(self._of_others()) and len(list(self._root.iterdir())) == 1
+            if is_last:
+                shutil.rmtree(self._root, ignore_errors=True)
