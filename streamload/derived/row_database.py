@@ -356,11 +356,19 @@ class Database:
             -(1 << 63),
         )
 
-    def rows_of(self, digest: bytes) -> Iterator[list[tuple[Any, ...]]]:
-        """The keys and bytes of the rows of a fingerprint in the order of keys; some MB at a time."""
-        end = _end(digest)
+    def rows_of(self, digest: bytes, number: int | None = None) -> Iterator[list[tuple[Any, ...]]]:
+        """The keys and bytes of the rows of a fingerprint in the order of keys; some MB at a time.
+
+        Args:
+            digest: of the fingerprint.
+            number: of the fingerprint under one label; None: under all.
+        """
         yield from self._by_parts(
-            "SELECT key, value FROM rows WHERE key > ? AND key <= ? ORDER BY key", digest, end
+            "SELECT key, value FROM rows WHERE key > ? AND key <= ? AND ifnull(?, fingerprint) = fingerprint "
+            "ORDER BY key",
+            digest,
+            _end(digest),
+            number,
         )
 
     def _by_parts(self, statement: str, after: Any, *values: Any) -> Iterator[list[tuple[Any, ...]]]:

@@ -229,7 +229,7 @@ class DiskRows:
         """The keys of all rows, by label."""
         labels: dict[str, list[bytes]] = {}
         for fingerprint in self._fingerprints():
-            keys = functools.partial(_keys_of, digest=fingerprint.fingerprint)
+            keys = functools.partial(_keys_of, fingerprint=fingerprint)
             labels.setdefault(fingerprint.label, []).extend(self._attempt(keys, list[bytes]()))
         return labels
 
@@ -389,8 +389,9 @@ class DiskRows:
             database.close()
 
 
-def _keys_of(opened: Database, digest: bytes) -> list[bytes]:
-    return [key for part in opened.rows_of(digest) for key, _ in part]
+def _keys_of(opened: Database, fingerprint: FingerprintRows) -> list[bytes]:
+    parts = opened.rows_of(fingerprint.fingerprint, fingerprint.number)
+    return [key for part in parts for key, _ in part]
 
 
 _all_rows: weakref.WeakSet[DiskRows] = weakref.WeakSet()
