@@ -1,6 +1,6 @@
 """Memory of a cached module's rows with CacheLevel.MEMORY: 2 ranks with 4 workers each.
 
-Question: rows take more than `max_memory_cache_size_mb` allows. How much memory do all processes and the copy
+Question: rows take more than `max_memory_cache_size_mb` allows. How much memory do all processes and their rows
 in memory take more than the same processes without a cache?
 
 Command: python -m benchmarks.row_memory
@@ -8,13 +8,13 @@ Command: python -m benchmarks.row_memory
 Two ranks, each with a DataLoader of 4 forked workers that stay, whose Dataset calls a module with each
 sample's key; rows of 64 KB, half as many bytes again as the limit. Each rank goes over all samples in an
 order of its own, once to compute and twice to read; then everything is counted while it still lives: the
-PSS of both process trees (each shared page once), and the files of the copy in tmpfs. "none" is the module
-without a cache, "disk" with rows on disk alone; "memory" with the copy.
+PSS of both process trees (each shared page once), and the files in tmpfs that say who has which share. "none" is the module
+without a cache, "disk" with rows on disk alone; "memory" also in memory.
 
 Result: results/row_memory.json
 
-Explanation: one copy a node is shared by all eight workers, and its limit counts pages of the database. What
-the workers hold themselves is the library, and the pages that SQLite keeps of each connection.
+Explanation: each worker holds rows in its own memory, within its share of one limit for the node. What the
+workers hold beside is the library, and the pages that SQLite keeps of each connection.
 """
 
 import json
@@ -127,7 +127,7 @@ def measure(kind: str, directory: str, limit_mib: int) -> dict[str, Any]:
         pss = sum(pss_bytes(one.pid) for one in ranks)
         copy_bytes = sum(
             path.stat().st_blocks * 512
-            for path in (memory.PLACE / f"streamload-rows-{os.geteuid()}").rglob("*")
+            for path in (memory.PLACE / f"streamload-memory-{os.geteuid()}").rglob("*")
             if kind == "memory" and path.is_file()  # else it is what a killed run has left
         )
     finally:

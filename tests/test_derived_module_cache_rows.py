@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import resource
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -545,9 +546,9 @@ def test_rows_in_memory_are_read_without_the_disk_and_go_with_the_process(shm, t
     assert torch.equal(module(torch.ones(8, 4), cache_key=list(range(8))), want)
     assert torch.equal(module(torch.ones(1, 4), cache_key=[3]), want[3:4])
     assert cache_info(module).hits == 9
-    assert [path.name for path in shm.iterdir()] == [f"streamload-rows-{os.geteuid()}"]
+    assert [path.name for path in shm.iterdir()] == [f"streamload-memory-{os.geteuid()}"]
     row_store.close_stores()
-    assert list((shm / f"streamload-rows-{os.geteuid()}").iterdir()) == []
+    assert list((shm / f"streamload-memory-{os.geteuid()}").iterdir()) == []
 
 
 def test_a_share_of_memory_that_a_killed_process_had_is_given_to_others(shm, tmp_path):
@@ -564,6 +565,14 @@ def test_a_share_of_memory_that_a_killed_process_had_is_given_to_others(shm, tmp
     assert second.get(key(0)) is None  # the least recently added went
     assert bytes(second.get(key(199)).body) == random.Random("0 199").randbytes(10_000)
     second.close()
+
+
+def test_memory_of_which_the_shares_were_removed_is_full_and_rows_are_read(shm):
+    rows = MemoryRows("it", lambda used_bytes: 1 << 20)
+    shutil.rmtree(shm / f"streamload-memory-{os.geteuid()}")
+    rows.add([(key(1), unseal(*row(1)))], "it")
+    assert rows.get(key(1)) is None
+    rows.close()
 
 
 def test_memory_stays_within_its_limit(shm):

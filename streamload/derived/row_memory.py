@@ -113,7 +113,7 @@ class _Share:
     """What one process may hold of what all may that use a directory."""
 
     def __init__(self, name: str, limit: Callable[[int], int]):
-        home = memory.PLACE / f"streamload-rows-{os.geteuid()}"
+        home = memory.PLACE / f"streamload-memory-{os.geteuid()}"
         check_owner(home)
         home.mkdir(mode=0o700, exist_ok=True)
         check_owner(home)
@@ -132,16 +132,17 @@ class _Share:
         """Take another block of at least so many bytes; False: there is none left for now."""
         if time.monotonic() < self._full_until or self._held is None:
             return False
-        with exclusive(self._root / "lock"):
+        self._full_until = time.monotonic() + _FULL_SECONDS
+        with contextlib.suppress(OSError), exclusive(self._root / "lock"):  # somebody may have removed it
             others = sum(self._of_others())
             limit_bytes = self._limit(self.size_bytes + others)
             block = max(size_bytes, min(_BLOCK_BYTES, limit_bytes // _BLOCKS))
-            if self.size_bytes + others + block > limit_bytes:
-                self._full_until = time.monotonic() + _FULL_SECONDS
-                return False
-            self.size_bytes += block
-            write_at(self._held.file, b"%020d" % self.size_bytes, 0)
-        return True
+            if self.size_bytes + others + block <= limit_bytes:
+                write_at(self._held.file, b"%020d" % (self.size_bytes + block), 0)
+                self.size_bytes += block
+                self._full_until = 0.0
+                return True
+        return False
 
     def _of_others(self) -> Iterator[int]:
         for path in list(self._root.iterdir()):
