@@ -1,15 +1,15 @@
 """Memory of a cached module's rows with CacheLevel.MEMORY: 2 ranks with 4 workers each.
 
-Question: rows take more than `max_memory_cache_size_mb` allows. How much memory do all processes and their rows
-in memory take more than the same processes without a cache?
+Question: rows take more than `max_memory_cache_size_mb` allows. How much memory do all processes take, with
+their rows, more than the same processes without a cache?
 
 Command: python -m benchmarks.row_memory
 
 Two ranks, each with a DataLoader of 4 forked workers that stay, whose Dataset calls a module with each
 sample's key; rows of 64 KB, half as many bytes again as the limit. Each rank goes over all samples in an
 order of its own, once to compute and twice to read; then everything is counted while it still lives: the
-PSS of both process trees (each shared page once), and the files in tmpfs that say who has which share. "none" is the module
-without a cache, "disk" with rows on disk alone; "memory" also in memory.
+PSS of both process trees (each shared page once), and the files in tmpfs that say who has which share. "none"
+is the module without a cache, "disk" with rows on disk alone; "memory" also in memory.
 
 Result: results/row_memory.json
 
