@@ -258,6 +258,7 @@ def test_cache_clear_asks_on_a_terminal_and_elsewhere_wants_to_be_told(held, str
         "cache_dir": str(tier),
         "used_bytes": 0,
         "limit_bytes": 10**9,
+        "rows_bytes": 0,
         "shards": [],
     }
 
