@@ -175,6 +175,7 @@ class CheckProcess:
 
     def __init__(self, module: Module, lock: FileLock, rows: bytes, verdict: Path | None):
         self._lock = lock
+        self._owner = os.getpid()
         self._text = b""
         self._ends = time.monotonic() + MOST_SECONDS
         try:
@@ -228,6 +229,10 @@ class CheckProcess:
         if "error" in answer:
             raise CannotCheck(answer["error"])
         return answer
+
+    def __del__(self) -> None:
+        if hasattr(self, "_process") and os.getpid() == self._owner:  # not in a fork
+            self.close()
 
     def close(self) -> None:
         """End the process. Idempotent."""
