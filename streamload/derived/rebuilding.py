@@ -48,21 +48,21 @@ class Script(types.ModuleType):
 
     def __init__(self, path: str, package: str | None):
         super().__init__("__main__")
-        self.__file__, self.__package__ = path, package
-        self.__dict__["_statements"] = None
+        self.__package__ = package
+        if path:  # inspect takes a module with an empty one for broken
+            self.__file__ = path
+        self.__dict__.update(_path=path, _statements=None)
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_"):
             self._run(name)
         if name not in self.__dict__:
-            raise AttributeError(
-                f"{self.__file__ or 'the main module, which has no file,'} defines no {name}"
-            )
+            raise AttributeError(f"{self._path or 'the main module, which has no file,'} defines no {name}")
         return self.__dict__[name]
 
     def _run(self, name: str) -> None:
         if self._statements is None:
-            self.__dict__["_statements"] = _statements(self.__file__ or "")
+            self.__dict__["_statements"] = _statements(self._path) if self._path else []
         wanted, chosen = {name}, list[_Statement]()
         while more := [
             one for one in self._statements if not (one in chosen or one.bound.isdisjoint(wanted))
@@ -72,7 +72,7 @@ class Script(types.ModuleType):
         new = [one for one in self._statements if one in chosen and not one.has_run]
         for one in new:
             one.has_run = True
-        exec(_compiled(self._statements, new, self.__file__ or ""), self.__dict__)
+        exec(_compiled(self._statements, new, self._path), self.__dict__)
 
 
 @dataclass(eq=False)
