@@ -28,7 +28,7 @@ KEY_BYTES, FINGERPRINT_BYTES = 32, 16
 DATABASE = "rows.db"
 FILES = (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm")
 OLD_FILES = ("cache.db", "cache.db-wal", "cache.db-shm")
-"""Of databases that versions before 0.2 have made, by diskcache."""
+"""Of databases of before, which diskcache made."""
 WAIT_SECONDS = 20.0
 _FORMAT = 2
 _SCHEMA = """
