@@ -642,6 +642,7 @@ def test_building_later_draws_the_same_weights_and_disturbs_no_draw():
 @pytest.mark.parametrize(
     "twin", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"]
 )
+@pytest.mark.sampled(2)
 def test_copies_and_pickles_are_the_same_module(twin, is_built):
     module = seeded(Cached)
     module.eval()

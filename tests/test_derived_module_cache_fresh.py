@@ -195,6 +195,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.sampled(8)
 def test_a_change_is_another_row(what):
     assert not is_hit(extractor())
     assert is_hit(extractor())
@@ -220,6 +221,7 @@ LATER = dict(
 
 
 @pytest.mark.parametrize("what", LATER)
+@pytest.mark.sampled(4)
 def test_a_change_between_two_calls_is_another_row(what):
     module = extractor()
     assert not is_hit(module)
@@ -295,6 +297,7 @@ NO_CHANGES = {
 
 
 @pytest.mark.parametrize("what", NO_CHANGES)
+@pytest.mark.sampled(5)
 def test_no_change_is_the_same_row(what, monkeypatch):
     monkeypatch.chdir(os.getcwd())
     assert not is_hit(extractor())

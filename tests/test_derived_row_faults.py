@@ -72,6 +72,7 @@ def _pass_over(factor: float, began: Any, answer: Any) -> None:
 
 
 @pytest.mark.parametrize("factors", [(2.0, 3.0), (2.0, 2.0)], ids=["two versions", "two jobs"])
+@pytest.mark.sampled(1)
 def test_processes_that_share_a_store_have_their_own_rows(factors: tuple[float, float]) -> None:
     context = multiprocessing.get_context("fork")
     began, answer = context.Barrier(2), context.Queue()

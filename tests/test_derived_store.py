@@ -77,6 +77,7 @@ def mapping(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("level", [CacheLevel.DISK, CacheLevel.MEMORY])
+@pytest.mark.sampled(3)
 def test_any_mapping_of_text_to_bytes_keeps_rows(mapping: Any, tmp_path: Path, level: CacheLevel, shm: Path):
     mapping["of the user"] = b"stays"
     module = cache_module(cache_level=level, store=mapping)(Doubles)()

@@ -92,6 +92,7 @@ def node(rank: int, data: Path, place: Path, ranks: int, groups: int, bucketing:
     ("ranks", "groups", "bucketing", "workers"),
     [(2, 2, 64, 0), (4, 2, 64, 1), (4, 4, 64, 0), (2, 2, "step", 1), (2, 4, 64, 0)],
 )
+@pytest.mark.sampled(2)
 def test_steps_have_equal_rows_shapes_and_parts_on_all_nodes(
     data: Path, tmp_path: Path, ranks: int, groups: int, bucketing: Any, workers: int
 ) -> None:

@@ -87,6 +87,7 @@ def use_up_files() -> list[int]:
 
 @pytest.mark.parametrize("count", [pytest.param(0, marks=pytest.mark.deep), 1])
 @pytest.mark.parametrize("origin", ["", "pipe:cat "])
+@pytest.mark.sampled(1)
 def test_a_low_limit_of_open_files_changes_no_sample_and_no_order(
     count: int, origin: str, urls: str, tmp_path: Path
 ) -> None:

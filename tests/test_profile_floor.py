@@ -169,6 +169,7 @@ def test_each_sample_is_dealt_to_one_worker_in_shares_of_one_size(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["uint8", "float32", "decode"])
+@pytest.mark.sampled(1)
 def test_all_workers_go_through_all_samples_in_each_pass(tmp_path, form, no_leaks):
     paths = [str(path) for path in write_shards(tmp_path, [5, 4], seed=53)]
     multiprocessing.Barrier(1)  # the first in a process makes memory for all, which stays
