@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import textwrap
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from streamload.derived.builds import Generators
 from streamload.derived.fingerprint import torch_settings
@@ -116,10 +119,13 @@ def test_the_process_that_checks_is_niced_and_bounded_and_sees_no_devices(
     import told_by_a_check  # type: ignore[import-not-found]
 
     x = torch.arange(4.0).reshape(1, 4) + 1
-    check = RowCheck(
-        made(told_by_a_check.Tells), Rows((x,), {}, 1, [x]), b"f" * 16, None, lambda verdict: None
-    )
+    model = nn.Identity()
+    is_alive = weakref.ref(model)
+    at_exit = functools.partial(lambda model, verdict: None, model)
+    check = RowCheck(made(told_by_a_check.Tells), Rows((x,), {}, 1, [x]), b"f" * 16, None, at_exit)
+    del model, at_exit
     check.wait(120)
+    assert is_alive() is None
     assert check.verdict is not None
     assert (check.verdict.is_same, check.verdict.reason) == (True, "")
     again = RowCheck(
@@ -179,5 +185,5 @@ def test_a_file_that_forward_reads_is_noticed_by_a_run_that_builds_nothing(tmp_p
     assert run(1)[0] == [32, 0]  # another process has built it as well
     values, said = run(2)
     assert values == [32, 0]
-    assert "the row of key 'a' of Extractor isn't what Extractor computes now" in said
+    assert "the row of key 'a' of Extractor isn't what it computes now" in said
     assert run(2)[0] == [64, 1]  # none of these rows is read any more

@@ -21,6 +21,7 @@ from streamload.derived import row_store
 from streamload.derived.log_once import log_once
 from streamload.derived.row_store import Place
 from streamload.derived.rows import DiskRows, RowCounts
+from streamload.errors import FeatureMismatch
 from streamload.testing.shards import ShardOptions, write_shards
 
 X, KEYS = torch.arange(32.0).reshape(8, 4), [f"key {at}" for at in range(8)]
@@ -204,6 +205,29 @@ def test_a_loader_s_rows_are_in_its_cache_dir_and_those_of_the_default_one_are_r
     reserved = int((own / "rows" / "reserved").read_text())
     assert 0 < reserved <= tier.limit_bytes // 2
     assert reserved % (tier.limit_bytes // 64) in (0, tier.limit_bytes // 2 % (tier.limit_bytes // 64))
+
+
+class Scaled(nn.Module):
+    """What no fingerprint covers is in a file."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.mean((2, 3)) * float(Path("factor").read_text())
+
+
+def test_rows_of_the_default_directory_that_were_found_to_be_wrong_are_not_read_from_another_one(
+    shard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("factor").write_text("1")
+    first = features_of(shard, Features(Scaled()))
+    Path("factor").write_text("2")
+    with pytest.raises(FeatureMismatch):
+        features_of(shard, Features(Scaled()))
+    row_store.close_stores()
+    features = Features(Scaled())
+    rows = features_of(shard, features, cache_dir=str(tmp_path / "own"), cache_size="64MB")
+    assert all(torch.allclose(rows[sample], 2 * first[sample]) for sample in first)
+    assert cache_info(features.module).stored == SAMPLES
 
 
 def key(number: int) -> bytes:

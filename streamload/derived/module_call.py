@@ -174,6 +174,11 @@ class Call:
         self.counts.misses += len(self.missing)
         return self._put_together(self._compute_missing() if self.missing else None)
 
+    @property
+    def _label(self) -> str:
+        """What messages call the module."""
+        return label_of(self.module, self.options)
+
     def _now(self) -> Fingerprint:
         return fingerprint_of(self.module, self.options, self.store, self._made_by)
 
@@ -183,7 +188,7 @@ class Call:
         naming = Naming(self.fingerprint.digest, self._context(), is_row=self.rows is not None)
         self._place([None if key is None else naming.name(key) for key in self.keys])
         names = [name for name in self.unique if name is not None]
-        rows = self.store.read(names, label_of(self.module, self.options))
+        rows = self.store.read(names, self._label)
         unreadable = self._unreadable({row.layout for row in rows.values()})
         self.found: dict[int, Row] = {
             place: row
@@ -217,7 +222,7 @@ class Call:
             try:
                 layout_of(layout)
             except CacheCorrupt as exc:
-                log_once(f"rows of {type(self.module).__name__} are computed again: {exc}")
+                log_once(f"rows of {self._label} are computed again: {exc}")
                 found.add(layout)
         return found
 
@@ -239,7 +244,7 @@ class Call:
             self.counts.mismatches += 1
             names = ", ".join(differences(served.parts, now.parts)[:5])
             raise FeatureMismatch(
-                f"{type(self.module).__name__} was built otherwise than twice before ({names}), and rows of "
+                f"{self._label} was built otherwise than twice before ({names}), and rows of "
                 f"the other were returned already: its __init__ depends on what can't be seen; name the "
                 f'version yourself, cache_module(version="1"), and start anew'
             )
@@ -272,7 +277,7 @@ class Call:
                 f'apart into the key, or compute such rows again: cache_module(on_mismatch="recompute")'
             )
         log_once(
-            f"rows of {label_of(self.module, self.options)} were computed from other inputs than are given "
+            f"rows of {self._label} were computed from other inputs than are given "
             f"with their keys now, and are computed again (first: {key!r})"
         )
         digests = self.inputs.digests([self.first[one] for one in range(len(self.unique))])
@@ -351,7 +356,7 @@ class Call:
         alone = Result(self._detached(*self.inputs.of([self.first[places[-1]]])), 1)
         if not is_close(alone.leaves, row_of(result, len(places) - 1)):
             raise FeatureNotCacheable(
-                f"{type(self.module).__name__} computes another result for a row by itself than among "
+                f"{self._label} computes another result for a row by itself than among "
                 f"others: it mixes the rows of a batch (a norm or mean over dimension 0?), or something "
                 f"random is in it; give such calls one key for the whole batch"
             )
@@ -388,7 +393,7 @@ class Call:
             after.restore()
         if not is_close(Result(value, None).leaves, Result(again, None).leaves):
             raise FeatureNotCacheable(
-                f"{type(self.module).__name__} draws random numbers, and its results depend on them: a "
+                f"{self._label} draws random numbers, and its results depend on them: a "
                 f"stored row would repeat one draw for ever; move what is random out of the module"
             )
         self.proof.is_chance_harmless = True
@@ -431,9 +436,7 @@ class Call:
         try:
             return layout_of(layout).build(leaves)
         except (TypeError, ValueError) as exc:
-            raise FeatureError(
-                f"the result of {type(self.module).__name__} can't be made again: {exc}"
-            ) from exc
+            raise FeatureError(f"the result of {self._label} can't be made again: {exc}") from exc
 
 
 def _random_place(count: int) -> int:

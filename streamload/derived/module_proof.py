@@ -199,7 +199,7 @@ class Proof:
         latest = self._latest.get(fingerprint.digest)
         if latest is None:
             latest, number = fingerprint, 0
-            while store.disk.read_note(_REFUSED + latest.digest) is not None:
+            while store.read_note(_REFUSED + latest.digest) is not None:
                 number += 1
                 latest = Fingerprint.of({**fingerprint.parts, "computed again": number})
             if len(self._latest) > _FINGERPRINTS_KEPT:
@@ -290,7 +290,7 @@ def _believed(
         proof.believed = None
         return None
     key = _recipe(description, pending)
-    builds = read_builds(store.disk.read_note(key))
+    builds = read_builds(store.read_note(key))
     has_weights = options.weights is not None
     known = believed(builds, pending.generators.digests, has_weights=has_weights)
     if known is None and options.is_checked and may_agree(builds):
@@ -307,7 +307,7 @@ def _agreed(module: Any, store: RowStore, key: bytes, description: Description, 
     process = None
     try:
         while True:
-            builds = read_builds(store.disk.read_note(key))
+            builds = read_builds(store.read_note(key))
             known = believed(builds, generators)
             if known is not None or not may_agree(builds):
                 return known
@@ -382,7 +382,7 @@ def record_build(
     )
     key = _recipe(description, pending)
     proof_of(module).recorded = (key, latest)
-    builds = read_builds(store.disk.read_note(key))
+    builds = read_builds(store.read_note(key))
     store.disk.write_note(key, written(builds, latest), label_of(module, options))
 
 
@@ -401,7 +401,7 @@ def record_settled(module: Any, store: RowStore, before: Fingerprint) -> None:
     if {**before.parts, **build_.parts} != dict(before.parts):
         return
     settled = replace(build_, parts={**proof.built.parts, "code": proof.built.code})
-    builds = read_builds(store.disk.read_note(key))
+    builds = read_builds(store.read_note(key))
     store.disk.write_note(key, written(builds, settled), label_of(module, module._streamload_options))
 
 
@@ -439,11 +439,11 @@ def refuse_rows(
         fingerprint: of the rows.
         key: of one that was compared.
     """
-    name, label = type(module).__name__, label_of(module, options)
+    label = label_of(module, options)
     store.counts.mismatches += 1
     store.disk.write_note(_REFUSED + fingerprint.digest, b"refused", label)
     text = (
-        f"the row of key {key!r} of {label} isn't what {name} computes now from the same input: its results "
+        f"the row of key {key!r} of {label} isn't what it computes now from the same input: its results "
         f"depend on what can't be seen (a file, a library, chance). None of its rows is read any "
         f'more, and a new run computes them again; or name the version yourself, version="1", or turn '
         f"this off, check=False"

@@ -278,8 +278,8 @@ class RowCheck:
         self._is_done = threading.Event()
         module_bytes(module)  # what can't be sent is known at once
         _listen()
-        threading.Thread(target=self._run, name="streamload-check", daemon=True).start()
         _running.append(self)
+        threading.Thread(target=self._run, name="streamload-check", daemon=True).start()
 
     def wait(self, most_seconds: float = _PATIENCE_SECONDS) -> None:
         """Wait for the verdict, so long."""
@@ -294,9 +294,12 @@ class RowCheck:
         except Exception as exc:
             verdict = Verdict(None, repr(exc))
         finally:
-            self.verdict, self._data = verdict, b""
+            self.verdict = verdict
             if self._process is not None:
                 self._process.close()
+            if verdict is None or verdict.is_same is not False:  # the module may go before the process does
+                _running.remove(self)
+                self.at_exit = _say_nothing
             self._is_done.set()
 
     def _found(self) -> Verdict:
@@ -322,6 +325,11 @@ class RowCheck:
 
 
 _running: list[RowCheck] = []
+"""Those without a verdict, and those that have found a difference."""
+
+
+def _say_nothing(verdict: Verdict) -> None:
+    """In place of what would be said at the end."""
 
 
 def module_bytes(value: Module | Rows) -> bytes:
@@ -413,7 +421,7 @@ def _forget_parents() -> None:
 def _finish() -> None:
     """At the end of the process: wait a while for what is being checked, and say what is wrong."""
     ends = time.monotonic() + _AT_EXIT_SECONDS
-    for check in _running:
+    for check in _running.copy():
         check.wait(max(0.0, ends - time.monotonic()))
         if check.verdict is not None:
             check.at_exit(check.verdict)

@@ -32,7 +32,6 @@ from streamload.loader.order_spec import (
 from streamload.loader.position import EpochTracker, MeanWeight, Position, Weights
 from streamload.loader.resizing import blocks_of, from_block, of_ranks, resized
 from streamload.loader.sizes import agree_on_sizes, estimate_samples, read_sizes, sizes_digest
-from streamload.loader.sources import SourceOptions
 from streamload.loader.state import (
     attempt_in,
     check_fits,
@@ -465,7 +464,7 @@ class Schedule:
         name = f"factors {self._options.urls.fingerprint()} {self._options.seed}"
         agreed: list[int] = json.loads(first_value(name, json.dumps(units), world_size))
         if self.topology.rank == 0:
-            _log_units(sources, samples, agreed)
+            _log_units([source.name for source in sources], samples, agreed)
         return agreed
 
     def epoch_samples(self) -> int | None:
@@ -502,10 +501,9 @@ class Schedule:
         return self._data_digest
 
 
-def _log_units(sources: Sequence[SourceOptions], samples: Sequence[int | None], units: Sequence[int]) -> None:
+def _log_units(names: Sequence[str], samples: Sequence[int | None], units: Sequence[int]) -> None:
     """Log what upsampling factors are multiplied by where there is no sizes.json."""
     advice = "put a sizes.json beside the shards ({shard name: samples}) for exact shares"
-    names = [source.name for source in sources]
     unknown = [name for name, count in zip(names, samples, strict=True) if not count]
     if unknown:
         logger.warning(

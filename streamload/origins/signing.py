@@ -17,19 +17,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+import botocore.client  # here, not in each forked process
+import botocore.session
+from botocore import UNSIGNED
+from botocore.awsrequest import AWSResponse
+from botocore.config import Config
+from botocore.exceptions import NoCredentialsError
+
 from streamload.options import Settings, value_of
-from streamload.origins import collector, renewal
+from streamload.origins import renewal
 from streamload.origins.credentials import OF_WEB
 from streamload.origins.renewal import Lookup
 from streamload.urls.identity import DEFAULT_PORTS
-
-with collector.paused():  # a quarter of what it takes
-    import botocore.client  # here, not in each forked process
-    import botocore.session
-    from botocore import UNSIGNED
-    from botocore.awsrequest import AWSResponse
-    from botocore.config import Config
-    from botocore.exceptions import NoCredentialsError
 
 _KEYS = {
     "key": "aws_access_key_id",
@@ -252,8 +251,7 @@ class _Signer:
         with self._lock:
             client = self._clients.get(region)
             if client is None:
-                with collector.paused():  # descriptions of all that S3 can do are read: a third of it
-                    client = self._clients[region] = self._new_client(region)
+                client = self._clients[region] = self._new_client(region)
             return client
 
     def _new_client(self, region: str | None) -> Any:
