@@ -200,8 +200,10 @@ def _is_anothers(path: Path) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         if named := re.match(r"(?:torch|streamload-test|sem\.loky)[_-](\d+)(?:[_-]|$)", path.name):
             return not _is_of_this_test(psutil.Process(int(named[1])))
-    held_by = [process for process in psutil.process_iter() if _has_open(process, path)]
-    return bool(held_by) and not any(_is_of_this_test(process) for process in held_by)
+    of_this_test = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    if any(_has_open(process, path) for process in of_this_test):
+        return False
+    return any(_has_open(process, path) for process in psutil.process_iter() if process not in of_this_test)
 
 
 def _is_of_this_test(process: psutil.Process) -> bool:
@@ -229,11 +231,13 @@ def leaks_nothing(patience_seconds: float = 5.0) -> Iterator[None]:
     """
     before = _held()
     yield
+    others: set[str] = set()  # asked once: reading what all processes have mapped takes long
     began = time.monotonic()
     while True:
         gc.collect()  # an exception's traceback may hold what nobody can reach any more
         left = {kind: sorted(now - before[kind]) for kind, now in _held().items()}
-        left["shared memory"] = [path for path in left["shared memory"] if not _is_anothers(Path(path))]
+        others |= {path for path in left["shared memory"] if path not in others and _is_anothers(Path(path))}
+        left["shared memory"] = [path for path in left["shared memory"] if path not in others]
         left = {kind: some for kind, some in left.items() if some}
         if not left:
             return
