@@ -1,8 +1,9 @@
 """Rows of a module that are there: what reading them takes, and their bytes, beside Torch Module Cache.
 
 Question: features of 3 KB lie on disk; how much CPU time does a row take in batches of 64, by streamload's
-`cache_module`, by Torch Module Cache and by a pickle a sample? How many bytes do they take on disk, by the
-batch in which they were computed? And what does the first pass take that stores them?
+`cache_module`, by Torch Module Cache, from HDF5, from safetensors and by a pickle a sample? How many bytes do
+they take on disk, by the batch in which they were computed? And what does the first pass take that stores
+them?
 
 Command: python -m benchmarks.module_cache
 
@@ -12,7 +13,10 @@ them in batches of 64, in another order; the time is the CPU time of the last pa
 passes over 128 results of one key each. "compute" is the module without a cache. Storing is measured against
 computing by a ViT-tiny of seeded weights: CPU time of a first pass with and without the cache, until all rows
 are stored. Torch Module Cache runs as it is; "singly" its rows are computed one by one, so that each file
-holds one row; as it writes batches, each file holds all of its batch.
+holds one row; as it writes batches, each file holds all of its batch. HDF5 is one data
+set, in the layout that it has unless told otherwise or in chunks of 1 MB, from which a batch's rows are taken
+by one index in rising order; safetensors is one file with a tensor a row. Both are written once, by one
+process, when all rows are there.
 
 Result: results/module_cache.json
 
@@ -46,6 +50,9 @@ CONTENDERS = [
         "torch-module-cache, singly", "", {**ANY, "kind": "peer", "stored_in": 1}, "torch_module_cache"
     ),
     Contender("a pickle a sample", "", {**ANY, "kind": "pickle", "stored_in": 64}),
+    Contender("HDF5", "", {**ANY, "kind": "hdf5", "stored_in": 64}, "h5py"),
+    Contender("HDF5, 1 MB chunks", "", {**ANY, "kind": "hdf5", "stored_in": 64, "level": "CHUNKS"}, "h5py"),
+    Contender("safetensors", "", {**ANY, "kind": "safetensors", "stored_in": 64}),
     Contender("compute", "", {**ANY, "kind": "none", "stored_in": 64}),
     Contender("ViT-tiny", "", {**ANY, "kind": "none", "stored_in": 64, "model": "vit"}),
     Contender("ViT-tiny, stored", "", {**ANY, "kind": "streamload", "stored_in": 64, "model": "vit"}),
@@ -216,6 +223,8 @@ def caller(kind: str, directory: str, level: str, is_vit: bool) -> tuple[Any, An
     plain = cls().eval()
     if kind == "none":
         return torch.no_grad()(lambda x, keys: plain(x)), lambda: None
+    if kind in ("hdf5", "safetensors"):
+        return in_one_file(plain, kind, directory, level)
 
     def pickled(x: torch.Tensor, keys: list[int]) -> torch.Tensor:
         paths = [Path(directory) / f"{key}.pkl" for key in keys]
@@ -226,6 +235,53 @@ def caller(kind: str, directory: str, level: str, is_vit: bool) -> tuple[Any, An
         return torch.stack([torch.from_numpy(pickle.loads(path.read_bytes())) for path in paths])
 
     return pickled, lambda: None
+
+
+def in_one_file(module: Any, kind: str, directory: str, level: str) -> tuple[Any, Any]:
+    """All rows in one file, which is written when all are there, and read by a batch's keys."""
+    import numpy as np
+    import torch
+
+    path = Path(directory) / f"rows.{kind}"
+    computed: dict[int, torch.Tensor] = {}
+    read: list[Any] = []
+
+    def call(x: torch.Tensor, keys: list[int]) -> torch.Tensor:
+        if read:
+            rows: torch.Tensor = read[0](keys)
+            return rows
+        with torch.no_grad():
+            rows = module(x)
+        computed.update(zip(keys, rows, strict=True))
+        return rows
+
+    def finish() -> None:
+        if kind == "safetensors":
+            from safetensors import safe_open
+            from safetensors.torch import save_file
+
+            save_file({str(key): row.clone() for key, row in computed.items()}, path)
+            file = safe_open(path, "pt").__enter__()
+            read.append(lambda keys: torch.stack([file.get_tensor(str(key)) for key in keys]))
+        else:
+            import h5py
+
+            with h5py.File(path, "w") as writing:
+                chunks = (2**20 // (4 * WIDTH), WIDTH) if level == "CHUNKS" else None
+                values = torch.stack([computed[key] for key in sorted(computed)]).numpy()
+                writing.create_dataset("rows", data=values, chunks=chunks)
+            rows = h5py.File(path)["rows"]
+
+            def taken(keys: list[int]) -> torch.Tensor:
+                order = np.argsort(keys)
+                batch = np.empty((len(keys), WIDTH), np.float32)
+                batch[order] = rows[np.asarray(keys)[order]]
+                return torch.from_numpy(batch)
+
+            read.append(taken)
+        computed.clear()
+
+    return call, finish
 
 
 if __name__ == "__main__":
