@@ -229,8 +229,8 @@ def test_the_bytes_of_a_range_come_before_all_of_it_is_there(front: ShardServer)
 
 @both_ways
 def test_a_slow_range_is_no_stall(front: ShardServer) -> None:
-    front.misbehave("bucket/a.tar", Fault(first=1), Fault(bytes_per_second=len(BODY) / 6))
-    one_part = replace(QUICK, first_part_bytes=2 * len(BODY), chunk_bytes=2 * len(BODY), stall_seconds=4.0)
+    front.misbehave("bucket/a.tar", Fault(first=1), Fault(bytes_per_second=len(BODY) / 9))
+    one_part = replace(QUICK, first_part_bytes=2 * len(BODY), chunk_bytes=2 * len(BODY), stall_seconds=6.5)
     tally = Tally()
     assert read("s3://bucket/a.tar", anonymous(front), options=one_part, counters=tally) == BODY
     assert not tally["origin_retries"]
