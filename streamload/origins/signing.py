@@ -6,6 +6,7 @@ of before-send takes the request before it is sent. Has no signer and no endpoin
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -213,7 +214,8 @@ class _Signer:
         self._options = options
         self.session = botocore.session.Session(profile=options.get("profile"))
         # To list the services of AWS, only to find S3 among them, is a third of what a client costs.
-        self.session.get_component("data_loader").list_available_services = _AllServices
+        loader = self.session.get_component("data_loader")
+        loader.list_available_services, loader.file_loader = _AllServices, _Models()
         self._is_anonymous = _is_anonymous(options)
         is_given = self._is_anonymous or _has_keys(options)
         self.credentials = None if is_given else self.session.get_credentials()
@@ -285,6 +287,20 @@ class _AllServices:
         return True
 
 
+class _Models:
+    """Loads botocore's descriptions of services as plain dicts, in half the time of its OrderedDicts."""
+
+    def exists(self, path: str) -> bool:
+        return any(file.is_file() for file in _files_of(path))
+
+    def load_file(self, path: str) -> Any:
+        file = next((file for file in _files_of(path) if file.is_file()), None)
+        if file is None:
+            return None
+        content = file.read_bytes()
+        return json.loads(gzip.decompress(content) if file.suffix == ".gz" else content)
+
+
 class _NoBody:
     """The body of the answer that botocore gets in place of the store's."""
 
@@ -337,6 +353,11 @@ def place_of(url: str) -> Place | None:
         return None
     key, _, number = key.partition("?versionId=")
     return Place(bucket, key, number)
+
+
+def _files_of(path: str) -> tuple[Path, Path]:
+    """Return the files in which botocore keeps a description, by its path without their endings."""
+    return Path(f"{path}.json"), Path(f"{path}.json.gz")
 
 
 def _has_keys(options: Mapping[str, Any]) -> bool:
