@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import io
 import os
+import tarfile
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from streamload.cache import claims
 from streamload.cache.demand import DemandFile
-from streamload.cache.part import Part
+from streamload.cache.fill import Filled, Outcome, fill
+from streamload.cache.part import Part, reserved_bytes
+from streamload.cache.shard import Shard, prepared_form
 from streamload.cache.tier import Tier
+from streamload.origins.origin import Origin, Stream, Version
 
 A, B, C = (letter * 32 for letter in "abc")
 SHARD_BYTES = 60 << 10
+
+
+def tar_of(size_bytes: int) -> bytes:
+    """A tar with one sample of this size."""
+    packed, header = io.BytesIO(), tarfile.TarInfo("a.bin")
+    header.size = size_bytes
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        tar.addfile(header, io.BytesIO(bytes(size_bytes)))
+    return packed.getvalue()
 
 
 class Plan:
@@ -72,6 +87,61 @@ def test_the_last_room_is_left_to_a_claim_that_is_needed_sooner(
     assert sooner.reserve(SHARD_BYTES, 0)
     newcomer.join(60)
     assert granted == [False]
+
+
+class HeldBack(Origin):
+    """An origin, and its stream, whose bytes come once `may_come` is set."""
+
+    def __init__(self, data: bytes):
+        self.url = "held:back"
+        self.may_come = threading.Event()
+        self._data = data
+
+    def open(self, start: int = 0, expected: Version | None = None) -> Stream:
+        return cast(Stream, self)
+
+    @property
+    def version(self) -> Version:  # type: ignore[override]  # the stream's
+        return Version(size=len(self._data) // 2, etag="1")
+
+    def chunks(self) -> Iterator[bytes]:
+        assert self.may_come.wait(60)
+        yield self._data
+
+
+@pytest.mark.usefixtures("patient")
+def test_the_last_room_is_left_to_a_shard_that_is_prepared_and_needed_sooner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, sleep, waits = Plan(tmp_path / "tier", 2.2), time.sleep, threading.Event()
+    form = prepared_form(Shard("https://host/a.tar", "https://host/a.tar", A), "raw-32")
+    part, origin = plan.claim(form.digest), HeldBack(tar_of(SHARD_BYTES))
+    outcomes: list[Outcome] = []
+
+    def make() -> None:
+        outcomes.append(fill(part, form, lambda: origin, next_use=lambda: 0.0, stop=threading.Event()))
+
+    maker = threading.Thread(target=make)
+    maker.start()
+    while not (part.path / "reserved").exists():
+        sleep(0.01)
+    later, granted = plan.claim(B), list[bool]()
+
+    def poll(seconds: float) -> None:
+        waits.set()
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", poll)
+    newcomer = threading.Thread(target=lambda: granted.append(later.reserve(reserved_bytes(SHARD_BYTES), 1)))
+    newcomer.start()
+    is_held_up = waits.wait(20)
+    origin.may_come.set()
+    maker.join(60)
+    newcomer.join(60)
+    assert is_held_up
+    assert [outcome.result for outcome in outcomes] == [Filled.PUBLISHED]
+    assert granted == [False]
+    plan.run.close()
 
 
 @pytest.mark.usefixtures("patient")

@@ -133,6 +133,18 @@ print("torch" in sys.modules, file=sys.stderr)
     assert done.stderr.splitlines()[-1] == "False"
 
 
+def test_a_command_ends_without_a_search_for_garbage():
+    script = """
+import atexit, gc, sys
+atexit.register(lambda: print(gc.get_freeze_count() > len(gc.get_objects()), file=sys.stderr))  # the last
+from streamload.cli import main
+sys.argv = ["streamload", "version"]
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stderr.splitlines()[-1] == "True"
+
+
 def test_help_needs_nothing_heavy():
     script = (
         "import sys, streamload.cli; print(*{'numpy', 'fsspec', 'webdataset', 'rich.table'} & {*sys.modules})"

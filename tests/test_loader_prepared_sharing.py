@@ -15,6 +15,7 @@ from sharing import Origin, Place, running_s3
 from tiers import flip, until
 
 from streamload import Images
+from streamload.cache.part import Part
 from streamload.cache.shard import prepared_form
 from streamload.cache.tier import Tier
 from streamload.derived.preparation import Preparation
@@ -95,6 +96,24 @@ def test_a_training_takes_prepared_shards_and_nothing_from_the_origin(
     made, _ = epoch_of(origin, tmp_path / "alone", None)
     assert are_equal(found, made)
     assert are_equal(again, made)
+
+
+def test_the_room_of_a_prepared_shard_in_the_shared_cache_is_reserved_at_once(
+    origin: Origin, tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(origin, tmp_path / "spot", place)
+    reserve, reservations = Part.reserve, list[tuple[str, int]]()
+
+    def recorded(part: Part, size_bytes: int, next_use: float, **more: Any) -> bool:
+        reservations.append((part.digest, size_bytes))
+        return reserve(part, size_bytes, next_use, **more)
+
+    monkeypatch.setattr(Part, "reserve", recorded)
+    epoch_of(origin, tmp_path / "node", place)
+    sizes = {path.parent.name: path.stat().st_size for path in (tmp_path / "node").glob("shards/*/data")}
+    first = dict(reversed(reservations))
+    assert len(sizes) == 3
+    assert all(first[digest] > size for digest, size in sizes.items())
 
 
 def test_raw_shards_of_the_shared_cache_give_the_batches_of_the_original_images(

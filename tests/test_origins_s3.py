@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import botocore.loaders
 import fsspec.config
 import pytest
 from tally import Tally
@@ -94,6 +95,17 @@ def test_parallel_ranges_are_signed_each(s3: SignedS3) -> None:
     assert read("s3://bucket/a.tar", storage(s3), PARTS) == BODY
     assert len(s3.log) > 3
     assert abilities_of("s3://bucket/a.tar").versions == "ETag"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["endpoints", "partitions", "sdk-default-configuration", "s3/2006-03-01/service-2", "s3/2006-03-01/none"],
+)
+def test_descriptions_of_services_are_those_that_botocore_loads(name: str) -> None:
+    path = str(Path(botocore.loaders.Loader.BUILTIN_DATA_PATH) / name)
+    theirs, ours = botocore.loaders.JSONFileLoader(), signing._Models()
+    assert ours.exists(path) is theirs.exists(path) is not name.endswith("none")
+    assert json.dumps(ours.load_file(path)) == json.dumps(theirs.load_file(path))
 
 
 @pytest.mark.parametrize("status", [301, 307, 400])

@@ -23,12 +23,14 @@ from streamload.cache.directory import (
     BLOCK_BYTES,
     Directory,
     Limit,
+    Reservation,
     blocks_bytes,
     bytes_below,
     granted_bytes,
     is_unread,
     reserved_for_rows,
     rows_bytes,
+    write_reservation,
     write_whole,
 )
 from streamload.cache.eviction import HeldShard
@@ -146,13 +148,14 @@ class Budget:
         """Change the tier's limit, for all processes that use it."""
         self._limit.set(limit_bytes)
 
-    def reserve(self, part: Path, size_bytes: int, next_use: float) -> bool:
+    def reserve(self, part: Path, size_bytes: int, next_use: float, *, grows: bool = False) -> bool:
         """Reserve space for a part, evicting what the live runs need latest.
 
         Args:
             part: its directory; its reservation becomes `size_bytes`.
             size_bytes: all that will be written into the part.
             next_use: its next use, in shard visits: only shards that are needed later are evicted for it.
+            grows: whether the size of its shard isn't known yet, so that it may need more.
 
         Returns:
             False if not enough may be evicted now: try again later. A new part waits for a moment while what
@@ -168,7 +171,7 @@ class Budget:
                 f"a shard needs {taken_bytes:,} bytes in the cache, whose limit is {self.limit_bytes:,}: "
                 f"raise cache_size (STREAMLOAD_CACHE_SIZE)"
             )
-        return self._reserve(part, taken_bytes, next_use)
+        return self._reserve(part, Reservation(taken_bytes, grows), next_use)
 
     def reserve_beside(self, size_bytes: int) -> bool:
         """Reserve space for more of a file in the directory of an open shard: never given back, but counted.
@@ -180,7 +183,8 @@ class Budget:
             False if not enough may be evicted now.
         """
         self._limit.follow()
-        return size_bytes <= self._for_shards_bytes() and self._reserve(None, size_bytes, 0.0)
+        reservation = Reservation(size_bytes, grows=False)
+        return size_bytes <= self._for_shards_bytes() and self._reserve(None, reservation, 0.0)
 
     def reserve_rows(self, size_bytes: int) -> int:
         """Reserve room for the rows of modules beside the shards, in whole blocks; it is kept.
@@ -222,14 +226,14 @@ class Budget:
         with contextlib.suppress(OSError), exclusive(self._lock):
             (self._directory.root / "rows" / "reserved").unlink(missing_ok=True)
 
-    def _reserve(self, part: Path | None, taken_bytes: int, next_use: float) -> bool:
+    def _reserve(self, part: Path | None, wanted: Reservation, next_use: float) -> bool:
         deadline = time.monotonic() + claims.PATIENCE_SECONDS
         rounds = 0
         while rounds < _EVICTION_ROUNDS:
             try:
-                decision, evicted = self._decide(part, taken_bytes, next_use)
+                decision, evicted = self._decide(part, wanted, next_use)
             except OSError as exc:
-                if not is_no_space(exc) or not self.evict(taken_bytes, next_use):
+                if not is_no_space(exc) or not self.evict(wanted.size_bytes, next_use):
                     raise
                 rounds += 1
                 continue
@@ -333,14 +337,18 @@ class Budget:
             )
         self._delete(evicted)
 
-    def _decide(self, part: Path | None, size_bytes: int, next_use: float) -> tuple[_Decision, list[Path]]:
+    def _decide(
+        self, part: Path | None, reservation: Reservation, next_use: float
+    ) -> tuple[_Decision, list[Path]]:
         """Decide on a reservation; returns also what to delete before a retry."""
+        size_bytes = reservation.size_bytes
         with exclusive(self._lock) as usage:
             unsized = self._claims.unsized(part)
             if usage.at_most_bytes is not None:
                 wanted = usage.at_most_bytes + max(0, size_bytes - (granted_bytes(part) if part else 0))
-                if wanted + len(unsized) * size_bytes <= self._allowed_bytes(usage.at_most_bytes):
-                    self._grant(usage, wanted, part, size_bytes)
+                claimed = claims.lacking_bytes(unsized, size_bytes)
+                if wanted + claimed <= self._allowed_bytes(usage.at_most_bytes):
+                    self._grant(usage, wanted, part, reservation)
                     return _Decision.GRANT, []
             if not self._directory.is_scanned:
                 return _Decision.RETRY, []
@@ -349,14 +357,15 @@ class Budget:
             mine = sum(shard.size_bytes for shard in found.held if shard.path == part)
             excess = found.used_bytes - mine + size_bytes - self._allowed_bytes(found.used_bytes)
             # Shards are alike: what this one takes is the guess for those that will take their room first.
-            claimed = size_bytes * self._claims.sooner(unsized, part, next_use) if part and unsized else 0
+            sooner = self._claims.sooner(unsized, part, next_use) if part and unsized else []
+            claimed = claims.lacking_bytes(sooner, size_bytes)
             if claimed and excess + claimed > 0:
                 lacks = excess + claimed - found.unread_bytes
                 lacks -= sum(shard.size_bytes for shard in self._victims(others, lacks, next_use))
                 if 0 < lacks <= claimed:
                     return _Decision.WAIT, []
             if excess <= 0:
-                self._grant(usage, found.used_bytes + max(0, size_bytes - mine), part, size_bytes)
+                self._grant(usage, found.used_bytes + max(0, size_bytes - mine), part, reservation)
                 return _Decision.GRANT, []
             excess -= found.unread_bytes
             chosen = self._victims(others, excess, next_use)
@@ -364,11 +373,11 @@ class Budget:
                 return _Decision.REFUSE, []
             return _Decision.RETRY, found.unread + self._trash(chosen)
 
-    def _grant(self, usage: Usage, at_most_bytes: int, part: Path | None, size_bytes: int) -> None:
+    def _grant(self, usage: Usage, at_most_bytes: int, part: Path | None, reservation: Reservation) -> None:
         """Under the lock: record the tier's new upper bound first, then a part's reservation."""
         usage.note(at_most_bytes)
         if part is not None:
-            write_whole(part / "reserved", str(size_bytes))
+            write_reservation(part, reservation)
 
     def _contents(self, usage: Usage, without: Collection[Path] = ()) -> _Contents:
         """Under the lock: scan the tier and record its size."""

@@ -26,6 +26,7 @@ import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from streamload.cache.eviction import HeldShard
 from streamload.cache.locks import exclusive, is_locked
@@ -341,18 +342,40 @@ def bytes_below(path: Path) -> int:
     return total
 
 
+class Reservation(NamedTuple):
+    """What a part has reserved.
+
+    Attributes:
+        grows: whether the size of its shard isn't known, so that it may need more.
+    """
+
+    size_bytes: int
+    grows: bool
+
+
+def write_reservation(part: Path, reservation: Reservation) -> None:
+    """Record the reservation of a part: a number, with a plus sign if it grows."""
+    write_whole(part / "reserved", ("+" if reservation.grows else "") + str(reservation.size_bytes))
+
+
+def reservation_of(part: Path) -> Reservation | None:
+    """The reservation of a part; None: it is a new claim, or gone."""
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        text = (part / "reserved").read_text()
+        return Reservation(int(text), text.startswith("+"))
+    return None
+
+
 def granted_bytes(part: Path) -> int:
     """The reservation of a part, or the one block of a new claim."""
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        return int((part / "reserved").read_text())
-    return BLOCK_BYTES
+    reservation = reservation_of(part)
+    return BLOCK_BYTES if reservation is None else reservation.size_bytes
 
 
 def _part_bytes(path: Path) -> int:
     """The larger of a part's reservation and its size."""
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        return max(int((path / "reserved").read_text()), bytes_below(path))
-    return bytes_below(path)
+    reservation = reservation_of(path)
+    return max(0 if reservation is None else reservation.size_bytes, bytes_below(path))
 
 
 def rows_bytes(root: Path) -> int:

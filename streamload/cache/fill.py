@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from streamload.cache.budget import is_no_space
 from streamload.cache.locks import FileLock
@@ -78,6 +78,16 @@ class FillOptions:
     size_bytes: int = 0
     index_only: bool = False
     leave_tombstone: bool = True
+
+
+@runtime_checkable
+class SizedStream(Protocol):
+    """A stream of a prepared shard that has been made before, so that its size is known.
+
+    Its version, that of the shard as it is, has another one.
+    """
+
+    size_bytes: int
 
 
 class Outdated(Exception):
@@ -168,6 +178,7 @@ class _Fill:
             NoRoom, Outdated, OSError: it can't be filled now.
         """
         try:
+            self._writer.size_bytes = None if self._is_prepared else self._options.size_bytes or None
             self._writer.reserve(self._options.size_bytes, patient=False)
             if self._shard.in_place is not None:
                 self._index_local(self._shard.in_place)
@@ -201,9 +212,9 @@ class _Fill:
         """Fetch the bytes, from the end of an orphan's verified prefix on."""
         scanner, expected = self._take_over()
         with contextlib.closing(self._open(open_origin(), scanner.position, expected)) as stream:
-            size = None if self._is_prepared else stream.version.size
             if expected is None:
-                self._writer.reserve(size or 0, patient=False)
+                self._writer.size_bytes = self._size_of(stream)
+                self._writer.reserve(self._writer.size_bytes or 0, patient=False)
                 self._writer.begin(asdict(stream.version))
             for chunk in stream.chunks():
                 self._writer.write(chunk)
@@ -212,9 +223,16 @@ class _Fill:
                     raise OriginStopped(f"{self._shard.name}: the fill was stopped")
         entries, warnings = scanner.finish()
         self._writer.append(entries)
+        size = None if self._is_prepared else stream.version.size
         if size is not None and size != self._writer.written_bytes:
             raise ShardCut(f"{self._shard.name} has {self._writer.written_bytes:,} bytes instead of {size:,}")
         self._writer.end(COMPLETE, warnings=warnings, size=self._writer.written_bytes)
+
+    def _size_of(self, stream: Stream) -> int | None:
+        """The size of what a stream yields: a version has that of the shard as it is."""
+        if not self._is_prepared:
+            return stream.version.size
+        return stream.size_bytes if isinstance(stream, SizedStream) else None
 
     def _scan(self, scanner: ShardScanner, chunk: bytes | memoryview) -> list[Entry]:
         """The entries that a chunk completes; those before any damage are appended before it raises.
@@ -264,6 +282,7 @@ class _Fill:
             return None
         scanner = ShardScanner.after(entries[-1], prepared=self._is_prepared)
         size = None if self._is_prepared else version.size
+        self._writer.size_bytes = size
         self._writer.reserve(size or scanner.position, patient=False)
         with open_data(orphan) as source:
             self._writer.begin(asdict(version))

@@ -85,12 +85,12 @@ class Part:
         self.reserved_bytes = 0
         self._alive = alive
 
-    def reserve(self, size_bytes: int, next_use: float) -> bool:
+    def reserve(self, size_bytes: int, next_use: float, *, grows: bool = False) -> bool:
         """Reserve `size_bytes` in all; see `Budget.reserve`."""
-        granted = self.budget.reserve(self.path, size_bytes, next_use)
+        granted = self.budget.reserve(self.path, size_bytes, next_use, grows=grows)
         if not granted and self.orphan is not None:
             self.forget_orphan()  # no space for both: start over
-            granted = self.budget.reserve(self.path, size_bytes, next_use)
+            granted = self.budget.reserve(self.path, size_bytes, next_use, grows=grows)
         if granted:
             self.reserved_bytes = size_bytes
         return granted
@@ -191,6 +191,8 @@ class PartWriter:
         self.written_bytes = 0
         self.has_samples = False
         """Whether there are samples for a takeover."""
+        self.size_bytes: int | None = None
+        """Of all data; None: unknown, so that the reservation grows."""
         self._shard = shard
         self._next_use = next_use
         self._stop = stop
@@ -267,7 +269,8 @@ class PartWriter:
         if not size_bytes:
             return
         refusals = 0
-        while not self.part.reserve(size_bytes, self._next_use()):
+        grows = self._data is not None and self.size_bytes is None
+        while not self.part.reserve(size_bytes, self._next_use(), grows=grows):
             refusals += 1
             if not patient or self._refused(True) or refusals > _REFUSALS_LIMIT:
                 # If two fills wait for each other's space, one has to give up its own.

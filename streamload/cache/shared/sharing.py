@@ -316,7 +316,7 @@ class _ThroughStream:
         self.version = version
         self._tier, self._shard, self._origin = tier, shard, origin
         self._stream: SharedStream | Stream = shared
-        self._size = shared.size
+        self.size_bytes = shared.size
         self._position = start
 
     def chunks(self) -> Iterator[bytes]:
@@ -336,7 +336,7 @@ class _ThroughStream:
             self._tier.failed(self._shard, exc)
         finally:
             self._stream.close()
-        if self._position == self._size:
+        if self._position == self.size_bytes:
             return
         yield from self._rest()
 
