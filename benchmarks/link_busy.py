@@ -2,6 +2,7 @@
 
 Question: of what a link of 50, 100, 200 or 400 MB/s can carry between the first request and the last byte,
 how much does `streamload warm` take? And of 200 MB/s by https, of 200 and 400 as S3, of 200 as S3 by https?
+How much more CPU time does a single shard take as S3?
 
 Command: python -m benchmarks.link_busy
 
@@ -19,6 +20,8 @@ one machine: the server takes a part of its cores, too.
   the same by HTTP or HTTPS.
 - CPU: of all of the client's processes. Target: as S3 at most 1.1 times what HTTP takes in the same call.
 - requests: to the server, a shard. Target: ≤ 3.
+- one shard: CPU time of a `streamload warm` of it, with the start of the interpreter. Target: as S3 at most
+  0.25 s more than by HTTP.
 
 Result: results/link_busy.json; docs/results/performance.md has it as a table.
 
@@ -54,7 +57,7 @@ SHARDS, SAMPLES_PER_SHARD = 8, 384
 QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD = 2, 64
 CONNECTIONS = 8
 AT_LEAST = 0.98
-MOST_CPU, MOST_REQUESTS = 1.1, 3.0
+MOST_CPU, MOST_REQUESTS, MOST_START_SECONDS = 1.1, 3.0, 0.25
 STREAMLOAD, CURL = "streamload warm", "curl"
 COMMANDS = (STREAMLOAD, CURL)
 
@@ -80,6 +83,12 @@ def main() -> None:
                 used = tls if scheme.startswith("https") else None
                 row = measure(name, given.python, directory, served, names[:count], rate, scheme, used)
                 rows.append({"round": round_, **row})
+            for scheme in ("http", "s3") if STREAMLOAD in given.contenders else ():
+                row = measure(
+                    STREAMLOAD, given.python, directory, served, names[:1], lines[-1][0], scheme, None
+                )
+                del row["share"]  # of a link, of which one shard is too little
+                rows.append({"round": round_, **row, "label": one_shard(scheme)})
     settings = {
         "shard_bytes": total_bytes // shards,
         "rates": [rate for rate, _ in lines],
@@ -107,6 +116,13 @@ def main() -> None:
                 for rate, scheme in lines
                 if scheme.endswith("s3")
                 for target in _s3(medians, rate, scheme)
+            ]
+            + [
+                turns.target(
+                    "CPU s of one shard as S3, beyond HTTP",
+                    _more_cpu_seconds(medians, one_shard("s3"), one_shard("http")),
+                    at_most=MOST_START_SECONDS,
+                )
             ],
         },
     )
@@ -129,6 +145,12 @@ def _s3(medians: dict[str, Row], rate: float, scheme: str) -> list[Row]:
             at_most=MOST_REQUESTS,
         ),
     ]
+
+
+def _more_cpu_seconds(medians: dict[str, Row], of: str, than: str) -> float | None:
+    if of not in medians or than not in medians:
+        return None
+    return float(medians[of]["cpu_seconds"] - medians[than]["cpu_seconds"])
 
 
 def named_again(shards: Path, served: Path, count: int) -> list[str]:
@@ -184,11 +206,16 @@ def measure(
         "seconds": last - first,
         "to_first_request_seconds": first - began,
         "whole_seconds": whole,
+        "cpu_seconds": cpu,
         "cpu_seconds_per_gb": cpu / sent * 1e9,
         "requests_per_shard": requests / len(names),
         "limits": (),
         "versions": {"python": sys.version.split()[0]} if name == STREAMLOAD else curl_version(),
     }
+
+
+def one_shard(scheme: str) -> str:
+    return f"{STREAMLOAD} of one shard, {scheme}"
 
 
 def line_name(rate: float, scheme: str) -> str:

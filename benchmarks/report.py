@@ -493,6 +493,7 @@ def link_busy(result: Result) -> str:
             f"{row['cpu_seconds_per_gb']:.2f}",
         ]
         for name, row in result["medians"].items()
+        if "share" in row
     ]
     head = ["client and link", "of what it carries", "MB/s", "first request to last byte, s (rounds)"]
     return table([*head, "CPU s a GB"], rows)

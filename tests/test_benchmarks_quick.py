@@ -217,16 +217,17 @@ def test_a_run_that_is_taken_up_gives_the_rest_of_its_epoch_and_fetches_nothing(
 def test_what_a_link_carries_is_measured_beside_curl(tmp_path: Path) -> None:
     result = run_quickly("link_busy", tmp_path / "out.json")
 
-    for warm, curl in zip(result["rounds"][::2], result["rounds"][1::2], strict=True):
+    rows = [row for row in result["rounds"] if "share" in row]
+    for warm, curl in zip(rows[::2], rows[1::2], strict=True):
         assert (warm["contender"], curl["contender"]) == ("streamload warm", "curl")
         assert warm["bytes"] >= curl["bytes"] > result["settings"]["shard_bytes"]
     assert result["medians"].keys() == {
         f"{name} at 100 MB/s{scheme}"
         for name in ("streamload warm", "curl")
         for scheme in ("", ", https", ", https-s3", ", s3")
-    }
-    assert all(0 < row["share"] <= 1.05 for row in result["rounds"])
-    assert all(warm["requests_per_shard"] <= 3 for warm in result["rounds"][::2])
+    } | {"streamload warm of one shard, http", "streamload warm of one shard, s3"}
+    assert all(0 < row["share"] <= 1.05 for row in rows)
+    assert all(warm["requests_per_shard"] <= 3 for warm in rows[::2])
     assert report.tables_of({"link_busy": result})["link_busy"].count("\n") == 9
 
 
