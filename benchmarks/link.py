@@ -53,9 +53,18 @@ def serving(
     bytes_per_second: float,
     tls: tuple[str, str] | None = None,
     latency_seconds: float = 0.0,
+    connection_rate: float = 0.0,
 ) -> Iterator[Link]:
-    """Serve a directory, by https with files of a certificate and its key; each answer after a latency."""
-    options = {"bytes_per_second": bytes_per_second, "latency_seconds": latency_seconds}
+    """Serve a directory, by https with files of a certificate and its key; each answer after a latency.
+
+    Args:
+        connection_rate: bytes a second of each connection; 0: no limit of its own.
+    """
+    options = {
+        "bytes_per_second": bytes_per_second,
+        "latency_seconds": latency_seconds,
+        "bytes_per_second_per_connection": connection_rate or None,
+    }
     with ShardServer.spawn(shards, tls=tls, **options) as server:
         trust = ssl.create_default_context(cafile=tls[0]) if tls is not None else None
         answered = [_mark(server.url, trust) for _ in range(_MARKS)]

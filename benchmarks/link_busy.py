@@ -1,7 +1,8 @@
 """How busy `streamload warm` keeps a link.
 
 Question: of what a link of 50, 100, 200 or 400 MB/s can carry between the first request and the last byte,
-how much does `streamload warm` take? And of 200 MB/s by https, of 200 and 400 as S3, of 200 as S3 by https?
+how much does `streamload warm` take? And of 200 MB/s by https, of 200 and 400 as S3, of 200 as S3 by https,
+of 200 where a connection gets 50?
 How much more CPU time does a single shard take as S3?
 
 Command: python -m benchmarks.link_busy
@@ -40,17 +41,34 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks import link, machine, turns
 from benchmarks.turns import ROOT, Row
 from tests.certificate import write_certificate
 
+
+class Line(NamedTuple):
+    """A link: its rate, what is spoken over it, and what one connection gets at most (0: all of it)."""
+
+    rate: float
+    scheme: str
+    connection_rate: float = 0.0
+
+    @property
+    def name(self) -> str:
+        name = f"{self.rate / 1e6:.0f} MB/s"
+        name += f", {self.connection_rate / 1e6:.0f} a connection" if self.connection_rate else ""
+        return name + ("" if self.scheme == "http" else f", {self.scheme}")
+
+
 LINES = (
-    *((rate, "http") for rate in (50e6, 100e6, 200e6, 400e6)),
-    *((200e6, scheme) for scheme in ("https", "https-s3")),
-    *((rate, "s3") for rate in (200e6, 400e6)),
+    *(Line(rate, "http") for rate in (50e6, 100e6, 200e6, 400e6)),
+    *(Line(200e6, scheme) for scheme in ("https", "https-s3")),
+    *(Line(rate, "s3") for rate in (200e6, 400e6)),
+    *(Line(200e6, scheme, 50e6) for scheme in ("http", "s3")),
 )
-QUICK_LINES = tuple((100e6, scheme) for scheme in ("http", "https", "https-s3", "s3"))
+QUICK_LINES = tuple(Line(100e6, scheme) for scheme in ("http", "https", "https-s3", "s3"))
 BUCKET = "bucket"
 SECONDS, QUICK_SECONDS = 8.0, 0.5
 SHARDS, SAMPLES_PER_SHARD = 8, 384
@@ -67,32 +85,32 @@ def main() -> None:
     full = (SHARDS, SAMPLES_PER_SHARD, LINES, SECONDS)
     quick = (QUICK_SHARDS, QUICK_SAMPLES_PER_SHARD, QUICK_LINES, QUICK_SECONDS)
     shards, per_shard, lines, seconds = quick if given.quick else full
-    wanted = [(name, *line) for line in lines for name in COMMANDS if name in given.contenders]
+    wanted = [(name, line) for line in lines for name in COMMANDS if name in given.contenders]
     rows: list[Row] = []
     with turns.photographs(shards * per_shard, per_shard) as (directory, total_bytes):
         served = directory / "served" / BUCKET
         names = named_again(
             directory / "shards",
             served,
-            math.ceil(max(rate for rate, _ in lines) * seconds * shards / total_bytes),
+            math.ceil(max(line.rate for line in lines) * seconds * shards / total_bytes),
         )
         tls = write_certificate(directory)
         for round_ in range(given.rounds):
-            for name, rate, scheme in turns.rotated(wanted, round_):
-                count = math.ceil(rate * seconds * shards / total_bytes)
-                used = tls if scheme.startswith("https") else None
-                row = measure(name, given.python, directory, served, names[:count], rate, scheme, used)
+            for name, line in turns.rotated(wanted, round_):
+                count = math.ceil(line.rate * seconds * shards / total_bytes)
+                used = tls if line.scheme.startswith("https") else None
+                row = measure(name, given.python, directory, served, names[:count], line, used)
                 rows.append({"round": round_, **row})
             for scheme in ("http", "s3") if STREAMLOAD in given.contenders else ():
-                row = measure(
-                    STREAMLOAD, given.python, directory, served, names[:1], lines[-1][0], scheme, None
-                )
+                line = Line(lines[-1].rate, scheme)
+                row = measure(STREAMLOAD, given.python, directory, served, names[:1], line, None)
                 del row["share"]  # of a link, of which one shard is too little
                 rows.append({"round": round_, **row, "label": one_shard(scheme)})
     settings = {
         "shard_bytes": total_bytes // shards,
-        "rates": [rate for rate, _ in lines],
-        "schemes": [scheme for _, scheme in lines],
+        "rates": [line.rate for line in lines],
+        "schemes": [line.scheme for line in lines],
+        "connection_rates": [line.connection_rate for line in lines],
         "seconds": seconds,
         "connections": CONNECTIONS,
     }
@@ -105,18 +123,13 @@ def main() -> None:
             **content,
             "targets": [
                 turns.target(
-                    f"share of a link of {line_name(rate, scheme)}",
-                    medians.get(f"{STREAMLOAD} at {line_name(rate, scheme)}", {}).get("share"),
+                    f"share of a link of {line.name}",
+                    medians.get(f"{STREAMLOAD} at {line.name}", {}).get("share"),
                     at_least=AT_LEAST,
                 )
-                for rate, scheme in lines
+                for line in lines
             ]
-            + [
-                target
-                for rate, scheme in lines
-                if scheme.endswith("s3")
-                for target in _s3(medians, rate, scheme)
-            ]
+            + [target for line in lines if line.scheme.endswith("s3") for target in _s3(medians, line)]
             + [
                 turns.target(
                     "CPU s of one shard as S3, beyond HTTP",
@@ -128,23 +141,23 @@ def main() -> None:
     )
 
 
-def _s3(medians: dict[str, Row], rate: float, scheme: str) -> list[Row]:
+def _s3(medians: dict[str, Row], line: Line) -> list[Row]:
     """The targets of a line as S3, beside the same line without."""
-    name = f"{STREAMLOAD} at {line_name(rate, scheme)}"
-    plain = f"{STREAMLOAD} at {line_name(rate, 'https' if scheme.startswith('https') else 'http')}"
-    shown = line_name(rate, scheme)
-    return [
-        turns.target(
-            f"CPU a GB at {shown}, × without S3",
-            turns.ratio(medians, "cpu_seconds_per_gb", name, plain),
-            at_most=MOST_CPU,
-        ),
-        turns.target(
-            f"requests for a shard at {shown}",
-            medians.get(name, {}).get("requests_per_shard"),
-            at_most=MOST_REQUESTS,
-        ),
-    ]
+    name = f"{STREAMLOAD} at {line.name}"
+    plain = line._replace(scheme="https" if line.scheme.startswith("https") else "http")
+    plain_name = f"{STREAMLOAD} at {plain.name}"
+    cpu = turns.target(
+        f"CPU a GB at {line.name}, × without S3",
+        turns.ratio(medians, "cpu_seconds_per_gb", name, plain_name),
+        at_most=MOST_CPU,
+    )
+    requests = turns.target(
+        f"requests for a shard at {line.name}",
+        medians.get(name, {}).get("requests_per_shard"),
+        at_most=MOST_REQUESTS,
+    )
+    # A shard whose connection is slow is fetched by several.
+    return [cpu] if line.connection_rate else [cpu, requests]
 
 
 def _more_cpu_seconds(medians: dict[str, Row], of: str, than: str) -> float | None:
@@ -169,40 +182,40 @@ def measure(
     directory: Path,
     served: Path,
     names: list[str],
-    rate: float,
-    scheme: str,
+    line: Line,
     tls: tuple[str, str] | None,
 ) -> Row:
     load = machine.load()
     environ = turns.environment()
     if tls is not None:
         environ |= {"SSL_CERT_FILE": tls[0], "AWS_CA_BUNDLE": tls[0]}
-    with link.serving(served.parent, rate, tls) as line, turns.empty_directory(directory) as cache:
+    serving = link.serving(served.parent, line.rate, tls, connection_rate=line.connection_rate)
+    with serving as server, turns.empty_directory(directory) as cache:
         environ |= {
-            "AWS_ENDPOINT_URL": line.url,
+            "AWS_ENDPOINT_URL": server.url,
             "AWS_ACCESS_KEY_ID": "key",
             "AWS_SECRET_ACCESS_KEY": "secret",
         }
-        is_s3 = scheme.endswith("s3") and name == STREAMLOAD
-        place = f"s3://{BUCKET}" if is_s3 else f"{line.url}/{BUCKET}"
+        is_s3 = line.scheme.endswith("s3") and name == STREAMLOAD
+        place = f"s3://{BUCKET}" if is_s3 else f"{server.url}/{BUCKET}"
         words = command(name, python, place, names, cache, tls)
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         began = time.monotonic()
         subprocess.run(words, cwd=ROOT, env=environ, check=True, stdout=subprocess.DEVNULL)
         whole = time.monotonic() - began
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        first, last, sent = line.busy()
-        requests = len(line.requests(-math.inf, math.inf))
+        first, last, sent = server.busy()
+        requests = len(server.requests(-math.inf, math.inf))
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     expected = sum((served / name).stat().st_size for name in names)
     assert sent >= expected, (sent, expected)
     return {
-        "label": f"{name} at {line_name(rate, scheme)}",
+        "label": f"{name} at {line.name}",
         "contender": name,
         "load_before": load,
-        "bytes_per_second": rate,
+        "bytes_per_second": line.rate,
         "bytes": sent,
-        "share": expected / rate / (last - first),
+        "share": expected / line.rate / (last - first),
         "seconds": last - first,
         "to_first_request_seconds": first - began,
         "whole_seconds": whole,
@@ -216,10 +229,6 @@ def measure(
 
 def one_shard(scheme: str) -> str:
     return f"{STREAMLOAD} of one shard, {scheme}"
-
-
-def line_name(rate: float, scheme: str) -> str:
-    return f"{rate / 1e6:.0f} MB/s" + ("" if scheme == "http" else f", {scheme}")
 
 
 def command(
