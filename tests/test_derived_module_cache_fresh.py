@@ -233,6 +233,14 @@ def test_a_change_between_two_calls_is_another_row(what):
     assert is_hit(fresh)
 
 
+def test_each_of_many_states_in_a_row_has_rows_of_its_own():
+    module = extractor()
+    for factor in range(1, 40):
+        with torch.no_grad():
+            module.linear.weight.fill_(factor / 8)
+        assert torch.equal(module(X, cache_key=KEYS), module(X).detach())
+
+
 def test_a_hook_in_place_of_another_is_another_row():
     module = extractor()
     hook = module.inner.register_forward_hook(lambda *args: args[2] * 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dis
+import functools
 import importlib
 import sys
 import types
@@ -16,38 +17,47 @@ _ATTRIBUTES_ONLY = (argparse.Namespace, types.SimpleNamespace)
 """Of such a global only the attributes that code reads count."""
 
 
+class Plain(list[Any]):
+    """A description in which no other code stands."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _steps(code: types.CodeType) -> list[tuple[str, Any]]:
+    """The name and operand of each instruction."""
+    return [(step.opname, step.argval) for step in dis.get_instructions(code)]
+
+
 def globals_of(code: types.CodeType, names: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The globals that code reads, in the order of its bytecode; of namespaces the attributes it reads."""
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from globals_of(inner, names)
+    for inner in _inside(code):
+        yield from globals_of(inner, names)
     chain, value = "", None
     imported = None
     local: dict[str, Any] = {}  # modules that are imported inside
     before = ""
-    for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain:
+    for opname, argval in _steps(code):
+        if opname in ("LOAD_ATTR", "LOAD_METHOD") and chain:
             missing = object()
-            inner = getattr(value, step.argval, missing)
+            inner = getattr(value, argval, missing)
             if inner is not missing and _is_namespace(value):
-                chain, value = f"{chain}.{step.argval}", inner
+                chain, value = f"{chain}.{argval}", inner
                 continue
         if chain:
             yield chain, value
         chain, value = "", None
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval in names:
-            chain, value = step.argval, names[step.argval]
-        elif step.opname.startswith("LOAD_FAST") and step.argval in local:
-            chain, value = step.argval, local[step.argval]
-        elif step.opname == "IMPORT_NAME":
-            imported = _imported(step.argval, names)
+        if opname in ("LOAD_GLOBAL", "LOAD_NAME") and argval in names:
+            chain, value = argval, names[argval]
+        elif opname.startswith("LOAD_FAST") and argval in local:
+            chain, value = argval, local[argval]
+        elif opname == "IMPORT_NAME":
+            imported = _imported(argval, names)
             if imported is not None and not _is_namespace(imported):
-                yield step.argval, imported
-        elif step.opname == "IMPORT_FROM" and imported is not None:
-            yield step.argval, getattr(imported, step.argval, imported)
-        elif step.opname == "STORE_FAST" and before == "IMPORT_NAME" and imported is not None:
-            local[step.argval] = sys.modules.get(imported.__name__.partition(".")[0], imported)
-        before = step.opname
+                yield argval, imported
+        elif opname == "IMPORT_FROM" and imported is not None:
+            yield argval, getattr(imported, argval, imported)
+        elif opname == "STORE_FAST" and before == "IMPORT_NAME" and imported is not None:
+            local[argval] = sys.modules.get(imported.__name__.partition(".")[0], imported)
+        before = opname
     if chain:
         yield chain, value
 
@@ -68,33 +78,32 @@ def _imported(name: str, names: dict[str, Any]) -> Any:
         return None
 
 
-def bytecode(code: types.CodeType) -> Any:
+@functools.lru_cache(maxsize=1024)
+def bytecode(code: types.CodeType) -> Plain:
     """The instructions of code with their operands; neither names of files nor lines."""
-    steps = [[step.opname, _operand(step.argval)] for step in dis.get_instructions(code)]
+    steps = [[opname, _operand(argval)] for opname, argval in _steps(code)]
     shape = [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags & 0xFF]
-    return [
-        shape,
-        list(code.co_varnames[: sum(shape[:3])]),
-        steps,
-        getattr(code, "co_exceptiontable", b"").hex(),
-    ]
+    named = list(code.co_varnames[: sum(shape[:3])])
+    return Plain([shape, named, steps, getattr(code, "co_exceptiontable", b"").hex()])
+
+
+def _inside(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The functions that stand in code."""
+    return (value for value in code.co_consts if isinstance(value, types.CodeType))
 
 
 def strings(code: types.CodeType) -> Iterator[str]:
     """The strings among the constants of code and of the functions inside it."""
-    for value in code.co_consts:
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, types.CodeType):
-            yield from strings(value)
+    yield from (value for value in code.co_consts if isinstance(value, str))
+    for inner in _inside(code):
+        yield from strings(inner)
 
 
 def names(code: types.CodeType) -> Iterator[str]:
     """The names of globals, attributes and modules in code and in the functions inside it."""
     yield from code.co_names
-    for value in code.co_consts:
-        if isinstance(value, types.CodeType):
-            yield from names(value)
+    for inner in _inside(code):
+        yield from names(inner)
 
 
 def _operand(value: Any) -> Any:

@@ -34,10 +34,9 @@ import numpy as np
 import torch
 from xxhash import xxh3_128
 
-from streamload.derived.bytecode import bytecode, globals_of, names, strings
+from streamload.derived.bytecode import Plain, bytecode, globals_of, names, strings
 from streamload.derived.module_parts import module_parts, tensor_digest
-from streamload.derived.packages import direct_url, is_of_folder, package_of
-from streamload.derived.patches import functions_of_op, patches
+from streamload.derived.packages import direct_url, functions_of_op, is_of_folder, package_of, patches
 from streamload.errors import FeatureNotCacheable
 from streamload.torch_internals import CustomOpDef
 
@@ -314,8 +313,6 @@ class Describer:
             return ["property", self.value(member.func, where)]
         if isinstance(member, functools.singledispatchmethod):
             return ["dispatch", self.value(member.dispatcher, where)]
-        if dataclasses.is_dataclass(member) and not isinstance(member, type):
-            return self.value(member, where)
         if isinstance(member, dict) and where.endswith("__dataclass_fields__"):
             return [[key, str(one.type), self.value(_default(one), where)] for key, one in member.items()]
         return self.value(member, where)
@@ -414,7 +411,7 @@ def _with_digests(described: Any, digests: dict[_Reached, str]) -> Any:
         return str(described) if digest is None else f"{described} {digest}"
     if isinstance(described, _Unordered):
         return sorted((_with_digests(one, digests) for one in described), key=_text)
-    if isinstance(described, list):
+    if isinstance(described, list) and not isinstance(described, Plain):
         return [_with_digests(one, digests) for one in described]
     if isinstance(described, dict):
         return {name: _with_digests(one, digests) for name, one in described.items()}

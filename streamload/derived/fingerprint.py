@@ -9,10 +9,11 @@ from __future__ import annotations
 import enum
 import itertools
 import json
+import marshal
 import operator
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,13 +29,16 @@ from streamload.derived.parts import compared, digest_of_parts
 from streamload.errors import FeatureNotCacheable
 
 FORMAT = 4
-_SMALL_BYTES = 1 << 20
-"""So many bytes of weights are digested in 0.1 ms: at every call."""
-_SHARE = 0.01
-"""Of the time, for digesting larger ones while rows are only read."""
-_SAMPLED_BYTES, _SAMPLED_TENSORS = 128, 32
-_FEW_CHARACTERS = 2000
-"""A description of attributes that is shorter takes about 0.1 ms: at every call."""
+_TINY_BYTES, _SMALL_BYTES = 1 << 15, 1 << 20
+"""So many bytes of weights are digested in 4 µs: at every call; in 0.1 ms: for a twentieth of the time."""
+_SMALL_SHARE, _SHARE = 0.05, 0.01
+"""Of the time, for digesting small weights and larger ones while rows are only read."""
+_SAMPLED_BYTES, _SAMPLED_TENSORS = 32, 32
+"""Of the CPU's tensors so many of each of so many are looked at in a call: each byte is a cache line."""
+_DEVICE_BYTES = 128
+_FEW_BYTES, _FEW_CHARACTERS = 1 << 14, 2000
+"""Attributes that take no more as bytes (10 µs), or described (0.1 ms), are looked at in every call."""
+_version_of = operator.attrgetter("_version")
 _IMMUTABLE = (
     *(bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device, torch.Size),
     *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType),
@@ -109,12 +113,13 @@ def torch_settings(device: str) -> tuple[Any, ...]:
 class Stamp:
     """Tells when a weight, buffer, attribute or flag of a module is replaced or written through torch.
 
-    It is of what the objects are, not of what they hold: about 0.6 µs a module and 0.2 µs a tensor. What is
-    written through `.data` or into a list isn't seen; that is for `Watch`.
+    It is of what the objects are, not of what they hold: about 0.3 µs a module and 0.1 µs a tensor, as all
+    loops are the interpreter's own. What is written through `.data` or into a list isn't seen; that is for
+    `Watch`.
     """
 
     def __init__(self, module: torch.nn.Module):
-        self._dicts: list[Any] = []
+        dicts: list[Any] = []
         self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
         self._tensors: list[torch.Tensor] = []
         for one in module.modules():
@@ -126,26 +131,28 @@ class Stamp:
                 one._forward_hooks,
                 one._forward_pre_hooks,
             )
-            self._dicts += [vars(one), *held]
+            dicts += [vars(one), *held]
             if isinstance(one, torch.jit.ScriptModule):  # hands out a new object at each look
                 continue
             names = [name for name in vars(one) if name not in STRUCTURE or name in _HOLDING]
             self._getters += [(_getter(tuple(names)), vars(one))]
             self._getters += [(_getter(tuple(members)), members) for members in held if members]
+        self._dicts, self._empty = [one for one in dicts if one], [one for one in dicts if not one]
         self._count = sum(map(len, self._dicts))
         self._held = list(self._members())
         self._counted = [tensor for tensor in self._tensors if _has_version(tensor)]
-        self._versions = [tensor._version for tensor in self._counted]
-        self._pointers = [tensor.data_ptr() for tensor in self._tensors]
+        self._versions = list(map(_version_of, self._counted))
+        self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
 
     def holds(self) -> bool:
         """Whether all objects are the same, and the tensors' versions."""
         try:
             return (
-                sum(map(len, self._dicts)) == self._count
+                list(map(_version_of, self._counted)) == self._versions
+                and list(map(torch.Tensor.data_ptr, self._tensors)) == self._pointers
                 and all(map(operator.is_, self._members(), self._held))
-                and [tensor._version for tensor in self._counted] == self._versions
-                and [tensor.data_ptr() for tensor in self._tensors] == self._pointers
+                and sum(map(len, self._dicts)) == self._count
+                and not any(self._empty)
             )
         except KeyError:  # one has gone
             return False
@@ -176,6 +183,23 @@ def _has_version(tensor: torch.Tensor) -> bool:
     return not tensor.is_inference()
 
 
+class Pace:
+    """When to look at something again, so that looking takes no more than a share of the time."""
+
+    def __init__(self, share: float = _SHARE):
+        self._share, self._due = share, 0.0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a look may begin."""
+        return time.monotonic() >= self._due
+
+    def looked(self, began: float) -> None:
+        """Note a look that began then (`time.monotonic()`), and has ended now."""
+        now = time.monotonic()
+        self._due = now + (now - began) / self._share
+
+
 class Watch:
     """Notices what changes unseen by torch: weights through `.data`, attributes in place, code and globals.
 
@@ -200,21 +224,25 @@ class Watch:
         self._views = [_bytes_of(one) for one in tensors if one.device.type == "cpu" and one.is_contiguous()]
         self._others = [one for one in tensors if not (one.device.type == "cpu" and one.is_contiguous())]
         self._samples = _Samples(self._others)
-        self._is_small = not self._others and sum(map(len, self._views)) <= _SMALL_BYTES
+        size_bytes = sum(map(len, self._views))
+        self._is_tiny = not self._others and size_bytes <= _TINY_BYTES
+        self._is_small = not self._others and size_bytes <= _SMALL_BYTES
         self._whole = self._digest()
-        self._strided = [view[:: -(-len(view) // _SAMPLED_BYTES) | 1] for view in self._views]
-        self._sampled = [view.tobytes() for view in self._strided]
-        self._next_sample = 0
+        strided = [view[:: -(-len(view) // _SAMPLED_BYTES) | 1] for view in self._views]
+        parts = [strided[at : at + _SAMPLED_TENSORS] for at in range(0, len(strided), _SAMPLED_TENSORS)]
+        self._sampled = itertools.cycle([(part, _bytes_in(part)) for part in parts])
         self._classes = {type(one) for one in module.modules()}
         self._code = code
         self._scripts = [one for one in module.modules() if isinstance(one, torch.jit.ScriptModule)]
         self._mutable = [
             value for one in module.modules() for value in attributes_of(one).values() if _is_mutable(value)
         ]
+        size_bytes = sum(map(_size_of, self._mutable))
+        self._are_plain = not size_bytes and _packed(self._mutable) is not None
         self._attributes, self._script_digests = self._attributes_now(), self._script_digests_now()
-        large = sum(map(_size_of, self._mutable)) > _SMALL_BYTES
-        self._has_few_attributes = len(self._attributes) <= _FEW_CHARACTERS and not large
-        self._due = 0.0
+        most = _FEW_BYTES if self._are_plain else _FEW_CHARACTERS
+        self._has_few_attributes = len(self._attributes) <= most and size_bytes <= _SMALL_BYTES
+        self._small_pace, self._pace = Pace(_SMALL_SHARE), Pace()
 
     def is_unchanged(self, *, whole: bool) -> bool:
         """Whether all is as it was.
@@ -222,28 +250,31 @@ class Watch:
         Args:
             whole: look at everything; else at what takes little time, unless the rest is due.
         """
-        began = time.monotonic()
-        if not whole and not self.is_due:
+        if not whole and not self._pace.is_due:
             self._samples.compare()
             if self._has_few_attributes and self._attributes_now() != self._attributes:
                 return False
-            return self._digest() == self._whole if self._is_small else self._are_samples_unchanged()
+            if not self._is_tiny and not (self._is_small and self._small_pace.is_due):
+                return self._are_samples_unchanged()
+            began = time.monotonic()
+            same = self._digest() == self._whole
+            self._small_pace.looked(began)
+            return same
+        began = time.monotonic()
         same = self._digest() == self._whole and self._samples.are_unchanged()
         same = same and self._attributes_now() == self._attributes and self._has_same_code()
         same = same and self._script_digests_now() == self._script_digests
-        now = time.monotonic()
-        self._due = now + (now - began) / _SHARE if same else 0.0
         if same:
             self.looked_at = began
+            self._pace.looked(began)
+        else:
+            self._pace = Pace()  # who looks next finds it, too
         return same
 
-    @property
-    def is_due(self) -> bool:
-        """Whether looking at the whole is due."""
-        return time.monotonic() >= self._due
-
-    def _attributes_now(self) -> str:
-        return json.dumps(Describer().value(self._mutable, "an attribute")) if self._mutable else ""
+    def _attributes_now(self) -> str | bytes:
+        if self._are_plain:
+            return _packed(self._mutable) or ""
+        return json.dumps(Describer().value(self._mutable, "an attribute"))
 
     def _script_digests_now(self) -> list[str]:
         return [script_digest(one) for one in self._scripts]
@@ -262,12 +293,8 @@ class Watch:
 
     def _are_samples_unchanged(self) -> bool:
         """Whether some bytes of the next tensors are as they were; each call looks at others."""
-        first, count = self._next_sample, len(self._strided)
-        self._next_sample = (first + _SAMPLED_TENSORS) % max(1, count)
-        return all(
-            self._strided[at % count].tobytes() == self._sampled[at % count]
-            for at in range(first, first + min(_SAMPLED_TENSORS, count))
-        )
+        views, were = next(self._sampled, ([], []))
+        return _bytes_in(views) == were
 
 
 class _Samples:
@@ -282,7 +309,7 @@ class _Samples:
         for tensor in tensors:
             if tensor.is_contiguous():  # else a view of its bytes would be of a copy
                 view = tensor.reshape(-1).view(torch.uint8)
-                step = -(-len(view) // _SAMPLED_BYTES) | 1
+                step = -(-len(view) // _DEVICE_BYTES) | 1
                 by_device.setdefault(tensor.device, []).append(view[::step])
         self._views = list(by_device.values())
         self._were = [torch.cat(views) for views in self._views]
@@ -303,6 +330,14 @@ class _Samples:
         return not any(bool(one) for one in self._changed or ())
 
 
+def _packed(value: Any) -> bytes | None:
+    """Numbers, text and containers of these as bytes; None: there is something else in it."""
+    try:
+        return marshal.dumps(value, 2)  # later formats depend on how many references there are
+    except ValueError:
+        return None
+
+
 def _size_of(value: Any) -> int:
     """Of the tensors and arrays in an attribute."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
@@ -317,6 +352,10 @@ def _is_mutable(value: Any) -> bool:
     if type(value) is tuple:
         return any(map(_is_mutable, value))
     return value is not None and not isinstance(value, _IMMUTABLE)
+
+
+def _bytes_in(views: Iterable[NDArray[np.uint8]]) -> list[bytes]:
+    return list(map(np.ndarray.tobytes, views))
 
 
 def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:

@@ -180,6 +180,7 @@ class Cached(LazyModule):
     _streamload_transparent = True
     _streamload_options: Options
     _streamload_wrapped: type | None = None
+    _streamload_decorate: Callable[..., Any]
 
     @classmethod
     def _streamload_eager(cls) -> bool:
@@ -258,11 +259,7 @@ def _subclass(cls: type[torch.nn.Module], options: Options) -> Any:
 
 
 _subclasses: dict[tuple[type, Options], Any] = {}
-
-
-def redecorated(cls: type[torch.nn.Module], options: Options) -> Any:
-    """The subclass that `cache_module` makes of a class which has a name already."""
-    return _subclass(cls, options)
+Cached._streamload_decorate = staticmethod(_subclass)
 
 
 def _unwrapped(cls: type[torch.nn.Module], options: Options) -> Any:

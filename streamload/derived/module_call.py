@@ -21,7 +21,6 @@ from streamload.derived.fingerprint import Fingerprint, device_of, differences
 from streamload.derived.lazy import build, is_pending, pending_of
 from streamload.derived.log_once import log_once
 from streamload.derived.module_checks import (
-    Chance,
     check_elsewhere,
     is_close,
     refuse_module,
@@ -45,8 +44,8 @@ from streamload.derived.row_store import RowStore
 from streamload.derived.storing import store_result
 from streamload.errors import CacheCorrupt, FeatureError, FeatureMismatch, FeatureNotCacheable, OptionError
 
-_CHECK_ONE_OF = 16
-"""Of so many results of one key that are in memory the input of one is compared."""
+_CHECK_BITS = 4
+"""Of 2 to the power of this many results of one key that are in memory the input of one is compared."""
 _SIMPLE_KEYS = frozenset((str, int, bytes))
 
 
@@ -82,7 +81,7 @@ def from_memory(
     layout = layout_of(row.layout)
     if layout.has_device or len(row.body) != layout.body_bytes:
         return None
-    if row.input_digest and not _random_place(_CHECK_ONE_OF):
+    if row.input_digest and not _places.getrandbits(_CHECK_BITS):
         (digest,) = Inputs(args, {}, None).digests([0])
         if digest not in (0, row.input_digest):
             return None
@@ -207,13 +206,12 @@ class Call:
         self.first: Sequence[int] = self.where
         if len(set(names)) == len(names):
             return
-        firsts: dict[bytes | int, int] = {}
-        for at, name in enumerate(names):
-            firsts.setdefault(at if name is None else name, at)
-        self.first = list(firsts.values())
+        marks = [at if name is None else name for at, name in enumerate(names)]
+        firsts = {mark: at for at, mark in reversed([*enumerate(marks)])}
+        self.first = sorted(firsts.values())
         self.unique = [names[at] for at in self.first]
         places = {at: place for place, at in enumerate(self.first)}
-        self.where = [places[firsts[at if name is None else name]] for at, name in enumerate(names)]
+        self.where = [places[firsts[mark]] for mark in marks]
 
     def _unreadable(self, layouts: set[bytes]) -> set[bytes]:
         """Layouts with a class in them that isn't imported here: such rows are computed again."""
@@ -373,9 +371,9 @@ class Call:
         with torch.no_grad():
             if self.proof.is_chance_harmless:
                 return self.run(*args, **kwargs)
-            before, chance = Generators(), Chance(device_of(module))
+            before = Generators()
             value = self.run(*args, **kwargs)
-            if chance.was_used():
+            if before.were_used():
                 self._refuse_chance(value, before, args, kwargs)
         return value
 

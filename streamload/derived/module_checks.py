@@ -7,7 +7,6 @@ by computing a few rows again.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,29 +69,6 @@ def _is_per_row(norm: NormBase) -> bool:
 def _share_of(module: torch.nn.Module, name: str) -> float:
     value = vars(module).get(name)
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else 0.0
-
-
-class Chance:
-    """The random generators at a moment, to see whether a computation drew from them; about 20 µs."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._states = self._now()
-
-    def was_used(self) -> bool:
-        """Whether anything drew from them since."""
-        return any(
-            not torch.equal(one, other) if isinstance(one, torch.Tensor) else one != other
-            for one, other in zip(self._now(), self._states, strict=True)
-        )
-
-    def _now(self) -> list[Any]:
-        twister: Any = np.random.get_state(legacy=False)
-        numpy_state = (twister["state"]["key"].tobytes(), twister["state"]["pos"])
-        states: list[Any] = [random.getstate(), numpy_state, torch.get_rng_state()]
-        if self._device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self._device))
-        return states
 
 
 def is_close(one: Sequence[Any], other: Sequence[Any], *, is_of_device: bool = False) -> bool:

@@ -25,12 +25,14 @@ from streamload.derived.builds import (
     may_agree,
     process_name,
     read_builds,
+    with_latest,
     written,
 )
 from streamload.derived.code import ARRANGEMENT, Describer, digest_of
 from streamload.derived.fingerprint import (
     FORMAT,
     Fingerprint,
+    Pace,
     Stamp,
     Watch,
     built_parts,
@@ -154,7 +156,7 @@ class Proof:
     def __init__(self) -> None:
         self.built: Built | None = None
         self.believed: tuple[list[str], Build] | None = None
-        self.fingerprints: dict[Any, Fingerprint] = {}
+        self.fingerprints: dict[Any, tuple[Fingerprint, dict[str, Any]]] = {}
         self.noted: set[bytes] = set()
         self.served: Fingerprint | None = None
         """The last by which rows were returned while the module wasn't built."""
@@ -173,7 +175,7 @@ class Proof:
         """Whether the module has computed since it was built."""
         self.are_rows_apart = False
         self.is_chance_harmless = False
-        self.looks, self.beliefs = Allowance(), Allowance()
+        self.looks, self.beliefs = Allowance(), Pace()
         self.computed_rows, self.compute_seconds = 0, 0.0
         self.refused_at: Any = None
         self._with_inputs: dict[tuple[bytes, int], tuple[Mapping[str, Any], Fingerprint]] = {}
@@ -250,14 +252,10 @@ def _of_module(
     if is_pending(module):
         known = _believed(module, options, store, description, proof)
         if known is not None:
-            return _with_settings(
-                proof, (id(known), known.device), description, known.parts, known.parts["code"]
-            )
+            return _with_settings(proof, id(known.parts), description, known.parts, known.parts["code"])
         build(module)
     built = built_state(module, description, proof)
-    return _with_settings(
-        proof, (id(built.parts), built.parts["device"]), description, built.parts, built.code
-    )
+    return _with_settings(proof, id(built.parts), description, built.parts, built.code)
 
 
 def _of_version(module: Any, version: str, description: Description, proof: Proof) -> Fingerprint:
@@ -275,8 +273,9 @@ def _with_settings(
         if len(proof.fingerprints) > _FINGERPRINTS_KEPT:
             proof.fingerprints.clear()
         whole = {**description.parts, **parts, "code": code, "settings": list(settings), "format": FORMAT}
-        known = proof.fingerprints[which, settings] = Fingerprint.of(whole)
-    return known
+        known = Fingerprint.of(whole), parts  # held, so that no others get their id
+        proof.fingerprints[which, settings] = known
+    return known[0]
 
 
 def _believed(
@@ -285,7 +284,11 @@ def _believed(
     pending = pending_of(module)
     asked = [meaning for _, _, meaning in pending.asked]
     if proof.believed is not None and proof.believed[0] == asked:
-        if _still_holds(proof, proof.believed[1]):
+        began = time.monotonic()
+        if not proof.beliefs.is_due:
+            return proof.believed[1]
+        if proof.believed[1].still_holds():
+            proof.beliefs.looked(began)
             return proof.believed[1]
         proof.believed = None
         return None
@@ -325,8 +328,7 @@ def _agreed(module: Any, store: RowStore, key: bytes, description: Description, 
         if answer["built"] == latest.parts:
             name, draws = f"check of {process_name()}", answer["draws"]
             another = replace(latest, process=name, generators=answer["generators"], draws=draws)
-            store.disk.write_note(key, written(builds, another), label_of(module, module._streamload_options))
-            known = believed([*builds, another], generators)
+            known = believed(_noted(module, store, key, another), generators)
         if known is not None:
             proof.process, process = process, None
         return known
@@ -336,14 +338,6 @@ def _agreed(module: Any, store: RowStore, key: bytes, description: Description, 
     finally:
         if process is not None:
             process.close()
-
-
-def _still_holds(proof: Proof, known: Build) -> bool:
-    """Whether files and code are still those of the build; looked at for a hundredth of the time."""
-    if not proof.beliefs.may_begin():
-        return True
-    with proof.beliefs.timed():
-        return known.still_holds()
 
 
 def _recipe(description: Description, pending: Pending) -> bytes:
@@ -382,8 +376,7 @@ def record_build(
     )
     key = _recipe(description, pending)
     proof_of(module).recorded = (key, latest)
-    builds = read_builds(store.read_note(key))
-    store.disk.write_note(key, written(builds, latest), label_of(module, options))
+    _noted(module, store, key, latest)
 
 
 def record_settled(module: Any, store: RowStore, before: Fingerprint) -> None:
@@ -400,9 +393,14 @@ def record_settled(module: Any, store: RowStore, before: Fingerprint) -> None:
     key, build_ = proof.recorded
     if {**before.parts, **build_.parts} != dict(before.parts):
         return
-    settled = replace(build_, parts={**proof.built.parts, "code": proof.built.code})
-    builds = read_builds(store.read_note(key))
-    store.disk.write_note(key, written(builds, settled), label_of(module, module._streamload_options))
+    _noted(module, store, key, replace(build_, parts={**proof.built.parts, "code": proof.built.code}))
+
+
+def _noted(module: Any, store: RowStore, key: bytes, latest: Build) -> list[Build]:
+    """The records under a key with one more, which is stored."""
+    builds = with_latest(read_builds(store.read_note(key)), latest)
+    store.disk.write_note(key, written(builds), label_of(module, module._streamload_options))
+    return builds
 
 
 def built_state(module: Any, description: Description, proof: Proof) -> Built:

@@ -228,10 +228,9 @@ def _built(asked: Module) -> tuple[Any, tuple[dict[str, str], list[str]]]:
     from streamload.derived.builds import Generators
     from streamload.derived.fingerprint import differences
     from streamload.derived.lazy import function_of, pending_instance
-    from streamload.derived.module_cache import redecorated
     from streamload.derived.module_proof import description_of
 
-    cls: Any = asked.cls if asked.options is None else redecorated(asked.cls, asked.options)
+    cls: Any = asked.cls if asked.decorate is None else asked.decorate(asked.cls)
     calls = [
         (method, (function_of(meaning),) if method == "_apply" else given, meaning)
         for method, given, meaning in asked.asked

@@ -60,7 +60,7 @@ class Module:
 
     Attributes:
         cls: its class, or that which it wraps.
-        options: of the decoration of a class that was named before it; None: `cls` is decorated itself.
+        decorate: makes the module's class of one that was named before it; None: `cls` is decorated itself.
         arguments: of its `__init__`.
         keywords: of its `__init__`.
         generators: the random generators' states from which it is built.
@@ -71,7 +71,7 @@ class Module:
     """
 
     cls: type
-    options: Any
+    decorate: Callable[[type], Any] | None
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
     generators: Any
@@ -142,9 +142,11 @@ def remade(
     if not _has_file(named.__module__):
         raise CannotCheck(f"{named.__module__} has no file that another process could import")
     asked = [(name, () if name == "_apply" else given, to) for name, given, to in pending.asked]
-    options = None if wrapped is None else cls._streamload_options
+    decorate = None
+    if wrapped is not None:
+        decorate = functools.partial(cls._streamload_decorate, options=cls._streamload_options)
     arguments, keywords = pending.arguments, pending.keywords
-    return Module(named, options, arguments, keywords, pending.generators, asked, parts, device, settings)
+    return Module(named, decorate, arguments, keywords, pending.generators, asked, parts, device, settings)
 
 
 def _has_file(name: str) -> bool:
@@ -272,7 +274,7 @@ class RowCheck:
         at_exit: Callable[[Verdict], None],
     ):
         self.verdict: Verdict | None = None
-        self.at_exit = at_exit
+        self.at_exit: Callable[[Verdict], None] | None = at_exit
         self._module, self._data = module, module_bytes(rows)
         self._fingerprint, self._process = fingerprint, process
         self._is_done = threading.Event()
@@ -299,7 +301,7 @@ class RowCheck:
                 self._process.close()
             if verdict is None or verdict.is_same is not False:  # the module may go before the process does
                 _running.remove(self)
-                self.at_exit = _say_nothing
+                self.at_exit = None
             self._is_done.set()
 
     def _found(self) -> Verdict:
@@ -326,10 +328,6 @@ class RowCheck:
 
 _running: list[RowCheck] = []
 """Those without a verdict, and those that have found a difference."""
-
-
-def _say_nothing(verdict: Verdict) -> None:
-    """In place of what would be said at the end."""
 
 
 def module_bytes(value: Module | Rows) -> bytes:
@@ -423,7 +421,7 @@ def _finish() -> None:
     ends = time.monotonic() + _AT_EXIT_SECONDS
     for check in _running.copy():
         check.wait(max(0.0, ends - time.monotonic()))
-        if check.verdict is not None:
+        if check.verdict is not None and check.at_exit is not None:
             check.at_exit(check.verdict)
 
 
