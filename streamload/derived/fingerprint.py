@@ -241,7 +241,8 @@ class Watch:
         self._are_plain = not size_bytes and _packed(self._mutable) is not None
         self._attributes, self._script_digests = self._attributes_now(), self._script_digests_now()
         most = _FEW_BYTES if self._are_plain else _FEW_CHARACTERS
-        self._has_few_attributes = len(self._attributes) <= most and size_bytes <= _SMALL_BYTES
+        is_short = len(self._attributes) <= most and size_bytes <= _SMALL_BYTES
+        self._has_few_attributes = bool(self._mutable) and is_short
         self._small_pace, self._pace = Pace(_SMALL_SHARE), Pace()
 
     def is_unchanged(self, *, whole: bool) -> bool:

@@ -108,13 +108,7 @@ def lazy_metaclass(of: type) -> type:
 
 
 def made_lazy(cls: type[torch.nn.Module], base: type[torch.nn.Module], members: dict[str, Any]) -> Any:
-    """The class as if it had been written with another base in place of `torch.nn.Module`.
-
-    Args:
-        cls: isn't used any more by anybody else.
-        base: a LazyModule.
-        members: that it has in addition.
-    """
+    """The class as if it had been written with another base than `torch.nn.Module`, and with more members."""
     bases = tuple(base if one is torch.nn.Module else one for one in cls.__bases__)
     names = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
     bases = bases if base in bases else (base, *bases)

@@ -28,7 +28,6 @@ from streamload.derived.module_checks import (
     row_of,
 )
 from streamload.derived.module_proof import (
-    CANARIES,
     Options,
     fingerprint_of,
     label_of,
@@ -52,29 +51,17 @@ _SIMPLE_KEYS = frozenset((str, int, bytes))
 def from_memory(
     module: Any, options: Options, store: RowStore, args: tuple[Any, ...], cache_key: Any
 ) -> tuple[Any] | None:
-    """The result of one simple key, if this process holds its row; the short way of what a Call does.
-
-    Args:
-        args: of a call without keywords.
-
-    Returns:
-        the result, as a tuple of one; None: a Call is needed.
-    """
+    """The result of one simple key, in a tuple, if this process holds its row; None: it takes a Call."""
     if store.memory is None or type(cache_key) not in _SIMPLE_KEYS or len(args) != 1:
         return None
     given, proof = args[0], proof_of(module)
     if type(given) is not torch.Tensor or (given.requires_grad and torch.is_grad_enabled()):
         return None
-    is_unbuilt = is_pending(module)
     if proof.check is not None or proof.refused:
         return None
-    if not is_unbuilt and proof.canaries and options.is_checked:
+    is_built, fingerprint = not is_pending(module), fingerprint_of(module, options, store)
+    if options.is_checked and proof.unchecked(fingerprint, is_built=is_built):
         return None
-    fingerprint = fingerprint_of(module, options, store, None)
-    if is_unbuilt and options.is_checked:
-        checked = proof.checked
-        if checked is None or checked[0].digest != fingerprint.digest:
-            return None
     row = store.read_from_memory(_naming(fingerprint.digest).name(cache_key))
     if row is None:
         return None
@@ -85,7 +72,7 @@ def from_memory(
         (digest,) = Inputs(args, {}, None).digests([0])
         if digest not in (0, row.input_digest):
             return None
-    if is_unbuilt:
+    if not is_built:
         proof.served = fingerprint
     store.counts.hits += 1
     store.counts.saved_seconds += proof.seconds_per_row
@@ -104,13 +91,7 @@ class Call:
     """One call with keys. Rows go by the places of their keys among `unique`, where each key is once.
 
     Args:
-        module: that is called.
-        run: calls it without keys, once it is built.
-        options: of its class.
-        store: of its rows.
-        args: of the call.
-        kwargs: of the call.
-        cache_key: one key, or one a row.
+        run: calls the module without keys, once it is built.
         made_by: what makes the input, if a key stands for that, too: a part of the fingerprint.
 
     Raises:
@@ -285,10 +266,9 @@ class Call:
 
     def _check(self) -> None:
         """Compute some rows again and compare: the first after a build, else in another process."""
-        is_built, checked = not is_pending(self.module), self.proof.checked
-        if is_built and not self.proof.canaries:
-            return
-        if not is_built and checked is not None and checked[0].digest == self.fingerprint.digest:
+        is_built = not is_pending(self.module)
+        most = self.proof.unchecked(self.fingerprint, is_built=is_built)
+        if not most:
             return
         places = list(self.found) if self.inputs.leaves else []
         digests = self.inputs.digests([self.first[place] for place in places])
@@ -296,7 +276,7 @@ class Call:
             place
             for place, digest in zip(places, digests, strict=True)
             if digest and digest == self.found[place].input_digest
-        ][: self.proof.canaries if is_built else CANARIES]
+        ][:most]
         if not places:
             return
         key = self.keys[self.first[places[0]]]

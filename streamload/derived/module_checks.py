@@ -134,16 +134,7 @@ def row_of(result: Result, at: int) -> list[Any]:
 def check_elsewhere(
     module: Any, options: Options, store: RowStore, fingerprint: Fingerprint, key: Any, rows: Rows
 ) -> None:
-    """Let another process compute some rows again of a module that isn't built, unless it has begun.
-
-    Args:
-        module: that would compute them.
-        options: of its class.
-        store: of its rows.
-        fingerprint: of the rows.
-        key: of the first, for an error.
-        rows: with their inputs.
-    """
+    """Let another process compute some rows again of a module that isn't built; `key` is of the first."""
     proof, parts = proof_of(module), fingerprint.parts
 
     def at_exit(verdict: Verdict) -> None:
@@ -171,12 +162,7 @@ def refuse_stale(
 ) -> None:
     """Refuse rows of which a check has found that they aren't what is computed now.
 
-    Args:
-        module: that would compute them.
-        options: of its class.
-        store: of its rows.
-        fingerprint: of the rows.
-        wait: for the verdict of a check that has begun, a while.
+    With `wait` a check that has begun is waited for, a while.
 
     Raises:
         FeatureMismatch: it has.

@@ -43,15 +43,10 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 def module_parts(
     module: torch.nn.Module, describe: Callable[[Any, str], Any], where: str
 ) -> tuple[str, Any, Any]:
-    """What a built module computes with: parameters and buffers, attributes, the classes of its modules.
-
-    Args:
-        module: built.
-        describe: `Describer.value`.
-        where: the module's name, for errors.
+    """What a built module computes with, described by `Describer.value`; `where` is its name, for errors.
 
     Returns:
-        the digest; by module, its attributes that are no weights; by module, its class and its hooks.
+        a digest of weights; by module, its other attributes; by module, its class and its hooks.
     """
     digest = xxh3_128()
     attributes: dict[str, Any] = {}

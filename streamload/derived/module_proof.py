@@ -6,6 +6,7 @@ or by records of earlier builds (builds.py).
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import time
@@ -156,7 +157,8 @@ class Proof:
     def __init__(self) -> None:
         self.built: Built | None = None
         self.believed: tuple[list[str], Build] | None = None
-        self.fingerprints: dict[Any, tuple[Fingerprint, dict[str, Any]]] = {}
+        self.fingerprints: dict[Any, tuple[Fingerprint, Any]] = {}
+        """By what a fingerprint covers; with that, so that nothing else gets its id."""
         self.noted: set[bytes] = set()
         self.served: Fingerprint | None = None
         """The last by which rows were returned while the module wasn't built."""
@@ -178,36 +180,17 @@ class Proof:
         self.looks, self.beliefs = Allowance(), Pace()
         self.computed_rows, self.compute_seconds = 0, 0.0
         self.refused_at: Any = None
-        self._with_inputs: dict[tuple[bytes, int], tuple[Mapping[str, Any], Fingerprint]] = {}
-        self._latest: dict[bytes, Fingerprint] = {}
+
+    def unchecked(self, fingerprint: Fingerprint, *, is_built: bool) -> int:
+        """How many of its rows are to be compared before others are served without that."""
+        if is_built:
+            return self.canaries
+        return 0 if self.checked is not None and self.checked[0].digest == fingerprint.digest else CANARIES
 
     @property
     def seconds_per_row(self) -> float:
         """What computing a row has taken in this process; 0: none was computed."""
         return self.compute_seconds / self.computed_rows if self.computed_rows else 0.0
-
-    def with_inputs(self, fingerprint: Fingerprint, inputs: Mapping[str, Any]) -> Fingerprint:
-        """A fingerprint that covers what makes the module's input, too."""
-        which = (fingerprint.digest, id(inputs))
-        if which not in self._with_inputs:
-            if len(self._with_inputs) > _FINGERPRINTS_KEPT:
-                self._with_inputs.clear()
-            whole = Fingerprint.of({**fingerprint.parts, "inputs": dict(inputs)})
-            self._with_inputs[which] = inputs, whole  # held, so that no other object gets its id
-        return self._with_inputs[which][1]
-
-    def latest(self, fingerprint: Fingerprint, store: RowStore) -> Fingerprint:
-        """A fingerprint of whose rows none was found to be wrong: it has a number if others were before."""
-        latest = self._latest.get(fingerprint.digest)
-        if latest is None:
-            latest, number = fingerprint, 0
-            while store.read_note(_REFUSED + latest.digest) is not None:
-                number += 1
-                latest = Fingerprint.of({**fingerprint.parts, "computed again": number})
-            if len(self._latest) > _FINGERPRINTS_KEPT:
-                self._latest.clear()
-            self._latest[fingerprint.digest] = latest
-        return latest
 
 
 _proofs: weakref.WeakKeyDictionary[Any, Proof] = weakref.WeakKeyDictionary()
@@ -226,11 +209,8 @@ def fingerprint_of(
 ) -> Fingerprint:
     """The fingerprint of a module now; it is built if that is needed to know it.
 
-    Args:
-        module: which.
-        options: of its class.
-        store: of its rows.
-        inputs: what makes its input from a sample, for rows that are found without the input.
+    It has a number if rows were found to be wrong by an earlier run. `inputs` is what makes the module's
+    input from a sample, for rows that are found without the input.
 
     Raises:
         FeatureNotCacheable: it can't be known.
@@ -240,42 +220,42 @@ def fingerprint_of(
         raise FeatureNotCacheable(description.error)
     proof = proof_of(module)
     with unbuilt(module):
-        found = _of_module(module, options, store, description, proof)
-    return proof.latest(found if inputs is None else proof.with_inputs(found, inputs), store)
-
-
-def _of_module(
-    module: Any, options: Options, store: RowStore, description: Description, proof: Proof
-) -> Fingerprint:
-    if options.version is not None:
-        return _of_version(module, options.version, description, proof)
-    if is_pending(module):
-        known = _believed(module, options, store, description, proof)
-        if known is not None:
-            return _with_settings(proof, id(known.parts), description, known.parts, known.parts["code"])
-        build(module)
-    built = built_state(module, description, proof)
-    return _with_settings(proof, id(built.parts), description, built.parts, built.code)
-
-
-def _of_version(module: Any, version: str, description: Description, proof: Proof) -> Fingerprint:
-    device = pending_of(module).device if is_pending(module) else device_of(module)
-    parts = {"version": version, "training": module.training, "device": device.type}
-    return _with_settings(proof, (device.type, module.training), description, parts, {})
-
-
-def _with_settings(
-    proof: Proof, which: Any, description: Description, parts: dict[str, Any], code: dict[str, str]
-) -> Fingerprint:
+        parts, code = _state(module, options, store, description, proof)
     settings = torch_settings(parts["device"])
-    known = proof.fingerprints.get((which, settings))
+    covered = (id(parts), id(inputs), settings)
+    known = proof.fingerprints.get(covered)
     if known is None:
         if len(proof.fingerprints) > _FINGERPRINTS_KEPT:
             proof.fingerprints.clear()
         whole = {**description.parts, **parts, "code": code, "settings": list(settings), "format": FORMAT}
-        known = Fingerprint.of(whole), parts  # held, so that no others get their id
-        proof.fingerprints[which, settings] = known
+        whole |= {} if inputs is None else {"inputs": dict(inputs)}
+        fingerprint, number = Fingerprint.of(whole), 0
+        while fingerprint.digest not in proof.refused and store.read_note(_REFUSED + fingerprint.digest):
+            number += 1
+            fingerprint = Fingerprint.of({**whole, "computed again": number})
+        known = proof.fingerprints[covered] = fingerprint, (parts, inputs)
     return known[0]
+
+
+def _state(
+    module: Any, options: Options, store: RowStore, description: Description, proof: Proof
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """What a module is now, as parts of a fingerprint, and its code: the same objects until it changes."""
+    if options.version is not None:
+        device = pending_of(module).device if is_pending(module) else device_of(module)
+        return _parts_of_version(options.version, module.training, device.type), {}
+    if is_pending(module):
+        known = _believed(module, options, store, description, proof)
+        if known is not None:
+            return known.parts, known.parts["code"]
+        build(module)
+    built = built_state(module, description, proof)
+    return built.parts, built.code
+
+
+@functools.lru_cache(maxsize=_FINGERPRINTS_KEPT)
+def _parts_of_version(version: str, training: bool, device: str) -> dict[str, Any]:
+    return {"version": version, "training": training, "device": device}
 
 
 def _believed(
@@ -380,13 +360,7 @@ def record_build(
 
 
 def record_settled(module: Any, store: RowStore, before: Fingerprint) -> None:
-    """Remember that a module came out of its first computation other than it went in.
-
-    Args:
-        module: which has computed once.
-        store: of its rows.
-        before: its fingerprint before that; unless it was the one of its build, nothing is known of builds.
-    """
+    """Remember that a module came out of its first computation other than it went in, as it was built."""
     proof = proof_of(module)
     if proof.recorded is None or proof.built is None:
         return
@@ -428,15 +402,7 @@ def built_state(module: Any, description: Description, proof: Proof) -> Built:
 def refuse_rows(
     module: Any, options: Options, store: RowStore, fingerprint: Fingerprint, key: Any
 ) -> FeatureMismatch:
-    """Let no row of a fingerprint be served any more, here and later; returns the error that says so.
-
-    Args:
-        module: that computes another result.
-        options: of its class.
-        store: of its rows.
-        fingerprint: of the rows.
-        key: of one that was compared.
-    """
+    """Let no row of a fingerprint be served any more, here and later; returns the error that says so."""
     label = label_of(module, options)
     store.counts.mismatches += 1
     store.disk.write_note(_REFUSED + fingerprint.digest, b"refused", label)

@@ -122,14 +122,7 @@ class Verdict:
 def remade(
     module: Any, pending: Any, parts: dict[str, Any], device: str, settings: tuple[Any, ...]
 ) -> Module:
-    """Describe a module that isn't built to another process.
-
-    Args:
-        module: which.
-        pending: what it is waiting with (`lazy.Pending`).
-        parts: of its description.
-        device: the type of that on which its rows are made.
-        settings: of torch, `fingerprint.torch_settings`.
+    """Describe a module that isn't built to another process (see `Module`).
 
     Raises:
         CannotCheck: its class can't be found by another process.
