@@ -197,7 +197,6 @@ class Cached(LazyModule):
             before = Generators().digests
             super()._streamload_build(pending)
         self.__dict__["_streamload_description"] = description
-        _count(self, "builds")
         record_build(self, pending, description, before, inputs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -279,10 +278,3 @@ def _key_by_position(cls: type, args: tuple[Any, ...]) -> tuple[tuple[Any, ...],
 def _place_of_key(forward: Any) -> int | None:
     names = list(inspect.signature(forward).parameters)
     return names.index("cache_key") - 1 if "cache_key" in names else None
-
-
-def _count(module: Any, name: str) -> None:
-    options = module._streamload_options
-    store = None if options.place is None else open_store(options.place)
-    if store is not None:
-        setattr(store.counts, name, getattr(store.counts, name) + 1)

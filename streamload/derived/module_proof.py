@@ -330,10 +330,13 @@ def _recipe(description: Description, pending: Pending) -> bytes:
 def record_build(
     module: Any, pending: Pending, description: Description, before: dict[str, str], inputs: Inputs
 ) -> None:
-    """Remember how a module came out, for those that aren't built."""
+    """Count a build, and remember how the module came out, for those that aren't built."""
     options = module._streamload_options
     store = None if options.place is None else open_store(options.place)
-    if store is None or description.error or options.version is not None:
+    if store is None:
+        return
+    store.counts.builds += 1
+    if description.error or options.version is not None:
         return
     try:
         built = built_state(module, description, proof_of(module))
