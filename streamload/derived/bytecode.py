@@ -29,8 +29,8 @@ def _steps(code: types.CodeType) -> list[tuple[str, Any]]:
 
 def globals_of(code: types.CodeType, names: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The globals that code reads, in the order of its bytecode; of namespaces the attributes it reads."""
-    for inner in _inside(code):
-        yield from globals_of(inner, names)
+    for function in _inside(code):
+        yield from globals_of(function, names)
     chain, value = "", None
     imported = None
     local: dict[str, Any] = {}  # modules that are imported inside
