@@ -56,7 +56,7 @@ from streamload.errors import (
 
 if TYPE_CHECKING:
     from streamload.batches.sample_weights import complexity
-    from streamload.derived.module_cache import CacheLevel, cache_info, cache_module
+    from streamload.derived.calls.module_cache import CacheLevel, cache_info, cache_module
     from streamload.loader import (
         Batches,
         Cache,
@@ -169,7 +169,7 @@ _LATER = {
     "BatchPolicy": "streamload.steering.batch_size",
     "Batches": "streamload.loader",
     "Cache": "streamload.loader",
-    "CacheLevel": "streamload.derived.module_cache",
+    "CacheLevel": "streamload.derived.calls.module_cache",
     "Decided": "streamload.steering",
     "Entry": "streamload.shards.samples",
     "Features": "streamload.loader",
@@ -193,8 +193,8 @@ _LATER = {
     "ThroughputBalanced": "streamload.steering.batch_size",
     "Verdict": "streamload.metrics.verdict",
     "Workers": "streamload.loader",
-    "cache_info": "streamload.derived.module_cache",
-    "cache_module": "streamload.derived.module_cache",
+    "cache_info": "streamload.derived.calls.module_cache",
+    "cache_module": "streamload.derived.calls.module_cache",
     "complexity": "streamload.batches.sample_weights",
     "gather_state": "streamload.loader",
     "make_loader": "streamload.loader",

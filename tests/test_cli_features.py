@@ -17,8 +17,8 @@ from streamload import Features, make_loader
 from streamload.cli import main
 from streamload.cli.features.show import text_of
 from streamload.derived import row_database
-from streamload.derived.code import Describer
 from streamload.derived.parts import NOTE, digest_of_parts, flat
+from streamload.derived.proof.code import Describer
 from streamload.derived.row_catalog import Damage, delete_damaged, open_catalog
 from streamload.derived.row_format import Result
 from streamload.derived.row_keys import Naming

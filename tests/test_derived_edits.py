@@ -23,13 +23,13 @@ from torch.nn import functional
 from torch.nn.modules import module as torch_module
 
 from streamload.batches.facts import read_facts
-from streamload.derived import rebuilding
-from streamload.derived.builds import Generators
-from streamload.derived.code import Describer
-from streamload.derived.fingerprint import torch_settings
-from streamload.derived.lazy import pending_of
-from streamload.derived.module_proof import describe
-from streamload.derived.row_check import Rows, module_bytes, remade
+from streamload.derived.proof import rebuilding
+from streamload.derived.proof.builds import Generators
+from streamload.derived.proof.code import Describer
+from streamload.derived.proof.fingerprint import torch_settings
+from streamload.derived.proof.lazy import pending_of
+from streamload.derived.proof.module_proof import describe
+from streamload.derived.proof.row_check import Rows, module_bytes, remade
 
 _numbers = itertools.count()
 
@@ -426,7 +426,7 @@ def checked(project: Path, read: str, holder: str, change: Callable[[Path], Any]
         value = edited_model.Extractor(getattr(edited_model, argument, None))(x)
     assert torch.equal(value, x * 2)
     cls, by = edited_model.Extractor, getattr(edited_model, argument, None)
-    from streamload.derived.lazy import pending_instance
+    from streamload.derived.proof.lazy import pending_instance
 
     module, _ = pending_instance(cls, (by,), {}, Generators())
     parts = describe(cls, (by,), {}).parts

@@ -22,9 +22,10 @@ from torch import nn
 
 import streamload
 from streamload import FeatureMismatch, FeatureNotCacheable, cache_info, cache_module
-from streamload.derived import builds, code, module_proof, packages, row_store
-from streamload.derived.code import Describer
-from streamload.derived.fingerprint import Fingerprint, differences
+from streamload.derived import row_store
+from streamload.derived.proof import builds, code, module_proof, packages
+from streamload.derived.proof.code import Describer
+from streamload.derived.proof.fingerprint import Fingerprint, differences
 
 SOURCE = '''
 import enum
@@ -562,7 +563,7 @@ def test_a_build_that_asks_the_network_is_never_believed(run, monkeypatch):
     monkeypatch.setattr(
         module_proof, "asked", lambda: socket.socket().connect_ex(("127.0.0.1", 9)), raising=False
     )
-    asking = "from streamload.derived import module_proof; module_proof.asked()"
+    asking = "from streamload.derived.proof import module_proof; module_proof.asked()"
     run.write(SOURCE.replace("        self.factor = 1.0\n", f"        self.factor = 1.0\n        {asking}\n"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from streamload.derived.builds import Generators
-from streamload.derived.fingerprint import torch_settings
-from streamload.derived.lazy import pending_instance, pending_of
-from streamload.derived.module_proof import describe
-from streamload.derived.rebuilding import Script
-from streamload.derived.row_check import CannotCheck, RowCheck, Rows, remade
+from streamload.derived.proof.builds import Generators
+from streamload.derived.proof.fingerprint import torch_settings
+from streamload.derived.proof.lazy import pending_instance, pending_of
+from streamload.derived.proof.module_proof import describe
+from streamload.derived.proof.rebuilding import Script
+from streamload.derived.proof.row_check import CannotCheck, RowCheck, Rows, remade
 
 SCRIPT = """
 from __future__ import annotations

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from streamload import cache_info, cache_module
-from streamload.derived import fingerprint, module_proof, row_queue, row_store, storing
+from streamload.derived import row_queue, row_store, storing
+from streamload.derived.proof import fingerprint, module_proof
 from streamload.derived.row_queue import ComputedRows, RowQueue
 from streamload.derived.row_seal import seal, seal_rows, unseal
 from streamload.derived.row_store import Place, RowStore

@@ -22,7 +22,7 @@ from streamload.batches.captions import read_caption, read_number
 from streamload.batches.fact_tables import read_table
 from streamload.batches.tokenize import BatchTokenizer, adapt_tokenizer
 from streamload.cache.selection import Repeat
-from streamload.derived.code import Describer
+from streamload.derived.proof.code import Describer
 from streamload.errors import CaptionError, FeatureNotCacheable, OptionError, SampleError, add_note
 from streamload.shards.facts import BUILT_IN, IN_RECORDS, Column, FactSample, Values, column_digest
 from streamload.shards.keys import KeySpec

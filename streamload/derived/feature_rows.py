@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from streamload.derived.module_checks import is_close
+from streamload.derived.proof.module_checks import is_close
 from streamload.derived.row_format import Layout, Leaf, Result, layout_of, reordered
 from streamload.derived.row_seal import Row
 from streamload.errors import CacheCorrupt, FeatureMismatch, FeatureNotCacheable

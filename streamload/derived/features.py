@@ -12,13 +12,13 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from streamload.derived.calls.module_cache import Cached, switches
+from streamload.derived.calls.module_call import Call
 from streamload.derived.feature_rows import FeatureRows, FeatureStart, RowKey
-from streamload.derived.fingerprint import Fingerprint, device_of
-from streamload.derived.lazy import build, is_pending
-from streamload.derived.module_cache import Cached, switches
-from streamload.derived.module_call import Call
-from streamload.derived.module_checks import check_elsewhere, refuse_stale
-from streamload.derived.module_proof import (
+from streamload.derived.proof.fingerprint import Fingerprint, device_of
+from streamload.derived.proof.lazy import build, is_pending
+from streamload.derived.proof.module_checks import check_elsewhere, refuse_stale
+from streamload.derived.proof.module_proof import (
     CANARIES,
     Description,
     Options,
@@ -27,7 +27,7 @@ from streamload.derived.module_proof import (
     proof_of,
     refuse_rows,
 )
-from streamload.derived.row_check import Rows, on_cpu
+from streamload.derived.proof.row_check import Rows, on_cpu
 from streamload.derived.row_format import leaves_of
 from streamload.derived.row_mapping import Mapped
 from streamload.derived.row_store import Place, RowStore, open_store

@@ -11,9 +11,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from streamload.derived.fingerprint import Fingerprint, differences, torch_settings
 from streamload.derived.log_once import log_once
-from streamload.derived.module_proof import (
+from streamload.derived.proof.fingerprint import Fingerprint, differences, torch_settings
+from streamload.derived.proof.module_proof import (
     Built,
     Options,
     built_state,

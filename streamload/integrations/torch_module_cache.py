@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import sys
 
-from streamload.derived.module_cache import cache_module as _cache_module
-from streamload.derived.module_cache import places, switches
+from streamload.derived.calls.module_cache import cache_module as _cache_module
+from streamload.derived.calls.module_cache import places, switches
 from streamload.derived.row_store import CacheLevel, Place, stores_at
 
 __all__ = [

@@ -168,7 +168,7 @@ def _store_rows(
 
 def _report(found: Snapshot, features: Features, as_json: bool) -> None:
     """Say what was computed; the exit code is 1 if not all of it could be stored."""
-    from streamload.derived.module_cache import cache_info
+    from streamload.derived.calls.module_cache import cache_info
 
     refused = cache_info(features.module).refused
     report = {

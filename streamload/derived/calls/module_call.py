@@ -15,19 +15,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from streamload.derived.builds import Generators
-from streamload.derived.code import Describer
-from streamload.derived.fingerprint import Fingerprint, device_of, differences
-from streamload.derived.lazy import build, is_pending, pending_of
 from streamload.derived.log_once import log_once
-from streamload.derived.module_checks import (
+from streamload.derived.proof.builds import Generators
+from streamload.derived.proof.code import Describer
+from streamload.derived.proof.fingerprint import Fingerprint, device_of, differences
+from streamload.derived.proof.lazy import build, is_pending, pending_of
+from streamload.derived.proof.module_checks import (
     check_elsewhere,
     is_close,
     refuse_module,
     refuse_stale,
     row_of,
 )
-from streamload.derived.module_proof import (
+from streamload.derived.proof.module_proof import (
     Options,
     fingerprint_of,
     label_of,
@@ -35,7 +35,7 @@ from streamload.derived.module_proof import (
     record_settled,
     refuse_rows,
 )
-from streamload.derived.row_check import Rows, on_cpu
+from streamload.derived.proof.row_check import Rows, on_cpu
 from streamload.derived.row_format import Result, concatenated, join, layout_of, reordered
 from streamload.derived.row_keys import Inputs, Naming, keys_of
 from streamload.derived.row_seal import Row

@@ -349,7 +349,7 @@ def _started(has_rows: bool, verdict: Path | None) -> subprocess.Popen[bytes]:
     }
     most_bytes = max(0, int(memory.available().free_bytes * _MEMORY_SHARE))
     program = (
-        f"import sys; sys.path[:] = {sys.path!r}; from streamload.derived.rebuilding import main; "
+        f"import sys; sys.path[:] = {sys.path!r}; from streamload.derived.proof.rebuilding import main; "
         f"main({most_bytes}, {MOST_SECONDS}, {str(verdict or '')!r})"
     )
     process = subprocess.Popen(

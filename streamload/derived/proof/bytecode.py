@@ -11,7 +11,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from streamload.derived.packages import package_of
+from streamload.derived.proof.packages import package_of
 
 _ATTRIBUTES_ONLY = (argparse.Namespace, types.SimpleNamespace)
 """Of such a global only the attributes that code reads count."""

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from streamload.derived.fingerprint import Fingerprint
-from streamload.derived.lazy import pending_of
 from streamload.derived.log_once import log_once, logger
-from streamload.derived.module_proof import Options, description_of, label_of, proof_of, refuse_rows
-from streamload.derived.row_check import CannotCheck, RowCheck, Rows, Verdict, remade
+from streamload.derived.proof.fingerprint import Fingerprint
+from streamload.derived.proof.lazy import pending_of
+from streamload.derived.proof.module_proof import Options, description_of, label_of, proof_of, refuse_rows
+from streamload.derived.proof.row_check import CannotCheck, RowCheck, Rows, Verdict, remade
 from streamload.derived.row_format import Result
 from streamload.derived.row_store import RowStore
 from streamload.errors import FeatureMismatch, FeatureNotCacheable

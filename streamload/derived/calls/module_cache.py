@@ -2,8 +2,8 @@
 
     keys and inputs → fingerprint → rows that are there → a spot check → the missing ones computed, stored
 
-The module isn't built as long as all rows are there and how it would be built is known (builds.py). What
-proves a row is in fingerprint.py; what can't be proved is an error or is computed again.
+The module isn't built as long as all rows are there and how it would be built is known
+(proof/builds.py). What can't be proved is an error or is computed again.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from streamload.derived.builds import Generators, watched
+from streamload.derived.calls.module_call import Call, from_memory
 from streamload.derived.feature_rows import rows_of
-from streamload.derived.lazy import (
+from streamload.derived.proof.builds import Generators, watched
+from streamload.derived.proof.lazy import (
     LazyModule,
     Pending,
     build,
     lazy_metaclass,
     made_lazy,
 )
-from streamload.derived.module_call import Call, from_memory
-from streamload.derived.module_proof import Options, describe, record_build
+from streamload.derived.proof.module_proof import Options, describe, record_build
 from streamload.derived.row_mapping import Mapped
 from streamload.derived.row_store import CacheLevel, Place, open_store
 from streamload.derived.rows import RowCounts

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from streamload.derived.builds import Generators
+from streamload.derived.proof.builds import Generators
 
 _PENDING = "_streamload_pending"
 _BUILDING = "_streamload_building"

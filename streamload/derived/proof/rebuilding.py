@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:  # what is needed is imported once the process is bounded
-    from streamload.derived.row_check import Module, Rows
+    from streamload.derived.proof.row_check import Module, Rows
 
 _MAIN_NAMES = ("__main__", "__mp_main__")
 _NICE = 10
@@ -225,10 +225,10 @@ def _settings(asked: Module) -> Iterator[None]:
 
 def _built(asked: Module) -> tuple[Any, tuple[dict[str, str], list[str]]]:
     """The module, and of each random generator the digest of its state before; and which were drawn from."""
-    from streamload.derived.builds import Generators
-    from streamload.derived.fingerprint import differences
-    from streamload.derived.lazy import function_of, pending_instance
-    from streamload.derived.module_proof import description_of
+    from streamload.derived.proof.builds import Generators
+    from streamload.derived.proof.fingerprint import differences
+    from streamload.derived.proof.lazy import function_of, pending_instance
+    from streamload.derived.proof.module_proof import description_of
 
     cls: Any = asked.cls if asked.decorate is None else asked.decorate(asked.cls)
     calls = [
@@ -248,7 +248,7 @@ def _built(asked: Module) -> tuple[Any, tuple[dict[str, str], list[str]]]:
 
 
 def _parts(module: Any, asked: Module) -> dict[str, Any]:
-    from streamload.derived.module_proof import built_state, description_of, proof_of
+    from streamload.derived.proof.module_proof import built_state, description_of, proof_of
 
     built = built_state(module, description_of(module), proof_of(module))
     return {**built.parts, "code": built.code, "device": asked.device}
@@ -257,7 +257,7 @@ def _parts(module: Any, asked: Module) -> dict[str, Any]:
 def _are_same(module: Any, asked: Module, rows: Rows) -> bool:
     import torch
 
-    from streamload.derived.module_checks import is_close
+    from streamload.derived.proof.module_checks import is_close
     from streamload.derived.row_format import Result
     from streamload.torch_internals import tree_map
 

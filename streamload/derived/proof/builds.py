@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from streamload.derived.code import Describer, has_code
+from streamload.derived.proof.code import Describer, has_code
 
 _KEPT = 8
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".npy", ".h5", ".onnx", ".msgpack")

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from streamload.derived.allowance import Allowance
-from streamload.derived.builds import (
+from streamload.derived.log_once import logger
+from streamload.derived.proof.builds import (
     Build,
     Generators,
     Inputs,
@@ -29,8 +30,8 @@ from streamload.derived.builds import (
     with_latest,
     written,
 )
-from streamload.derived.code import ARRANGEMENT, Describer, digest_of
-from streamload.derived.fingerprint import (
+from streamload.derived.proof.code import ARRANGEMENT, Describer, digest_of
+from streamload.derived.proof.fingerprint import (
     FORMAT,
     Fingerprint,
     Pace,
@@ -40,9 +41,8 @@ from streamload.derived.fingerprint import (
     device_of,
     torch_settings,
 )
-from streamload.derived.lazy import Pending, build, is_pending, pending_of, unbuilt
-from streamload.derived.log_once import logger
-from streamload.derived.row_check import CannotCheck, CheckProcess, RowCheck, remade
+from streamload.derived.proof.lazy import Pending, build, is_pending, pending_of, unbuilt
+from streamload.derived.proof.row_check import CannotCheck, CheckProcess, RowCheck, remade
 from streamload.derived.row_store import Place, RowStore, open_store
 from streamload.errors import FeatureMismatch, FeatureNotCacheable
 

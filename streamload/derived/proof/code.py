@@ -34,9 +34,9 @@ import numpy as np
 import torch
 from xxhash import xxh3_128
 
-from streamload.derived.bytecode import Plain, bytecode, globals_of, names, strings
-from streamload.derived.module_parts import module_parts, tensor_digest
-from streamload.derived.packages import direct_url, functions_of_op, is_of_folder, package_of, patches
+from streamload.derived.proof.bytecode import Plain, bytecode, globals_of, names, strings
+from streamload.derived.proof.module_parts import module_parts, tensor_digest
+from streamload.derived.proof.packages import direct_url, functions_of_op, is_of_folder, package_of, patches
 from streamload.errors import FeatureNotCacheable
 from streamload.torch_internals import CustomOpDef
 

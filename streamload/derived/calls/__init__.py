@@ -1,0 +1,1 @@
+"""Calls of cached modules: from inputs and keys to rows, stored or computed."""
