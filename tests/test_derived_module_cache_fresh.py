@@ -637,6 +637,21 @@ def test_a_large_module_is_sampled_and_looked_at_whole_before_rows_are_stored():
     assert torch.equal(again(X, cache_key=["c", "d"]), again(X).detach())
 
 
+def test_a_library_that_is_patched_between_two_calls_is_noticed_before_rows_are_stored(monkeypatch):
+    class Gelu(nn.Module):
+        def forward(self, x):
+            return nn.functional.gelu(x)
+
+    module = cache_module()(Gelu)()
+    module(X, cache_key=KEYS)
+    monkeypatch.setattr(nn.functional, "gelu", lambda x: x * 3)
+    for keys in (["c", "d"], KEYS, ["c", "d"]):
+        assert torch.equal(module(X, cache_key=keys), X * 3)
+    monkeypatch.undo()
+    for keys in (["e", "f"], KEYS, ["c", "d"]):
+        assert torch.equal(module(X, cache_key=keys), nn.functional.gelu(X))
+
+
 def test_packages_count_by_version_and_the_project_by_code():
     describer = Describer()
     describer.reach(module_of(SOURCE).Extractor, "it")

@@ -114,14 +114,18 @@ class Describer:
             for digest in digests
         }
 
-    def patches(self) -> dict[str, Any]:
+    def patches(self, reached_by: Describer | None = None) -> dict[str, Any]:
         """What the project has put into the packages that were reached, by where it stands.
+
+        Args:
+            reached_by: the describer whose packages are meant; None: this one.
 
         Raises:
             FeatureNotCacheable: it can't be described.
         """
-        packages = {name.removeprefix("package ") for name in self._code if name.startswith("package ")}
-        return {place: self.value(member, place) for place, member in patches(packages, self.names)}
+        of = self if reached_by is None else reached_by
+        packages = {name.removeprefix("package ") for name in of._code if name.startswith("package ")}
+        return {place: self.value(member, place) for place, member in patches(packages, of.names)}
 
     @property
     def arranged_code(self) -> dict[str, str]:

@@ -398,7 +398,9 @@ def built_state(module: Any, description: Description, proof: Proof) -> Built:
         parts, code = built.parts, built.code
     elif built is not None:
         proof.canaries, proof.are_rows_apart, proof.is_chance_harmless = CANARIES, False, False
-    proof.built = Built(stamp, Watch(module, code, began), parts, code, device_of(module))
+    proof.built = Built(
+        stamp, Watch(module, code, describer, parts["patches"], began), parts, code, device_of(module)
+    )
     return proof.built
 
 
