@@ -114,18 +114,23 @@ class Describer:
             for digest in digests
         }
 
-    def patches(self, reached_by: Describer | None = None) -> dict[str, Any]:
-        """What the project has put into the packages that were reached, by where it stands.
+    @property
+    def reached(self) -> tuple[set[str], set[str]]:
+        """The packages that were reached, and the names in code: where `patches` are looked for."""
+        packages = {name.removeprefix("package ") for name in self._code if name.startswith("package ")}
+        return packages, self.names
+
+    def patches(self, reached: tuple[set[str], set[str]] | None = None) -> dict[str, Any]:
+        """What the project has put into packages, by where it stands.
 
         Args:
-            reached_by: the describer whose packages are meant; None: this one.
+            reached: by a describer; None: by this one.
 
         Raises:
             FeatureNotCacheable: it can't be described.
         """
-        of = self if reached_by is None else reached_by
-        packages = {name.removeprefix("package ") for name in of._code if name.startswith("package ")}
-        return {place: self.value(member, place) for place, member in patches(packages, of.names)}
+        packages, names = self.reached if reached is None else reached
+        return {place: self.value(member, place) for place, member in patches(packages, names)}
 
     @property
     def arranged_code(self) -> dict[str, str]:

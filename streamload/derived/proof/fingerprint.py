@@ -210,7 +210,7 @@ class Watch:
     Args:
         module: built; to be watched as long as its stamp stays the same.
         code: digests of code by name, which its classes had.
-        describer: that described it.
+        reached: from there, by `Describer.reached`.
         patches: of packages, then.
         began: before the module was described for its fingerprint, `time.monotonic()`.
 
@@ -222,7 +222,7 @@ class Watch:
         self,
         module: torch.nn.Module,
         code: Mapping[str, str],
-        describer: Describer,
+        reached: tuple[set[str], set[str]],
         patches: Mapping[str, Any],
         began: float,
     ):
@@ -241,7 +241,7 @@ class Watch:
         parts = [strided[at : at + _SAMPLED_TENSORS] for at in range(0, len(strided), _SAMPLED_TENSORS)]
         self._sampled = itertools.cycle([(part, _bytes_in(part)) for part in parts])
         self._classes = {type(one) for one in module.modules()}
-        self._code, self._describer, self._patches = code, describer, patches
+        self._code, self._reached, self._patches = code, reached, patches
         self._scripts = [one for one in module.modules() if isinstance(one, torch.jit.ScriptModule)]
         self._mutable = [
             value for one in module.modules() for value in attributes_of(one).values() if _is_mutable(value)
@@ -293,7 +293,7 @@ class Watch:
         describer = Describer()
         for cls in self._classes:
             describer.reach(cls, cls.__name__)
-        same = describer.patches(self._describer) == self._patches
+        same = describer.patches(self._reached) == self._patches
         return same and has_code(self._code, describer.code)
 
     def _digest(self) -> tuple[int, tuple[int, ...]]:

@@ -399,7 +399,7 @@ def built_state(module: Any, description: Description, proof: Proof) -> Built:
     elif built is not None:
         proof.canaries, proof.are_rows_apart, proof.is_chance_harmless = CANARIES, False, False
     proof.built = Built(
-        stamp, Watch(module, code, describer, parts["patches"], began), parts, code, device_of(module)
+        stamp, Watch(module, code, describer.reached, parts["patches"], began), parts, code, device_of(module)
     )
     return proof.built
 
