@@ -15,9 +15,11 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from streamload.cache.shared import folder as folder_module
 from streamload.cache.shared.leases import Leases, holder_of, leased, second
 from streamload.cache.shared.objects import Objects
 from streamload.errors import SharedTierError
+from streamload.options import FileSystem
 from streamload.topology import RunAttempt
 from tests.kills import Child, Stage
 from tests.s3 import S3Server
@@ -43,6 +45,19 @@ def make() -> Iterator[Make]:
             return stack.enter_context(closing(Leases(objects, lease_seconds=lease_seconds, **options)))
 
         yield made
+
+
+def unavailable(*_: object) -> float:
+    raise SharedTierError("the store doesn't tell")
+
+
+def leave_lease(objects: Objects, seconds_ago: float = 0.0, beat: int = 1, **facts: Any) -> None:
+    """Leave the lease of a task as a process of another machine did that died so long ago."""
+    lease = {"format": 1, "holder": "ab" * 8, "beat": beat, "address": f"{'0' * 32}.5.5", **facts}
+    objects.write("leases/task.json", json.dumps(lease).encode())
+    if seconds_ago:
+        moment = time.time() - seconds_ago
+        os.utime(objects.target("leases/task.json"), (moment, moment))
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -229,14 +244,89 @@ def test_a_living_holder_keeps_what_it_has(folder: Objects, make: Make) -> None:
     until(look)
 
 
-def test_the_times_of_the_store_and_of_other_machines_dont_matter(folder: Objects, make: Make) -> None:
-    holder, other = make(folder), make(folder, lease_seconds=3600.0)
+@pytest.mark.parametrize("hours_off", [-1, 1])
+def test_the_times_of_nodes_dont_matter(
+    objects: Objects, make: Make, monkeypatch: pytest.MonkeyPatch, hours_off: int
+) -> None:
+    time_of_day = time.time
+    holder = make(objects)
     assert holder.take("task")
-    (lease,) = Path(folder.target("leases/task.json")).parent.iterdir()
-    for years_off in (-10, 10):
-        moment = time.time() + years_off * 365 * 86400
-        os.utime(lease, (moment, moment))
-        assert not other.take("task")
+    monkeypatch.setattr(time, "time", lambda: time_of_day() + 3600 * hours_off)
+    assert not make(objects, lease_seconds=600.0).take("task")
+    assert holder.take("another")
+    monkeypatch.undo()
+    assert not make(objects, lease_seconds=600.0).take("another")
+
+
+def test_a_newcomer_takes_what_has_stood_still_by_the_stores_own_times(objects: Objects, make: Make) -> None:
+    leave_lease(objects)
+    heirs = []
+
+    def look() -> bool:  # each of them for the first time
+        time.sleep(0.2)
+        heirs.append(make(objects, lease_seconds=0.2))
+        return heirs[-1].take("task")
+
+    until(look)
+    assert heirs[-1].taken_over == 1
+    assert objects.names() == ["leases/task.json"]
+
+
+def test_a_newcomer_watches_only_as_long_as_the_store_cant_tell(folder: Objects, make: Make) -> None:
+    leave_lease(folder, seconds_ago=4000.0)
+    time_now = 0.0
+    newcomer = make(folder, lease_seconds=6000.0, clock=lambda: time_now)  # all but 3000 s of that count
+    assert not newcomer.take("task")
+    time_now = 4500.0
+    assert not newcomer.take("task")
+    time_now = 5001.0
+    assert newcomer.take("task")
+
+
+def test_who_shows_life_is_watched_again_for_the_whole_time(folder: Objects, make: Make) -> None:
+    leave_lease(folder, seconds_ago=4000.0)
+    time_now = 0.0
+    newcomer = make(folder, lease_seconds=3000.0, clock=lambda: time_now)
+    assert not newcomer.take("task")
+    leave_lease(folder, seconds_ago=9000.0, beat=2)
+    assert not newcomer.take("task")
+    time_now = 2999.0
+    assert not newcomer.take("task")
+    time_now = 3001.0
+    assert newcomer.take("task")
+
+
+def test_within_a_run_the_store_is_asked_when_a_heartbeat_is_late(folder: Objects, make: Make) -> None:
+    leave_lease(folder, seconds_ago=3600.0, run="1" * 16, attempt=2, due=4.0)
+    time_now = 0.0
+    restarted = make(folder, lease_seconds=30.0, attempt=RunAttempt("1" * 16, 2), clock=lambda: time_now)
+    assert not restarted.take("task")
+    assert not restarted.take("task")
+    time_now = 7.0
+    assert not restarted.is_held("task")
+    assert restarted.take("task")
+
+
+@pytest.mark.parametrize("reason", ["its writers' times", "none", "read-only"])
+def test_without_times_of_the_stores_own_a_lease_is_watched(
+    reason: str, folder: Objects, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_lease(folder, seconds_ago=3600.0)
+    if reason == "its writers' times":
+        monkeypatch.setattr(folder_module, "file_system", lambda path: FileSystem("/", "lustre"))
+    elif reason == "none":
+        monkeypatch.setattr(folder, "modified", unavailable)
+    else:
+        monkeypatch.setattr(folder_module.Folder, "now", unavailable)
+    assert not make(folder, lease_seconds=30.0).take("task")
+
+
+def test_who_writes_nothing_there_asks_nothing_fails(
+    folder: Objects, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_lease(folder, seconds_ago=3600.0)
+    monkeypatch.setattr(folder_module.Folder, "now", lambda self: pytest.fail("it wrote"))
+    assert make(folder, lease_seconds=30.0).is_held("task")
 
 
 def test_who_was_stopped_and_goes_on_leaves_the_lease_to_its_heir(folder: Objects, make: Make) -> None:

@@ -7,6 +7,7 @@ import pickle
 import random
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from benchmarks.stores.store import KINDS, Store
+from streamload.cache.shared import folder as folder_module
 from streamload.cache.shared.objects import Objects
 from streamload.errors import OptionError, SharedTierError
+from streamload.options import FileSystem
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from tests.s3 import S3Server
@@ -167,6 +170,37 @@ def test_each_look_is_a_new_one(objects: Objects) -> None:
     assert objects.read("runs/a") == b"22"
     assert first is not None
     assert (objects.modified("runs/a") or 0) >= first
+
+
+def test_the_age_of_an_object_is_by_the_stores_clock(
+    objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects.write("runs/a", b"1")
+    time_of_day = time.time
+    for hours_off in (-1, 0, 1):
+        monkeypatch.setattr(time, "time", lambda hours_off=hours_off: time_of_day() + 3600 * hours_off)
+        age = objects.age("runs/a")
+        assert age is not None
+        assert abs(age) < 1800
+    monkeypatch.undo()
+    assert objects.age("runs/b") is None
+    assert objects.names() == ["runs/a"]
+
+
+def test_the_age_of_a_file_is_known_where_its_file_system_has_one_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = Objects(str(tmp_path / "shared"))
+    objects.write("runs/a", b"1")
+    moment = time.time() - 500
+    os.utime(objects.target("runs/a"), (moment, moment))
+    for kind in ("ext4", "nfs4", "tmpfs"):
+        monkeypatch.setattr(folder_module, "file_system", lambda path, kind=kind: FileSystem("/", kind))
+        assert (objects.age("runs/a") or 0) >= 499
+    for kind in ("lustre", "ceph", "fuse.juicefs", "9p", "unknown"):
+        monkeypatch.setattr(folder_module, "file_system", lambda path, kind=kind: FileSystem("/", kind))
+        assert objects.age("runs/a") is None
+    assert not any((tmp_path / "shared" / ".incoming").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,17 @@ from pathlib import Path
 from typing import BinaryIO
 
 from streamload.errors import SharedTierError
+from streamload.options.directories import file_system
 
 _PIECE_BYTES = 1 << 20
 _INCOMING = ".incoming"
 _LEFT_SECONDS = 24 * 3600.0
 """A temporary file of this age was left by a writer that was killed."""
+_ONE_CLOCK = frozenset(
+    {"btrfs", "ext2", "ext3", "ext4", "f2fs", "nfs", "nfs4", "overlay", "tmpfs", "xfs", "zfs"}
+)
+"""File systems whose times are those of one kernel: a file server's, or that of all who can write there.
+Clients of Lustre, Ceph, GPFS and many FUSE file systems write times of their own clocks."""
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
 
@@ -93,6 +99,18 @@ class Folder:
             return (self._root / name).stat().st_mtime
         except (FileNotFoundError, NotADirectoryError):
             return None
+
+    def now(self) -> float | None:
+        """The modification time of a temporary file; None: it may be by this node's clock."""
+        temporary = self._root / _INCOMING / secrets.token_hex(8)
+        if file_system(temporary).kind not in _ONE_CLOCK:
+            return None
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.touch()
+            return temporary.stat().st_mtime
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def _open(self, name: str) -> BinaryIO:
         """Open a regular file; a FIFO doesn't block."""

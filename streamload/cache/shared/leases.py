@@ -6,8 +6,9 @@ A lease only saves work: what two holders do twice is still right. So none of th
 that ignore conditions, or when a stopped holder resumes. Clocks of different machines are never compared: a
 lease has expired if it hasn't changed for a while by the observer's clock, or, on the holder's own node, once
 its process is dead or stopped, or once a later attempt of the holder's run asks: a run that was started again
-has ended before. Daemons share their work by leases, and so do nodes that want the same shard
-at the same moment (single_flight.py).
+has ended before. For how long it hadn't changed before the observer came, the times of the store tell: of the
+lease and of an object written now, where both are by the store's own clock. Daemons share their work by
+leases, and so do nodes that want the same shard at the same moment (single_flight.py).
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ _BEATS = 4
 """Heartbeats of a holder in that time."""
 _LATE_TIMES, _LATE_SECONDS = 1.5, 0.5
 """A heartbeat is late after so many times its interval, and so many seconds for the requests."""
+_STORE_SHARE, _STORE_SECONDS = 0.5, 3.0
+"""The store's times may be off by so large a share of the lease time, and by so many seconds: some are whole
+seconds, and clocks of a store's servers differ a little."""
 _LIMIT_BYTES = 4096
 _TASK = re.compile(r"[A-Za-z0-9._=+-]{1,200}")
 _WORD = re.compile(r"[A-Za-z0-9.]{1,200}")
@@ -68,10 +72,11 @@ class Holder(NamedTuple):
 
 @dataclass(slots=True)
 class _Seen:
-    """The lease of another process: its content, and since when it hasn't changed."""
+    """The lease of another process: its content, since when it hasn't changed, whether to ask the store."""
 
     content: bytes
     since: float
+    asks_store: bool
 
 
 @dataclass(slots=True)
@@ -167,7 +172,7 @@ class Leases:
         is_foreign = found is not None and holder_of(found) != self.holder
         if found is None:
             self._objects.write_new(name, content)
-        elif is_foreign and self._has_expired(task, found):
+        elif is_foreign and self._has_expired(task, found, writes=True):
             self._objects.write(name, content)
             self._stop.wait(self._settle_seconds)
         elif is_foreign:
@@ -216,14 +221,13 @@ class Leases:
         unchanged = 0.0 if seen is None else self._clock() - seen.since
         values = _parsed(content)
         seconds, due = _number(values, "seconds"), _number(values, "due")
-        is_late = unchanged > _LATE_TIMES * due + _LATE_SECONDS
         return Holder(
             _word(values, "host", _HOST),
             _word(values, "address"),
             seconds + unchanged,
             int(_number(values, "bytes")),
             int(_number(values, "size")),
-            0.0 if not due else seconds + unchanged if is_late else seconds,
+            0.0 if not due else seconds + unchanged if _is_late(values, unchanged) else seconds,
         )
 
     def progress(self, task: str, arrived: int, size: int | None) -> None:
@@ -282,19 +286,44 @@ class Leases:
         if thread is not None:
             thread.join(seconds)
 
-    def _has_expired(self, task: str, content: bytes) -> bool:
+    def _has_expired(self, task: str, content: bytes, *, writes: bool = False) -> bool:
+        """Whether another process's lease has expired.
+
+        Args:
+            task: its task.
+            content: of the lease, as it is now.
+            writes: whether this process may write a temporary object, to learn the store's time.
+        """
         values = _parsed(content)
         if (address := _word(values, "address")) and self._has_gone(address):
             return True
-        if self._attempt is not None and self._attempt.is_after(_attempt_in(values)):
+        attempt = _attempt_in(values)
+        if self._attempt is not None and self._attempt.is_after(attempt):
             return True
         now = self._clock()
         with self._change:
             seen = self._seen.get(task)
-            if seen is None or seen.content != content:
-                self._seen[task] = _Seen(content, now)
-                return False
-            return now - seen.since >= self._lease_seconds
+            if seen is None:
+                seen = self._seen[task] = _Seen(content, now, asks_store=writes)
+            elif seen.content != content:  # its holder lives
+                seen = self._seen[task] = _Seen(content, now, asks_store=False)
+            is_own_run = (
+                self._attempt is not None and attempt is not None and attempt.run == self._attempt.run
+            )
+            asks = seen.asks_store and (not is_own_run or _is_late(values, now - seen.since))
+            seen.asks_store = seen.asks_store and not asks
+        if asks:
+            seen.since = min(seen.since, self._clock() - self._silent_seconds(task))
+        return self._clock() - seen.since >= self._lease_seconds
+
+    def _silent_seconds(self, task: str) -> float:
+        """For how long a lease hasn't changed at least, by the store's own times; 0: unknown."""
+        try:
+            age = self._objects.age(_name(task))
+        except SharedTierError as exc:
+            logger.debug("the age of a lease isn't known: %s", exc)
+            return 0.0
+        return 0.0 if age is None else age - max(_STORE_SECONDS, _STORE_SHARE * self._lease_seconds)
 
     def _send_heartbeats(self) -> None:
         while not self._stop.wait(self._until_due()):
@@ -401,6 +430,11 @@ def _number(values: dict[str, Any], name: str) -> float:
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         return 0.0
     return float(number) if 0 <= number < _MOST else 0.0
+
+
+def _is_late(values: dict[str, Any], unchanged_seconds: float) -> bool:
+    """Whether the next heartbeat of a lease should have come."""
+    return unchanged_seconds > _LATE_TIMES * _number(values, "due") + _LATE_SECONDS
 
 
 def _attempt_in(values: dict[str, Any]) -> RunAttempt | None:

@@ -59,6 +59,9 @@ class Backend(Protocol):
     def modified(self, name: str) -> float | None:
         """See `Objects.modified`."""
 
+    def now(self) -> float | None:
+        """The time that an object written now gets; None: it may be another one for each writer."""
+
     def target(self, name: str) -> str:
         """See `Objects.target`."""
 
@@ -228,6 +231,22 @@ class Objects:
         """
         with self._translated("look at", name):
             return self._backend.modified(_checked(name))
+
+    def age(self, name: str) -> float | None:
+        """For how many seconds an object hasn't been written, by the clock of the store alone.
+
+        A temporary object is written, so that no clock of a node is asked. None: there is no such object, or
+        the store's times are those of its writers' clocks, as on some file systems.
+
+        Raises:
+            SharedTierError: the store doesn't report it, or nothing can be written there.
+        """
+        modified = self.modified(name)
+        if modified is None:
+            return None
+        with self._translated("write", "probes"):
+            now = self._backend.now()
+        return None if now is None else now - modified
 
     def _created(self, name: str, data: bytes) -> bool:
         try:

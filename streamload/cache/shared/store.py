@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+import secrets
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -123,6 +125,16 @@ class Store:
         if not isinstance(when, int | float):
             raise SharedTierError(f"the store reports no modification time of {name}")
         return float(when)
+
+    def now(self) -> float | None:
+        """The modification time of a temporary object."""
+        name = f"probes/{secrets.token_hex(8)}"
+        self.write(name, b"now")
+        try:
+            return self.modified(name)
+        finally:
+            with contextlib.suppress(Exception):
+                self.delete(name)
 
     def _range(self, name: str, start: int, stop: int) -> bytes:
         files, path = self._at(name)
