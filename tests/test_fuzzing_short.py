@@ -23,11 +23,14 @@ def test_a_few_thousand_cases_hold(target, cases):
     assert min(ends.values()) > cases // 100  # no way to end is left out
 
 
-@pytest.mark.parametrize("target", ["trainings", "troubles"])
-def test_some_trainings_hold(target):
-    ends, failure = runner.run_here(target, 2, seed=7)
+@pytest.mark.parametrize(
+    ("target", "cases"),
+    [("trainings", 2), ("troubles", 2), pytest.param("troubles", 20, marks=pytest.mark.deep)],
+)
+def test_some_trainings_hold(target, cases):
+    ends, failure = runner.run_here(target, cases, seed=7)
     assert failure is None, str(failure)
-    assert ends.total() == 2
+    assert ends.total() == cases
 
 
 def _one_back(cursor):

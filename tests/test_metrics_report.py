@@ -118,6 +118,24 @@ def test_a_run_in_trouble_says_so_first_and_lists_its_alerts(tmp_path: Path) -> 
     assert "<h2>Alerts" not in calm
 
 
+def test_verdicts_and_alerts_of_a_run_on_several_hosts_name_the_rank_and_its_host(tmp_path: Path) -> None:
+    for rank, host in enumerate(["node-a", "node-b"]):
+        counters = {"data_wait_ns": int(5e9 * (rank + 1))}
+        said = {
+            "verdict": f"verdict {rank}",
+            "run_verdict": f"in all {rank}",
+            "alerts": {"data wait": "late"},
+        }
+        recording = Recording(tmp_path, {})
+        for second in (10, 20):
+            recording.add(page_at(second, rank, host=host, counters=counters, **said))
+    text = report(timeline(tmp_path))
+    assert "Over the whole run: rank 1 on node-b: in all 1<" in text
+    assert "The last verdict: rank 1 on node-b: verdict 1<" in text
+    assert "<td>0 on node-a<td>data wait" in text
+    assert "<td>1 on node-b<td>data wait" in text
+
+
 def timeline_of_calm(folder: Path) -> Timeline:
     recording = Recording(folder, {})
     for second in range(1, 11):

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamload.metrics.charts import Chart, bars, drawn, duration
+from streamload.metrics.recording import Recorded
 from streamload.metrics.registry import BUCKET_NS, BUCKETS
 from streamload.metrics.snapshot import format_bytes
 from streamload.metrics.style import STYLE
@@ -93,14 +94,34 @@ def _line(timeline: Timeline) -> str:
 
 def _last_verdict(timeline: Timeline) -> str:
     """The last verdict that a rank gave; "": none ever waited."""
-    said = [(moment.seconds, moment.verdict) for rank in timeline.ranks for moment in rank.moments]
-    return max(((at, verdict) for at, verdict in said if verdict), default=(0.0, ""))[1]
+    verdicts = [
+        (moment.seconds, moment.verdict, rank)
+        for rank in timeline.ranks
+        for moment in rank.moments
+        if moment.verdict
+    ]
+    _, verdict, rank = max(verdicts, key=lambda said: said[:2], default=(0.0, "", None))
+    return "" if rank is None else _of_rank(timeline, rank, verdict)
 
 
 def _run_verdict(timeline: Timeline) -> str:
     """The verdict over the whole run, of the rank that waited most; "": none waited much."""
-    ends = [rank.moments[-1] for rank in timeline.ranks if rank.moments]
-    return max(ends, key=lambda moment: moment.counters.get("data_wait_ns", 0)).run_verdict
+    ranks = [rank for rank in timeline.ranks if rank.moments]
+    most = max(ranks, key=lambda rank: rank.moments[-1].counters.get("data_wait_ns", 0))
+    return _of_rank(timeline, most, most.moments[-1].run_verdict)
+
+
+def _of_rank(timeline: Timeline, rank: Recorded, verdict: str) -> str:
+    """A verdict with the rank that gave it, where there are several."""
+    if not verdict or len(timeline.ranks) == 1:
+        return verdict
+    return f"rank {_place_of(timeline, rank)}: {verdict}"
+
+
+def _place_of(timeline: Timeline, rank: Recorded) -> str:
+    """The number of a rank, with its host where there are several."""
+    hosts = {other.about["host"] for other in timeline.ranks}
+    return f"{rank.about['rank']} on {rank.about['host']}" if len(hosts) > 1 else f"{rank.about['rank']}"
 
 
 def _verdict(timeline: Timeline) -> str:
@@ -267,22 +288,22 @@ def _mean(values: Numbers) -> Numbers:
 
 def _alerts(timeline: Timeline) -> str:
     """A table of the alerts: when each was raised, on which rank, and for how long."""
-    rows: list[tuple[float, str, str, int, float | None]] = []
+    rows: list[tuple[float, str, str, int, str, float | None]] = []
     for rank in timeline.ranks:
-        number = int(rank.about["rank"])
+        place = (int(rank.about["rank"]), _place_of(timeline, rank))
         open_since: dict[str, tuple[float, str]] = {}
         for moment in rank.moments:
             for name, said in moment.alerts.items():
                 open_since.setdefault(name, (moment.seconds, said))
             over = open_since.keys() - moment.alerts.keys()
-            rows += [(*open_since.pop(name), name, number, moment.seconds) for name in sorted(over)]
-        rows += [(*begun, name, number, None) for name, begun in open_since.items()]
+            rows += [(*open_since.pop(name), name, *place, moment.seconds) for name in sorted(over)]
+        rows += [(*begun, name, *place, None) for name, begun in open_since.items()]
     if not rows:
         return ""
     cells = "".join(
         f"<tr><td>{duration(at)}<td>{'to the end' if until is None else duration(until - at)}"
-        f"<td>{rank}<td>{html.escape(name)}<td>{html.escape(said)}"
-        for at, said, name, rank, until in sorted(rows, key=lambda row: (row[0], row[3], row[2]))
+        f"<td>{html.escape(place)}<td>{html.escape(name)}<td>{html.escape(said)}"
+        for at, said, name, _, place, until in sorted(rows, key=lambda row: (row[0], row[3], row[2]))
     )
     head = "<tr><th>at<th>for<th>rank<th>alert<th>what it said"
     return f"<section><h2>Alerts</h2><table>{head}{cells}</table></section>"

@@ -2,11 +2,13 @@
 
 import argparse
 import gc
+import io
 import itertools
 import json
+import tarfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,9 @@ import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from open_clip_train.params import parse_args
-from tiny import TINY
+from tiny import TINY, write_colour_shards
 
-from streamload.errors import OptionError
+from streamload.errors import OptionError, StreamloadError
 from streamload.integrations import openclip
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
@@ -92,6 +94,37 @@ def test_validation_gives_the_batches_of_the_original_to_the_bit(validation_shar
         assert torch.equal(images, their_images)
         assert torch.equal(texts, their_texts)
         assert (images.dtype, texts.dtype) == (torch.float32, torch.int64)
+
+
+def write_broken(path: Path, is_broken: Callable[[int], bool]) -> str:
+    """Write a shard of 40 samples, of which some have no valid image, by their numbers."""
+    (sound,) = write_colour_shards(path.with_suffix(""), [40], seed=5)
+    with tarfile.open(sound) as members, tarfile.open(path, "w") as shard:
+        images = 0
+        for member in members:
+            content = members.extractfile(member).read()  # type: ignore[union-attr]
+            if member.name.endswith(".jpg"):
+                content = b"no image" if is_broken(images) else content
+                images += 1
+            member.size = len(content)
+            shard.addfile(member, io.BytesIO(content))
+    assert images == 40
+    return str(path)
+
+
+@pytest.mark.parametrize("is_train", [True, False])
+def test_any_share_of_bad_images_is_allowed_as_by_the_original_and_logged_but_not_all(
+    is_train: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def batches_of(url: str) -> list[Any]:
+        sizes = "--train-num-samples 40 --val-num-samples 40 --batch-size 10 --workers 0"
+        args = arguments("--train-data", url, "--val-data", url, *sizes.split())
+        return list(ours(args, is_train=is_train, preprocess_img=lambda image: image.size).dataloader)
+
+    assert batches_of(write_broken(tmp_path / "half.tar", lambda number: number % 2 == 0))
+    assert "20 of 40 (50 %) samples could not be used" in caplog.text
+    with pytest.raises(StreamloadError, match=r"nothing could be used|nor can any of"):
+        batches_of(write_broken(tmp_path / "all.tar", lambda _: True))
 
 
 def test_nothing_is_asked_of_an_origin_before_iteration(validation_shards: list[Path]) -> None:
