@@ -46,8 +46,7 @@ class PageFile:
         self._path = root / "runs"
         self._is_logged = False
         try:
-            for path in files(root):
-                _remove_if_dead(path)
+            remove_dead(root)
             for _ in range(_ATTEMPTS):
                 self._path = root / "runs" / f"{os.getpid()}.{secrets.token_hex(4)}.metrics"
                 self._lock = FileLock.acquire(self._path, create=True)
@@ -121,6 +120,16 @@ def files(root: Path) -> list[Path]:
         return []
 
 
+def remove_dead(root: Path) -> None:
+    """Delete the pages of dead processes in a tier."""
+    for path in files(root):
+        with contextlib.suppress(OSError):
+            dead = FileLock.acquire(path)
+            if dead is not None:
+                path.unlink(missing_ok=True)
+                dead.close()
+
+
 def lives(path: Path) -> bool:
     """Whether the process that writes a page is alive: it holds the lock."""
     return is_locked(path, shared=True)
@@ -166,12 +175,3 @@ def _reserve(file: int) -> None:
     except OSError as exc:
         if exc.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
-
-
-def _remove_if_dead(path: Path) -> None:
-    """Delete a file that no process has locked."""
-    with contextlib.suppress(OSError):
-        dead = FileLock.acquire(path)
-        if dead is not None:
-            path.unlink(missing_ok=True)
-            dead.close()
