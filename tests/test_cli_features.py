@@ -358,7 +358,7 @@ def test_what_was_opened_to_read_cannot_delete(made):
         pytest.raises(CacheError, match="attempt to write a readonly database"),
         open_catalog(Place(made.path).root) as catalog,
     ):
-        catalog.database.delete_fingerprint(1, bytes.fromhex(made.others[0]))
+        catalog.database.delete_fingerprint(catalog.fingerprints()[0])
     assert content(made.path) == before
 
 

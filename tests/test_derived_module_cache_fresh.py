@@ -26,6 +26,7 @@ from streamload.derived import row_store
 from streamload.derived.proof import builds, code, module_proof, packages
 from streamload.derived.proof.code import Describer
 from streamload.derived.proof.fingerprint import Fingerprint, differences
+from streamload.derived.row_catalog import open_catalog
 
 SOURCE = '''
 import enum
@@ -602,9 +603,9 @@ def test_a_build_by_what_nothing_tells_is_found_out(run):
     assert [run(keys=keys)[:3] for keys in (KEYS, KEYS, KEYS)] == [FIRST, BUILT, LAZY]
     found = run(before=lambda: sys.argv.append("2"), keys=["a", "b"], after=lambda module: None)
     assert found[:3] == LAZY  # "c" and "d" are there, too
-    row_store.open_store(row_store.Place("")).disk.delete(
-        list(row_store.open_store(row_store.Place("")).disk.labels()["Extractor"])[2:]
-    )
+    with open_catalog(row_store.Place("").root, writable=True) as catalog:
+        rows = catalog.database.execute("SELECT place, stored FROM rows ORDER BY key LIMIT -1 OFFSET 2")
+        assert catalog.database.delete_places(rows) == 2
     found = run(before=lambda: sys.argv.append("2"))
     assert "FeatureMismatch" in found
     assert "Extractor was built otherwise than twice before (attributes.factor)" in found

@@ -98,13 +98,12 @@ def test_rows_come_back_as_they_were(tmp_path):
         assert bodies(found, range(1200)) == expected(range(700))
         assert found[key(3)].input_digest == 3
         assert store.labels() == {"label": [key(at) for at in range(700)]}
-        store.delete([key(0), key(1)])
         store.write_note(b"note", b"text", "other")
         assert store.read_note(b"note") == b"text"
         assert store.read_note(b"none") is None
     with opened(tmp_path / "rows") as store:
-        assert len(store.read([key(at) for at in range(700)])) == 698
-        assert store.clear("label") == 698
+        assert len(store.read([key(at) for at in range(700)])) == 700
+        assert store.clear("label") == 700
         assert store.labels() == {}
         assert store.read_note(b"note") == b"text"
         assert store.clear() == 0

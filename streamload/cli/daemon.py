@@ -118,7 +118,7 @@ def daemon(
         into=into,
         shared_cache_options=storage_options_of(shared_cache_options, "--shared-cache-options"),
         shared_cache=shared_cache,
-        prepare=recipe_of(None if prepare == "none" else prepare, features),
+        prepare=recipe_of(None if prepare == "none" else prepare, features, cache_dir),
         recipe_of=preparation_of if prepare is None else None,
         window=window,
         cache_dir=cache_dir,

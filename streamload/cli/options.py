@@ -80,8 +80,13 @@ def storage_options_of(text: str | None, name: str = "--storage-options") -> dic
     return parse_options(text, name)
 
 
-def recipe_of(prepare: str | None, features: str | None) -> Recipe | None:
+def recipe_of(prepare: str | None, features: str | None, cache_dir: str | None) -> Recipe | None:
     """The recipe of --prepare or --features; None: neither was given.
+
+    Args:
+        prepare: of --prepare.
+        features: of --features.
+        cache_dir: of --cache-dir, where rows of features are kept as well.
 
     Raises:
         OptionError: it is none, or both were given.
@@ -93,7 +98,7 @@ def recipe_of(prepare: str | None, features: str | None) -> Recipe | None:
     from streamload.loader.feature_recipe import feature_recipe
     from streamload.loader.named_features import NamedFeatures
 
-    return feature_recipe(NamedFeatures(features))
+    return feature_recipe(NamedFeatures(features), cache_dir)
 
 
 def preparation_of(text: str) -> Preparation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
 from streamload.errors import printable
@@ -57,3 +57,27 @@ def printable_stdout() -> Iterator[None]:
 def cursor_stream() -> TextIO:
     """Standard output for what has to move the cursor, and makes its own texts printable."""
     return sys.stdout.stream if isinstance(sys.stdout, PrintableOutput) else sys.stdout
+
+
+def say(text: str) -> None:
+    """Print a line that has names in it: nothing in it is markup, and it isn't cut."""
+    from rich.console import Console
+
+    Console(highlight=False).print(text, markup=False, soft_wrap=True)
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table; nothing in its cells is markup. Columns of counts and sizes are to the right."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name, overflow="fold", justify="right" if name in _COUNTS else "left")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    Console(highlight=False).print(table)
+
+
+_COUNTS = ("rows", "shards", "size")

@@ -86,7 +86,7 @@ def warm(
         "shared_cache_options": storage_options_of(shared_cache_options, "--shared-cache-options"),
         "write_back": write_back,
         "storage_options": storage_options_of(storage_options),
-        "prepare": recipe_of(prepare, features),
+        "prepare": recipe_of(prepare, features, cache_dir),
     }
     if ray is not None:
         if facts:

@@ -43,6 +43,8 @@ _COUNTERS = {
     "mismatches": "feature_mismatches",
     "builds": "feature_builds",
 }
+_KEPT_IN = "_streamload_kept_in"
+"""The attribute of a module that says in which loader's cache directory its rows are."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -134,14 +136,25 @@ class Features:
         """Keep rows in a loader's cache directory, unless the module names another place; from now on.
 
         Rows that aren't there are looked for in the default directory, which then is only read.
+
+        Raises:
+            OptionError: another loader of this process keeps rows of the module in another directory.
         """
         place = self.options.place
-        if place is None or place.path or place.mapped is not None or cache_dir / "rows" == place.root:
+        state = self.module.__dict__
+        if place is None or place.mapped is not None or (place.path and _KEPT_IN not in state):
             return
-        place = replace(
-            place, path=str(cache_dir), cache_size=place.cache_size or cache_size, reads_default=True
-        )
-        self.module.__dict__["_streamload_options"] = replace(self.options, place=place)
+        if state.setdefault(_KEPT_IN, cache_dir) != cache_dir:
+            raise OptionError(
+                f"{self!r} has its rows in {state[_KEPT_IN]} since it was given to another loader, and this "
+                f"one has cache_dir={str(cache_dir)!r}: give both the same cache_dir, or each a module of "
+                f"its own"
+            )
+        if cache_dir / "rows" != place.root:
+            place = replace(
+                place, path=str(cache_dir), cache_size=place.cache_size or cache_size, reads_default=True
+            )
+            state["_streamload_options"] = replace(self.options, place=place)
 
     @property
     def options(self) -> Options:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from streamload.cache.directory import check_owner
 from streamload.cache.locks import exclusive
@@ -25,14 +25,15 @@ from streamload.derived.row_database import (
     Database,
     FingerprintRows,
     bytes_on_disk,
+    current_home,
     homes,
     is_broken,
     old_homes,
-    refuse_links,
     remove,
 )
 from streamload.derived.row_seal import read_row, unseal
 from streamload.derived.row_store import Place, RowStore
+from streamload.derived.rows import DiskRows
 from streamload.errors import CacheCorrupt, CacheError, OptionError
 
 _YOUNG_SECONDS = 600.0
@@ -119,7 +120,9 @@ def open_catalog(root: Path, *, writable: bool = False) -> Iterator[Catalog]:
         CacheError: it can't be read, or not written to, or isn't this user's alone.
     """
     check_owner(root)
-    home = _home(root)
+    home = current_home(root)
+    if home is not None and not (home / DATABASE).exists():
+        home = None
     try:
         with contextlib.closing(Database.inspect(home, writable=writable)) as database:
             yield Catalog(root, home, database)
@@ -131,19 +134,6 @@ def open_catalog(root: Path, *, writable: bool = False) -> Iterator[Catalog]:
                 f"the database of rows at {home} is broken ({exc}): modules will begin an empty one"
             ) from exc
         raise CacheError(f"the rows in {root} can't be used: {exc}") from exc
-
-
-def _home(root: Path) -> Path | None:
-    """Of the database in use; None: there is none."""
-    try:
-        databases = homes(root)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    home = databases[-1] if databases else None
-    if home is None or not (home / DATABASE).exists():
-        return None
-    refuse_links(home)
-    return home
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +214,8 @@ def delete_damaged(catalog: Catalog, damages: Sequence[Damage]) -> int:
 def replace_broken(place: Place) -> None:
     """Begin an empty database in place of one that can't be read, as a module would that meets it."""
     store = RowStore(place)
-    store.clear()
+    if isinstance(store.disk, DiskRows):
+        store.disk.clear()
     store.close()
 
 
@@ -269,11 +260,35 @@ def collect_garbage(root: Path, *, stale: bool, dry_run: bool) -> Garbage:
         garbage.notes = sorted(of for of in notes if of not in left and (of in gone or notes[of] < before))
         if not dry_run:
             for of in garbage.stale:
-                catalog.database.delete_fingerprint(of.number, of.fingerprint)
+                catalog.database.delete_fingerprint(of)
             catalog.database.delete_notes(NOTE + of for of in garbage.notes)
             if garbage.stale:
                 catalog.database.shrink()
     return garbage
+
+
+class Used(Protocol):
+    """What was used at some time."""
+
+    @property
+    def used_at(self) -> float:
+        """When, in seconds since the epoch."""
+        ...
+
+    @property
+    def fingerprint(self) -> Any:
+        """Of its rows."""
+        ...
+
+
+_Used = TypeVar("_Used", bound=Used)
+
+
+def all_but_newest(items: Sequence[_Used], kind: Callable[[_Used], Hashable]) -> list[_Used]:
+    """All of each kind but the one that was used last."""
+    in_order = sorted(items, key=lambda of: (of.used_at, of.fingerprint))
+    newest = {kind(of): of for of in in_order}
+    return [of for of in items if newest[kind(of)] is not of]
 
 
 def stale_of(catalog: Catalog, rows: Sequence[FingerprintRows]) -> list[FingerprintRows]:
@@ -282,9 +297,7 @@ def stale_of(catalog: Catalog, rows: Sequence[FingerprintRows]) -> list[Fingerpr
     The newest is the one of which a row was last stored, or last read as far as that was noted.
     """
     kinds = {of.fingerprint: kind_of(catalog.parts(of.fingerprint)) for of in rows}
-    in_order = sorted(rows, key=lambda of: (of.used_at, of.fingerprint))
-    newest = {(of.label, kinds[of.fingerprint]): of for of in in_order}
-    return [of for of in rows if newest[of.label, kinds[of.fingerprint]] is not of]
+    return all_but_newest(rows, lambda of: (of.label, kinds[of.fingerprint]))
 
 
 def _replaced_databases(root: Path, garbage: Garbage, *, dry_run: bool) -> None:

@@ -97,10 +97,12 @@ class Database:
     would be copied.
     """
 
-    def __init__(self, path: Path, connection: sqlite3.Connection):
+    def __init__(self, path: Path, uri: str):
         self.path = path
-        self.connection = connection
-        connection.text_factory = bytes
+        self.connection = sqlite3.connect(
+            uri, uri=True, timeout=WAIT_SECONDS, isolation_level=None, check_same_thread=False
+        )
+        self.connection.text_factory = bytes
         self._status = path.stat() if path.name else None
 
     @classmethod
@@ -117,23 +119,17 @@ class Database:
             sqlite3.Error: it is broken, or can't be used.
         """
         path = home / DATABASE
-        is_new = not path.exists()
-        if is_new:
+        with contextlib.suppress(FileExistsError):
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
-        connection = sqlite3.connect(
-            path, timeout=WAIT_SECONDS, isolation_level=None, check_same_thread=False
-        )
-        try:
-            opened = cls(path, connection)
-            if is_new or not path.stat().st_size:
-                opened._lay_out(page_bytes(limit_bytes))
+        with _closed_unless_used(cls(path, f"{path.absolute().as_uri()}?mode=rw")) as opened:
+            if not path.stat().st_size:
+                opened.execute(f"PRAGMA page_size = {page_bytes(limit_bytes)}")
+                opened.execute("PRAGMA journal_mode = WAL")
+                opened.connection.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_FORMAT}; COMMIT;")
             for pragma in (f"cache_size = -{_READING_KIB}", "synchronous = NORMAL", "wal_autocheckpoint = 0"):
                 opened.execute(f"PRAGMA {pragma}")
             opened.shorten_log(limit_bytes)
             opened._check()
-        except BaseException:
-            connection.close()
-            raise
         return opened
 
     @classmethod
@@ -149,35 +145,19 @@ class Database:
             sqlite3.Error: it is broken.
         """
         if home is None:
-            connection = sqlite3.connect(":memory:", isolation_level=None)
-            connection.executescript(_SCHEMA)
-            return cls(Path(), connection)
+            empty = cls(Path(), "file::memory:")
+            empty.connection.executescript(_SCHEMA)
+            return empty
         is_fixed = not os.access(home, os.W_OK)
         if is_fixed and writable:
             raise CacheError(f"rows can't be deleted at {home}: the directory is read-only")
         # SQLite makes a log if there is none, unless the file is immutable; without a log nobody writes.
         how = "immutable=1" if is_fixed and not size_of(home / FILES[1]) else "mode=rw"
         path = home / DATABASE
-        connection = sqlite3.connect(
-            f"{path.absolute().as_uri()}?{how}",
-            uri=True,
-            timeout=WAIT_SECONDS,
-            isolation_level=None,
-            check_same_thread=False,
-        )
-        try:
-            opened = cls(path, connection)
+        with _closed_unless_used(cls(path, f"{path.absolute().as_uri()}?{how}")) as opened:
             opened.execute(f"PRAGMA query_only = {int(not writable)}")
             opened._check()
-        except BaseException:
-            connection.close()
-            raise
         return opened
-
-    def _lay_out(self, page: int) -> None:
-        self.execute(f"PRAGMA page_size = {page}")
-        self.execute("PRAGMA journal_mode = WAL")
-        self.connection.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_FORMAT}; COMMIT;")
 
     def _check(self) -> None:
         """Raise sqlite3.DatabaseError unless it has the tables of this version."""
@@ -244,7 +224,10 @@ class Database:
                 evicted = self._make_room(sum(len(data) for _, data in ordered), len(ordered), limit_bytes)
                 if evicted is None:
                     return None
-                self._delete([key for key, _ in ordered])
+                for some in _portions([key for key, _ in ordered]):
+                    self._delete_chosen(
+                        self.execute(f"SELECT {_OF_ROW} FROM rows WHERE key IN ({_marks(some)})", some)
+                    )
                 ids = {digest: self._id(digest, label) for digest in {key[:16] for key, _ in ordered}}
                 ((last,),) = self.execute("SELECT max(place) FROM rows")
                 self.connection.executemany(
@@ -263,11 +246,6 @@ class Database:
             self.execute(f"PRAGMA cache_size = -{_READING_KIB}")
         return evicted
 
-    def delete(self, keys: Sequence[bytes]) -> None:
-        """Delete rows."""
-        with self._transaction():
-            self._delete(keys)
-
     def delete_places(self, places: Sequence[tuple[int, Any]]) -> int:
         """Delete the rows at some places that were stored at some times; return how many there were."""
         chosen = []
@@ -279,19 +257,18 @@ class Database:
             self._delete_chosen(chosen)
         return len(chosen)
 
-    def delete_fingerprint(self, number: int, digest: bytes) -> int:
+    def delete_fingerprint(self, of: FingerprintRows) -> int:
         """Delete all rows of a fingerprint, some at a time, as others store meanwhile; return how many."""
         count = 0
-        end = _end(digest)
         while True:
             with self._transaction():
                 chosen = self.execute(
                     f"SELECT {_OF_ROW} FROM rows WHERE key > ? AND key <= ? AND fingerprint = ? LIMIT ?",
-                    (digest, end, number, _AT_ONCE),
+                    (of.fingerprint, _end(of.fingerprint), of.number, _AT_ONCE),
                 )
                 self._delete_chosen(chosen)
                 if not chosen:
-                    self.execute("DELETE FROM fingerprints WHERE id = ?", (number,))
+                    self.execute("DELETE FROM fingerprints WHERE id = ?", (of.number,))
                     return count
             count += len(chosen)
 
@@ -303,8 +280,7 @@ class Database:
                 for table in ("rows", "fingerprints", "notes"):
                     self.execute(f"DELETE FROM {table}")
         else:
-            chosen = [of for of in self.fingerprints() if of.label == label]
-            count = sum(self.delete_fingerprint(of.number, of.fingerprint) for of in chosen)
+            count = sum(self.delete_fingerprint(of) for of in self.fingerprints() if of.label == label)
             self.execute("DELETE FROM notes WHERE label = ?", (label,))
         self.shrink()
         return int(count)
@@ -454,11 +430,6 @@ class Database:
             raise sqlite3.DatabaseError("a fingerprint has no number")
         return found[0][0]
 
-    def _delete(self, keys: Sequence[bytes]) -> None:
-        for some in _portions(keys):
-            chosen = self.execute(f"SELECT {_OF_ROW} FROM rows WHERE key IN ({_marks(some)})", some)
-            self._delete_chosen(chosen)
-
     def _delete_chosen(self, chosen: Sequence[tuple[Any, ...]]) -> None:
         """Delete rows of which these are place, fingerprint and size, and count them."""
         if chosen:
@@ -487,6 +458,16 @@ class Database:
             self.connection.execute("ROLLBACK")
             raise
         self.connection.execute("COMMIT")
+
+
+@contextlib.contextmanager
+def _closed_unless_used(database: Database) -> Iterator[Database]:
+    """Close a database if the block fails in which it is made ready."""
+    try:
+        yield database
+    except BaseException:
+        database.close()
+        raise
 
 
 _OF_ROW = "place, fingerprint, length(value)"
@@ -553,15 +534,12 @@ def homes(root: Path) -> list[Path]:
     Each database has a directory of its own: a process that still has an old one open deletes its log by name
     when it closes it.
     """
-    found = (entry.name for entry in os.scandir(root))
-    numbers = sorted(int(name[1:]) for name in found if name[:1] == "r" and name[1:].isdecimal())
+    try:
+        names = [entry.name for entry in os.scandir(root)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    numbers = sorted(int(name[1:]) for name in names if name[:1] == "r" and name[1:].isdecimal())
     return [root / f"r{number}" for number in numbers]
-
-
-def next_home(root: Path) -> Path:
-    """The directory of the database that comes after those that there are."""
-    known = homes(root)
-    return root / f"r{int(known[-1].name[1:]) + 1 if known else 0}"
 
 
 def old_homes(root: Path) -> list[Path]:
@@ -574,14 +552,17 @@ def old_homes(root: Path) -> list[Path]:
     return []
 
 
-def refuse_links(home: Path) -> None:
-    """Check that a database's directory and files are no links.
+def current_home(root: Path) -> Path | None:
+    """The directory of the database in use; None: there is none.
 
     Raises:
-        CacheError: one is.
+        CacheError: it, or one of its files, is a link.
     """
-    if any(path.is_symlink() for path in (home, *(home / name for name in FILES))):
+    known = homes(root)
+    home = known[-1] if known else None
+    if home is not None and any(path.is_symlink() for path in (home, *(home / name for name in FILES))):
         raise CacheError(f"{home} has a symbolic link in place of a database: it isn't followed")
+    return home
 
 
 def bytes_on_disk(home: Path) -> int:

@@ -23,7 +23,7 @@ import numpy as np
 
 from streamload.derived.row_catalog import Catalog
 from streamload.derived.row_database import KEY_BYTES
-from streamload.derived.row_seal import StoredLeaf, read_row
+from streamload.derived.row_seal import StoredLeaf, described, npy_head, read_row
 from streamload.errors import CacheCorrupt, OptionError
 
 _MOST_LAYOUTS = 64
@@ -140,25 +140,17 @@ class _Folder(contextlib.ExitStack):
         """Say in each file how many rows it has, and what they are."""
         for column in (self._names, *self._columns):
             column.write_header(self.rows)
-        leaves = [
-            {"file": f"leaf-{at}.npy", "path": leaf.path, "dtype": leaf.dtype, "shape": list(leaf.shape)}
-            for at, leaf in enumerate(self._leaves)
-        ]
-        about = {"rows": self.rows, "leaves": leaves, "layout": json.loads(self._layout)}
+        about = {"rows": self.rows, "leaves": described(self._leaves), "layout": json.loads(self._layout)}
         (self._path / "layout.json").write_text(json.dumps(about, indent=1))
 
 
 class _Column:
-    """A .npy file that grows by rows: numpy leaves room in its header for any number of them."""
+    """A .npy file that grows by rows: its header is written again at the end."""
 
     def __init__(self, file: IO[bytes], dtype: np.dtype[Any], shape: tuple[int, ...]):
-        self.file = file
-        self._dtype = dtype
-        self._shape = shape
+        self.file, self._dtype, self._shape = file, dtype, shape
         self.write_header(0)
 
     def write_header(self, rows: int) -> None:
-        descr = np.lib.format.dtype_to_descr(self._dtype)
-        about = {"descr": descr, "fortran_order": False, "shape": (rows, *self._shape)}
         self.file.seek(0)
-        np.lib.format.write_array_header_1_0(self.file, about)
+        self.file.write(npy_head(self._dtype, (rows, *self._shape)))

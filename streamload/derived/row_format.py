@@ -9,8 +9,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from streamload.derived.host_copy import Bytes, copied
-from streamload.derived.row_seal import Row
+from streamload.derived.row_seal import Row, StoredLeaf, leaves_in
 from streamload.errors import CacheCorrupt, FeatureNotCacheable
 
 _DTYPES = {
@@ -31,19 +31,10 @@ _DTYPES = {
 _MOST_LAYOUT_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """A tensor or array of a result: where its bytes are in a row's body.
+class Leaf(StoredLeaf):
+    """A tensor or array of a result: where its bytes are in a row's body."""
 
-    Attributes:
-        kind: "t" for a tensor on the CPU, "m" for one on the module's device, "n" for an array.
-    """
-
-    kind: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
+    __slots__ = ()
 
     @property
     def dtype_of_torch(self) -> torch.dtype | None:
@@ -232,44 +223,49 @@ def layout_of(text: bytes) -> Layout:
     Raises:
         CacheCorrupt: it can't be read, or names a class that isn't there.
     """
-    leaves: list[Leaf] = []
     try:
-        build = _read(json.loads(text), leaves)
+        leaves = tuple(
+            Leaf(*(getattr(leaf, field.name) for field in dataclasses.fields(leaf)))
+            for leaf in leaves_in(text)
+        )
+        if any(leaf.kind != "n" and leaf.dtype not in _DTYPES for leaf in leaves):
+            raise ValueError("a tensor of a dtype that torch doesn't have here")
+        build = _builder(json.loads(text), itertools.count())
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as exc:
         raise CacheCorrupt(f"a row's layout can't be read: {exc}") from exc
     has_device = any(leaf.kind == "m" for leaf in leaves)
-    return Layout(tuple(leaves), leaves[-1].stop if leaves else 0, build, has_device)
+    return Layout(leaves, leaves[-1].stop if leaves else 0, build, has_device)
 
 
-def _read(node: Any, leaves: list[Leaf]) -> Builder:
+def _builder(node: Any, places: Iterator[int]) -> Builder:
+    """What makes the result of its leaves, which `leaves_in` has found well-formed.
+
+    Args:
+        node: of the layout.
+        places: of its leaves.
+    """
     kind, what = node[0], node[1]
     if kind in ("t", "m", "n"):
-        size = np.dtype(what).itemsize if kind == "n" else _DTYPES[what].itemsize
-        shape = tuple(int(one) for one in node[2])
-        start, place = (leaves[-1].stop if leaves else 0), len(leaves)
-        leaves.append(Leaf(kind, what, shape, start, start + size * math.prod(shape)))
+        place = next(places)
         return lambda made: made[place]
-    if kind == "v":
-        return lambda made: what
-    if kind == "s":
-        size = torch.Size(int(one) for one in what)
-        return lambda made: size
-    if kind == "f":
-        number = float.fromhex(what)
-        return lambda made: number
+    if kind in ("v", "f", "s"):
+        value: Any = what
+        if kind != "v":
+            value = float.fromhex(what) if kind == "f" else torch.Size(int(size) for size in what)
+        return lambda made: value
     if kind in ("l", "u"):
-        inner = [_read(one, leaves) for one in what]
+        inner = [_builder(part, places) for part in what]
         sequence: type = list if kind == "l" else tuple
-        return lambda made: sequence([one(made) for one in inner])
+        return lambda made: sequence([part(made) for part in inner])
     if kind in ("d", "o"):
-        pairs = [(_from_name(name), _read(one, leaves)) for name, one in what]
+        pairs = [(_from_name(name), _builder(part, places)) for name, part in what]
         mapping: type = dict if kind == "d" else collections.OrderedDict
-        return lambda made: mapping([(name, one(made)) for name, one in pairs])
+        return lambda made: mapping([(name, part(made)) for name, part in pairs])
     cls = _class_named(what)
     if kind != "c" or cls is None or _fields(cls) != [name for name, _ in node[2]]:
         raise ValueError(f"{what} isn't imported here, or has other fields")
-    named = [(name, _read(one, leaves)) for name, one in node[2]]
-    return lambda made: cls(**{name: one(made) for name, one in named})
+    named = [(name, _builder(part, places)) for name, part in node[2]]
+    return lambda made: cls(**{name: part(made) for name, part in named})
 
 
 def join(rows: Sequence[Row], device: torch.device, *, is_row: bool) -> tuple[Layout, list[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import hashlib
 import os
 import uuid
@@ -110,9 +111,9 @@ class Naming:
         self._prefix = hashlib.blake2b(b"%c%d:%b" % (b"wr"[is_row], len(context), context), digest_size=16)
 
     def name(self, key: Any) -> bytes:
-        """The name of a key's row; about 1 µs."""
+        """The name of a key's row; less than 1 µs."""
         digest = self._prefix.copy()
-        digest.update(key_bytes(key))
+        digest.update(b"s" + key.encode("utf-8", "surrogatepass") if type(key) is str else key_bytes(key))
         return self._fingerprint + digest.digest()
 
 
@@ -264,26 +265,35 @@ def _plain(value: Any) -> torch.Tensor | None:
 
 
 def _digests_of_rows(rows: torch.Tensor) -> Digests:
-    head = _digest(f"{rows.dtype}{list(rows.shape[1:])}".encode(), 0)
+    head = _digest_of_type(rows.dtype, rows.shape[1:])
     if not rows.numel():
         digests = [head] * len(rows)
         return lambda: digests
     data = rows.reshape(len(rows), -1).contiguous().view(torch.uint8)
+    if data.device.type != "cuda":
+        now = _digests_of_bytes(_runs(data.cpu().numpy()), head)
+        return lambda: now
+    arrived = copied(_runs(data))
+    return lambda: _digests_of_bytes(arrived().reshape(len(rows), -1), head)
+
+
+@functools.lru_cache(maxsize=256)
+def _digest_of_type(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return _digest(f"{dtype}{list(shape)}".encode(), 0)
+
+
+def _runs(data: Any) -> Any:
+    """The bytes of rows that are looked at, of a tensor or an array uint8[N, bytes]."""
     runs = data.shape[1] // _RUN_BYTES
-    if runs > _MOST_RUNS:
-        data = data[:, : runs * _RUN_BYTES]
-        words = data.view(torch.int64) if data.stride(0) % 8 == 0 and data.storage_offset() % 8 == 0 else data
-        step = -(-runs // _MOST_RUNS) | 1
-        data = words.reshape(len(rows), runs, -1)[:, ::step].contiguous()
-    if data.device.type == "cuda":
-        arrived = copied(data)
-        return lambda: _digests_of_bytes(arrived().reshape(len(rows), -1), head)
-    now = _digests_of_bytes(data.cpu().numpy().reshape(len(rows), -1), head)
-    return lambda: now
+    if runs <= _MOST_RUNS:
+        return data
+    step = -(-runs // _MOST_RUNS) | 1
+    parts = data[:, : runs * _RUN_BYTES].reshape(len(data), runs, _RUN_BYTES)[:, ::step]
+    return parts.reshape(len(data), -1)
 
 
 def _digests_of_bytes(rows: NDArray[Any], head: int) -> list[int]:
-    return [_digest(row, head) for row in rows]
+    return [_digest(row, head) for row in np.ascontiguousarray(rows)]
 
 
 def _digest(data: Any, seed: int) -> int:

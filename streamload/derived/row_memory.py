@@ -27,8 +27,6 @@ _ROW_BYTES = 400
 """What a row takes beside its body: its key, its object, its place in the dictionary."""
 _BLOCK_BYTES, _BLOCKS = 1 << 20, 64
 _FULL_SECONDS = 1.0
-_REORDER_SHARE = 0.5
-"""Below this part of its share nothing will go soon, so that the order of use doesn't matter."""
 _numbers = itertools.count()
 
 
@@ -53,7 +51,6 @@ class MemoryRows:
         self._rows: OrderedDict[bytes, Row] = OrderedDict()
         self._layouts: dict[bytes, bytes] = {}
         self._labels: dict[bytes, str] = {}
-        self._in_order = False
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -61,11 +58,18 @@ class MemoryRows:
 
     def get(self, key: bytes) -> Row | None:
         """A row; None: it isn't here."""
-        row = self._rows.get(key)
-        if row is not None and self._in_order:
-            with contextlib.suppress(KeyError):
-                self._rows.move_to_end(key)
-        return row
+        return self.read((key,)).get(key) if self._share.was_refused else self._rows.get(key)
+
+    def read(self, keys: Iterable[bytes]) -> dict[bytes, Row]:
+        """Those of some rows that are here; they are the last to go, once any have to."""
+        get = self._rows.get
+        rows = {key: row for key in keys if (row := get(key)) is not None}
+        if self._share.was_refused:
+            with self._lock:
+                for key in rows:
+                    if key in self._rows:
+                        self._rows.move_to_end(key)
+        return rows
 
     def add(self, rows: Iterable[tuple[bytes, Row]], label: str) -> None:
         """Hold rows; those that were not read for longest go to make room."""
@@ -83,13 +87,6 @@ class MemoryRows:
                     self._drop(next(iter(self._rows)))
                 self._rows[key] = Row(layout, bytes(row.body), row.input_digest)
                 self.size_bytes += size
-            self._in_order = self.size_bytes > _REORDER_SHARE * self._share.size_bytes
-
-    def delete(self, keys: Iterable[bytes]) -> None:
-        """Hold some rows no longer."""
-        with self._lock:
-            for key in keys:
-                self._drop(key)
 
     def clear(self, label: str | None = None) -> None:
         """Hold no rows of a label, or none at all."""
@@ -110,14 +107,19 @@ class MemoryRows:
 
 
 class _Share:
-    """What one process may hold of what all may that use a directory."""
+    """What one process may hold of what all may that use a directory.
+
+    Attributes:
+        size_bytes: what it has taken.
+        was_refused: whether there was no more to take at some time, so that rows go for others.
+    """
 
     def __init__(self, name: str, limit: Callable[[int], int]):
         home = memory.PLACE / f"streamload-memory-{os.geteuid()}"
         check_owner(home)
         home.mkdir(mode=0o700, exist_ok=True)
         check_owner(home)
-        self.size_bytes = 0
+        self.size_bytes, self.was_refused = 0, False
         self._root = home / name
         self._limit = limit
         self._full_until = 0.0
@@ -142,6 +144,7 @@ class _Share:
                 self.size_bytes += block
                 self._full_until = 0.0
                 return True
+        self.was_refused = True
         return False
 
     def _of_others(self) -> Iterator[int]:

@@ -7,6 +7,7 @@ results of layouts again.
 from __future__ import annotations
 
 import functools
+import io
 import json
 import math
 import re
@@ -101,11 +102,13 @@ class StoredLeaf:
 
     Attributes:
         path: in the result, such as "['tokens'][0]"; "": it is the result.
+        kind: "t" for a tensor on the CPU, "m" for one on the module's device, "n" for an array.
         dtype: its name in torch, or numpy's text for an array.
         stored: the dtype by which numpy reads it: an unsigned integer where numpy lacks its own.
     """
 
     path: str
+    kind: str
     dtype: str
     stored: np.dtype[Any]
     shape: tuple[int, ...]
@@ -128,10 +131,26 @@ def leaves_in(layout: bytes) -> tuple[StoredLeaf, ...]:
                 raise ValueError(f"an array of {dtype}")
             start = leaves[-1].stop if leaves else 0
             stop = start + stored.itemsize * math.prod(shape)
-            leaves.append(StoredLeaf(path, dtype, stored, shape, start, stop))
+            leaves.append(StoredLeaf(path, kind, dtype, stored, shape, start, stop))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as exc:
         raise CacheCorrupt(f"a row's layout can't be read: {exc}") from exc
     return tuple(leaves)
+
+
+def described(leaves: Sequence[StoredLeaf]) -> list[dict[str, Any]]:
+    """Leaves as files of columns say what they hold: `leaf-0.npy` and so on."""
+    return [
+        {"file": f"leaf-{at}.npy", "path": leaf.path, "dtype": leaf.dtype, "shape": list(leaf.shape)}
+        for at, leaf in enumerate(leaves)
+    ]
+
+
+def npy_head(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """The header of a .npy file; numpy leaves room in it for any number of rows."""
+    head = io.BytesIO()
+    about = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(head, about)
+    return head.getvalue()
 
 
 def class_in(layout: bytes) -> str | None:
@@ -183,7 +202,7 @@ def _leaves(node: Any, path: str) -> Iterator[tuple[str, str, str, tuple[int, ..
     elif kind == "c":
         for name, one in node[2]:
             yield from _leaves(one, f"{path}.{name}")
-    elif kind not in ("v", "f"):
+    elif kind not in ("v", "f", "s"):
         raise ValueError(f"a node of kind {kind!r}")
 
 

@@ -29,7 +29,7 @@ from xxhash import xxh3_64_intdigest
 
 from streamload.cache.shard import Shard, prepared_form
 from streamload.cache.shard_copy import ShardCopy
-from streamload.derived.row_seal import Row, class_in, leaves_in
+from streamload.derived.row_seal import Row, class_in, described, leaves_in, npy_head
 from streamload.errors import CacheCorrupt, FeatureNotCacheable
 from streamload.shards.samples import Entry
 from streamload.shards.tar import BLOCK_BYTES
@@ -120,23 +120,20 @@ class RowShardWriter(ExitStack):
             about: what `rows.json` says beside layout and leaves: "fingerprint", and more.
         """
         leaves = [] if self._layout is None else leaves_in(self._layout)
-        described = {
+        head = {
             **about,
             "rows": len(self._keys),
             "layout": None if self._layout is None else json.loads(self._layout),
-            "leaves": [
-                {"file": _leaf_name(at), "path": leaf.path, "dtype": leaf.dtype, "shape": list(leaf.shape)}
-                for at, leaf in enumerate(leaves)
-            ],
+            "leaves": described(leaves),
         }
-        yield _member("rows.json", json.dumps(described, indent=1).encode())
+        yield _member("rows.json", json.dumps(head, indent=1).encode())
         yield _member("rows.keys.json", json.dumps(self._keys).encode())
         yield _member("rows.samples.npy", _numbers(self._samples))
         yield _member("rows.checksums.npy", _numbers(self._checksums))
         for at, (file, leaf) in enumerate(zip(self._leaves, leaves, strict=True)):
-            head = _npy_head(leaf.stored, (len(self._keys), *leaf.shape))
-            size = len(head) + file.tell()
-            yield _tar_header(_leaf_name(at), size) + head
+            start = npy_head(leaf.stored, (len(self._keys), *leaf.shape))
+            size = len(start) + file.tell()
+            yield _tar_header(_leaf_name(at), size) + start
             file.seek(0)
             while piece := file.read(_PIECE_BYTES):
                 yield piece
@@ -270,14 +267,7 @@ def _leaf_name(at: int) -> str:
 
 def _numbers(numbers: Sequence[int]) -> bytes:
     array = np.array(numbers, "<u8")
-    return _npy_head(array.dtype, array.shape) + array.tobytes()
-
-
-def _npy_head(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    head = io.BytesIO()
-    about = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(head, about)
-    return head.getvalue()
+    return npy_head(array.dtype, array.shape) + array.tobytes()
 
 
 def _member(name: str, data: bytes) -> bytes:

@@ -28,6 +28,7 @@ from streamload.cache.shared.objects import Objects
 from streamload.cache.shared.tier import SharedTier
 from streamload.cache.tier import Tier
 from streamload.derived.parts import kind_of
+from streamload.derived.row_catalog import all_but_newest
 from streamload.derived.row_shard import RowShard, fingerprint_in, rows_in, rows_recipe
 from streamload.errors import (
     CacheCorrupt,
@@ -114,19 +115,6 @@ class FingerprintShards:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
-    """A derived shard that was read.
-
-    Attributes:
-        rows: how many it has.
-        causes: what is wrong, such as a row that fails its checksum; empty: nothing.
-    """
-
-    rows: int
-    causes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Removed:
     """What was deleted, or would be, and why others had to stay."""
 
@@ -179,23 +167,26 @@ class RowShards(ABC):
         found = [self._described(of, shards) for of, shards in by_fingerprint.items()]
         return sorted(found, key=lambda one: (one.label, one.used_at, one.fingerprint))
 
-    def check(self, one: HeldRows) -> Checked | None:
-        """Read all of one, and compare it with its checksums; None if it has gone.
+    def check(self, one: HeldRows) -> tuple[int, tuple[str, ...]] | None:
+        """Read all of one, and compare it with its checksums.
+
+        Returns:
+            how many rows it has, and what is wrong, such as a row that fails its checksum; None: it has gone.
 
         Raises:
             SharedTierError, OriginError: the shared cache doesn't answer.
             OSError: there is no room for a temporary copy.
         """
         if one.cause:
-            return Checked(one.rows, (one.cause,))
+            return one.rows, (one.cause,)
         try:
             with self._opened(one) as shard:
                 if shard is None:
                     return None
                 if not is_of(shard.copy.reader, one.form):
-                    return Checked(one.rows, ("it is another shard",))
+                    return one.rows, ("it is another shard",)
                 keys = shard.damaged_keys()
-                return Checked(len(shard), tuple(f"row {key!r} fails its checksum" for key in keys))
+                return len(shard), tuple(f"row {key!r} fails its checksum" for key in keys)
         except UNREADABLE as exc:
             is_unknown = isinstance(exc, SharedTierError | OriginError) and not isinstance(
                 exc, OriginNotFound
@@ -205,7 +196,7 @@ class RowShards(ABC):
             if self._has_gone(one):
                 return None
             cause = str(exc) if isinstance(exc, StreamloadError) else f"{type(exc).__name__}: {exc}"
-            return Checked(one.rows, (cause,))
+            return one.rows, (cause,)
 
     def _described(self, fingerprint: str, shards: list[HeldRows]) -> FingerprintShards:
         about: dict[str, Any] = {}
@@ -220,14 +211,10 @@ class RowShards(ABC):
         return FingerprintShards(self.where, fingerprint, printable(str(label)), parts, tuple(shards))
 
 
-def stale_of(found: Sequence[FingerprintShards]) -> list[FingerprintShards]:
+def stale_of(held: Sequence[FingerprintShards]) -> list[FingerprintShards]:
     """All but the newest of each label, arguments and transform in a place, as far as these are known."""
-    known = [one for one in found if one.parts is not None]
-    newest = {
-        (one.where, one.label, kind_of(one.parts)): one
-        for one in sorted(known, key=lambda one: (one.used_at, one.fingerprint))
-    }
-    return [one for one in known if newest[one.where, one.label, kind_of(one.parts)] is not one]
+    described = [of for of in held if of.parts is not None]
+    return all_but_newest(described, lambda of: (of.where, of.label, kind_of(of.parts)))
 
 
 class NodeRowShards(RowShards):

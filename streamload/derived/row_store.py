@@ -23,7 +23,7 @@ from streamload.derived.log_once import log_once
 from streamload.derived.row_database import DATABASE
 from streamload.derived.row_mapping import Mapped, MappingRows
 from streamload.derived.row_memory import MemoryRows
-from streamload.derived.row_queue import ComputedRows, Prover, RowQueue
+from streamload.derived.row_queue import RowQueue
 from streamload.derived.row_seal import Row, unseal
 from streamload.derived.rows import DiskRows, RowCounts, SealedRow
 from streamload.errors import CacheError
@@ -99,6 +99,8 @@ class RowStore:
     Attributes:
         disk: the rows on disk, or those of a mapping.
         memory: the rows in memory; None: there are none.
+        queue: rows that a module computed, until they are stored; who reads one before waits for it.
+        counts: what happened here.
 
     Raises:
         CacheError: the directory can't be used.
@@ -112,7 +114,7 @@ class RowStore:
         self._tier: Tier | None = None
         self.disk: Rows = self._opened()
         self._others = [DiskRows(root, None, self.counts) for root in place.others]
-        self._queue = RowQueue(self._store_queued, self._count_dropped)
+        self.queue = RowQueue(self.write, self._count_dropped)
         self._writer: Rows | None = None
         self.memory: MemoryRows | None = None
         if place.level is not CacheLevel.DISK:
@@ -123,16 +125,12 @@ class RowStore:
 
     def read(self, keys: Sequence[bytes], label: str) -> dict[bytes, Row]:
         """The rows that are there, of some keys; those that came from the disk are in memory from now on."""
-        if self._queue.is_busy and self._queue.holds(keys):
-            self._queue.flush()
+        if self.queue.is_busy and self.queue.holds(keys):
+            self.queue.flush()
         began = time.perf_counter()
-        rows: dict[bytes, Row] = {}
-        missing = keys
-        if self.memory is not None:
-            get = self.memory.get
-            rows = {key: row for key in keys if (row := get(key)) is not None}
+        rows = {} if self.memory is None else self.memory.read(keys)
+        if len(rows) < len(keys):
             missing = [key for key in keys if key not in rows] if rows else keys
-        if missing:
             stored = self.disk.read(missing)
             for other in self._others:
                 if len(stored) < len(missing):
@@ -146,7 +144,7 @@ class RowStore:
 
     def read_from_memory(self, key: bytes) -> Row | None:
         """A row that is in memory; None: it isn't, or is to be stored first."""
-        if self.memory is None or self._queue.is_busy:
+        if self.memory is None or self.queue.is_busy:
             return None
         row = self.memory.get(key)
         if row is not None:
@@ -158,65 +156,26 @@ class RowStore:
         notes = (rows.read_note(key) for rows in (self.disk, *self._others))
         return next((note for note in notes if note is not None), None)
 
-    def add(self, rows: ComputedRows, prover: Prover | None) -> None:
-        """Store rows that a module computed, by a thread and soon; who reads one before waits for it.
-
-        Args:
-            rows: which.
-            prover: tells whether the module is still the same; None: that needs no proof.
-        """
-        self._queue.add(rows, prover)
-
-    def settle(self) -> None:
-        """Let the thread store what is proved by now."""
-        self._queue.settle()
-
-    def flush(self) -> None:
-        """Store all rows that were added, as far as they are proved and there is room."""
-        self._queue.flush()
-
-    def take_counts(self) -> RowCounts:
-        """What happened since this was called last, for counters that are told so by one caller."""
-        before, self._taken = self._taken, dataclasses.replace(self.counts)
-        return self._taken - before
-
     def write(self, rows: Sequence[SealedRow], label: str) -> None:
-        """Store sealed rows at once, as far as there is room."""
-        self._write(self.disk, rows, label)
-
-    def _store_queued(self, rows: Sequence[SealedRow], label: str) -> None:
+        """Store sealed rows, as far as there is room; by one thread at a time."""
         if self._writer is None:  # so that readers don't wait for a disk to write
             self._writer = self._opened()
-        self._write(self._writer, rows, label)
-
-    def _count_dropped(self, count: int) -> None:
-        self.counts.refused += count
-
-    def _write(self, disk: Rows, rows: Sequence[SealedRow], label: str) -> None:
         began = time.perf_counter()
-        stored = disk.write(rows, label)
+        stored = self._writer.write(rows, label)
         self.counts.stored += stored
         self.counts.bytes_written += sum(len(data) for _, data in rows) if stored == len(rows) else 0
         if self.memory is not None:
             self.memory.add(((key, unseal(key, bytes(data))) for key, data in rows), label)
         self.counts.store_seconds += time.perf_counter() - began
 
-    def delete(self, keys: Sequence[bytes]) -> None:
-        """Delete rows."""
-        self.flush()
-        self.disk.delete(keys)
-        if self.memory is not None:
-            self.memory.delete(keys)
+    def flush(self) -> None:
+        """Store all rows that were computed, as far as they are proved and there is room."""
+        self.queue.flush()
 
-    def clear(self, label: str | None = None) -> int:
-        """Delete the rows of a label, or all.
-
-        Returns:
-            how many there were on disk.
-        """
-        self.flush()
-        self.clear_memory(label)
-        return self.disk.clear(label)
+    def take_counts(self) -> RowCounts:
+        """What happened since this was called last, for counters that are told so by one caller."""
+        before, self._taken = self._taken, dataclasses.replace(self.counts)
+        return self._taken - before
 
     def clear_memory(self, label: str | None = None) -> None:
         """Forget the rows of a label, or all, in memory; they are on disk still."""
@@ -226,13 +185,13 @@ class RowStore:
 
     def close(self) -> None:
         """Close what is open."""
-        try:
-            self.flush()
-        except Exception as exc:
-            log_once(f"rows can't be stored: {exc!r}")
+        _flush(self)
         for rows in (self.disk, self._writer, self.memory, *self._others):
             if rows is not None:
                 rows.close()
+
+    def _count_dropped(self, count: int) -> None:
+        self.counts.refused += count
 
     def _opened(self) -> Rows:
         if self._place.mapped is not None:
@@ -314,20 +273,20 @@ def close_stores() -> None:
             store.close()
 
 
+def _flush(store: RowStore) -> None:
+    try:
+        store.flush()
+    except Exception as exc:
+        log_once(f"rows can't be stored: {exc!r}")
+
+
 def _flush_before_fork() -> None:
     """A child has no rows on their way; what its parent computed so far it finds stored."""
     for store in list(_stores.values()):
         if store is not None:
-            try:
-                store.flush()
-            except Exception as exc:
-                log_once(f"rows can't be stored: {exc!r}")
+            _flush(store)
 
 
-def _forget_parents() -> None:
-    """In a forked child: it holds rows in memory within a share of its own, and counts for itself."""
-    _stores.clear()
-
-
-os.register_at_fork(before=_flush_before_fork, after_in_child=_forget_parents)
+# A forked child holds rows in memory within a share of its own, and counts for itself.
+os.register_at_fork(before=_flush_before_fork, after_in_child=_stores.clear)
 atexit.register(close_stores)

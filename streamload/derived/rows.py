@@ -30,12 +30,11 @@ from streamload.derived.row_database import (
     Database,
     FingerprintRows,
     bytes_on_disk,
+    current_home,
     homes,
     is_broken,
     log_bytes,
-    next_home,
     old_homes,
-    refuse_links,
     remove,
     transactions,
 )
@@ -92,11 +91,8 @@ class RowCounts:
     store_seconds: float = 0.0
     saved_seconds: float = 0.0
 
-    def __add__(self, other: RowCounts) -> RowCounts:
-        return RowCounts(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
-
     def __sub__(self, other: RowCounts) -> RowCounts:
-        return RowCounts(*(getattr(self, one.name) - getattr(other, one.name) for one in fields(self)))
+        return RowCounts(*(getattr(self, of.name) - getattr(other, of.name) for of in fields(self)))
 
 
 def checked(where: object, pairs: Iterable[tuple[Any, Any]], counts: RowCounts) -> dict[bytes, Row]:
@@ -115,6 +111,13 @@ def checked(where: object, pairs: Iterable[tuple[Any, Any]], counts: RowCounts) 
             counts.corrupt += 1
             log_once(f"{where}: {exc}; it is computed again")
     return rows
+
+
+def note_in(key: bytes, data: bytes | None) -> bytes | None:
+    """The text of a sealed note; None: there is none, or it isn't what was written."""
+    with contextlib.suppress(CacheCorrupt):
+        return None if data is None else bytes(unseal(key, data).body)
+    return None
 
 
 class DiskRows:
@@ -176,11 +179,6 @@ class DiskRows:
         """What the files take on disk."""
         return sum(map(bytes_on_disk, (self._home, *old_homes(self.root))))
 
-    @property
-    def limit_bytes(self) -> int:
-        """What they may take."""
-        return self._limit(self.used_bytes) if self._limit is not None else 0
-
     def read(self, keys: Sequence[bytes]) -> dict[bytes, Row]:
         """The rows that are there and whole, of some keys of 32 bytes each."""
         rows = checked(self.root, self._attempt(lambda opened: opened.read(keys), []), self.counts)
@@ -212,49 +210,31 @@ class DiskRows:
 
     def read_note(self, key: bytes) -> bytes | None:
         """A note, checked; None: there is none."""
-        data = self._attempt(lambda opened: opened.read_note(key), None)
-        with contextlib.suppress(CacheCorrupt):
-            return None if data is None else bytes(unseal(key, data).body)
-        return None
+        return note_in(key, self._attempt(lambda opened: opened.read_note(key), None))
 
     def write_note(self, key: bytes, text: bytes, label: str) -> None:
         """Store a note."""
         self._attempt(lambda opened: opened.write_note(key, seal(key, b"", text, 0), label), None)
 
-    def delete(self, keys: Sequence[bytes]) -> None:
-        """Delete rows."""
-        self._attempt(lambda opened: opened.delete(keys), None)
+    def fingerprints(self) -> list[FingerprintRows]:
+        """The fingerprints that have rows."""
+        return self._attempt(lambda opened: opened.fingerprints(), list[FingerprintRows]())
 
     def labels(self) -> dict[str, list[bytes]]:
         """The keys of all rows, by label."""
-        labels: dict[str, list[bytes]] = {}
-        for fingerprint in self._fingerprints():
-            keys = functools.partial(_keys_of, fingerprint=fingerprint)
-            labels.setdefault(fingerprint.label, []).extend(self._attempt(keys, list[bytes]()))
-        return labels
 
-    def bytes_of(self, label: str) -> int:
-        """What the rows of a label take."""
-        return sum(of.size_bytes for of in self._fingerprints() if of.label == label)
+        def keys(opened: Database) -> dict[str, list[bytes]]:
+            by_label: dict[str, list[bytes]] = {}
+            for of in opened.fingerprints():
+                parts = opened.rows_of(of.fingerprint, of.number)
+                by_label.setdefault(of.label, []).extend(key for part in parts for key, _ in part)
+            return by_label
 
-    def _fingerprints(self) -> list[FingerprintRows]:
-        return self._attempt(lambda opened: opened.fingerprints(), list[FingerprintRows]())
+        return self._attempt(keys, dict[str, list[bytes]]())
 
     def clear(self, label: str | None = None) -> int:
-        """Delete the rows of a label, or all; what isn't of the database stays.
-
-        Returns:
-            how many there were.
-        """
+        """Delete the rows of a label, or all; return how many there were."""
         return self._attempt(lambda opened: opened.clear(label), 0)
-
-    def flush(self) -> None:
-        """Note when the rows were read that were read since it was noted last."""
-        with self._use:
-            keys, self._touched = list(self._touched), set()
-            self._touched_at = time.monotonic()
-        if keys:
-            self._attempt(lambda opened: opened.touch(keys), None)
 
     def close(self) -> None:
         """Close the connections of this process; once is enough."""
@@ -263,10 +243,11 @@ class DiskRows:
             self._close()
 
     def _touch(self, keys: Iterable[bytes]) -> None:
+        """Note when rows were read, every some seconds and only as long as some may have to go soon."""
         now = time.monotonic()
         looked_at, fills_up = self._fills_up
         if now > looked_at + 1.0:
-            fills_up = self.used_bytes > _FULL_ENOUGH * self.limit_bytes
+            fills_up = self.used_bytes > _FULL_ENOUGH * self._limit_bytes
             self._fills_up = (now, fills_up)
         if not fills_up:
             return
@@ -274,12 +255,22 @@ class DiskRows:
             self._touched.update(keys)
             is_due = now - self._touched_at > _TOUCH_SECONDS
         if is_due:
-            self.flush()
+            self._write_touched()
+
+    def _write_touched(self) -> None:
+        with self._use:
+            keys, self._touched = list(self._touched), set()
+            self._touched_at = time.monotonic()
+        if keys:
+            self._attempt(lambda opened: opened.touch(keys), None)
+
+    @property
+    def _limit_bytes(self) -> int:
+        return self._limit(self.used_bytes) if self._limit is not None else 0
 
     def _room(self, new_bytes: int) -> int:
         """What all may take, with room for more if others can make it."""
-        used_bytes = self.used_bytes
-        limit_bytes = self._limit(used_bytes) if self._limit is not None else 0
+        used_bytes, limit_bytes = self.used_bytes, self._limit_bytes
         if self._reserve is not None:
             limit_bytes = self._reserve(used_bytes + new_bytes + log_bytes(limit_bytes), limit_bytes)
         if used_bytes + new_bytes > limit_bytes and (old := old_homes(self.root)):
@@ -292,7 +283,7 @@ class DiskRows:
     def _store(
         self, opened: Database, rows: Sequence[SealedRow], label: str, limit_bytes: int, *, is_last: bool
     ) -> int:
-        self.flush()
+        self._write_touched()
         with exclusive(self.root / "writing"):
             if not opened.shorten_log(limit_bytes):
                 return 0
@@ -341,19 +332,18 @@ class DiskRows:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_owner(self.root)
         with exclusive(self.root / "lock"):
-            known = homes(self.root)
-            for home in known[:-1]:  # one that was being replaced
+            for home in homes(self.root)[:-1]:  # one that was being replaced
                 remove(home)
-            if not known and (old := old_homes(self.root)):
+            home = current_home(self.root)
+            if home is None and (old := old_homes(self.root)):
                 size = format_bytes(sum(map(bytes_on_disk, old)))
                 log_once(
                     f"{self.root}: rows of an older format ({size}) are computed again; "
                     f"streamload features gc removes them"
                 )
-            self._home = known[-1] if known else next_home(self.root)
+            self._home = home or self.root / "r0"
             self._home.mkdir(mode=0o700, exist_ok=True)
-            refuse_links(self._home)
-            limit_bytes = self.limit_bytes
+            limit_bytes = self._limit_bytes
             with exclusive(self.root / "writing"):
                 self._database = Database.open(self._home, limit_bytes)
         return self._database
@@ -363,14 +353,10 @@ class DiskRows:
             return None
         self._look_at = time.monotonic() + _LOOK_SECONDS
         check_owner(self.root)
-        try:
-            known = homes(self.root)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        if known and (known[-1] / DATABASE).exists():
-            refuse_links(known[-1])
-            self._home = known[-1]
-            self._database = Database.inspect(self._home)
+        home = current_home(self.root)
+        if home is not None and (home / DATABASE).exists():
+            self._home = home
+            self._database = Database.inspect(home)
         return self._database
 
     def _replace(self, error: Exception) -> None:
@@ -379,19 +365,15 @@ class DiskRows:
         log_once(f"{self.root}: the database is broken ({error}): it is replaced by an empty one")
         self._close()
         with exclusive(self.root / "lock"):
-            if self._home == max(homes(self.root), key=lambda home: int(home.name[1:]), default=self._home):
-                next_home(self.root).mkdir(mode=0o700)
+            latest = (homes(self.root) or [self._home])[-1]
+            if self._home == latest:
+                (self.root / f"r{int(latest.name[1:]) + 1}").mkdir(mode=0o700)
                 remove(self._home)
 
     def _close(self) -> None:
         database, self._database = self._database, None
         if database is not None:
             database.close()
-
-
-def _keys_of(opened: Database, fingerprint: FingerprintRows) -> list[bytes]:
-    parts = opened.rows_of(fingerprint.fingerprint, fingerprint.number)
-    return [key for part in parts for key, _ in part]
 
 
 _all_rows: weakref.WeakSet[DiskRows] = weakref.WeakSet()

@@ -70,11 +70,11 @@ def store_result(
     of_device = result.is_of_device
     size_bytes = result.size_bytes + (len(names) * _OF_INPUT_BYTES if of_device else 0)
     rows = ComputedRows(names, result.layout, material, size_bytes, of_device, label, proof.built)
-    store.add(rows, prover)
+    store.queue.add(rows, prover)
     if prover is not None and proof.looks.may_begin():
         with proof.looks.timed():
             prover.look()
-        store.settle()
+        store.queue.settle()
 
 
 class _StateProver:

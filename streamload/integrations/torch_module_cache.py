@@ -14,6 +14,7 @@ import sys
 from streamload.derived.calls.module_cache import cache_module as _cache_module
 from streamload.derived.calls.module_cache import places, switches
 from streamload.derived.row_store import CacheLevel, Place, stores_at
+from streamload.derived.rows import DiskRows
 
 __all__ = [
     "CacheLevel",
@@ -87,8 +88,7 @@ def clear_disk_caches(cache_name: str | None = None) -> None:
         cache_name: only those of this name.
     """
     for place in {*places, Place("")}:
-        for store in stores_at(place):
-            store.clear(cache_name)
+        _clear(place, cache_name)
 
 
 def clear_cache(
@@ -101,10 +101,7 @@ def clear_cache(
         cache_name: only those of this name.
         clear_memory: forget those in memory, too.
     """
-    for store in stores_at(Place(cache_path or "")):
-        store.disk.clear(cache_name)
-        if clear_memory:
-            store.clear_memory(cache_name)
+    _clear(Place(cache_path or ""), cache_name, in_memory=clear_memory)
 
 
 def get_cache_size(cache_path: str | None = None, cache_name: str | None = None) -> int:
@@ -114,10 +111,11 @@ def get_cache_size(cache_path: str | None = None, cache_name: str | None = None)
         cache_path: the directory; None: the default.
         cache_name: only those of this name, without what the database takes beside them.
     """
-    stores = stores_at(Place(cache_path or ""))
-    if not stores:
-        return 0
-    return stores[0].disk.used_bytes if cache_name is None else stores[0].disk.bytes_of(cache_name)
+    for rows in _rows_on_disk(cache_path):
+        if cache_name is None:
+            return rows.used_bytes
+        return sum(of.size_bytes for of in rows.fingerprints() if of.label == cache_name)
+    return 0
 
 
 def list_cache_entries(cache_path: str | None = None, cache_name: str | None = None) -> dict[str, list[str]]:
@@ -127,8 +125,23 @@ def list_cache_entries(cache_path: str | None = None, cache_name: str | None = N
         cache_path: the directory; None: the default.
         cache_name: only those of this name.
     """
-    stores = stores_at(Place(cache_path or ""))
-    found = stores[0].disk.labels() if stores else {}
     return {
-        label: [key.hex() for key in keys] for label, keys in found.items() if cache_name in (None, label)
+        label: [key.hex() for key in keys]
+        for rows in _rows_on_disk(cache_path)
+        for label, keys in rows.labels().items()
+        if cache_name in (None, label)
     }
+
+
+def _rows_on_disk(cache_path: str | None) -> list[DiskRows]:
+    """The rows of a directory, once; none if there is no database."""
+    stores = stores_at(Place(cache_path or ""))
+    return [store.disk for store in stores[:1] if isinstance(store.disk, DiskRows)]
+
+
+def _clear(place: Place, cache_name: str | None, *, in_memory: bool = True) -> None:
+    for store in stores_at(place):
+        if in_memory:
+            store.clear_memory(cache_name)
+        if isinstance(store.disk, DiskRows):
+            store.disk.clear(cache_name)

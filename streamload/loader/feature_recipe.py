@@ -41,6 +41,7 @@ class FeatureRecipe:
 
     Args:
         named: the features.
+        cache_dir: where this node keeps rows, too, as of make_loader; another process has its own.
 
     Attributes:
         fingerprint: of the rows.
@@ -51,7 +52,7 @@ class FeatureRecipe:
         FeatureNotCacheable: what proves their rows can't be known.
     """
 
-    def __init__(self, named: NamedFeatures):
+    def __init__(self, named: NamedFeatures, cache_dir: str | None = None):
         from streamload.loader import make_loader
 
         features = named.features()
@@ -63,7 +64,8 @@ class FeatureRecipe:
             )
         if named.prepare == AUTO:
             raise OptionError('--prepare auto is chosen by each training: name the recipe, such as "raw-256"')
-        options: LoaderOptions = make_loader("unread.tar", **named.arguments(features)).options
+        arguments = named.arguments(features)
+        options: LoaderOptions = make_loader("unread.tar", cache_dir=cache_dir, **arguments).options
         self.named = named
         self._assembly = assembly_of(options)
         self._bound = bound_features(options, self._assembly.features)[NAME]
@@ -158,9 +160,9 @@ class FeatureRecipe:
 
 
 @functools.lru_cache(maxsize=8)
-def feature_recipe(named: NamedFeatures) -> FeatureRecipe:
+def feature_recipe(named: NamedFeatures, cache_dir: str | None = None) -> FeatureRecipe:
     """The recipe of these features; in one process always the same, as it has built the module."""
-    return FeatureRecipe(named)
+    return FeatureRecipe(named, cache_dir)
 
 
 class _RowsOrigin(Origin):

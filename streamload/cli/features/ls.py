@@ -3,14 +3,13 @@
 import json
 from typing import TYPE_CHECKING, Any
 
-from streamload.cli.features.options import SHORT, AsJson, Directory, SharedCache, as_dict, rows_at
+from streamload.cli.features.options import SHORT, AsJson, Directory, SharedCache, as_dict, minute, rows_at
 from streamload.cli.features.shards import as_dict_of_shards, fingerprints_in, places_of, print_shards
 from streamload.cli.options import SharedCacheOptions
+from streamload.cli.terminal import print_table, say
 
 if TYPE_CHECKING:
     from streamload.derived.row_catalog import Catalog
-
-_COLUMNS = ("fingerprint", "rows", "size", "last stored", "last read", "device", "dtype")
 
 
 def list_fingerprints(
@@ -52,42 +51,28 @@ def _described(catalog: "Catalog", one: Any) -> dict[str, Any]:
 
 
 def _print_table(catalog: "Catalog", rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
     from streamload.metrics import format_bytes
 
-    console = Console(highlight=False)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("label", overflow="fold")
-    shown = [name for name in _COLUMNS if name != "last read" or any(row["last_read"] for row in rows)]
-    for name in shown:
-        table.add_column(name, justify="right" if name in ("rows", "size") else "left", no_wrap=True)
-    for row in rows:
-        cells = {
+    if not rows:
+        say(f"there are no rows in {catalog.root}")
+        return
+    cells = [
+        {
+            "label": row["label"],
             "fingerprint": row["fingerprint"][:SHORT],
             "rows": f"{row['rows']:,}",
             "size": format_bytes(row["size_bytes"]),
-            "last stored": _minute(row["last_stored"]),
-            "last read": _minute(row["last_read"]),
+            "last stored": minute(row["last_stored"]),
+            "last read": minute(row["last_read"]),
             "device": (row["device"] or "") if row["has_note"] else "no note",
             "dtype": (row["dtype"] or "").removeprefix("torch."),
         }
-        table.add_row(escape(row["label"]), *(cells[name] for name in shown))
-    if not rows:
-        console.print(f"there are no rows in {catalog.root}", markup=False, soft_wrap=True)
-        return
-    console.print(table)
+        for row in rows
+    ]
+    shown = [name for name in cells[0] if name != "last read" or any(cell[name] for cell in cells)]
+    print_table(shown, ([cell[name] for name in shown] for cell in cells))
     total = sum(row["rows"] for row in rows)
-    console.print(
+    say(
         f"{total:,} rows of {len({row['fingerprint'] for row in rows}):,} fingerprints in {catalog.root}: "
-        f"{format_bytes(catalog.used_bytes)} on disk",
-        markup=False,
-        soft_wrap=True,
+        f"{format_bytes(catalog.used_bytes)} on disk"
     )
-
-
-def _minute(time: str | None) -> str:
-    """An ISO time without seconds: "2026-01-31 12:00Z"."""
-    return "" if time is None else f"{time[:10]} {time[11:16]}Z"

@@ -116,7 +116,7 @@ def _make_shards(
             "files of this machine have no derived shards in a shared cache: give URLs of an origin, or "
             "leave out --shared-cache"
         )
-    recipe = feature_recipe(named)
+    recipe = feature_recipe(named, options["cache_dir"])
     given = ServiceOptions(
         urls=tuple(urls), prepare=recipe, into="shared", once=True, notices="none", listen="none", **options
     )

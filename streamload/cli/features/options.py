@@ -56,3 +56,8 @@ def as_dict(rows: "FingerprintRows") -> dict[str, Any]:
         "last_stored": as_time(rows.stored_at),
         "last_read": None if rows.read_at is None else as_time(rows.read_at),
     }
+
+
+def minute(time: str | None) -> str:
+    """An ISO time without seconds: "2026-01-31 12:00Z"."""
+    return "" if time is None else f"{time[:10]} {time[11:16]}Z"

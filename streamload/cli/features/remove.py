@@ -2,7 +2,7 @@
 
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,6 +25,7 @@ from streamload.cli.features.shards import (
     remove_shards,
 )
 from streamload.cli.options import SharedCacheOptions
+from streamload.cli.terminal import print_table, say
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,8 +62,15 @@ def gc(
     garbage = collect_garbage(root, stale=stale, dry_run=dry_run)
     removed = remove_shards(places, old, "stale", dry_run=dry_run)
     if as_json:
-        shards = as_dict_of_removed(removed)
-        report = {"path": str(root), "dry_run": dry_run, **_as_dict(garbage), "derived": shards}
+        report = {
+            "path": str(root),
+            "dry_run": dry_run,
+            "stale": [as_dict(of) for of in garbage.stale],
+            "notes": [of.hex() for of in garbage.notes],
+            "databases": garbage.databases,
+            "size_bytes": garbage.size_bytes,
+            "derived": as_dict_of_removed(removed),
+        }
         print(json.dumps(report, indent=2))
     else:
         _print(root, garbage, dry_run=dry_run)
@@ -70,43 +78,26 @@ def gc(
         print_removed(removed, dry_run=dry_run)
 
 
-def _as_dict(garbage: "Garbage") -> dict[str, Any]:
-    return {
-        "stale": [as_dict(one) for one in garbage.stale],
-        "notes": [one.hex() for one in garbage.notes],
-        "databases": garbage.databases,
-        "size_bytes": garbage.size_bytes,
-    }
-
-
 def _print(root: "Path", garbage: "Garbage", *, dry_run: bool) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
     from streamload.cache.inventory import as_time
     from streamload.metrics import format_bytes
 
-    console = Console(highlight=False)
     deleted = "would delete" if dry_run else "deleted"
-    table = Table(box=None, pad_edge=False)
-    for title in (deleted, "fingerprint", "rows", "size", "last used"):
-        table.add_column(title, overflow="fold", justify="right" if title in ("rows", "size") else "left")
-    for one in garbage.stale:
-        table.add_row(
-            escape(one.label),
-            one.fingerprint.hex()[:SHORT],
-            f"{one.rows:,}",
-            format_bytes(one.size_bytes),
-            as_time(one.used_at),
-        )
     if garbage.stale:
-        console.print(table)
-    console.print(
-        f"{deleted} {sum(one.rows for one in garbage.stale):,} rows, {len(garbage.notes):,} notes and "
-        f"{len(garbage.databases):,} replaced databases in {root}: {format_bytes(garbage.size_bytes)}",
-        markup=False,
-        soft_wrap=True,
+        cells = (
+            (
+                of.label,
+                of.fingerprint.hex()[:SHORT],
+                f"{of.rows:,}",
+                format_bytes(of.size_bytes),
+                as_time(of.used_at),
+            )
+            for of in garbage.stale
+        )
+        print_table((deleted, "fingerprint", "rows", "size", "last used"), cells)
+    say(
+        f"{deleted} {sum(of.rows for of in garbage.stale):,} rows, {len(garbage.notes):,} notes and "
+        f"{len(garbage.databases):,} replaced databases in {root}: {format_bytes(garbage.size_bytes)}"
     )
 
 

@@ -4,9 +4,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from streamload.cli.features.options import SHORT
+from streamload.cli.features.options import SHORT, minute
 from streamload.cli.logs import progress_console
 from streamload.cli.options import roots_of, storage_options_of
+from streamload.cli.terminal import print_table, say
 
 if TYPE_CHECKING:
     from streamload.derived.row_shard_catalog import FingerprintShards, HeldRows, Removed, RowShards
@@ -55,27 +56,16 @@ def as_dict_of_shards(held: "FingerprintShards") -> dict[str, Any]:
 
 def print_shards(held: "Sequence[FingerprintShards]", title: str = "derived shards of") -> None:
     """Print a table of them; nothing if there are none."""
-    if not held:
-        return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
     from streamload.cache.inventory import as_time
     from streamload.metrics import format_bytes
 
-    table = Table(box=None, pad_edge=False)
-    for name in (title, "fingerprint", "shards", "rows", "size", "last used", "in"):
-        table.add_column(
-            name, overflow="fold", justify="right" if name in ("shards", "rows", "size") else "left"
-        )
-    for one in held:
-        counts = f"{len(one.shards):,}", f"{one.rows:,}", format_bytes(one.size_bytes)
-        when = as_time(one.used_at)
-        label = one.label or "(unreadable)"
-        where = escape(one.where)
-        table.add_row(escape(label), one.fingerprint[:SHORT], *counts, f"{when[:10]} {when[11:16]}Z", where)
-    Console(highlight=False).print(table)
+    if held:
+        cells = (
+            (of.label or "(unreadable)", of.fingerprint[:SHORT], f"{len(of.shards):,}", f"{of.rows:,}",
+             format_bytes(of.size_bytes), minute(as_time(of.used_at)), of.where)
+            for of in held
+        )  # fmt: skip
+        print_table((title, "fingerprint", "shards", "rows", "size", "last used", "in"), cells)
 
 
 @dataclass(slots=True)
@@ -123,10 +113,11 @@ def verify_shards(places: "Iterable[RowShards]", *, delete: bool) -> VerifiedSha
                 if checked is None:
                     continue
                 found.shards += 1
-                found.rows += checked.rows
+                rows, causes = checked
+                found.rows += rows
                 found.read_bytes += one.size_bytes
-                if checked.causes:
-                    found.damaged.append((place, one, checked.causes))
+                if causes:
+                    found.damaged.append((place, one, causes))
                     found.deleted += len(place.remove([one], "damaged").shards) if delete else 0
                 bar.update(task, description=f"{found.shards:,} derived shards, {len(found.damaged)} damaged")
     return found
@@ -134,29 +125,20 @@ def verify_shards(places: "Iterable[RowShards]", *, delete: bool) -> VerifiedSha
 
 def print_verified(found: VerifiedShards) -> None:
     """Print what is damaged; nothing if there are no derived shards."""
-    if not found.shards:
-        return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
     from streamload.metrics import format_bytes
 
-    console = Console(highlight=False)
-    table = Table(box=None, pad_edge=False)
-    for title in ("damaged rows of", "fingerprint", "cause", "in"):
-        table.add_column(title, overflow="fold")
-    for place, one, causes in found.damaged:
-        more = f", and {len(causes) - 1} more" if len(causes) > 1 else ""
-        of = escape(one.url or one.digest)
-        table.add_row(of, one.fingerprint[:SHORT], escape(causes[0] + more), escape(place.where))
+    if not found.shards:
+        return
     if found.damaged:
-        console.print(table)
+        cells = (
+            (held.url or held.digest, held.fingerprint[:SHORT],
+             causes[0] + (f", and {len(causes) - 1} more" if len(causes) > 1 else ""), place.where)
+            for place, held, causes in found.damaged
+        )  # fmt: skip
+        print_table(("damaged rows of", "fingerprint", "cause", "in"), cells)
     result = f"{len(found.damaged):,} damaged, {found.deleted:,} deleted" if found.damaged else "no damage"
-    console.print(
-        f"{found.shards:,} derived shards with {found.rows:,} rows "
-        f"({format_bytes(found.read_bytes)}): {result}"
-    )
+    size = format_bytes(found.read_bytes)
+    say(f"{found.shards:,} derived shards with {found.rows:,} rows ({size}): {result}")
 
 
 def remove_shards(

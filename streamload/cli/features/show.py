@@ -5,9 +5,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from streamload.cli.features.options import AsJson, Directory, Fingerprint, SharedCache, as_dict, rows_at
+from streamload.cli.features.options import (
+    SHORT,
+    AsJson,
+    Directory,
+    Fingerprint,
+    SharedCache,
+    as_dict,
+    rows_at,
+)
 from streamload.cli.features.shards import as_dict_of_shards, fingerprints_in, places_of
 from streamload.cli.options import SharedCacheOptions
+from streamload.cli.terminal import print_table, say
 
 if TYPE_CHECKING:
     from streamload.derived.row_catalog import Catalog
@@ -57,39 +66,22 @@ def _print(
     shards: "list[FingerprintShards]",
     values: dict[str, Any] | None,
 ) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
     from streamload.metrics import format_bytes
 
-    console = Console(highlight=False)
-    console.print(fingerprint)
-    for one in rows:
-        console.print(
-            f"{one['label']}: {one['rows']:,} rows, {format_bytes(one['size_bytes'])}, "
-            f"last stored {one['last_stored']}",
-            markup=False,
-            soft_wrap=True,
-        )
+    say(fingerprint)
+    for row in rows:
+        size = format_bytes(row["size_bytes"])
+        say(f"{row['label']}: {row['rows']:,} rows, {size}, last stored {row['last_stored']}")
     for held in shards:
-        console.print(
-            f"{held.label}: {len(held.shards):,} derived shards with {held.rows:,} rows, "
-            f"{format_bytes(held.size_bytes)}, in {held.where}",
-            markup=False,
-            soft_wrap=True,
-        )
+        count, size = len(held.shards), format_bytes(held.size_bytes)
+        say(f"{held.label}: {count:,} derived shards with {held.rows:,} rows, {size}, in {held.where}")
     if not (rows or shards):
-        console.print("no rows: only its note is left")
+        say("no rows: only its note is left")
     if values is None:
-        console.print("no note: it went to make room, or is damaged; the rows are read all the same")
-        return
-    table = Table(box=None, pad_edge=False)
-    table.add_column("part", overflow="fold")
-    table.add_column("value", overflow="fold")
-    for name, value in sorted(values.items()):
-        table.add_row(escape(name), escape(value_of(name, value)))
-    console.print(table)
+        say("no note: it went to make room, or is damaged; the rows are read all the same")
+    else:
+        cells = ((name, value_of(name, value)) for name, value in sorted(values.items()))
+        print_table(("part", "value"), cells)
 
 
 def why(
@@ -121,29 +113,17 @@ def why(
     elif first == second:
         print(f"{first.hex()} is both: they are equal")
     else:
-        _print_differences(first.hex(), second.hex(), found)
+        shown = [
+            (name, *(shortened(value_of(name, value), _MOST_CHARACTERS) for value in values))
+            for name, *values in found
+        ]
+        print_table(("part", first.hex()[:SHORT], second.hex()[:SHORT]), shown)
 
 
 def _parts(catalog: "Catalog", fingerprint: bytes, held: "list[FingerprintShards]") -> dict[str, Any] | None:
     """The readable parts of a fingerprint, by its note beside rows or by a derived shard."""
     of_shards = (one.parts for one in held if one.fingerprint == fingerprint.hex())
     return catalog.parts(fingerprint) or next((parts for parts in of_shards if parts is not None), None)
-
-
-def _print_differences(first: str, second: str, found: list[tuple[str, Any, Any]]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    from streamload.cli.features.options import SHORT
-
-    table = Table(box=None, pad_edge=False)
-    for title in ("part", first[:SHORT], second[:SHORT]):
-        table.add_column(title, overflow="fold")
-    for name, before, after in found:
-        values = (shortened(value_of(name, one), _MOST_CHARACTERS) for one in (before, after))
-        table.add_row(escape(name), *map(escape, values))
-    Console(highlight=False).print(table)
 
 
 def text_of(described: Any) -> str:

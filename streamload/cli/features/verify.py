@@ -9,6 +9,7 @@ from streamload.cli.features.options import SHORT, AsJson, Directory, SharedCach
 from streamload.cli.features.shards import VerifiedShards, places_of, print_verified, verify_shards
 from streamload.cli.logs import progress_console
 from streamload.cli.options import SharedCacheOptions
+from streamload.cli.terminal import print_table, say
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,27 +95,23 @@ def _print_json(root: "Path", found: "Verified", deleted: int, broken: str, shar
 
 
 def _print_table(root: "Path", found: "Verified", deleted: int, broken: str) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
     from streamload.metrics import format_bytes
 
-    console = Console(highlight=False)
-    table = Table(box=None, pad_edge=False)
-    for title in ("damaged", "label", "cause"):
-        table.add_column(title, overflow="fold")
-    for one in found.damages:
-        name = f"{one.name[:SHORT]}…{one.name[-SHORT:]}" if len(one.name) > 2 * SHORT else one.name
-        table.add_row(escape(name), escape(one.label), escape(one.cause))
     if found.damages:
-        console.print(table)
+        cells = (
+            (
+                name if len(name) <= 2 * SHORT else f"{name[:SHORT]}…{name[-SHORT:]}",
+                damage.label,
+                damage.cause,
+            )
+            for damage in found.damages
+            for name in [damage.name]
+        )
+        print_table(("damaged", "label", "cause"), cells)
     if broken:
-        console.print(broken, markup=False, soft_wrap=True)
+        say(broken)
     result = f"{len(found.damages):,} damaged, {deleted:,} deleted" if found.damages else "no damage"
-    console.print(
+    say(
         f"{found.rows:,} rows and {found.notes:,} notes ({format_bytes(found.read_bytes)}) in {root}: "
-        f"{'a broken database' if broken else result}",
-        markup=False,
-        soft_wrap=True,
+        f"{'a broken database' if broken else result}"
     )
