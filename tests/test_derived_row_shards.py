@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -28,12 +29,14 @@ from xxhash import xxh3_64_intdigest
 import streamload
 from streamload import Features, OptionError
 from streamload.cache.shard import shard_of
+from streamload.cli.options import recipe_of
 from streamload.daemon import ray_task
 from streamload.daemon.options import ServiceOptions
 from streamload.daemon.ray_task import Job, bring, own_version
 from streamload.daemon.service import Service
 from streamload.daemon.warm import warm
 from streamload.derived import row_shard
+from streamload.derived.row_catalog import open_catalog
 from streamload.derived.row_shard import RowShardWriter, rows_form
 from streamload.derived.row_store import close_stores
 from streamload.loader.feature_recipe import FeatureRecipe
@@ -479,6 +482,18 @@ def test_warm_makes_derived_shards_of_local_files_for_the_node(tmp_path: Path, n
     assert (stats.feature_rows_read, stats.feature_rows_computed) == (SAMPLES, 0)
 
 
+def test_rows_that_warm_computes_are_in_the_cache_dir_that_it_fills(tmp_path: Path, nodes: Any) -> None:
+    paths = [str(path) for path in write_shards(tmp_path / "files", COUNTS, options=IMAGES)]
+    own = str(tmp_path / "own")
+    recipe = recipe_of(None, f"{HERE}:Net", own)
+    assert warm(paths, cache_dir=own, prepare=recipe).failures == {}
+    close_stores()
+    with open_catalog(tmp_path / "own" / "rows") as catalog:
+        assert [of.rows for of in catalog.fingerprints()] == [SAMPLES]
+    assert not (tmp_path / "maker" / "rows").exists()
+    assert pickle.loads(pickle.dumps(recipe)).fingerprint == recipe.fingerprint  # of a node with its own
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("how", ["daemon", pytest.param("warm", marks=pytest.mark.deep)])
 def test_commands_that_fill_caches_make_derived_shards(
@@ -524,8 +539,6 @@ def test_a_module_that_cannot_be_cached_fails_each_shard_with_its_reason(
 
 
 def test_a_task_of_ray_fails_with_the_reason_of_its_module(origin: Origin, place: Place) -> None:
-    import pickle
-
     recipe = FeatureRecipe(NamedFeatures(f"{HERE}:Ragged"))
     tier, _ = opened(place)
     tier.objects.write("probes/1", b"here")

@@ -19,6 +19,7 @@ from streamload.cache.inventory import take_inventory
 from streamload.cache.tier import Tier
 from streamload.derived import row_store
 from streamload.derived.log_once import log_once
+from streamload.derived.row_catalog import open_catalog, verify
 from streamload.derived.row_store import Place
 from streamload.derived.rows import DiskRows, RowCounts
 from streamload.errors import FeatureMismatch
@@ -200,6 +201,35 @@ def test_a_loader_s_rows_are_in_its_cache_dir_and_those_of_the_default_one_are_r
     reserved = int((own / "rows" / "reserved").read_text())
     assert 0 < reserved <= tier.limit_bytes // 2
     assert reserved % (tier.limit_bytes // 64) in (0, tier.limit_bytes // 2 % (tier.limit_bytes // 64))
+
+
+def test_features_of_two_loaders_with_one_cache_dir_share_rows_and_with_two_fail(
+    shard: str, tmp_path: Path
+) -> None:
+    features, own = Features(Means()), str(tmp_path / "own")
+    features_of(shard, features, cache_dir=own)
+    features_of(shard, features, cache_dir=own)
+    assert cache_info(features.module).stored == SAMPLES
+    for options in ({}, {"cache_dir": str(tmp_path / "other")}):
+        with pytest.raises(OptionError, match=f"has its rows in {own} since it was given to another loader"):
+            features_of(shard, features, **options)
+    decorated = cache_module(str(tmp_path / "named"))(Means)()
+    for directory in ("own", "other"):  # the module itself names a place
+        features_of(shard, Features(decorated), cache_dir=str(tmp_path / directory))
+    assert cache_info(decorated).stored == SAMPLES
+
+
+def test_a_result_with_a_shape_in_it_is_whole_to_the_commands(tmp_path: Path) -> None:
+    class Shapes(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"size": x.shape, "sum": x.sum(0)}
+
+    module = cache_module(str(tmp_path))(Shapes)()
+    module(X, cache_key="all")
+    row_store.close_stores()
+    with open_catalog(tmp_path / "rows") as catalog:
+        *_, verified = verify(catalog)
+        assert (verified.rows, verified.damages) == (1, [])
 
 
 class Scaled(nn.Module):

@@ -64,14 +64,14 @@ def seal_rows(
     sealed = np.empty((len(keys), size), np.uint8)
     sealed[:, : len(head)] = head
     sealed[:, len(head) :] = bodies
+    checksums = [
+        _checksum(key, len(layout), digest, row)
+        for key, digest, row in zip(keys, input_digests, sealed[:, _HEAD.size :], strict=True)
+    ]
+    numbers = np.array([input_digests, checksums], "<u8").T  # the last two of the head
+    sealed[:, _HEAD.size - 16 : _HEAD.size] = np.ascontiguousarray(numbers).view(np.uint8)
     data = memoryview(sealed.reshape(-1).data)
-    found = []
-    for at, (key, digest) in enumerate(zip(keys, input_digests, strict=True)):
-        row = data[at * size : (at + 1) * size]
-        checksum = _checksum(key, len(layout), digest, row[_HEAD.size :])
-        _HEAD.pack_into(row, 0, _MAGIC, len(layout), digest, checksum)
-        found.append((key, row))
-    return found
+    return [(key, data[at * size : (at + 1) * size]) for at, key in enumerate(keys)]
 
 
 def unseal(key: bytes, data: bytes) -> Row:
@@ -91,7 +91,7 @@ def unseal(key: bytes, data: bytes) -> Row:
     return Row(data[_HEAD.size : head_bytes], memoryview(data)[head_bytes:], input_digest)
 
 
-def _checksum(key: bytes, layout_bytes: int, input_digest: int, rest: bytes | memoryview) -> int:
+def _checksum(key: bytes, layout_bytes: int, input_digest: int, rest: Any) -> int:
     seed = xxh3_64_intdigest(key, (input_digest + layout_bytes * _ODD) & _64_BITS)
     return int(xxh3_64_intdigest(rest, seed))
 
