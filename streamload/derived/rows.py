@@ -332,8 +332,8 @@ class DiskRows:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_owner(self.root)
         with exclusive(self.root / "lock"):
-            for home in homes(self.root)[:-1]:  # one that was being replaced
-                remove(home)
+            for replaced in homes(self.root)[:-1]:
+                remove(replaced)
             home = current_home(self.root)
             if home is None and (old := old_homes(self.root)):
                 size = format_bytes(sum(map(bytes_on_disk, old)))
