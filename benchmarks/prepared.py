@@ -36,7 +36,7 @@ from PIL import Image
 from benchmarks import machine, turns
 from benchmarks.contenders.job import SIDE, Job
 from benchmarks.turns import Contender
-from streamload.derived.preparation import Preparation
+from streamload.derived.prepare.preparation import Preparation
 from streamload.testing.server import ShardServer
 from streamload.transforms.augment import Draws, RandomBox
 from streamload.transforms.decode import decode_jpeg_or_image

@@ -32,7 +32,7 @@ from benchmarks import turns
 from benchmarks.process_tree import pss_bytes
 from benchmarks.turns import Contender
 from streamload.cache import memory
-from streamload.derived.row_store import close_stores
+from streamload.derived.store.row_store import close_stores
 
 WIDTH = 16_384
 """Numbers of a row: 64 KB."""

@@ -32,9 +32,9 @@ from streamload.cache.shard import shard_of
 from streamload.cache.shard_copy import ShardCopy
 from streamload.cache.tier import open_tier
 from streamload.daemon.warm import warm
-from streamload.derived.row_format import Result
-from streamload.derived.row_shard import RowShard, RowShardWriter, rows_form, rows_recipe
-from streamload.derived.row_store import close_stores
+from streamload.derived.store.results import Result
+from streamload.derived.store.row_store import close_stores
+from streamload.derived.store.shard import RowShard, RowShardWriter, rows_form, rows_recipe
 from streamload.loader.feature_recipe import FeatureRecipe
 from streamload.loader.named_features import NamedFeatures
 from streamload.options import read_settings

@@ -14,7 +14,7 @@ from PIL import Image
 
 from streamload.batches.in_progress import Sample
 from streamload.batches.tokenize import adapt_tokenizer
-from streamload.derived.preparation import Preparation
+from streamload.derived.prepare.preparation import Preparation
 from streamload.errors import BlankCaption, CaptionError, DecodeError
 from streamload.ipc import own_empty
 from streamload.transforms.decode import decode_jpeg_or_image

@@ -16,14 +16,14 @@ import torch
 from streamload import Features, make_loader
 from streamload.cli import main
 from streamload.cli.features.show import text_of
-from streamload.derived import row_database
-from streamload.derived.parts import NOTE, digest_of_parts, flat
 from streamload.derived.proof.code import Describer
-from streamload.derived.row_catalog import Damage, delete_damaged, open_catalog
-from streamload.derived.row_format import Result
-from streamload.derived.row_keys import Naming
-from streamload.derived.row_seal import leaves_in, seal
-from streamload.derived.row_store import Place, RowStore, close_stores
+from streamload.derived.store import database
+from streamload.derived.store.catalog import Damage, delete_damaged, open_catalog
+from streamload.derived.store.keys import Naming
+from streamload.derived.store.parts import NOTE, digest_of_parts, flat
+from streamload.derived.store.results import Result
+from streamload.derived.store.row_store import Place, RowStore, close_stores
+from streamload.derived.store.sealed import leaves_in, seal
 from streamload.errors import CacheError
 from streamload.testing.shards import write_shards
 from tests.commands import run_forked
@@ -79,8 +79,8 @@ NAMES = ["rows", "r0", "rows.db"]
 @pytest.fixture(autouse=True)
 def small_pages(monkeypatch):
     """Rows are read and deleted a few at a time."""
-    monkeypatch.setattr(row_database, "_PORTION_BYTES", 500)
-    monkeypatch.setattr(row_database, "_AT_ONCE", 3)
+    monkeypatch.setattr(database, "_PORTION_BYTES", 500)
+    monkeypatch.setattr(database, "_AT_ONCE", 3)
 
 
 class Made(NamedTuple):

@@ -23,7 +23,7 @@ from streamload.cache.shared.leases import Leases
 from streamload.cache.tier import Tier
 from streamload.cli import main
 from streamload.daemon.warm import warm
-from streamload.derived.row_store import close_stores
+from streamload.derived.store.row_store import close_stores
 from streamload.loader.feature_recipe import FeatureRecipe
 from streamload.loader.named_features import NamedFeatures
 from streamload.testing.shards import ShardOptions

@@ -26,8 +26,8 @@ from streamload.daemon.followed import FollowedDemand
 from streamload.daemon.options import DaemonOptions, ServiceOptions
 from streamload.daemon.plan_file import PlannedSource, Progress, plan_of
 from streamload.daemon.service import Service
-from streamload.derived.preparation import Preparation
-from streamload.derived.prepared import prepared_tar
+from streamload.derived.prepare.preparation import Preparation
+from streamload.derived.prepare.prepared import prepared_tar
 from streamload.derived.recipes import Recipes
 from streamload.order.plan import OrderOptions
 from streamload.testing.shards import ShardOptions

@@ -27,8 +27,8 @@ from streamload.daemon.options import ServiceOptions
 from streamload.daemon.ray_executor import connect
 from streamload.daemon.ray_task import Job, own_version
 from streamload.daemon.service import Service
-from streamload.derived.preparation import Preparation
-from streamload.derived.prepared import ImageRecipe, prepared_tar
+from streamload.derived.prepare.preparation import Preparation
+from streamload.derived.prepare.prepared import ImageRecipe, prepared_tar
 from streamload.errors import ClusterError, OptionError
 from streamload.metrics import Counters
 from streamload.origins.origin import OriginOptions

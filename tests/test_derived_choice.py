@@ -12,7 +12,7 @@ import torch
 from photographs import SIZES, photograph, transformed
 from PIL import Image
 
-from streamload.derived.choice import (
+from streamload.derived.prepare.choice import (
     Costs,
     Form,
     Room,
@@ -21,7 +21,7 @@ from streamload.derived.choice import (
     measure,
     typical_photograph,
 )
-from streamload.derived.preparation import Preparation
+from streamload.derived.prepare.preparation import Preparation
 from streamload.transforms import kernel
 from streamload.transforms.decode import decode_jpeg_or_image
 from streamload.transforms.execute import PlannedTransform

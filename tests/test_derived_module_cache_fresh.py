@@ -22,11 +22,11 @@ from torch import nn
 
 import streamload
 from streamload import FeatureMismatch, FeatureNotCacheable, cache_info, cache_module
-from streamload.derived import row_store
 from streamload.derived.proof import builds, code, module_proof, packages
 from streamload.derived.proof.code import Describer
 from streamload.derived.proof.fingerprint import Fingerprint, differences
-from streamload.derived.row_catalog import open_catalog
+from streamload.derived.store import row_store
+from streamload.derived.store.catalog import open_catalog
 
 SOURCE = '''
 import enum

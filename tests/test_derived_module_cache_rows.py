@@ -27,14 +27,14 @@ from streamload.cache import memory
 from streamload.cache.garbage import clear
 from streamload.cache.inventory import foreign
 from streamload.cache.tier import Tier
-from streamload.derived import row_store, rows
 from streamload.derived.log_once import log_once
-from streamload.derived.row_catalog import collect_garbage
-from streamload.derived.row_format import Result, join, layout_of
-from streamload.derived.row_memory import MemoryRows
-from streamload.derived.row_seal import seal, unseal
-from streamload.derived.row_store import Place, RowStore
-from streamload.derived.rows import DiskRows, RowCounts
+from streamload.derived.store import disk, row_store
+from streamload.derived.store.catalog import collect_garbage
+from streamload.derived.store.disk import DiskRows, RowCounts
+from streamload.derived.store.memory import MemoryRows
+from streamload.derived.store.results import Result, join, layout_of
+from streamload.derived.store.row_store import Place, RowStore
+from streamload.derived.store.sealed import seal, unseal
 from streamload.errors import CacheCorrupt
 
 KIB = 1 << 10
@@ -188,7 +188,7 @@ def test_what_it_takes_stays_below_its_limit(tmp_path, limit_bytes, size):
 
 
 def test_what_was_not_read_for_longest_goes_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "_FULL_ENOUGH", 0.0)
+    monkeypatch.setattr(disk, "_FULL_ENOUGH", 0.0)
     with opened(tmp_path / "rows", 1000 * KIB) as store:
         for start in range(0, 600, 20):
             store.write([row(at, 3000) for at in range(start, start + 20)], "it")

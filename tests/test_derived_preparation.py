@@ -10,8 +10,8 @@ import pytest
 from photographs import whole_photograph
 from PIL import Image, ImageOps
 
-from streamload.derived import preparation
-from streamload.derived.preparation import Preparation
+from streamload.derived.prepare import preparation
+from streamload.derived.prepare.preparation import Preparation
 from streamload.errors import DecodeError, OptionError
 from streamload.shards.keys import MEMBER_LIMIT_BYTES
 from streamload.transforms.decode import decode_jpeg_or_image, decode_to_pillow
@@ -246,7 +246,8 @@ def test_a_library_that_gives_other_pixels_gives_another_name(monkeypatch):
 )
 def test_a_processor_with_fewer_instructions_makes_the_same(recipe):
     code = (
-        f"from streamload.derived.preparation import Preparation; print(Preparation.parse({recipe!r}).name)"
+        "from streamload.derived.prepare.preparation import Preparation; "
+        f"print(Preparation.parse({recipe!r}).name)"
     )
     limited = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "JSIMD_FORCENONE": "1"}
     found = subprocess.run(

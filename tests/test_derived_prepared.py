@@ -20,9 +20,9 @@ from streamload.cache.shard import prepared_form, shard_of
 from streamload.cache.shard_view import ShardView
 from streamload.cache.tier import Tier
 from streamload.daemon.warm import warm
-from streamload.derived import prepared
-from streamload.derived.preparation import Preparation
-from streamload.derived.prepared import PreparedOrigin, growth, prepared_tar
+from streamload.derived.prepare import prepared
+from streamload.derived.prepare.preparation import Preparation
+from streamload.derived.prepare.prepared import PreparedOrigin, growth, prepared_tar
 from streamload.errors import OriginStopped, ShardCut, ShardFormatError
 from streamload.origins.origin import OriginOptions, Version, open_origin
 from streamload.shards.samples import Original, ShardScanner, border

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from streamload import cache_info, cache_module
-from streamload.derived import row_store
-from streamload.derived.row_seal import seal
-from streamload.derived.row_store import Place, RowStore
+from streamload.derived.store import row_store
+from streamload.derived.store.row_store import Place, RowStore
+from streamload.derived.store.sealed import seal
 
 ROWS = 16
 X = torch.arange(float(ROWS))[:, None].expand(ROWS, 4).contiguous()

@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from streamload import cache_info, cache_module
-from streamload.derived import row_queue, row_store, storing
+from streamload.derived.calls import storing
 from streamload.derived.proof import fingerprint, module_proof
-from streamload.derived.row_queue import ComputedRows, RowQueue
-from streamload.derived.row_seal import seal, seal_rows, unseal
-from streamload.derived.row_store import Place, RowStore
+from streamload.derived.store import queue as row_queue
+from streamload.derived.store import row_store
+from streamload.derived.store.queue import ComputedRows, RowQueue
+from streamload.derived.store.row_store import Place, RowStore
+from streamload.derived.store.sealed import seal, seal_rows, unseal
 
 X = torch.randn(8, 10, generator=torch.Generator().manual_seed(1))
 

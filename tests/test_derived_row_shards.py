@@ -35,10 +35,10 @@ from streamload.daemon.options import ServiceOptions
 from streamload.daemon.ray_task import Job, bring, own_version
 from streamload.daemon.service import Service
 from streamload.daemon.warm import warm
-from streamload.derived import row_shard
-from streamload.derived.row_catalog import open_catalog
-from streamload.derived.row_shard import RowShardWriter, rows_form
-from streamload.derived.row_store import close_stores
+from streamload.derived.store import shard as row_shard
+from streamload.derived.store.catalog import open_catalog
+from streamload.derived.store.row_store import close_stores
+from streamload.derived.store.shard import RowShardWriter, rows_form
 from streamload.loader.feature_recipe import FeatureRecipe
 from streamload.loader.named_features import NamedFeatures
 from streamload.testing.shards import ShardOptions, write_shards

@@ -17,11 +17,11 @@ from streamload import CacheLevel, Features, OptionError, cache_info, cache_modu
 from streamload.cache.forecast import forecast
 from streamload.cache.inventory import take_inventory
 from streamload.cache.tier import Tier
-from streamload.derived import row_store
 from streamload.derived.log_once import log_once
-from streamload.derived.row_catalog import open_catalog, verify
-from streamload.derived.row_store import Place
-from streamload.derived.rows import DiskRows, RowCounts
+from streamload.derived.store import row_store
+from streamload.derived.store.catalog import open_catalog, verify
+from streamload.derived.store.disk import DiskRows, RowCounts
+from streamload.derived.store.row_store import Place
 from streamload.errors import FeatureMismatch
 from streamload.testing.shards import ShardOptions, write_shards
 
@@ -260,7 +260,7 @@ def key(number: int) -> bytes:
 
 
 def test_rows_take_room_of_shards_that_are_needed_last_but_half_of_the_limit_at_most(tmp_path: Path) -> None:
-    from streamload.derived.row_seal import seal
+    from streamload.derived.store.sealed import seal
 
     root = tmp_path / "tier"
     tier = Tier(root, 8 << 20)

@@ -16,7 +16,7 @@ from torch import nn
 
 import streamload
 from streamload import CacheLevel, FeatureNotCacheable, Features, cache_info
-from streamload.derived import row_store
+from streamload.derived.store import row_store
 from streamload.testing.shards import ShardOptions, write_shards
 
 DEVICE = torch.accelerator.current_accelerator(check_available=True)

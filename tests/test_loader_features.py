@@ -22,7 +22,7 @@ from torch import nn
 
 import streamload
 from streamload import FeatureMismatch, FeatureNotCacheable, Features, OptionError
-from streamload.derived.row_store import close_stores
+from streamload.derived.store.row_store import close_stores
 from streamload.errors import SampleError
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
 

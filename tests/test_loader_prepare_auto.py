@@ -15,8 +15,8 @@ import streamload
 from streamload.cache.shard import prepared_form, shard_of
 from streamload.cache.tier import Tier
 from streamload.daemon.warm import warm
-from streamload.derived.choice import Costs, Form
-from streamload.derived.preparation import Preparation
+from streamload.derived.prepare.choice import Costs, Form
+from streamload.derived.prepare.preparation import Preparation
 from streamload.loader import preparing
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards

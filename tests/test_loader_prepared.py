@@ -24,7 +24,7 @@ from streamload.cache.shard import prepared_form, shard_of
 from streamload.cache.tier import Tier
 from streamload.cli import main
 from streamload.daemon.warm import warm
-from streamload.derived.preparation import Preparation
+from streamload.derived.prepare.preparation import Preparation
 from streamload.errors import OptionError
 from streamload.shards.tar import NOTE
 from streamload.testing.server import ShardServer

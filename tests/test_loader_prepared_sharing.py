@@ -18,7 +18,7 @@ from streamload import Images
 from streamload.cache.part import Part
 from streamload.cache.shard import prepared_form
 from streamload.cache.tier import Tier
-from streamload.derived.preparation import Preparation
+from streamload.derived.prepare.preparation import Preparation
 from streamload.testing.shards import ShardOptions
 from tests import flat
 

@@ -15,9 +15,9 @@ from torch import nn
 
 import streamload
 from streamload.daemon.warm import warm
-from streamload.derived.choice import Costs, Form
-from streamload.derived.preparation import Preparation
-from streamload.derived.row_store import close_stores
+from streamload.derived.prepare.choice import Costs, Form
+from streamload.derived.prepare.preparation import Preparation
+from streamload.derived.store.row_store import close_stores
 from streamload.loader import preparing
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards

@@ -17,7 +17,7 @@ from streamload.cache.freshness import Freshness
 from streamload.cache.shard import Shard, ShardList, version_of
 from streamload.cache.tier import Tier
 from streamload.daemon.warm import warm
-from streamload.derived.preparation import Preparation
+from streamload.derived.prepare.preparation import Preparation
 from streamload.metrics import Counters
 from streamload.origins.origin import Version
 from streamload.prefetch.idle import IdlePreparer, Pace

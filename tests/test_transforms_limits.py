@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from benchmarks.faults.images import png, progressive_jpeg, run_lengths_bmp, tiled_tiff, webp
-from streamload.derived.preparation import Preparation
+from streamload.derived.prepare.preparation import Preparation
 from streamload.errors import DecodeError, ImageTooLarge
 from streamload.transforms import decode, kernel, limits
 from streamload.transforms.decode import decode_jpeg_or_image, decode_to_pillow

@@ -16,7 +16,7 @@ from PIL import Image
 
 from benchmarks.torchvision_stub import define_torchvision_schemas
 from examples.photograph_shards import write_photograph_shards
-from streamload.derived.choice import Costs, Form
+from streamload.derived.prepare.choice import Costs, Form
 from streamload.errors import OptionError
 from streamload.loader import preparing
 from streamload.transforms import kernel

@@ -16,7 +16,7 @@ from benchmarks.faults.oracle import Attempt
 from benchmarks.faults.processes import differences, import_torch
 from benchmarks.faults.rows import Row
 from streamload.daemon.warm import warm
-from streamload.derived.preparation import Preparation
+from streamload.derived.prepare.preparation import Preparation
 from streamload.shards.tar import NOTE
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
 from tests import flat

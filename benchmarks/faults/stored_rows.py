@@ -15,10 +15,10 @@ from benchmarks.faults.oracle import Attempt, DiskWatch
 from benchmarks.faults.rows import Row
 from streamload.cache import memory
 from streamload.cache.locks import is_locked
-from streamload.derived.row_catalog import open_catalog, verify
-from streamload.derived.row_database import DATABASE, FILES, KEY_BYTES
-from streamload.derived.row_seal import seal
-from streamload.derived.row_store import CacheLevel, Place, RowStore
+from streamload.derived.store.catalog import open_catalog, verify
+from streamload.derived.store.database import DATABASE, FILES, KEY_BYTES
+from streamload.derived.store.row_store import CacheLevel, Place, RowStore
+from streamload.derived.store.sealed import seal
 from tests.kills import Child, Moment, Stage
 
 _WRITERS = 4

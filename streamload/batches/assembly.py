@@ -19,8 +19,8 @@ from streamload.batches.in_progress import BatchFactory, Measured, Members, Samp
 from streamload.batches.modalities import Choose, Modalities, with_rows
 from streamload.batches.padding import Bounds, TextPadding, widths_of
 from streamload.batches.tokenize import BatchTokenizer
-from streamload.derived.feature_rows import FeatureStart
-from streamload.derived.preparation import Preparation
+from streamload.derived.calls.feature_rows import FeatureStart
+from streamload.derived.prepare.preparation import Preparation
 from streamload.errors import BlankCaption, add_note
 from streamload.transforms.user import SeededGenerators
 

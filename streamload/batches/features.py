@@ -13,12 +13,12 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from streamload.batches.collate import Allocate
 from streamload.batches.images import ImageAssembly, Images
-from streamload.derived.feature_rows import FeaturesRead, FeatureStart, RowKey, stacked
-from streamload.derived.features import FeatureInputs
-from streamload.derived.row_format import layout_of
-from streamload.derived.row_keys import Naming
-from streamload.derived.row_seal import Row
-from streamload.derived.row_store import Place, open_store
+from streamload.derived.calls.feature_rows import FeaturesRead, FeatureStart, RowKey, stacked
+from streamload.derived.calls.features import FeatureInputs
+from streamload.derived.store.keys import Naming
+from streamload.derived.store.results import layout_of
+from streamload.derived.store.row_store import Place, open_store
+from streamload.derived.store.sealed import Row
 from streamload.errors import CacheCorrupt, FeatureNotCacheable, SampleError
 
 ROWS, INPUTS, READ = " rows", " inputs", " read"

@@ -15,7 +15,7 @@ from PIL import Image
 
 from streamload.batches.collate import Allocate, collate_images
 from streamload.batches.image_memory import ImageMemory, PatchMemory, Places
-from streamload.derived.preparation import Preparation
+from streamload.derived.prepare.preparation import Preparation
 from streamload.transforms.decode import (
     Pixels,
     decode_jpeg_or_image,

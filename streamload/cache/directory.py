@@ -7,7 +7,7 @@
     bare/<digest>/            index-only: the data had no space, its samples are read from the origin
     gone/<digest>/            the tombstone of a shard that was given up, with the samples before the failure
     runs/                     what the live runs will read (cache/demand.py); their metrics (cache/runs.py)
-    rows/                     what modules computed (derived/rows.py); `reserved`: its room beside shards
+    rows/                     what modules computed (derived/store/); `reserved`: its room beside shards
     trash/                    being deleted
 
 Anything with another name was not made here and is never touched.

@@ -12,7 +12,7 @@ from streamload.options import Option, Settings, read_settings
 from streamload.options.storage import FileOptions, parse_options
 
 if TYPE_CHECKING:
-    from streamload.derived.preparation import Preparation
+    from streamload.derived.prepare.preparation import Preparation
     from streamload.derived.recipes import Recipe
 
 
@@ -109,7 +109,7 @@ def preparation_of(text: str) -> Preparation:
     """
     import torch
 
-    from streamload.derived.preparation import Preparation
+    from streamload.derived.prepare.preparation import Preparation
 
     found = Preparation.parse(text, read_settings().max_image_pixels)
     torch.set_num_threads(1)

@@ -13,8 +13,8 @@ import sys
 
 from streamload.derived.calls.module_cache import cache_module as _cache_module
 from streamload.derived.calls.module_cache import places, switches
-from streamload.derived.row_store import CacheLevel, Place, stores_at
-from streamload.derived.rows import DiskRows
+from streamload.derived.store.disk import DiskRows
+from streamload.derived.store.row_store import CacheLevel, Place, stores_at
 
 __all__ = [
     "CacheLevel",

@@ -15,7 +15,7 @@ import torch
 from streamload.batches.facts import read_facts, read_repeat
 from streamload.batches.images import Preprocess
 from streamload.batches.tokenize import tokenizer_in
-from streamload.derived.features import Features, read_features
+from streamload.derived.calls.features import Features, read_features
 from streamload.loader.destination import read_device
 from streamload.loader.groups import Batches, Cache, Images, Order, Shards, Workers
 from streamload.loader.loader import Loader, gather_state

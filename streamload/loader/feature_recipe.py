@@ -1,6 +1,6 @@
 """A recipe that makes derived shards of rows: what a daemon, `warm` or a Ray task computes from shards.
 
-source shard → samples → inputs (batches/) → stored rows are read, others computed → tar (row_shard.py)
+source shard → samples → inputs (batches/) → rows are read, others computed → tar (derived/store/shard.py)
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import asdict
 from typing import Any
 
 from streamload.batches.in_progress import BatchFactory, Sample
-from streamload.derived.preparation import AUTO
-from streamload.derived.prepared import PreparedOrigin, whole
-from streamload.derived.row_shard import RowShardWriter, SampleKey, rows_recipe
+from streamload.derived.prepare.preparation import AUTO
+from streamload.derived.prepare.prepared import PreparedOrigin, whole
+from streamload.derived.store.shard import RowShardWriter, SampleKey, rows_recipe
 from streamload.errors import DatasetChanged, FeatureMismatch, OptionError, SampleError
 from streamload.ipc import own_empty
 from streamload.loader.features import bound_features, take_features

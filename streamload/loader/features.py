@@ -11,9 +11,9 @@ import torch
 from streamload.batches.features import INPUTS, READ, ROWS, FeatureAssembly
 from streamload.batches.images import ImageAssembly
 from streamload.batches.tokenize import adapt_tokenizer
-from streamload.derived.feature_rows import FeatureRows, FeaturesRead
-from streamload.derived.features import BoundFeatures, Features
-from streamload.derived.preparation import pixels_name
+from streamload.derived.calls.feature_rows import FeatureRows, FeaturesRead
+from streamload.derived.calls.features import BoundFeatures, Features
+from streamload.derived.prepare.preparation import pixels_name
 from streamload.derived.proof.code import Describer
 from streamload.errors import FeatureNotCacheable, OptionError
 from streamload.loader.options import LoaderOptions

@@ -16,7 +16,7 @@ from streamload.batches.sample_weights import Complexity, read_sample_weight
 from streamload.batches.tokenize import TEXT_COLUMNS
 from streamload.cache.selection import Keep, RateFunction
 from streamload.cache.shared.objects import refuse_url
-from streamload.derived.preparation import AUTO, Preparation
+from streamload.derived.prepare.preparation import AUTO, Preparation
 from streamload.errors import OptionError
 from streamload.loader.patches import Patches
 from streamload.loader.sources import Factors

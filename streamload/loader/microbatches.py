@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from streamload.batches.padding import RowWidths
-from streamload.derived.feature_rows import FeatureRows
+from streamload.derived.calls.feature_rows import FeatureRows
 from streamload.errors import OptionError, add_note
 from streamload.loader.part_size import PartSizer
 

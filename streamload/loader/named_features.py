@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from streamload.derived.features import Features
+from streamload.derived.calls.features import Features
 from streamload.errors import OptionError
 from streamload.loader.groups import Images, Shards
 

@@ -16,7 +16,7 @@ import torch
 from streamload.batches.images import Preprocess
 from streamload.batches.sample_weights import SampleWeight, read_sample_weight
 from streamload.cache.selection import Repeat
-from streamload.derived.features import Features
+from streamload.derived.calls.features import Features
 from streamload.errors import OptionError
 from streamload.loader.destination import DeviceOption
 from streamload.loader.groups import Batches, Cache, Images, Order, Shards, Workers

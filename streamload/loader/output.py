@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from streamload.batches.collate import unnamed
-from streamload.derived.feature_rows import FeatureRows
+from streamload.derived.calls.feature_rows import FeatureRows
 from streamload.device import memory_of
 from streamload.errors import OptionError
 from streamload.loader.batch_info import BatchInfo

@@ -15,9 +15,9 @@ from streamload.cache.placement import Agreement, Answer, Placed, memory_root
 from streamload.cache.shard import Shard, ShardList, fingerprint, prepared_form, spread
 from streamload.cache.shared.sharing import SharedOptions
 from streamload.cache.tier import Tier
-from streamload.derived.choice import Room, choose, exact_recipes, measure
-from streamload.derived.preparation import AUTO, Preparation
-from streamload.derived.prepared import growth, images_of
+from streamload.derived.prepare.choice import Room, choose, exact_recipes, measure
+from streamload.derived.prepare.preparation import AUTO, Preparation
+from streamload.derived.prepare.prepared import growth, images_of
 from streamload.errors import StreamloadError
 from streamload.loader.options import LoaderOptions
 from streamload.loader.schedule import Schedule

@@ -23,7 +23,7 @@ from streamload.cache.shard import ShardList
 from streamload.cache.shard_cache import ShardCache
 from streamload.cache.shared.sharing import SharedOptions
 from streamload.cache.tier import Tier
-from streamload.derived.preparation import AUTO
+from streamload.derived.prepare.preparation import AUTO
 from streamload.errors import OptionError, StreamloadError
 from streamload.loader.distributed import can_compare, first_value
 from streamload.loader.features import feature_assemblies

@@ -16,10 +16,10 @@ from streamload.cache.shard import Shard
 from streamload.cache.shard_copy import ShardCopy
 from streamload.cache.shared.sharing import ReadThrough, Sharing
 from streamload.cache.tier import Tier
-from streamload.derived.feature_rows import FeatureStart
-from streamload.derived.row_format import layout_of
-from streamload.derived.row_seal import Row
-from streamload.derived.row_shard import RowShard, SampleKey, rows_form
+from streamload.derived.calls.feature_rows import FeatureStart
+from streamload.derived.store.results import layout_of
+from streamload.derived.store.sealed import Row
+from streamload.derived.store.shard import RowShard, SampleKey, rows_form
 from streamload.errors import CacheCorrupt, OriginNotFound
 from streamload.metrics import Counters
 from streamload.origins.origin import Origin, Stream, Version

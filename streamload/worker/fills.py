@@ -16,7 +16,7 @@ from streamload.cache.open_files import OpenFiles
 from streamload.cache.shard import Shard, shard_of
 from streamload.cache.shared.sharing import Sharing
 from streamload.cache.tier import Tier
-from streamload.derived.prepared import PreparedOrigin
+from streamload.derived.prepare.prepared import PreparedOrigin
 from streamload.metrics import Counters
 from streamload.origins.origin import Origin, Version, open_origin
 from streamload.prefetch.idle import IdlePreparer

@@ -17,7 +17,7 @@ from streamload.batches.sample_weights import SampleWeight
 from streamload.cache.selection import Selection
 from streamload.cache.shard import ShardList
 from streamload.cache.shared.sharing import SharedOptions
-from streamload.derived.feature_rows import FeatureStart
+from streamload.derived.calls.feature_rows import FeatureStart
 from streamload.options import Eviction, FreeDisk, Revalidate
 from streamload.order.mixing import Change
 from streamload.order.plan import OrderOptions, Pieces

@@ -28,7 +28,7 @@ def export(
     the keys that you have are written beside the names, to keys.txt, unless the calls had other arguments
     than the input. Damaged rows are left out; then the exit code is 1.
     """
-    from streamload.derived.row_export import export as write
+    from streamload.derived.store.export import export as write
 
     with rows_at(directory) as catalog:
         wanted = catalog.find(fingerprint)
@@ -49,7 +49,7 @@ def export(
 
 def _lines_by_name(file: Path, fingerprint: bytes) -> dict[bytes, str]:
     """The lines of a file of keys by the names of their rows, of one key a row and of one key a result."""
-    from streamload.derived.row_keys import Naming
+    from streamload.derived.store.keys import Naming
     from streamload.errors import OptionError
 
     namings = [Naming(fingerprint, b"", is_row=is_row) for is_row in (True, False)]

@@ -9,7 +9,7 @@ from streamload.cli.options import SharedCacheOptions
 from streamload.cli.terminal import print_table, say
 
 if TYPE_CHECKING:
-    from streamload.derived.row_catalog import Catalog
+    from streamload.derived.store.catalog import Catalog
 
 
 def list_fingerprints(
@@ -38,7 +38,7 @@ def list_fingerprints(
 
 def _described(catalog: "Catalog", one: Any) -> dict[str, Any]:
     """A fingerprint's line; the device and dtype come from its note, if it has one."""
-    from streamload.derived.parts import flat
+    from streamload.derived.store.parts import flat
 
     parts = catalog.parts(one.fingerprint)
     known = flat(parts or {})

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from streamload.derived.row_catalog import Catalog
-    from streamload.derived.row_database import FingerprintRows
+    from streamload.derived.store.catalog import Catalog
+    from streamload.derived.store.database import FingerprintRows
 
 Directory = Annotated[
     str | None,
@@ -32,14 +32,14 @@ SHORT = 12
 
 def root_of(directory: str | None) -> Path:
     """The directory of the rows, which need not exist."""
-    from streamload.derived.row_store import Place
+    from streamload.derived.store.row_store import Place
 
     return Place(directory or "").root
 
 
 def rows_at(directory: str | None, *, writable: bool = False) -> "AbstractContextManager[Catalog]":
     """The rows that a command works on."""
-    from streamload.derived.row_catalog import open_catalog
+    from streamload.derived.store.catalog import open_catalog
 
     return open_catalog(root_of(directory), writable=writable)
 

@@ -30,7 +30,7 @@ from streamload.cli.terminal import print_table, say
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from streamload.derived.row_catalog import Garbage
+    from streamload.derived.store.catalog import Garbage
 
 
 def gc(
@@ -53,8 +53,8 @@ def gc(
     Derived shards likewise, each place by itself: by when they were last opened on this node, and by when
     they were stored in the shared cache. What is open on this node or being made stays.
     """
-    from streamload.derived.row_catalog import collect_garbage
-    from streamload.derived.row_shard_catalog import stale_of
+    from streamload.derived.store.catalog import collect_garbage
+    from streamload.derived.store.shard_catalog import stale_of
 
     root = root_of(directory)
     places = places_of(directory, shared_cache, shared_cache_options) if stale else []

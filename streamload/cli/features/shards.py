@@ -10,7 +10,7 @@ from streamload.cli.options import roots_of, storage_options_of
 from streamload.cli.terminal import print_table, say
 
 if TYPE_CHECKING:
-    from streamload.derived.row_shard_catalog import FingerprintShards, HeldRows, Removed, RowShards
+    from streamload.derived.store.shard_catalog import FingerprintShards, HeldRows, Removed, RowShards
 
 
 def places_of(
@@ -19,7 +19,7 @@ def places_of(
     """Where a command looks for derived shards: this node's caches that exist, and the shared cache."""
     from streamload.cache.shared.objects import Objects, refuse_url
     from streamload.cache.tier import Tier
-    from streamload.derived.row_shard_catalog import NodeRowShards, SharedRowShards
+    from streamload.derived.store.shard_catalog import NodeRowShards, SharedRowShards
     from streamload.options import read_settings
 
     free_disk = read_settings().free_disk
@@ -145,7 +145,7 @@ def remove_shards(
     places: "Sequence[RowShards]", chosen: "Sequence[FingerprintShards]", why: str, *, dry_run: bool
 ) -> "Removed":
     """Delete the derived shards of these fingerprints, each in its place."""
-    from streamload.derived.row_shard_catalog import Removed
+    from streamload.derived.store.shard_catalog import Removed
 
     done = []
     for place in places:

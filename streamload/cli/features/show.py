@@ -19,8 +19,8 @@ from streamload.cli.options import SharedCacheOptions
 from streamload.cli.terminal import print_table, say
 
 if TYPE_CHECKING:
-    from streamload.derived.row_catalog import Catalog
-    from streamload.derived.row_shard_catalog import FingerprintShards
+    from streamload.derived.store.catalog import Catalog
+    from streamload.derived.store.shard_catalog import FingerprintShards
 
 _PLAIN = ("int", "complex", "range", "slice", "ellipsis", "dtype", "device", "path", "code", "layout")
 _BRACKETS = {
@@ -43,7 +43,7 @@ def show(
 
     Code, weights and tensors are shown by a digest, packages by their version.
     """
-    from streamload.derived.parts import flat
+    from streamload.derived.store.parts import flat
 
     held = fingerprints_in(places_of(directory, shared_cache, shared_cache_options))
     with rows_at(directory) as catalog:
@@ -93,7 +93,7 @@ def why(
     as_json: AsJson = False,
 ) -> None:
     """Show the parts in which two fingerprints differ: why rows of one aren't rows of the other."""
-    from streamload.derived.parts import compared
+    from streamload.derived.store.parts import compared
     from streamload.errors import OptionError
 
     held = fingerprints_in(places_of(directory, shared_cache, shared_cache_options))

@@ -14,7 +14,7 @@ from streamload.cli.terminal import print_table, say
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from streamload.derived.row_catalog import Verified
+    from streamload.derived.store.catalog import Verified
 
 
 def verify(
@@ -40,8 +40,8 @@ def verify(
     try:
         found, deleted = _read(root, delete=delete)
     except CacheCorrupt as exc:
-        from streamload.derived.row_catalog import Verified, replace_broken
-        from streamload.derived.row_store import Place
+        from streamload.derived.store.catalog import Verified, replace_broken
+        from streamload.derived.store.row_store import Place
 
         found, broken = Verified(), str(exc)
         if delete:
@@ -60,8 +60,8 @@ def _read(root: "Path", *, delete: bool) -> "tuple[Verified, int]":
     """Verify all rows, with a progress line on a terminal."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from streamload.derived.row_catalog import Verified, delete_damaged, open_catalog
-    from streamload.derived.row_catalog import verify as look_at_all
+    from streamload.derived.store.catalog import Verified, delete_damaged, open_catalog
+    from streamload.derived.store.catalog import verify as look_at_all
     from streamload.metrics import format_bytes
 
     console = progress_console()

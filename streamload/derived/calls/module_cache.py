@@ -18,8 +18,8 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+from streamload.derived.calls.feature_rows import rows_of
 from streamload.derived.calls.module_call import Call, from_memory
-from streamload.derived.feature_rows import rows_of
 from streamload.derived.proof.builds import Generators, watched
 from streamload.derived.proof.lazy import (
     LazyModule,
@@ -29,9 +29,9 @@ from streamload.derived.proof.lazy import (
     made_lazy,
 )
 from streamload.derived.proof.module_proof import Options, describe, record_build
-from streamload.derived.row_mapping import Mapped
-from streamload.derived.row_store import CacheLevel, Place, open_store
-from streamload.derived.rows import RowCounts
+from streamload.derived.store.disk import RowCounts
+from streamload.derived.store.mapping import Mapped
+from streamload.derived.store.row_store import CacheLevel, Place, open_store
 from streamload.errors import OptionError
 
 __all__ = ["CacheLevel", "cache_info", "cache_module"]

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from streamload.derived.calls.storing import store_result
 from streamload.derived.log_once import log_once
 from streamload.derived.proof.builds import Generators
 from streamload.derived.proof.code import Describer
@@ -36,11 +37,10 @@ from streamload.derived.proof.module_proof import (
     refuse_rows,
 )
 from streamload.derived.proof.row_check import Rows, on_cpu
-from streamload.derived.row_format import Result, concatenated, join, layout_of, reordered
-from streamload.derived.row_keys import Inputs, Naming, keys_of
-from streamload.derived.row_seal import Row
-from streamload.derived.row_store import RowStore
-from streamload.derived.storing import store_result
+from streamload.derived.store.keys import Inputs, Naming, keys_of
+from streamload.derived.store.results import Result, concatenated, join, layout_of, reordered
+from streamload.derived.store.row_store import RowStore
+from streamload.derived.store.sealed import Row
 from streamload.errors import CacheCorrupt, FeatureError, FeatureMismatch, FeatureNotCacheable, OptionError
 
 _CHECK_BITS = 4

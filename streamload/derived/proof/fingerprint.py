@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from torch.nn.parameter import is_lazy
 from xxhash import xxh3_64
 
-from streamload.derived.parts import compared, digest_of_parts
 from streamload.derived.proof.code import Describer, has_code
 from streamload.derived.proof.module_parts import STRUCTURE, attributes_of, script_digest
+from streamload.derived.store.parts import compared, digest_of_parts
 from streamload.errors import FeatureNotCacheable
 
 FORMAT = 4

@@ -18,8 +18,8 @@ from streamload.derived.proof.fingerprint import Fingerprint
 from streamload.derived.proof.lazy import pending_of
 from streamload.derived.proof.module_proof import Options, description_of, label_of, proof_of, refuse_rows
 from streamload.derived.proof.row_check import CannotCheck, RowCheck, Rows, Verdict, remade
-from streamload.derived.row_format import Result
-from streamload.derived.row_store import RowStore
+from streamload.derived.store.results import Result
+from streamload.derived.store.row_store import RowStore
 from streamload.errors import FeatureMismatch, FeatureNotCacheable
 from streamload.torch_internals import DropoutBase, InstanceNormBase, NormBase
 

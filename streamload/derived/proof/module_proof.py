@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from streamload.derived.allowance import Allowance
 from streamload.derived.log_once import logger
+from streamload.derived.proof.allowance import Allowance
 from streamload.derived.proof.builds import (
     Build,
     Generators,
@@ -43,7 +43,7 @@ from streamload.derived.proof.fingerprint import (
 )
 from streamload.derived.proof.lazy import Pending, build, is_pending, pending_of, unbuilt
 from streamload.derived.proof.row_check import CannotCheck, CheckProcess, RowCheck, remade
-from streamload.derived.row_store import Place, RowStore, open_store
+from streamload.derived.store.row_store import Place, RowStore, open_store
 from streamload.errors import FeatureMismatch, FeatureNotCacheable
 
 CANARIES = 4

@@ -258,7 +258,7 @@ def _are_same(module: Any, asked: Module, rows: Rows) -> bool:
     import torch
 
     from streamload.derived.proof.module_checks import is_close
-    from streamload.derived.row_format import Result
+    from streamload.derived.store.results import Result
     from streamload.torch_internals import tree_map
 
     def cast(value: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 from streamload import urls
 from streamload.cache.shared.objects import refuse_url
-from streamload.derived.preparation import AUTO, Preparation
+from streamload.derived.prepare.preparation import AUTO, Preparation
 from streamload.errors import OptionError, StreamloadError
 from streamload.loader import Shards, make_loader
 from streamload.options import read_settings

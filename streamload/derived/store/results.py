@@ -1,6 +1,6 @@
 """A result as bytes: tensors, arrays, numbers and text in tuples, lists, dicts and dataclasses. No pickle.
 
-A row is the layout as JSON and the bytes of its tensors, sealed (row_seal.py). Of a layout only classes are
+A row is the layout as JSON and the bytes of its tensors, sealed (sealed.py). Of a layout only classes are
 made again that are imported already, and that are plain records of fields.
 """
 
@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from streamload.derived.host_copy import Bytes, copied
-from streamload.derived.row_seal import Row, StoredLeaf, leaves_in
+from streamload.derived.store.host_copy import Bytes, copied
+from streamload.derived.store.sealed import Row, StoredLeaf, leaves_in
 from streamload.errors import CacheCorrupt, FeatureNotCacheable
 
 _DTYPES = {

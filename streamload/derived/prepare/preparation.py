@@ -17,7 +17,7 @@ import PIL
 import simplejpeg
 import torch
 
-from streamload.derived.prepared import PreparedOrigin
+from streamload.derived.prepare.prepared import PreparedOrigin
 from streamload.errors import DecodeError, OptionError
 from streamload.origins.origin import Origin
 from streamload.transforms.augment import Box

@@ -20,12 +20,12 @@ from pathlib import Path
 from streamload.cache import memory
 from streamload.cache.tier import Tier
 from streamload.derived.log_once import log_once
-from streamload.derived.row_database import DATABASE
-from streamload.derived.row_mapping import Mapped, MappingRows
-from streamload.derived.row_memory import MemoryRows
-from streamload.derived.row_queue import RowQueue
-from streamload.derived.row_seal import Row, unseal
-from streamload.derived.rows import DiskRows, RowCounts, SealedRow
+from streamload.derived.store.database import DATABASE
+from streamload.derived.store.disk import DiskRows, RowCounts, SealedRow
+from streamload.derived.store.mapping import Mapped, MappingRows
+from streamload.derived.store.memory import MemoryRows
+from streamload.derived.store.queue import RowQueue
+from streamload.derived.store.sealed import Row, unseal
 from streamload.errors import CacheError
 from streamload.metrics import format_bytes
 from streamload.options.directories import own_directory

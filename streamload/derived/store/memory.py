@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator
 from streamload.cache import memory
 from streamload.cache.directory import check_owner
 from streamload.cache.locks import FileLock, exclusive
-from streamload.derived.row_database import FINGERPRINT_BYTES
-from streamload.derived.row_seal import Row
+from streamload.derived.store.database import FINGERPRINT_BYTES
+from streamload.derived.store.sealed import Row
 from streamload.errors import CacheError
 from streamload.shards.record import write_at
 

@@ -12,9 +12,9 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from streamload.derived.calls.feature_rows import FeatureRows, FeatureStart, RowKey
 from streamload.derived.calls.module_cache import Cached, switches
 from streamload.derived.calls.module_call import Call
-from streamload.derived.feature_rows import FeatureRows, FeatureStart, RowKey
 from streamload.derived.proof.fingerprint import Fingerprint, device_of
 from streamload.derived.proof.lazy import build, is_pending
 from streamload.derived.proof.module_checks import check_elsewhere, refuse_stale
@@ -28,9 +28,9 @@ from streamload.derived.proof.module_proof import (
     refuse_rows,
 )
 from streamload.derived.proof.row_check import Rows, on_cpu
-from streamload.derived.row_format import leaves_of
-from streamload.derived.row_mapping import Mapped
-from streamload.derived.row_store import Place, RowStore, open_store
+from streamload.derived.store.mapping import Mapped
+from streamload.derived.store.results import leaves_of
+from streamload.derived.store.row_store import Place, RowStore, open_store
 from streamload.errors import FeatureMismatch, OptionError
 from streamload.metrics import Counts
 from streamload.torch_internals import tree_map

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from streamload.cache.directory import check_owner
 from streamload.cache.locks import exclusive
 from streamload.derived.log_once import log_once
-from streamload.derived.row_database import (
+from streamload.derived.store.database import (
     DATABASE,
     ERRORS,
     Database,
@@ -38,13 +38,13 @@ from streamload.derived.row_database import (
     remove,
     transactions,
 )
-from streamload.derived.row_seal import Row, seal, unseal
+from streamload.derived.store.sealed import Row, seal, unseal
 from streamload.errors import CacheCorrupt, CacheError
 from streamload.metrics import format_bytes
 
 _T = TypeVar("_T")
 SealedRow = tuple[bytes, "bytes | memoryview"]
-"""A key, and what `row_seal.seal` gives."""
+"""A key, and what `sealed.seal` gives."""
 _TOUCH_SECONDS = 10.0
 _LOOK_SECONDS = 1.0
 """Between two looks for a database that is only read, and isn't there."""
@@ -190,7 +190,7 @@ class DiskRows:
         """Store sealed rows, as many as there is room for; older ones go.
 
         Args:
-            rows: keys and rows (`row_seal.seal`).
+            rows: keys and rows (`sealed.seal`).
             label: what they can be listed and cleared by.
 
         Returns:

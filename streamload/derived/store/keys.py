@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from streamload.derived.host_copy import copied
+from streamload.derived.store.host_copy import copied
 from streamload.errors import OptionError
 
 Digests = Callable[[], list[int]]

@@ -11,8 +11,8 @@ from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 from streamload.derived.log_once import log_once
-from streamload.derived.row_seal import Row, seal
-from streamload.derived.rows import RowCounts, SealedRow, checked, note_in
+from streamload.derived.store.disk import RowCounts, SealedRow, checked, note_in
+from streamload.derived.store.sealed import Row, seal
 from streamload.errors import OptionError
 
 

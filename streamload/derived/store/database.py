@@ -1,6 +1,6 @@
 """The database of a directory of rows: SQLite, by a schema of our own, shared by all processes of a node.
 
-rows          place, used, stored, fingerprint, key, value: one sealed row (row_seal.py) under 32 bytes, a
+rows          place, used, stored, fingerprint, key, value: one sealed row (sealed.py) under 32 bytes, a
               fingerprint and the digest of a key; times in milliseconds since the epoch
 fingerprints  id, digest, label, rows, size, stored, used: how many rows each has, kept by whatever changes
               rows

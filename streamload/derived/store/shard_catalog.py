@@ -27,9 +27,9 @@ from streamload.cache.shared.leases import Leases
 from streamload.cache.shared.objects import Objects
 from streamload.cache.shared.tier import SharedTier
 from streamload.cache.tier import Tier
-from streamload.derived.parts import kind_of
-from streamload.derived.row_catalog import all_but_newest
-from streamload.derived.row_shard import RowShard, fingerprint_in, rows_in, rows_recipe
+from streamload.derived.store.catalog import all_but_newest
+from streamload.derived.store.parts import kind_of
+from streamload.derived.store.shard import RowShard, fingerprint_in, rows_in, rows_recipe
 from streamload.errors import (
     CacheCorrupt,
     OriginError,

@@ -1,6 +1,6 @@
 """A stored row as bytes: a head with a checksum, the layout, the body; and what a layout says without torch.
 
-The checksum covers the row's key, too, so that a row under another key is found out. row_format.py makes
+The checksum covers the row's key, too, so that a row under another key is found out. results.py makes
 results of layouts again.
 """
 

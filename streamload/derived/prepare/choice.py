@@ -21,7 +21,7 @@ import xxhash
 from PIL import Image
 
 from streamload.cache.placement import Answer
-from streamload.derived.preparation import SIZES, Preparation
+from streamload.derived.prepare.preparation import SIZES, Preparation
 from streamload.metrics import format_bytes
 from streamload.transforms.compile import leading_resize
 

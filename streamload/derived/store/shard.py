@@ -29,7 +29,7 @@ from xxhash import xxh3_64_intdigest
 
 from streamload.cache.shard import Shard, prepared_form
 from streamload.cache.shard_copy import ShardCopy
-from streamload.derived.row_seal import Row, class_in, described, leaves_in, npy_head
+from streamload.derived.store.sealed import Row, class_in, described, leaves_in, npy_head
 from streamload.errors import CacheCorrupt, FeatureNotCacheable
 from streamload.shards.samples import Entry
 from streamload.shards.tar import BLOCK_BYTES

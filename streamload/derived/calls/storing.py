@@ -21,10 +21,10 @@ from streamload.derived.proof.module_proof import (
     label_of,
     proof_of,
 )
-from streamload.derived.row_format import Result
-from streamload.derived.row_keys import Digests
-from streamload.derived.row_queue import ComputedRows, Material
-from streamload.derived.row_store import RowStore
+from streamload.derived.store.keys import Digests
+from streamload.derived.store.queue import ComputedRows, Material
+from streamload.derived.store.results import Result
+from streamload.derived.store.row_store import RowStore
 from streamload.errors import FeatureNotCacheable
 
 _OF_INPUT_BYTES = 8192
@@ -78,7 +78,7 @@ def store_result(
 
 
 class _StateProver:
-    """Whether a built module is still in the state in which it computed rows (`row_queue.Prover`)."""
+    """Whether a built module is still in the state in which it computed rows (`queue.Prover`)."""
 
     def __init__(self, module: Any):
         self._module = module

@@ -16,8 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from streamload.cache.directory import check_owner
 from streamload.cache.locks import exclusive
-from streamload.derived.parts import NOTE, kind_of, read_parts
-from streamload.derived.row_database import (
+from streamload.derived.store.database import (
     DATABASE,
     ERRORS,
     FINGERPRINT_BYTES,
@@ -31,9 +30,10 @@ from streamload.derived.row_database import (
     old_homes,
     remove,
 )
-from streamload.derived.row_seal import read_row, unseal
-from streamload.derived.row_store import Place, RowStore
-from streamload.derived.rows import DiskRows
+from streamload.derived.store.disk import DiskRows
+from streamload.derived.store.parts import NOTE, kind_of, read_parts
+from streamload.derived.store.row_store import Place, RowStore
+from streamload.derived.store.sealed import read_row, unseal
 from streamload.errors import CacheCorrupt, CacheError, OptionError
 
 _YOUNG_SECONDS = 600.0

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from streamload.derived.row_seal import unseal
+from streamload.derived.store.sealed import unseal
 from streamload.errors import CacheCorrupt
 
 NOTE = b"parts"

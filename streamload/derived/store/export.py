@@ -21,9 +21,9 @@ from typing import IO, Any
 
 import numpy as np
 
-from streamload.derived.row_catalog import Catalog
-from streamload.derived.row_database import KEY_BYTES
-from streamload.derived.row_seal import StoredLeaf, described, npy_head, read_row
+from streamload.derived.store.catalog import Catalog
+from streamload.derived.store.database import KEY_BYTES
+from streamload.derived.store.sealed import StoredLeaf, described, npy_head, read_row
 from streamload.errors import CacheCorrupt, OptionError
 
 _MOST_LAYOUTS = 64

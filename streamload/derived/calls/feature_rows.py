@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from streamload.derived.proof.module_checks import is_close
-from streamload.derived.row_format import Layout, Leaf, Result, layout_of, reordered
-from streamload.derived.row_seal import Row
+from streamload.derived.store.results import Layout, Leaf, Result, layout_of, reordered
+from streamload.derived.store.sealed import Row
 from streamload.errors import CacheCorrupt, FeatureMismatch, FeatureNotCacheable
 from streamload.metrics import Counts
 

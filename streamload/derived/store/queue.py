@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from streamload.derived.log_once import log_once
-from streamload.derived.row_seal import seal_rows
+from streamload.derived.store.sealed import seal_rows
 
 _LINGER_SECONDS = 0.2
 """The thread waits so long for more rows: a transaction of many takes less time for each."""
