@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import streamload
+from benchmarks.process_tree import pss_bytes
 from streamload import CacheError, CacheLevel, cache_info, cache_module
 from streamload.cache import memory
 from streamload.cache.garbage import clear
@@ -563,6 +564,52 @@ def test_a_share_of_memory_that_a_killed_process_had_is_given_to_others(shm, tmp
     assert second.get(key(0)) is None  # the least recently added went
     assert bytes(second.get(key(199)).body) == random.Random("0 199").randbytes(10_000)
     second.close()
+
+
+FILLER = """
+import sys
+from pathlib import Path
+from streamload.cache import memory
+from streamload.derived.store.memory import MemoryRows
+from streamload.derived.store.sealed import Row
+
+memory.PLACE = Path(sys.argv[1])
+limit_bytes, row_bytes = int(sys.argv[2]), 20_000
+rows = MemoryRows("it", lambda used_bytes: limit_bytes)
+rows.add([(bytes(32), Row(b"layout", bytes([1]) * row_bytes, 1))], "it")
+print("ready", flush=True)
+sys.stdin.readline()
+for at in range(limit_bytes // row_bytes):
+    key = int(sys.argv[3]).to_bytes(16, "big") + at.to_bytes(16, "big")
+    rows.add([(key, Row(b"layout", bytes([at % 255]) * row_bytes, 1))], "it")
+print(rows.size_bytes, flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.deep
+def test_eight_processes_hold_no_more_in_memory_than_the_one_limit_of_their_node(shm):
+    limit_bytes = 64 << 20
+    fillers = [
+        subprocess.Popen(
+            [sys.executable, "-c", FILLER, str(shm), str(limit_bytes), str(number)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for number in range(8)  # as of two ranks with four workers each
+    ]  # fmt: skip
+    try:
+        assert [filler.stdout.readline() for filler in fillers] == ["ready\n"] * 8
+        before = sum(pss_bytes(filler.pid) for filler in fillers)
+        for filler in fillers:
+            filler.stdin.write("fill\n")
+            filler.stdin.flush()
+        held_bytes = sum(int(filler.stdout.readline()) for filler in fillers)
+        growth = sum(pss_bytes(filler.pid) for filler in fillers) - before
+    finally:
+        for filler in fillers:
+            filler.communicate("end\n", timeout=60)
+    assert 0.9 * limit_bytes < held_bytes <= limit_bytes
+    assert growth <= 1.05 * limit_bytes
 
 
 def test_memory_of_which_the_shares_were_removed_is_full_and_rows_are_read(shm):
