@@ -171,6 +171,8 @@ class Features:
 class _Built(Cached):
     """A module of any class, with rows; what proves them is what it consists of."""
 
+    __module__ = "streamload.derived.features"  # where it was: a part of the fingerprints of stored rows
+
     def __init__(self, module: torch.nn.Module):
         super().__init__()
         self.module = module
