@@ -34,9 +34,10 @@ quick: lint docs  ## Check style, types, docs and the tests of what changed sinc
 	files=$$($(BIN)/python .ci/quick.py $(BASE) $(ROOM)); \
 	[ -z "$$files" ] || $(BIN)/python -u -m pytest -m "not deep" --numprocesses 4 --dist worksteal $$files || [ $$? = 5 ]
 
-lint: $(READY)  ## Check style, types and the import contract
+lint: $(READY)  ## Check style, names, types and the import contract
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/python .ci/names.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
