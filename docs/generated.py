@@ -16,11 +16,11 @@ import typer
 
 import streamload
 from streamload import errors, metrics
-from streamload.batches.sample_weights import complexity
 from streamload.cli import app
 from streamload.loader import Features, Loader, Patches, Source, make_loader
 from streamload.loader.groups import GROUPS
 from streamload.options import options
+from streamload.weights.sample import complexity
 
 MARK = re.compile(r"^<!-- generated: (\w+) -->\n.*?^<!-- /generated -->$", re.MULTILINE | re.DOTALL)
 _PAGE = re.compile(r"\bdocs/([\w/-]+)\.md\b")

@@ -55,7 +55,6 @@ from streamload.errors import (
 )
 
 if TYPE_CHECKING:
-    from streamload.batches.sample_weights import complexity
     from streamload.derived.calls.module_cache import CacheLevel, cache_info, cache_module
     from streamload.loader import (
         Batches,
@@ -82,6 +81,7 @@ if TYPE_CHECKING:
     from streamload.steering.schedule import Schedule
     from streamload.steering.target import Target
     from streamload.steering.token_shares import TokenShares
+    from streamload.weights.sample import complexity
 
 
 __all__ = [
@@ -195,7 +195,7 @@ _LATER = {
     "Workers": "streamload.loader",
     "cache_info": "streamload.derived.calls.module_cache",
     "cache_module": "streamload.derived.calls.module_cache",
-    "complexity": "streamload.batches.sample_weights",
+    "complexity": "streamload.weights.sample",
     "gather_state": "streamload.loader",
     "make_loader": "streamload.loader",
 }

@@ -28,6 +28,7 @@ from streamload.loader.options import (
 )
 from streamload.loader.patches import Patches
 from streamload.loader.refusals import refuse_arguments, refuse_other_groups, refuse_unusable
+from streamload.loader.registered import extensions_of
 from streamload.loader.sources import Source, read_sources
 from streamload.steering import Policy, as_policy
 from streamload.steering.policy import PlainFunction
@@ -171,6 +172,7 @@ def make_loader(
     given["sources"] = read_sources(given.pop("urls"), order.upsampling_factors)
     given["device"] = read_device(device)
     given["seed"] = whole_number("seed", seed)
+    given["extensions"] = extensions_of(batches)
     if mixing is not None and not isinstance(mixing, Replay):
         given["mixing"] = as_policy(mixing, [source.name for source in given["sources"]])
     options = LoaderOptions(**given)

@@ -1,4 +1,4 @@
-"""Changes in the middle of an epoch: the sources' weights, and the size of steps (steps B and E).
+"""Changes in the middle of an epoch: sources' weights, the size of steps, extensions' events (steps B and E).
 
 They are in effect from the first step that no worker of any rank can have begun, and are part of the state.
 """
@@ -6,8 +6,9 @@ They are in effect from the first step that no worker of any rank can have begun
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from streamload.extension import Event
 from streamload.ipc import ControlBlock
 from streamload.loader.distributed import gather
 from streamload.loader.epoch import Epoch
@@ -21,7 +22,7 @@ _Changed = TypeVar("_Changed", Change, Resize)
 
 
 class Changes:
-    """What changes weights and sizes of a loader; the workers read it before each step.
+    """Changes weights and sizes of a loader, and sends events; the workers read these before each step.
 
     Args:
         schedule: of its epochs.
@@ -79,6 +80,15 @@ class Changes:
         self._send()
         return schedule.step_of(self._now, position)
 
+    def send(self, extension: str, value: Any) -> Event:
+        """Send an event of an extension; see extension.Run."""
+        schedule = self._schedule
+        by_rank = gather(self._first_free(), schedule.topology.world_size)
+        event = Event(max(by_rank), value)
+        if self._epoch is not None:
+            self._send((extension, event))
+        return event
+
     def _first_free(self) -> int:
         """The first position at which a step may have another size: at the epoch's end at the latest.
 
@@ -90,8 +100,8 @@ class Changes:
             number = number if left is None else min(number, left)
         return schedule.next_block(schedule.steps_from(self._now).begin(number))
 
-    def _send(self) -> None:
-        """Tell the workers of the current epoch.
+    def _send(self, sent: tuple[str, Event] | None = None) -> None:
+        """Tell the workers of the current epoch, also of an event of an extension.
 
         One that makes its next batch late reads only the latest message, and needs what was in effect for the
         batches of the others since its last one.
@@ -105,7 +115,11 @@ class Changes:
         resizes = before.resizes
         if now.sizes is not None:
             resizes = _merged(resizes, now.sizes.resizes, most)
-        changed = Changed(changes, resizes, epoch.steps)
+        events = before.events
+        if sent is not None:
+            name, event = sent
+            events = {**events, name: [*events.get(name, ()), event]}
+        changed = Changed(changes, resizes, epoch.steps, events)
         epoch.changed = changed
         self._control.changes.write(changed.to_json())
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from streamload.batches.assembly import Collate, MapSample
-from streamload.batches.sample_weights import Complexity, read_sample_weight
 from streamload.batches.tokenize import TEXT_COLUMNS
 from streamload.cache.selection import Keep, RateFunction
 from streamload.cache.shared.objects import refuse_url
@@ -24,6 +23,7 @@ from streamload.loader.words import Group
 from streamload.options import Eviction, Option, Revalidate, Where, options
 from streamload.options.values import at_least, parse_choice, parse_size
 from streamload.steering.batch_size import as_batch_policy
+from streamload.weights.sample import Complexity, read_sample_weight
 
 ImageDtype = Literal["float32", "uint8"]
 _MODALITIES = ("image", "text")

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,7 @@ import torch
 from streamload import limits
 from streamload.device import Feed, feed_for
 from streamload.errors import OptionError, OrderDiverged
+from streamload.extension import Event
 from streamload.ipc import ControlBlock
 from streamload.loader.batch_sizing import BatchSizing, merged_sizing
 from streamload.loader.checks import BatchChecks, ShardChecks, ShardWaits
@@ -38,6 +39,7 @@ from streamload.loader.options import LoaderOptions
 from streamload.loader.output import Outputs
 from streamload.loader.pass_end import PassEnd
 from streamload.loader.pool import WorkerPool
+from streamload.loader.rank_run import RankRun
 from streamload.loader.schedule import Schedule
 from streamload.loader.state import (
     BAD_IN_PASS,
@@ -81,7 +83,11 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         self._epoch = 0  # that was started last
         self._pool: WorkerPool | None = None
         self._feed: Feed | None = None
-        self._outputs = Outputs(options, self._schedule)
+        self._extensions = {
+            extension.name: extension.in_rank(RankRun(self._schedule, _sender(self, extension.name)))
+            for extension in options.extensions
+        }
+        self._outputs = Outputs(options, self._schedule, self._extensions)
         self._steering = Steering(options, self._schedule)
         self._sizing = BatchSizing(options, self._schedule)
         self._trace: Trace | None = None  # while one runs
@@ -221,7 +227,8 @@ class Loader(Steerable, Observed, DataLoaderInterface):
             BAD_SHARDS: self._shard_checks.counts(),
             BAD_IN_PASS: self._pass_end.counts(lost, topology.rank, topology.world_size),
         }
-        return self._schedule.state(counts, {**self._steering.state(), **self._sizing.state()})
+        parts = {**self._steering.state(), **self._sizing.state(), **self._extension_state()}
+        return self._schedule.state(counts, parts)
 
     def load_state_dict(
         self,
@@ -248,7 +255,10 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         self._end_epoch("load_state_dict() was called")
         self._schedule.load(state, moved or {})
         self._steering.load(steering_in(state))
-        self._sizing.load([state] if isinstance(state, Mapping) else state)
+        states = [state] if isinstance(state, Mapping) else state
+        self._sizing.load(states)
+        for part in self._extensions.values():
+            part.load(states[0])
         counts = counts_in(state)
         self._checks.restore(counts[BAD_SAMPLES])
         self._shard_checks.restore(counts[BAD_SHARDS])
@@ -391,6 +401,15 @@ class Loader(Steerable, Observed, DataLoaderInterface):
             self._control.while_waiting = self.meter.tick
         self._reset_exports()
 
+    def _extension_state(self) -> dict[str, Any]:
+        """The extensions' keys of a state."""
+        if not self._extensions:
+            return {}
+        self._schedule.settle()
+        position = self._schedule.tracker.saved().position
+        parts = [part.state(position) for part in self._extensions.values()]
+        return {key: value for part in parts for key, value in part.items()}
+
     def _given_up(self) -> int:
         return total(self._control.counters, "shards_given_up")
 
@@ -423,6 +442,7 @@ class Loader(Steerable, Observed, DataLoaderInterface):
             self._reset_process()
         pool, schedule = self._ready_pool(), self._schedule
         position = schedule.tracker.next()
+        events = {name: part.start_epoch(position.position) for name, part in self._extensions.items()}
         start = EpochStart(
             position.sequence,
             position.position,
@@ -435,6 +455,7 @@ class Loader(Steerable, Observed, DataLoaderInterface):
             blocks_from=position.blocks_from,
             table_from=(position.epoch, position.position - position.start),
             decisions=self._steering.start_epoch(position, self._control),
+            events=events,
         )
         nothing_ready(self._counts)  # before any worker starts on this epoch
         self._control.take(0)
@@ -488,6 +509,18 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         return self._pool
 
 
+def _sender(loader: Loader, extension: str) -> Callable[[Any], Event]:
+    """Return a function that sends an extension's events; it doesn't keep the loader alive."""
+    reference = weakref.ref(loader)
+
+    def send(value: Any) -> Event:
+        sending = reference()
+        assert sending is not None
+        return sending.send_event(extension, value)
+
+    return send
+
+
 def gather_state(loader: Loader) -> dict[str, Any]:
     """The state of all ranks; a collective, to be called after the same step on every rank.
 
@@ -505,5 +538,5 @@ def gather_state(loader: Loader) -> dict[str, Any]:
         )
     steering = steering_in(states)
     collapsed = {} if steering is None else steering.collapsed().to_json()
-    collapsed |= merged_sizing(states)
+    collapsed |= {**merged_sizing(states), **loader._extension_state()}
     return to_state(*from_state(states), counts_in(states), collapsed, attempt_in(states))

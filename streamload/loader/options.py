@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from streamload.batches.images import Preprocess
-from streamload.batches.sample_weights import SampleWeight, read_sample_weight
 from streamload.cache.selection import Repeat
 from streamload.derived.calls.features import Features
 from streamload.errors import OptionError
+from streamload.extension import Extension
 from streamload.loader.destination import DeviceOption
 from streamload.loader.groups import Batches, Cache, Images, Order, Shards, Workers
 from streamload.loader.sources import SourceOptions
@@ -79,6 +79,7 @@ class LoaderOptions:
     columns: Mapping[str, Column]
     mixing: Policy | Replay | None
     repeat: Repeat | None
+    extensions: tuple[Extension, ...]
 
     def __post_init__(self) -> None:
         if isinstance(self.shuffle, bool):
@@ -124,11 +125,6 @@ class LoaderOptions:
     def settled_device(self) -> torch.device | None:
         """The device of the batches; None: host memory, or "auto", until an epoch begins."""
         return self.device if isinstance(self.device, torch.device) else None
-
-    @property
-    def sample_weight(self) -> SampleWeight | None:
-        """How rows are weighed in the loss; None: they aren't."""
-        return read_sample_weight(self.batches.sample_weight)
 
     @property
     def storage_options(self) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from streamload.batches.collate import unnamed
 from streamload.derived.calls.feature_rows import FeatureRows
 from streamload.device import memory_of
 from streamload.errors import OptionError
+from streamload.extension import RankPart
 from streamload.loader.batch_info import BatchInfo
 from streamload.loader.bounds import AgreedBounds
 from streamload.loader.destination import AUTO
@@ -18,7 +19,6 @@ from streamload.loader.distributed import gather
 from streamload.loader.microbatches import Microbatches, Yielded, YieldedBatches
 from streamload.loader.options import LoaderOptions
 from streamload.loader.part_size import DeviceMemory, PartSizer
-from streamload.loader.row_weights import FirstMean, Weights, weights_of
 from streamload.loader.schedule import Schedule
 from streamload.loader.steering import Steered
 from streamload.transforms.patches import NAMES
@@ -35,6 +35,7 @@ class Outputs:
     Args:
         options: of the loader.
         schedule: of its epochs; its ranks agree on the size of parts.
+        extensions: their parts in the rank, by name.
 
     Attributes:
         last: what is known of the last batch; None before the first.
@@ -43,14 +44,14 @@ class Outputs:
         OptionError: `microbatch="auto"` on a device whose memory can't be read.
     """
 
-    def __init__(self, options: LoaderOptions, schedule: Schedule):
+    def __init__(self, options: LoaderOptions, schedule: Schedule, extensions: Mapping[str, RankPart]):
+        self._extensions = extensions
         self._options, self._schedule = options, schedule
         self._sources = tuple(source.name for source in options.sources)
         self._known = YieldedBatches[BatchInfo]()
         self._bounds = AgreedBounds(options, schedule)
         self.last: BatchInfo | None = None
         self._device: torch.device | None = None  # of the last batch
-        self._first_mean: FirstMean | None = None
         self._sizer: PartSizer | None = None
         if options.batches.microbatch == "auto" and options.device != AUTO:
             self._sizer = PartSizer(_device_memory(options.settled_device), self._least)
@@ -76,8 +77,10 @@ class Outputs:
         widths = self._bounds.cut(batch, values)
         keys = values.get("__key__", ())
         extra = {name: values.pop(name) for name in _ORIGINS if name in values}
-        weights = self._weights(batch, values)
-        names = (*values, *(() if weights is None else ("weight",)), *features)
+        about: dict[str, Any] = {}
+        for name, part in self._extensions.items():
+            about |= part.yielded(batch.extras[name], values)
+        names = (*values, *(name for part in self._extensions.values() for name in part.adds), *features)
         if self._options.images.patches is not None and NAMES[0] in values:  # they are one value
             names = ("image", *(name for name in names if name not in NAMES))
         shapes = {name: tuple(one.shape) for name, one in values.items() if isinstance(one, torch.Tensor)}
@@ -93,12 +96,12 @@ class Outputs:
             shapes,
             device,
             steered.source_weights,
-            weights,
-            steered.run_step,
-            steered.importance,
+            run_step=steered.run_step,
+            importance=steered.importance,
+            **about,
         )
-        if weights is not None:
-            values["weight"] = self.last.weight
+        for part in self._extensions.values():
+            values |= part.values(self.last)
         output = self._shaped(values, features, extra if self._options.with_keys else {})
         self._known.add(output, self.last)
         return output
@@ -136,23 +139,6 @@ class Outputs:
         """Add to an out-of-memory error which part was in use."""
         if self._parts is not None:
             self._parts.explain(error)
-
-    def _weights(self, batch: Batch, values: Mapping[str, Any]) -> Weights | None:
-        """The weights of a batch's rows by `sample_weight=`; None without."""
-        weight, schedule = self._options.sample_weight, self._schedule
-        if weight is None:
-            return None
-        if "weight" in values:
-            raise OptionError(
-                "with sample_weight=, batches have the rows' weights as 'weight': what map_sample or "
-                "collate returns needs another name"
-            )
-        if self._first_mean is None:
-            self._first_mean = FirstMean(schedule.topology.world_size)
-        found, schedule.mean_weight = weights_of(
-            batch.weighed, weight, schedule.mean_weight, self._first_mean
-        )
-        return found
 
     def _least(self, value: float) -> float:
         """The least of the ranks' values, in training; in evaluation they have other numbers of parts."""

@@ -39,13 +39,6 @@ class Sizes(NamedTuple):
         return self._replace(resizes=(Resize(position, self.last.batch, block),))
 
 
-class MeanWeight(NamedTuple):
-    """The mean by which weights of samples are scaled, and of which weights it is."""
-
-    definition: str
-    value: float
-
-
 @dataclass(frozen=True, slots=True)
 class Position:
     """The position after the last batch that was yielded.
@@ -60,7 +53,6 @@ class Position:
         weights: of the sources, as set last; the last change is by these.
         blocks_from: the position at which blocks of steps began, by the bucketing of now.
         sizes: of the steps; None: all are as the options say.
-        mean_weight: by which weights of samples are scaled; None: they aren't, or it isn't known yet.
     """
 
     epoch: int
@@ -72,7 +64,6 @@ class Position:
     weights: tuple[float, ...]
     blocks_from: int = 0
     sizes: Sizes | None = None
-    mean_weight: MeanWeight | None = None
 
     def after(self, position: int, groups: Mapping[int, GroupState]) -> Position:
         """The position after a step that ends at `position`."""
@@ -114,10 +105,7 @@ class Position:
             change._replace(position=max(0, change.position - self.position)) for change in self.changes
         )
         sizes = None if self.sizes is None else self.sizes.anew(0, self.sizes.last.block)
-        mean = self.mean_weight
-        return Position(
-            self.epoch, self.epoch, 0, 0, {}, changes, self.weights, sizes=sizes, mean_weight=mean
-        )
+        return Position(self.epoch, self.epoch, 0, 0, {}, changes, self.weights, sizes=sizes)
 
 
 class Weights(NamedTuple):

@@ -10,7 +10,6 @@ from streamload.errors import OptionError
 from streamload.loader.groups import GROUPS
 from streamload.loader.options import LoaderOptions
 from streamload.loader.words import instead_of
-from streamload.shards.facts import TOKENS
 from streamload.steering.replay import Replay
 from streamload.transforms.compile import compile_transform
 from streamload.transforms.patches import GivenPatches
@@ -32,7 +31,8 @@ def refuse_unusable(options: LoaderOptions) -> None:
     _refuse_unusable_features(options)
     _refuse_unknown_padding(options)
     _refuse_bucketing(options)
-    _refuse_unusable_weight(options)
+    for extension in options.extensions:
+        extension.refuse_unusable(options)
     if options.has_modalities:
         _refuse_modalities(options)
     if options.images.patches is not None:
@@ -124,20 +124,6 @@ def _refuse_bucketing(options: LoaderOptions) -> None:
         raise OptionError(
             'bucketing= goes by lengths that vary: give text_padding="longest", or patches=Patches(…, '
             "max_ratio=1.0) (captions of one length and images that fill theirs have nothing to gain)"
-        )
-
-
-def _refuse_unusable_weight(options: LoaderOptions) -> None:
-    """Refuse weights of rows in an evaluation, and those by tokens without captions or a tokenizer."""
-    weight = options.sample_weight
-    if weight is None:
-        return
-    if not options.train:
-        raise OptionError("sample_weight= is for training: leave it out in an evaluation")
-    if TOKENS in weight.facts(()) and (options.tokenizer is None or options.shards.text_key is None):
-        raise OptionError(
-            "complexity(…) counts the tokens of captions: give a tokenizer, or complexity(1, 0), which "
-            "goes by images alone"
         )
 
 

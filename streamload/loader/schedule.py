@@ -29,7 +29,7 @@ from streamload.loader.order_spec import (
     source_orders,
     split_for,
 )
-from streamload.loader.position import EpochTracker, MeanWeight, Position, Weights
+from streamload.loader.position import EpochTracker, Position, Weights
 from streamload.loader.resizing import blocks_of, from_block, of_ranks, resized
 from streamload.loader.sizes import agree_on_sizes, estimate_samples, read_sizes, sizes_digest
 from streamload.loader.state import (
@@ -58,13 +58,11 @@ class Schedule:
 
     Attributes:
         tracker: of the epoch and the position in it.
-        mean_weight: by which weights of samples are scaled; None: they aren't, or it isn't known yet.
         attempt: of the run, if it has had to be known.
     """
 
     def __init__(self, options: LoaderOptions):
         self.tracker = EpochTracker(options.epochs_continue)
-        self.mean_weight: MeanWeight | None = None
         self.attempt: RunAttempt | None = None
         self._options = options
         self._topology: Topology | None = None
@@ -335,11 +333,10 @@ class Schedule:
 
     # States.
 
-    def state(self, counts: Mapping[str, Sequence[int]], steering: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of this rank, with what it has counted, and its decisions."""
+    def state(self, counts: Mapping[str, Sequence[int]], parts: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of this rank, with what it has counted, its decisions, and the extensions' parts."""
         order = replace(self.order, sizes=self._groups_cut_by)  # settled first: the position may follow
-        position = replace(self.tracker.saved(), mean_weight=self.mean_weight)
-        return to_state(order, position, counts, steering, self.attempt)
+        return to_state(order, self.tracker.saved(), counts, parts, self.attempt)
 
     def agree_on_attempt(self) -> RunAttempt:
         """The attempt of this run, by the last state, or of a new one; the same on ranks that are joined."""
@@ -380,7 +377,6 @@ class Schedule:
         self._saved = saved if position.position else replace(saved, groups=ours.groups)
         self._groups_cut_by = saved.sizes if position.position else None
         self._settled = None
-        self.mean_weight = position.mean_weight
         self.attempt = None if attempt is None else attempt.next()
         self.tracker.load(position)
 

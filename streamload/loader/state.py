@@ -12,7 +12,7 @@ import xxhash
 from streamload.errors import OptionError, StateMismatch
 from streamload.loader.options import LoaderOptions
 from streamload.loader.order_spec import OrderSpec, data_digest
-from streamload.loader.position import MeanWeight, Position, Sizes
+from streamload.loader.position import Position, Sizes
 from streamload.loader.steering_state import REPORTS, STEP_TIMES, SteeringState
 from streamload.order.group import most_skipped
 from streamload.order.mixing import UNIT, WIDEST_MULTIPLE
@@ -43,10 +43,18 @@ def to_state(
     order: OrderSpec,
     position: Position,
     counts: Mapping[str, Sequence[int]],
-    steering: Mapping[str, Any],
+    parts: Mapping[str, Any],
     attempt: RunAttempt | None = None,
 ) -> dict[str, Any]:
-    """A state: JSON-able; its size doesn't depend on that of the data set."""
+    """A state: JSON-able; its size doesn't depend on that of the data set.
+
+    Args:
+        order: of the run.
+        position: at which it resumes.
+        counts: of each kind, as `counts_in` returns them.
+        parts: of steering and extensions, by key.
+        attempt: of the run; None: it hasn't had to be known.
+    """
     state = {
         "streamload_state": FORMAT,
         "data": order.data,
@@ -73,10 +81,9 @@ def to_state(
         **({} if order.multiple == 1 else {"multiple": order.multiple}),
         **({} if order.table is None else {"table": order.table}),
         **({} if position.sizes is None else {"batch_sizes": _sizes_to(position.sizes)}),
-        **({} if position.mean_weight is None else {"mean_weight": list(position.mean_weight)}),
         "at": {str(number): group.to_json() for number, group in sorted(position.groups.items())},
         **{name: list(numbers) for name, numbers in counts.items() if name != BAD_IN_PASS or any(numbers)},
-        **steering,
+        **parts,
         **({} if attempt is None else {RUN: list(attempt)}),
     }
     return {**state, "checksum": _checksum(state)}
@@ -327,8 +334,7 @@ def _position_in(state: Mapping[str, Any], order: OrderSpec) -> Position:
     )
     blocks_from = _whole_number(state.get("blocks_from", 0), 0, position)
     sizes = None if "batch_sizes" not in state else _sizes_in(state["batch_sizes"], position)
-    mean = None if state.get("mean_weight") is None else _mean_in(state["mean_weight"])
-    return Position(epoch, sequence, start, position, groups, changes, weights, blocks_from, sizes, mean)
+    return Position(epoch, sequence, start, position, groups, changes, weights, blocks_from, sizes)
 
 
 def _sizes_to(sizes: Sizes) -> dict[str, Any]:
@@ -345,13 +351,6 @@ def _sizes_in(value: Any, position: int) -> Sizes:
         raise OptionError("no sizes of steps")
     Steps(Split(base, 1, 1), position, None, None, resizes)  # raises where a size changes within a step
     return Sizes(base, resizes, step)
-
-
-def _mean_in(value: Any) -> MeanWeight:
-    definition, mean = value
-    if not isinstance(definition, str) or not 0 < float(mean) < math.inf:
-        raise OptionError("not the mean of weights")
-    return MeanWeight(definition, float(mean))
 
 
 def _whole_number(number: Any, least: int = 0, most: int = _MOST) -> int:

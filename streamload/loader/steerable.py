@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from streamload.errors import OptionError
+from streamload.extension import Event
 from streamload.ipc import ControlBlock
 from streamload.loader.batch_info import BatchInfo
 from streamload.loader.batch_sizing import BatchSizing
@@ -156,6 +157,10 @@ class Steerable:
         self._steering.decide(self._control, self._current_epoch())
         self.meter.publisher.reported = self._steering.seen
         self._sizing.decide(self._resize)
+
+    def send_event(self, extension: str, value: Any) -> Event:
+        """Send an event of an extension to its parts in the workers; see extension.Run. For extensions."""
+        return Changes(self._schedule, self._control, self._current_epoch()).send(extension, value)
 
     def _resize(self, rows: int, told: Mapping[str, Any]) -> int:
         """Set the batch size, with the reason for the log of decisions; see set_batch_size."""

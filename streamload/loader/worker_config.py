@@ -153,7 +153,7 @@ def _worker_config(
         step_table=options.step_table,
         with_keys=options.with_keys or options.batches.microbatch is not None,
         multiple=schedule.order.multiple,
-        sample_weight=options.sample_weight,
+        extensions=options.extensions,
         in_flight=in_flight,
     )
     return _with_agreed_bounds(config, schedule)
@@ -222,8 +222,7 @@ def _selection(options: LoaderOptions) -> Selection:
     keys = tuple(KeySpec.parse(key) for key in options.keys)
     reads_all = options.workers.map_sample is not None
     columns = dict(options.columns)
-    weight = options.sample_weight
-    if options.goes_by_tokens or (weight is not None and TOKENS in weight.facts(())):
+    if options.goes_by_tokens or any(TOKENS in extension.facts for extension in options.extensions):
         columns[TOKENS] = token_count(options.shards.text_key, options.tokenizer)
     found = Selection(keys, options.shards.keep, reads_all, columns, options.repeat)
     if not options.has_modalities:

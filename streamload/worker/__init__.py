@@ -15,13 +15,11 @@ from streamload.worker.messages import (
     WorkerConfig,
     bytes_by_modality,
 )
-from streamload.worker.row_weights import VALUE
 from streamload.worker.spans import Spans
 from streamload.worker.stages import nothing_ready
 
 __all__ = [
     "SEAT",
-    "VALUE",
     "Batch",
     "BlockBounds",
     "Bucketing",

@@ -43,6 +43,7 @@ from streamload.torch_internals import ExceptionWrapper
 from streamload.worker import process
 from streamload.worker.blocked import Superseded
 from streamload.worker.buckets import PlannedStep
+from streamload.worker.extensions import RowsOfBatch, WorkerParts
 from streamload.worker.in_flight import Admission
 from streamload.worker.messages import (
     SEAT,
@@ -58,7 +59,6 @@ from streamload.worker.messages import (
 )
 from streamload.worker.reader import Reader
 from streamload.worker.replacements import Replacements
-from streamload.worker.row_weights import RowWeights
 from streamload.worker.sampler import Sampler, Step
 from streamload.worker.spans import Spans
 from streamload.worker.stages import Stages
@@ -153,9 +153,7 @@ class WorkerLoop:
         self._slots = buffers
         self._numbers: Numbers | None = None
         self._replacements = Replacements(config, self._reader)
-        self._weights: RowWeights | None = None
-        if config.sample_weight is not None:
-            self._weights = RowWeights(config.sample_weight, config.selection, self._reader)
+        self._placed: list[tuple[int, int]] = []  # shard and number of the sample of each row
         self._memory = ReadMemory(_READ_AHEAD_BYTES)
         self._stages = Stages(self._counts)
         self._fresh = shared_empty if workers else own_empty
@@ -170,6 +168,7 @@ class WorkerLoop:
         begin = self._config.assembly.batch_factory(start.features, self._reader.feature_rows)
         steps, changes_generation = start.steps, start.changes_generation
         admission = self._admission(sampler.steps, start)
+        parts = WorkerParts(self._config.extensions, start.events) if self._config.extensions else None
         claims = self._control.claims if self._workers else None
         numbers = self._numbers = Numbers(claims, start.generation, self._ahead + 2, self._numbers)
         number = 0
@@ -184,6 +183,8 @@ class WorkerLoop:
                     latest = Changed.from_json(self._control.changes.read())
                     steps, changes_generation = latest.steps, latest.generation
                     sampler.change(latest.changes, latest.resizes)
+                    if parts is not None:
+                        parts.receive(latest.events)
                 if steps is not None and number >= steps:
                     return
                 if admission is not None:
@@ -193,6 +194,8 @@ class WorkerLoop:
                 if self._reader.reads_ranges and (coming := numbers.coming()) is not None:
                     self._reader.want_ranges(sampler.coming(sampler.steps.begin(coming)))
                 seq_len = self._seq_len(sampler.steps, start.epoch, position)
+                if parts is not None:
+                    parts.begin(position)
                 with self._spans.of(f"batch {number}"):
                     made = self._make(begin, start.epoch, seq_len, step)  # B, C, D while F, G go on; H, I, J
                 if made is None:
@@ -203,7 +206,10 @@ class WorkerLoop:
                 values, skipped = made
                 origins = {name: values.pop(name) for name in ("__key__", "__url__")}
                 widths = values.pop(WIDTHS, None)
-                weighed = b"" if self._weights is None else self._weights.values()
+                extras: dict[str, bytes] = {}
+                if parts is not None:
+                    columns = self._config.selection.of_entries
+                    extras = parts.finish(values, RowsOfBatch(self._placed, self._reader, columns))
                 states, spans = SealedStates(step.states()), step.spans()
                 self._reader.let_go()
                 ready = bytes_by_modality(values)
@@ -223,7 +229,7 @@ class WorkerLoop:
                 self._stages.ready(ready)
                 yield Batch(
                     values, position, stop, number, states, skipped, spans, samples, taken, start.generation,
-                    blocked, widths, packed, weighed, self._block(step, number),
+                    blocked, widths, packed, extras, self._block(step, number),
                     passes,
                 )  # fmt: skip
                 self._stages.handed_over()
@@ -294,8 +300,7 @@ class WorkerLoop:
         """Turn samples into the tensors of a batch, each as soon as it is known; None: no batch."""
         self._reader.want()
         batch = begin(step.size, self._empty, seq_len)
-        if self._weights is not None:
-            self._weights.begin()
+        self._placed.clear()
         skipped: list[SkippedSample] = []
         found = 0
         with contextlib.closing(batch), _one_thread():
@@ -392,8 +397,7 @@ class WorkerLoop:
         else:
             try:
                 batch.add(seen)
-                if self._weights is not None:
-                    self._weights.add(visit.shard, visit.number)
+                self._placed.append((visit.shard, visit.number))
                 return None
             except SampleError as exc:
                 if not self._config.skip:
@@ -409,8 +413,7 @@ class WorkerLoop:
             tried += 1
             with contextlib.suppress(SampleError):
                 batch.add(batch.parse(self._reader.sample(shard, number), seed))
-                if self._weights is not None:
-                    self._weights.add(shard, number)
+                self._placed.append((shard, number))
                 return skipped
         raise TooManyBadSamples(
             f"{sample.key} in {sample.url} can't be used, nor can any of {tried} samples near it: "

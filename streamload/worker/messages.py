@@ -13,11 +13,11 @@ import torch
 
 from streamload.batches.assembly import BatchAssembly
 from streamload.batches.padding import RowWidths
-from streamload.batches.sample_weights import SampleWeight
 from streamload.cache.selection import Selection
 from streamload.cache.shard import ShardList
 from streamload.cache.shared.sharing import SharedOptions
 from streamload.derived.calls.feature_rows import FeatureStart
+from streamload.extension import Event, Extension
 from streamload.options import Eviction, FreeDisk, Revalidate
 from streamload.order.mixing import Change
 from streamload.order.plan import OrderOptions, Pieces
@@ -90,8 +90,8 @@ class WorkerConfig:
     """How steps are planned by block; None: samples come in the order of the sequence."""
     multiple: int = 1
     """Of the rows that a step takes of each source."""
-    sample_weight: SampleWeight | None = None
-    """How rows are weighed in the loss; None: they aren't."""
+    extensions: tuple[Extension, ...] = ()
+    """The extensions of the loader."""
     prepare_share: float = 0.0
     """Of a processor, which each process may use to prepare in idle time what the cache has as it is; fills
     prepare what arrives, where there is room. 0: neither."""
@@ -147,6 +147,8 @@ class EpochStart(NamedTuple):
     decisions: tuple[int, int, int] = (0, 0, 0)
     """Steps of the run before the first; weights are decided at each step that the second divides (0: never),
     and count so many steps later."""
+    events: Mapping[str, Sequence[Event]] = {}
+    """Of each extension, in order."""
     generation: int = 0
     """The generation of this start in the control block."""
 
@@ -182,6 +184,7 @@ class EpochStart(NamedTuple):
             "blocks_from": self.blocks_from,
             "table_from": self.table_from,
             "decisions": self.decisions,
+            "events": self.events,
         }
 
     @classmethod
@@ -191,6 +194,7 @@ class EpochStart(NamedTuple):
         features = {name: FeatureStart(*start) for name, start in value["features"].items()}
         changes, resizes = changes_from(value["changes"]), resizes_from(value["resizes"])
         parsed: dict[str, Any] = {"changes": changes, "resizes": resizes, "features": features}
+        parsed["events"] = events_from(value["events"])
         return cls(**{**value, **parsed, "groups": groups})
 
 
@@ -203,6 +207,8 @@ class Changed(NamedTuple):
     """Of the steps' sizes, from a position on that no worker has passed when it reads this."""
     steps: int | None
     """How many steps the epoch has since its start."""
+    events: Mapping[str, Sequence[Event]] = {}
+    """Of each extension, since the start of the epoch, in order."""
     generation: int = 0
     """The generation of these values in the control block."""
 
@@ -213,7 +219,11 @@ class Changed(NamedTuple):
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Changed:
         """The changes that `to_json` wrote, with the control block's generation."""
-        parsed = {"changes": changes_from(value["changes"]), "resizes": resizes_from(value["resizes"])}
+        parsed = {
+            "changes": changes_from(value["changes"]),
+            "resizes": resizes_from(value["resizes"]),
+            "events": events_from(value["events"]),
+        }
         return cls(**{**value, **parsed})
 
 
@@ -225,6 +235,11 @@ def changes_from(value: list[Any]) -> list[Change]:
 def resizes_from(value: list[Any]) -> list[Resize]:
     """Sizes of steps from their JSON form."""
     return [Resize(*each) for each in value]
+
+
+def events_from(value: dict[str, list[Any]]) -> dict[str, list[Event]]:
+    """Events of extensions from their JSON form."""
+    return {name: [Event(*event) for event in events] for name, events in value.items()}
 
 
 class SkippedSample(NamedTuple):
@@ -310,8 +325,8 @@ class Batch(NamedTuple):
     """The columns that each row needs; None: all of them."""
     seats: bytes = b""
     """SEAT[samples]: the source of each row; empty: there is one source."""
-    weighed: bytes = b""
-    """VALUE[samples]: what each row is weighed by; empty: rows aren't weighed."""
+    extras: Mapping[str, bytes] = {}
+    """What extensions send to their part in the rank, by name."""
     block: BlockBounds | None = None
     """With the first step of a block, and of an epoch: the bounds to agree on; None: nothing is left to."""
     passes: tuple[int, ...] = ()

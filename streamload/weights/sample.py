@@ -1,13 +1,12 @@
-"""What a sample is weighed by in the loss (`Batches(sample_weight=…)`), from facts that need no decoding.
+"""The value of a sample by which it is weighed in the loss, from facts that need no decoding.
 
-Pure functions of a sample. loader/row_weights.py makes weights of them; they change neither which samples
-come nor how often.
+Pure functions of a sample; they change neither which samples come nor how often.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +14,7 @@ import numpy as np
 
 from streamload.cache.selection import RateFunction, number_of
 from streamload.errors import OptionError
+from streamload.extension import ShardRows
 from streamload.shards.facts import TOKENS, Values
 from streamload.shards.samples import Entry
 
@@ -31,11 +31,6 @@ class SampleWeight(Protocol):
         ...
 
     @property
-    def reads_entries(self) -> bool:
-        """Whether `of` needs index entries."""
-        ...
-
-    @property
     def definition(self) -> str:
         """What values depend on beside the sample."""
         ...
@@ -45,16 +40,13 @@ class SampleWeight(Protocol):
         """The mean that was given; None: none was."""
         ...
 
-    def facts(self, own: Sequence[str]) -> Sequence[str]:
-        """The names of the facts that `of` needs, given those of the user's columns."""
+    @property
+    def facts(self) -> Sequence[str]:
+        """The names of the built-in facts that `of` needs."""
         ...
 
-    def of(self, facts: Mapping[str, Values], entries: Sequence[Entry]) -> Values:
-        """The value of each of some samples of a shard, NaN where it is unknown: float64[N].
-
-        Args:
-            facts: theirs, by name.
-            entries: theirs, with the facts of the user's columns, if they are needed.
+    def of(self, rows: ShardRows) -> Values:
+        """The value of each of a shard's samples, NaN where it is unknown: float64[N].
 
         Raises:
             OptionError: the user's function returned something else; it names the sample.
@@ -71,21 +63,22 @@ class Complexity:
     mean: float | None = None
 
     is_relative = True
-    reads_entries = False
 
     @property
     def definition(self) -> str:
         """See SampleWeight."""
         return f"complexity {self.image!r} {self.text!r}"
 
-    def facts(self, own: Sequence[str]) -> Sequence[str]:
+    @property
+    def facts(self) -> Sequence[str]:
         """See SampleWeight."""
         image = ["image_bytes", "width", "height"] if self.image else []
         return [*image, TOKENS] if self.text else image
 
-    def of(self, facts: Mapping[str, Values], entries: Sequence[Entry]) -> Values:
+    def of(self, rows: ShardRows) -> Values:
         """See SampleWeight."""
-        value: Values = np.zeros(len(next(iter(facts.values()))))
+        facts = rows.facts(self.facts)
+        value: Values = np.zeros(len(rows.places))
         if self.image:
             bits = 8 * facts["image_bytes"] / (facts["width"] * facts["height"])
             value += self.image * bits / 100
@@ -101,17 +94,13 @@ class WeightFunction:
     function: RateFunction
 
     is_relative = False
-    reads_entries = True
     definition = "function"
     mean = None
+    facts = ()
 
-    def facts(self, own: Sequence[str]) -> Sequence[str]:
+    def of(self, rows: ShardRows) -> Values:
         """See SampleWeight."""
-        return own
-
-    def of(self, facts: Mapping[str, Values], entries: Sequence[Entry]) -> Values:
-        """See SampleWeight."""
-        return np.array([self._value(entry) for entry in entries], np.float64)
+        return np.array([self._value(entry) for entry in rows.entries()], np.float64)
 
     def _value(self, entry: Entry) -> float:
         value = number_of("sample_weight", self.function, entry)
@@ -151,18 +140,18 @@ def complexity(image: float = 0.3, text: float = 0.7, *, mean: float | None = No
     return Complexity(image, text, mean)
 
 
-def read_sample_weight(given: object) -> SampleWeight | None:
-    """How rows are weighed, from `Batches(sample_weight=…)`.
+def read_sample_weight(option: object) -> SampleWeight | None:
+    """The sample weight of `Batches(sample_weight=…)`; None: rows aren't weighed.
 
     Raises:
         OptionError: neither a complexity nor a function.
     """
-    if given is None or isinstance(given, Complexity):
-        return given
-    if callable(given) and not isinstance(given, type) and given is not complexity:
-        return WeightFunction(given)
+    if option is None or isinstance(option, Complexity):
+        return option
+    if callable(option) and not isinstance(option, type) and option is not complexity:
+        return WeightFunction(option)
     raise OptionError(
-        f"sample_weight={given!r:.60}; expected streamload.complexity(…), or a function of a sample's index "
+        f"sample_weight={option!r:.60}; expected streamload.complexity(…), or a function of a sample's index "
         f"entry that returns a number"
     )
 

@@ -1,0 +1,181 @@
+"""The contract of an extension: a feature that adds to batches, without the kernel's knowledge of it.
+
+An `Extension` is made of options (loader/registered.py) and is picklable. It has a part in the rank and one
+in each worker; their hooks are called once a batch. A loader without extensions has no parts and calls none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from streamload.shards.samples import Entry
+
+
+class Event(NamedTuple):
+    """A decision of the rank's part that the workers' parts go by.
+
+    Attributes:
+        position: of the first step for which it holds; no worker of any rank has begun this step.
+        value: JSON-able.
+    """
+
+    position: int
+    value: Any
+
+
+class ShardRows(Protocol):
+    """The rows of a batch whose samples are in one shard."""
+
+    @property
+    def places(self) -> npt.NDArray[np.int64]:
+        """Of the rows in the batch: int64[N]."""
+        ...
+
+    def facts(self, names: Sequence[str]) -> Mapping[str, npt.NDArray[np.float64]]:
+        """Facts of the samples by name: float64[N], NaN where unknown."""
+        ...
+
+    def entries(self) -> list[Entry]:
+        """The samples' index entries, with the facts of the user's columns."""
+        ...
+
+
+class BatchRows(Protocol):
+    """The rows of a batch in a worker, replacements included."""
+
+    def __len__(self) -> int: ...
+
+    def by_shard(self) -> Iterator[ShardRows]:
+        """The rows of each shard."""
+        ...
+
+
+class WorkerPart(Protocol):
+    """An extension in a worker, for one epoch: what it makes of a step follows from events and rows alone."""
+
+    def apply(self, event: Event) -> None:
+        """Go by an event from now on; events come in order, each before the first step for which it holds."""
+        ...
+
+    def finish(self, values: dict[str, Any], rows: BatchRows) -> bytes:
+        """What the rank's part gets with a batch.
+
+        Args:
+            values: of the batch by name; the part may add some.
+            rows: of the batch.
+        """
+        ...
+
+
+class RankPart(Protocol):
+    """An extension in the rank, for as long as its loader lasts."""
+
+    @property
+    def adds(self) -> Sequence[str]:
+        """The names of the values that it adds to batches."""
+        ...
+
+    def start_epoch(self, start: int) -> Sequence[Event]:
+        """The events that hold from the start of an epoch on, and later ones; without I/O.
+
+        Args:
+            start: its position; at 0 a sequence begins anew, and all events so far hold.
+        """
+        ...
+
+    def yielded(self, part: bytes, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Take what the workers' part returned of the batch that is yielded now.
+
+        Returns:
+            The fields of the batch's info (`BatchInfo`) that follow from it.
+        """
+        ...
+
+    def values(self, info: Any) -> dict[str, Any]:
+        """The values that it adds to a batch, by name, on the batch's device.
+
+        Args:
+            info: of the batch, a `BatchInfo`.
+        """
+        ...
+
+    def state(self, position: int) -> dict[str, Any]:
+        """Its keys of the loader's state: JSON-able, alike on all ranks.
+
+        Args:
+            position: at which the state resumes. Workers are ahead: events for later steps belong to it.
+        """
+        ...
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue after a state of the loader, which may be of one without this extension.
+
+        Raises:
+            StateMismatch: its part of the state can't be read.
+        """
+        ...
+
+
+class Run(Protocol):
+    """The run, for a rank's part."""
+
+    @property
+    def can_agree(self) -> bool:
+        """Whether the ranks are joined, or there is only one."""
+        ...
+
+    def agree(self, subject: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        """Rank 0's decision from the values of all ranks, which have to ask for it at the same step.
+
+        Raises:
+            RankFailed: a rank failed or ended.
+        """
+        ...
+
+    def send(self, value: Any) -> Event:
+        """Send an event to the workers; all ranks have to send the same after the same step.
+
+        Args:
+            value: JSON-able.
+
+        Returns:
+            The event, with the first step that no worker of any rank can have begun.
+        """
+        ...
+
+
+class Extension(Protocol):
+    """A feature of a loader."""
+
+    @property
+    def name(self) -> str:
+        """The key of its part of the messages."""
+        ...
+
+    @property
+    def facts(self) -> Collection[str]:
+        """The names of the built-in facts that it needs."""
+        ...
+
+    def refuse_unusable(self, options: Any) -> None:
+        """Refuse options with which it can't be used.
+
+        Args:
+            options: of the loader, `LoaderOptions`.
+
+        Raises:
+            OptionError: it says which, and what to give instead.
+        """
+        ...
+
+    def in_worker(self) -> WorkerPart:
+        """Its part in a worker, for one epoch."""
+        ...
+
+    def in_rank(self, run: Run) -> RankPart:
+        """Its part in the rank."""
+        ...

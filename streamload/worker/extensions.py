@@ -1,0 +1,91 @@
+"""A worker's parts of the loader's extensions, for one epoch, and the rows that they see (step I)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streamload.cache.selection import with_facts
+from streamload.extension import Event, Extension
+from streamload.shards.samples import Entry
+from streamload.worker.reader import Reader
+
+
+@dataclass(frozen=True, slots=True)
+class RowsOfShard:
+    """See extension.ShardRows."""
+
+    places: npt.NDArray[np.int64]
+    _shard: int
+    _numbers: npt.NDArray[np.int64]
+    _reader: Reader
+    _columns: Sequence[str]
+
+    def facts(self, names: Sequence[str]) -> Mapping[str, npt.NDArray[np.float64]]:
+        """See extension.ShardRows."""
+        return self._reader.facts(self._shard, self._numbers, names)
+
+    def entries(self) -> list[Entry]:
+        """See extension.ShardRows."""
+        entries = self._reader.entries(self._shard, self._numbers.tolist())
+        facts = self.facts(self._columns) if self._columns else {}
+        return [with_facts(entry, self._columns, facts, place) for place, entry in enumerate(entries)]
+
+
+@dataclass(frozen=True, slots=True)
+class RowsOfBatch:
+    """See extension.BatchRows.
+
+    Args:
+        samples: shard and number of each row's sample.
+        reader: has their facts and entries.
+        columns: the names of the facts that users' functions get.
+    """
+
+    samples: Sequence[tuple[int, int]]
+    reader: Reader
+    columns: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def by_shard(self) -> Iterator[RowsOfShard]:
+        """See extension.BatchRows."""
+        shards, numbers = np.array(self.samples, np.int64).reshape(-1, 2).T
+        for shard in dict.fromkeys(shards.tolist()):
+            places = np.flatnonzero(shards == shard)
+            yield RowsOfShard(places, shard, numbers[places], self.reader, self.columns)
+
+
+class WorkerParts:
+    """The parts of a worker.
+
+    Args:
+        extensions: of the loader.
+        events: of each extension at the start of the epoch, in order.
+    """
+
+    def __init__(self, extensions: Sequence[Extension], events: Mapping[str, Sequence[Event]]):
+        self._parts = {extension.name: extension.in_worker() for extension in extensions}
+        self._pending = {name: list(events.get(name, ())) for name in self._parts}
+        self._received = dict.fromkeys(self._parts, 0)  # events since the start of the epoch
+
+    def receive(self, events: Mapping[str, Sequence[Event]]) -> None:
+        """Take the events of each extension since the start of the epoch, known ones among them."""
+        for name, sent in events.items():
+            self._pending[name].extend(sent[self._received[name] :])
+            self._received[name] = len(sent)
+
+    def begin(self, position: int) -> None:
+        """Apply the events that hold for the step at a position."""
+        for name, events in self._pending.items():
+            while events and events[0].position <= position:
+                self._parts[name].apply(events.pop(0))
+
+    def finish(self, values: dict[str, Any], rows: RowsOfBatch) -> dict[str, bytes]:
+        """What the parts send with a batch; see extension.WorkerPart."""
+        return {name: part.finish(values, rows) for name, part in self._parts.items()}
