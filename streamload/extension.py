@@ -7,7 +7,7 @@ in each worker; their hooks are called once a batch. A loader without extensions
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -54,12 +54,47 @@ class BatchRows(Protocol):
         ...
 
 
-class WorkerPart(Protocol):
-    """An extension in a worker, for one epoch: what it makes of a step follows from events and rows alone."""
+class ReadProgress(NamedTuple):
+    """How far a process has read.
+
+    Attributes:
+        epoch: of the order.
+        fronts: by group and source of the rank, where reading has begun: the current pass, and the index in
+            it of the next shard to open.
+        shards_ahead: how many of the next shards the process fetches itself.
+        mean_bytes: the mean size of its shards; 0: unknown.
+    """
+
+    epoch: int
+    fronts: Mapping[tuple[int, int], tuple[int, int]]
+    shards_ahead: int
+    mean_bytes: float
+
+
+class WorkerProcess(Protocol):
+    """A worker process, for an extension's part in it."""
+
+    @property
+    def number(self) -> int:
+        """Among the rank's workers; 0 where the rank reads itself."""
+        ...
+
+    def progress(self) -> ReadProgress:
+        """How far the process has read."""
+        ...
+
+
+class WorkerPart:
+    """An extension in a worker process; it lasts from epoch to epoch.
+
+    What it makes of a step follows from the epoch's events and the step's rows alone. By default nothing.
+    """
+
+    def start_epoch(self) -> None:
+        """Forget the events of the epoch before."""
 
     def apply(self, event: Event) -> None:
         """Go by an event from now on; events come in order, each before the first step for which it holds."""
-        ...
 
     def finish(self, values: dict[str, Any], rows: BatchRows) -> bytes:
         """What the rank's part gets with a batch.
@@ -68,16 +103,20 @@ class WorkerPart(Protocol):
             values: of the batch by name; the part may add some.
             rows: of the batch.
         """
-        ...
+        return b""
+
+    def close(self) -> None:
+        """End with the process. Idempotent."""
 
 
-class RankPart(Protocol):
-    """An extension in the rank, for as long as its loader lasts."""
+class RankPart:
+    """An extension in the rank, for as long as its loader lasts. Its defaults add nothing.
 
-    @property
-    def adds(self) -> Sequence[str]:
-        """The names of the values that it adds to batches."""
-        ...
+    Attributes:
+        adds: the names of the values that it adds to batches.
+    """
+
+    adds: ClassVar[tuple[str, ...]] = ()
 
     def start_epoch(self, start: int) -> Sequence[Event]:
         """The events that hold from the start of an epoch on, and later ones; without I/O.
@@ -85,15 +124,15 @@ class RankPart(Protocol):
         Args:
             start: its position; at 0 a sequence begins anew, and all events so far hold.
         """
-        ...
+        return ()
 
     def yielded(self, part: bytes, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Take what the workers' part returned of the batch that is yielded now.
+        """Take what the worker's part returned of the batch that is yielded now.
 
         Returns:
             The fields of the batch's info (`BatchInfo`) that follow from it.
         """
-        ...
+        return {}
 
     def values(self, info: Any) -> dict[str, Any]:
         """The values that it adds to a batch, by name, on the batch's device.
@@ -101,7 +140,7 @@ class RankPart(Protocol):
         Args:
             info: of the batch, a `BatchInfo`.
         """
-        ...
+        return {}
 
     def state(self, position: int) -> dict[str, Any]:
         """Its keys of the loader's state: JSON-able, alike on all ranks.
@@ -109,7 +148,7 @@ class RankPart(Protocol):
         Args:
             position: at which the state resumes. Workers are ahead: events for later steps belong to it.
         """
-        ...
+        return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue after a state of the loader, which may be of one without this extension.
@@ -117,7 +156,6 @@ class RankPart(Protocol):
         Raises:
             StateMismatch: its part of the state can't be read.
         """
-        ...
 
 
 class Run(Protocol):
@@ -148,18 +186,19 @@ class Run(Protocol):
         ...
 
 
-class Extension(Protocol):
-    """A feature of a loader."""
+class Extension:
+    """A feature of a loader: picklable, as it goes to the workers. Its defaults add nothing.
 
-    @property
-    def name(self) -> str:
-        """The key of its part of the messages."""
-        ...
+    Attributes:
+        name: the key of its part of messages.
+    """
+
+    name: ClassVar[str]
 
     @property
     def facts(self) -> Collection[str]:
         """The names of the built-in facts that it needs."""
-        ...
+        return ()
 
     def refuse_unusable(self, options: Any) -> None:
         """Refuse options with which it can't be used.
@@ -170,12 +209,11 @@ class Extension(Protocol):
         Raises:
             OptionError: it says which, and what to give instead.
         """
-        ...
 
-    def in_worker(self) -> WorkerPart:
-        """Its part in a worker, for one epoch."""
-        ...
+    def in_worker(self, process: WorkerProcess) -> WorkerPart | None:
+        """Its part in a worker process; None: it has none there."""
+        return None
 
-    def in_rank(self, run: Run) -> RankPart:
-        """Its part in the rank."""
-        ...
+    def in_rank(self, run: Run) -> RankPart | None:
+        """Its part in the rank; None: it has none."""
+        return None

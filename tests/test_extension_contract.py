@@ -13,7 +13,7 @@ import torch
 
 from streamload import complexity
 from streamload.errors import StateMismatch
-from streamload.extension import BatchRows, Event, Run
+from streamload.extension import BatchRows, Event, Extension, RankPart, Run, WorkerPart, WorkerProcess
 from streamload.testing.resume import Layout
 from streamload.testing.shards import read_oracle
 from streamload.weights import RowWeights
@@ -32,10 +32,10 @@ LIMITS = (1984, 2500, 3000, 3200, 3300, 3400)
 """Of bytes; the images have 981 to 3332."""
 
 
-class LargeInWorker:
+class LargeInWorker(WorkerPart):
     """Tells which images have more bytes than a limit, which events set."""
 
-    def __init__(self):
+    def start_epoch(self) -> None:
         self._limit = 0
 
     def apply(self, event: Event) -> None:
@@ -48,7 +48,7 @@ class LargeInWorker:
         return are_large.tobytes()
 
 
-class LargeInRank:
+class LargeInRank(RankPart):
     """Sets limits: from the first batch on, and a higher one after the second."""
 
     adds = ("is_large",)
@@ -86,14 +86,10 @@ class LargeInRank:
 
 
 @dataclass(frozen=True)
-class Large:
+class Large(Extension):
     name = "large"
-    facts = ()
 
-    def refuse_unusable(self, options: Any) -> None:
-        pass
-
-    def in_worker(self) -> LargeInWorker:
+    def in_worker(self, process: WorkerProcess) -> LargeInWorker:
         return LargeInWorker()
 
     def in_rank(self, run: Run) -> LargeInRank:

@@ -17,7 +17,7 @@ import torch
 from streamload import limits
 from streamload.device import Feed, feed_for
 from streamload.errors import OptionError, OrderDiverged
-from streamload.extension import Event
+from streamload.extension import Event, RankPart
 from streamload.ipc import ControlBlock
 from streamload.loader.batch_sizing import BatchSizing, merged_sizing
 from streamload.loader.checks import BatchChecks, ShardChecks, ShardWaits
@@ -83,10 +83,11 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         self._epoch = 0  # that was started last
         self._pool: WorkerPool | None = None
         self._feed: Feed | None = None
-        self._extensions = {
-            extension.name: extension.in_rank(RankRun(self._schedule, _sender(self, extension.name)))
-            for extension in options.extensions
-        }
+        self._extensions: dict[str, RankPart] = {}
+        for extension in options.extensions:
+            part = extension.in_rank(RankRun(self._schedule, _sender(self, extension.name)))
+            if part is not None:
+                self._extensions[extension.name] = part
         self._outputs = Outputs(options, self._schedule, self._extensions)
         self._steering = Steering(options, self._schedule)
         self._sizing = BatchSizing(options, self._schedule)

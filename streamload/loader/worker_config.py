@@ -37,6 +37,7 @@ from streamload.loader.preparing import (
     named_preparation,
     possible_preparations,
 )
+from streamload.loader.registered import extensions_of_run
 from streamload.loader.schedule import Schedule
 from streamload.metrics import Counters
 from streamload.options import Settings
@@ -156,6 +157,7 @@ def _worker_config(
         extensions=options.extensions,
         in_flight=in_flight,
     )
+    config = replace(config, extensions=(*config.extensions, *extensions_of_run(config)))
     return _with_agreed_bounds(config, schedule)
 
 

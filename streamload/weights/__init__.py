@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamload.errors import OptionError
-from streamload.extension import Run
+from streamload.extension import Extension, Run, WorkerProcess
 from streamload.shards.facts import TOKENS
 from streamload.weights.rank import RankWeights
 from streamload.weights.sample import SampleWeight
@@ -20,7 +20,7 @@ __all__ = ["RowWeights"]
 
 
 @dataclass(frozen=True, slots=True)
-class RowWeights:
+class RowWeights(Extension):
     """The extension of a loader whose rows are weighed.
 
     Attributes:
@@ -29,10 +29,7 @@ class RowWeights:
 
     sample_weight: SampleWeight
 
-    @property
-    def name(self) -> str:
-        """See Extension."""
-        return "row_weights"
+    name = "row_weights"
 
     @property
     def facts(self) -> Collection[str]:
@@ -49,7 +46,7 @@ class RowWeights:
                 "goes by images alone"
             )
 
-    def in_worker(self) -> WorkerWeights:
+    def in_worker(self, process: WorkerProcess) -> WorkerWeights:
         """See Extension."""
         return WorkerWeights(self.sample_weight)
 

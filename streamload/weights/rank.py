@@ -7,14 +7,14 @@ it is the same on any layout, at any batch size after the first step, and after 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from streamload.errors import OptionError, StateMismatch
-from streamload.extension import Event, Run
+from streamload.extension import RankPart, Run
 from streamload.weights.sample import SampleWeight, scaled
 from streamload.weights.worker import VALUE
 
@@ -31,7 +31,7 @@ class MeanWeight(NamedTuple):
     value: float
 
 
-class RankWeights:
+class RankWeights(RankPart):
     """The rank's part.
 
     Args:
@@ -44,10 +44,6 @@ class RankWeights:
     def __init__(self, sample_weight: SampleWeight, run: Run):
         self._sample_weight, self._run = sample_weight, run
         self._mean: MeanWeight | None = None  # of the batches before, or of a state
-
-    def start_epoch(self, start: int) -> Sequence[Event]:
-        """See RankPart."""
-        return ()
 
     def yielded(self, part: bytes, values: Mapping[str, Any]) -> dict[str, Any]:
         """The weights of a batch's rows. Until the mean is known, all ranks call it for the same steps.

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from streamload.extension import BatchRows, Event
+from streamload.extension import BatchRows, WorkerPart
 from streamload.weights.sample import SampleWeight
 
 VALUE = np.dtype("<f8")
 """The value of a row, as batches carry it."""
 
 
-class WorkerWeights:
+class WorkerWeights(WorkerPart):
     """The worker's part.
 
     Args:
@@ -22,9 +22,6 @@ class WorkerWeights:
 
     def __init__(self, sample_weight: SampleWeight):
         self._sample_weight = sample_weight
-
-    def apply(self, event: Event) -> None:
-        """See WorkerPart; the rank sends none."""
 
     def finish(self, values: dict[str, Any], rows: BatchRows) -> bytes:
         """The values of all rows: VALUE[N], NaN where unknown.

@@ -1,4 +1,4 @@
-"""A worker's parts of the loader's extensions, for one epoch, and the rows that they see (step I)."""
+"""A worker process's parts of the loader's extensions, and the rows that they see (step I)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamload.cache.selection import with_facts
-from streamload.extension import Event, Extension
+from streamload.extension import Event, Extension, ReadProgress, WorkerPart
 from streamload.shards.samples import Entry
 from streamload.worker.reader import Reader
 
@@ -61,18 +61,41 @@ class RowsOfBatch:
             yield RowsOfShard(places, shard, numbers[places], self.reader, self.columns)
 
 
+@dataclass(frozen=True, slots=True)
+class ThisProcess:
+    """See extension.WorkerProcess."""
+
+    number: int
+    reader: Reader
+
+    def progress(self) -> ReadProgress:
+        """See extension.WorkerProcess."""
+        return self.reader.progress()
+
+
 class WorkerParts:
-    """The parts of a worker.
+    """The parts of a process.
 
     Args:
         extensions: of the loader.
-        events: of each extension at the start of the epoch, in order.
+        process: this one.
     """
 
-    def __init__(self, extensions: Sequence[Extension], events: Mapping[str, Sequence[Event]]):
-        self._parts = {extension.name: extension.in_worker() for extension in extensions}
+    def __init__(self, extensions: Sequence[Extension], process: ThisProcess):
+        self._parts: dict[str, WorkerPart] = {}
+        for extension in extensions:
+            part = extension.in_worker(process)
+            if part is not None:
+                self._parts[extension.name] = part
+        self._pending: dict[str, list[Event]] = {}
+        self._received: dict[str, int] = {}  # events since the start of the epoch
+
+    def start_epoch(self, events: Mapping[str, Sequence[Event]]) -> None:
+        """Start an epoch with the events of each extension, in order."""
         self._pending = {name: list(events.get(name, ())) for name in self._parts}
-        self._received = dict.fromkeys(self._parts, 0)  # events since the start of the epoch
+        self._received = dict.fromkeys(self._parts, 0)
+        for part in self._parts.values():
+            part.start_epoch()
 
     def receive(self, events: Mapping[str, Sequence[Event]]) -> None:
         """Take the events of each extension since the start of the epoch, known ones among them."""
@@ -89,3 +112,8 @@ class WorkerParts:
     def finish(self, values: dict[str, Any], rows: RowsOfBatch) -> dict[str, bytes]:
         """What the parts send with a batch; see extension.WorkerPart."""
         return {name: part.finish(values, rows) for name, part in self._parts.items()}
+
+    def close(self) -> None:
+        """Close all parts. Idempotent."""
+        for part in self._parts.values():
+            part.close()

@@ -43,7 +43,7 @@ from streamload.torch_internals import ExceptionWrapper
 from streamload.worker import process
 from streamload.worker.blocked import Superseded
 from streamload.worker.buckets import PlannedStep
-from streamload.worker.extensions import RowsOfBatch, WorkerParts
+from streamload.worker.extensions import RowsOfBatch, ThisProcess, WorkerParts
 from streamload.worker.in_flight import Admission
 from streamload.worker.messages import (
     SEAT,
@@ -153,6 +153,9 @@ class WorkerLoop:
         self._slots = buffers
         self._numbers: Numbers | None = None
         self._replacements = Replacements(config, self._reader)
+        self._parts: WorkerParts | None = None
+        if config.extensions:
+            self._parts = WorkerParts(config.extensions, ThisProcess(worker, self._reader))
         self._placed: list[tuple[int, int]] = []  # shard and number of the sample of each row
         self._memory = ReadMemory(_READ_AHEAD_BYTES)
         self._stages = Stages(self._counts)
@@ -168,7 +171,9 @@ class WorkerLoop:
         begin = self._config.assembly.batch_factory(start.features, self._reader.feature_rows)
         steps, changes_generation = start.steps, start.changes_generation
         admission = self._admission(sampler.steps, start)
-        parts = WorkerParts(self._config.extensions, start.events) if self._config.extensions else None
+        parts = self._parts
+        if parts is not None:
+            parts.start_epoch(start.events)
         claims = self._control.claims if self._workers else None
         numbers = self._numbers = Numbers(claims, start.generation, self._ahead + 2, self._numbers)
         number = 0
@@ -243,6 +248,8 @@ class WorkerLoop:
 
     def close(self) -> None:
         """Stop the fills and close the tier. Idempotent."""
+        if self._parts is not None:
+            self._parts.close()
         self._reader.close()
 
     def _wait_until(self, holds: Callable[[], bool]) -> None:

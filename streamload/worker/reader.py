@@ -21,6 +21,7 @@ from streamload.cache.selection import Numbers
 from streamload.cache.shard_cache import Facts, ShardCache
 from streamload.cache.shard_copy import ReadMemory
 from streamload.cache.shard_view import Found
+from streamload.extension import ReadProgress
 from streamload.ipc import ControlBlock
 from streamload.metrics import Counters
 from streamload.order.group import GroupOrder
@@ -33,7 +34,6 @@ from streamload.shards.samples import Entry
 from streamload.worker.blocked import Action, Blocked, Superseded, Wait, decide, poll_seconds
 from streamload.worker.fills import Fills
 from streamload.worker.messages import EpochStart, WorkerConfig
-from streamload.worker.progress import ProgressPublisher
 from streamload.worker.reference_stream import ReferenceStream
 from streamload.worker.shortage import Shortage
 from streamload.worker.spans import Spans
@@ -90,7 +90,6 @@ class Reader:
         )
         self._cache.shared_facts = self._fills.shared_facts
         self._shortage = Shortage(config, control, self._fills, self._cache)
-        self._publisher = ProgressPublisher.of(config) if worker == 0 else None
         self._start: EpochStart | None = None
         self._row = worker + 1 if workers else 0  # of this process, in the control block
         self._streams: dict[tuple[int, int], ReferenceStream] = {}
@@ -259,7 +258,7 @@ class Reader:
         return blocked
 
     def let_go(self) -> None:
-        """Close the shards that no known reference needs, and announce and publish the progress."""
+        """Close the shards that no known reference needs, and announce the progress."""
         mean_bytes = 0.0 if self._known_ahead else self._cache.mean_sample_bytes()
         if mean_bytes:
             self._known_ahead = max(_FEWEST_KNOWN, int(self._tier.limit_bytes / KNOWN_PART / mean_bytes))
@@ -268,16 +267,16 @@ class Reader:
         self._fills.features.keep_open(in_use)
         for stream in self._streams.values():
             stream.tell_progress()
-        if self._publisher is not None:
-            assert self._start is not None
-            ahead, mean_bytes = self._shards_ahead(), self._cache.mean_bytes()
-            self._publisher.publish(self._start.epoch, self._streams, ahead, mean_bytes)
+
+    def progress(self) -> ReadProgress:
+        """How far the groups are."""
+        assert self._start is not None
+        fronts = {key: stream.front for key, stream in self._streams.items()}
+        return ReadProgress(self._start.epoch, fronts, self._shards_ahead(), self._cache.mean_bytes())
 
     def close(self) -> None:
         """Stop the fills and release the tier. Idempotent."""
         self._end_listening()
-        if self._publisher is not None:
-            self._publisher.close()
         self._fills.stop()
         self._forget_streams()
         self._cache.close()
