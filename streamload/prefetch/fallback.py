@@ -176,9 +176,9 @@ class FallbackPolicy:
         if not isinstance(cause, OSError) or not is_shortage(cause) or isinstance(cause, LimitReached):
             return False
         with self._lock:
-            now = time.monotonic()
-            self._short_since = self._short_since or now
-            return now - self._short_since < PATIENCE_SECONDS
+            now_seconds = time.monotonic()
+            self._short_since = self._short_since or now_seconds
+            return now_seconds - self._short_since < PATIENCE_SECONDS
 
     def went_well(self) -> None:
         """Note that the shortage has passed."""

@@ -56,18 +56,18 @@ class Heartbeat:
 
         A touch's time is compared with the last one seen, never with a clock: those of two machines differ.
         """
-        now = time.monotonic()
+        now_seconds = time.monotonic()
         with self._lock:
             before = self._touched.get(digest, {})
-        seen: dict[Path, tuple[int, float]] = {}
+        parts: dict[Path, tuple[int, float]] = {}
         for path in tier.parts(digest):
             with contextlib.suppress(FileNotFoundError):
                 touched = (path / "index").stat().st_mtime_ns
-                last, since = before.get(path, (touched, now))
-                seen[path] = (touched, since if touched == last else now)
+                last, since = before.get(path, (touched, now_seconds))
+                parts[path] = (touched, since if touched == last else now_seconds)
         with self._lock:
-            self._touched[digest] = seen
-        return [path for path, (_, since) in seen.items() if now - since >= self._stopped_seconds]
+            self._touched[digest] = parts
+        return [path for path, (_, since) in parts.items() if now_seconds - since >= self._stopped_seconds]
 
     def close(self) -> None:
         """Stop the heartbeats. Idempotent."""

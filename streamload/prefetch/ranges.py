@@ -71,30 +71,30 @@ class Ranges:
         """Request ranges that will be read soon; only some of them if much is on its way."""
         self._turn += 1
         self._blocks = [block for block in self._blocks if self._turn - block.turn < _TURNS_KEPT]
-        ordered = sorted(set(ranges), key=lambda one: (one.shard.digest, one.start))
-        for _, own in groupby(ordered, key=lambda one: one.shard.digest):
-            for some in _joined([one for one in own if self._holding(one) is None]):
+        ordered = sorted(set(ranges), key=lambda part: (part.shard.digest, part.start))
+        for _, of_shard in groupby(ordered, key=lambda part: part.shard.digest):
+            for group in _joined([part for part in of_shard if self._holding(part) is None]):
                 if sum(block.stop - block.start for block in self._blocks) > _AHEAD_BYTES:
                     return
-                whole = some[0]._replace(stop=max(one.stop for one in some))
+                whole = group[0]._replace(stop=max(part.stop for part in group))
                 self._pool = self._pool or ThreadPoolExecutor(_AT_ONCE, "streamload-range")
                 data = self._pool.submit(self._read, whole)
                 place = whole.shard.digest, whole.start, whole.stop
-                self._blocks.append(_Block(*place, data, len(some), self._turn))
+                self._blocks.append(_Block(*place, data, len(group), self._turn))
 
-    def read(self, wanted: Range) -> bytes:
+    def read(self, part: Range) -> bytes:
         """The bytes of a range, by an earlier request if there was one.
 
         Raises:
             OriginError, DatasetChanged: they can't be read.
         """
-        block = self._holding(wanted)
+        block = self._holding(part)
         if block is None:
-            return self._read(wanted)
+            return self._read(part)
         block.left -= 1
         if not block.left:
             self._blocks.remove(block)
-        return block.data.result()[wanted.start - block.start : wanted.stop - block.start]
+        return block.data.result()[part.start - block.start : part.stop - block.start]
 
     def close(self) -> None:
         """Wait for running requests, which the origins' event ends. Idempotent."""
@@ -105,25 +105,25 @@ class Ranges:
         while self._idle:
             self._idle.pop()[1].close()
 
-    def _holding(self, wanted: Range) -> _Block | None:
-        digest, start, stop = wanted.shard.digest, wanted.start, wanted.stop
+    def _holding(self, part: Range) -> _Block | None:
+        digest, start, stop = part.shard.digest, part.start, part.stop
         for block in self._blocks:
             if block.digest == digest and block.start <= start and stop <= block.stop:
                 return block
         return None
 
-    def _read(self, wanted: Range) -> bytes:
-        with self._origin(wanted.shard) as origin:
-            return origin.read(wanted.start, wanted.stop, wanted.version)
+    def _read(self, part: Range) -> bytes:
+        with self._origin(part.shard) as origin:
+            return origin.read(part.start, part.stop, part.version)
 
     @contextlib.contextmanager
     def _origin(self, shard: Shard) -> Iterator[Origin]:
         """An origin of a shard that no other thread uses."""
         with self._lock:
-            found = next((one for one in self._idle if one[0] == shard.digest), None)
-            if found is not None:
-                self._idle.remove(found)
-        origin = self._open_origin(shard) if found is None else found[1]
+            idle = next((entry for entry in self._idle if entry[0] == shard.digest), None)
+            if idle is not None:
+                self._idle.remove(idle)
+        origin = self._open_origin(shard) if idle is None else idle[1]
         try:
             yield origin
         except BaseException:
@@ -138,12 +138,12 @@ class Ranges:
 
 def _joined(ranges: Iterable[Range]) -> list[list[Range]]:
     """Ascending ranges of one shard, grouped into requests."""
-    found: list[list[Range]] = []
-    for one in ranges:
-        last = found[-1] if found else []
-        is_near = last and one.start - last[-1].stop <= _GAP_BYTES
-        if is_near and one.stop - last[0].start <= _LONGEST_BYTES:
-            last.append(one)
+    groups: list[list[Range]] = []
+    for part in ranges:
+        last = groups[-1] if groups else []
+        is_near = last and part.start - last[-1].stop <= _GAP_BYTES
+        if is_near and part.stop - last[0].start <= _LONGEST_BYTES:
+            last.append(part)
         else:
-            found.append([one])
-    return found
+            groups.append([part])
+    return groups

@@ -98,12 +98,12 @@ class FillScheduler:
 
     def want(self, requests: Sequence[FillRequest]) -> None:
         """Set the requests, the most urgent first; replaces those set before."""
-        wanted: dict[str, FillRequest] = {}
+        by_digest: dict[str, FillRequest] = {}
         for request in requests:  # of several for one shard the most urgent counts
-            wanted.setdefault(request.shard.digest, request)
+            by_digest.setdefault(request.shard.digest, request)
         with self._change:
-            if list(wanted.values()) != list(self._requests.values()):
-                self._requests = wanted
+            if list(by_digest.values()) != list(self._requests.values()):
+                self._requests = by_digest
                 self._change.notify()  # a thread that takes a shard wakes another for the next one
 
     def look_again(self, shard: Shard | None = None) -> None:
@@ -151,13 +151,13 @@ class FillScheduler:
         no thread watches any more.
         """
         with self._change:
-            now = time.monotonic()
-            taken, has_more, until = self._due(now)
-            if taken is not None:
-                self._busy.add(taken.digest)
+            now_seconds = time.monotonic()
+            shard, has_more, until = self._due(now_seconds)
+            if shard is not None:
+                self._busy.add(shard.digest)
                 if has_more or not self._is_watched:
                     self._change.notify()
-                return taken
+                return shard
             if self._stop.is_set():  # it is set before the last notification
                 return None
             if self._is_watched:
@@ -165,7 +165,7 @@ class FillScheduler:
                 return None
             self._is_watched = True
             try:
-                self._change.wait(timeout=until - now)
+                self._change.wait(timeout=until - now_seconds)
             finally:
                 self._is_watched = False
             return None
@@ -217,24 +217,24 @@ class FillScheduler:
         for thread in threads:
             thread.join()
 
-    def _due(self, now: float) -> tuple[Shard | None, bool, float]:
+    def _due(self, now_seconds: float) -> tuple[Shard | None, bool, float]:
         """The first free shard that is due; whether there is another; else when to look again."""
-        taken, until = None, now + _IDLE_SECONDS
+        shard, until = None, now_seconds + _IDLE_SECONDS
         if len(self._busy) - self._yielding >= self._at_once:
             return None, False, until
         for digest, request in self._requests.items():
             if digest in self._busy:
                 continue
             due = self._not_before.get(digest, 0.0)
-            if due <= now:
-                if taken is not None:
-                    return taken, True, until
-                taken = request.shard
+            if due <= now_seconds:
+                if shard is not None:
+                    return shard, True, until
+                shard = request.shard
             elif not request.is_needed and digest in self._refused:
                 break  # later ones won't find room either
             else:
                 until = min(until, due)
-        return taken, False, until
+        return shard, False, until
 
     def _thread(self, number: int) -> threading.Thread:
         return threading.Thread(target=self._work, name=f"streamload-fill-{number}", daemon=True)

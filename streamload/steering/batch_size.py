@@ -100,21 +100,21 @@ class FunctionBatchPolicy:
         return SizeDecided(self.function(measured), None, getattr(self.function, "__name__", "function"))
 
 
-def as_batch_policy(given: BatchPolicy | PlainFunction) -> BatchPolicy:
+def as_batch_policy(policy: BatchPolicy | PlainFunction) -> BatchPolicy:
     """Return a policy as it is, and a plain function as a policy that is asked every 200 steps.
 
     Raises:
         OptionError: it is neither, or its `every` isn't a positive whole number.
     """
-    if isinstance(given, type):
-        raise OptionError(f"batch_policy={given.__name__} is a class; give an object: {given.__name__}(…)")
-    if isinstance(given, BatchPolicy):
-        at_least(1, every=given.every)
-        return given
-    if callable(given):
-        return FunctionBatchPolicy(given)
+    if isinstance(policy, type):
+        raise OptionError(f"batch_policy={policy.__name__} is a class; give an object: {policy.__name__}(…)")
+    if isinstance(policy, BatchPolicy):
+        at_least(1, every=policy.every)
+        return policy
+    if callable(policy):
+        return FunctionBatchPolicy(policy)
     raise OptionError(
-        f"batch_policy={given!r:.100}; expected ThroughputBalanced(least=…, most=…), a function of what was "
+        f"batch_policy={policy!r:.100}; expected ThroughputBalanced(least=…, most=…), a function of what was "
         f"measured that returns a size or None, or an object with `every` and `decide`"
     )
 
@@ -150,42 +150,42 @@ class ThroughputBalanced:
 
     def decide(self, measured: Measured, memory: Any) -> SizeDecided:
         """Return the size from now on; see BatchPolicy."""
-        now = _Memory(**memory) if memory is not None else _Memory()
-        now = now._replace(seen=now.seen + 1)
-        if now.seen <= _FIRST_IGNORED:
-            return SizeDecided(None, now._asdict(), "the first intervals don't count")
-        rates = [*now.rates, measured.rows_per_second][-_LONGEST_TRIAL:]
-        if now.tried_from:
-            return self._judged(measured, now._replace(rates=rates))
-        if now.rest:
-            return SizeDecided(None, now._replace(rates=rates, rest=now.rest - 1)._asdict(), "rests")
-        waits = now.waits + 1 if measured.wait_share > _HIGH else 0
-        calm = now.calm + 1 if measured.wait_share < _LOW else 0
+        current = _Memory(**memory) if memory is not None else _Memory()
+        current = current._replace(seen=current.seen + 1)
+        if current.seen <= _FIRST_IGNORED:
+            return SizeDecided(None, current._asdict(), "the first intervals don't count")
+        rates = [*current.rates, measured.rows_per_second][-_LONGEST_TRIAL:]
+        if current.tried_from:
+            return self._judged(measured, current._replace(rates=rates))
+        if current.rest:
+            return SizeDecided(None, current._replace(rates=rates, rest=current.rest - 1)._asdict(), "rests")
+        waits = current.waits + 1 if measured.wait_share > _HIGH else 0
+        calm = current.calm + 1 if measured.wait_share < _LOW else 0
         larger = max(self.least, self._rounded(measured.size * _FACTOR), measured.size + self.multiple)
         size = min(self.most, larger)
-        kept = now._replace(rates=rates, waits=min(waits, _PATIENCE), calm=min(calm, _PATIENCE))
+        kept = current._replace(rates=rates, waits=min(waits, _PATIENCE), calm=min(calm, _PATIENCE))
         if waits < _PATIENCE and calm < _PATIENCE:
             return SizeDecided(None, kept._asdict(), "no change")
         if size <= measured.size:
             return SizeDecided(None, kept._asdict(), "no size beyond this one is allowed")
         kept = kept._replace(rates=[], before=rates, waits=0, calm=0, tried_from=measured.size)
-        what = "waiting for data" if waits else "the device"
+        limit = "waiting for data" if waits else "the device"
         share = f"{measured.wait_share:.0%} of the time is waiting"
-        return SizeDecided(size, kept._asdict(), f"{what} is the limit: {share}")
+        return SizeDecided(size, kept._asdict(), f"{limit} is the limit: {share}")
 
-    def _judged(self, measured: Measured, now: _Memory) -> SizeDecided:
+    def _judged(self, measured: Measured, current: _Memory) -> SizeDecided:
         """Keep the size that is tried, or take it back."""
-        gain, error = _gain(now.before, now.rates)
-        is_sure = len(now.rates) >= _SHORTEST_TRIAL and abs(gain - _GAIN) >= _DEVIATIONS * error
-        if not is_sure and len(now.rates) < _LONGEST_TRIAL:
-            return SizeDecided(None, now._asdict(), "tries this size")
+        gain, error = _gain(current.before, current.rates)
+        is_sure = len(current.rates) >= _SHORTEST_TRIAL and abs(gain - _GAIN) >= _DEVIATIONS * error
+        if not is_sure and len(current.rates) < _LONGEST_TRIAL:
+            return SizeDecided(None, current._asdict(), "tries this size")
         if gain >= _GAIN:
-            kept = now._replace(before=[], tried_from=0, next_rest=_FIRST_REST)
+            kept = current._replace(before=[], tried_from=0, next_rest=_FIRST_REST)
             return SizeDecided(None, kept._asdict(), f"keeps this size: {gain:+.1%} samples a second")
-        rest = now.next_rest
-        kept = now._replace(rates=[], before=[], tried_from=0, rest=rest)
-        kept = kept._replace(next_rest=min(2 * rest, _LONGEST_REST))
-        return SizeDecided(now.tried_from, kept._asdict(), f"back: {gain:+.1%} samples a second")
+        steps = current.next_rest
+        kept = current._replace(rates=[], before=[], tried_from=0, rest=steps)
+        kept = kept._replace(next_rest=min(2 * steps, _LONGEST_REST))
+        return SizeDecided(current.tried_from, kept._asdict(), f"back: {gain:+.1%} samples a second")
 
     def _rounded(self, size: float) -> int:
         return max(1, round(size / self.multiple)) * self.multiple

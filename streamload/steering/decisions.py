@@ -155,9 +155,9 @@ def read_lines(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
 
 def _checked(line: bytes, before: str, where: str) -> tuple[dict[str, Any], str]:
     """A line's values and checksum."""
-    body, given = line[:-_SUM_BYTES], line[-_SUM_BYTES:]
+    body, checksum = line[:-_SUM_BYTES], line[-_SUM_BYTES:]
     total = xxhash.xxh3_64_hexdigest(before.encode() + body)
-    if given != f'{_SUM}{total}"}}'.encode():
+    if checksum != f'{_SUM}{total}"}}'.encode():
         raise DecisionsError(
             f"{where}: altered or damaged after it was written (its checksum doesn't match, or a line before "
             f"it is missing)"

@@ -25,54 +25,54 @@ def interval(summary: Summary, every: int) -> int:
     return max(every, int(summary.step * _INTERVAL))
 
 
-def towards(shares: Floats, wanted: Floats) -> Floats:
+def towards(shares: Floats, target: Floats) -> Floats:
     """Return the shares that are wanted, or as far on the way to them as one decision goes."""
-    moved = moved_by(shares, wanted)
-    return wanted if moved <= _MOST_MOVED else shares + (wanted - shares) * (_MOST_MOVED / moved)
+    moved = moved_by(shares, target)
+    return target if moved <= _MOST_MOVED else shares + (target - shares) * (_MOST_MOVED / moved)
 
 
-def moved_by(shares: Floats, wanted: Floats) -> float:
+def moved_by(shares: Floats, target: Floats) -> float:
     """Return the part of all samples that come from another source then."""
-    return float(np.abs(wanted - shares).sum()) / 2
+    return float(np.abs(target - shares).sum()) / 2
 
 
-def floors(summary: Summary, given: Floats, floor: float) -> Floats:
+def floors(summary: Summary, base: Floats, floor: float) -> Floats:
     """Return the least share of each source: the sources' own floors, and a policy's."""
-    own = np.array([source.floor for source in summary.sources])
-    return np.asarray(np.maximum(own, np.minimum(floor, given / 2)), np.float64)
+    source_floors = np.array([source.floor for source in summary.sources])
+    return np.asarray(np.maximum(source_floors, np.minimum(floor, base / 2)), np.float64)
 
 
-def caps(summary: Summary, given: Floats, max_passes: float) -> Floats:
+def caps(summary: Summary, base: Floats, max_passes: float) -> Floats:
     """Return the largest share of each source: the given one if it will soon have `max_passes`."""
-    found = np.ones(len(summary.sources))
+    most = np.ones(len(summary.sources))
     for place, source in enumerate(summary.sources):
         soon = source.total_samples + 2 * source.samples  # a decision counts some steps later
         if source.passes and source.passes * soon > max_passes * source.total_samples:
-            found[place] = given[place]
-    return found
+            most[place] = base[place]
+    return most
 
 
 def exceeds_caps(policy: Any, summary: Summary, kept: Mapping[str, Any]) -> bool:
     """Return whether a source has more than its cap, which can't wait until shares change anyway."""
     shares = np.array([source.share for source in summary.sources])
-    given = np.array(kept["given"])
-    least = floors(summary, given, policy.floor)
-    return bool((shares > np.maximum(least, caps(summary, given, policy.max_passes)) + _ROUNDING).any())
+    base = np.array(kept["given"])
+    least = floors(summary, base, policy.floor)
+    return bool((shares > np.maximum(least, caps(summary, base, policy.max_passes)) + _ROUNDING).any())
 
 
-def bounded(wanted: Floats, least: Floats, most: Floats) -> Floats:
+def bounded(target: Floats, least: Floats, most: Floats) -> Floats:
     """Return shares in proportion to those wanted, none below `least` or above `most`; their sum is 1.
 
     The bounds have to leave room: the sum of `least` is at most 1, and that of `most` at least 1.
     """
     low, high = 0.0, 1.0
-    while np.clip(wanted * high, least, most).sum() < 1 and high < 1e12:
+    while np.clip(target * high, least, most).sum() < 1 and high < 1e12:
         low, high = high, high * 2
     for _ in range(100):
         middle = (low + high) / 2
-        low, high = (middle, high) if np.clip(wanted * middle, least, most).sum() < 1 else (low, middle)
-    found = np.clip(wanted * high, least, most)
-    return np.asarray(found / found.sum(), np.float64)
+        low, high = (middle, high) if np.clip(target * middle, least, most).sum() < 1 else (low, middle)
+    shares = np.clip(target * high, least, most)
+    return np.asarray(shares / shares.sum(), np.float64)
 
 
 def given_shares(memory: Mapping[str, Any] | None, shares: Floats) -> dict[str, Any]:
@@ -81,8 +81,8 @@ def given_shares(memory: Mapping[str, Any] | None, shares: Floats) -> dict[str, 
     Shares in effect that no decision made come from the user, who changed them during the run.
     """
     if memory is not None:
-        known = [memory["given"], *memory["decided"]]
-        if any(np.allclose(shares, each, atol=1e-3) for each in known):
+        earlier = [memory["given"], *memory["decided"]]
+        if any(np.allclose(shares, earlier_shares, atol=1e-3) for earlier_shares in earlier):
             return {"given": memory["given"], "decided": memory["decided"]}
     return {"given": shares.tolist(), "decided": []}
 
@@ -104,23 +104,23 @@ def checked(policy: Any) -> None:
         raise OptionError(f"{name}(every={policy.every!r}); expected a number of steps from 1")
 
 
-def step_towards(wanted: Floats, policy: Any, summary: Summary, kept: dict[str, Any], reason: str) -> Decided:
+def step_towards(target: Floats, policy: Any, summary: Summary, kept: dict[str, Any], reason: str) -> Decided:
     """Return the decision for shares that are wanted: one step, within floors and caps.
 
     Args:
-        wanted: shares: float[sources].
+        target: shares: float[sources].
         policy: its `floor` and `max_passes` count.
         summary: of the decision.
         kept: the policy's memory, with that of `given_shares`; what is decided is added.
         reason: for the log.
     """
     shares = np.array([source.share for source in summary.sources])
-    given = np.array(kept["given"])
-    least = floors(summary, given, policy.floor)
-    most = np.maximum(least, caps(summary, given, policy.max_passes))
-    found = bounded(towards(shares, wanted), least, most)
-    if moved_by(shares, found) < _LEAST_MOVED and not exceeds_caps(policy, summary, kept):
+    base = np.array(kept["given"])
+    least = floors(summary, base, policy.floor)
+    most = np.maximum(least, caps(summary, base, policy.max_passes))
+    limited = bounded(towards(shares, target), least, most)
+    if moved_by(shares, limited) < _LEAST_MOVED and not exceeds_caps(policy, summary, kept):
         return Decided(None, kept, "too little to move")
-    kept["decided"] = [*kept["decided"][-1:], found.tolist()]
+    kept["decided"] = [*kept["decided"][-1:], limited.tolist()]
     names = [source.name for source in summary.sources]
-    return Decided(dict(zip(names, found.tolist(), strict=True)), kept, reason)
+    return Decided(dict(zip(names, limited.tolist(), strict=True)), kept, reason)

@@ -80,5 +80,5 @@ def _text(x: float, y: float, words: str, anchor: str = "start") -> str:
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, colour: str, width: int) -> str:
-    at = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
-    return f'<line {at} stroke="{colour}" stroke-width="{width}"/>'
+    ends = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
+    return f'<line {ends} stroke="{colour}" stroke-width="{width}"/>'

@@ -69,30 +69,32 @@ class FunctionPolicy:
         return Decided(weights, None, "no change" if weights is None else name)
 
 
-def as_policy(given: Policy | PlainFunction, names: Sequence[str] | None = None) -> Policy:
+def as_policy(policy: Policy | PlainFunction, names: Sequence[str] | None = None) -> Policy:
     """Return a policy as it is, and a plain function as a policy that is asked every 200 steps.
 
     Args:
-        given: the policy or function.
+        policy: the policy or function.
         names: of the run's sources, if known: a policy whose `names` has others is refused.
 
     Raises:
         OptionError: it is neither, its `every` isn't a positive whole number, or it names unknown sources.
     """
-    unknown = sorted(set(getattr(given, "names", ())) - set(names)) if names is not None else []
+    unknown = sorted(set(getattr(policy, "names", ())) - set(names)) if names is not None else []
     if unknown:
         raise OptionError(f"mixing= names the source {unknown[0]!r}; there are: {', '.join(names or ())}")
-    if isinstance(given, type):
-        raise OptionError(f"mixing={given.__name__} is a class; give an object: {given.__name__}(…)")
-    if isinstance(given, Policy):
-        every = given.every
+    if isinstance(policy, type):
+        raise OptionError(f"mixing={policy.__name__} is a class; give an object: {policy.__name__}(…)")
+    if isinstance(policy, Policy):
+        every = policy.every
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise OptionError(f"{type(given).__name__}.every is {every!r}; expected a number of steps from 1")
-        return given
-    if callable(given):
-        return FunctionPolicy(given)
+            raise OptionError(
+                f"{type(policy).__name__}.every is {every!r}; expected a number of steps from 1"
+            )
+        return policy
+    if callable(policy):
+        return FunctionPolicy(policy)
     raise OptionError(
-        f"mixing={given!r}; expected Progress(), Schedule({{step: weights}}), Target(reference), "
+        f"mixing={policy!r}; expected Progress(), Schedule({{step: weights}}), Target(reference), "
         f"TokenShares(), a function of a Summary, or an object with `every` and `decide`"
     )
 
@@ -111,10 +113,10 @@ def weights_of(decided: Decided, summary: Summary) -> tuple[float, ...] | None:
             raise OptionError(f"the policy gave a weight to {name!r}, and the sources are {', '.join(names)}")
         if not hasattr(weight, "__float__") or not isfinite(weight) or weight < 0:
             raise OptionError(f"the policy gave {name!r} the weight {weight!r}; expected a number from 0")
-    found = tuple(float(decided.weights.get(source.name, source.weight)) for source in summary.sources)
-    if not any(found):
+    weights = tuple(float(decided.weights.get(source.name, source.weight)) for source in summary.sources)
+    if not any(weights):
         raise OptionError("the policy gave every source the weight 0, which leaves nothing to read")
-    return found
+    return weights
 
 
 def kept_memory(memory: Any) -> Any:

@@ -75,10 +75,10 @@ class Progress:
             self._gain(source, bins, source.share * ahead)
             for source, bins in zip(summary.sources, kept["bins"], strict=True)
         ]
-        wanted, reason = wanted_shares(shares, np.array(kept["given"]), gains)
-        if wanted is None:
+        target, reason = wanted_shares(shares, np.array(kept["given"]), gains)
+        if target is None:
             return Decided(None, kept, reason)
-        return step_towards(wanted, self, summary, kept, reason)
+        return step_towards(target, self, summary, kept, reason)
 
     def _reported(self, source: SourceSummary) -> list[Bin]:
         if self.signal == "loss":
@@ -95,7 +95,7 @@ class Progress:
         return Gain(gain.value * worth, gain.error * worth)
 
 
-def wanted_shares(shares: Floats, given: Floats, gains: Sequence[Gain | None]) -> tuple[Floats | None, str]:
+def wanted_shares(shares: Floats, base: Floats, gains: Sequence[Gain | None]) -> tuple[Floats | None, str]:
     """Return the shares that follow from the gains, and the reason; None where it is all noise.
 
     Moving away from the given shares takes more evidence than moving back. Otherwise a source that was right
@@ -103,26 +103,26 @@ def wanted_shares(shares: Floats, given: Floats, gains: Sequence[Gain | None]) -
 
     Args:
         shares: in effect: float[sources].
-        given: by the user: float[sources].
+        base: by the user: float[sources].
         gains: of each source; None: unknown, it keeps its share.
     """
-    known = np.array([gain is not None for gain in gains]) & (shares > 0)
-    if known.sum() < 2:
+    are_known = np.array([gain is not None for gain in gains]) & (shares > 0)
+    if are_known.sum() < 2:
         return None, "too few reports"
     if not any(gain.value > 0 for gain in gains if gain):
         return None, "no loss falls"
     values, errors = np.array([no_less_than_nothing(gain) if gain else (0.0, 0.0) for gain in gains]).T
-    part = np.where(known, shares, 0.0)
+    part = np.where(are_known, shares, 0.0)
     part /= part.sum()
     mean = float(part @ values)
     spread = np.sqrt(errors**2 + float(part**2 @ errors**2))
-    apart = np.where(known, np.abs(values - mean), 0.0)
-    back = (values - mean) * (given - shares) > 0
+    apart = np.where(are_known, np.abs(values - mean), 0.0)
+    back = (values - mean) * (base - shares) > 0
     if not (apart > np.where(back, _BACK, _CERTAIN) * spread).any():
         return None, "no difference beyond noise"
     enough = np.where(back, _BACK, _EXCESS)
     excess = np.sign(values - mean) * np.maximum(0.0, apart - enough * spread)
-    wanted = shares * np.clip(1 + excess / mean, 1 / _RATIO, _RATIO)
-    wanted[known] *= shares[known].sum() / wanted[known].sum()
+    target = shares * np.clip(1 + excess / mean, 1 / _RATIO, _RATIO)
+    target[are_known] *= shares[are_known].sum() / target[are_known].sum()
     relative = ", ".join(f"{gain.value / mean:.2f}" if gain else "?" for gain in gains)
-    return wanted, f"gains in relation to their mean: {relative}"
+    return target, f"gains in relation to their mean: {relative}"

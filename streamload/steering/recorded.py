@@ -52,7 +52,7 @@ def ask(policy: Policy, points: list[Point]) -> list[tuple[dict[str, float], str
     Raises:
         OptionError: its weights can't be used.
     """
-    memory, found = None, []
+    memory, decisions = None, []
     shares = {source.name: source.share for source in points[0].sources}
     for point in points:
         sources = tuple(
@@ -64,8 +64,8 @@ def ask(policy: Policy, points: list[Point]) -> list[tuple[dict[str, float], str
         if weights is not None:
             total = sum(weights)
             shares = {s.name: weight / total for s, weight in zip(sources, weights, strict=True)}
-        found.append((dict(shares), decided.reason))
-    return found
+        decisions.append((dict(shares), decided.reason))
+    return decisions
 
 
 def _with_share(source: SourceSummary, share: float) -> SourceSummary:
@@ -77,27 +77,27 @@ def _of_log(path: Path) -> Iterator[Point]:
     for line, _ in read_lines(path):
         if line["kind"] != WEIGHTS or not line.get("sources"):
             continue
-        for one in line["sources"]:
-            totals[one["name"]] = totals.get(one["name"], 0) + one["samples"]
-        sources = tuple(_source(one, totals[one["name"]]) for one in line["sources"])
+        for source in line["sources"]:
+            totals[source["name"]] = totals.get(source["name"], 0) + source["samples"]
+        sources = tuple(_source(source, totals[source["name"]]) for source in line["sources"])
         yield Point(line["step"], line.get("reason", ""), sources)
 
 
-def _source(one: Mapping[str, Any], total: int) -> SourceSummary:
+def _source(values: Mapping[str, Any], total: int) -> SourceSummary:
     losses = [NOTHING] * PARTS
-    losses[PARTS // 2] = _signal(one.get("loss"), one.get("reported") or 1)
+    losses[PARTS // 2] = _signal(values.get("loss"), values.get("reported") or 1)
     return SourceSummary(
-        one["name"],
-        one["share"],
-        one["share"],
-        samples=one["samples"],
+        values["name"],
+        values["share"],
+        values["share"],
+        samples=values["samples"],
         total_samples=total,
-        passes=one.get("passes"),
+        passes=values.get("passes"),
         losses=tuple(losses),
-        alignment=_signal(one.get("alignment"), 1),
-        evaluation=one.get("evaluation"),
-        bad=one.get("bad") or 0,
-        tokens=_signal(one.get("tokens"), 1),
+        alignment=_signal(values.get("alignment"), 1),
+        evaluation=values.get("evaluation"),
+        bad=values.get("bad") or 0,
+        tokens=_signal(values.get("tokens"), 1),
     )
 
 
@@ -123,14 +123,14 @@ def _of_csv(path: Path) -> Iterator[Point]:
             raise OptionError(f"{path}: step {step}; expected a number from 1")
         sources = []
         for name in names:
-            given = rows.get(name, {})
-            samples = int(given.get("samples", step - before))
+            reported = rows.get(name, {})
+            samples = int(reported.get("samples", step - before))
             totals[name] += samples
-            one = {"name": name, "share": given.get("share", 1 / len(names)), "samples": samples}
-            sources.append(_source({**one, "reported": samples, **_reported(given)}, totals[name]))
+            values = {"name": name, "share": reported.get("share", 1 / len(names)), "samples": samples}
+            sources.append(_source({**values, "reported": samples, **_reported(reported)}, totals[name]))
         yield Point(step, "", tuple(sources))
         before = step
 
 
-def _reported(given: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: given.get(name) for name in ("loss", "alignment", "evaluation", "passes")}
+def _reported(values: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: values.get(name) for name in ("loss", "alignment", "evaluation", "passes")}

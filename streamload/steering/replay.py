@@ -90,17 +90,17 @@ class Replay:
         Raises:
             DecisionsError: the log begins after that position.
         """
-        begun = next((one for one in self._sequences if one.number == sequence), None)
-        if begun is None:
+        recorded = self._sequence(sequence)
+        if recorded is None:
             return [self._sequences[-1].weights[-1]._replace(position=0)]
-        if position < begun.position:
+        if position < recorded.position:
             raise DecisionsError(
                 f"{self.path} begins at step {self.run['since']['step']}, where its run was resumed without "
                 f"the file: load a state of that step or a later one, or give the log from its beginning"
             )
-        found = begun.weights
-        first = max((i for i, one in enumerate(found) if one.position <= position), default=0)
-        return found[first:]
+        weights = recorded.weights
+        first = max((i for i, change in enumerate(weights) if change.position <= position), default=0)
+        return weights[first:]
 
     @property
     def base_batch(self) -> int:
@@ -112,12 +112,15 @@ class Replay:
 
         Of a sequence that the log doesn't have, the size that was set last.
         """
-        begun = next((one for one in self._sequences if one.number == sequence), None)
-        if begun is None:
+        recorded = self._sequence(sequence)
+        if recorded is None:
             return [size._replace(position=0) for size in self._sequences[-1].sizes[-1:]]
-        found = begun.sizes
-        first = max((i for i, one in enumerate(found) if one.position <= position), default=0)
-        return found[first:]
+        sizes = recorded.sizes
+        first = max((i for i, size in enumerate(sizes) if size.position <= position), default=0)
+        return sizes[first:]
+
+    def _sequence(self, number: int) -> _Sequence | None:
+        return next((recorded for recorded in self._sequences if recorded.number == number), None)
 
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
         """The lines of one kind, in the order in which they were written."""
@@ -126,7 +129,7 @@ class Replay:
 
 def changes_of(recorded: Sequence[Recorded]) -> tuple[Change, ...]:
     """What changes shares."""
-    return tuple(Change(one.position, one.shares) for one in recorded)
+    return tuple(Change(weights.position, weights.shares) for weights in recorded)
 
 
 def _sequences(path: Path, run: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> Iterator[_Sequence]:
@@ -136,20 +139,20 @@ def _sequences(path: Path, run: Mapping[str, Any], lines: Sequence[Mapping[str, 
         DecisionsError: a line lacks something.
     """
     try:
-        now = _begun(run["since"])
+        current = _begun(run["since"])
         for line in lines:
             if line["kind"] == SEQUENCE:
-                yield now
-                now = _begun(line)
+                yield current
+                current = _begun(line)
             elif line["kind"] == WEIGHTS and line["shares"] is not None:
-                one = _recorded(line["position"], line["shares"], line["weights"])
-                kept = [earlier for earlier in now.weights if earlier.position < one.position]
-                now = now._replace(weights=[*kept, one])
+                weights = _recorded(line["position"], line["shares"], line["weights"])
+                kept = [earlier for earlier in current.weights if earlier.position < weights.position]
+                current = current._replace(weights=[*kept, weights])
             elif line["kind"] == BATCH_SIZE:
                 size = _resize(line["position"], line["batch"], line["block"])
-                earlier_sizes = [earlier for earlier in now.sizes if earlier.position < size.position]
-                now = now._replace(sizes=[*earlier_sizes, size])
-        yield now
+                earlier_sizes = [earlier for earlier in current.sizes if earlier.position < size.position]
+                current = current._replace(sizes=[*earlier_sizes, size])
+        yield current
     except (KeyError, TypeError, ValueError, IndexError) as exc:
         raise DecisionsError(f"{path} isn't a log of decisions: {exc!r:.200}") from None
 

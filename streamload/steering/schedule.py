@@ -43,7 +43,7 @@ class Schedule:
                 raise OptionError(
                     f"Schedule: {step!r} is not a step from 1; a run begins with the weights of its Sources"
                 )
-            if not isinstance(weights, Mapping) or not all(_is_weight(each) for each in weights.values()):
+            if not isinstance(weights, Mapping) or not all(_is_weight(weight) for weight in weights.values()):
                 raise OptionError(f"Schedule, step {step}: {weights!r}; expected {{name: number from 0}}")
         if not isinstance(self.every, int) or self.every < 0:
             raise OptionError(f"Schedule(every={self.every!r}); expected a number of steps from 1")
@@ -71,8 +71,8 @@ class Schedule:
             OptionError: the file isn't there, or holds something else.
         """
         try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
-            changes = {int(step): weights for step, weights in found.items()}
+            by_step = json.loads(Path(path).read_text(encoding="utf-8"))
+            changes = {int(step): weights for step, weights in by_step.items()}
         except (OSError, ValueError, AttributeError) as exc:
             raise OptionError(
                 f'{path} holds no schedule: {exc}; expected JSON: {{"1000": {{"name": weight}}}}'
@@ -80,5 +80,5 @@ class Schedule:
         return cls(changes)
 
 
-def _is_weight(given: object) -> bool:
-    return isinstance(given, (int, float)) and not isinstance(given, bool) and isfinite(given) and given >= 0
+def _is_weight(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value) and value >= 0

@@ -113,10 +113,10 @@ def run(world: World, policy: Policy) -> Simulated:
         summary = Summary(training.step, world.steps, sources)
         decided = policy.decide(summary, memory)
         memory = json.loads(json.dumps(decided.memory))  # as a state would hold it
-        found = weights_of(decided, summary)
-        if found is not None:
-            training.change(found)
-            weights, moves = found, moves + 1
+        changed = weights_of(decided, summary)
+        if changed is not None:
+            training.change(changed)
+            weights, moves = changed, moves + 1
         steps.append(training.step)
         shares.append(training.shares)
         losses.append([np.nan if source.loss.mean is None else source.loss.mean for source in sources])

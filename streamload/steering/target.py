@@ -60,27 +60,35 @@ class Target:
         """Return shares in proportion to the excess losses since the last change."""
         shares = np.array([source.share for source in summary.sources])
         old = memory or {"sums": [[0.0, 0.0, 0.0] for _ in shares], "next": 0}
-        sums = [self._sum(s, Signal(*each)) for s, each in zip(summary.sources, old["sums"], strict=True)]
-        kept = given_shares(memory, shares) | {"sums": [list(each) for each in sums], "next": old["next"]}
+        sums = [
+            self._sum(s, Signal(*saved_sum))
+            for s, saved_sum in zip(summary.sources, old["sums"], strict=True)
+        ]
+        kept = given_shares(memory, shares) | {
+            "sums": [list(loss_sum) for loss_sum in sums],
+            "next": old["next"],
+        }
         if exceeds_caps(self, summary, kept):
             return step_towards(shares, self, summary, kept, "enough passes over a source")
         if summary.step < old["next"]:
             return Decided(None, kept, "not yet")
         kept["next"] = summary.step + interval(summary, self.every)
         kept["sums"] = [[0.0, 0.0, 0.0] for _ in shares]
-        given = np.array(kept["given"])
-        excess = np.array([self._excess(s.name, each) for s, each in zip(summary.sources, sums, strict=True)])
-        known = np.isfinite(excess)
-        if not known.any():
+        base = np.array(kept["given"])
+        excess = np.array(
+            [self._excess(s.name, loss_sum) for s, loss_sum in zip(summary.sources, sums, strict=True)]
+        )
+        are_known = np.isfinite(excess)
+        if not are_known.any():
             return Decided(None, kept, "no source with a reference has reports")
-        mean = float(given[known] @ excess[known]) / max(float(given[known].sum()), 1e-12)
+        mean = float(base[are_known] @ excess[are_known]) / max(float(base[are_known].sum()), 1e-12)
         if mean <= 0:
             return Decided(None, kept, "every reference is reached")
-        wanted = shares.copy()
-        wanted[known] = given[known] * np.clip(excess[known] / mean, 1 / _RATIO, _RATIO)
-        wanted[known] *= shares[known].sum() / max(float(wanted[known].sum()), 1e-12)
-        listed = ", ".join(f"{each:.3g}" if np.isfinite(each) else "?" for each in excess)
-        return step_towards(wanted, self, summary, kept, f"losses above their references: {listed}")
+        target = shares.copy()
+        target[are_known] = base[are_known] * np.clip(excess[are_known] / mean, 1 / _RATIO, _RATIO)
+        target[are_known] *= shares[are_known].sum() / max(float(target[are_known].sum()), 1e-12)
+        listed = ", ".join(f"{value:.3g}" if np.isfinite(value) else "?" for value in excess)
+        return step_towards(target, self, summary, kept, f"losses above their references: {listed}")
 
     def _sum(self, source: SourceSummary, before: Signal) -> Signal:
         if self.signal == "loss":

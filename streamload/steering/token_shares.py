@@ -42,25 +42,25 @@ class TokenShares:
         """Return the weights of rows by which tokens have the given shares, where they are others now."""
         shares = np.array([source.share for source in summary.sources])
         old = memory["tokens"] if memory else [[0.0, 0.0] for _ in shares]
-        tokens = [_joined(source, *each) for source, each in zip(summary.sources, old, strict=True)]
+        tokens = [_joined(source, *saved) for source, saved in zip(summary.sources, old, strict=True)]
         kept = given_shares(memory, shares) | {"tokens": tokens}
         means = np.array([total / count if count else 0.0 for count, total in tokens])
-        given = np.array(kept["given"])
-        known = (means > 0) & (given > 0)
-        if known.sum() < 2:
+        base = np.array(kept["given"])
+        are_known = (means > 0) & (base > 0)
+        if are_known.sum() < 2:
             return Decided(None, kept, "too few reports")
-        wanted = given.copy()
-        wanted[known] = given[known] / means[known]
-        wanted[known] *= given[known].sum() / wanted[known].sum()
-        wanted = bounded(wanted, floors(summary, given, 0.0), np.ones(len(given)))
+        target = base.copy()
+        target[are_known] = base[are_known] / means[are_known]
+        target[are_known] *= base[are_known].sum() / target[are_known].sum()
+        target = bounded(target, floors(summary, base, 0.0), np.ones(len(base)))
         listed = ", ".join(
-            f"{mean:.4g}" if is_known else "?" for mean, is_known in zip(means, known, strict=True)
+            f"{mean:.4g}" if is_known else "?" for mean, is_known in zip(means, are_known, strict=True)
         )
-        if moved_by(shares, wanted) < _LEAST_MOVED:
+        if moved_by(shares, target) < _LEAST_MOVED:
             return Decided(None, kept, f"as wanted; tokens of a row: {listed}")
-        kept["decided"] = [*kept["decided"][-1:], wanted.tolist()]
+        kept["decided"] = [*kept["decided"][-1:], target.tolist()]
         names = [source.name for source in summary.sources]
-        return Decided(dict(zip(names, wanted.tolist(), strict=True)), kept, f"tokens of a row: {listed}")
+        return Decided(dict(zip(names, target.tolist(), strict=True)), kept, f"tokens of a row: {listed}")
 
 
 def _joined(source: SourceSummary, count: float, total: float) -> list[float]:

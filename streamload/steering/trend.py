@@ -56,31 +56,31 @@ def parts_of(source: SourceSummary, first_pass_only: bool) -> list[Bin]:
     """
     before, step = source.total_samples - source.samples, source.samples / PARTS
     size = source.total_samples / source.passes if source.passes else None
-    found = [
+    bins = [
         [before + step * (place + 0.5), part.total / part.count, part.count]
         for place, part in enumerate(source.losses)
         if part.count > 0 and isfinite(part.total)
         if not first_pass_only or size is None or before + step * (place + 1) <= size
     ]
-    if len(found) >= 4:
-        means = np.array([mean for _, mean, _ in found])
+    if len(bins) >= 4:
+        means = np.array([mean for _, mean, _ in bins])
         line = _line_through(means)
-        for one, mean in zip(found, line + _clipped(means - line), strict=True):
-            one[1] = float(mean)
-    return found
+        for bin_, mean in zip(bins, line + _clipped(means - line), strict=True):
+            bin_[1] = float(mean)
+    return bins
 
 
 def joined(bins: Sequence[Bin], more: Sequence[Bin]) -> list[Bin]:
     """Return earlier bins and new ones, at most BINS: those that lie closest on the curve become one."""
-    found = [list(one) for one in (*bins, *more)]
-    while len(found) > BINS:
-        offset = 0.05 * found[-1][0]
-        places = [log(one[0] + offset) for one in found]
-        at = min(range(len(found) - 1), key=lambda i: places[i + 1] - places[i])
-        (x1, y1, n1), (x2, y2, n2) = found[at : at + 2]
+    joined = [list(bin_) for bin_ in (*bins, *more)]
+    while len(joined) > BINS:
+        offset = 0.05 * joined[-1][0]
+        places = [log(bin_[0] + offset) for bin_ in joined]
+        first = min(range(len(joined) - 1), key=lambda i: places[i + 1] - places[i])
+        (x1, y1, n1), (x2, y2, n2) = joined[first : first + 2]
         rows = n1 + n2
-        found[at : at + 2] = [[(x1 * n1 + x2 * n2) / rows, (y1 * n1 + y2 * n2) / rows, rows]]
-    return [[round(x), float(f"{y:.7g}"), round(n, 1)] for x, y, n in found]
+        joined[first : first + 2] = [[(x1 * n1 + x2 * n2) / rows, (y1 * n1 + y2 * n2) / rows, rows]]
+    return [[round(x), float(f"{y:.7g}"), round(n, 1)] for x, y, n in joined]
 
 
 def gain_at(bins: Sequence[Bin], samples: float) -> Gain | None:
@@ -93,7 +93,7 @@ def gain_at(bins: Sequence[Bin], samples: float) -> Gain | None:
     Returns:
         None if the bins are too few, or lie too close together.
     """
-    used = [one for one in bins if one[0] >= 0.02 * bins[-1][0]]  # without the first steps of a run
+    used = [bin_ for bin_ in bins if bin_[0] >= 0.02 * bins[-1][0]]  # without the first steps of a run
     if len(used) < LEAST_BINS or used[-1][0] <= used[0][0] * 1.05:
         return None
     x, y, rows = np.array(used).T
@@ -111,8 +111,8 @@ def gain_at(bins: Sequence[Bin], samples: float) -> Gain | None:
         best = int(np.argmin(squares))
         fitted = middle + scales[best] * curves[best]
         clipped = fitted + _clipped((y - fitted) * np.sqrt(weights)) / np.sqrt(weights)
-    rest = (clipped - fitted) * np.sqrt(weights)
-    together = float((rest[1:] * rest[:-1]).sum() / max(float((rest**2).sum()), 1e-300))
+    residuals = (clipped - fitted) * np.sqrt(weights)
+    together = float((residuals[1:] * residuals[:-1]).sum() / max(float((residuals**2).sum()), 1e-300))
     alike = min(max(together, 0.0), 0.95)  # neighbours that err alike count for fewer
     variance = max(float(squares[best]) / (len(x) - 3), 1e-18) * (1 + alike) / (1 - alike)
     likely = np.exp(-(squares - squares[best]) / (2 * variance))
@@ -144,8 +144,8 @@ def _clipped(errors: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return errors, none further than some median deviations from their median."""
     middle = np.median(errors)
     limit = CLIP_MADS * 1.4826 * np.median(np.abs(errors - middle))
-    found: NDArray[np.float64] = middle + np.clip(errors - middle, -limit, limit)
-    return found
+    clipped: NDArray[np.float64] = middle + np.clip(errors - middle, -limit, limit)
+    return clipped
 
 
 def _line_through(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -153,5 +153,5 @@ def _line_through(values: NDArray[np.float64]) -> NDArray[np.float64]:
     places = np.arange(len(values))
     first, second = np.triu_indices(len(values), 1)
     line = np.median((values[second] - values[first]) / (second - first)) * places
-    found: NDArray[np.float64] = line + np.median(values - line)
-    return found
+    smoothed: NDArray[np.float64] = line + np.median(values - line)
+    return smoothed

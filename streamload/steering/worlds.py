@@ -108,8 +108,10 @@ class World:
 
     def losses(self, samples: Floats) -> Floats:
         """Return the held-out loss of each source."""
-        found: Floats = self.floor + self.scale * (1 + self.effective(samples) / self.start) ** -self.exponent
-        return found
+        losses: Floats = (
+            self.floor + self.scale * (1 + self.effective(samples) / self.start) ** -self.exponent
+        )
+        return losses
 
     def loss(self, samples: Floats) -> float:
         """Return the held-out loss: the mean over the sources."""
@@ -123,8 +125,8 @@ class World:
             / self.start
             * (1 + self.effective(samples) / self.start) ** (-self.exponent - 1)
         )
-        found: Floats = (self.transfer.T @ slope) * np.exp(-self.repeats(samples) / REPEATS_WORTH)
-        return found
+        slopes: Floats = (self.transfer.T @ slope) * np.exp(-self.repeats(samples) / REPEATS_WORTH)
+        return slopes
 
     def best(self) -> Floats:
         """Return the samples of each source with the least held-out loss (water-filling)."""
@@ -150,19 +152,19 @@ class World:
             rng: of the noise.
             counts: rows of each source in the part.
         """
-        found = self.losses(samples)
-        found = found * np.exp(
+        losses = self.losses(samples)
+        losses = losses * np.exp(
             -0.25 * self.repeats(samples)
         )  # what is learned by heart: it doesn't help held-out samples
         phase = time * self.cycles % 1.0
-        found = found - self.rate_drop * (1 - np.cos(np.pi * phase)) / 2
-        found = found + self.own_share * np.log(np.maximum(shares * len(shares), 1e-6))
-        found = found + self.noise / np.sqrt(np.maximum(counts, 1)) * rng.standard_normal(len(found))
-        found = found + self.common * np.sqrt(self.rows / counts.sum()) * rng.standard_normal()
+        losses = losses - self.rate_drop * (1 - np.cos(np.pi * phase)) / 2
+        losses = losses + self.own_share * np.log(np.maximum(shares * len(shares), 1e-6))
+        losses = losses + self.noise / np.sqrt(np.maximum(counts, 1)) * rng.standard_normal(len(losses))
+        losses = losses + self.common * np.sqrt(self.rows / counts.sum()) * rng.standard_normal()
         if self.spike_rate and rng.random() < 1 / self.spike_rate:
             size = 10 * self.noise / np.sqrt(np.maximum(counts, 1)) + 0.3
-            found = found + size * (rng.random(len(found)) < 0.5)
-        return np.asarray(found, np.float64)
+            losses = losses + size * (rng.random(len(losses)) < 0.5)
+        return np.asarray(losses, np.float64)
 
 
 def world(kind: str, seed: int) -> World:

@@ -74,22 +74,22 @@ class BlockPlanner:
         Raises:
             NoValidSamples: one of several sources, which are read again and again, has no usable sample.
         """
-        found = self.known(group, position)
-        if found is None:
+        plan = self.known(group, position)
+        if plan is None:
             block = self.block(position)
-            found = self._plans[group] = self._plan(group, block, self._mixture(group).at(block.begin), wait)
-        return found
+            plan = self._plans[group] = self._plan(group, block, self._mixture(group).at(block.begin), wait)
+        return plan
 
     def known(self, group: int, position: int) -> BlockPlan | None:
         """The same if it is planned."""
-        found = self._plans.get(group)
-        return found if found is not None and found.block == self.block(position) else None
+        plan = self._plans.get(group)
+        return plan if plan is not None and plan.block == self.block(position) else None
 
     def block(self, position: int) -> Block:
         """The block of the step at a global position."""
-        found = self.steps.block(position)
-        assert found is not None
-        return found
+        block = self.steps.block(position)
+        assert block is not None
+        return block
 
     def state_after(self, group: int, position: int) -> GroupState:
         """The state of a group after the step at a position of a planned block."""
@@ -140,9 +140,9 @@ class BlockPlanner:
         rows = np.empty((len(seats), 4), np.int64)
         rows[:, 0] = seats
         for source, first in enumerate(portion.first):
-            own = seats == source
-            stop = first + int(np.count_nonzero(own))
-            rows[own, 1:] = self._reader.references(group, source).peek(first, stop)
+            are_of_source = seats == source
+            stop = first + int(np.count_nonzero(are_of_source))
+            rows[are_of_source, 1:] = self._reader.references(group, source).peek(first, stop)
         return rows, spans
 
     def _costs(self, rows: Rows) -> npt.NDArray[np.float64]:
@@ -153,9 +153,9 @@ class BlockPlanner:
         borders = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(rows)]
         for begin, end in itertools.pairwise(borders):
             if begin < end:
-                own = order[begin:end]
-                facts = self._reader.facts(int(shards[begin]), rows[own, 3], self._bucketing.facts)
-                costs[own] = self._bucketing.costs(facts, end - begin)
+                of_shard = order[begin:end]
+                facts = self._reader.facts(int(shards[begin]), rows[of_shard, 3], self._bucketing.facts)
+                costs[of_shard] = self._bucketing.costs(facts, end - begin)
         return costs
 
 

@@ -108,19 +108,19 @@ class Fills:
             in_use: the needed ones that are open.
             most_open: how many are open at once, at most.
         """
-        wanted = [*needed], [shard for shard in later if shard not in needed]
-        if wanted == self._wanted:
+        by_urgency = [*needed], [shard for shard in later if shard not in needed]
+        if by_urgency == self._wanted:
             return
-        self._wanted = wanted
+        self._wanted = by_urgency
         shards, position = self._config.shards, itertools.count(most_open)
         # Next uses as `DemandFile` announces them, open shards first. A lane that has read its shard waits
         # for the next one, which is needed and not open.
         open_use = max(0, most_open - 1)
         requests = [
             FillRequest(shards[shard], float(open_use if shard in in_use else next(position)), is_needed=True)
-            for shard in wanted[0]
+            for shard in by_urgency[0]
         ]
-        requests += [FillRequest(shards[shard], float(next(position))) for shard in wanted[1]]
+        requests += [FillRequest(shards[shard], float(next(position))) for shard in by_urgency[1]]
         self.prefetcher.want(requests)
         self.features.want(requests)
 

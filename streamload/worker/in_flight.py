@@ -35,10 +35,10 @@ class InFlight:
             rows: of a rank.
             seq_len: patches of each image; 0 where images aren't made into patches.
         """
-        found = {name: rows * self.row_bytes[name] for name in self.limits}
-        if seq_len and "image" in found:
-            found["image"] += rows * seq_len * self.patch_bytes
-        return found
+        sizes = {name: rows * self.row_bytes[name] for name in self.limits}
+        if seq_len and "image" in sizes:
+            sizes["image"] += rows * seq_len * self.patch_bytes
+        return sizes
 
     def steps_that_fit(self, rows: int, seq_len: int = 0) -> int:
         """Return how many steps of one kind are in flight at most; 0: not even one fits."""
@@ -77,7 +77,7 @@ class Admission:
             if step not in self._known:
                 self._known[step] = self._step_bytes(step)
         waiting = self._known.values()
-        return all(sum(each[name] for each in waiting) <= limit for name, limit in self._limits.items())
+        return all(sum(sizes[name] for sizes in waiting) <= limit for name, limit in self._limits.items())
 
     def wait(self, number: int, check: Callable[[], None]) -> None:
         """Return when a step fits.
@@ -88,9 +88,9 @@ class Admission:
         """
         pause_seconds, last = _FIRST_PAUSE_SECONDS, -1
         while True:
-            taken = self._taken(number)
-            if taken != last and self.fits(taken, number):
+            taken_steps = self._taken(number)
+            if taken_steps != last and self.fits(taken_steps, number):
                 return
             check()
             time.sleep(pause_seconds)
-            pause_seconds, last = min(2 * pause_seconds, _LAST_PAUSE_SECONDS), taken
+            pause_seconds, last = min(2 * pause_seconds, _LAST_PAUSE_SECONDS), taken_steps

@@ -201,14 +201,14 @@ class WorkerLoop:
                 seq_len = self._seq_len(sampler.steps, start.epoch, position)
                 if parts is not None:
                     parts.begin(position)
-                with self._spans.of(f"batch {number}"):
-                    made = self._make(begin, start.epoch, seq_len, step)  # B, C, D while F, G go on; H, I, J
-                if made is None:
+                with self._spans.of(f"batch {number}"):  # B, C, D while F, G go on; H, I, J
+                    outcome = self._make(begin, start.epoch, seq_len, step)
+                if outcome is None:
                     if admission is not None:
                         self._control.end(self._worker + 1, start.generation, number)
                     self._check_end(number, start)
                     return
-                values, skipped = made
+                values, skipped = outcome
                 origins = {name: values.pop(name) for name in ("__key__", "__url__")}
                 widths = values.pop(WIDTHS, None)
                 extras: dict[str, bytes] = {}
@@ -309,18 +309,18 @@ class WorkerLoop:
         batch = begin(step.size, self._empty, seq_len)
         self._placed.clear()
         skipped: list[SkippedSample] = []
-        found = 0
+        rows = 0
         with contextlib.closing(batch), _one_thread():
             for part in step.visits():
                 if part is None:
                     return None
-                found += len(part)
+                rows += len(part)
                 with self._stages.samples():
-                    for one in self._read(batch, epoch, part):
-                        one_skipped = self._place(batch, one)
+                    for visited in self._read(batch, epoch, part):
+                        one_skipped = self._place(batch, visited)
                         if one_skipped is not None:
                             skipped.append(one_skipped)
-            if not found:
+            if not rows:
                 return None
             with self._stages.finish():
                 bounds = step.bounds
@@ -368,19 +368,19 @@ class WorkerLoop:
         done for as many in a row as there is memory for.
         """
         self._stages.begin_read()
-        found = self._reader.find([visit.shard for visit in visits], [visit.number for visit in visits])
+        entries = self._reader.find([visit.shard for visit in visits], [visit.number for visit in visits])
         row: list[tuple[Visit, Sample]] = []
         self._memory.reset()
-        for visit, entry in zip(visits, found, strict=True):
+        for visit, entry in zip(visits, entries, strict=True):
             row.append((visit, self._reader.sample(visit.shard, visit.number, self._memory, entry)))
             if self._memory.is_full:
                 self._stages.end_read()
-                yield from [self._look_at(batch, epoch, *one) for one in row]
+                yield from [self._look_at(batch, epoch, *pair) for pair in row]
                 row.clear()
                 self._memory.reset()
                 self._stages.begin_read()
         self._stages.end_read()
-        yield from [self._look_at(batch, epoch, *one) for one in row]
+        yield from [self._look_at(batch, epoch, *pair) for pair in row]
 
     def _look_at(self, batch: BatchInProgress, epoch: int, visit: Visit, sample: Sample) -> _Visited:
         source = self._config.sources[visit.source]
@@ -394,16 +394,16 @@ class WorkerLoop:
             add_note(exc, _place_of(sample))
             raise
 
-    def _place(self, batch: BatchInProgress, one: _Visited) -> SkippedSample | None:
+    def _place(self, batch: BatchInProgress, visited: _Visited) -> SkippedSample | None:
         """Add one sample to a batch; in training, a replacement if it can't be used."""
-        visit, sample, seed, seen = one
-        if isinstance(seen, SampleError):
-            raise seen
-        if isinstance(seen, SkippedSample):
-            skipped = seen
+        visit, sample, seed, parsed = visited
+        if isinstance(parsed, SampleError):
+            raise parsed
+        if isinstance(parsed, SkippedSample):
+            skipped = parsed
         else:
             try:
-                batch.add(seen)
+                batch.add(parsed)
                 self._placed.append((visit.shard, visit.number))
                 return None
             except SampleError as exc:

@@ -234,7 +234,7 @@ def changes_from(value: list[Any]) -> list[Change]:
 
 def resizes_from(value: list[Any]) -> list[Resize]:
     """Sizes of steps from their JSON form."""
-    return [Resize(*each) for each in value]
+    return [Resize(*resize) for resize in value]
 
 
 def events_from(value: dict[str, list[Any]]) -> dict[str, list[Event]]:
@@ -267,12 +267,12 @@ _TEXTS = ("text", "input_ids", "attention_mask", "token_type_ids")
 
 def bytes_by_modality(values: Mapping[str, Any]) -> dict[str, int]:
     """The bytes of a batch's tensors: of images, of texts, and of all else, by the counter of each."""
-    found = {"ready_image_bytes": 0, "ready_text_bytes": 0, "ready_other_bytes": 0}
+    sizes = {"ready_image_bytes": 0, "ready_text_bytes": 0, "ready_other_bytes": 0}
     for name, value in values.items():
         if isinstance(value, torch.Tensor):
             kind = "image" if name.startswith(_IMAGES) else "text" if name.startswith(_TEXTS) else "other"
-            found[f"ready_{kind}_bytes"] += value.nbytes
-    return found
+            sizes[f"ready_{kind}_bytes"] += value.nbytes
+    return sizes
 
 
 class BlockBounds(NamedTuple):
@@ -292,8 +292,8 @@ class BlockBounds(NamedTuple):
         if not self.begin <= position < self.end:
             return None
         number = (position - self.begin) * len(self.rows) // (self.end - self.begin)
-        found: npt.NDArray[np.int32] = self.rows[number]
-        return found
+        bounds: npt.NDArray[np.int32] = self.rows[number]
+        return bounds
 
 
 class Batch(NamedTuple):

@@ -115,11 +115,11 @@ class Reader:
 
     def references(self, group: int, source: int) -> ReferenceStream:
         """The reference stream of a group and source, from the start of the epoch."""
-        found = self._streams.get((group, source))
-        if found is None:
+        stream = self._streams.get((group, source))
+        if stream is None:
             assert self._start is not None
-            found = self._streams[group, source] = self._begin(self._start, group, source)
-        return found
+            stream = self._streams[group, source] = self._begin(self._start, group, source)
+        return stream
 
     def has(self, group: int, source: int, position: int, wait: Wait) -> bool:
         """Wait until all references before a position are known; False if there are fewer."""
@@ -161,29 +161,31 @@ class Reader:
         See `ShardCache.facts`.
         """
         wait = Wait()
-        while (found := self._cache.facts(shard, numbers, names)) is None:
+        while (facts := self._cache.facts(shard, numbers, names)) is None:
             self._pause(wait, [shard], self._source_of(shard))
-        return found
+        return facts
 
     def entries(self, shard: int, numbers: Sequence[int]) -> list[Entry]:
         """The entries of samples that have arrived; waits where they have to be fetched again."""
         wait = Wait()
-        while None in (found := self._cache.find(shard, numbers)):
+        while None in (entries := self._cache.find(shard, numbers)):
             self._pause(wait, [shard], self._source_of(shard))
-        return [one[1] for one in found if one is not None]
+        return [entry[1] for entry in entries if entry is not None]
 
     def find(self, shards: Sequence[int], numbers: Sequence[int]) -> list[Found | None]:
         """The entries of samples, by shard and number; None for those that have to be fetched again."""
         places: dict[int, list[int]] = {}
         for place, shard in enumerate(shards):
             places.setdefault(shard, []).append(place)
-        found: list[Found | None] = [None] * len(shards)
+        entries: list[Found | None] = [None] * len(shards)
         if self.reads_ranges:
             self.want_ranges(zip(shards, numbers, strict=True))
-        for shard, own in places.items():
-            for place, one in zip(own, self._cache.find(shard, [numbers[n] for n in own]), strict=True):
-                found[place] = one
-        return found
+        for shard, own_places in places.items():
+            for place, entry in zip(
+                own_places, self._cache.find(shard, [numbers[n] for n in own_places]), strict=True
+            ):
+                entries[place] = entry
+        return entries
 
     def peek(self, group: int, source: int, first: int, stop: int) -> npt.NDArray[np.int64]:
         """Known references that aren't taken yet; doesn't wait."""
@@ -231,7 +233,9 @@ class Reader:
                 self._pause(wait, [shard], self._source_of(shard))
         entry, data = read
         first = entry.start
-        members = {extension: data[at - first : at - first + size] for extension, at, size in entry.members}
+        members = {
+            extension: data[start - first : start - first + size] for extension, start, size in entry.members
+        }
         prepared = "" if entry.prepared is None else entry.prepared[0]
         return Sample(entry.key, self._config.shards[shard].name, members, prepared, entry.checksum, shard)
 
@@ -242,7 +246,7 @@ class Reader:
     def give_shares(self, changes: Sequence[Change]) -> None:
         """Prefetch only for the sources that have a share in one of these."""
         shares = zip(*(change.shares for change in changes), strict=True)
-        self._idle = {source for source, own in enumerate(shares) if not any(own)}
+        self._idle = {source for source, source_shares in enumerate(shares) if not any(source_shares)}
 
     def fill_ahead(self) -> None:
         """Prefetch later shards from now on: the first batch had the link to itself."""
@@ -288,13 +292,13 @@ class Reader:
         self._streams = {}
 
     def _begin(self, start: EpochStart, group: int, source: int) -> ReferenceStream:
-        config, own = self._config, self._config.sources[source]
+        config, source_order = self._config, self._config.sources[source]
         number = config.first_group + group
-        pieces = own.pieces[number]
+        pieces = source_order.pieces[number]
         state = start.groups[number].sources[source] if number in start.groups else None
         order = GroupOrder(
-            own.order,
-            own.count,
+            source_order.order,
+            source_order.count,
             number,
             start.epoch,
             start=None if state is None else state.cursor,
@@ -306,20 +310,22 @@ class Reader:
             """The shards that are read after this pass: where an epoch is one pass, the next epoch's."""
             if not config.one_pass or not config.train:
                 return np.empty(0, np.int64)
-            return pass_order(own.order, pieces.shards, number, start.epoch + 1, 0)
+            return pass_order(source_order.order, pieces.shards, number, start.epoch + 1, 0)
 
         begun, begun_in = ({} if state is None else state.begun), order.pass_
-        arrivals = CheckedArrivals(self._cache, own.first, begun, lambda: order.pass_ == begun_in)
+        arrivals = CheckedArrivals(self._cache, source_order.first, begun, lambda: order.pass_ == begun_in)
         repeated = None
         if config.selection.repeat is not None:
             repeated = RepeatedArrivals(
                 arrivals,
-                lambda shard: self._cache.rates(own.first + shard),
+                lambda shard: self._cache.rates(source_order.first + shard),
                 lambda: order.pass_,
-                own.order.seed,
+                source_order.order.seed,
                 start.epoch,
             )
-        return ReferenceStream(order, next_pass, config.shards, own.first, arrivals, self._tier, repeated)
+        return ReferenceStream(
+            order, next_pass, config.shards, source_order.first, arrivals, self._tier, repeated
+        )
 
     def _source_of(self, shard: int) -> int:
         """The source of a shard."""
@@ -342,7 +348,7 @@ class Reader:
             is_held_back: whether the shuffle window is why it waits.
             looked_ns: when the look began that didn't find them, by the monotonic clock; None: now.
         """
-        began = time.monotonic_ns() if looked_ns is None else looked_ns
+        start_ns = time.monotonic_ns() if looked_ns is None else looked_ns
         self.stop_if_superseded()
         self.want(needed)
         self._fills.prefetcher.check()
@@ -352,7 +358,7 @@ class Reader:
         time.sleep(poll_seconds(blocked))
         if self._control.while_waiting is not None:
             self._control.while_waiting()
-        waited_ns = time.monotonic_ns() - began
+        waited_ns = time.monotonic_ns() - start_ns
         if self._spans.is_on:
             now_ns, shard = time.time_ns(), self._config.shards[needed[0]].name if needed else ""
             self._spans.add("wait for bytes", now_ns - waited_ns, now_ns, shard=shard)
@@ -393,17 +399,17 @@ class Reader:
             self._report()
         elif action is Action.WARN:
             wait.warnings += 1
-            who = "this process" if prefetcher.filling(first) else "another process, or nobody yet"
+            filler = "this process" if prefetcher.filling(first) else "another process, or nobody yet"
             view = self._cache.view(blocked.shards[0])
-            logger.warning("a batch has waited %.0f s for %r, filled by %s", blocked.seconds, view, who)
+            logger.warning("a batch has waited %.0f s for %r, filled by %s", blocked.seconds, view, filler)
 
     def _report(self) -> None:
         """Tell the rank what blocks this process: a shard, and servers that are away."""
         with self._reporting:
-            found = outages()
-            self._counts.add("origin_outages", len(found.keys() - self._away))
-            self._away = frozenset(found)
-            away = [[name, outage.cause[:500], outage.until] for name, outage in found.items()]
+            by_server = outages()
+            self._counts.add("origin_outages", len(by_server.keys() - self._away))
+            self._away = frozenset(by_server)
+            away = [[name, outage.cause[:500], outage.until] for name, outage in by_server.items()]
             report = {"shard": self._blocked_by, "away": away[:4]}
             self._control.block(self._row, report if self._blocked_by or away else None)
 
@@ -414,10 +420,10 @@ class Reader:
         later: dict[int, None] = {}
         most_open = 0
         for (_, source), stream in self._streams.items():
-            own = stream.shards_in_use()
-            most_open = max(most_open, len(own))
-            in_use.update(own)
-            needed.update(dict.fromkeys(own))
+            open_shards = stream.shards_in_use()
+            most_open = max(most_open, len(open_shards))
+            in_use.update(open_shards)
+            needed.update(dict.fromkeys(open_shards))
             if self._fills_ahead and source not in self._idle:
                 later.update(dict.fromkeys(stream.coming(self._shards_ahead()).tolist()))
         self._fills.want(needed, later, in_use, most_open)

@@ -121,12 +121,12 @@ class ReferenceStream:
         """
         self.digest(stop)
         count = stop - self._base
-        taken = self._known[first - self._base : count]
+        references = self._known[first - self._base : count]
         self._known = self._known[count:]
         self._base = stop
         if stop > self._in_use_until:
             self._in_use = None
-        return taken
+        return references
 
     def digest(self, position: int) -> int:
         """A hash of all references before a position, from where this process began.
@@ -154,19 +154,19 @@ class ReferenceStream:
             shards = self._known[:, _SHARD]
             places = np.sort(shards << _PLACE_BITS | np.arange(shards.size))  # by shard, then by place
             last = places[np.diff(places >> _PLACE_BITS, append=-1) != 0]
-            known = (last >> _PLACE_BITS).tolist()
-            self._in_use = list(dict.fromkeys([*self._here(self._order.open_shards()), *known]))
+            known_shards = (last >> _PLACE_BITS).tolist()
+            self._in_use = list(dict.fromkeys([*self._here(self._order.open_shards()), *known_shards]))
             self._in_use_until = self._base + int((last & _PLACE_MASK).min(initial=_PLACE_MASK))
         return self._in_use
 
     def coming(self, count: int) -> npt.NDArray[np.int64]:
         """The next shards that will be opened, across the end of the pass."""
-        asked = (count, self._order.front, self._order.finished)
-        if self._coming is None or self._coming[0] != asked:
+        question = (count, self._order.front, self._order.finished)
+        if self._coming is None or self._coming[0] != question:
             coming = self._order.coming_shards(count)
             if len(coming) < count:
                 coming = np.concatenate([coming, self._next_pass()[: count - len(coming)]])
-            self._coming = asked, coming + self._first
+            self._coming = question, coming + self._first
         return self._coming[1]
 
     @property
@@ -195,15 +195,15 @@ class ReferenceStream:
 
     def _names_of(self, visits: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         """The short names of shards, with those of the last call cached."""
-        known, names = self._named
-        places = np.searchsorted(known, visits)
-        is_known = np.append(known, -1)[places] == visits
-        found = np.append(names, np.uint64(0))[places]
+        cached, names = self._named
+        places = np.searchsorted(cached, visits)
+        is_known = np.append(cached, -1)[places] == visits
+        short_names = np.append(names, np.uint64(0))[places]
         for place in np.flatnonzero(~is_known).tolist():
-            found[place] = short(self._shards.digest(int(visits[place])))
+            short_names[place] = short(self._shards.digest(int(visits[place])))
         order = np.argsort(visits)
-        self._named = visits[order], found[order]
-        return found
+        self._named = visits[order], short_names[order]
+        return short_names
 
     def close(self) -> None:
         """Withdraw the demand. Idempotent."""

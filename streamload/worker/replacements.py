@@ -33,7 +33,7 @@ class Replacements:
         """
         tried = self._config.replacements
         yield from itertools.islice(
-            filter(lambda one: self._fits(visit, *one), self._near(visit, seed)), tried
+            filter(lambda place: self._fits(visit, *place), self._near(visit, seed)), tried
         )
         if visit.most is not None:
             yield from itertools.islice(self._near(visit, seed), tried)

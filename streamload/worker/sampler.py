@@ -46,7 +46,10 @@ class Sampler:
 
     def change(self, changes: list[Change], resizes: list[Resize]) -> None:
         """Change the shares of later steps, and their sizes; those of earlier ones may be left out."""
-        changes = [*(each for each in self._changes if each.position < changes[0].position), *changes]
+        changes = [
+            *(earlier for earlier in self._changes if earlier.position < changes[0].position),
+            *changes,
+        ]
         self._changes = changes
         self.steps.resize(resizes)
         for mixture in self._mixtures.values():
@@ -65,9 +68,9 @@ class Sampler:
 
     def coming(self, position: int) -> list[tuple[int, int]]:
         """This rank's samples of a later step, by shard and number, as far as they are known."""
-        found: list[tuple[int, int]] = []
+        samples: list[tuple[int, int]] = []
         if position not in self.steps:
-            return found
+            return samples
         if self._planner is not None and self.steps.is_planned(position):
             return self._coming_of_block(self._planner, position)
         for share in self.steps.at(position).shares(position, self._config.rank, self._groups):
@@ -77,8 +80,8 @@ class Sampler:
                 first = part.first[source]
                 stop = first + int(np.count_nonzero(part.seats == source))
                 rows = self._reader.peek(share.group, source, first, stop)
-                found += [(int(shard), int(number)) for _, shard, number in rows]
-        return found
+                samples += [(int(shard), int(number)) for _, shard, number in rows]
+        return samples
 
     def _coming_of_block(self, planner: BlockPlanner, position: int) -> list[tuple[int, int]]:
         if any(planner.known(group, position) is None for group in self._groups):
@@ -87,18 +90,18 @@ class Sampler:
         return [(visit.shard, visit.number) for part in step.visits() for visit in part or ()]
 
     def _mixture(self, group: int) -> Mixing:
-        found = self._mixtures.get(group)
-        if found is None:
+        mixture = self._mixtures.get(group)
+        if mixture is None:
             start, zeros = self._start, (0,) * len(self._config.sources)
             state = start.groups.get(self._config.first_group + group)
-            given = zeros if state is None else [source.cursor.position for source in state.sources]
+            positions = zeros if state is None else [source.cursor.position for source in state.sources]
             owed = zeros if state is None else state.owed
             block = self.steps.block(start.position)
             position = start.position if block is None else block.begin
-            found = self._mixtures[group] = Mixing(
-                self.steps, group, position, self._changes, given, owed, self._config.multiple
+            mixture = self._mixtures[group] = Mixing(
+                self.steps, group, position, self._changes, positions, owed, self._config.multiple
             )
-        return found
+        return mixture
 
 
 class _Part:
@@ -185,28 +188,30 @@ class Step:
 
     def _known(self, part: _Part) -> Iterator[list[Visit]]:
         """The visits of a part, in the order of its seats."""
-        rest, first = part.seats, list(part.first)
-        while rest.size and self.reader.has(part.group, int(rest[0]), first[rest[0]] + 1, self._wait):
-            many = rest.size
-            for source in _sources(rest):
-                seats = np.flatnonzero(rest == source)
+        remaining, first = part.seats, list(part.first)
+        while remaining.size and self.reader.has(
+            part.group, int(remaining[0]), first[remaining[0]] + 1, self._wait
+        ):
+            many = remaining.size
+            for source in _sources(remaining):
+                seats = np.flatnonzero(remaining == source)
                 stream = self.reader.references(part.group, source)
-                known = max(0, stream.known(first[source] + seats.size) - first[source])
-                if known < seats.size:
-                    many = min(many, int(seats[known]))
-            yield self._take(part, rest[:many], first)
-            rest = rest[many:]
+                ready = max(0, stream.known(first[source] + seats.size) - first[source])
+                if ready < seats.size:
+                    many = min(many, int(seats[ready]))
+            yield self._take(part, remaining[:many], first)
+            remaining = remaining[many:]
 
     def _take(self, part: _Part, seats: npt.NDArray[np.int64], first: list[int]) -> list[Visit]:
         """The visits of seats whose references are all known."""
         rows = np.empty((seats.size, 3), np.int64)
         for source in _sources(seats):
             self._note(part, source)
-            own = seats == source
-            stop = first[source] + int(np.count_nonzero(own))
-            taken = self.reader.references(part.group, source).take(first[source], stop)
-            rows[own], first[source] = taken, stop
-            self.passes[source] = max(self.passes.get(source, 0), int(taken[-1, 0]))
+            are_of_source = seats == source
+            stop = first[source] + int(np.count_nonzero(are_of_source))
+            references = self.reader.references(part.group, source).take(first[source], stop)
+            rows[are_of_source], first[source] = references, stop
+            self.passes[source] = max(self.passes.get(source, 0), int(references[-1, 0]))
         return [
             Visit(source, pass_, shard, number)
             for source, (pass_, shard, number) in zip(seats.tolist(), rows.tolist(), strict=True)

@@ -127,18 +127,18 @@ class Shortage:
         shard_bytes = reserved_bytes(int(self._cache.mean_bytes()))
         sizes = shard_bytes, self._cache.mean_sample_bytes() or LARGE_SAMPLE_BYTES
         orders = [(-(-source.count // source.order.groups), source.order) for source in self._config.sources]
-        asked = [Width(order.lanes, order.window, count, *sizes) for count, order in orders]
+        needed = [Width(order.lanes, order.window, count, *sizes) for count, order in orders]
         step = max(1, self._config.split.batch // self._config.split.groups)
-        found = fitting(asked, self._tier.budget.allowed_bytes, step, lanes=True, window=True)
-        fits = "none would fit" if found is None else f"{_widths(found)} would fit"
+        narrower = fitting(needed, self._tier.budget.allowed_bytes, step, lanes=True, window=True)
+        fits = "none would fit" if narrower is None else f"{_widths(narrower)} would fit"
         why = (
             "is less than the shards that have to be open at once"
             if is_certain
             else "is taken by what this run and others have open"
         )
         return (
-            f"{room} {why} ({_widths(asked)}{'' if found == asked else f'; {fits}'}); raise cache_size, make "
-            f"room on the disk, or start again with fewer lanes and a smaller window"
+            f"{room} {why} ({_widths(needed)}{'' if narrower == needed else f'; {fits}'}); raise cache_size, "
+            f"make room on the disk, or start again with fewer lanes and a smaller window"
         )
 
 

@@ -75,12 +75,12 @@ class Spans:
 
     def _follow(self) -> None:
         """Begin a file for a trace that has begun; end it with the trace."""
-        now = self._tracing.read()
+        tracing = self._tracing.read()
         self._path, self._left = None, 0
-        if now["folder"]:
-            self._path, self._left = Path(now["folder"]) / f"{os.getpid()}.jsonl", _MOST_SPANS
+        if tracing["folder"]:
+            self._path, self._left = Path(tracing["folder"]) / f"{os.getpid()}.jsonl", _MOST_SPANS
             self._write({"pid": os.getpid(), "process": self._process})
-        self._generation = now["generation"]
+        self._generation = tracing["generation"]
 
     def _write(self, value: object) -> None:
         assert self._path is not None

@@ -48,11 +48,11 @@ class Stages:
     def samples(self) -> Iterator[None]:
         """Time the reading and placing of samples."""
         self._read_ns = 0
-        began, waited = monotonic_ns(), self._waited_ns()
+        start_ns, waited = monotonic_ns(), self._waited_ns()
         try:
             yield
         finally:
-            taken_ns = monotonic_ns() - began
+            taken_ns = monotonic_ns() - start_ns
             self._counts.add("transform_ns", taken_ns)
             waited_ns = self._waited_ns() - waited
             self._samples_ns += max(0, taken_ns - self._read_ns - waited_ns)
@@ -70,11 +70,11 @@ class Stages:
     @contextmanager
     def finish(self) -> Iterator[None]:
         """Time the rest of the making."""
-        began = monotonic_ns()
+        start_ns = monotonic_ns()
         try:
             yield
         finally:
-            self._finish_ns = monotonic_ns() - began
+            self._finish_ns = monotonic_ns() - start_ns
             self._counts.add("transform_ns", self._finish_ns)
 
     def made(self, measured: Measured, patch_valid: torch.Tensor | None) -> None:

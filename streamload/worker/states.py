@@ -33,7 +33,7 @@ class GroupState(NamedTuple):
             "sources": [
                 {
                     "cursor": state.cursor.to_json(),
-                    "begun": {str(shard): list(begun) for shard, begun in state.begun.items()},
+                    "begun": {str(shard): list(checkpoint) for shard, checkpoint in state.begun.items()},
                 }
                 for state in self.sources
             ],
@@ -51,7 +51,10 @@ class GroupState(NamedTuple):
             sources = tuple(
                 SourceState(
                     Cursor.from_json(state["cursor"]),
-                    {int(shard): CheckpointShard.from_json(begun) for shard, begun in state["begun"].items()},
+                    {
+                        int(shard): CheckpointShard.from_json(checkpoint)
+                        for shard, checkpoint in state["begun"].items()
+                    },
                 )
                 for state in value["sources"]
             )
@@ -71,7 +74,10 @@ class SealedStates(Mapping[int, GroupState]):
 
     def __init__(self, states: Mapping[int, GroupState]):
         plain = {
-            number: (state.owed, [(tuple(cursor), _plain(begun)) for cursor, begun in state.sources])
+            number: (
+                state.owed,
+                [(tuple(cursor), _plain(open_shards)) for cursor, open_shards in state.sources],
+            )
             for number, state in states.items()
         }
         self._sealed = pickle.dumps(plain, pickle.HIGHEST_PROTOCOL)
@@ -92,9 +98,11 @@ class SealedStates(Mapping[int, GroupState]):
         }
 
 
-def _plain(begun: Mapping[int, CheckpointShard]) -> dict[int, tuple[Any, ...]]:
-    return {shard: tuple(seen) for shard, seen in begun.items()}
+def _plain(open_shards: Mapping[int, CheckpointShard]) -> dict[int, tuple[Any, ...]]:
+    return {shard: tuple(checkpoint) for shard, checkpoint in open_shards.items()}
 
 
-def _source_state(cursor: tuple[Any, ...], begun: Mapping[int, tuple[Any, ...]]) -> SourceState:
-    return SourceState(Cursor(*cursor), {shard: CheckpointShard(*seen) for shard, seen in begun.items()})
+def _source_state(cursor: tuple[Any, ...], open_shards: Mapping[int, tuple[Any, ...]]) -> SourceState:
+    return SourceState(
+        Cursor(*cursor), {shard: CheckpointShard(*checkpoint) for shard, checkpoint in open_shards.items()}
+    )
