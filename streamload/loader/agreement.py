@@ -78,7 +78,7 @@ class Agreement:
                 self._wait_for(decided, f"{what}, as rank 0 decided")
                 return json.loads(store.get(decided))
             self._wait_for(complete, what)
-            text = json.dumps(decide([json.loads(told) for told in values_of(store, keys)]))
+            text = json.dumps(decide([json.loads(text_of_rank) for text_of_rank in values_of(store, keys)]))
             store.set(decided, text)
             if number:  # all ranks have read it
                 for key in _keys(self._name, number - 1):
@@ -98,7 +98,7 @@ class Agreement:
             RankFailed: a rank has failed or died, or it took too long.
             RuntimeError: the store is gone.
         """
-        ranks, began = self._ranks, time.monotonic()
+        ranks, start = self._ranks, time.monotonic()
         assert ranks is not None
         with contextlib.suppress(RuntimeError):  # not yet; or the store is gone, which `check` raises
             ranks.store.wait([key], timedelta(seconds=_PROMPT_SECONDS))
@@ -111,7 +111,7 @@ class Agreement:
                 if ranks.store.check([key]):  # it ended after its part was done
                     return
                 raise
-            if time.monotonic() - began > _LONGEST_WAIT_SECONDS:
+            if time.monotonic() - start > _LONGEST_WAIT_SECONDS:
                 reason = f"not all answered in {_LONGEST_WAIT_SECONDS / 3600:.0f} hours"
                 raise ranks.ended(f"agreed on {what}", reason)
             time.sleep(pause)

@@ -102,14 +102,14 @@ class BatchInfo:
 
         With bucketing, the room that a row has on all ranks. Captions of a fixed length count in full.
         """
-        widths, found = self._yielded.widths, {}
+        widths, counts = self._yielded.widths, {}
         if widths is None:
             shape = self.shapes.get("text", ())
             return {"text": shape[0] * shape[1]} if len(shape) == 2 else {}
         for name, column, full in zip(("text", "image"), widths.bounds.T, widths.full, strict=True):
             if full:
-                found[name] = int(column.sum())
-        return found
+                counts[name] = int(column.sum())
+        return counts
 
     @property
     def yielded(self) -> Yielded:

@@ -83,15 +83,15 @@ class BatchSizing:
         if self._policy is None:
             return
         self._steps += 1
-        now = self._clock()
+        now_seconds = self._clock()
         if rows != self._rows:
             self._forget()
             self._rows = rows
         elif self._last is not None:
-            self._seconds += now - self._last
+            self._seconds += now_seconds - self._last
             self._waited_ns += total_wait_ns - self._wait_before_ns
             self._counted += 1
-        self._last, self._wait_before_ns = now, total_wait_ns
+        self._last, self._wait_before_ns = now_seconds, total_wait_ns
 
     def decide(self, resize: Callable[[int, Mapping[str, Any]], int]) -> None:
         """Before a batch is waited for: ask the policy, if this step is a decision step.
@@ -112,21 +112,23 @@ class BatchSizing:
         if self._counted < policy.every // 2 or self._rows != self._schedule.rows * world_size:
             return  # most of them had another size, or this run has just begun: it is not over yet
         share = self._waited_ns / 1e9 / self._seconds if self._seconds > 0 else 0.0
-        own, size = [min(1.0, share), self._seconds / self._counted], self._schedule.rows
+        measured, size = [min(1.0, share), self._seconds / self._counted], self._schedule.rows
         self._seconds, self._waited_ns, self._counted = 0.0, 0, 0
         assert self._agreement is not None
-        what = f"the batch size at step {self._steps} of the run"
-        answer = self._agreement.decide(what, own, lambda by_rank: self._answer(policy, size, by_rank))
+        subject = f"the batch size at step {self._steps} of the run"
+        answer = self._agreement.decide(
+            subject, measured, lambda by_rank: self._answer(policy, size, by_rank)
+        )
         if "error" in answer:
             raise PolicyError(answer["error"]) from self._cause
-        self._memory, told = answer["memory"], answer["told"]
+        self._memory, reason = answer["memory"], answer["told"]
         if answer["size"] is None or answer["size"] == size:
             return
-        step = resize(answer["size"], told)
+        step = resize(answer["size"], reason)
         if self._schedule.topology.rank == 0:
             logger.info(
                 "batch size: %d samples a rank, from step %d of the epoch on, not %d: %s",
-                *(answer["size"], step, size, told["reason"]),
+                *(answer["size"], step, size, reason["reason"]),
             )
 
     def _answer(self, policy: BatchPolicy, size: int, by_rank: list[list[float]]) -> dict[str, Any]:
@@ -143,11 +145,11 @@ class BatchSizing:
             decided = policy.decide(measured, self._memory)
             if not isinstance(decided, SizeDecided):
                 raise OptionError(f"decide() returned a {type(decided).__name__}; expected a SizeDecided")
-            found = decided.size
-            if found is not None and (not isinstance(found, int) or isinstance(found, bool) or found < 1):
-                raise OptionError(f"it returned {found!r}; expected a whole number of at least 1, or None")
+            rows = decided.size
+            if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
+                raise OptionError(f"it returned {rows!r}; expected a whole number of at least 1, or None")
             told = {"reason": " ".join(str(decided.reason).split())[:500], **measured._asdict()}
-            return {"size": found, "memory": kept_memory(decided.memory), "told": told}
+            return {"size": rows, "memory": kept_memory(decided.memory), "told": told}
         except Exception as exc:
             self._cause = exc
             problem = str(exc) if isinstance(exc, OptionError) else f"{type(exc).__name__}: {exc}"

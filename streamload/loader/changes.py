@@ -65,15 +65,17 @@ class Changes:
 
     def set_batch_size(self, rows: int) -> int:
         """See Loader.set_batch_size."""
-        schedule, now = self._schedule, self._now
+        schedule, current = self._schedule, self._now
         by_rank = gather((rows, self._first_free()), schedule.topology.world_size)
         rows = by_rank[0][0]
         split, position = schedule.split(), max(position for _, position in by_rank)
         resize = schedule.resized(rows, position, self._in_flight)  # an error is raised on all ranks
-        last = None if now.sizes is None else now.sizes.last
+        last = None if current.sizes is None else current.sizes.last
         if resize.batch == (split.batch if last is None else last.batch):
-            return schedule.step_of(now, now.position if last is None else max(now.position, last.position))
-        schedule.tracker.resize(split.batch, resize, schedule.step_of(now))
+            return schedule.step_of(
+                current, current.position if last is None else max(current.position, last.position)
+            )
+        schedule.tracker.resize(split.batch, resize, schedule.step_of(current))
         self._now = schedule.tracker.now()
         if self._epoch is not None:
             self._epoch.plan(schedule.steps(self._now))
@@ -106,15 +108,15 @@ class Changes:
         One that makes its next batch late reads only the latest message, and needs what was in effect for the
         batches of the others since its last one.
         """
-        epoch, now = self._epoch, self._schedule.tracker.now()
+        epoch, position = self._epoch, self._schedule.tracker.now()
         if epoch is None:
             return
         before = epoch.changed or Changed([], [], None)
         most = 2 + 2 * epoch.ahead
-        changes = _merged(before.changes, now.changes, most)
+        changes = _merged(before.changes, position.changes, most)
         resizes = before.resizes
-        if now.sizes is not None:
-            resizes = _merged(resizes, now.sizes.resizes, most)
+        if position.sizes is not None:
+            resizes = _merged(resizes, position.sizes.resizes, most)
         events = before.events
         if sent is not None:
             name, event = sent
@@ -124,8 +126,8 @@ class Changes:
         self._control.changes.write(changed.to_json())
 
 
-def _merged(known: Sequence[_Changed], latest: Sequence[_Changed], most: int) -> list[_Changed]:
+def _merged(earlier: Sequence[_Changed], latest: Sequence[_Changed], most: int) -> list[_Changed]:
     """All changes by position: those that are in effect now and later, after earlier ones."""
-    found = [each for each in known if each.position < latest[0].position]
-    found.extend(latest)
-    return found[-most:]
+    merged = [change for change in earlier if change.position < latest[0].position]
+    merged.extend(latest)
+    return merged[-most:]

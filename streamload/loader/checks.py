@@ -161,14 +161,16 @@ class ShardChecks:
         before, self._checked = self._checked, given_up
         if given_up == before or given_up <= _FREE_SHARDS:
             return
-        bad, seen = self.counts()
-        message = f"{bad:,} of {seen:,} shards so far were given up ({bad / seen:.0%}; there are {shards:,})"
-        if bad > _LOGGED_SHARE * seen and given_up >= 2 * self._logged:
+        bad, total = self.counts()
+        message = (
+            f"{bad:,} of {total:,} shards so far were given up ({bad / total:.0%}; there are {shards:,})"
+        )
+        if bad > _LOGGED_SHARE * total and given_up >= 2 * self._logged:
             self._logged = given_up
             logger.error("%s: training continues without their samples", message)
         if self._max_bad is None:
             return
-        is_certain = bad - _DEVIATIONS * math.sqrt(bad) > self._max_bad * seen
+        is_certain = bad - _DEVIATIONS * math.sqrt(bad) > self._max_bad * total
         if given_up > self._max_bad * shards or is_certain:
             raise TooManyBadShards(
                 f"{message}, more than max_bad_shards={self._max_bad:g} allows (None allows any share). The "
@@ -177,11 +179,11 @@ class ShardChecks:
 
     def counts(self) -> list[int]:
         """For the state: the shards given up, and all so far; zeros before the first one."""
-        return [before + now for before, now in zip(self._before, self._now, strict=True)]
+        return [before + current for before, current in zip(self._before, self._now, strict=True)]
 
     def restore(self, counts: Sequence[int]) -> None:
         """Continue from a state's counts, whatever was counted here."""
-        self._before = [saved - now for saved, now in zip(counts, self._now, strict=True)]
+        self._before = [saved - current for saved, current in zip(counts, self._now, strict=True)]
 
 
 class ShardWaits:

@@ -76,21 +76,21 @@ class Destination:
         return (_accelerator(self.device), self.is_pinned) != before
 
     def _chosen(self, around: Surroundings) -> torch.device | None:
-        given = self._given
-        if given not in (None, AUTO):
-            assert isinstance(given, torch.device)
-            if around.pins and _accelerator(given) is not None:
+        option = self._given
+        if option not in (None, AUTO):
+            assert isinstance(option, torch.device)
+            if around.pins and _accelerator(option) is not None:
                 raise OptionError(
                     f"a DataLoader with pin_memory=True is around this loader, whose batches are on "
-                    f"device={str(given)!r} already: give that DataLoader pin_memory=False"
+                    f"device={str(option)!r} already: give that DataLoader pin_memory=False"
                 )
-            return given
+            return option
         if around.pins:
             self._warn_of_pinning()
             return torch.device("cpu")
         if around.device is not None or self._placed is not None:
             return around.device or self._placed
-        return None if given is None else self._found()
+        return None if option is None else self._found()
 
     def _found(self) -> torch.device | None:
         """The device that "auto" stands for; the first call logs it."""

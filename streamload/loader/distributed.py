@@ -159,7 +159,7 @@ def agree(
     if rank and store.check([name]):
         return json.loads(store.get(name))  # type: ignore[no-any-return]
     arrived = keys if store.check(keys) else [key for key in keys if store.check([key])]
-    decision = decide([json.loads(told) for told in values_of(store, arrived)])
+    decision = decide([json.loads(text) for text in values_of(store, arrived)])
     return json.loads(store.compare_set(name, "", json.dumps(decision)))  # type: ignore[no-any-return]
 
 
@@ -185,8 +185,8 @@ def largest(
     if rank == 0 and not store.check([name]):
         for teller in tellers:
             if teller:
-                found = np.frombuffer(_wait_for(store, f"{name}/{teller}", world_size), np.int32)
-                value = np.maximum(value, found.reshape(value.shape))
+                received = np.frombuffer(_wait_for(store, f"{name}/{teller}", world_size), np.int32)
+                value = np.maximum(value, received.reshape(value.shape))
                 store.delete_key(f"{name}/{teller}")
         store.set(name, value.tobytes())
     elif rank in tellers and rank:
@@ -207,8 +207,8 @@ def _wait_for(store: Any, key: str, world_size: int) -> bytes:
     while True:
         try:
             store.wait([key], timedelta(seconds=_POLL_SECONDS))
-            found: bytes = store.get(key)
-            return found
+            value: bytes = store.get(key)
+            return value
         except RuntimeError as exc:  # a timeout, or the store is gone
             try:
                 if store.check([key]):
@@ -294,8 +294,8 @@ class Ranks:
                 logger.warning("%s continues", self.name_of(*going_on))
             if summary.waiting and summary.wait_reports > before.wait_reports:
                 rank, count = min(summary.waiting), len(summary.waiting)
-                others = f" (and {count - 1} more)" if count > 1 else ""
-                logger.warning("%s has waited %s%s", self.name_of(rank), summary.wait, others)
+                and_others = f" (and {count - 1} more)" if count > 1 else ""
+                logger.warning("%s has waited %s%s", self.name_of(rank), summary.wait, and_others)
 
     def _log_failures(self, before: Summary, summary: Summary) -> None:
         """Log the failures of other ranks since an earlier summary, and remember them."""
@@ -307,9 +307,9 @@ class Ranks:
                 continue
             if failure == summary.failures[0]:
                 self._reports.acknowledge(failure)
-            others = f" (and {unlisted} more)" if unlisted and failure == failures[-1] else ""
+            and_others = f" (and {unlisted} more)" if unlisted and failure == failures[-1] else ""
             name = self.name_of(failure.rank)
-            logger.error("%s has failed, and with it the run: %s%s", name, failure.reason, others)
+            logger.error("%s has failed, and with it the run: %s%s", name, failure.reason, and_others)
 
     def compare_waits(self, ratio: float) -> SlowestRank | None:
         """Compare how much the ranks wait for data; to be called every few seconds.
@@ -495,17 +495,17 @@ class RankMonitor:
             self._reported_wait_seconds = 0.0
             self._ranks.report("goes on")
         blocked = self._control.blocked() if waited >= _OUTAGE_SECONDS else []
-        outages = {name: (cause, until) for one in blocked for name, cause, until in one["away"]}
+        outages = {name: (cause, until) for worker in blocked for name, cause, until in worker["away"]}
         is_first = not self._reported_wait_seconds
         due = _OUTAGE_SECONDS if outages and is_first else self._reported_wait_seconds + _WAIT_SECONDS
         if waited < due:
             return
         self._reported_wait_seconds = waited
-        shards = sorted({one["shard"] for one in blocked if one["shard"]})
+        shards = sorted({worker["shard"] for worker in blocked if worker["shard"]})
         reason = f"{waited:.0f} s for {', '.join(shards[:2]) or 'its next batch'}"
         for name, (cause, until) in outages.items():
-            at = time.strftime("%H:%M:%S", time.localtime(time.time() + until - time.monotonic()))
-            reason += f"; {name} is down ({cause}), retried until {at} (STREAMLOAD_ORIGIN_WAIT)"
+            until_text = time.strftime("%H:%M:%S", time.localtime(time.time() + until - time.monotonic()))
+            reason += f"; {name} is down ({cause}), retried until {until_text} (STREAMLOAD_ORIGIN_WAIT)"
         self._ranks.report("waits", reason)
 
 

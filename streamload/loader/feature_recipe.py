@@ -57,10 +57,10 @@ class FeatureRecipe:
 
         features = named.features()
         if features.inputs == "text" or features.variants > 1:
-            what = 'inputs="text"' if features.inputs == "text" else f"variants={features.variants}"
+            option = 'inputs="text"' if features.inputs == "text" else f"variants={features.variants}"
             raise OptionError(
-                f"{named.module} has {what}: derived shards have one row for each sample's image; make these "
-                f"rows without a shared cache, in the store of rows"
+                f"{named.module} has {option}: derived shards have one row for each sample's image; make "
+                f"these rows without a shared cache, in the store of rows"
             )
         if named.prepare == AUTO:
             raise OptionError('--prepare auto is chosen by each training: name the recipe, such as "raw-256"')
@@ -75,10 +75,10 @@ class FeatureRecipe:
         self.counts = Counters()
         self._computing = threading.Lock()
         self._decoding = contextlib.nullcontext() if is_compiled else threading.Lock()
-        found = self._bound.whole_fingerprint()
-        if found is None:
+        fingerprint = self._bound.whole_fingerprint()
+        if fingerprint is None:
             raise OptionError(f"{named.module} has no rows: give cache_module a cache_path that can be used")
-        self.fingerprint, self._parts = str(found), found.parts
+        self.fingerprint, self._parts = str(fingerprint), fingerprint.parts
 
     def __repr__(self) -> str:
         return f"<FeatureRecipe {self.named.module}: {self.fingerprint}>"
@@ -123,9 +123,9 @@ class FeatureRecipe:
             for sample in filter(self._is_usable, samples):
                 with contextlib.suppress(SampleError):
                     parsed.append((sample, batch.parse(sample, 0)))
-            for sample, one in parsed:
+            for sample, parsed_sample in parsed:
                 with contextlib.suppress(SampleError):
-                    batch.add(one)
+                    batch.add(parsed_sample)
                     assert sample.checksum is not None
                     added.append((sample.key, sample.checksum))
             values = batch.finish() if added else {}
@@ -133,8 +133,8 @@ class FeatureRecipe:
             return
         with self._computing:
             layout, bodies = take_features(values, {NAME: self._bound}, self.counts)[NAME].bodies()
-            now = self._bound.fingerprint()
-        if now != self.fingerprint:
+            fingerprint = self._bound.fingerprint()
+        if fingerprint != self.fingerprint:
             raise FeatureMismatch(
                 f"{self.named.module} has another fingerprint after it computed its first rows, as computing "
                 f"changes it: start again"
@@ -242,7 +242,8 @@ def samples_of(chunks: Iterable[bytes], url: str, *, is_prepared: bool) -> Itera
 def _sample(entry: Entry, buffer: bytearray, first: int, url: str) -> Sample:
     data = memoryview(bytearray(buffer[entry.start - first : entry.stop - first]))
     members = {
-        extension: data[at - entry.start : at - entry.start + size] for extension, at, size in entry.members
+        extension: data[start - entry.start : start - entry.start + size]
+        for extension, start, size in entry.members
     }
     prepared = entry.prepared[0] if entry.prepared is not None else ""
     return Sample(entry.key, url, members, prepared, entry.checksum)

@@ -37,7 +37,7 @@ def feature_assemblies(options: LoaderOptions, images: ImageAssembly | None) -> 
     """
     for features in options.features.values():
         features.keep_rows_in(options.settings().cache_dir, options.cache_size)
-    return tuple(_assembly(name, one, images, options) for name, one in options.features.items())
+    return tuple(_assembly(name, feature, images, options) for name, feature in options.features.items())
 
 
 def _assembly(
@@ -73,8 +73,8 @@ def bound_features(
     """
     device = options.settled_device or torch.device("cpu")
     return {
-        one.name: BoundFeatures(options.features[one.name], _parts_of(one, options), device)
-        for one in assemblies
+        assembly.name: BoundFeatures(options.features[assembly.name], _parts_of(assembly, options), device)
+        for assembly in assemblies
     }
 
 
@@ -106,9 +106,9 @@ def end_epoch(features: Mapping[str, BoundFeatures], counts: Counts) -> None:
     Raises:
         FeatureMismatch: rows of the epoch aren't what their module computes.
     """
-    for of in features.values():
-        of.count(counts, at_end=True)
-        of.refuse_stale(wait=True)
+    for feature in features.values():
+        feature.count(counts, at_end=True)
+        feature.refuse_stale(wait=True)
 
 
 def take_features(
@@ -119,20 +119,20 @@ def take_features(
     Raises:
         OptionError: the batch has a value of a feature's name.
     """
-    made: dict[str, FeatureRows] = {}
-    for name, of in features.items():
+    rows: dict[str, FeatureRows] = {}
+    for name, feature in features.items():
         if name in values:
             raise OptionError(
                 f"features={{{name!r}: …}}: the batch has a {name!r} already; give another name"
             )
         read: FeaturesRead = values.pop(f"{name}{READ}")
         bodies, inputs = values.pop(f"{name}{ROWS}", None), values.pop(f"{name}{INPUTS}", None)
-        if of.features.inputs == "sample" and inputs is not None:
+        if feature.features.inputs == "sample" and inputs is not None:
             inputs = {"image": inputs, "text": values.pop(f"{name}{INPUTS} text")}
-        found = read.samples - len(read.missing)
-        counts.add("feature_rows_read", found)
-        counts.add("feature_bytes_read", 0 if bodies is None else found * bodies.shape[1])
-        of.count(counts, found)
+        stored = read.samples - len(read.missing)
+        counts.add("feature_rows_read", stored)
+        counts.add("feature_bytes_read", 0 if bodies is None else stored * bodies.shape[1])
+        feature.count(counts, stored)
         counts.add("feature_read_ns", read.read_ns)
-        made[name] = FeatureRows(of, read, bodies, inputs, counts)
-    return made
+        rows[name] = FeatureRows(feature, read, bodies, inputs, counts)
+    return rows

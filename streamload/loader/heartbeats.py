@@ -95,13 +95,13 @@ class Heartbeats:
 
     def _falls_silent(self, rank: int, content: bytes) -> bool:
         """Note the heartbeat of a rank; whether that has fallen silent since the last one was noted."""
-        now = self._clock()
-        before, since = self._seen.get(rank, (b"", now))
+        now_seconds = self._clock()
+        before, since = self._seen.get(rank, (b"", now_seconds))
         self.hosts[rank] = content.decode().partition(" ")[2] or self.hosts.get(rank, "")
         if rank == self._rank or not content or content != before:
-            self._seen[rank] = content, now
+            self._seen[rank] = content, now_seconds
             self.silent.pop(rank, None)
-        elif now - since >= SILENT_SECONDS and rank not in self.silent:
+        elif now_seconds - since >= SILENT_SECONDS and rank not in self.silent:
             self.silent[rank] = since
             return True
         return False

@@ -59,14 +59,14 @@ def check_step(options: LoaderOptions, in_flight: InFlight, rows: int) -> int:
     patches, table = options.images.patches, options.step_table
     kinds = [(rows, max(patches.seq_lens) if patches is not None else 0)]
     if table is not None:
-        kinds = [(own, seq_len) for seq_len, own in table.steps]
-    for own, seq_len in kinds:
-        for name, needed in in_flight.step_bytes(own, seq_len).items():
+        kinds = [(step_rows, seq_len) for seq_len, step_rows in table.steps]
+    for step_rows, seq_len in kinds:
+        for name, needed in in_flight.step_bytes(step_rows, seq_len).items():
             if needed > in_flight.limits[name]:
-                fits = in_flight.limits[name] * own // needed
+                fits = in_flight.limits[name] * step_rows // needed
                 smaller = f", or a batch_size of at most {fits}" if fits else ""
                 raise OptionError(
-                    f"memory={{{name!r}: …}}: the {name} of a batch of {own} rows has "
+                    f"memory={{{name!r}: …}}: the {name} of a batch of {step_rows} rows has "
                     f"{format_bytes(needed)}, more than the {format_bytes(in_flight.limits[name])} allowed: "
                     f"give at least {needed}{smaller}"
                 )
@@ -81,17 +81,17 @@ def report(options: LoaderOptions, in_flight: InFlight, rows: int) -> None:
         in_flight: its limits.
         rows: of a rank in a step.
     """
-    asked = max(1, options.workers.prefetch_factor * options.num_workers)
-    fitting = min(asked, check_step(options, in_flight, rows))
+    steps_ahead = max(1, options.workers.prefetch_factor * options.num_workers)
+    fitting = min(steps_ahead, check_step(options, in_flight, rows))
     patches = options.images.patches
     most = in_flight.step_bytes(rows, max(patches.seq_lens) if patches is not None else 0)
     varies = patches is not None and (len(set(patches.seq_lens)) > 1 or options.step_table is not None)
     shown = []
     for name, limit in in_flight.limits.items():
-        found = min(limit, (asked if varies else fitting) * most[name])
-        shown.append(f"{name} {format_bytes(found)} of {format_bytes(limit)}")
-    count = f"{fitting} or more" if varies and fitting < asked else str(fitting)
-    logger.info("memory: batches in flight have at most %s (%s of %d)", ", ".join(shown), count, asked)
+        most_bytes = min(limit, (steps_ahead if varies else fitting) * most[name])
+        shown.append(f"{name} {format_bytes(most_bytes)} of {format_bytes(limit)}")
+    count = f"{fitting} or more" if varies and fitting < steps_ahead else str(fitting)
+    logger.info("memory: batches in flight have at most %s (%s of %d)", ", ".join(shown), count, steps_ahead)
 
 
 def _text_bytes(assembly: BatchAssembly) -> int:
@@ -99,12 +99,12 @@ def _text_bytes(assembly: BatchAssembly) -> int:
     if assembly.tokenizer is None or assembly.map_sample is not None:
         raise OptionError('memory={"text": …} is for ids: give a tokenizer, or leave "text" out')
     texts = assembly.tokenizer([_LONG_TEXT], [0])
-    found = texts.ids.nbytes
+    text_bytes = texts.ids.nbytes
     if assembly.as_model_inputs:
-        found += sum(value.nbytes for value in texts.others.values())
+        text_bytes += sum(value.nbytes for value in texts.others.values())
     if assembly.text_padding is not None and assembly.text_padding.with_valid and texts.valid is not None:
-        found += texts.valid.nbytes
-    return found
+        text_bytes += texts.valid.nbytes
+    return text_bytes
 
 
 def _image_bytes(images: ImageAssembly | None) -> tuple[int, int]:

@@ -451,7 +451,7 @@ class Loader(Steerable, Observed, DataLoaderInterface):
             list(position.changes),
             dict(position.groups),
             changes_generation=self._control.changes.generation,
-            features={name: one.start() for name, one in pool.features.items()},
+            features={name: feature.start() for name, feature in pool.features.items()},
             resizes=() if position.sizes is None else position.sizes.resizes,
             blocks_from=position.blocks_from,
             table_from=(position.epoch, position.position - position.start),

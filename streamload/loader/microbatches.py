@@ -203,12 +203,12 @@ class YieldedBatches(Generic[K]):
     def find(self, batch: Any) -> K | None:
         """What is known of a batch; None if it isn't one that was added."""
         tensor = _first_tensor(batch)
-        found = None if tensor is None else self._known.get(id(tensor))
-        return found[1] if found is not None and found[0]() is tensor else None
+        entry = None if tensor is None else self._known.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
 
 
-def _forget(known: dict[int, Any], place: int, _: object) -> None:
-    known.pop(place, None)
+def _forget(by_tensor: dict[int, Any], place: int, _: object) -> None:
+    by_tensor.pop(place, None)
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -45,17 +45,17 @@ class NamedFeatures:
         Raises:
             OptionError: nothing of that name is there, or can be features.
         """
-        found = named(self.module)
-        if not isinstance(found, torch.nn.Module | Features):
-            if not callable(found):
+        feature = named(self.module)
+        if not isinstance(feature, torch.nn.Module | Features):
+            if not callable(feature):
                 raise OptionError(
                     f"--module {self.module}: expected a module, Features, or a class or function that "
                     f"makes one"
                 )
-            found = found()
-            if isinstance(found, torch.nn.Module):
-                found.eval()
-        features = found if isinstance(found, Features) else Features(found)
+            feature = feature()
+            if isinstance(feature, torch.nn.Module):
+                feature.eval()
+        features = feature if isinstance(feature, Features) else Features(feature)
         if self.device is not None:
             features.module.to(self.device)
         return features
@@ -89,9 +89,9 @@ def named(name: str) -> Any:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
         for step in attribute.split("."):
-            found = getattr(found, step)
+            value = getattr(value, step)
     except (ImportError, AttributeError, ValueError) as exc:
         raise OptionError(f"{name!r} can't be imported ({exc}); expected package.module:name") from exc
-    return found
+    return value

@@ -204,7 +204,7 @@ def described(given: LoaderOptions) -> Mapping[str, Any]:
     """The options of a loader, for people; without secrets, URLs and paths of the data."""
     settings: Settings = given.settings()
     sources = ", ".join(f"{source.name}: {len(source.urls):,} shards" for source in given.sources)
-    found: dict[str, Any] = {
+    shown: dict[str, Any] = {
         "sources": sources,
         "batch_size": given.batch_size,
         "num_workers": given.num_workers,
@@ -215,8 +215,8 @@ def described(given: LoaderOptions) -> Mapping[str, Any]:
     }
     for option in options():
         if not option.is_secret and option.name not in ("metrics", "record"):
-            found[option.name] = str(getattr(settings, option.name))
-    return found | {
+            shown[option.name] = str(getattr(settings, option.name))
+    return shown | {
         "streamload": version("streamload"),
         "torch": version("torch"),
         "python": platform.python_version(),

@@ -183,8 +183,8 @@ class LoaderOptions:
     @property
     def urls(self) -> UrlList:
         """The shards of all sources."""
-        first, *others = (source.urls for source in self.sources)
-        return sum(others, first)
+        first, *more = (source.urls for source in self.sources)
+        return sum(more, first)
 
     @property
     def has_modalities(self) -> bool:
@@ -211,7 +211,7 @@ class LoaderOptions:
             return replace(clip_patch_plan(self.train, patches.sides), max_ratio=patches.max_ratio)
         lengths = patches.lengths(self.train, self.seed).lengths
         try:
-            found = patch_plan_or_given(self.preprocess, lengths, patches.sides, is_compiled)
+            transform = patch_plan_or_given(self.preprocess, lengths, patches.sides, is_compiled)
         except TypeError as exc:
             raise OptionError(
                 f"with patches=, preprocess= is a function that returns the transform for a number of "
@@ -219,9 +219,9 @@ class LoaderOptions:
                 f"functools.partial(timm.data.create_transform, naflex=True, …); it failed: {exc}"
             ) from exc
         if patches.max_ratio is None:
-            return found
-        if isinstance(found, PatchPlan):
-            return replace(found, max_ratio=patches.max_ratio)
+            return transform
+        if isinstance(transform, PatchPlan):
+            return replace(transform, max_ratio=patches.max_ratio)
         raise OptionError(
             "max_ratio= is for a compiled transform: this one runs as given, and resizes by itself"
         )
@@ -246,7 +246,7 @@ class LoaderOptions:
     def choice(self) -> tuple[str, ...]:
         """The keys, facts and repeats as a state records them."""
         shards = self.shards
-        facts = [f"{name}={one.digest}" for name, one in self.columns.items() if name not in BUILT_IN]
+        facts = [f"{name}={column.digest}" for name, column in self.columns.items() if name not in BUILT_IN]
         if self.has_modalities:
             facts += [f"{source.name}: {source.modality}" for source in self.sources]
         if self.repeat is not None:

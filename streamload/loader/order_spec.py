@@ -174,10 +174,10 @@ def source_orders(order: OrderSpec, sizes: Sequence[Sequence[int] | None]) -> li
             lanes,
             window,
             shuffle_shards=window > 0,
-            hints=None if own is None else np.array(own, np.int64),
+            hints=None if shard_sizes is None else np.array(shard_sizes, np.int64),
             opens_after=opens_after,
         )
-        for (name, lanes, window), opens_after, own in zip(
+        for (name, lanes, window), opens_after, shard_sizes in zip(
             order.sources, order.opens_after, sizes, strict=True
         )
     ]
@@ -204,11 +204,11 @@ def compare_groups(order: OrderSpec, topology: Topology) -> None:
     """
     if not order.train:
         return
-    own = f"{order.groups} groups on rank {topology.rank} ({topology.nodes} nodes)"
-    first = first_value(f"groups {order.data} {order.seed}", own, topology.world_size)
-    if first.partition(" ")[0] != own.partition(" ")[0]:
+    summary = f"{order.groups} groups on rank {topology.rank} ({topology.nodes} nodes)"
+    first = first_value(f"groups {order.data} {order.seed}", summary, topology.world_size)
+    if first.partition(" ")[0] != summary.partition(" ")[0]:
         raise OrderDiverged(
-            f"the ranks divide the samples differently: into {first} and {own}. Set LOCAL_RANK and "
+            f"the ranks divide the samples differently: into {first} and {summary}. Set LOCAL_RANK and "
             f"LOCAL_WORLD_SIZE on all of them or on none, or give Order(groups=…)"
         )
 
@@ -259,19 +259,19 @@ def fit_to_cache(
         shards: of all sources.
         measure: gives sizes of shards and samples, and this node's tier.
     """
-    own = None
+    widths = None
     if topology.local_rank == 0:
-        own = _widths_of_node(order, options, topology, shards, measure)
+        widths = _widths_of_node(order, options, topology, shards, measure)
     if topology.world_size > 1 and not can_compare(topology.world_size):
         return replace(order, fitted=True)  # the ranks might narrow it differently
-    found = agree(f"widths/{order.data}/{order.seed}", own, _narrowest, topology.world_size)
-    asked = [list(source[1:]) for source in order.sources]
-    if found is None or found == asked:
+    agreed = agree(f"widths/{order.data}/{order.seed}", widths, _narrowest, topology.world_size)
+    needed = [list(source[1:]) for source in order.sources]
+    if agreed is None or agreed == needed:
         return replace(order, fitted=True)
-    if own != found and topology.local_rank == 0:
-        logger.warning("the cache of another node has room for less: %s", _in_words(asked, found))
+    if widths != agreed and topology.local_rank == 0:
+        logger.warning("the cache of another node has room for less: %s", _in_words(needed, agreed))
     names = [name for name, *_ in order.sources]
-    sources = tuple((name, lanes, window) for name, (lanes, window) in zip(names, found, strict=True))
+    sources = tuple((name, lanes, window) for name, (lanes, window) in zip(names, agreed, strict=True))
     return replace(order, sources=sources, fitted=True)
 
 
@@ -296,10 +296,10 @@ def _widths_of_node(
             return None
         sample_bytes = pool.map(measure.sample_bytes, firsts)
         asked = [replace(w, sample_bytes=size) for w, size in zip(asked, sample_bytes, strict=True)]
-    found = fitting(
+    narrower = fitting(
         asked, limit_bytes, step, lanes=options.order.lanes is None, window=options.shuffle is None
     )
-    if found == asked:
+    if narrower == asked:
         return None
     needed, limit = format_bytes(sum(w.open_bytes for w in asked)), format_bytes(limit_bytes)
     shard = format_bytes(max(w.shard_bytes for w in asked))
@@ -307,10 +307,10 @@ def _widths_of_node(
         f"cache {measure.tier.root}: about {needed} have to be open at once (shards of {shard}); its limit "
         f"is {limit}"
     )
-    if found is None:
+    if narrower is None:
         logger.warning("%s, too little for any lanes and window: raise cache_size", problem)
         return None
-    widths = [[width.lanes, width.window] for width in found]
+    widths = [[width.lanes, width.window] for width in narrower]
     narrowed = _in_words([[width.lanes, width.window] for width in asked], widths)
     if topology.world_size > 1 and not can_compare(topology.world_size):
         logger.warning("%s: give %s (torch.distributed isn't initialised)", problem, narrowed)
@@ -331,9 +331,9 @@ def _narrowest(widths_by_node: Sequence[_Widths | None]) -> _Widths | None:
     return [[min(numbers) for numbers in zip(*source, strict=True)] for source in zip(*cut, strict=True)]
 
 
-def _in_words(asked: _Widths, found: _Widths) -> str:
+def _in_words(needed: _Widths, narrower: _Widths) -> str:
     """Lanes and window, added up over the sources."""
     (lanes, window), (asked_lanes, asked_window) = (
-        [sum(numbers) for numbers in zip(*widths, strict=True)] for widths in (found, asked)
+        [sum(numbers) for numbers in zip(*widths, strict=True)] for widths in (narrower, needed)
     )
     return f"lanes={lanes} and shuffle={window:,}, not {asked_lanes} and {asked_window:,}"

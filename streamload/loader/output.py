@@ -83,8 +83,10 @@ class Outputs:
         names = (*values, *(name for part in self._extensions.values() for name in part.adds), *features)
         if self._options.images.patches is not None and NAMES[0] in values:  # they are one value
             names = ("image", *(name for name in names if name not in NAMES))
-        shapes = {name: tuple(one.shape) for name, one in values.items() if isinstance(one, torch.Tensor)}
-        device = next((one.device for one in values.values() if isinstance(one, torch.Tensor)), None)
+        shapes = {
+            name: tuple(value.shape) for name, value in values.items() if isinstance(value, torch.Tensor)
+        }
+        device = next((value.device for value in values.values() if isinstance(value, torch.Tensor)), None)
         self._device = device
         if widths is not None and self._options.output == "hf":
             widths = widths._replace(texts=tuple(_MODEL_INPUTS.get(name, name) for name in widths.texts))
@@ -112,13 +114,13 @@ class Outputs:
         Raises:
             OptionError: it is another one, or one without tensors.
         """
-        found = self._known.find(batch)
-        if found is None:
+        info = self._known.find(batch)
+        if info is None:
             raise OptionError(
                 "expected a batch as this loader yielded it, with tensors: to have it on a device, give "
                 "make_loader device=, or copy each part there"
             )
-        return found
+        return info
 
     def microbatches(self, batch: Any) -> Microbatches:
         """The parts of a batch that `form` returned.
@@ -126,12 +128,12 @@ class Outputs:
         Raises:
             OptionError: another batch, or one with tensors that haven't a row for each sample.
         """
-        known, patches = self.info_of(batch).yielded, self._options.images.patches
+        yielded, patches = self.info_of(batch).yielded, self._options.images.patches
         rows, longest = self._options.batches.microbatch, max(patches.seq_lens) if patches else 0
         if rows == "auto" and self._sizer is None:
             self._sizer = PartSizer(_device_memory(self._device), self._least)
         self._parts = Microbatches(
-            batch, known, self._sizer if rows == "auto" else rows, longest, self._options.batches.max_tokens
+            batch, yielded, self._sizer if rows == "auto" else rows, longest, self._options.batches.max_tokens
         )
         return self._parts
 

@@ -104,9 +104,9 @@ class PartSizer:
         stays, peak = memory.allocated_bytes(), memory.peak_bytes()
         # What was let go of meanwhile, or came to stay, counts as taken: both make the bound larger. Only a
         # step's first part is left out, in which gradients appear and the last batch goes.
-        taken = max(peak - min(stays, self._begun_bytes), 1)
+        part_bytes = max(peak - min(stays, self._begun_bytes), 1)
         if self._part > 0 or math.isinf(self._row_bytes):
-            self._row_bytes = min(self._row_bytes, taken / rows / width**2)
+            self._row_bytes = min(self._row_bytes, part_bytes / rows / width**2)
         if self._part == 0:
             self._growth_bytes = max(self._growth_bytes, stays - self._begun_bytes)
         self._peak_share = max(self._peak_share, peak / memory.limit_bytes())

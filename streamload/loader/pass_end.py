@@ -62,9 +62,9 @@ def merged(ranks: Sequence[Totals]) -> Totals:
     """The totals of all ranks. What was counted before a resume is the same counts on each of them."""
     sums = Totals(*(sum(column) for column in zip(*ranks, strict=True)))
     return sums._replace(
-        samples_before=max(each.samples_before for each in ranks),
-        bad_before=max(each.bad_before for each in ranks),
-        is_pass=min(each.is_pass for each in ranks),
+        samples_before=max(totals.samples_before for totals in ranks),
+        bad_before=max(totals.bad_before for totals in ranks),
+        is_pass=min(totals.is_pass for totals in ranks),
     )
 
 

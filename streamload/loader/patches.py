@@ -59,7 +59,7 @@ class Patches:
         probs = self.seq_len_probs
         if probs is not None and (
             len(probs) != len(self.seq_lens)
-            or not all(0 <= each < math.inf for each in probs)
+            or not all(0 <= prob < math.inf for prob in probs)
             or not any(probs)
         ):
             raise OptionError(

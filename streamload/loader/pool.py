@@ -211,12 +211,12 @@ def _identity(batch: Any) -> Any:
 
 def _own_shards(config: WorkerConfig) -> tuple[int, list[int]]:
     """How many shards begin in a rank's groups, and the numbers of those that it only continues."""
-    begun, begin, continued = 0, set(), set()
+    count, begin, continued = 0, set(), set()
     for source in config.sources:
         for pieces in source.pieces.values():
             begins = {source.first + shard for shard, part in pieces.parts.items() if part.start == 0}
             continues = {source.first + shard for shard in pieces.parts} - begins
-            begun += pieces.shards.size - len(continues)
+            count += pieces.shards.size - len(continues)
             begin |= begins
             continued |= continues
-    return begun, sorted(continued - begin)
+    return count, sorted(continued - begin)

@@ -89,12 +89,12 @@ class Position:
         for number, group in self.groups.items():
             sources = []
             for source in group.sources:
-                if any(begun.samples and not begun.entries for begun in source.begun.values()):
+                if any(checkpoint.samples and not checkpoint.entries for checkpoint in source.begun.values()):
                     raise StateMismatch(
                         "moved=: the state was saved by an earlier version of streamload, without the "
                         "digests that identify moved shards"
                     )
-                begun = {shard: begun._replace(version=0) for shard, begun in source.begun.items()}
+                begun = {shard: checkpoint._replace(version=0) for shard, checkpoint in source.begun.items()}
                 sources.append(source._replace(begun=begun))
             groups[number] = group._replace(sources=tuple(sources))
         return replace(self, groups=groups)
@@ -183,30 +183,32 @@ class EpochTracker:
 
     def next(self) -> Position:
         """The start of the next epoch: that of the current one if it yielded no batch, after it, or anew."""
-        found = self._next()
+        position = self._next()
         if self.replayed is None:
-            return found
-        recorded = self.replayed.weights(found.sequence, found.position)
-        resizes = tuple(self.replayed.sizes(found.sequence, found.position))
+            return position
+        recorded = self.replayed.weights(position.sequence, position.position)
+        resizes = tuple(self.replayed.sizes(position.sequence, position.position))
         sizes = None
         if resizes:
-            base, step = self.replayed.base_batch, 0 if found.sizes is None else found.sizes.step
-            if found.sizes is None:  # all steps of the epoch so far are by the options
-                step = (found.position - found.start) // base
+            base, step = self.replayed.base_batch, 0 if position.sizes is None else position.sizes.step
+            if position.sizes is None:  # all steps of the epoch so far are by the options
+                step = (position.position - position.start) // base
             sizes = self.sizes = Sizes(base, resizes, step)
-        return replace(found, changes=changes_of(recorded), weights=recorded[0].weights, sizes=sizes)
+        return replace(position, changes=changes_of(recorded), weights=recorded[0].weights, sizes=sizes)
 
     def saved(self) -> Position:
         """The position for a state: that of `now`, without what a replayed log has for later."""
-        now = self.now()
+        position = self.now()
         if self.replayed is None:
-            return now
-        in_effect_now = self.replayed.weights(now.sequence, now.position)[:1]
-        sizes = now.sizes
+            return position
+        in_effect_now = self.replayed.weights(position.sequence, position.position)[:1]
+        sizes = position.sizes
         if sizes is not None:
-            known = tuple(each for each in sizes.resizes if each.position <= now.position)
-            sizes = sizes._replace(resizes=known) if known else None
-        return replace(now, changes=changes_of(in_effect_now), weights=in_effect_now[0].weights, sizes=sizes)
+            reached = tuple(resize for resize in sizes.resizes if resize.position <= position.position)
+            sizes = sizes._replace(resizes=reached) if reached else None
+        return replace(
+            position, changes=changes_of(in_effect_now), weights=in_effect_now[0].weights, sizes=sizes
+        )
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -220,11 +222,11 @@ class EpochTracker:
         if last is not None and self._epochs_continue and self.epoch == last.epoch + 1:
             return last.next_epoch()
         assert self.weights is not None
-        (given, shares), sizes = self.weights, self.sizes
+        (weights, shares), sizes = self.weights, self.sizes
         if sizes is not None:
             is_base = sizes.last.batch == sizes.base
             sizes = None if is_base else sizes.anew(0, sizes.last.block)._replace(step=0)
-        return Position(self.epoch, self.epoch, 0, 0, {}, (Change(0, shares),), given, sizes=sizes)
+        return Position(self.epoch, self.epoch, 0, 0, {}, (Change(0, shares),), weights, sizes=sizes)
 
     def now(self) -> Position:
         """The position for a state: after the last batch, or the start of the next epoch."""
@@ -269,7 +271,7 @@ class EpochTracker:
         """
         sizes = None if self._current is None else self._current.sizes
         earlier = () if sizes is None else sizes.resizes
-        resizes = (*(each for each in earlier if each.position < resize.position), resize)
+        resizes = (*(size for size in earlier if size.position < resize.position), resize)
         self.sizes, self._is_changed = Sizes(base, resizes, step), True
         if self._current is not None:
             self._current = replace(self._current, sizes=self.sizes)

@@ -88,7 +88,7 @@ def decide_preparation(
     """
     named = named_preparation(options, settings)
     shards, topology = ShardList(options.urls, options.storage_options), schedule.topology
-    recipes = [each.preparation for each in possible_preparations(options, settings, transform)]
+    recipes = [possible.preparation for possible in possible_preparations(options, settings, transform)]
     recipes_by_name = {str(recipe): recipe for recipe in recipes if recipe is not None}
     shared = SharedOptions.of(settings, options.cache.shared_options)
     if named.preparation is None and shared is not None:
@@ -96,9 +96,9 @@ def decide_preparation(
     elif named.preparation is not None and options.features:
         answer = Answer("", _KEPT_BY_BYTES)
     else:
-        recipe_names = [each.name for each in recipes_by_name.values()]
-        asked = [options.images.prepare or "", str(placed.tier.root), fingerprint(shards), *recipe_names]
-        agreement = Agreement(memory_root(settings), asked)
+        recipe_names = [recipe.name for recipe in recipes_by_name.values()]
+        question = [options.images.prepare or "", str(placed.tier.root), fingerprint(shards), *recipe_names]
+        agreement = Agreement(memory_root(settings), question)
         placed.agreements.append(agreement)
 
         def decide() -> Answer:
@@ -202,9 +202,9 @@ def _cheapest(
     tier, looked_at = sizes.tier, spread(shards)[:_SHARDS_LOOKED_AT]
     for recipe in recipes:
         forms = [prepared_form(shard, recipe.name) for shard in looked_at]
-        found = sum(tier.has_whole(form) for form in forms)
-        if 2 * found > len(forms):
-            return Answer(str(recipe), f"{found} of {len(forms)} shards looked for are in the cache so")
+        whole = sum(tier.has_whole(form) for form in forms)
+        if 2 * whole > len(forms):
+            return Answer(str(recipe), f"{whole} of {len(forms)} shards looked for are in the cache so")
     try:
         costs = measure(images_of(_head(shards, sizes))[:_SAMPLES_TIMED], recipes, tier.root)
     except OSError as exc:
@@ -220,8 +220,10 @@ def _cheapest(
 
 def _data_bytes(shards: ShardList, sizes: Measure, nodes: int) -> int | None:
     """About what the data takes as it is, by some shards; None if the size of one isn't known."""
-    found = [_local_bytes(shard) if shard.local else sizes.shard_bytes(shard) for shard in _some(shards)]
-    return sum(found) * len(shards) // (len(found) * nodes) if all(found) else None
+    sizes_of_some = [
+        _local_bytes(shard) if shard.local else sizes.shard_bytes(shard) for shard in _some(shards)
+    ]
+    return sum(sizes_of_some) * len(shards) // (len(sizes_of_some) * nodes) if all(sizes_of_some) else None
 
 
 def _some(shards: ShardList) -> list[Shard]:

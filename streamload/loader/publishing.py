@@ -116,8 +116,8 @@ class Publisher:
                 put("source_weight", weight, name)
                 put("source_share", share / UNIT, name)
         for metric, name in (("source_loss", "loss"), ("source_alignment", "alignment")):
-            found = {one["name"]: one[name] for one in self.reported if one.get(name) is not None}
-            self.put_by_source(metric, found)
+            by_source = {means["name"]: means[name] for means in self.reported if means.get(name) is not None}
+            self.put_by_source(metric, by_source)
         if time.monotonic() >= self._next_seldom:
             self._next_seldom = time.monotonic() + _SELDOM_SECONDS
             self._look_at_tier()

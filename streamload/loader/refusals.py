@@ -88,8 +88,8 @@ def _refuse_unusable_features(options: LoaderOptions) -> None:
         raise OptionError('features= is for output="dict" or "hf", whose values have names')
     if options.workers.map_sample is not None:
         raise OptionError("features= is for images and texts, and map_sample= makes the whole example")
-    for name, one in options.features.items():
-        if one.inputs != "image" and options.shards.text_key is None:
+    for name, feature in options.features.items():
+        if feature.inputs != "image" and options.shards.text_key is None:
             raise OptionError(f"text_key=None selects no captions for the feature {name!r}")
 
 
@@ -106,8 +106,8 @@ def _refuse_unknown_padding(options: LoaderOptions) -> None:
         )
     tokenizer = adapt_tokenizer(options.tokenizer, finds_padding=True, columns=columns)
     if tokenizer is None:
-        what = f"text_columns={columns!r}" if columns else 'text_padding="longest"'
-        raise OptionError(f"{what} is for ids: give a tokenizer")
+        option = f"text_columns={columns!r}" if columns else 'text_padding="longest"'
+        raise OptionError(f"{option} is for ids: give a tokenizer")
     tokenizer(["a photo of a dog", ""], [0, 0])
 
 
@@ -140,10 +140,10 @@ def _refuse_modalities(options: LoaderOptions) -> None:
         "bucketing=": options.batches.bucketing is not None,
         "microbatch=": options.batches.microbatch is not None,
     }
-    if given := [name for name, is_given in refused.items() if is_given]:
+    if used := [name for name, is_given in refused.items() if is_given]:
         raise OptionError(
             "sources with modality='text' or 'image' are for training with output='dict', where images "
-            f"and texts have rows of their own: leave out {', '.join(given)}"
+            f"and texts have rows of their own: leave out {', '.join(used)}"
         )
 
 
@@ -151,8 +151,8 @@ def _refuse_unusable_patches(options: LoaderOptions) -> None:
     """Refuse what needs images of one size, and a transform that isn't made for a number of patches."""
     if options.output == "hf":
         raise OptionError('patches= is for output="dict" or "tuple": "hf" has images of one size')
-    for name, given in (("map_sample", options.workers.map_sample), ("features", options.features)):
-        if given:
+    for name, value in (("map_sample", options.workers.map_sample), ("features", options.features)):
+        if value:
             raise OptionError(f"{name}= is for images of one size, and patches= makes images of several")
     options.patch_transform(is_compiled=False)
 

@@ -40,7 +40,7 @@ class ReportedMeans:
         if self._looks % _EVERY or self._is_empty:
             return None
         sums = self._reports.read()
-        found = [
+        means = [
             {
                 "name": name,
                 "loss": signal_of(sums, LOSS, place).mean,
@@ -50,4 +50,4 @@ class ReportedMeans:
         ]
         self._reports.clear()
         self._is_empty = True
-        return found
+        return means

@@ -79,14 +79,14 @@ class RunLog:
 
         Not before the first epoch, nor between two sequences: the line at which one begins has its weights.
         """
-        now = self._schedule.tracker.now()
-        if self._log is None or self._state is None or now.sequence != self._state.sequence:
+        position = self._schedule.tracker.now()
+        if self._log is None or self._state is None or position.sequence != self._state.sequence:
             return
         line = {
             "step": step,
-            "epoch": now.epoch,
-            "sequence": now.sequence,
-            "position": now.position if shares is None else now.changes[-1].position,
+            "epoch": position.epoch,
+            "sequence": position.sequence,
+            "position": position.position if shares is None else position.changes[-1].position,
             "weights": weights,
             "shares": shares,
         }
@@ -94,10 +94,10 @@ class RunLog:
 
     def record_size(self, step: int, resize: Resize, told: Mapping[str, Any]) -> None:
         """Append a batch size as it was set or decided; as `record`."""
-        now = self._schedule.tracker.now()
-        if self._log is None or self._state is None or now.sequence != self._state.sequence:
+        position = self._schedule.tracker.now()
+        if self._log is None or self._state is None or position.sequence != self._state.sequence:
             return
-        line = {"step": step, "epoch": now.epoch, "sequence": now.sequence, **resize._asdict()}
+        line = {"step": step, "epoch": position.epoch, "sequence": position.sequence, **resize._asdict()}
         self._log.add(BATCH_SIZE, {**line, **told})
 
     def _opened(self, since: Mapping[str, Any]) -> DecisionLog:

@@ -146,8 +146,10 @@ class Schedule:
         """The most samples of a step of this rank by the sizes of now: another one may be set already."""
         if self.tracker.sizes is None:
             return self._options.batch_size
-        now = self.tracker.now()
-        return max(self.rows, self.steps_from(now).at(now.position).batch // self.topology.world_size)
+        position = self.tracker.now()
+        return max(
+            self.rows, self.steps_from(position).at(position.position).batch // self.topology.world_size
+        )
 
     @property
     def is_one_pass(self) -> bool:
@@ -188,10 +190,10 @@ class Schedule:
             return None
         batches = self.num_batches
         if batches is None:
-            what = "mixes several sources" if len(order.sources) > 1 else f"is on {order.groups} nodes"
+            cause = "mixes several sources" if len(order.sources) > 1 else f"is on {order.groups} nodes"
             counts = "" if options.repeat is not None else "put a sizes.json beside the shards, "
             raise OptionError(
-                f"a run that {what} has to know how long an epoch is: give num_samples or num_batches, "
+                f"a run that {cause} has to know how long an epoch is: give num_samples or num_batches, "
                 f"{counts}or say endless=True"
             )
         split, table = self.split(), self._options.step_table
@@ -232,8 +234,8 @@ class Schedule:
         if table is not None:
             offset = offset if later is None else later - position.start
             return table.count - len(table.remaining(position.epoch, offset, split.ranks))
-        taken = offset // split.batch if position.sizes is None else position.sizes.step
-        return taken if later is None else taken + self.steps_from(position).number(later)
+        steps = offset // split.batch if position.sizes is None else position.sizes.step
+        return steps if later is None else steps + self.steps_from(position).number(later)
 
     @property
     def reports_shards(self) -> bool:
@@ -244,7 +246,7 @@ class Schedule:
     def listed_samples(self) -> int | None:
         """The samples of all shards by sizes.json; None if one is unknown."""
         sizes = self._read_sizes()
-        return None if None in sizes else sum(sum(own or ()) for own in sizes)
+        return None if None in sizes else sum(sum(shard_sizes or ()) for shard_sizes in sizes)
 
     # In what order samples come.
 
@@ -310,8 +312,8 @@ class Schedule:
         unknown = sorted(changed.keys() - weights.keys())
         if unknown:
             raise OptionError(f"no source is named {', '.join(unknown)}; they are {', '.join(weights)}")
-        given = tuple((weights | dict(changed)).values())
-        return Weights(given, shares_of(given, [source.floor for source in sources]))
+        all_weights = tuple((weights | dict(changed)).values())
+        return Weights(all_weights, shares_of(all_weights, [source.floor for source in sources]))
 
     @property
     def own_weights(self) -> tuple[float, ...]:
@@ -326,10 +328,10 @@ class Schedule:
 
     def identity(self) -> dict[str, Any]:
         """What the samples of each step depend on, apart from the changes of a run; JSON-able."""
-        others = ("shards", "sizes", "fitted")
-        order = {name: value for name, value in asdict(self.order).items() if name not in others}
-        found: dict[str, Any] = json.loads(json.dumps({**order, "batch": self.split().batch}))
-        return found
+        left_out = ("shards", "sizes", "fitted")
+        order = {name: value for name, value in asdict(self.order).items() if name not in left_out}
+        identity: dict[str, Any] = json.loads(json.dumps({**order, "batch": self.split().batch}))
+        return identity
 
     # States.
 
@@ -382,10 +384,10 @@ class Schedule:
 
     def resized(self, rows: int, position: int, in_flight: InFlight | None) -> Resize:
         """Steps of so many samples of each rank, from a position on; see resizing.resized."""
-        found = resized(self._options, self.split(), rows, position)
+        resize = resized(self._options, self.split(), rows, position)
         if in_flight is not None:
             check_step(self._options, in_flight, rows)
-        return found
+        return resize
 
     def next_block(self, position: int) -> int:
         """The first position from this one on between two blocks; without bucketing, this one."""
@@ -447,12 +449,12 @@ class Schedule:
         """
         sources, sizes = self._options.sources, self._read_sizes()
         if all(sizes) or len(sources) == 1:
-            return [sum(own or (1,)) for own in sizes]
+            return [sum(shard_sizes or (1,)) for shard_sizes in sizes]
         storage, world_size = self._options.storage_options, self.topology.world_size
         may_estimate = world_size == 1 or can_compare(world_size)
         samples = [
-            sum(own) if own else estimate_samples(source.urls, storage) if may_estimate else None
-            for own, source in zip(sizes, sources, strict=True)
+            sum(counts) if counts else estimate_samples(source.urls, storage) if may_estimate else None
+            for counts, source in zip(sizes, sources, strict=True)
         ]
         units = [count for count in samples if count]
         if len(units) < len(sources):

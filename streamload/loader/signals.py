@@ -91,8 +91,8 @@ class Reports:
 
     def read_evaluations(self) -> dict[str, float]:
         """What was reported of each source, by its index; values that aren't finite are left out."""
-        found = {str(source): float(value) for source, value in self.evaluations.items()}
-        return {source: value for source, value in found.items() if np.isfinite(value)}
+        by_source = {str(source): float(value) for source, value in self.evaluations.items()}
+        return {source: value for source, value in by_source.items() if np.isfinite(value)}
 
     def clear(self) -> None:
         """Begin anew; what was reported is in sums that were read."""
@@ -162,8 +162,8 @@ class _Buffer:
         lines += np.frombuffer(b"".join(self._seats), np.int32)
         with torch.no_grad():
             places = _to(torch.from_numpy(lines), self._device)
-            for start, own in self._on_device:
-                places[start : start + own.shape[0]] = own
+            for start, values in self._on_device:
+                places[start : start + values.shape[0]] = values
             columns = self._columns[:, : self._used]
             count, total, squares, bad = columns
             total.copy_(self._values[: self._used])
@@ -213,8 +213,8 @@ class Reported:
             sums = np.zeros(int(np.prod(shape)))
         if sums.size != np.prod(shape) or not np.isfinite(sums).all():
             raise ValueError(f"not the sums of {sources} sources")
-        found = [numbers_of(value[name], sources) for name in ("evaluations", "sizes")]
-        return cls(sums.reshape(shape).astype(np.float64), *found)
+        numbers = [numbers_of(value[name], sources) for name in ("evaluations", "sizes")]
+        return cls(sums.reshape(shape).astype(np.float64), *numbers)
 
 
 def merged(reported: Sequence[Reported], sources: int) -> Reported:
@@ -222,11 +222,11 @@ def merged(reported: Sequence[Reported], sources: int) -> Reported:
     sums = empty_sums(sources)
     evaluations: dict[str, list[float]] = {}
     sizes: dict[str, float] = {}
-    for one in reported:
-        sums = sums + one.sums
-        for source, value in one.evaluations.items():
+    for part in reported:
+        sums = sums + part.sums
+        for source, value in part.evaluations.items():
             evaluations.setdefault(source, []).append(value)
-        for source, size in one.sizes.items():
+        for source, size in part.sizes.items():
             sizes[source] = min(size, sizes.get(source, size))
     means = {source: sum(values) / len(values) for source, values in sorted(evaluations.items())}
     return Reported(sums, means, dict(sorted(sizes.items())))
@@ -238,10 +238,13 @@ def numbers_of(value: Mapping[str, Any], sources: int) -> dict[str, float]:
     Raises:
         ValueError: something else.
     """
-    found = {str(int(source)): float(number) for source, number in value.items()}
-    if any(not 0 <= int(source) < sources for source in found) or not np.isfinite(list(found.values())).all():
+    numbers = {str(int(source)): float(number) for source, number in value.items()}
+    if (
+        any(not 0 <= int(source) < sources for source in numbers)
+        or not np.isfinite(list(numbers.values())).all()
+    ):
         raise ValueError(f"numbers of other sources than {sources}")
-    return found
+    return numbers
 
 
 def empty_sums(sources: int) -> Sums:

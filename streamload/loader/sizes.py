@@ -102,8 +102,8 @@ def _estimated(shard: str, storage_options: dict[str, Any] | None) -> float | No
 def sizes_digest(sizes: Sequence[Sequence[int] | None]) -> str:
     """A digest of the samples of each shard of each source."""
     digest = xxhash.xxh3_64()
-    for own in sizes:
-        digest.update(b"unknown" if own is None else np.array(own, "<i8").tobytes())
+    for shard_sizes in sizes:
+        digest.update(b"unknown" if shard_sizes is None else np.array(shard_sizes, "<i8").tobytes())
         digest.update(b"|")
     return digest.hexdigest()
 
@@ -126,14 +126,17 @@ def agree_on_sizes(
         OrderDiverged: the first rank found others, or none where this rank found some.
         RankFailed: the first rank has ended.
     """
-    counts = ", ".join("none" if own is None else f"{len(own)} shards, {sum(own):,} samples" for own in sizes)
+    counts = ", ".join(
+        "none" if shard_sizes is None else f"{len(shard_sizes)} shards, {sum(shard_sizes):,} samples"
+        for shard_sizes in sizes
+    )
     summary = f"rank {topology.rank} found {counts} ({sizes_digest(sizes)})"
     first, details = first_with_details(name, summary, lambda: json.dumps(sizes), topology.world_size)
     if first.rpartition(" found ")[2] == summary.rpartition(" found ")[2]:
         return [*sizes]
     lacks_some = None in sizes and not are_used
     shared: list[list[int] | None] = json.loads(details()) if lacks_some else [None] * len(sizes)
-    if any(own not in (None, theirs) for own, theirs in zip(sizes, shared, strict=True)) or not lacks_some:
+    if any(ours not in (None, theirs) for ours, theirs in zip(sizes, shared, strict=True)) or not lacks_some:
         raise OrderDiverged(
             f"the ranks found different sizes.json files, which decide how long an epoch is and how samples "
             f"are divided among them: {first}, {summary}. All nodes have to see the same file, or none"

@@ -82,12 +82,12 @@ def read_sources(
 
 
 def _checked(sources: Sequence[object]) -> tuple[SourceOptions, ...]:
-    found: dict[str, SourceOptions] = {}
+    by_name: dict[str, SourceOptions] = {}
     for place, source in enumerate(sources):
         if not isinstance(source, Source):
             raise OptionError(f"sources are mixed only with Sources, not with {type(source).__name__}")
         name = str(place) if source.name is None else source.name
-        if name in found:
+        if name in by_name:
             raise OptionError(f"two sources are named {name!r}: give each a name= of its own")
         if not 0 <= source.floor <= 1:
             raise OptionError(f"source {name!r}: floor={source.floor!r}; expected a number from 0 to 1")
@@ -95,8 +95,8 @@ def _checked(sources: Sequence[object]) -> tuple[SourceOptions, ...]:
             raise OptionError(f"source {name!r}: weight={source.weight!r}; expected a number from 0")
         parse_choice(source.modality, get_args(Modality), f"source {name!r}: modality")
         urls = expand_urls(source.urls).anchored()
-        found[name] = SourceOptions(name, urls, source.weight, source.floor, modality=source.modality)
-    return tuple(found.values())
+        by_name[name] = SourceOptions(name, urls, source.weight, source.floor, modality=source.modality)
+    return tuple(by_name.values())
 
 
 def _numbers(factors: Factors) -> list[float]:

@@ -100,8 +100,8 @@ def from_state(state: Any) -> tuple[OrderSpec, Position]:
     if not states:
         raise StateMismatch("an empty list of states: give what state_dict() of each rank returned")
     try:
-        for one in states:
-            _check_intact(one)
+        for rank_state in states:
+            _check_intact(rank_state)
         merged = _merged(states)
         counts_in(merged)
         order = _order_in(merged)
@@ -119,8 +119,8 @@ def counts_in(state: Any) -> dict[str, list[int]]:
         StateMismatch: they are damaged.
     """
     states = [state] if isinstance(state, Mapping) else state
-    counts = [_counts_of(one) for one in states]
-    samples, bad, lost = zip(*(one[BAD_IN_PASS] for one in counts), strict=True)
+    counts = [_counts_of(rank_state) for rank_state in states]
+    samples, bad, lost = zip(*(rank_counts[BAD_IN_PASS] for rank_counts in counts), strict=True)
     in_pass = [max(samples), sum(bad) if states[0]["train"] else min(bad), max(lost)]
     return {**counts[0], BAD_IN_PASS: in_pass}
 
@@ -128,16 +128,16 @@ def counts_in(state: Any) -> dict[str, list[int]]:
 def _counts_of(state: Mapping[str, Any]) -> dict[str, list[int]]:
     """The counts of one rank."""
     try:
-        found = {
+        counts = {
             name: [_whole_number(number) for number in state.get(name, [0] * count)]
             for name, count in _COUNTS.items()
         }
     except (TypeError, ValueError) as exc:
         raise StateMismatch(f"not a valid state of a loader: {exc!r:.200}") from exc
     for name, count in _COUNTS.items():
-        if len(found[name]) != count:
-            raise StateMismatch(f"not a valid state of a loader: {len(found[name])} numbers as {name}")
-    return found
+        if len(counts[name]) != count:
+            raise StateMismatch(f"not a valid state of a loader: {len(counts[name])} numbers as {name}")
+    return counts
 
 
 def steering_in(state: Any) -> SteeringState | None:
@@ -157,7 +157,7 @@ def attempt_in(state: Any) -> RunAttempt | None:
         StateMismatch: it is damaged.
     """
     states = [state] if isinstance(state, Mapping) else state
-    saved = next((one[RUN] for one in states if RUN in one), None)
+    saved = next((rank_state[RUN] for rank_state in states if RUN in rank_state), None)
     if saved is None:
         return None
     try:
@@ -179,14 +179,14 @@ def check_fits(saved: OrderSpec, ours: OrderSpec, position: Position, needed: se
     Raises:
         StateMismatch: it says what differs.
     """
-    for name, before, now in (
+    for name, before, current in (
         ("train", saved.train, ours.train),
         ("seed", saved.seed, ours.seed),
         ("the names of the sources", [name for name, *_ in saved.sources], [n for n, *_ in ours.sources]),
         ("choice of image_key, text_key, label_key, facts and repeat", saved.choice, ours.choice),
     ):
-        if before != now:
-            raise StateMismatch(f"the state was saved with another {name}: {before}, and this is {now}")
+        if before != current:
+            raise StateMismatch(f"the state was saved with another {name}: {before}, and this is {current}")
     if saved.data != ours.data:
         raise StateMismatch(
             "the state is of another data set: its shards have other URLs, or another order. If the same "
@@ -223,9 +223,9 @@ def check_options(saved: OrderSpec, position: Position, options: LoaderOptions) 
         fixed["shuffle"] = (window, options.shuffle)
         if window:
             fixed["lanes"] = (lanes, options.order.lanes)
-    for name, (value, asked) in fixed.items():
-        if options.train and asked is not None and asked != value:
-            raise StateMismatch(f"the state was saved with {name}={value}, and this is {asked}")
+    for name, (value, option) in fixed.items():
+        if options.train and option is not None and option != value:
+            raise StateMismatch(f"the state was saved with {name}={value}, and this is {option}")
 
 
 def has_more_shards(options: LoaderOptions, saved: OrderSpec, moved: Mapping[str, str]) -> bool:
@@ -240,8 +240,8 @@ def has_more_shards(options: LoaderOptions, saved: OrderSpec, moved: Mapping[str
 
 def _checksum(state: Mapping[str, Any]) -> str:
     """Of all else in a state, whether it went through JSON or YAML. It finds damage; it isn't a signature."""
-    rest = {name: value for name, value in state.items() if name != "checksum"}
-    return xxhash.xxh3_64_hexdigest(json.dumps(rest, sort_keys=True).encode())
+    content = {name: value for name, value in state.items() if name != "checksum"}
+    return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
 def _check_intact(state: Any) -> None:
@@ -268,15 +268,15 @@ def _merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     merged = {**states[0], "at": {}}
     by_rank = [name for name in (REPORTS, STEP_TIMES) if name in merged]
     merged |= {name: {} for name in by_rank}
-    for one in states:
+    for rank_state in states:
         compared = merged.keys() - {"at", "checksum", RUN, *by_rank, *_COUNTS}
-        if other := sorted(name for name in compared if one.get(name) != merged[name]):
+        if other := sorted(name for name in compared if rank_state.get(name) != merged[name]):
             raise StateMismatch(
                 f"the states are not of one moment of one run: they differ in {', '.join(other)}"
             )
-        merged["at"] = {**one["at"], **merged["at"]}
+        merged["at"] = {**rank_state["at"], **merged["at"]}
         for name in by_rank:
-            merged[name] |= one[name]
+            merged[name] |= rank_state[name]
     return merged
 
 
@@ -326,9 +326,9 @@ def _position_in(state: Mapping[str, Any], order: OrderSpec) -> Position:
         raise OptionError(f"not the weights and shares of {sources} sources")
     groups = {int(number): GroupState.from_json(group) for number, group in state["at"].items()}
     for group in groups.values():
-        for (_, lanes, window), own in zip(order.sources, group.sources, strict=True):
-            if own.cursor.skip > min(own.cursor.position, most_skipped(lanes, window)):
-                raise OptionError(f"a cursor that skips {own.cursor.skip} samples")
+        for (_, lanes, window), source_state in zip(order.sources, group.sources, strict=True):
+            if source_state.cursor.skip > min(source_state.cursor.position, most_skipped(lanes, window)):
+                raise OptionError(f"a cursor that skips {source_state.cursor.skip} samples")
     epoch, sequence, start, position = (
         _whole_number(state[name]) for name in ("epoch", "sequence", "began", "position")
     )
@@ -344,8 +344,8 @@ def _sizes_to(sizes: Sizes) -> dict[str, Any]:
 def _sizes_in(value: Any, position: int) -> Sizes:
     base, step = _whole_number(value["base"], 1), _whole_number(value["step"])
     resizes = tuple(
-        Resize(_whole_number(at), _whole_number(batch, 1), _whole_number(block, 1))
-        for at, batch, block in value["resizes"]
+        Resize(_whole_number(start), _whole_number(batch, 1), _whole_number(block, 1))
+        for start, batch, block in value["resizes"]
     )
     if not resizes:
         raise OptionError("no sizes of steps")

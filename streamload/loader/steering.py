@@ -99,8 +99,8 @@ class Steering:
         self._passes, self._sizes = [0] * len(state.total), dict(state.sizes)
         self._log: RunLog | None = None
         if self._options.order.decisions is not None:
-            by = {"policy": self._policy_name, "every": self._every}
-            self._log = RunLog(self._options.order.decisions, self._schedule, by, state.log)
+            decided_by = {"policy": self._policy_name, "every": self._every}
+            self._log = RunLog(self._options.order.decisions, self._schedule, decided_by, state.log)
 
     # In the course of an epoch.
 
@@ -141,9 +141,9 @@ class Steering:
         self._steps += 1
         if self._by_shares[0] != shares:
             floors = [source.floor for source in self._options.sources]
-            own = shares_of(self._schedule.own_weights, floors)
+            initial = shares_of(self._schedule.own_weights, floors)
             weights = None if self._objective is None else _ratios(self._objective, shares)
-            importance = None if own == shares else _ratios(own, shares)
+            importance = None if initial == shares else _ratios(initial, shares)
             self._by_shares = shares, Steered(None, weights, importance)
         return self._by_shares[1]._replace(run_step=self._steps - 1)
 
@@ -196,9 +196,9 @@ class Steering:
         if not self._is_due:
             return
         assert self._agreement is not None
-        reports = {who: one.to_json() for who, one in self._reports_so_far().items()}
-        what = f"the weights at step {self._steps} of the run"
-        answer = self._agreement.decide(what, [self._steps, reports], self._answered)
+        reports = {rank: reported.to_json() for rank, reported in self._reports_so_far().items()}
+        subject = f"the weights at step {self._steps} of the run"
+        answer = self._agreement.decide(subject, [self._steps, reports], self._answered)
         if "diverged" in answer:
             raise OrderDiverged(answer["diverged"])
         if "unread" in answer:
@@ -249,7 +249,9 @@ class Steering:
         assert self._policy is not None
         sources = self._options.sources
         reports = {
-            who: Reported.from_json(one, len(sources)) for _, own in by_rank for who, one in own.items()
+            name: Reported.from_json(reported, len(sources))
+            for _, of_rank in by_rank
+            for name, reported in of_rank.items()
         }
         if lacking := replace(self._state, ranks=self._ranks, reports=reports).lacking:
             logger.warning(
@@ -262,10 +264,19 @@ class Steering:
         decided = self._policy.decide(summary, self._state.memory)
         if not isinstance(decided, Decided):
             raise OptionError(f"decide() returned a {type(decided).__name__}; expected a streamload.Decided")
-        given = weights_of(decided, summary)
-        shares = None if given is None else shares_of(given, [source.floor for source in sources])
+        decided_weights = weights_of(decided, summary)
+        shares = (
+            None
+            if decided_weights is None
+            else shares_of(decided_weights, [source.floor for source in sources])
+        )
         told = {"reason": " ".join(str(decided.reason).split())[:500], "sources": described(summary)}
-        answer = {"weights": given, "shares": shares, "memory": kept_memory(decided.memory), "told": told}
+        answer = {
+            "weights": decided_weights,
+            "shares": shares,
+            "memory": kept_memory(decided.memory),
+            "told": told,
+        }
         return {**answer, "sizes": reported.sizes}
 
     def _summary(self, reported: Reported) -> Summary:
@@ -312,27 +323,27 @@ class Steering:
 
     def _reports_so_far(self) -> dict[str, Reported]:
         """What was reported since the last decision, on this rank, and before the last resume on others."""
-        own = Reported(self._reports.read(), self._reports.read_evaluations(), dict(self._sizes))
-        return {**self._state.reports, f"{len(self._state.ranks)}.{self._schedule.topology.rank}": own}
+        reported = Reported(self._reports.read(), self._reports.read_evaluations(), dict(self._sizes))
+        return {**self._state.reports, f"{len(self._state.ranks)}.{self._schedule.topology.rank}": reported}
 
     def state(self) -> dict[str, Any]:
         """The parts of a loader's state."""
         if not self._is_active:
             return {}
         log = None if self._log is None else self._log.state
-        now = replace(self._state, steps=self._steps, handed=tuple(self._handed), log=log)
+        state = replace(self._state, steps=self._steps, handed=tuple(self._handed), log=log)
         if self._policy is not None:
-            now = replace(now, ranks=self._ranks, reports=self._reports_so_far())
-        return now.to_json()
+            state = replace(state, ranks=self._ranks, reports=self._reports_so_far())
+        return state.to_json()
 
-    def load(self, found: SteeringState | None) -> None:
+    def load(self, state: SteeringState | None) -> None:
         """Go on after what a state has of decisions; None: nothing."""
-        if not self._is_active or found is None:
-            found = SteeringState.at_start(len(self._options.sources))
-        elif self._policy is not None and found.policy not in ("", self._policy_name):
-            logger.info("the state was decided by %s: %s begins anew", found.policy, self._policy_name)
-            found = replace(found, policy="", memory=None)
-        self._restore(found)
+        if not self._is_active or state is None:
+            state = SteeringState.at_start(len(self._options.sources))
+        elif self._policy is not None and state.policy not in ("", self._policy_name):
+            logger.info("the state was decided by %s: %s begins anew", state.policy, self._policy_name)
+            state = replace(state, policy="", memory=None)
+        self._restore(state)
 
     def record_weights(self) -> None:
         """Log weights that the training has set."""
@@ -360,8 +371,10 @@ class Steering:
             raise OptionError(f"mixing={self._options.mixing!r} has all decisions: leave out {call}")
 
 
-def _ratios(wanted: Sequence[float], shares: Sequence[float]) -> tuple[float, ...]:
-    return tuple(one / share if share else 0.0 for one, share in zip(wanted, shares, strict=True))
+def _ratios(shares_in_loss: Sequence[float], shares: Sequence[float]) -> tuple[float, ...]:
+    return tuple(
+        numerator / share if share else 0.0 for numerator, share in zip(shares_in_loss, shares, strict=True)
+    )
 
 
 def _objective(options: LoaderOptions) -> tuple[float, ...] | None:
@@ -372,5 +385,5 @@ def _objective(options: LoaderOptions) -> tuple[float, ...] | None:
     unknown = sorted(options.order.objective.keys() - weights.keys())
     if unknown:
         raise OptionError(f"objective= names {', '.join(unknown)}; the sources are {', '.join(weights)}")
-    given = tuple((weights | dict(options.order.objective)).values())
-    return tuple(float(share) for share in shares_of(given, [0.0] * len(given)))
+    all_weights = tuple((weights | dict(options.order.objective)).values())
+    return tuple(float(share) for share in shares_of(all_weights, [0.0] * len(all_weights)))

@@ -72,7 +72,7 @@ class SteeringState:
                 "ranks": list(self.ranks),
                 "sizes": dict(sorted(self.sizes.items())),
             },
-            REPORTS: {name: one.to_json() for name, one in sorted(self.reports.items())},
+            REPORTS: {name: reported.to_json() for name, reported in sorted(self.reports.items())},
         }
 
     @classmethod
@@ -87,23 +87,29 @@ class SteeringState:
         try:
             value = state[STEERING]
             log = value["log"]
-            found = cls(
+            steering_state = cls(
                 _count(value["steps"]),
                 _count(value["decided"]),
-                tuple(_units(one) for one in value["handed"]),
-                tuple(_units(one) for one in value["total"]),
+                tuple(_units(units) for units in value["handed"]),
+                tuple(_units(units) for units in value["total"]),
                 str(value["policy"]),
                 json.loads(json.dumps(value["memory"])),
                 None if log is None else LogState(LogPlace(_count(log[0]), str(log[1])), _count(log[2])),
                 tuple(_count(ranks) for ranks in value["ranks"]),
-                {str(who): Reported.from_json(one, sources) for who, one in state[REPORTS].items()},
+                {
+                    str(rank): Reported.from_json(reported, sources)
+                    for rank, reported in state[REPORTS].items()
+                },
                 numbers_of(value["sizes"], sources),
             )
-            if not len(found.handed) == len(found.total) == sources or found.decided > found.steps:
+            if (
+                not len(steering_state.handed) == len(steering_state.total) == sources
+                or steering_state.decided > steering_state.steps
+            ):
                 raise ValueError("counts that don't fit")
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as exc:
             raise StateMismatch(f"not a valid state of a loader's decisions: {exc!r:.200}") from None
-        return found
+        return steering_state
 
     @property
     def lacking(self) -> int:
@@ -111,7 +117,7 @@ class SteeringState:
         lacking = 0
         for resume, ranks in enumerate(self.ranks):
             if f"{resume}.all" not in self.reports:
-                lacking += ranks - sum(who.startswith(f"{resume}.") for who in self.reports)
+                lacking += ranks - sum(rank.startswith(f"{resume}.") for rank in self.reports)
         return max(0, lacking)
 
     def collapsed(self) -> SteeringState:
@@ -131,7 +137,7 @@ def _count(value: Any) -> int:
 
 
 def _units(value: Any) -> int:
-    whole, rest = value
-    if not _count(rest) < UNIT:
+    whole, part = value
+    if not _count(part) < UNIT:
         raise ValueError("a part of a sample")
-    return _count(whole) * UNIT + int(rest)
+    return _count(whole) * UNIT + int(part)

@@ -93,12 +93,12 @@ class Trace:
                 f"{source} is no trace of torch.profiler ({exc!r}): give the file that "
                 f"export_chrome_trace wrote"
             ) from exc
-        own = list(self.events(base_ns))
-        text = json.dumps({**trace, "traceEvents": [*events, *own]}).encode()
+        spans = list(self.events(base_ns))
+        text = json.dumps({**trace, "traceEvents": [*events, *spans]}).encode()
         half = target.with_name(f"{target.name}.{os.getpid()}")
         half.write_bytes(gzip.compress(text) if target.suffix == ".gz" else text)
         half.replace(target)
-        return sum(event["ph"] == "X" for event in own)
+        return sum(event["ph"] == "X" for event in spans)
 
     def events(self, base_ns: int = 0) -> Iterator[dict[str, Any]]:
         """The spans as events of the Chrome trace format.

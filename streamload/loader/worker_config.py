@@ -172,7 +172,7 @@ def counted_samples(options: LoaderOptions, counts: Counters, epoch: int) -> int
     settings = options.settings()
     transform = _transform(options) if options.images.prepare == AUTO else None
     possible = possible_preparations(options, settings, transform)
-    lists = [each.of(ShardList(options.urls, options.storage_options)) for each in possible]
+    lists = [preparation.of(ShardList(options.urls, options.storage_options)) for preparation in possible]
     roots = {"disk": [settings.cache_dir], "memory": [memory_root(settings)]}
     for root in roots.get(settings.cache, [*roots["memory"], *roots["disk"]]):
         if not (root / "tier.json").is_file():
@@ -214,8 +214,8 @@ def _sources(
     sources, first = [], 0
     for source, order in zip(options.sources, orders, strict=True):
         count = len(source.urls)
-        own = {group: pieces(order, count, group) for group in groups}
-        sources.append(SourceOrder(source.name, first, count, order, own))
+        by_group = {group: pieces(order, count, group) for group in groups}
+        sources.append(SourceOrder(source.name, first, count, order, by_group))
         first += count
     return tuple(sources)
 
@@ -226,12 +226,12 @@ def _selection(options: LoaderOptions) -> Selection:
     columns = dict(options.columns)
     if options.goes_by_tokens or any(TOKENS in extension.facts for extension in options.extensions):
         columns[TOKENS] = token_count(options.shards.text_key, options.tokenizer)
-    found = Selection(keys, options.shards.keep, reads_all, columns, options.repeat)
+    selection = Selection(keys, options.shards.keep, reads_all, columns, options.repeat)
     if not options.has_modalities:
-        return found
+        return selection
     keys_of = {"image-text": keys, "image": keys[:1], "text": keys[1:]}
-    own = [replace(found, keys=keys_of[source.modality]) for source in options.sources]
-    return replace(found, by_source=tuple(zip(_firsts(options), own, strict=True)))
+    by_source = [replace(selection, keys=keys_of[source.modality]) for source in options.sources]
+    return replace(selection, by_source=tuple(zip(_firsts(options), by_source, strict=True)))
 
 
 def _firsts(options: LoaderOptions) -> list[int]:
@@ -262,11 +262,11 @@ def _bucketing(options: LoaderOptions, order: OrderSpec, assembly: BatchAssembly
     room, longest = options.batches.max_tokens, most + (max(patches.seq_lens) if patches is not None else 0)
     if room is not None and room < longest:
         raise OptionError(f"max_tokens={room}; expected at least {longest}, what the longest row may have")
-    found = Bucketing(order.blocks[0], text, most, options.batches.text_pad_multiple)
+    bucketing = Bucketing(order.blocks[0], text, most, options.batches.text_pad_multiple)
     if patches is None:
-        return found
+        return bucketing
     return replace(
-        found, patches_most=max(patches.seq_lens), patch_size=patches.sides, max_ratio=patches.max_ratio
+        bucketing, patches_most=max(patches.seq_lens), patch_size=patches.sides, max_ratio=patches.max_ratio
     )
 
 
@@ -301,8 +301,10 @@ def _assembly(
     if batches.text_padding == "longest":
         text_padding = TextPadding(batches.text_pad_multiple, options.output == "dict")
     features = feature_assemblies(options, images)
-    asked = [one.images for one in options.features.values()]
-    if True not in asked and (False in asked or any(one.images is not None for one in features)):
+    need_images = [feature.images for feature in options.features.values()]
+    if True not in need_images and (
+        False in need_images or any(feature.images is not None for feature in features)
+    ):
         images = None
     return BatchAssembly(
         image=KeySpec.parse(shards.image_key).choose,
