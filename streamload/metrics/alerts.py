@@ -190,22 +190,22 @@ class Alerts:
     def __init__(self) -> None:
         self._standing = {rule.name: _Standing() for rule in RULES}
 
-    def look(self, figures: Figures, now: float, unix: float) -> list[Alert]:
+    def look(self, figures: Figures, now_seconds: float, unix: float) -> list[Alert]:
         """The alerts that are raised or cleared now.
 
         Args:
             figures: of the last WINDOW_SECONDS.
-            now: seconds of a monotonic clock.
+            now_seconds: seconds of a monotonic clock.
             unix: the same moment, in seconds since 1970.
         """
-        found = (self._judge(rule, figures, now, unix) for rule in RULES)
-        return [alert for alert in found if alert is not None]
+        alerts = (self._judge(rule, figures, now_seconds, unix) for rule in RULES)
+        return [alert for alert in alerts if alert is not None]
 
     def raised(self) -> dict[str, str]:
         """The messages of the alerts that are raised, by name."""
-        return {name: one.message for name, one in self._standing.items() if one.is_raised}
+        return {name: standing.message for name, standing in self._standing.items() if standing.is_raised}
 
-    def _judge(self, rule: Rule, figures: Figures, now: float, unix: float) -> Alert | None:
+    def _judge(self, rule: Rule, figures: Figures, now_seconds: float, unix: float) -> Alert | None:
         standing, value = self._standing[rule.name], rule.value(figures)
         is_turned = value < rule.limit / 2 if standing.is_raised else value >= rule.limit
         if not is_turned:
@@ -214,12 +214,12 @@ class Alerts:
                 standing.message = rule.message(figures)
             return None
         if standing.turned is None:
-            standing.turned = now
+            standing.turned = now_seconds
         held = HOLD_SECONDS if standing.is_raised else rule.hold_seconds
-        if now - standing.turned < held:
+        if now_seconds - standing.turned < held:
             return None
         if not standing.is_raised:
-            standing.since = unix - (now - standing.turned)
+            standing.since = unix - (now_seconds - standing.turned)
             standing.message = rule.message(figures)
         standing.is_raised, standing.turned = not standing.is_raised, None
         return Alert(rule.name, standing.message, standing.since, value, standing.is_raised)

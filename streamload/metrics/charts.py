@@ -69,7 +69,7 @@ def drawn(chart: Chart, seconds: Numbers, end: float) -> str:
     return _figure(chart, "".join(body), [name for name, _, _ in layers])
 
 
-def bars(title: str, said: str, heights: Sequence[float], names: Sequence[str]) -> str:
+def bars(title: str, caption: str, heights: Sequence[float], names: Sequence[str]) -> str:
     """Bars with a name below every third of them, as a figure of HTML."""
     top = _top(max([*heights, 1.0]))
     wide = (WIDTH - _LEFT - _RIGHT) / max(1, len(heights))
@@ -83,7 +83,7 @@ def bars(title: str, said: str, heights: Sequence[float], names: Sequence[str]) 
         )
         if place % 3 == 0:
             body.append(_text(x + wide / 2, HEIGHT - 6, name, "middle"))
-    return _figure(Chart(title, said, {}), "".join(body), [])
+    return _figure(Chart(title, caption, {}), "".join(body), [])
 
 
 def _step(largest: float) -> float:
@@ -109,18 +109,18 @@ def duration(seconds: float) -> str:
 def _layers(chart: Chart) -> list[tuple[str, Numbers, Numbers]]:
     """The names with the lower and upper bounds of what is drawn."""
     floor = np.zeros(max([len(values) for values in chart.series.values()], default=0))
-    found = []
+    areas = []
     for name, values in chart.series.items():
         low = floor if chart.is_stacked else np.zeros(len(values))
         high = low + np.nan_to_num(values) if chart.is_stacked else values
-        found.append((name, low, high))
+        areas.append((name, low, high))
         floor = high
-    return found
+    return areas
 
 
 def _largest(values: Numbers) -> float:
-    known = values[np.isfinite(values)]
-    return float(known.max()) if len(known) else 0.0
+    finite = values[np.isfinite(values)]
+    return float(finite.max()) if len(finite) else 0.0
 
 
 def _y(value: float, top: float) -> float:
@@ -133,8 +133,8 @@ def _x(seconds: float, end: float) -> float:
 
 def _points(seconds: Numbers, values: Numbers, end: float, top: float) -> list[tuple[float, float] | None]:
     return [
-        (_x(float(at), end), _y(float(value), top)) if math.isfinite(value) else None
-        for at, value in zip(seconds, values, strict=True)
+        (_x(float(second), end), _y(float(value), top)) if math.isfinite(value) else None
+        for second, value in zip(seconds, values, strict=True)
     ]
 
 
@@ -171,9 +171,9 @@ def _times(end: float) -> str:
     lines = []
     step = next((step for step in _TIMES if end / step <= _RULES + 2), end / _RULES)
     for place in range(int(end / step) + 1):
-        at = place * step
-        anchor = "start" if place == 0 else "end" if _x(at, end) > WIDTH - 40 else "middle"
-        lines.append(_text(_x(at, end), HEIGHT - 6, duration(at), anchor))
+        seconds = place * step
+        anchor = "start" if place == 0 else "end" if _x(seconds, end) > WIDTH - 40 else "middle"
+        lines.append(_text(_x(seconds, end), HEIGHT - 6, duration(seconds), anchor))
     return "".join(lines)
 
 

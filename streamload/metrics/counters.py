@@ -70,11 +70,11 @@ class Counters:
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Add the duration of the block to a counter in nanoseconds, also if it raises."""
-        began = monotonic_ns()
+        start_ns = monotonic_ns()
         try:
             yield
         finally:
-            self.add(name, monotonic_ns() - began)
+            self.add(name, monotonic_ns() - start_ns)
 
     def snapshot(self) -> Snapshot:
         """The snapshot of this row alone."""

@@ -46,9 +46,9 @@ def exposition(pages: Iterable[RunPage]) -> str:
         if metric.name in _LEFT_OUT:
             continue
         name = full_name(metric)
-        found = [line for page, labels in ranks for line in _lines(metric, name, page, labels)]
-        if found:
-            lines += [f"# HELP {name} {_help(metric)}", f"# TYPE {name} {metric.kind}", *found]
+        samples = [line for page, labels in ranks for line in _lines(metric, name, page, labels)]
+        if samples:
+            lines += [f"# HELP {name} {_help(metric)}", f"# TYPE {name} {metric.kind}", *samples]
     return "\n".join([*lines, ""])
 
 
@@ -67,21 +67,23 @@ def quoted(value: str) -> str:
 def _labelled(pages: Iterable[RunPage]) -> tuple[list[RunPage], list[str]]:
     """Pages, and the labels of each; of two with the same run and rank the second is numbered."""
     shown: dict[tuple[str, int], int] = {}
-    found, labels = [], []
+    ranks, labels = [], []
     for page in pages:
         count = shown[page.run, page.rank] = shown.get((page.run, page.rank), 0) + 1
         run = page.run if count == 1 else f"{page.run}~{count}"
-        found.append(page)
+        ranks.append(page)
         labels.append(f'run={quoted(run)},rank="{page.rank}"')
-    return found, labels
+    return ranks, labels
 
 
 def _lines(metric: Metric, name: str, page: RunPage, labels: str) -> Iterator[str]:
     if metric.kind == "histogram":
         yield from _histogram(name, page, labels)
         return
-    for own, value in _values(metric, page).items():
-        more = "".join(f",{key}={quoted(one)}" for key, one in zip(_label_names(metric), own, strict=True))
+    for label_values, value in _values(metric, page).items():
+        more = "".join(
+            f",{key}={quoted(label)}" for key, label in zip(_label_names(metric), label_values, strict=True)
+        )
         yield f"{name}{{{labels}{more}}} {_number(value)}"
 
 
@@ -96,8 +98,8 @@ def _values(metric: Metric, page: RunPage) -> Mapping[Labels, float]:
     if metric is _AGE:
         return {(): round(page.age_seconds, 3)}
     if not metric.rows:
-        found = page.gauges.get(metric.name, {})
-        return {(): page.still_seconds} if found and metric.name == "still_seconds" else found
+        values = page.gauges.get(metric.name, {})
+        return {(): page.still_seconds} if values and metric.name == "still_seconds" else values
     if metric.name.startswith(_OF_SOME) and not _has_any(page, metric.name):
         return {}
     scale = 1e9 if metric.unit == "seconds" else 1
@@ -124,7 +126,7 @@ def _number(value: float) -> str:
 
 
 def _help(metric: Metric) -> str:
-    said = [metric.help]
-    said += [f"near 0: {metric.low}"] if metric.low else []
-    said += [f"near {metric.high}"] if metric.high else []
-    return "; ".join(said).replace("\\", r"\\").replace("\n", r"\n")
+    parts = [metric.help]
+    parts += [f"near 0: {metric.low}"] if metric.low else []
+    parts += [f"near {metric.high}"] if metric.high else []
+    return "; ".join(parts).replace("\\", r"\\").replace("\n", r"\n")

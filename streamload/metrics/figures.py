@@ -195,9 +195,9 @@ class History:
 
     def last(self, seconds: float, until: Sample) -> Sample:
         """The latest sample that is at least so many seconds older than `until`, else the oldest one."""
-        found = self._samples[0] if self._samples else until
+        earlier = self._samples[0] if self._samples else until
         for sample in reversed(self._samples):
-            found = sample
+            earlier = sample
             if until.at_ns - sample.at_ns >= seconds * 1e9:
                 break
-        return found
+        return earlier

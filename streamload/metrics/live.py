@@ -83,7 +83,7 @@ class LiveRank:
     def flat(self) -> dict[str, float]:
         """The numbers as one flat dict, for trackers; names are such that each of them takes them."""
         workers = max(1, self.workers)
-        found: dict[str, float | None] = {
+        values_shown: dict[str, float | None] = {
             "samples_per_second": self.samples_per_second,
             "data_wait": self.wait,
             "ready_batches": self.ready_batches,
@@ -95,14 +95,14 @@ class LiveRank:
         }
         for stage, seconds in self.stages.items():
             is_own = stage in ("training", "device")
-            found[f"stage/{stage}"] = seconds / (1 if is_own else workers)
+            values_shown[f"stage/{stage}"] = seconds / (1 if is_own else workers)
         for tier, (used, limit) in self.tiers.items():
-            found[f"cache_fill/{tier}"] = used / limit if limit else None
+            values_shown[f"cache_fill/{tier}"] = used / limit if limit else None
         for name, source in zip(_plain(source.name for source in self.sources), self.sources, strict=True):
             values = asdict(source)
             values.pop("name")
-            found |= {f"source/{name}/{what}": value for what, value in values.items()}
-        return {f"loader/{name}": float(value) for name, value in found.items() if value is not None}
+            values_shown |= {f"source/{name}/{metric}": value for metric, value in values.items()}
+        return {f"loader/{name}": float(value) for name, value in values_shown.items() if value is not None}
 
 
 class Watch:
@@ -116,9 +116,9 @@ class Watch:
 
         A rank that is seen for the first time has its rates since it began.
         """
-        seen = {(page.run, page.rank, page.pid): page for page in pages}
-        self._pages = {key: self._pages.get(key, deque()) for key in seen}
-        return [self._follow(self._pages[key], page) for key, page in seen.items()]
+        by_process = {(page.run, page.rank, page.pid): page for page in pages}
+        self._pages = {key: self._pages.get(key, deque()) for key in by_process}
+        return [self._follow(self._pages[key], page) for key, page in by_process.items()]
 
     def _follow(self, earlier: deque[RunPage], page: RunPage) -> LiveRank:
         if not earlier or earlier[-1].written != page.written:
@@ -131,8 +131,8 @@ class Watch:
 
 def live_rank(page: RunPage, before: RunPage | None) -> LiveRank:
     """A rank by its page, and an earlier one; None: its rates are those since it began."""
-    now = page.snapshot()
-    done = now if before is None else now.since(before.snapshot())
+    latest = page.snapshot()
+    done = latest if before is None else latest.since(before.snapshot())
     seconds = page.run_seconds if before is None else page.written.seconds_since(before.written)
     seconds = max(seconds, 1e-3)
     started = done.tier_hits + done.tier_misses
@@ -146,11 +146,11 @@ def live_rank(page: RunPage, before: RunPage | None) -> LiveRank:
         workers=page.workers,
         run_seconds=page.run_seconds,
         epoch=None if epoch is None else int(epoch),
-        samples=now.samples_yielded,
+        samples=latest.samples_yielded,
         samples_per_second=done.samples_yielded / seconds,
         batches_per_second=done.batches_yielded / seconds,
         wait=min(1.0, max(0.0, done.data_wait_seconds / seconds)),
-        ready_batches=now.ready_batches,
+        ready_batches=latest.ready_batches,
         stages=_stages(page, before, seconds),
         origin_bytes_per_second=done.origin_bytes / seconds,
         retries_per_second=done.origin_retries / seconds,
@@ -167,15 +167,15 @@ def live_rank(page: RunPage, before: RunPage | None) -> LiveRank:
 
 def _plain(names: Iterable[str]) -> list[str]:
     """Names of sources as trackers take them (MLflow has the strictest rules), all different."""
-    found: dict[str, None] = {}
+    names_shown: dict[str, None] = {}
     for name in names:
         text = re.sub(r"[^A-Za-z0-9_ -]", "_", name).strip() or "_"
         unique, place = text, 1
-        while unique in found:
+        while unique in names_shown:
             place += 1
             unique = f"{text}_{place}"
-        found[unique] = None
-    return list(found)
+        names_shown[unique] = None
+    return list(names_shown)
 
 
 def _stages(page: RunPage, before: RunPage | None, seconds: float) -> dict[str, float]:
@@ -200,5 +200,5 @@ def _sources(page: RunPage, done: Snapshot, seconds: float) -> Iterable[LiveSour
             samples / seconds,
             samples / whole,
             done.source_wait_seconds.get(name, 0.0) / seconds,
-            *(page.gauge(f"source_{what}", name) for what in ("weight", "loss", "alignment", "passes")),
+            *(page.gauge(f"source_{metric}", name) for metric in ("weight", "loss", "alignment", "passes")),
         )

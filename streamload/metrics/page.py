@@ -116,8 +116,8 @@ class RunPage:
             scale = _SECONDS if metric.unit == "seconds" else 1
             yield metric, {row.labels: self.counters.get(row.name, 0) / scale for row in metric.rows}
         for metric in GIVEN:
-            if found := self.gauges.get(metric.name):
-                yield metric, dict(found)
+            if values := self.gauges.get(metric.name):
+                yield metric, dict(values)
 
     def cumulative_buckets(self) -> list[tuple[float, int]]:
         """The histogram of data waits as exporters want it: upper bounds in seconds, and waits up to them."""
@@ -139,8 +139,8 @@ class RunPage:
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "reader"}
         values["counters"] = {name: n for name, n in self.counters.items() if n}
         values["gauges"] = {
-            name: [[*labels, round(value, 9)] for labels, value in found.items()]
-            for name, found in self.gauges.items()
+            name: [[*labels, round(value, 9)] for labels, value in by_label.items()]
+            for name, by_label in self.gauges.items()
         }
         text = json.dumps({"format": FORMAT, **values}, separators=(",", ":")).encode()
         return len(text).to_bytes(8, "little") + xxhash.xxh3_64_digest(text) + text
@@ -168,8 +168,8 @@ def _page(values: dict[str, Any], reader: Clock) -> RunPage:
     if values.pop("format") != FORMAT:
         raise ValueError("a page of another version")
     gauges = {
-        name: {tuple(labels): float(value) for *labels, value in found}
-        for name, found in values["gauges"].items()
+        name: {tuple(labels): float(value) for *labels, value in rows}
+        for name, rows in values["gauges"].items()
         if name in BY_NAME
     }
     plain = {f.name: values[f.name] for f in fields(RunPage) if f.name in values}
@@ -187,11 +187,11 @@ def _page(values: dict[str, Any], reader: Clock) -> RunPage:
     )
 
 
-def _buckets(given: Iterable[int]) -> tuple[int, ...]:
-    found = tuple(int(n) for n in given)
-    if len(found) != BUCKETS:
-        raise ValueError(f"a histogram of {len(found)} buckets")
-    return found
+def _buckets(counts: Iterable[int]) -> tuple[int, ...]:
+    buckets = tuple(int(n) for n in counts)
+    if len(buckets) != BUCKETS:
+        raise ValueError(f"a histogram of {len(buckets)} buckets")
+    return buckets
 
 
 def names_of_sources(names: Iterable[str]) -> tuple[str, ...]:
@@ -214,7 +214,7 @@ def as_dict(page: RunPage) -> dict[str, Any]:
     """A page as plain values, for JSON; labels are joined by commas."""
     values = asdict(page)
     values["gauges"] = {
-        name: {",".join(labels): value for labels, value in found.items()}
-        for name, found in page.gauges.items()
+        name: {",".join(labels): value for labels, value in by_label.items()}
+        for name, by_label in page.gauges.items()
     }
     return values | {"age_seconds": page.age_seconds, "still_seconds": page.still_seconds}

@@ -54,8 +54,8 @@ class Moment:
     def of(cls, page: RunPage) -> Moment:
         """The moment at which a page was written."""
         gauges = {
-            name: {",".join(labels): value for labels, value in found.items()}
-            for name, found in page.gauges.items()
+            name: {",".join(labels): value for labels, value in by_label.items()}
+            for name, by_label in page.gauges.items()
         }
         return cls(
             page.run_seconds,
@@ -70,8 +70,8 @@ class Moment:
     def as_line(self) -> str:
         """The moment as JSON, as short as it can be."""
         gauges = {
-            name: {label: float(f"{value:.5g}") for label, value in found.items()}
-            for name, found in self.gauges.items()
+            name: {label: float(f"{value:.5g}") for label, value in by_label.items()}
+            for name, by_label in self.gauges.items()
         }
         counters = {name: n for name, n in self.counters.items() if n}
         values: dict[str, Any] = {
@@ -191,11 +191,11 @@ def read_recording(path: Path) -> Recorded:
         OptionError: it is none.
     """
     try:
-        first, *rest = path.read_text().splitlines()
+        first, *lines = path.read_text().splitlines()
         about = json.loads(first)
         if about.pop("format") != FORMAT:
             raise ValueError("it has another format")
-        moments = [moment for line in rest if (moment := _moment(line)) is not None]
+        moments = [moment for line in lines if (moment := _moment(line)) is not None]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
         raise OptionError(
             f"{path} is no recording of a run ({exc!r}): give a file or folder that STREAMLOAD_RECORD wrote"
@@ -217,13 +217,13 @@ def _moment(line: str) -> Moment | None:
             float(values["t"]),
             {name: int(n) for name, n in values["c"].items() if name in COUNTERS},
             {
-                name: {label: float(value) for label, value in found.items()}
-                for name, found in values["g"].items()
+                name: {label: float(value) for label, value in by_label.items()}
+                for name, by_label in values["g"].items()
                 if name in BY_NAME
             },
             buckets if len(buckets) == BUCKETS else (0,) * BUCKETS,
             str(values.get("v", "")),
-            {str(name): str(said) for name, said in values.get("a", {}).items()},
+            {str(name): str(message) for name, message in values.get("a", {}).items()},
             str(values.get("r", "")),
         )
     except (ValueError, KeyError, TypeError, AttributeError):

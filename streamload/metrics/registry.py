@@ -271,8 +271,8 @@ METRICS: tuple[Metric, ...] = (
         "bytes",
         ("modality",),
         tuple(
-            Row(f"ready_{modality}_bytes", f"bytes of ready batches: {what}", (modality,))
-            for modality, what in (
+            Row(f"ready_{modality}_bytes", f"bytes of ready batches: {help_text}", (modality,))
+            for modality, help_text in (
                 ("image", "images and patches"),
                 ("text", "ids of captions, and what goes with them"),
                 ("other", "all other tensors"),
@@ -285,8 +285,12 @@ METRICS: tuple[Metric, ...] = (
         "tokens of captions and patches of images, real and padding, where a batch knows them",
         labels=("modality", "kind"),
         rows=tuple(
-            Row(f"{modality}_tokens_{kind}", f"{what} in batches that were made, {kind}", (modality, kind))
-            for modality, what in (("text", "ids of captions"), ("image", "patches of images"))
+            Row(
+                f"{modality}_tokens_{kind}",
+                f"{help_text} in batches that were made, {kind}",
+                (modality, kind),
+            )
+            for modality, help_text in (("text", "ids of captions"), ("image", "patches of images"))
             for kind in ("real", "padding")
         ),
     ),

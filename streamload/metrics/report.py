@@ -85,10 +85,10 @@ def wait_share(timeline: Timeline) -> float:
 
 def _line(timeline: Timeline) -> str:
     about = timeline.ranks[0].about
-    began = datetime.fromtimestamp(float(about["began"]), timezone.utc)
+    start = datetime.fromtimestamp(float(about["began"]), timezone.utc)
     ranks = f"{len(timeline.ranks)} of {about['world_size']} ranks" if about["world_size"] > 1 else "one rank"
     hosts = ", ".join(sorted({str(rank.about["host"]) for rank in timeline.ranks}))
-    took = f"began {began:%Y-%m-%d %H:%M} UTC, took {duration(timeline.seconds)}"
+    took = f"began {start:%Y-%m-%d %H:%M} UTC, took {duration(timeline.seconds)}"
     return f"{about['run']}: {ranks} on {hosts}, {about['workers']} workers each; {took}"
 
 
@@ -100,7 +100,7 @@ def _last_verdict(timeline: Timeline) -> str:
         for moment in rank.moments
         if moment.verdict
     ]
-    _, verdict, rank = max(verdicts, key=lambda said: said[:2], default=(0.0, "", None))
+    _, verdict, rank = max(verdicts, key=lambda verdict: verdict[:2], default=(0.0, "", None))
     return "" if rank is None else _of_rank(timeline, rank, verdict)
 
 
@@ -125,7 +125,7 @@ def _place_of(timeline: Timeline, rank: Recorded) -> str:
 
 
 def _verdict(timeline: Timeline) -> str:
-    share, said = wait_share(timeline), _last_verdict(timeline)
+    share, verdict = wait_share(timeline), _last_verdict(timeline)
     gain = 1 / (1 - min(share, 0.99))
     if share < _LATE:
         head, kind = f"Data was hardly ever late: the training waited {share:.1%} of the time.", "good"
@@ -134,7 +134,7 @@ def _verdict(timeline: Timeline) -> str:
         kind = "bad" if share > 4 * _LATE else "fair"
     whole = _run_verdict(timeline)
     more = f"<p>Over the whole run: {html.escape(whole)}</p>" if whole else ""
-    more += f"<p>The last verdict: {html.escape(said)}</p>" if said else ""
+    more += f"<p>The last verdict: {html.escape(verdict)}</p>" if verdict else ""
     return f'<section class="verdict {kind}"><h2>{head}</h2>{more}</section>'
 
 
@@ -180,7 +180,7 @@ def _charts(timeline: Timeline, charts: list[Chart]) -> str:
 
 
 def _all_charts(timeline: Timeline) -> list[Chart]:
-    found = [
+    charts = [
         Chart(
             "Samples per second",
             "Over all ranks; gaps are waits, evaluations or checkpoints.",
@@ -212,7 +212,7 @@ def _all_charts(timeline: Timeline) -> list[Chart]:
         *_cache_charts(timeline),
         *_source_charts(timeline),
     ]
-    return [chart for chart in found if chart.series]
+    return [chart for chart in charts if chart.series]
 
 
 def _cache_charts(timeline: Timeline) -> list[Chart]:
@@ -246,25 +246,25 @@ def _cache_charts(timeline: Timeline) -> list[Chart]:
 
 def _source_charts(timeline: Timeline) -> list[Chart]:
     names = timeline.labels("samples")
-    taken = {name: timeline.grown("samples", name) for name in names}
-    whole = sum(taken.values(), np.zeros(len(timeline.middles)))
+    samples = {name: timeline.grown("samples", name) for name in names}
+    whole = sum(samples.values(), np.zeros(len(timeline.middles)))
     is_known = whole > 0  # where nothing was taken, shares stay what they were
     shares = {
-        name: np.interp(timeline.middles, timeline.middles[is_known], one[is_known] / whole[is_known])
-        for name, one in taken.items()
+        name: np.interp(timeline.middles, timeline.middles[is_known], counts[is_known] / whole[is_known])
+        for name, counts in samples.items()
         if is_known.any()
     }
-    found = [Chart("Share of each source", "Of the samples taken.", shares, "{:.0%}".format, True, 1.0)]
+    charts = [Chart("Share of each source", "Of the samples taken.", shares, "{:.0%}".format, True, 1.0)]
     levels = (
         ("source_weight", "Weight of each source", "In the mix, as given or set."),
         ("source_loss", "Loss by source", "As the training reported it."),
         ("source_alignment", "Alignment by source", "As the training reported it."),
         ("source_passes", "Passes by source", "Whole ones over its shards so far."),
     )
-    for metric, title, said in levels:
+    for metric, title, caption in levels:
         series = {name: _mean(timeline.gauge(metric, name)) for name in timeline.labels(metric)}
-        found.append(Chart(title, said, series, "{:.3g}".format))
-    return found if len(names) > 1 else [chart for chart in found[1:] if "Loss" in chart.title]
+        charts.append(Chart(title, caption, series, "{:.3g}".format))
+    return charts if len(names) > 1 else [chart for chart in charts[1:] if "Loss" in chart.title]
 
 
 def _by_rank(timeline: Timeline, values: Numbers) -> dict[str, Numbers]:
@@ -280,10 +280,10 @@ def _by_rank(timeline: Timeline, values: Numbers) -> dict[str, Numbers]:
 
 def _mean(values: Numbers) -> Numbers:
     """The mean over ranks, of those that are known."""
-    known = np.isfinite(values)
-    sums, counts = np.where(known, values, 0.0).sum(axis=0), known.sum(axis=0)
-    found: Numbers = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
-    return found
+    are_finite = np.isfinite(values)
+    sums, counts = np.where(are_finite, values, 0.0).sum(axis=0), are_finite.sum(axis=0)
+    means: Numbers = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+    return means
 
 
 def _alerts(timeline: Timeline) -> str:
@@ -293,17 +293,17 @@ def _alerts(timeline: Timeline) -> str:
         place = (int(rank.about["rank"]), _place_of(timeline, rank))
         open_since: dict[str, tuple[float, str]] = {}
         for moment in rank.moments:
-            for name, said in moment.alerts.items():
-                open_since.setdefault(name, (moment.seconds, said))
+            for name, message in moment.alerts.items():
+                open_since.setdefault(name, (moment.seconds, message))
             over = open_since.keys() - moment.alerts.keys()
             rows += [(*open_since.pop(name), name, *place, moment.seconds) for name in sorted(over)]
-        rows += [(*begun, name, *place, None) for name, begun in open_since.items()]
+        rows += [(*since, name, *place, None) for name, since in open_since.items()]
     if not rows:
         return ""
     cells = "".join(
-        f"<tr><td>{duration(at)}<td>{'to the end' if until is None else duration(until - at)}"
-        f"<td>{html.escape(place)}<td>{html.escape(name)}<td>{html.escape(said)}"
-        for at, said, name, _, place, until in sorted(rows, key=lambda row: (row[0], row[3], row[2]))
+        f"<tr><td>{duration(seconds)}<td>{'to the end' if until is None else duration(until - seconds)}"
+        f"<td>{html.escape(place)}<td>{html.escape(name)}<td>{html.escape(message)}"
+        for seconds, message, name, _, place, until in sorted(rows, key=lambda row: (row[0], row[3], row[2]))
     )
     head = "<tr><th>at<th>for<th>rank<th>alert<th>what it said"
     return f"<section><h2>Alerts</h2><table>{head}{cells}</table></section>"

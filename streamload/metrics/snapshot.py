@@ -129,8 +129,8 @@ class Snapshot:
         seconds = {
             name.replace("_ns", "_seconds"): n / 1e9 for name, n in total.items() if name.endswith("_ns")
         }
-        known = {f.name for f in fields(cls)}
-        plain: dict[str, Any] = {name: n for name, n in (total | seconds).items() if name in known}
+        field_names = {f.name for f in fields(cls)}
+        plain: dict[str, Any] = {name: n for name, n in (total | seconds).items() if name in field_names}
         plain |= {name: max(0, total[name]) for name in _READY}  # a worker that has just begun has no part
         return cls(
             **plain,
@@ -147,13 +147,13 @@ class Snapshot:
         """The difference to an earlier snapshot; seconds_to_first_batch and what is ready are copied."""
         parts: dict[str, Any] = {name: getattr(self, name) for name in _GAUGES}
         for name in (f.name for f in fields(self) if f.name not in parts):
-            now, before = getattr(self, name), getattr(earlier, name)
-            if isinstance(now, dict):
-                parts[name] = {cause: count - before.get(cause, 0) for cause, count in now.items()}
-            elif isinstance(now, tuple):
-                parts[name] = tuple(n - m for n, m in zip(now, before, strict=True))
+            current, before = getattr(self, name), getattr(earlier, name)
+            if isinstance(current, dict):
+                parts[name] = {cause: count - before.get(cause, 0) for cause, count in current.items()}
+            elif isinstance(current, tuple):
+                parts[name] = tuple(n - m for n, m in zip(current, before, strict=True))
             else:
-                parts[name] = now - before
+                parts[name] = current - before
         return Snapshot(**parts)
 
     def as_dict(self) -> dict[str, Any]:

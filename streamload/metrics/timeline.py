@@ -67,8 +67,8 @@ class Timeline:
 
     def rate(self, *names: str) -> Numbers:
         """float64[ranks, steps]: the growth of counters in a second; of times, seconds per second."""
-        found: Numbers = self.counted(*names) / np.diff(self.edges)
-        return found / 1e9 if names[0].endswith("_ns") else found
+        rates: Numbers = self.counted(*names) / np.diff(self.edges)
+        return rates / 1e9 if names[0].endswith("_ns") else rates
 
     def gauge(self, name: str, label: str = "") -> Numbers:
         """float64[ranks, steps]: a gauge's value in the middle of each step; NaN where it is unknown."""
@@ -76,18 +76,18 @@ class Timeline:
 
     def level(self, row: str) -> Numbers:
         """float64[ranks, steps]: the value of a gauge that is in rows, in the middle of each step."""
-        found = []
+        by_rank = []
         for rank in self.ranks:
             points = [(m.seconds, float(max(0, m.counters.get(row, 0)))) for m in rank.moments]
-            found.append(self._interpolated(rank, points, self.middles))
-        return np.array(found)
+            by_rank.append(self._interpolated(rank, points, self.middles))
+        return np.array(by_rank)
 
     def labels(self, name: str) -> list[str]:
         """The labels under which a gauge has values."""
-        found = (
+        labels = (
             label for rank in self.ranks for moment in rank.moments for label in moment.gauges.get(name, {})
         )
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(labels))
 
     def grown(self, name: str, label: str) -> Numbers:
         """float64[steps]: the growth of a counter that is given by labels, over all ranks."""
@@ -122,7 +122,7 @@ class Timeline:
 
     def _start(self, rank: Recorded) -> float:
         """When a rank's loader was made, in seconds after the first one's, by the machines' clocks."""
-        first = min(float(one.about["began"]) for one in self.ranks)
+        first = min(float(recorded.about["began"]) for recorded in self.ranks)
         return float(rank.about["began"]) - first
 
     def _counted(self, rank: Recorded, names: Sequence[str], edges: Numbers) -> Numbers:
@@ -130,24 +130,24 @@ class Timeline:
         grown: Numbers = np.clip(np.diff(self._interpolated(rank, points, edges)), 0, None)
         return grown
 
-    def _interpolated(self, rank: Recorded, points: list[tuple[float, float]], at: Numbers) -> Numbers:
+    def _interpolated(self, rank: Recorded, points: list[tuple[float, float]], times: Numbers) -> Numbers:
         """Values of a rank at times of the run; NaN after its last moment."""
         if not points:
-            return np.full(len(at), np.nan)
+            return np.full(len(times), np.nan)
         seconds, values = map(np.array, zip((0.0, 0.0), *points, strict=True))
-        found: Numbers = np.interp(at, seconds + self._start(rank), values, right=np.nan)
-        return found
+        values_at: Numbers = np.interp(times, seconds + self._start(rank), values, right=np.nan)
+        return values_at
 
     def _gauge(self, rank: Recorded, name: str, label: str) -> Numbers:
         points = [(m.seconds, m.gauges[name][label]) for m in rank.moments if label in m.gauges.get(name, {})]
         if not points:
             return np.full(len(self.middles), np.nan)
         seconds, values = map(np.array, zip(*points, strict=True))
-        found: Numbers = np.interp(self.middles, seconds + self._start(rank), values, left=np.nan)
-        return found
+        values_at: Numbers = np.interp(self.middles, seconds + self._start(rank), values, left=np.nan)
+        return values_at
 
 
 def flow(rate: Numbers) -> float:
     """The coefficient of variation of a rate over time: 0 is perfectly steady. NaNs don't count."""
-    known = rate[np.isfinite(rate)]
-    return float(known.std() / known.mean()) if len(known) and known.mean() > 0 else 0.0
+    finite = rate[np.isfinite(rate)]
+    return float(finite.std() / finite.mean()) if len(finite) and finite.mean() > 0 else 0.0

@@ -153,12 +153,12 @@ def _not_waiting(figures: Figures) -> tuple[Limit, str, str]:
 
 def _shares(figures: Figures) -> dict[Limit, float]:
     """The shares of the workers' time by what limits it, but bytes."""
-    found: dict[Limit, float] = {
+    shares: dict[Limit, float] = {
         "disk": figures.share("read", "features"),
         "CPU": figures.share(*_WORK),
         "hand-over": max(0.0, figures.share("hand-over")),
     }
-    return {limit: share for limit, share in found.items() if share > 0}
+    return {limit: share for limit, share in shares.items() if share > 0}
 
 
 def _bytes(figures: Figures) -> tuple[Limit, str, str]:
@@ -184,17 +184,17 @@ def _bytes(figures: Figures) -> tuple[Limit, str, str]:
     failures = ""
     if figures.origin_retries or figures.origin_outages:
         failures = f", {figures.origin_retries:,} requests were retried"
-    who, arrived = "the origin", figures.origin_bytes
+    sender, arrived = "the origin", figures.origin_bytes
     if figures.shared_bytes > arrived:
-        who, arrived = "the shared cache", figures.shared_bytes
+        sender, arrived = "the shared cache", figures.shared_bytes
     rate = arrived / figures.seconds
     if not arrived or figures.wait >= 0.99:
         evidence = f"bytes don't arrive ({busy}{failures})"
     else:
         needed = format_bytes(rate / (1 - figures.wait))
         prepared = ", and fills prepare them" if figures.machine.prepare else ""
-        given = f"{who} gives {format_bytes(rate)}/s where {needed}/s are needed{prepared}"
-        evidence = f"{given} ({busy}{failures})"
+        rates = f"{sender} gives {format_bytes(rate)}/s where {needed}/s are needed{prepared}"
+        evidence = f"{rates} ({busy}{failures})"
     fill = _FILL.format(_prepare_option(figures)) + ("" if figures.machine.prepare else f" {_SMALLER}")
     is_failing = figures.origin_retries > 0.1 * max(1, figures.origin_requests)
     return "origin", evidence, _FAILING if is_failing else fill
@@ -217,17 +217,17 @@ def _prepare_option(figures: Figures) -> str:
 
 def _of_workers(limit: Limit, share: float, figures: Figures) -> tuple[Limit, str, str]:
     machine = figures.machine
-    who = f"the {machine.workers} workers" if machine.workers else "the training's process"
-    of = "their time" if machine.workers else "the wait"
+    processes = f"the {machine.workers} workers" if machine.workers else "the training's process"
+    time_of = "their time" if machine.workers else "the wait"
     if limit == "disk":
-        return limit, f"{who} spent {share:.0%} of {of} reading from the cache", FASTER_DISK
+        return limit, f"{processes} spent {share:.0%} of {time_of} reading from the cache", FASTER_DISK
     if limit == "hand-over":
-        return limit, f"{who} spent {share:.0%} of {of} passing batches on", _PICKLED
+        return limit, f"{processes} spent {share:.0%} of {time_of} passing batches on", _PICKLED
     stages = {stage: figures.share(stage) for stage in _WORK}
     most = max(stages, key=lambda stage: stages[stage])
     function = machine.functions.get(most)
     on = f"on {most}" if function is None else f"in your {function}"
-    evidence = f"{who} spent {share:.0%} of {of} making batches, most of it {on}"
+    evidence = f"{processes} spent {share:.0%} of {time_of} making batches, most of it {on}"
     more = ""
     if machine.workers < machine.cores - 1:
         more = f"More workers: {machine.cores} cores can be used (num_workers=). "
