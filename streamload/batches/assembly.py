@@ -79,10 +79,10 @@ class BatchAssembly:
     def members_of(self, sample: Sample) -> Members:
         """The members to use; a sample without them isn't usable by its index entry, and doesn't get here."""
         if self.modalities is not None:
-            own = self.modalities.chosen(sample.shard, sample.members, self.image, self.text)
-            if own is None:
+            chosen = self.modalities.chosen(sample.shard, sample.members, self.image, self.text)
+            if chosen is None:
                 raise KeyError(f"{sample.key} has only {', '.join(sample.members)}")
-            return Members(*own, None)
+            return Members(*chosen, None)
         image = self.image(sample.members)
         text, label = (
             None if choose is None else choose(sample.members) for choose in (self.text, self.label)
@@ -94,9 +94,11 @@ class BatchAssembly:
     @property
     def reads_only_features(self) -> bool:
         """Whether batches have nothing of samples but features, of which derived shards may have all."""
-        others = self.images, self.text, self.label, self.map_sample
+        values = self.images, self.text, self.label, self.map_sample
         return (
-            bool(self.features) and not any(others) and all(one.has_derived_shards for one in self.features)
+            bool(self.features)
+            and not any(values)
+            and all(feature.has_derived_shards for feature in self.features)
         )
 
     def batch_factory(
@@ -115,10 +117,10 @@ class BatchAssembly:
             return lambda size, allocate, seq_len=0: _MappedBatch(
                 map_sample, self, None if images is None else images(size, allocate), allocate
             )
-        made = [feature.batch_factory(features[feature.name], derived) for feature in self.features]
+        factories = [feature.batch_factory(features[feature.name], derived) for feature in self.features]
         return lambda size, allocate, seq_len=0: _CaptionedBatch(
             None if images is None else images(size, allocate, seq_len),
-            [feature(size, allocate) for feature in made],
+            [feature(size, allocate) for feature in factories],
             self,
             allocate,
         )
@@ -195,8 +197,8 @@ class _CaptionedBatch:
     def _add_features(self, parsed: Sequence[ParsedFeature | None]) -> None:
         added: list[FeatureInProgress] = []
         try:
-            for feature, one in zip(self._features, parsed, strict=True):
-                feature.add(one)
+            for feature, parsed_row in zip(self._features, parsed, strict=True):
+                feature.add(parsed_row)
                 added.append(feature)
         except BaseException:
             for feature in added:
@@ -215,7 +217,7 @@ class _CaptionedBatch:
         return members
 
     def finish(self, bounds: Bounds | None = None) -> dict[str, Any]:
-        keys, urls = [one.key for one in self._added], [one.url for one in self._added]
+        keys, urls = [row.key for row in self._added], [one.url for one in self._added]
         try:
             values = self._values(keys, bounds)
         except Exception as exc:
@@ -223,7 +225,7 @@ class _CaptionedBatch:
             raise
         if self._modalities is not None:
             images, texts = zip(
-                *((one.image is not None, one.caption is not None) for one in self._added), strict=True
+                *((row.image is not None, row.caption is not None) for row in self._added), strict=True
             )
             values = with_rows(values, images, texts, self._allocate)
         return {**values, "__key__": keys, "__url__": urls}
@@ -233,21 +235,24 @@ class _CaptionedBatch:
         values: dict[str, Any] = {}
         if self._images is not None:
             if self._modalities is not None:
-                keys = [one.key for one in self._added if one.image is not None]
+                keys = [row.key for row in self._added if row.image is not None]
             values = self._images.finish(keys)
         whole: Any = None  # texts before they are cut: features are found by them
         widths = widths_of(values, None) if self._modalities is None else None
         if assembly.text is not None:
-            values["text"] = whole = [one.caption for one in self._added if one.caption is not None]
+            values["text"] = whole = [row.caption for row in self._added if row.caption is not None]
         if assembly.tokenizer is not None and whole:
-            began = monotonic_ns()
-            seeds = [one.seed for one in self._added if one.caption is not None]
+            start_ns = monotonic_ns()
+            seeds = [row.seed for row in self._added if row.caption is not None]
             texts = assembly.tokenizer(whole, seeds)
             whole, padding = texts.ids, assembly.text_padding
             if padding is not None:
                 texts = texts.cut_to_longest(padding.multiple, bounds)
             values["text"] = texts.ids
-            self._tokenize_ns, self._ids = monotonic_ns() - began, assembly.tokenizer.real_and_padding(texts)
+            self._tokenize_ns, self._ids = (
+                monotonic_ns() - start_ns,
+                assembly.tokenizer.real_and_padding(texts),
+            )
             if assembly.as_model_inputs:
                 values |= texts.others
             if padding is not None and padding.with_valid:
@@ -256,7 +261,7 @@ class _CaptionedBatch:
                 valid = None if padding is None else texts.valid
                 widths = widths_of(values, valid, whole.shape[1], texts.columns())
         if assembly.label is not None:
-            labels = torch.tensor([one.label for one in self._added], dtype=torch.int64, device="cpu")
+            labels = torch.tensor([row.label for row in self._added], dtype=torch.int64, device="cpu")
             values["label"] = self._allocate(labels.shape, torch.int64).copy_(labels)
         for feature in self._features:
             values |= feature.finish(whole)
@@ -359,8 +364,8 @@ class _MappedBatch:
                     stacked[name] = images
         if not stacked:
             return collate(self._values, self._allocate)
-        rest = [{k: v for k, v in value.items() if k not in stacked} for value in self._values]
-        return {**stacked, **collate(rest, self._allocate)}
+        unstacked = [{k: v for k, v in value.items() if k not in stacked} for value in self._values]
+        return {**stacked, **collate(unstacked, self._allocate)}
 
     def measured(self) -> Measured:
         return Measured(*((0, 0) if self._images is None else self._images.timed_ns))

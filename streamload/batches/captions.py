@@ -88,22 +88,22 @@ def _caption_of(value: Any, field: str) -> str:
     return value
 
 
-def _json_field(data: bytes | memoryview, field: str, what: str, error: type[SampleError]) -> Any:
-    _check_size(data, what, error)
+def _json_field(data: bytes | memoryview, field: str, kind: str, error: type[SampleError]) -> Any:
+    _check_size(data, kind, error)
     try:
         value = json.loads(bytes(data))
     except (ValueError, RecursionError) as exc:
-        raise error(f"{what} member of {len(data)} bytes can't be read as JSON: {exc}") from exc
+        raise error(f"{kind} member of {len(data)} bytes can't be read as JSON: {exc}") from exc
     if not isinstance(value, dict):
-        raise error(f"{what} member is JSON, but a {type(value).__name__}; expected an object")
+        raise error(f"{kind} member is JSON, but a {type(value).__name__}; expected an object")
     if field not in value:
-        raise error(f"{what} member has no field {field!r}; it has {sorted(value)!a:.200}")
+        raise error(f"{kind} member has no field {field!r}; it has {sorted(value)!a:.200}")
     return value[field]
 
 
-def _check_size(data: bytes | memoryview, what: str, error: type[SampleError]) -> None:
+def _check_size(data: bytes | memoryview, kind: str, error: type[SampleError]) -> None:
     if len(data) > MAX_CAPTION_BYTES:
-        raise error(f"{what} member of {len(data):,} bytes; at most {MAX_CAPTION_BYTES:,} are read")
+        raise error(f"{kind} member of {len(data):,} bytes; at most {MAX_CAPTION_BYTES:,} are read")
 
 
 def _is_unicode(text: str) -> bool:

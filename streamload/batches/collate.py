@@ -62,8 +62,8 @@ def collate_images(
     if isinstance(joined, torch.Tensor):
         return joined
     forms = [_form(value) for value in values]
-    what = "" if name == "image" else f"as {name} "
-    returned = f"preprocess= returned {what}{forms[0]} for sample {keys[0]!r}"
+    form_name = "" if name == "image" else f"as {name} "
+    returned = f"preprocess= returned {form_name}{forms[0]} for sample {keys[0]!r}"
     other = next((place for place, form in enumerate(forms) if form != forms[0]), None)
     if other is not None and any(isinstance(value, _STACKED) for value in values):
         raise ValueError(

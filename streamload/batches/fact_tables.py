@@ -38,10 +38,10 @@ def read_table(path: Path, column: str) -> tuple[npt.NDArray[np.uint64], Values]
     """
     rows = _parquet_rows(path, column) if path.suffix.lower() == ".parquet" else _csv_rows(path, column)
     hashes, values = [np.empty(0, np.uint64)], [np.empty(0)]
-    while some := list(itertools.islice(rows, _ROWS_AT_ONCE)):
-        keys = [xxh3_64_intdigest(key.encode("utf-8", "surrogateescape")) for key, _ in some]
+    while chunk := list(itertools.islice(rows, _ROWS_AT_ONCE)):
+        keys = [xxh3_64_intdigest(key.encode("utf-8", "surrogateescape")) for key, _ in chunk]
         hashes.append(np.array(keys, np.uint64))
-        values.append(np.array([_number(value) for _, value in some], np.float64))
+        values.append(np.array([_number(value) for _, value in chunk], np.float64))
     return _unique(np.concatenate(hashes), np.concatenate(values))
 
 
@@ -51,9 +51,9 @@ def _unique(keys: npt.NDArray[np.uint64], values: Values) -> tuple[npt.NDArray[n
         return keys, values
     order = np.argsort(keys, kind="stable")
     keys, values = keys[order], values[order]
-    found, starts = np.unique(keys, return_index=True)
+    unique_keys, starts = np.unique(keys, return_index=True)
     least, most = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
-    return found, np.where(least == most, least, np.nan)
+    return unique_keys, np.where(least == most, least, np.nan)
 
 
 def _number(value: Any) -> float:
@@ -88,8 +88,8 @@ def _parquet_rows(path: Path, column: str) -> Iterator[tuple[str, Any]]:
             for batch in file.iter_batches(_ROWS_AT_ONCE, columns=[key, value]):
                 keys = batch.column(key).to_pylist()
                 _check_keys(path, keys)
-                found = zip(keys, batch.column(value).to_pylist(), strict=True)
-                yield from (row for row in found if row[0] is not None)
+                rows = zip(keys, batch.column(value).to_pylist(), strict=True)
+                yield from (row for row in rows if row[0] is not None)
     except (OSError, ArrowException) as exc:
         raise OptionError(f"the table {path} can't be read: {exc}") from exc
 

@@ -58,10 +58,10 @@ class TokenCount:
     def make(self, samples: Sequence[FactSample]) -> Values:
         """See Column."""
         captions = [self._caption(sample) for sample in samples]
-        known = [caption for caption in captions if caption is not None]
+        texts = [caption for caption in captions if caption is not None]
         values = np.full(len(samples), np.nan)
-        if known:
-            values[[caption is not None for caption in captions]] = self.tokenizer.lengths(known)
+        if texts:
+            values[[caption is not None for caption in captions]] = self.tokenizer.lengths(texts)
         return values
 
     def _caption(self, sample: FactSample) -> str | None:
@@ -152,11 +152,11 @@ class TableFact:
         hashes = [
             xxh3_64_intdigest(sample.entry.key.encode("utf-8", "surrogateescape")) for sample in samples
         ]
-        wanted = np.array(hashes, np.uint64)
+        hashed = np.array(hashes, np.uint64)
         if not len(self.keys):
-            return np.full(len(wanted), np.nan)
-        places = np.minimum(np.searchsorted(self.keys, wanted), len(self.keys) - 1)
-        return np.where(self.keys[places] == wanted, self.values[places], np.nan)
+            return np.full(len(hashed), np.nan)
+        places = np.minimum(np.searchsorted(self.keys, hashed), len(self.keys) - 1)
+        return np.where(self.keys[places] == hashed, self.values[places], np.nan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +176,12 @@ class ImageBytes:
     def make(self, samples: Sequence[FactSample]) -> Values:
         """See Column."""
         sizes = [sample.entry.sizes for sample in samples]
-        chosen = [self.image.choose(own) for own in sizes]
-        found = [math.nan if one is None else own[one[0]] for own, one in zip(sizes, chosen, strict=True)]
-        return np.array(found, np.float64)
+        chosen = [self.image.choose(members) for members in sizes]
+        image_bytes = [
+            math.nan if choice is None else members[choice[0]]
+            for members, choice in zip(sizes, chosen, strict=True)
+        ]
+        return np.array(image_bytes, np.float64)
 
 
 def read_facts(
@@ -269,7 +272,7 @@ def _column(name: str, fact: Any, text_key: str | None, tokenizer: Any) -> Colum
         content = xxh3_128_hexdigest(keys.tobytes() + values.tobytes())
         return TableFact(keys, values, column_digest(["table", content]))
     key = KeySpec.parse(str(fact))
-    if not all(one for _, one in key.choices):
+    if not all(path for _, path in key.choices):
         raise OptionError(f'{where}; expected "tokens", "json:<field>", or the path of a .csv or .parquet')
     return JsonField(key, column_digest(["json", key.choices]))
 

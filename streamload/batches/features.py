@@ -85,28 +85,28 @@ class _Reading:
         store = None if place is None or not self.fingerprint else open_store(place)
         if store is None or not keys:
             return [None] * len(keys)
-        began = time.monotonic_ns()
+        start_ns = time.monotonic_ns()
         names = [self._naming.name(key) for key in keys]
-        found = store.read(names, self._assembly.label)
-        rows = [row if (row := found.get(name)) and self._is_readable(row) else None for name in names]
-        self.ns += time.monotonic_ns() - began
+        stored = store.read(names, self._assembly.label)
+        rows = [row if (row := stored.get(name)) and self._is_readable(row) else None for name in names]
+        self.ns += time.monotonic_ns() - start_ns
         return rows
 
     def read_of_shards(self, keys: Sequence[RowKey], shards: Sequence[int]) -> list[Row | None]:
         """The rows of samples: those that derived shards have, else those that the store has."""
         if self._derived is None or not self.fingerprint:
             return self.read(keys)
-        began = time.monotonic_ns()
+        start_ns = time.monotonic_ns()
         rows: list[Row | None] = [None] * len(keys)
         places: dict[int, list[int]] = {}
         for place, shard in enumerate(shards):
             places.setdefault(shard, []).append(place)
-        for shard, own in places.items():
-            found = self._derived(self._assembly.name, shard, [keys[place] for place in own])
-            for place, row in zip(own, found, strict=True):
+        for shard, row_places in places.items():
+            shard_rows = self._derived(self._assembly.name, shard, [keys[place] for place in row_places])
+            for place, row in zip(row_places, shard_rows, strict=True):
                 if row is not None and self._is_readable(row):
                     rows[place] = row
-        self.ns += time.monotonic_ns() - began
+        self.ns += time.monotonic_ns() - start_ns
         missing = [place for place, row in enumerate(rows) if row is None]
         for place, row in zip(missing, self.read([keys[place] for place in missing]), strict=True):
             rows[place] = row
@@ -114,14 +114,14 @@ class _Reading:
 
     def _is_readable(self, row: Row) -> bool:
         """Whether the layout is known here: a class in it may be of a module that isn't imported."""
-        known = self._unreadable.get(row.layout)
-        if known is None:
+        is_readable = self._unreadable.get(row.layout)
+        if is_readable is None:
             try:
-                known = layout_of(row.layout).body_bytes == len(row.body)
+                is_readable = layout_of(row.layout).body_bytes == len(row.body)
             except CacheCorrupt:
-                known = False
-            self._unreadable[row.layout] = known
-        return known
+                is_readable = False
+            self._unreadable[row.layout] = is_readable
+        return is_readable
 
 
 class ParsedFeature:

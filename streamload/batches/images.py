@@ -209,7 +209,7 @@ class _PlannedImages:
         """See Images. Written for few calls: between two images each costs a microsecond or two."""
         data, is_prepared, seed, pixels, put = parsed
         is_timed = self._count % _TIMED_OF == _TIMED
-        began = monotonic_ns() if is_timed else 0
+        start_ns = monotonic_ns() if is_timed else 0
         if data is not None:
             if pixels is None:
                 decoded = self._pixels(data, is_prepared)
@@ -223,7 +223,7 @@ class _PlannedImages:
         self._count += 1
         if is_timed:
             before = self.timed_ns
-            self.timed_ns = before[0] + done - began, before[1] + monotonic_ns() - done
+            self.timed_ns = before[0] + done - start_ns, before[1] + monotonic_ns() - done
 
     def last_image(self) -> torch.Tensor:
         """See Images. Not a view of the batch: torch would copy the whole batch to send one."""
@@ -276,7 +276,7 @@ class _GivenImages:
     def add(self, parsed: tuple[memoryview, bool, int]) -> None:
         """See Images."""
         data, is_prepared, seed = parsed
-        began = monotonic_ns()
+        start_ns = monotonic_ns()
         if self._resized is None:
             image = self._transform.decoded(data)
         else:
@@ -284,7 +284,7 @@ class _GivenImages:
         decoded = monotonic_ns()
         self._values.append(self._transform(image, self._generators, seed))
         before = self.timed_ns
-        self.timed_ns = before[0] + decoded - began, before[1] + monotonic_ns() - decoded
+        self.timed_ns = before[0] + decoded - start_ns, before[1] + monotonic_ns() - decoded
 
     def last_image(self) -> Any:
         return self._values[-1]["image"] if self._is_processor else self._values[-1]

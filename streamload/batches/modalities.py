@@ -61,7 +61,7 @@ def with_rows(
     """
     images, texts = (torch.tensor(has, dtype=torch.bool).nonzero().flatten() for has in (has_image, has_text))
     lacking = (*(("image", *NAMES) if not len(images) else ()), *(_TEXTS if not len(texts) else ()))
-    found = {name: value for name, value in values.items() if name not in lacking}
+    present = {name: value for name, value in values.items() if name not in lacking}
     for name, rows in (("image_rows", images), ("text_rows", texts)):
-        found[name] = allocate(rows.shape, torch.int64).copy_(rows)
-    return found
+        present[name] = allocate(rows.shape, torch.int64).copy_(rows)
+    return present

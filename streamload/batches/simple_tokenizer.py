@@ -64,11 +64,11 @@ class CachingTokenizer:
         first, last = _packed([self.original.sot_token_id]), _packed([self.original.eot_token_id])
         length: int = self.original.context_length
         size = length * len(last)
-        known, rows = self._ids, bytearray()
+        cached_ids, rows = self._ids, bytearray()
         for caption in captions:
             row = [first]
             for word in self._cleaned(caption).split(" "):
-                ids = known.get(word)
+                ids = cached_ids.get(word)
                 row.append(self._encode(word) if ids is None else ids)
             rows += (b"".join(row)[: size - len(last)] + last).ljust(size, b"\0")
         return torch.from_numpy(np.frombuffer(rows, np.int64).reshape(len(captions), length))

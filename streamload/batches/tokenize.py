@@ -76,10 +76,10 @@ def _most_ids(bounds: Bounds | None) -> int:
     return 1 if bounds is None or not len(bounds) else int(bounds[:, 0].max())
 
 
-def tokenizer_in(given: Any) -> Any:
+def tokenizer_in(tokenizer: Any) -> Any:
     """Return the tokenizer of a processor of transformers, which takes texts for images; else the same."""
-    inner = getattr(given, "tokenizer", None)
-    return inner if hasattr(given, "image_processor") and callable(inner) else given
+    inner = getattr(tokenizer, "tokenizer", None)
+    return inner if hasattr(tokenizer, "image_processor") and callable(inner) else tokenizer
 
 
 class BatchTokenizer:
@@ -196,7 +196,7 @@ class BatchTokenizer:
             others = {name: value for name, value in result.items() if name != "input_ids"}
             result = result.get("input_ids")
         ids = self._checked(result, len(captions))
-        others = {name: self._checked_rows(name, each, len(ids)) for name, each in others.items()}
+        others = {name: self._checked_rows(name, value, len(ids)) for name, value in others.items()}
         if not self._finds_padding:
             return Texts(ids, others)
         valid = valid_ids(self._tokenizer, ids, others)

@@ -150,26 +150,26 @@ class Daemon:
         self._look_at = self._clock() + self._options.look_seconds
         self._fresh.clear()
         try:
-            wanted = self._demand.look(self._sizes.of)
-            missing = {shard.digest: shard for shard in self._target.missing(wanted)}
+            demanded = self._demand.look(self._sizes.of)
+            missing = {shard.digest: shard for shard in self._target.missing(demanded)}
         except SharedTierError as exc:
             self._note_trouble("the demand can't be read now", exc, has_worked=self._has_looked)
             return
         self._has_looked = True
         if self._leases is None:
-            self._announce([shard.digest for shard in wanted])
+            self._announce([shard.digest for shard in demanded])
         else:
             with contextlib.suppress(SharedTierError):  # leases that dead daemons have left
                 tasks = set(map(self._target.task_name, missing.values()))
                 self._leases.tidy(sorted(self._leases.busy() - tasks)[:_TIDIED])
         self._release_idle([shard for digest, shard in self._mine.items() if digest not in missing])
         with self._lock:
-            self._places = {shard.digest: place for place, shard in enumerate(wanted)}
+            self._places = {shard.digest: place for place, shard in enumerate(demanded)}
             self._missing = {digest: shard for digest, shard in missing.items() if digest not in self._fresh}
             self.failures.keep(missing.keys())
             self._looked_at = self._clock()
             self._status = replace(
-                self._status, following=self._demand.describe(), wanted=len(wanted), trouble=""
+                self._status, following=self._demand.describe(), wanted=len(demanded), trouble=""
             )
 
     def _release_idle(self, shards: Sequence[Shard]) -> None:
@@ -191,10 +191,10 @@ class Daemon:
         first = next(due, None)
         free = self._executor.capacity(first) - len(self._mine)
         if first is not None and free > 0:
-            rest = itertools.chain([first], due)
-            taken = self._leased(self._leases, list(rest), free) if self._leases else rest
+            due_shards = itertools.chain([first], due)
+            started = self._leased(self._leases, list(due_shards), free) if self._leases else due_shards
             with self._lock:
-                self._mine.update((shard.digest, shard) for shard in itertools.islice(taken, free))
+                self._mine.update((shard.digest, shard) for shard in itertools.islice(started, free))
         tasks = [self._mine[digest] for digest in sorted(self._mine, key=self._place)]
         if self._leases is not None:  # what was delivered may be evicted here
             self._announce([shard.digest for shard in tasks])
@@ -218,7 +218,7 @@ class Daemon:
     def _leased(self, leases: Leases, due: Sequence[Shard], count: int) -> list[Shard]:
         """Of the tasks that are due, up to `count` that this daemon now has the leases of."""
         task_name = self._target.task_name
-        found: list[Shard] = []
+        leased: list[Shard] = []
         try:
             busy = leases.busy()
             free = [shard for shard in due if task_name(shard) not in busy]
@@ -229,7 +229,7 @@ class Daemon:
             # Busy tasks are looked at now and then, to see whether their holders are alive.
             watched = [shard for shard in due if task_name(shard) in busy][: self._options.concurrency]
             for shard in (*watched, *free):
-                if len(found) == count:
+                if len(leased) == count:
                     break
                 if leases.take(task_name(shard)):
                     self._has_leased = True
@@ -238,20 +238,20 @@ class Daemon:
                         with self._lock:
                             self._missing.pop(shard.digest, None)
                     else:
-                        found.append(shard)
+                        leased.append(shard)
             with self._lock:
                 self._status = replace(self._status, elsewhere=len(due) - len(free))
         except SharedTierError as exc:
             self._note_trouble("leases can't be taken now", exc, has_worked=self._has_leased)
-        return found
+        return leased
 
-    def _note_trouble(self, what: str, exc: SharedTierError, *, has_worked: bool) -> None:
+    def _note_trouble(self, action: str, exc: SharedTierError, *, has_worked: bool) -> None:
         """Log once and continue; raise if access is denied on first use."""
         if isinstance(exc, SharedTierDenied) and not has_worked:
             raise exc
         if self._trouble_since is None:
             self._trouble_since = self._clock()
-            logger.warning("%s: %s", what, exc)
+            logger.warning("%s: %s", action, exc)
         with self._lock:
             self._status = replace(self._status, following=self._demand.describe(), trouble=str(exc))
 
@@ -321,13 +321,13 @@ class Daemon:
         """Take no more tasks; finish what the notice leaves time for, and hand the rest back."""
         if notice.is_given:
             self._release_idle(list(self._mine.values()))
-            begun = list(self._mine.values())
-            self._executor.want([FillRequest(shard, self._next_use(shard)) for shard in begun])
+            shards = list(self._mine.values())
+            self._executor.want([FillRequest(shard, self._next_use(shard)) for shard in shards])
             left = notice.seconds_left()
             margin = min(_MOST_MARGIN_SECONDS, _MARGIN_SHARE * left)
             logger.warning(
                 "%s: finishing %d running tasks, if that takes less than %.0f s",
-                *(notice.by, len(begun), left),
+                *(notice.by, len(shards), left),
             )
             while self._mine and notice.seconds_left() > margin:
                 self._settle(_TICK_SECONDS)

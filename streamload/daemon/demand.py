@@ -98,7 +98,7 @@ class Announcement(Protocol):
 def in_order(coming: Iterable[Sequence[_Needed]]) -> list[_Needed]:
     """Merge what several groups need, each in order: the next of each group, then those after, each once."""
     ranked = [(k, n, shard) for n, shards in enumerate(coming) for k, shard in enumerate(shards)]
-    ranked.sort(key=lambda one: one[:2])
+    ranked.sort(key=lambda entry: entry[:2])
     return list(dict.fromkeys(shard for _, _, shard in ranked))
 
 
@@ -156,14 +156,14 @@ class ListDemand:
             if self._all is None:
                 self._all = {task.digest: task for task in map(_wanted_form, self._shards)}
             return list({**first, **self._all}.values())
-        found, total = dict(first), sum(map(size_of, first.values()))
+        tasks, total = dict(first), sum(map(size_of, first.values()))
         for task in map(_wanted_form, self._shards):
             if total > self._window.size_bytes:
                 break
-            if task.digest not in found:
-                found[task.digest] = task
+            if task.digest not in tasks:
+                tasks[task.digest] = task
                 total += size_of(task)
-        return self._window.cut(list(found.values()), size_of)
+        return self._window.cut(list(tasks.values()), size_of)
 
     def _needed(self) -> list[int]:
         """The positions of the shards that live runs will read, the soonest first."""

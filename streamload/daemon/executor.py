@@ -70,8 +70,8 @@ class Results:
         with self._change:
             if not self._results:
                 self._change.wait(timeout_seconds)
-            found, self._results = self._results, []
-            return found
+            results, self._results = self._results, []
+            return results
 
 
 class Executor(Protocol):
@@ -213,10 +213,10 @@ class LocalExecutor:
             if patience_seconds is None:
                 if self._prefetcher.holds_room() or self._target.is_busy():
                     self._refusals.clear()
-                found = [shard for shard in shards if self._refusals[shard.digest] >= _REFUSALS]
-                if found:
+                refused = [shard for shard in shards if self._refusals[shard.digest] >= _REFUSALS]
+                if refused:
                     self._refusals.clear()  # their daemon may make room for the others
-                return found
+                return refused
         return [shard for shard in shards if self._prefetcher.refused_seconds(shard) > patience_seconds]
 
     def _settle(self, result: FillResult) -> None:

@@ -54,31 +54,31 @@ class Coming:
         Returns:
             Their positions among the shards of the run.
         """
-        wanted = count + progress.ahead
-        found: list[tuple[float, int]] = []
+        depth = count + progress.ahead
+        coming_shards: list[tuple[float, int]] = []
         first = 0
         for which, source in enumerate(self.plan.sources):
-            coming = self._of_source(which, progress, wanted)
+            coming = self._of_source(which, progress, depth)
             # A source is read by as many lanes as its share of the samples.
-            found += [((k + 1) / source.order.lanes, first + int(s)) for k, s in enumerate(coming)]
+            coming_shards += [((k + 1) / source.order.lanes, first + int(s)) for k, s in enumerate(coming)]
             first += source.count
-        found.sort()
-        return [shard for _, shard in found[progress.ahead : wanted]]
+        coming_shards.sort()
+        return [shard for _, shard in coming_shards[progress.ahead : depth]]
 
     def _of_source(self, number: int, progress: Progress, count: int) -> npt.NDArray[np.int64]:
         """The next shards of one source: the rest of its pass, then the next pass."""
         source, group = self.plan.sources[number], progress.group
-        own = self._pieces.get((number, group))
-        if own is None:
-            own = self._pieces[number, group] = pieces(source.order, source.count, group)
+        group_pieces = self._pieces.get((number, group))
+        if group_pieces is None:
+            group_pieces = self._pieces[number, group] = pieces(source.order, source.count, group)
         pass_, place = progress.fronts[number]
         epoch = progress.epoch
-        rest = pass_order(source.order, own.shards, group, epoch, pass_)[place:]
-        if len(rest) >= count:
-            return rest[:count]
+        remaining = pass_order(source.order, group_pieces.shards, group, epoch, pass_)[place:]
+        if len(remaining) >= count:
+            return remaining[:count]
         epoch, pass_ = (epoch + 1, 0) if self.plan.one_pass else (epoch, pass_ + 1)
-        after = pass_order(source.order, own.shards, group, epoch, pass_)
-        return np.concatenate([rest, after[~np.isin(after, rest)]])[:count]
+        after = pass_order(source.order, group_pieces.shards, group, epoch, pass_)
+        return np.concatenate([remaining, after[~np.isin(after, remaining)]])[:count]
 
 
 class FollowedDemand:
@@ -128,25 +128,29 @@ class FollowedDemand:
         """See Demand."""
         published = runs_in(self._objects.names("runs"))
         chosen = self._names or self._latest(published)
-        wanted: list[list[Shard]] = []
+        by_group: list[list[Shard]] = []
         describe = []
         for run in chosen:
-            found = self._plan(run) if run in published else None
-            if found is None:
+            plan = self._plan(run) if run in published else None
+            if plan is None:
                 describe.append(f"run {run}: {self._refused.get(run, 'not published yet')}")
                 continue
-            coming, shards = found
+            coming, shards = plan
             progress = self._progress(coming.plan, published[run])
             tasks = self._coming(coming, progress)
-            wanted.append([prepared_form(shards[k], name) if name else shards[k] for k, name in tasks])
-            epochs = sorted({one.epoch for one in progress}) or [0]
+            by_group.append([prepared_form(shards[k], name) if name else shards[k] for k, name in tasks])
+            epochs = sorted({group_progress.epoch for group_progress in progress}) or [0]
             as_what = "".join(f", prepared as {name}" for name in sorted({name for _, name in tasks if name}))
             describe.append(f"run {run}, {coming.plan.groups} groups, epoch {epochs[0]}{as_what}")
         self._description = "; ".join(describe) or "no run yet"
         merged: dict[str, Shard] = {}
-        for k in range(max(map(len, wanted), default=0)):
+        for k in range(max(map(len, by_group), default=0)):
             merged.update(
-                {own[k].digest: own[k] for own in wanted if k < len(own) and own[k].digest not in merged}
+                {
+                    shards_of_group[k].digest: shards_of_group[k]
+                    for shards_of_group in by_group
+                    if k < len(shards_of_group) and shards_of_group[k].digest not in merged
+                }
             )
         return self._window.cut(list(merged.values()), size_of)
 
@@ -165,7 +169,7 @@ class FollowedDemand:
         if run in self._known:
             return self._known[run]
         try:
-            found = self._known[run] = self._read_plan(run)
+            plan = self._known[run] = self._read_plan(run)
         except PlanError as exc:
             if self._refused.get(run) != str(exc):
                 logger.warning("%s", exc)
@@ -173,7 +177,7 @@ class FollowedDemand:
             return None
         except _RefusedBefore:
             return None
-        return found
+        return plan
 
     def _read_plan(self, run: str) -> tuple[Coming, ShardList]:
         with self._refused_once(f"runs/{run}/plan.json", PLAN_LIMIT_BYTES) as data:
@@ -191,13 +195,13 @@ class FollowedDemand:
             data = self._objects.read(name, limit_bytes)
         except TooLarge as exc:
             raise PlanError(str(exc)) from exc
-        seen = name, hashlib.blake2b(data or b"", digest_size=16).digest()
-        if seen in self._refused_objects:
+        version = name, hashlib.blake2b(data or b"", digest_size=16).digest()
+        if version in self._refused_objects:
             raise _RefusedBefore
         try:
             yield data
         except PlanError:
-            self._refused_objects.add(seen)
+            self._refused_objects.add(version)
             raise
 
     def _followed(self, plan: RunPlan) -> tuple[Coming, ShardList]:
@@ -249,16 +253,16 @@ class FollowedDemand:
                 logger.debug("%s", exc)
                 return None
 
-        known = [g for g in groups if g < plan.groups and (not self._groups or g in self._groups)]
-        with ThreadPoolExecutor(min(_READERS, max(1, len(known)))) as pool:
-            return [progress for progress in pool.map(read, known) if progress is not None]
+        followed_groups = [g for g in groups if g < plan.groups and (not self._groups or g in self._groups)]
+        with ThreadPoolExecutor(min(_READERS, max(1, len(followed_groups)))) as pool:
+            return [progress for progress in pool.map(read, followed_groups) if progress is not None]
 
     def _coming(self, coming: Coming, progress: Sequence[Progress]) -> list[tuple[int, str]]:
         """The positions of shards in order of need, each with the name of its recipe."""
         return in_order(
-            [(place, name) for place in coming.of(one, self._count(one))]
-            for one in progress
-            for name in (self._recipe_for(coming.plan, one),)
+            [(place, name) for place in coming.of(group_progress, self._count(group_progress))]
+            for group_progress in progress
+            for name in (self._recipe_for(coming.plan, group_progress),)
         )
 
     def _recipe_for(self, plan: RunPlan, progress: Progress) -> str:

@@ -56,10 +56,10 @@ class _Answer:
     def seconds_until(self, when: datetime.datetime) -> float:
         """The seconds until a time, by the service's own clock."""
         date = self.headers.get("Date")
-        now = (
+        current_time = (
             email.utils.parsedate_to_datetime(date) if date else datetime.datetime.now(datetime.timezone.utc)
         )
-        return (when - now).total_seconds()
+        return (when - current_time).total_seconds()
 
 
 class _Service:
@@ -188,8 +188,10 @@ class Azure(_Service):
                 raise ValueError
             events = json.loads(answer.body)["Events"]
             preempting = [event for event in events if event["EventType"] in {"Preempt", "Terminate"}]
-            own = [event for event in preempting if self._own_name() in map(str.lower, event["Resources"])]
-            seconds = [self._left(answer, event) for event in own]
+            own_events = [
+                event for event in preempting if self._own_name() in map(str.lower, event["Resources"])
+            ]
+            seconds = [self._left(answer, event) for event in own_events]
         except (ValueError, KeyError, TypeError, AttributeError) as exc:
             raise self._fail(answer) from exc
         return min(seconds, default=None)

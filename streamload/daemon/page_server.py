@@ -110,10 +110,10 @@ class _Server(http.server.ThreadingHTTPServer):
 
     def service_actions(self) -> None:
         """Close connections past their deadline; called several times a second."""
-        now = time.monotonic()
+        now_seconds = time.monotonic()
         with self._guard:
             for request, deadline in self._deadlines.items():
-                if deadline <= now:
+                if deadline <= now_seconds:
                     with contextlib.suppress(OSError):  # its thread wakes up and closes it
                         request.shutdown(socket.SHUT_RDWR)
 

@@ -67,8 +67,8 @@ class RunPlan:
     run: str = field(init=False)
 
     def __post_init__(self) -> None:
-        said = json.dumps(self._order()).encode()
-        object.__setattr__(self, "run", hashlib.blake2b(said, digest_size=8).hexdigest())
+        order = json.dumps(self._order()).encode()
+        object.__setattr__(self, "run", hashlib.blake2b(order, digest_size=8).hexdigest())
 
     @property
     def groups(self) -> int:
@@ -106,11 +106,11 @@ class RunPlan:
         Raises:
             PlanError: it is cut, forged or of another version, or names URLs that no plan may name.
         """
-        what = f"the plan of run {run}"
-        value = _object(what, data)
+        subject = f"the plan of run {run}"
+        value = _object(subject, data)
         if value.get("format") != FORMAT:
             raise PlanError(
-                f"{what} has format {value.get('format')!r:.40}, and this version reads {FORMAT}: "
+                f"{subject} has format {value.get('format')!r:.40}, and this version reads {FORMAT}: "
                 f"use the same version of streamload on both sides"
             )
         try:
@@ -130,19 +130,19 @@ class RunPlan:
                 raise ValueError(f"{len(shards):,} shards are not those of its sources")
         except (KeyError, TypeError, ValueError, OverflowError, StreamloadError) as exc:
             why = exc if isinstance(exc, StreamloadError) else f"{type(exc).__name__}: {exc}"
-            raise PlanError(f"{what} can't be followed: {why!s:.400}") from exc
+            raise PlanError(f"{subject} can't be followed: {why!s:.400}") from exc
         if plan.run != run:
-            raise PlanError(f"{what} is another run's ({plan.run}): it was changed, or moved there")
+            raise PlanError(f"{subject} is another run's ({plan.run}): it was changed, or moved there")
         return plan
 
 
 def names_of(shards: UrlList, storage_options: Mapping[str, Any] | None) -> str:
     """A digest of the names of a list's shards in a tier, of some thousand shards at most."""
     step = max(1, -(-len(shards) // _NAMED))
-    said = hashlib.blake2b(f"{len(shards)}".encode(), digest_size=16)
+    names_hash = hashlib.blake2b(f"{len(shards)}".encode(), digest_size=16)
     for place in range(0, len(shards), step):
-        said.update(urls.digest(shards[place], storage_options).encode())
-    return said.hexdigest()
+        names_hash.update(urls.digest(shards[place], storage_options).encode())
+    return names_hash.hexdigest()
 
 
 def plan_of(
@@ -157,15 +157,15 @@ def plan_of(
     They are published only if what may be published of them identifies the same shards.
     """
     names = names_of(shards, storage_options)
-    told: UrlList | None
+    published: UrlList | None
     try:
-        told, why = read_down(write_down(shards)), ""
-        if len(told) != len(shards) or names_of(told, storage_options) != names:
-            told, why = None, "what is secret in them says which shards they are"
+        published, why = read_down(write_down(shards)), ""
+        if len(published) != len(shards) or names_of(published, storage_options) != names:
+            published, why = None, "what is secret in them says which shards they are"
     except UrlError as exc:
-        told, why = None, str(exc)
-    plan = RunPlan(tuple(sources), one_pass, told, names, prepare)
-    if told is not None and (size := len(plan.written())) > PLAN_LIMIT_BYTES:
+        published, why = None, str(exc)
+    plan = RunPlan(tuple(sources), one_pass, published, names, prepare)
+    if published is not None and (size := len(plan.written())) > PLAN_LIMIT_BYTES:
         why = f"a plan with them has {size:,} bytes, and {PLAN_LIMIT_BYTES:,} are read: give patterns"
         plan = replace(plan, shards=None)
     return plan, why
@@ -223,8 +223,8 @@ class Progress:
         Raises:
             PlanError: it is cut, forged, or of another version.
         """
-        what = f"the progress of group {group} of run {plan.run}"
-        value = _object(what, data)
+        subject = f"the progress of group {group} of run {plan.run}"
+        value = _object(subject, data)
         try:
             if value["format"] != FORMAT or value["group"] != group or group >= plan.groups:
                 raise ValueError(f"format {value['format']!r:.40}, group {value['group']!r:.40}")
@@ -242,30 +242,30 @@ class Progress:
                 _matched(_RECIPE_NAME, value["prepared"], "recipe's name") if "prepared" in value else None,
             )
         except (KeyError, TypeError, ValueError) as exc:
-            raise PlanError(f"{what} can't be read: {exc!s:.200}") from exc
+            raise PlanError(f"{subject} can't be read: {exc!s:.200}") from exc
 
 
 def runs_in(names: Iterable[str]) -> dict[str, list[int]]:
     """For each run with a plan its groups with progress files, from the names of objects below "runs"."""
-    found: dict[str, list[int]] = {}
+    groups_by_run: dict[str, list[int]] = {}
     for name in names:
-        _, _, rest = name.partition("runs/")
-        run, _, file = rest.partition("/")
+        _, _, path = name.partition("runs/")
+        run, _, file = path.partition("/")
         if file == "plan.json" and _RUN.fullmatch(run):
-            found.setdefault(run, [])
+            groups_by_run.setdefault(run, [])
     for name in names:
-        if (match := _GROUP.fullmatch(name)) and match[1] in found:
-            found[match[1]].append(int(match[2]))
-    return found
+        if (match := _GROUP.fullmatch(name)) and match[1] in groups_by_run:
+            groups_by_run[match[1]].append(int(match[2]))
+    return groups_by_run
 
 
-def _object(what: str, data: bytes) -> dict[str, Any]:
+def _object(subject: str, data: bytes) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as exc:
-        raise PlanError(f"{what} isn't JSON: it was cut or overwritten ({exc!s:.100})") from exc
+        raise PlanError(f"{subject} isn't JSON: it was cut or overwritten ({exc!s:.100})") from exc
     if not isinstance(value, dict):
-        raise PlanError(f"{what} isn't a JSON object: {value!r:.100}")
+        raise PlanError(f"{subject} isn't a JSON object: {value!r:.100}")
     return value
 
 
@@ -324,8 +324,8 @@ def _flag(value: Any) -> bool:
     return value
 
 
-def _matched(pattern: re.Pattern[str], value: Any, what: str) -> str:
+def _matched(pattern: re.Pattern[str], value: Any, subject: str) -> str:
     """Check that a value is a string that matches a pattern; `what` names it in the error."""
     if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise ValueError(f"{value!r:.60} is no {what}")
+        raise ValueError(f"{value!r:.60} is no {subject}")
     return value

@@ -123,16 +123,16 @@ class Publisher:
 class _Pace:
     """The rate at which a group opens shards, since its first progress of an epoch."""
 
-    def __init__(self, began_with: Progress, now: float):
+    def __init__(self, began_with: Progress, now_seconds: float):
         self.began_with = began_with
         self.told = 0
-        self._began = now
+        self._began = now_seconds
         self._opened = 0
         self._last = began_with.fronts
 
-    def at(self, progress: Progress, now: float) -> float:
+    def at(self, progress: Progress, now_seconds: float) -> float:
         """Shards per second until now; 0 if it isn't known yet."""
         for (pass_, place), (last_pass, last_place) in zip(progress.fronts, self._last, strict=True):
             self._opened += max(0, place - last_place) if pass_ == last_pass else place
         self._last = progress.fronts
-        return self._opened / (now - self._began) if now > self._began else 0.0
+        return self._opened / (now_seconds - self._began) if now_seconds > self._began else 0.0

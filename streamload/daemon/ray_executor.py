@@ -135,11 +135,11 @@ class RayExecutor:
 
     def capacity(self, due: Shard | None) -> int:
         """See Executor: somewhat more than the cluster can run now."""
-        now = time.monotonic()
-        if now - self._asked_at > _SIZE_SECONDS:
+        now_seconds = time.monotonic()
+        if now_seconds - self._asked_at > _SIZE_SECONDS:
             slots = int(self._ray.cluster_resources().get("CPU", 0.0) / self._cpus)
             self._room = max(_LEAST, _AHEAD * slots)
-            self._asked_at = now
+            self._asked_at = now_seconds
         return self._room if self._most is None else min(self._room, self._most)
 
     def has_begun(self, task: Shard) -> bool:

@@ -156,7 +156,7 @@ class _Carrier:
 
     def bring(self, shard: Shard, recipe: Recipe | None) -> dict[str, Any]:
         """See `bring`."""
-        known = shard_of(shard.url, self._job.storage_options)
+        local = shard_of(shard.url, self._job.storage_options)
         if recipe is not None:
             if recipe.name != shard.recipe:
                 raise OptionError(
@@ -164,8 +164,8 @@ class _Carrier:
                     f"and the machine of the command need the same libraries and the same kind of processor"
                 )
             self._recipes.add(recipe)
-            known = prepared_form(known, recipe.name)
-        if known.digest != shard.digest:
+            local = prepared_form(local, recipe.name)
+        if local.digest != shard.digest:
             raise OptionError(
                 f"{shard.name} has another identity there: the environment that is a part of it (endpoints, "
                 f"configuration of commands) has to be the same on all nodes"

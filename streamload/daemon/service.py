@@ -279,15 +279,15 @@ def _node(tier: Tier) -> str:
     status = tier.root.stat()
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        known = repr([boot, str(tier.root), status.st_dev, status.st_ino])
-        return hashlib.blake2b(known.encode(), digest_size=16).hexdigest()
+        identity = repr([boot, str(tier.root), status.st_dev, status.st_ino])
+        return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
     return secrets.token_hex(16)
 
 
 def _has_gone(tier: Tier, node: str, address: str) -> bool:
     """Whether a daemon of this node has ended, by the lock on its demand file."""
-    of, _, name = address.partition(".")
-    if of != node or not _RUN_FILE.fullmatch(name):
+    run_node, _, name = address.partition(".")
+    if run_node != node or not _RUN_FILE.fullmatch(name):
         return False
     with contextlib.suppress(OSError):
         return not lives(tier.root / "runs" / name)
@@ -297,6 +297,6 @@ def _has_gone(tier: Tier, node: str, address: str) -> bool:
 def _cloud(text: str) -> Cloud:
     for cloud in get_args(Cloud):
         if cloud == text:
-            found: Cloud = cloud
-            return found
+            instance: Cloud = cloud
+            return instance
     raise OptionError(f"notices={text!r}: it has to be one of {', '.join(get_args(Cloud))}")

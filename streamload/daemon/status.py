@@ -97,8 +97,8 @@ class Failures:
 
     def waiting(self) -> set[str]:
         """The keys that aren't to be retried yet."""
-        now = self._clock()
-        return {key for key, failure in self._known.items() if failure.not_before > now}
+        now_seconds = self._clock()
+        return {key for key, failure in self._known.items() if failure.not_before > now_seconds}
 
     def forget(self, key: str) -> None:
         """Forget a failure: the task was done."""

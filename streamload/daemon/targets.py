@@ -114,12 +114,12 @@ class SharedTarget:
     def missing(self, shards: Sequence[Shard]) -> list[Shard]:
         """See Target."""
         since = self._clock() - _SEEN_SECONDS
-        self._seen = {digest: seen for digest, seen in self._seen.items() if seen > since}
+        self._seen = {digest: seen_at for digest, seen_at in self._seen.items() if seen_at > since}
         unknown = [shard for shard in shards if shard.digest not in self._seen]
         misses = 0
         for first in range(0, len(unknown), _ASKED_AT_ONCE):
-            some = unknown[first : first + _ASKED_AT_ONCE]
-            for shard, is_there in zip(some, self._pool.map(self.holds, some), strict=True):
+            chunk = unknown[first : first + _ASKED_AT_ONCE]
+            for shard, is_there in zip(chunk, self._pool.map(self.holds, chunk), strict=True):
                 if is_there:
                     self._seen[shard.digest] = self._clock()
                 else:

@@ -38,9 +38,9 @@ class Throttle:
         if self._rate is None:
             return 0.0
         with self._lock:
-            now = self._clock()
-            self._free_at = max(self._free_at, now - _BURST_SECONDS) + count / self._rate
-            return max(0.0, self._free_at - now)
+            now_seconds = self._clock()
+            self._free_at = max(self._free_at, now_seconds - _BURST_SECONDS) + count / self._rate
+            return max(0.0, self._free_at - now_seconds)
 
     def watched(self, origin: Origin, stop: threading.Event) -> Origin:
         """The same origin with its streams throttled; `stop` ends their waits."""
@@ -113,9 +113,9 @@ class TaskOrigins:
     def open(self, task: Shard, stop: threading.Event) -> Origin:
         """The origin of a task; the event ends its waits."""
         far = open_origin(task.url, self.storage_options, self.patience, self.counts, stop, self.named)
-        found = self.throttle.watched(far, stop)
+        origin = self.throttle.watched(far, stop)
         if task.recipe:
             if self.through_source is not None:
-                found = self.through_source(shard_of(task.url, self.storage_options), found, stop)
-            found = self.recipes[task.recipe].derive(found)
-        return found if self.through is None else self.through(task, found, stop)
+                origin = self.through_source(shard_of(task.url, self.storage_options), origin, stop)
+            origin = self.recipes[task.recipe].derive(origin)
+        return origin if self.through is None else self.through(task, origin, stop)

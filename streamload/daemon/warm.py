@@ -139,8 +139,8 @@ class _DemandFiles:
 
     def announce(self, digests: Iterable[str]) -> None:
         """Announce these shards and no others."""
-        rest, count = iter(digests), 0
-        chunks = iter(lambda: list(itertools.islice(rest, demand.VISITS_KEPT)), [])
+        remaining, count = iter(digests), 0
+        chunks = iter(lambda: list(itertools.islice(remaining, demand.VISITS_KEPT)), [])
         for place, chunk in enumerate(chunks):
             if place == len(self._files):
                 self._files.append(DemandFile(self._directory))
@@ -232,8 +232,10 @@ class _WarmUp:
         prepare: Recipe | None,
     ):
         self.counts = counts = Counters()
-        wanted = ListDemand(ShardList(listed, storage, prepare.name if prepare else ""), PrefetchWindow())
-        self._shards = wanted.look(Sizes().of)
+        listed_demand = ListDemand(
+            ShardList(listed, storage, prepare.name if prepare else ""), PrefetchWindow()
+        )
+        self._shards = listed_demand.look(Sizes().of)
         with ExitStack() as stack:
             placed = stack.enter_context(closing(place_tier(settings, ShardList(listed, storage))))
             self._tier = tier = placed.tier
@@ -274,7 +276,9 @@ class _WarmUp:
                 refusals=_REFUSALS,
                 evicts_announced=False,
             )
-            self._daemon = Daemon(wanted, self._target, executor, options=options, announcement=announcement)
+            self._daemon = Daemon(
+                listed_demand, self._target, executor, options=options, announcement=announcement
+            )
             self._stack = stack.pop_all()
 
     def __enter__(self) -> _WarmUp:
@@ -298,16 +302,16 @@ class _WarmUp:
 
         With write-back the shared cache has them then, too.
         """
-        made, shared = 0, self._target.facts
+        count, shared = 0, self._target.facts
         for shard in self._shards:
             with contextlib.suppress(StreamloadError), closing(ShardView(self._tier, shard)) as view:
                 facts = ShardFacts(shared)
                 if view.ended and not view.gave_up and facts.extend(view, columns, view.count):
-                    made += 1
+                    count += 1
                     facts.share(columns, found=True)
             if shared is not None:
                 shared.wait()
-        return made
+        return count
 
     def report(self, shards_with_facts: int) -> WarmReport:
         """What the warm-up did, so far without its transfers."""
@@ -332,7 +336,7 @@ class _WarmUp:
         )
 
     def _progress(self) -> WarmProgress:
-        now = self.counts.snapshot()
+        counts = self.counts.snapshot()
         return WarmProgress(
-            len(self._shards), self._daemon.status().done, now.origin_bytes + now.shared_bytes
+            len(self._shards), self._daemon.status().done, counts.origin_bytes + counts.shared_bytes
         )

@@ -89,8 +89,8 @@ def cells(costs: NDArray[np.float64], steps: int, key: int) -> NDArray[np.int64]
     size = len(costs) // steps
     order = _strips(costs, steps, size)
     turns = np.argsort(stream(key, np.arange(steps)), kind="stable")
-    found = order.reshape(steps, size)[turns]
-    return np.stack([rows[ordered(costs[rows])] for rows in found])
+    buckets = order.reshape(steps, size)[turns]
+    return np.stack([rows[ordered(costs[rows])] for rows in buckets])
 
 
 def ordered(costs: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -134,8 +134,8 @@ def dealt(
     """
     takers = np.flatnonzero(sizes)
     times = [(np.arange(size) + 0.5) / size for size in sizes[takers].tolist()]
-    who = np.repeat(takers, sizes[takers])[np.argsort(np.concatenate(times), kind="stable")]
-    places = np.flatnonzero(who == own)
+    takers_in_order = np.repeat(takers, sizes[takers])[np.argsort(np.concatenate(times), kind="stable")]
+    places = np.flatnonzero(takers_in_order == own)
     if len(set(sizes[takers].tolist())) == 1:
         most = costs.reshape(-1, len(takers), 2).max(axis=1)
         return places, most if sizes[own] else most[:0]

@@ -87,11 +87,11 @@ class Cursor(NamedTuple):
             state = None
             if value.get("lanes") is not None:
                 *head, lanes = value["lanes"]
-                given, round_, slot, next_ = (_whole(number, most=_MOST_OF_A_PASS) for number in head)
+                references, round_, slot, next_ = (_whole(number, most=_MOST_OF_A_PASS) for number in head)
                 triples = tuple(
-                    (_whole(o, -1, next_ - 1), _whole(t, most=given), _whole(s)) for o, t, s in lanes
+                    (_whole(o, -1, next_ - 1), _whole(t, most=references), _whole(s)) for o, t, s in lanes
                 )
-                state = LaneState(given, round_, slot, next_, triples)
+                state = LaneState(references, round_, slot, next_, triples)
             done = tuple((_whole(place), _whole(samples)) for place, samples in value.get("done", ()))
             if sum(samples for _, samples in done) > position:
                 raise ValueError("finished shards with more samples than there were")

@@ -72,9 +72,9 @@ class _Given:
 
     def begin(self) -> None:
         """Start at the lanes' current state: what they gave before precedes every requested position."""
-        for place, taken, _ in self._lanes.state().lanes:
+        for place, references, _ in self._lanes.state().lanes:
             if place >= 0:
-                self._count[place] = taken
+                self._count[place] = references
 
     def give(self, position: int, references: NDArray[np.int64]) -> None:
         """Count packed references, the first of which has this position."""
@@ -90,10 +90,10 @@ class _Given:
         reading = [place for place, _, _ in lanes.lanes if place >= 0]
         places = [*reading, *range(lanes.next, self._lanes.begun)]
         facts = (self._lanes.samples, self._count, self._last)
-        found = zip(places, *(each[places].tolist() for each in facts), strict=True)
+        rows = zip(places, *(values[places].tolist() for values in facts), strict=True)
         return tuple(
             (place, samples)
-            for place, samples, count, last in found
+            for place, samples, count, last in rows
             if samples >= 0 and count == samples and last < position
         )
 
@@ -157,10 +157,10 @@ class GroupOrder:
         self, pass_: int, state: LaneState | None = None, done: Mapping[int, int] | None = None
     ) -> None:
         """Set up the lanes and the window of a pass. The previous window has been given out."""
-        options, own = self._options, self._pieces
+        options, group_pieces = self._options, self._pieces
         if self.everything:
-            own = Pieces(np.arange(self._shard_count), {})
-        order = pass_order(options, own.shards, self._group, self._epoch, pass_)
+            group_pieces = Pieces(np.arange(self._shard_count), {})
+        order = pass_order(options, group_pieces.shards, self._group, self._epoch, pass_)
         due_key = key(options.seed, DUE, self._epoch, self._group, pass_)
         opening, is_even = None, False
         if self._epoch == 0 and pass_ == 0 and options.opens_after != 0:
@@ -169,7 +169,7 @@ class GroupOrder:
             opening = Opening(None if follows_arrivals else options.opens_after, order.size)
         self._pass = pass_
         self._done = {} if done is None else done
-        self._lanes = Lanes(order, own.parts, options.lanes, state, self._done, is_even)
+        self._lanes = Lanes(order, group_pieces.parts, options.lanes, state, self._done, is_even)
         self._given[pass_] = _Given(self._lanes)
         self._window = ShuffleWindow(due_key, options.window, order.size, opening)
         self._following: NDArray[np.int64] | None = None
@@ -208,8 +208,8 @@ class GroupOrder:
         least = _FIRST_PORTION if most is None else min(most, _FIRST_PORTION)
         before, room = self.position, self._portion if most is None else min(most, self._portion)
         while (room > 0 or self.position == before) and not self.finished and self._pass_over(arrivals):
-            first, wanted = self._lanes.given, max(room, least)
-            references = self._lanes.take(arrivals, wanted)
+            first, count = self._lanes.given, max(room, least)
+            references = self._lanes.take(arrivals, count)
             over = self._lanes.finished
             if not references.size and not over:
                 break
@@ -224,7 +224,7 @@ class GroupOrder:
             room -= references.size
             if over:
                 self._next_pass()
-            elif references.size < wanted:
+            elif references.size < count:
                 break
         if room <= 0:
             self._portion = min(2 * self._portion, self._most)

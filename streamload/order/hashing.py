@@ -89,11 +89,11 @@ def permutation_stretch(key_: int, count: int, first: int, last: int) -> NDArray
         sizes += np.bincount(_bucket(key_, indexes, bits), minlength=sizes.size)
     stops = np.cumsum(sizes)
     low, high = np.searchsorted(stops, [first, max(first, last - 1)], "right")
-    found = []
+    chosen = []
     for indexes in _blocks(count):
         bucket = _bucket(key_, indexes, bits)
-        found.append(indexes[(bucket >= low) & (bucket <= high)])
-    inside = np.concatenate(found) if found else np.empty(0, np.int64)
+        chosen.append(indexes[(bucket >= low) & (bucket <= high)])
+    inside = np.concatenate(chosen) if chosen else np.empty(0, np.int64)
     before = int(stops[low - 1]) if low else 0
     return inside[np.argsort(stream(key_, inside))[first - before : last - before]]
 

@@ -113,8 +113,8 @@ class Lanes:
         # and `dry`: the first round in which it lacks a sample.
         self._round, self._slot, self._next = state.round, state.slot, state.next
         lanes = np.array(state.lanes, np.int64)
-        self._place, taken, self._slow = lanes[:, 0].copy(), lanes[:, 1], lanes[:, 2].copy()
-        self._base = np.where(self._place < 0, 0, served(self._rounds_done(), self._slow, count) - taken)
+        self._place, references, self._slow = lanes[:, 0].copy(), lanes[:, 1], lanes[:, 2].copy()
+        self._base = np.where(self._place < 0, 0, served(self._rounds_done(), self._slow, count) - references)
         self._samples = [_NOTHING] * count
         self._ended = self._place < 0
         self._dry = self._rounds_done()
@@ -132,8 +132,8 @@ class Lanes:
     def state(self) -> LaneState:
         """Return the current state, to resume from."""
         open_ = self._place >= 0
-        taken = np.where(open_, served(self._rounds_done(), self._slow, self._count) - self._base, 0)
-        lanes = zip(self._place.tolist(), taken.tolist(), self._slow.tolist(), strict=True)
+        references = np.where(open_, served(self._rounds_done(), self._slow, self._count) - self._base, 0)
+        lanes = zip(self._place.tolist(), references.tolist(), self._slow.tolist(), strict=True)
         return LaneState(self.given, self._round, self._slot, self._next, tuple(lanes))
 
     def reading(self) -> NDArray[np.int64]:
@@ -187,8 +187,8 @@ class Lanes:
                 return
             rounds = 1
             if ready == self._count and self._slot == 0:
-                wanted = -(-(stop_at - self.given) // int(np.count_nonzero(self._place >= 0)))
-                rounds = min(wanted, int(self._dry.min()) - self._round)
+                needed_rounds = -(-(stop_at - self.given) // int(np.count_nonzero(self._place >= 0)))
+                rounds = min(needed_rounds, int(self._dry.min()) - self._round)
             turn = Turn(rounds, self._slot, ready)
             yield turn
             self._finish(turn)
@@ -231,8 +231,8 @@ class Lanes:
         self._ended[lane] = ended
         if ended:
             self.samples[place] = self._samples[lane].size
-        known = self._base[lane] + self._samples[lane].size
-        self._dry[lane] = rounds_for(known, self._slow[lane], self._count)
+        stop = self._base[lane] + self._samples[lane].size
+        self._dry[lane] = rounds_for(stop, self._slow[lane], self._count)
 
     def _references(self, turn: Turn) -> NDArray[np.int64]:
         """Return the references of a turn, packed, in the order in which lanes give them."""
@@ -240,10 +240,10 @@ class Lanes:
         slow = self._slow[lanes][:, None]
         rounds = np.arange(self._round, self._round + turn.rounds + 1)
         spans = served(rounds[[0, -1]], slow, self._count) - self._base[lanes][:, None]
-        given = [_NOTHING]
+        parts = [_NOTHING]
         for lane, (start, stop) in zip(lanes.tolist(), spans.tolist(), strict=True):
-            given.append(self._samples[lane][start:stop])
-        references = np.concatenate(given)
+            parts.append(self._samples[lane][start:stop])
+        references = np.concatenate(parts)
         references += np.repeat(self._place[lanes] << SAMPLE_BITS, spans[:, 1] - spans[:, 0])
         # Reorder from lane by lane to round by round.
         if references.size == lanes.size * turn.rounds:
@@ -258,8 +258,8 @@ class Lanes:
     def _finish(self, turn: Turn) -> None:
         lanes = slice(turn.first, turn.last)
         slow = self._slow[lanes][self._place[lanes] >= 0]
-        now = np.int64(self._round)
-        gave = served(now + turn.rounds, slow, self._count) - served(now, slow, self._count)
+        rounds_done = np.int64(self._round)
+        gave = served(rounds_done + turn.rounds, slow, self._count) - served(rounds_done, slow, self._count)
         self.given += int(gave.sum())
         whole = turn.last == self._count
         self._round += turn.rounds if whole else 0

@@ -35,9 +35,9 @@ def shares_of(weights: Sequence[float], floors: Sequence[float]) -> tuple[int, .
         more
             than 1.
     """
-    for what, values in (("weights", weights), ("floors", floors)):
+    for kind, values in (("weights", weights), ("floors", floors)):
         if any(not isfinite(value) or value < 0 for value in values):
-            raise OptionError(f"{what} must be numbers from 0, not {list(values)}.")
+            raise OptionError(f"{kind} must be numbers from 0, not {list(values)}.")
     if not any(weights):
         raise OptionError(f"weights must not all be 0: {list(weights)} leaves nothing to read.")
     parts, least = [Fraction(weight) for weight in weights], [Fraction(floor) for floor in floors]
@@ -145,9 +145,9 @@ class Mixing:
             ValueError: no step begins there, or it is gone.
         """
         while self._position <= position:
-            begins, found = self._position, self._next()
+            begins, step = self._position, self._next()
             if begins == position:
-                return found
+                return step
         raise ValueError(f"no step begins at {position}, or it is gone: the next is at {self._position}")
 
     def _next(self) -> Portion:
@@ -156,9 +156,9 @@ class Mixing:
         self._position = position + split.batch if block is None else block.end
         size = split.start(self._position, self._group) - split.start(position, self._group)
         shares = in_effect(self.changes, position)[0].shares
-        found = portion(self._given, self._owed, shares, size, self._multiple)
-        self._given, self._owed = found.stop, found.owed
-        return found
+        share = portion(self._given, self._owed, shares, size, self._multiple)
+        self._given, self._owed = share.stop, share.owed
+        return share
 
 
 def portion(
@@ -171,8 +171,8 @@ def portion(
     if len(shares) == 1:
         return Portion(given, (size,), owed, owed)
     due = [before + share * size for before, share in zip(owed, shares, strict=True)]
-    each = multiple if size % multiple == 0 else 1
-    unit, size = each * UNIT, size // each
+    rows = multiple if size % multiple == 0 else 1
+    unit, size = rows * UNIT, size // rows
     take = [max(0, units // unit) if share else 0 for units, share in zip(due, shares, strict=True)]
 
     def rest(source: int) -> tuple[int, int]:
@@ -187,4 +187,4 @@ def portion(
         for source in least_due[:excess]:
             take[source] -= 1
     left = tuple(units - many * unit for units, many in zip(due, take, strict=True))
-    return Portion(given, tuple(each * many for many in take), left, owed)
+    return Portion(given, tuple(rows * many for many in take), left, owed)

@@ -177,8 +177,8 @@ def pass_order(
     return shards[permutation(key(options.seed, PASS_ORDER, epoch, group, pass_), shards.size)]
 
 
-def _sizes(given: NDArray[np.int64]) -> NDArray[np.int64]:
-    hints = given.astype(np.int64)
+def _sizes(raw_hints: NDArray[np.int64]) -> NDArray[np.int64]:
+    hints = raw_hints.astype(np.int64)
     # Use larger units for huge shards: entry number times size must stay below 2**63.
     excess = int(hints.max(initial=0)).bit_length() - _WIDEST_HINT_BITS
     return hints >> excess if excess > 0 else hints

@@ -86,12 +86,12 @@ class RepeatedArrivals:
             self._pass = pass_
             self._growing.clear()
         numbers, ended = self._arrivals.arrived(shard)
-        count, given = self._growing.pop(shard, (-1, numbers))
+        count, references = self._growing.pop(shard, (-1, numbers))
         if ended or count != len(numbers):
-            given = self._references(shard, numbers, ended)
+            references = self._references(shard, numbers, ended)
         if not ended:
-            self._growing[shard] = len(numbers), given
-        return given, ended
+            self._growing[shard] = len(numbers), references
+        return references, ended
 
     def _references(self, shard: int, numbers: NDArray[np.int64], ended: bool) -> NDArray[np.int64]:
         if numbers.size and numbers[-1] >= _NUMBERS:

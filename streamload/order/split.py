@@ -62,7 +62,9 @@ class Split:
     def groups_of(self, rank: int) -> list[int]:
         """Return the groups that a rank reads at any position; one, if groups divide ranks."""
         positions = range(1 if self.batch % self.groups == 0 else self.groups)
-        return sorted({share.group for at in positions for share in self._shares(at, rank) if share.size})
+        return sorted(
+            {share.group for position in positions for share in self._shares(position, rank) if share.size}
+        )
 
     def groups_told_by(self, rank: int) -> list[int]:
         """Return the groups that a rank reads and no lower rank does: one rank reports on each group."""
@@ -84,8 +86,8 @@ class Split:
 
     def sizes(self, position: int, group: int) -> list[int]:
         """Return how many samples of a group each rank computes in the step at a global position."""
-        starts = [self.start(position, each) for each in range(group + 1)]
-        ends = [self.start(position + self.batch, each) for each in range(group + 1)]
+        starts = [self.start(position, number) for number in range(group + 1)]
+        ends = [self.start(position + self.batch, number) for number in range(group + 1)]
         before, count = sum(ends[:-1]) - sum(starts[:-1]), ends[-1] - starts[-1]
         edges = [rank * self.batch // self.ranks - before for rank in range(self.ranks + 1)]
         return [max(0, min(count, last) - max(0, first)) for first, last in itertools.pairwise(edges)]

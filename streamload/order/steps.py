@@ -134,14 +134,14 @@ class Steps:
             OptionError: a size is to change within a step.
         """
         for resize in resizes:
-            before = [each for each in self._stretches if each.position < resize.position]
+            before = [stretch for stretch in self._stretches if stretch.position < resize.position]
             first = self._stretches[0]
             number, position = 0, first.position
             if before:
                 last, position = before[-1], resize.position
-                steps, rest = divmod(position - last.position, last.split.batch)
+                steps, remainder = divmod(position - last.position, last.split.batch)
                 number = last.number + steps
-                if rest:
+                if remainder:
                     raise OptionError(f"steps change in size at {position}, where no step begins")
             blocks = first.blocks
             if blocks is not None:
@@ -158,7 +158,7 @@ class Steps:
         """Return the position of a step by its number; after the last one of a table, where that ends."""
         if self._begins is not None:
             return self._begins[min(number, len(self._begins) - 1)]
-        stretch = next(each for each in reversed(self._stretches) if each.number <= number)
+        stretch = next(earlier for earlier in reversed(self._stretches) if earlier.number <= number)
         return stretch.position + (number - stretch.number) * stretch.split.batch
 
     def number(self, position: int) -> int:
@@ -202,7 +202,7 @@ class Steps:
 
     def _stretch(self, position: int) -> _Stretch:
         """The steps around a position; one before the first step is within its block."""
-        before = (each for each in reversed(self._stretches) if each.position <= position)
+        before = (stretch for stretch in reversed(self._stretches) if stretch.position <= position)
         return next(before, self._stretches[0])
 
 

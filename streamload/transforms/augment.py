@@ -113,7 +113,7 @@ class RandomBox:
         self, scale: tuple[float, float] = CLIP_SCALE, ratio: tuple[float, float] = CLIP_RATIO
     ) -> None:
         self._scale, self._ratio = scale, ratio
-        scales, ratios = (torch.tensor(of, device="cpu") for of in (scale, ratio))
+        scales, ratios = (torch.tensor(bounds, device="cpu") for bounds in (scale, ratio))
         low, high = torch.stack([scales, torch.log(ratios)]).double().T
         self._low, self._span = low.tolist(), (high - low).tolist()
         self._bounds = self._low[0], self._span[0], self._low[1], self._span[1]
@@ -131,11 +131,11 @@ class RandomBox:
         """
         if kernel.random_box is None:
             return None
-        found = kernel.random_box(seed, height, width, *self._bounds)
-        if found is None:
+        drawn = kernel.random_box(seed, height, width, *self._bounds)
+        if drawn is None:
             return None
-        box, taken = found
-        return (Box._make(box) if box else self._central(height, width)), taken
+        box, draws = drawn
+        return (Box._make(box) if box else self._central(height, width)), draws
 
     def draw(self, height: int, width: int, draws: Draws) -> Box:
         """Draw the box for an image of this size."""

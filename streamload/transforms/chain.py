@@ -61,10 +61,10 @@ class Chain:
 
     def next(self, read: Callable[[Any, tuple[str, str]], Any]) -> Any:
         """Return `read` of the next function and remove it; if None, keep it."""
-        found = read(self._rest[0], name_of(self._rest[0])) if self._rest else None
-        if found is not None:
+        step = read(self._rest[0], name_of(self._rest[0])) if self._rest else None
+        if step is not None:
             del self._rest[0]
-        return found
+        return step
 
     def all(self, read: Callable[[Any, tuple[str, str]], Any]) -> list[Any]:
         """Return `read` of the next functions, up to one that gives None."""
@@ -112,9 +112,9 @@ def after_resize(chain: Chain, last: Callable[[Any, tuple[str, str]], Any] | Non
     if last is not None:
         chain.next(last)
     chain.end()
-    known = [colour for _, colour in after if colour is not None]
-    if len(known) == len(after):
-        return AfterResize(tuple(known), (), statistics)
+    colours = [colour for _, colour in after if colour is not None]
+    if len(colours) == len(after):
+        return AfterResize(tuple(colours), (), statistics)
     if kernel.why_not():
         unknown = next(step for step, colour in after if colour is None)
         raise NotRecognised(f"{shown(unknown)} needs Pillow's pixels to the bit, and {kernel.why_not()}")
@@ -136,7 +136,7 @@ def _colour(step: Any, name: tuple[str, str]) -> Flip | Grey | None:
 def _keeps_size(step: Any, name: tuple[str, str]) -> bool:
     """Return whether a function keeps the size of an RGB Pillow image."""
     if name in _OF_SEVERAL:
-        return all(_keeps_size(each, name_of(each)) for each in step.transforms)
+        return all(_keeps_size(inner, name_of(inner)) for inner in step.transforms)
     if name == (TORCHVISION, "RandomRotation"):
         return not step.expand
     return name in _KEEP_SIZE or _colour(step, name) is not None
@@ -171,9 +171,9 @@ def name_of(step: Any) -> tuple[str, str]:
     kind = step if hasattr(step, "__qualname__") else type(step)
     module, name = str(getattr(kind, "__module__", "")), str(getattr(kind, "__qualname__", ""))
     is_it = getattr(sys.modules.get(module), name, None) is kind
-    own = getattr(step, "__dict__", {})
-    changed = {"forward", "__call__", "get_params"} & own.keys()
-    changed |= {hooks for hooks in ("_forward_hooks", "_forward_pre_hooks") if own.get(hooks)}
+    attributes = getattr(step, "__dict__", {})
+    changed = {"forward", "__call__", "get_params"} & attributes.keys()
+    changed |= {hooks for hooks in ("_forward_hooks", "_forward_pre_hooks") if attributes.get(hooks)}
     return (module, name) if is_it and not changed else ("", "")
 
 

@@ -66,12 +66,12 @@ def patch_plan_or_given(
     Raises:
         TypeError: the factory isn't one.
     """
-    made = {length: factory(max_seq_len=length, patch_size=patch_size) for length in seq_lens}
-    given = GivenPatches(patch_size, made)
+    by_length = {length: factory(max_seq_len=length, patch_size=patch_size) for length in seq_lens}
+    given = GivenPatches(patch_size, by_length)
     if not is_wanted:
         return given
     try:
-        plan, *others = [compile_patches(length, made[length], patch_size) for length in seq_lens]
+        plan, *others = [compile_patches(length, by_length[length], patch_size) for length in seq_lens]
         if any(other != plan for other in others):
             raise NotRecognised("it depends on the number of patches in more than the size")
     except NotRecognised as exc:
@@ -91,14 +91,14 @@ def compile_patches(seq_len: int, transform: Any, patch_size: Size) -> PatchPlan
         NotRecognised: it contains something else.
     """
     chain = Chain(transform)
-    found = chain.next(lambda step, name: _to_sequence(step, name, seq_len, patch_size))
-    if found is None:
+    to_patches = chain.next(lambda step, name: _to_sequence(step, name, seq_len, patch_size))
+    if to_patches is None:
         chain.end()
         raise NotRecognised("it doesn't resize")
     after = after_resize(chain, lambda step, name: _patchify(step, name, patch_size))
     if after.statistics is None:
         raise NotRecognised("its patches aren't floats")
-    crop, by = found
+    crop, by = to_patches
     return PatchPlan(patch_size, crop, by, after.colour, after.given, after.statistics)
 
 
@@ -145,7 +145,9 @@ def leading_resize(transform: Any) -> ShortSide | None:
 def _sees_only_pixels(step: Any) -> bool:
     """Return whether a function is torchvision's or open_clip's: these don't look at Pillow's `info`."""
     module, name = name_of(step)
-    is_known = module in {TORCHVISION, AUTOAUGMENT, *(of for of, _ in TO_RGB)} and name != "Lambda"
+    is_known = (
+        module in {TORCHVISION, AUTOAUGMENT, *(module_name for module_name, _ in TO_RGB)} and name != "Lambda"
+    )
     return is_known and all(map(_sees_only_pixels, getattr(step, "transforms", ())))
 
 

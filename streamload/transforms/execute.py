@@ -68,9 +68,9 @@ class PlannedTransform:
             seed: uint64 of sample and pass, with which the original's generators would be seeded (user.py).
         """
         if self._boxes is not None and not self.plan.colour:
-            found = self._boxes.draw_seeded(height, width, seed)
-            if found is not None:
-                return Choices(found[0], (), seed, found[1])
+            drawn = self._boxes.draw_seeded(height, width, seed)
+            if drawn is not None:
+                return Choices(drawn[0], (), seed, drawn[1])
         if self._is_random:
             self._draws.seed(seed)
         box = None if self._boxes is None else self._boxes.draw(height, width, self._draws)
@@ -131,7 +131,7 @@ class PlannedTransform:
         else:
             put(out=Place.of(fitted := empty(*part[2:])))
             levels.copy_(torch.tensor(plan.fill, dtype=torch.uint8, device="cpu").view(3, 1, 1))
-            above, before = ((wanted - there) // 2 for wanted, there in zip(plan.size, part[2:], strict=True))
+            above, before = ((side - there) // 2 for side, there in zip(plan.size, part[2:], strict=True))
             levels[:, :, above : above + part.height, before : before + part.width] = fitted
         image = levels[0]
         for step, is_done in zip(plan.colour, choices.colour, strict=True):
@@ -168,16 +168,16 @@ def run_given(functions: Sequence[Given], levels: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
-def _middle(length: int, wanted: int) -> tuple[int, int]:
+def _middle(length: int, size: int) -> tuple[int, int]:
     """Return start and length of the middle of a side; the start is negative if the side is too short.
 
     Rounds like torchvision's CenterCrop, which pads sides that are too short.
     """
-    if length < wanted:
-        return -((wanted - length) // 2), length
-    return round((length - wanted) / 2), wanted
+    if length < size:
+        return -((size - length) // 2), length
+    return round((length - size) / 2), size
 
 
-def _middle_rounded_down(length: int, wanted: int) -> tuple[int, int]:
+def _middle_rounded_down(length: int, size: int) -> tuple[int, int]:
     """Do the same with the rounding of transformers' image processors, for a side that is long enough."""
-    return (length - wanted) // 2, wanted
+    return (length - size) // 2, size

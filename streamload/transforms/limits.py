@@ -84,19 +84,19 @@ def check_scans(jpeg: bytes, height: int, width: int, most_pixels: int) -> None:
 
 def count_passes(jpeg: bytes) -> int:
     """Count a JPEG's scans like _before.c, arithmetic ones as eight; -1: more markers than any real JPEG."""
-    passes = at = 0
+    passes = offset = 0
     of_scan = 1
     for _ in range(_MOST_MARKERS):
-        found = _MARKER.search(jpeg, at)
-        if found is None or found[1][0] == _END:
+        segment = _MARKER.search(jpeg, offset)
+        if segment is None or segment[1][0] == _END:
             return passes
-        marker, at = found[1][0], found.end()
+        marker, offset = segment[1][0], segment.end()
         if marker == _SCAN:
             passes += of_scan
         elif marker in _ARITHMETIC_FRAMES:
             of_scan = _ARITHMETIC_PASSES
         if marker >= 0xC0 and marker != 0xD8:
-            at += max(2, int.from_bytes(jpeg[at : at + 2], "big"))
+            offset += max(2, int.from_bytes(jpeg[offset : offset + 2], "big"))
     return -1
 
 

@@ -74,14 +74,16 @@ def normalise_batch(
 @functools.cache
 def _as_tensors(mean: Channels, std: Channels) -> tuple[torch.Tensor, torch.Tensor]:
     """Return both as float32[C, 1, 1] on the CPU."""
-    means, stds = (torch.tensor(of, dtype=torch.float32, device="cpu").view(-1, 1, 1) for of in (mean, std))
+    means, stds = (
+        torch.tensor(channels, dtype=torch.float32, device="cpu").view(-1, 1, 1) for channels in (mean, std)
+    )
     return means, stds
 
 
 @functools.cache
 def _constants(mean: Channels, std: Channels, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the factor for a level, and the value of black: float32[C, 1, 1]."""
-    means, stds = (torch.tensor(of, dtype=torch.float64, device="cpu") for of in (mean, std))
+    means, stds = (torch.tensor(channels, dtype=torch.float64, device="cpu") for channels in (mean, std))
     factor, black = (
         values.to(device, torch.float32).view(-1, 1, 1)
         for values in ((stds * 255).reciprocal(), -means / stds)

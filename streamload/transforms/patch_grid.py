@@ -64,8 +64,8 @@ def most_patches(
     """Return the most patches of images of any sequence length, and of any box of theirs; NaN stays NaN."""
     patch_height, patch_width = patch_size
     rows, columns = np.ceil(heights * max_ratio / patch_height), np.ceil(widths * max_ratio / patch_width)
-    found: NDArray[np.float64] = rows * columns
-    return found
+    counts: NDArray[np.float64] = rows * columns
+    return counts
 
 
 @dataclass(frozen=True, slots=True)
