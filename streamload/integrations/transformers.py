@@ -66,7 +66,7 @@ class LoaderMixin(_Trainer):  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log numbers; with a LoaderMetrics callback those of a training step have the loader's, too."""
-        wants = any(isinstance(one, LoaderMetrics) for one in self.callback_handler.callbacks)
+        wants = any(isinstance(callback, LoaderMetrics) for callback in self.callback_handler.callbacks)
         if wants and "loss" in logs and isinstance(self.train_dataset, Loader):
             logs = {**logs, **self.train_dataset.metrics()}
         super().log(logs, *args, **kwargs)

@@ -172,9 +172,9 @@ class ControlBlock:
 
     def blocked(self) -> list[dict[str, Any]]:
         """Return what the processes wait for; one element for each that waits."""
-        found = []
+        blocked = []
         for page in self._blocked.array:
             length = int.from_bytes(page[:_HEAD_BYTES].tobytes(), "little")
             with contextlib.suppress(ValueError):
-                found.append(json.loads(page[_HEAD_BYTES : _HEAD_BYTES + length].tobytes()))
-        return found
+                blocked.append(json.loads(page[_HEAD_BYTES : _HEAD_BYTES + length].tobytes()))
+        return blocked

@@ -106,7 +106,7 @@ class MessageQueue:
             LimitReached: there is no room now, and no thread can be started that waits for it.
         """
         global _spent_ns
-        began = time.monotonic_ns()
+        start_ns = time.monotonic_ns()
         number = value[0] if isinstance(value, tuple) and value else None
         try:
             message = ForkingPickler.dumps(value)
@@ -119,7 +119,7 @@ class MessageQueue:
                     sender = threading.Thread(target=self._send_late, name="streamload-late", daemon=True)
                     limits.start(sender)
                     self._sender = sender
-        _spent_ns += time.monotonic_ns() - began
+        _spent_ns += time.monotonic_ns() - start_ns
 
     def get(self, timeout: float | None = None) -> Any:
         """Return the next value.
@@ -134,10 +134,10 @@ class MessageQueue:
         global _spent_ns
         if not self._readable.poll(None if timeout is None else timeout * 1000):
             raise queue.Empty
-        began = time.monotonic_ns()
+        start_ns = time.monotonic_ns()
         self._await_descriptor()
         value = self._receive()
-        _spent_ns += time.monotonic_ns() - began
+        _spent_ns += time.monotonic_ns() - start_ns
         return value
 
     def _await_descriptor(self) -> None:
@@ -225,10 +225,10 @@ class MessageQueue:
         """
         short_since = 0.0
         while not self._is_sent(message):
-            now = time.monotonic()
+            now_seconds = time.monotonic()
             if self._shortage is None:
-                short_since = now
-            elif now - (short_since := short_since or now) > limits.PATIENCE_SECONDS:
+                short_since = now_seconds
+            elif now_seconds - (short_since := short_since or now_seconds) > limits.PATIENCE_SECONDS:
                 raise self._shortage
             time.sleep(_RETRY_SECONDS)
 

@@ -134,11 +134,11 @@ def file_system(path: Path, mounts: str | None = None) -> FileSystem:
         except OSError:
             return FileSystem("/", "unknown")
     real = Path(os.path.realpath(path))
-    found = FileSystem("/", "unknown")
+    file_system = FileSystem("/", "unknown")
     for line in mounts.splitlines():
         # A line ends with " - kind source options"; a mount over another comes later and hides it.
-        fields, _, rest = line.partition(" - ")
+        fields, _, source = line.partition(" - ")
         mount_point = _OCTAL.sub(lambda octal: chr(int(octal[1], 8)), fields.split(" ")[4])
-        if real.is_relative_to(mount_point) and len(mount_point) >= len(found.mount_point):
-            found = FileSystem(mount_point, rest.split(" ", 1)[0])
-    return found
+        if real.is_relative_to(mount_point) and len(mount_point) >= len(file_system.mount_point):
+            file_system = FileSystem(mount_point, source.split(" ", 1)[0])
+    return file_system

@@ -102,7 +102,7 @@ class Option(Generic[_T]):
 
 
 def _choice(allowed: Any) -> Callable[[Any, str], Any]:
-    return lambda given, name: parse_choice(given, get_args(allowed), name)
+    return lambda value, name: parse_choice(value, get_args(allowed), name)
 
 
 class Settings:
@@ -121,7 +121,7 @@ class Settings:
     """
 
     cache_dir: Final = Option[Path](
-        lambda given, name: own_directory(parse_directory(given, name)),
+        lambda value, name: own_directory(parse_directory(value, name)),
         default_cache_dir,
         "The directory of this node's cache.",
         argument="cache_dir",
@@ -140,13 +140,13 @@ class Settings:
         argument="cache.where",
     )
     memory_size: Final = Option[CacheSize](
-        lambda given, name: parse_cache_size(given, name, "the free memory"),
+        lambda value, name: parse_cache_size(value, name, "the free memory"),
         "50%",
         'The limit of a cache in memory: bytes, "20GB", or "50%" of the free memory.',
         argument="cache.memory_size",
     )
     free_disk: Final = Option[FreeDisk](
-        lambda given, name: given if isinstance(given, FreeDisk) else parse_free_disk(given, name),
+        lambda value, name: value if isinstance(value, FreeDisk) else parse_free_disk(value, name),
         DEFAULT_FREE_DISK,
         'Space that the cache leaves free on its disk: bytes, "20GB", or "5%" of the disk.',
         argument="cache.free_disk",
@@ -268,10 +268,10 @@ def options() -> tuple[Option[Any], ...]:
     return tuple(row for row in vars(Settings).values() if isinstance(row, Option))
 
 
-def _resolve(option: Option[Any], given: object, environ: Mapping[str, str]) -> tuple[Any, str]:
+def _resolve(option: Option[Any], value: object, environ: Mapping[str, str]) -> tuple[Any, str]:
     """The value of an option and its source. An empty variable counts as not set."""
-    if given is not None:
-        return option.parse(given, option.name), "argument"
+    if value is not None:
+        return option.parse(value, option.name), "argument"
     if text := environ.get(option.variable, "").strip():
         return option.parse(text, option.variable), option.variable
     if callable(option.default):
@@ -280,17 +280,17 @@ def _resolve(option: Option[Any], given: object, environ: Mapping[str, str]) -> 
 
 
 def _warn_of_unknown(environ: Mapping[str, str]) -> None:
-    known = {option.variable for option in options()}
+    names = {option.variable for option in options()}
     for name in environ:
-        if name.startswith("STREAMLOAD_") and name not in known:
+        if name.startswith("STREAMLOAD_") and name not in names:
             _warn_once(name)
 
 
 @functools.cache
 def _warn_once(name: str) -> None:
-    known = sorted(option.variable for option in options())
+    names = sorted(option.variable for option in options())
     # By what follows the prefix, which alone would make a short name alike.
-    rests = {variable.removeprefix("STREAMLOAD_"): variable for variable in known}
+    rests = {variable.removeprefix("STREAMLOAD_"): variable for variable in names}
     close = difflib.get_close_matches(name.removeprefix("STREAMLOAD_"), rests, n=1, cutoff=0.6)
-    advice = f"did you mean {rests[close[0]]}?" if close else f"there are {', '.join(known)}"
+    advice = f"did you mean {rests[close[0]]}?" if close else f"there are {', '.join(names)}"
     warnings.warn(f"streamload doesn't read a variable {name}; {advice}", UserWarning, stacklevel=5)

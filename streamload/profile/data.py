@@ -107,20 +107,20 @@ def prepare(
         OptionError: fewer samples than three batches.
     """
     listed = ShardList(expand_urls(list(urls)), copy_options(storage) or None)
-    tally, taken, paths = _Tally(), [], []
+    tally, shards, paths = _Tally(), [], []
     for shard in listed:
         path = _fetched(shard, storage, tier)
         tally.add(path)
-        taken.append(shard)
+        shards.append(shard)
         paths.append(path)
         if tally.usable >= samples:
             break
-    _check(tally, taken, samples, batch_size)
+    _check(tally, shards, samples, batch_size)
     return Data(
-        urls=tuple(shard.url for shard in taken),
-        names=tuple(shard.name for shard in taken),
+        urls=tuple(shard.url for shard in shards),
+        names=tuple(shard.name for shard in shards),
         paths=tuple(paths),
-        tier=None if all(shard.in_place is not None for shard in taken) else str(tier),
+        tier=None if all(shard.in_place is not None for shard in shards) else str(tier),
         size_bytes=sum(Path(path).stat().st_size for path in paths),
         samples=tally.samples,
         usable=tally.usable,
@@ -129,10 +129,10 @@ def prepare(
     )
 
 
-def _check(tally: _Tally, taken: Sequence[Shard], samples: int, batch_size: int) -> None:
+def _check(tally: _Tally, shards: Sequence[Shard], samples: int, batch_size: int) -> None:
     """Raise if there aren't enough usable samples."""
     if not tally.usable:
-        where = taken[0].name + (" …" if len(taken) > 1 else "")
+        where = shards[0].name + (" …" if len(shards) > 1 else "")
         if not tally.samples:
             raise NoValidSamples(f"{where}: no samples")
         held = ", ".join(f".{extension}" for extension in sorted(tally.extensions)[:8])

@@ -103,7 +103,7 @@ def run(
     for _, writer in pipes:
         writer.close()
     try:
-        each = [_received(reader) for reader, _ in pipes]
+        answers = [_received(reader) for reader, _ in pipes]
     finally:
         barrier.abort()
         for process in processes:
@@ -111,9 +111,9 @@ def run(
             process.close()
         for reader, _ in pipes:
             reader.close()
-    done = [passes for passes in each if not isinstance(passes, str)]
+    done = [passes for passes in answers if not isinstance(passes, str)]
     if len(done) < workers:
-        error = max((error for error in each if isinstance(error, str)), key=len)
+        error = max((error for error in answers if isinstance(error, str)), key=len)
         raise RuntimeError(f"a worker of the floor failed: {error or 'it was killed'}")
     return [_merged(parts) for parts in zip(*done, strict=True)]
 
@@ -140,9 +140,9 @@ def members(data: mmap.mmap | bytes, start: int, stop: int) -> Iterator[tuple[by
 
     Reads ustar with prefixes, GNU long names, pax paths and sizes, and sizes in base 256.
     """
-    at, long_name, pax_size = start, b"", -1
-    while at < stop:
-        name, digits, kind, prefix = _header(data, at)
+    offset, long_name, pax_size = start, b"", -1
+    while offset < stop:
+        name, digits, kind, prefix = _header(data, offset)
         if digits[0] & 0x80:
             size = int.from_bytes(digits[1:], "big")
         else:
@@ -150,7 +150,7 @@ def members(data: mmap.mmap | bytes, start: int, stop: int) -> Iterator[tuple[by
                 size = int(digits.rstrip(b"\0"), 8)
             except ValueError:  # the block of zeros at the end
                 return
-        at += 512
+        offset += 512
         if kind == 48 or kind == 0:  # "0" or NUL
             if long_name:
                 name, long_name = long_name, b""
@@ -160,19 +160,19 @@ def members(data: mmap.mmap | bytes, start: int, stop: int) -> Iterator[tuple[by
                     name = prefix.rstrip(b"\0") + b"/" + name
             if pax_size >= 0:
                 size, pax_size = pax_size, -1
-            yield name, at, size
+            yield name, offset, size
         elif kind == 76:  # "L"
-            long_name = data[at : at + size].rstrip(b"\0")
+            long_name = data[offset : offset + size].rstrip(b"\0")
         elif kind == 120:  # "x"
-            rest = data[at : at + size]
-            while rest:
-                length, _, record = rest.partition(b" ")
-                record, rest = rest[len(length) + 1 : int(length) - 1], rest[int(length) :]
+            records = data[offset : offset + size]
+            while records:
+                length, _, record = records.partition(b" ")
+                record, records = records[len(length) + 1 : int(length) - 1], records[int(length) :]
                 if record.startswith(b"path="):
                     long_name = record[5:]
                 elif record.startswith(b"size="):
                     pax_size = int(record[5:])
-        at += (size + 511) & ~511
+        offset += (size + 511) & ~511
 
 
 def pairs(
@@ -180,15 +180,15 @@ def pairs(
 ) -> Iterator[tuple[int, int, int, int]]:
     """Image start and size, caption start and size, of each sample that has both."""
     last, image, image_size, text, text_size = b"", 0, 0, 0, 0
-    for name, at, size in members(data, start, len(data) if stop is None else stop):
+    for name, offset, size in members(data, start, len(data) if stop is None else stop):
         dot = name.find(b".", name.rfind(b"/") + 1)
         key, extension = name[:dot], name[dot + 1 :].lower()
         if key != last:
             last, image, text = key, 0, 0
         if extension == b"jpg" or extension == b"jpeg":
-            image, image_size = at, size
+            image, image_size = offset, size
         elif extension == b"txt":
-            text, text_size = at, size
+            text, text_size = offset, size
         else:
             continue
         if image and text:
@@ -261,8 +261,8 @@ class Batch:
         if self._kernel is not None:
             (_, height, width, _), row_bytes = crop.shape, crop.strides[1]
             pixels: int = crop.__array_interface__["data"][0]
-            given = pixels, row_bytes, height, width, False, False, SIZE, SIZE
-            self._kernel(*given, self._addresses[place], 0, 0, SIZE, SIZE, self._statistics)
+            arguments = pixels, row_bytes, height, width, False, False, SIZE, SIZE
+            self._kernel(*arguments, self._addresses[place], 0, 0, SIZE, SIZE, self._statistics)
             return
         image = torch.from_numpy(crop).permute(0, 3, 1, 2)
         upsample_bicubic(image, (SIZE, SIZE), False, None, None, out=self._places[place])
@@ -274,8 +274,8 @@ class Batch:
         ids = self._first.copy()
         words = self._words
         for word in caption.lower().split():
-            known = words.get(word)
-            ids += self._learn(word) if known is None else known
+            cached = words.get(word)
+            ids += self._learn(word) if cached is None else cached
         ids.append(self._last)
         if len(ids) > LENGTH:
             ids[LENGTH - 1 :] = [self._last]
@@ -327,9 +327,9 @@ def _worker(
     try:
         for _ in range(passes):
             barrier.wait(_PATIENCE_SECONDS)
-            began, cpu_before = time.monotonic(), time.process_time()
+            start_seconds, cpu_before = time.monotonic(), time.process_time()
             images = _go_through(share, batch, batch_size, draw)
-            done.append(Pass(began, time.monotonic(), images, time.process_time() - cpu_before))
+            done.append(Pass(start_seconds, time.monotonic(), images, time.process_time() - cpu_before))
         results.send(done)
     except threading.BrokenBarrierError:
         pass  # another worker failed, and sent its error

@@ -27,14 +27,14 @@ def describe() -> dict[str, Any]:
 
 def pids(root: int | None = None) -> list[int]:
     """A process, by default this one, and its descendants."""
-    found, waiting = [], [root or os.getpid()]
+    descendants, waiting = [], [root or os.getpid()]
     while waiting:
         pid = waiting.pop()
-        found.append(pid)
+        descendants.append(pid)
         with contextlib.suppress(OSError):
             for task in Path(f"/proc/{pid}/task").iterdir():
                 waiting += [int(child) for child in (task / "children").read_text().split()]
-    return found
+    return descendants
 
 
 def cpu_seconds(root: int | None = None) -> float:

@@ -88,11 +88,11 @@ def origin(job: Job) -> Row:
 
     import_origins(list(job.data.urls), job.options.storage_options)
     with tempfile.TemporaryDirectory(dir=job.directory, prefix="origin-") as tier:
-        began, cpu_before = time.monotonic(), cpu_seconds()
+        start, cpu_before = time.monotonic(), cpu_seconds()
         report = warm(
             list(job.data.urls), cache_dir=tier, cache="disk", storage_options=job.options.storage_options
         )
-        seconds, cpu = time.monotonic() - began, cpu_seconds() - cpu_before
+        seconds, cpu = time.monotonic() - start, cpu_seconds() - cpu_before
     for url, why in report.failures.items():
         raise OriginError(f"{url}: {why}")
     return {
@@ -113,10 +113,10 @@ def disk(job: Job) -> Row:
         try:
             os.fsync(descriptor)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            began = time.monotonic()
+            start = time.monotonic()
             while read := os.readv(descriptor, [buffer]):
                 total += read
-            seconds += time.monotonic() - began
+            seconds += time.monotonic() - start
         finally:
             os.close(descriptor)
     return {"bytes_per_second": total / seconds}
@@ -222,11 +222,11 @@ def _read(loader: Iterable[Any], job: Job) -> Row:
     """Iterate over the batches; the first one starts the clock."""
     batches = iter(loader)
     next(batches)
-    images, began, cpu_before = 0, time.monotonic(), cpu_seconds()
+    images, start, cpu_before = 0, time.monotonic(), cpu_seconds()
     for number, batch in enumerate(batches):
         images += len(batch[0])
         batch[0][:, number % 3].mean().item()
-    seconds, cpu = time.monotonic() - began, cpu_seconds() - cpu_before
+    seconds, cpu = time.monotonic() - start, cpu_seconds() - cpu_before
     expected = (job.samples // job.options.batch_size - 1) * job.options.batch_size
     if images != expected:
         raise OptionError(f"{job.name} yielded {images:,} images, expected {expected:,}")

@@ -71,20 +71,22 @@ def profile(
         UrlError, OriginError, ShardError, NoValidSamples, OptionError: these shards can't be measured.
         StreamloadError: a measurement failed.
     """
-    wanted = options.samples or _SAMPLES_PER_WORKER * options.workers
+    samples = options.samples or _SAMPLES_PER_WORKER * options.workers
     if options.tokenizer is not None and find_spec("open_clip") is None:
         raise OptionError(f"--tokenizer={options.tokenizer}: open_clip is not installed here")
     beside = read_settings(cache_dir=options.cache_dir).cache_dir.absolute().parent
     beside.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="streamload-bench-", dir=beside) as directory:
         on_step("getting the shards")
-        data = prepare(urls, wanted, options.batch_size, options.storage_options, Path(directory) / "tier")
-        job = Job("", 0, directory, min(wanted, data.usable), data, options)
+        data = prepare(urls, samples, options.batch_size, options.storage_options, Path(directory) / "tier")
+        job = Job("", 0, directory, min(samples, data.usable), data, options)
         rows, left_out = _run_rounds(job, on_step)
-    found = medians(rows)
+    measured = medians(rows)
     names = ("workers", "batch_size", "rounds", "tokenizer", "step_seconds")
     settings = {"samples": job.samples, **{name: getattr(options, name) for name in names}}
-    return Report(settings, data.as_dict(), rows, found, left_out, verdict(_figures(found, data, options)))
+    return Report(
+        settings, data.as_dict(), rows, measured, left_out, verdict(_figures(measured, data, options))
+    )
 
 
 def rotated(contenders: Sequence[T], round_: int) -> list[T]:
@@ -106,14 +108,14 @@ def _medians_of(rows: Sequence[Row]) -> Row:
     return {key: statistics.median(row[key] for row in rows) for key in numbers}
 
 
-def _figures(found: Mapping[str, Row], data: Data, options: ProfileOptions) -> Figures:
-    ours, step = found["streamload"], options.step_seconds
+def _figures(measured: Mapping[str, Row], data: Data, options: ProfileOptions) -> Figures:
+    ours, step = measured["streamload"], options.step_seconds
     return Figures(
-        link=found["origin"]["images_per_second"] if "origin" in found else None,
-        disk=found["disk"]["images_per_second"] if "disk" in found else None,
+        link=measured["origin"]["images_per_second"] if "origin" in measured else None,
+        disk=measured["disk"]["images_per_second"] if "disk" in measured else None,
         loader=ours["images_per_second"],
         consumer=options.batch_size / step if step else None,
-        floor_cpu_us=found["floor, float32"]["cpu_us_per_image"],
+        floor_cpu_us=measured["floor, float32"]["cpu_us_per_image"],
         loader_cpu_us=ours["cpu_us_per_image"],
         workers=options.workers,
         cores=len(os.sched_getaffinity(0)),
@@ -181,8 +183,8 @@ def _measured(job: Job) -> Row:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
+    versions = {"python": sys.version.split()[0]}
     for name in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions

@@ -104,14 +104,14 @@ def _compute(figures: Figures) -> Limit:
 
 
 def _least(rates: dict[Limit, float | None]) -> Limit:
-    known = {limit: rate for limit, rate in rates.items() if rate is not None}
-    return min(known, key=lambda limit: known[limit])
+    known_rates = {limit: rate for limit, rate in rates.items() if rate is not None}
+    return min(known_rates, key=lambda limit: known_rates[limit])
 
 
 def _rate(limit: Limit, figures: Figures) -> float:
     rates = {"link": figures.link, "disk": figures.disk, "consumer": figures.consumer}
-    found = rates.get(limit)
-    return figures.loader if found is None else found
+    rate = rates.get(limit)
+    return figures.loader if rate is None else rate
 
 
 def _named(limit: Limit, figures: Figures) -> str:

@@ -86,8 +86,8 @@ def pack_values(values: Values, dtype: str) -> bytes:
     if dtype == "<f8":
         return np.where(np.isfinite(values), values, np.nan).astype(dtype).tobytes()
     unknown = np.iinfo(dtype).max
-    known = np.clip(np.nan_to_num(values, nan=0.0), 0, unknown - 1)
-    return np.where(np.isfinite(values), known, unknown).astype(dtype).tobytes()
+    numbers = np.clip(np.nan_to_num(values, nan=0.0), 0, unknown - 1)
+    return np.where(np.isfinite(values), numbers, unknown).astype(dtype).tobytes()
 
 
 def unpack_values(data: bytes, dtype: str) -> Values:
@@ -151,23 +151,23 @@ def valid_frames(data: bytes, records: npt.NDArray[np.void], first: int = 0) -> 
         records: the index records of the shard's samples so far.
         first: the number of the first sample of that frame.
     """
-    found, count, at = bytearray(), first, 0
-    while at + _HEAD.size + _CHECK.size <= len(data):
-        head = data[at : at + _HEAD.size]
+    frames, count, offset = bytearray(), first, 0
+    while offset + _HEAD.size + _CHECK.size <= len(data):
+        head = data[offset : offset + _HEAD.size]
         number, more, size_bytes = _HEAD.unpack(head)
-        begin = at + _HEAD.size + _CHECK.size
+        begin = offset + _HEAD.size + _CHECK.size
         is_sane = more and size_bytes in (2 * more, 4 * more, 8 * more)
         if number != count or not is_sane or begin + size_bytes > len(data):
             break
         if count + more > len(records):
-            return Frames(bytes(found), count, at, is_behind=True)
+            return Frames(bytes(frames), count, offset, is_behind=True)
         values = data[begin : begin + size_bytes]
-        (check,) = _CHECK.unpack_from(data, at + _HEAD.size)
+        (check,) = _CHECK.unpack_from(data, offset + _HEAD.size)
         if _checksum(head, values, records[count : count + more]) != check:
             break
-        found += values
-        count, at = count + more, begin + size_bytes
-    return Frames(bytes(found), count, at, is_behind=False)
+        frames += values
+        count, offset = count + more, begin + size_bytes
+    return Frames(bytes(frames), count, offset, is_behind=False)
 
 
 def _checksum(head: bytes, values: bytes, records: npt.NDArray[np.void]) -> int:

@@ -61,22 +61,22 @@ class ImageLook:
 
 def _jpeg_size(header: bytes | memoryview) -> tuple[int, int] | None:
     """Skip the segments (EXIF, ICC profiles, …) up to the start of the frame."""
-    at, stop = 2, min(len(header), HEADER_BYTES)
-    while at + 9 <= stop:
-        if header[at] != 0xFF:
+    offset, stop = 2, min(len(header), HEADER_BYTES)
+    while offset + 9 <= stop:
+        if header[offset] != 0xFF:
             return None
-        marker = header[at + 1]
+        marker = header[offset + 1]
         if marker == 0xFF:  # fill byte
-            at += 1
+            offset += 1
         elif marker in _WITHOUT_LENGTH:
-            at += 2
+            offset += 2
         elif marker in _FRAME:
-            height, width = unpack_from(">HH", header, at + 5)
+            height, width = unpack_from(">HH", header, offset + 5)
             return width, height
         elif marker in (0xD9, 0xDA):  # the end, or a scan without a frame
             return None
         else:
-            at += 2 + max(2, header[at + 2] << 8 | header[at + 3])
+            offset += 2 + max(2, header[offset + 2] << 8 | header[offset + 3])
     return None
 
 

@@ -117,12 +117,12 @@ class IndexReader:
         """
         if self.ended:
             return False
-        before, wanted = self.count, _POLL_BYTES
+        before, read_bytes = self.count, _POLL_BYTES
         while not self.ended:
             offset = self._header_bytes + self.count * RECORD.itemsize
-            data = read_at(self._index, wanted, offset)
-            if len(data) == wanted == _POLL_BYTES:
-                wanted = _READ_BYTES
+            data = read_at(self._index, read_bytes, offset)
+            if len(data) == read_bytes == _POLL_BYTES:
+                read_bytes = _READ_BYTES
             elif self._take(data) * RECORD.itemsize < _READ_BYTES:
                 break
         return self.count > before or self.ended
@@ -144,7 +144,7 @@ class IndexReader:
             raise self._corrupt("it was closed")
         if min(numbers) < 0 or max(numbers) >= self.count:
             raise IndexError(f"entries {min(numbers)} to {max(numbers)} of {self.count}")
-        found = []
+        entries = []
         for place in numbers:
             fields = fields_at(self._buffer, place)
             number, _, flags, start, stop, checksum, names, length, width, height, caption_bytes = fields
@@ -157,9 +157,11 @@ class IndexReader:
                 is_its_own = False
             if not is_its_own:
                 raise self._corrupt(f"the names at byte {names} are not those of entry {number}")
-            known = None if flags & NO_CHECKSUM else checksum
-            found.append(Entry(number, key, members, width, height, caption_bytes, known, prepared))
-        return found
+            known_checksum = None if flags & NO_CHECKSUM else checksum
+            entries.append(
+                Entry(number, key, members, width, height, caption_bytes, known_checksum, prepared)
+            )
+        return entries
 
     def layouts(self) -> dict[int, tuple[str, ...]]:
         """Return the extensions of each layout so far, except `OWN_LAYOUT`."""
@@ -252,5 +254,5 @@ class IndexReader:
             raise self._corrupt(f"names at byte {start} fail their checksum")
         return value
 
-    def _corrupt(self, what: str) -> CacheCorrupt:
-        return CacheCorrupt(f"the index in {self._path} can't be used: {what}; fetch the shard again")
+    def _corrupt(self, cause: str) -> CacheCorrupt:
+        return CacheCorrupt(f"the index in {self._path} can't be used: {cause}; fetch the shard again")

@@ -89,14 +89,14 @@ def usable(reader: IndexReader, keys: Sequence[KeySpec], start: int = 0) -> npt.
     table = np.zeros(max(shared, default=-1) + 2, dtype=np.bool_)
     for layout, extensions in shared.items():
         table[layout] = serves(extensions)
-    own = layouts == OWN_LAYOUT
-    mask: npt.NDArray[np.bool_] = table[np.where(own, len(table) - 1, layouts)]
-    for at in np.flatnonzero(own):
-        mask[at] = serves(reader.entry(start + int(at)).sizes)
+    have_own_layout = layouts == OWN_LAYOUT
+    mask: npt.NDArray[np.bool_] = table[np.where(have_own_layout, len(table) - 1, layouts)]
+    for place in np.flatnonzero(have_own_layout):
+        mask[place] = serves(reader.entry(start + int(place)).sizes)
     spans = reader.records["stop"][start:] - reader.records["start"][start:]
-    for at in np.flatnonzero(mask & (spans > MEMBER_LIMIT_BYTES)):
-        sizes = reader.entry(start + int(at)).sizes
-        mask[at] = all(sizes[extension] <= MEMBER_LIMIT_BYTES for extension in chosen(sizes, keys))
+    for place in np.flatnonzero(mask & (spans > MEMBER_LIMIT_BYTES)):
+        sizes = reader.entry(start + int(place)).sizes
+        mask[place] = all(sizes[extension] <= MEMBER_LIMIT_BYTES for extension in chosen(sizes, keys))
     return mask
 
 

@@ -102,32 +102,32 @@ def _scan(
     entries: list[Entry] = []
     count, known_stop = 0, 0
     try:
-        for some in _entries(descriptor, name, scanner, before.size, _READ_BYTES):
-            entries += some
-            count, known_stop = count + len(some), scanner.whole_stop
+        for chunk in _entries(descriptor, name, scanner, before.size, _READ_BYTES):
+            entries += chunk
+            count, known_stop = count + len(chunk), scanner.whole_stop
             if len(entries) >= _ENTRIES_AT_ONCE:
                 yield entries
                 entries = []
         if scanner.ended:
             scanner.feed(_read(descriptor, name, _TAIL_BYTES, scanner.position))
-        last, found = scanner.finish()
+        last, trailing = scanner.finish()
     except ShardError:
         # Get the entries before the damage. A chunk that contains it gives none, so scan block by block.
         again = ShardScanner(known_stop, count, checksums=False)
         with contextlib.suppress(ShardError):
-            for some in _entries(descriptor, name, again, before.size, BLOCK_BYTES):
-                entries += some
+            for chunk in _entries(descriptor, name, again, before.size, BLOCK_BYTES):
+                entries += chunk
         yield entries
         raise
-    if scanner.position < before.size and not found:
-        found.append(f"{before.size - scanner.position:,} bytes after the end marker were not read")
+    if scanner.position < before.size and not trailing:
+        trailing.append(f"{before.size - scanner.position:,} bytes after the end marker were not read")
     after = LocalVersion.of(descriptor)
     # Without ctime, which changes when a name of the file is removed.
     if (after.size, after.mtime_ns) != (before.size, before.mtime_ns):
         raise DatasetChanged("it was written to while it was indexed; start again when it is complete")
     yield entries + last
     if warnings is not None:
-        warnings += found
+        warnings += trailing
 
 
 def _entries(

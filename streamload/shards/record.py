@@ -130,12 +130,12 @@ def count_valid(data: bytes, number: int) -> int:
     expected = zip(
         records["check"].tolist(), records["number"].tolist(), records["flags"].tolist(), strict=True
     )
-    for at, (check, stated, flags) in enumerate(expected):
-        start = at * RECORD.itemsize
-        if stated != number + at or xxh3_64_intdigest(view[start : start + _FIELDS.size]) != check:
-            return at
+    for row, (check, stated, flags) in enumerate(expected):
+        start = row * RECORD.itemsize
+        if stated != number + row or xxh3_64_intdigest(view[start : start + _FIELDS.size]) != check:
+            return row
         if flags & END:
-            return at + 1
+            return row + 1
     return len(records)
 
 

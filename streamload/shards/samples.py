@@ -268,8 +268,8 @@ class ShardScanner:
         elif self._parser.trailing:
             warnings.append("data after the end marker was not read; was one tar appended to another?")
         if self._long_names:
-            what = f"their names have more than {NAME_LIMIT_BYTES:,} bytes"
-            warnings.append(f"{self._long_names} members are left out: {what}")
+            cause = f"their names have more than {NAME_LIMIT_BYTES:,} bytes"
+            warnings.append(f"{self._long_names} members are left out: {cause}")
         return entries, warnings
 
     def _begin(self, member: Member, entries: list[Entry]) -> None:

@@ -143,27 +143,27 @@ class TarParser:
         view = memoryview(chunk)
         base, stop = self.position, len(view)
         pieces: list[Piece] = []
-        at = 0
-        while at < stop and not self.ended:
+        offset = 0
+        while offset < stop and not self.ended:
             if self._payload or self._padding:
-                payload = min(self._payload, stop - at)
+                payload = min(self._payload, stop - offset)
                 if payload and self._member is not None:
-                    pieces.append((self._member, view[at : at + payload]))
-                padding = min(self._padding, stop - at - payload)
+                    pieces.append((self._member, view[offset : offset + payload]))
+                padding = min(self._padding, stop - offset - payload)
                 self._payload -= payload
                 self._padding -= padding
-                at += payload + padding
-            elif not self._partial and not self._body and stop - at >= BLOCK_BYTES:
-                at += BLOCK_BYTES
-                self.position = base + at
-                self._header(bytes(view[at - BLOCK_BYTES : at]), pieces)
+                offset += payload + padding
+            elif not self._partial and not self._body and stop - offset >= BLOCK_BYTES:
+                offset += BLOCK_BYTES
+                self.position = base + offset
+                self._header(bytes(view[offset - BLOCK_BYTES : offset]), pieces)
             else:
-                at += self._collect(view[at:], base + at, pieces)
+                offset += self._collect(view[offset:], base + offset, pieces)
         if self._member is not None and 0 < self._payload == self._member.size:
             # Announce it now, since all of its payload may be skipped.
             pieces.append((self._member, _NOTHING))
-        if self.ended and at < stop:
-            self.trailing = self.trailing or bytes(view[at:]).count(0) != stop - at
+        if self.ended and offset < stop:
+            self.trailing = self.trailing or bytes(view[offset:]).count(0) != stop - offset
         self.position = base + stop
         return pieces
 
@@ -189,10 +189,10 @@ class TarParser:
 
     def _collect(self, view: memoryview, position: int, pieces: list[Piece]) -> int:
         """Buffer the next bytes of an incomplete header or body. Return how many were taken."""
-        wanted = self._body or BLOCK_BYTES
-        take = min(wanted - len(self._partial), len(view))
+        size = self._body or BLOCK_BYTES
+        take = min(size - len(self._partial), len(view))
         self._partial += view[:take]
-        if len(self._partial) == wanted:
+        if len(self._partial) == size:
             whole = bytes(self._partial)
             self._partial.clear()
             self.position = position + take
@@ -287,18 +287,18 @@ class TarParser:
     def _pax_records(self, body: bytes) -> dict[bytes, bytes]:
         """Return the records `<length> <keyword>=<value>\\n` of a pax header; strict, in linear time."""
         records: dict[bytes, bytes] = {}
-        at = 0
-        while at < len(body) and body[at]:
-            digits, space, _ = body[at : at + 9].partition(b" ")
+        offset = 0
+        while offset < len(body) and body[offset]:
+            digits, space, _ = body[offset : offset + 9].partition(b" ")
             length = int(digits) if space and digits.isdigit() else 0
-            record = body[at + len(digits) + 1 : at + length]
+            record = body[offset + len(digits) + 1 : offset + length]
             keyword, equals, value = record[:-1].partition(b"=")
             if keyword == _NOTE:
-                self.notes_at.append(self.position - len(body) + at + len(digits) + 1)
-            if not keyword or not equals or record[-1:] != b"\n" or at + length > len(body):
-                raise self._error(f"an invalid pax record: {body[at : at + 40]!r}")
+                self.notes_at.append(self.position - len(body) + offset + len(digits) + 1)
+            if not keyword or not equals or record[-1:] != b"\n" or offset + length > len(body):
+                raise self._error(f"an invalid pax record: {body[offset : offset + 40]!r}")
             records[keyword] = value
-            at += length
+            offset += length
         return records
 
     def _size(self, field: bytes) -> int:
@@ -318,20 +318,20 @@ class TarParser:
             raise self._error(f"a member of {size} bytes; 0 to {MEMBER_LIMIT_BYTES} are allowed")
         return size
 
-    def _error(self, what: str) -> ShardFormatError:
-        return ShardFormatError(f"the tar can't be read at byte {self._header_start}: {what}")
+    def _error(self, cause: str) -> ShardFormatError:
+        return ShardFormatError(f"the tar can't be read at byte {self._header_start}: {cause}")
 
-    def _damaged(self, block: bytes, offset: int, what: str) -> ShardError:
+    def _damaged(self, block: bytes, offset: int, cause: str) -> ShardError:
         """Return why this isn't a header: at the start another file format, later damage."""
         if offset == 0 and self._origin == 0:
             start = block.lstrip(b"\xef\xbb\xbf \t\r\n")
-            for known, kind, advice in _KNOWN_STARTS:
-                if start[: len(known)].lower() == known.lower():
+            for magic, kind, advice in _KNOWN_STARTS:
+                if start[: len(magic)].lower() == magic.lower():
                     return ShardFormatError(f"not a tar but {kind}: {advice}")
             if _is_text(block):  # isn't shown: a server may echo secrets
-                return ShardFormatError(f"not a tar but text ({what}): open the URL and check access")
-            return ShardFormatError(f"not a tar ({what}); it begins with {block[:24]!r}")
-        return ShardFormatError(f"the tar is damaged at byte {offset}: {what}; fetch or write it again")
+                return ShardFormatError(f"not a tar but text ({cause}): open the URL and check access")
+            return ShardFormatError(f"not a tar ({cause}); it begins with {block[:24]!r}")
+        return ShardFormatError(f"the tar is damaged at byte {offset}: {cause}; fetch or write it again")
 
 
 def _is_text(block: bytes) -> bool:

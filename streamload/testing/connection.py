@@ -170,16 +170,16 @@ class Connection(http.server.BaseHTTPRequestHandler):
             return
         with file:
             size, etag, modified = _facts(file)
-            wanted = fault.headers.get("ETag", etag)
+            expected = fault.headers.get("ETag", etag)
             match, condition = self.headers.get("If-Match"), self.headers.get("If-Range")
             if fault.ignore_conditions:
                 match = condition = None
-            if match not in {None, "*", wanted}:
+            if match not in {None, "*", expected}:
                 self._send_text(request, 412, fault, b"another version\n")
                 return
             start, stop = 0, size
             ranged = request.start is not None and not fault.ignore_range
-            if ranged and condition in {None, wanted, modified}:
+            if ranged and condition in {None, expected, modified}:
                 start, stop = _resolve(request, size)
                 if start >= stop:
                     self._send_text(request, 416, fault, b"", {"Content-Range": f"bytes */{size}"})
@@ -297,8 +297,8 @@ class Connection(http.server.BaseHTTPRequestHandler):
     def _break_off(self, fault: Fault) -> None:
         self.close_connection = True
         if fault.reset:
-            now = struct.pack("ii", 1, 0)
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, now)
+            no_linger = struct.pack("ii", 1, 0)
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
             self.connection.close()
 
 

@@ -41,8 +41,8 @@ class Link:
         """
         if self.bytes_per_second is None:
             return FULL_PIECE_BYTES
-        wanted = max(LEAST_PIECE_BYTES, int(self.bytes_per_second / 1000))
-        return max(1, min(FULL_PIECE_BYTES, wanted, int(self.bytes_per_second / 100)))
+        piece_bytes = max(LEAST_PIECE_BYTES, int(self.bytes_per_second / 1000))
+        return max(1, min(FULL_PIECE_BYTES, piece_bytes, int(self.bytes_per_second / 100)))
 
     def take(self, n: int) -> None:
         """Wait until n bytes have passed.
@@ -53,9 +53,9 @@ class Link:
         if self.bytes_per_second is None:
             return
         with self._lock:
-            now = self._clock()
-            is_idle = now - self._free_at > _LATE_SECONDS
-            self._free_at = (now if is_idle else self._free_at) + n / self.bytes_per_second
-            delay = self._free_at - now
+            now_seconds = self._clock()
+            is_idle = now_seconds - self._free_at > _LATE_SECONDS
+            self._free_at = (now_seconds if is_idle else self._free_at) + n / self.bytes_per_second
+            delay = self._free_at - now_seconds
         if delay > 0:
             self._closed.wait(delay)

@@ -96,26 +96,28 @@ def assert_resumes_exactly(
     """
     steps = _uncut(make, directory / "uncut", global_batch, first, epochs)
     spread = itertools.cycle(layouts)
-    made = 0
+    cuts_made = 0
     for cut in range(len(steps)) if cuts is None else cuts:
         layout = next(spread)
         state = _through_json(steps[cut].states)
-        rest = [step for step in steps[cut + 1 :] if step.epoch == steps[cut].epoch]
+        remaining = [step for step in steps[cut + 1 :] if step.epoch == steps[cut].epoch]
         later = [step for step in steps[cut + 1 :] if step.epoch != steps[cut].epoch]
         with _run(make, directory / f"cut-{cut}", global_batch, layout) as loaders:
             for loader in loaders:
                 loader.load_state_dict(state)
-            if rest or state[0]["epoch"] == steps[cut].epoch:  # else it starts at the next epoch
-                _compare(f"cut after step {cut}, {layout}", loaders, rest, most_steps)
+            if remaining or state[0]["epoch"] == steps[cut].epoch:  # else it starts at the next epoch
+                _compare(f"cut after step {cut}, {layout}", loaders, remaining, most_steps)
             if after is not None:
-                urls = frozenset(url for step in rest for _, url, *_ in step.samples)
+                urls = frozenset(url for step in remaining for _, url, *_ in step.samples)
                 after(Resumed(cut, layout, urls))
-            if most_steps is None or len(rest) < most_steps:
+            if most_steps is None or len(remaining) < most_steps:
                 for epoch in sorted({step.epoch for step in later}):
-                    own = [step for step in later if step.epoch == epoch]
-                    _compare(f"cut after step {cut}, {layout}, epoch {epoch}", loaders, own, most_steps)
-        made += 1
-    return made
+                    epoch_steps = [step for step in later if step.epoch == epoch]
+                    _compare(
+                        f"cut after step {cut}, {layout}, epoch {epoch}", loaders, epoch_steps, most_steps
+                    )
+        cuts_made += 1
+    return cuts_made
 
 
 def _uncut(make: MakeLoader, cache: Path, batch: int, layout: Layout, epochs: int) -> list[_Step]:
@@ -150,14 +152,14 @@ def _run(make: MakeLoader, cache: Path, batch: int, layout: Layout) -> Iterator[
         ]
 
 
-def _compare(what: str, loaders: list[Loader], expected: list[_Step], most: int | None) -> None:
-    found = _in_step(loaders)
+def _compare(place: str, loaders: list[Loader], expected: list[_Step], most: int | None) -> None:
+    batches = _in_step(loaders)
     for number, step in enumerate(expected[:most]):
-        samples = next(found, None)
-        assert samples is not None, f"{what}: ended {len(expected) - number} steps too early"
-        assert samples == step.samples, f"{what}: step {number} after it differs"
+        samples = next(batches, None)
+        assert samples is not None, f"{place}: ended {len(expected) - number} steps too early"
+        assert samples == step.samples, f"{place}: step {number} after it differs"
     if most is None or len(expected) < most:
-        assert next(found, None) is None, f"{what}: continued after the end of the epoch"
+        assert next(batches, None) is None, f"{place}: continued after the end of the epoch"
 
 
 def _in_step(loaders: list[Loader]) -> Iterator[tuple[tuple[str, ...], ...]]:

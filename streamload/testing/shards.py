@@ -99,8 +99,8 @@ def _sample(shard: int, index: int, seed: int, options: ShardOptions) -> dict[st
     width, height = rng.integers(*options.image_side, size=2, endpoint=True).tolist()
     jpeg = _jpeg(rng, width, height, int(rng.integers(*options.padding_bytes, endpoint=True)))
     digest = xxh3_64_hexdigest(jpeg)
-    said = {"shard": shard, "index": index, "digest": digest}
-    members = {"jpg": jpeg, "json": json.dumps(said).encode()}
+    metadata = {"shard": shard, "index": index, "digest": digest}
+    members = {"jpg": jpeg, "json": json.dumps(metadata).encode()}
     if not options.without_text_every or (index + 1) % options.without_text_every:
         members["txt"] = f"noise from shard {shard} index {index} digest {digest}".encode()
     return {**members, **options.extra}

@@ -87,8 +87,8 @@ def install(
     loaders: list[Loader] = []  # the last one that was made for training with Progress
     if isinstance(mixing, Progress):
         entries = [_module_beside(module, name) for name in ("main", "legacy_main")]
-        found = [entry for entry in entries if entry is not None]
-        restores.append(report_rows(found, lambda: loaders[-1] if loaders else None))
+        present = [entry for entry in entries if entry is not None]
+        restores.append(report_rows(present, lambda: loaders[-1] if loaders else None))
 
     def stand_in(original: Callable[..., Any], is_legacy: bool) -> Callable[..., Data]:
         as_dict = is_legacy or "naflex_data_config" in inspect.signature(original).parameters
@@ -172,19 +172,19 @@ def main(arguments: list[str]) -> None:
     Raises:
         ImportError: open_clip's training code isn't installed, or lacks the requested legacy_main.
     """
-    own, arguments = take_own(arguments[1:] if arguments[:1] == ["--"] else arguments)
+    options, arguments = take_own(arguments[1:] if arguments[:1] == ["--"] else arguments)
     if "-h" in arguments or "--help" in arguments:
         print(parser().format_help(), flush=True)  # OpenCLIP's own comes after it
     data = _data_module()
-    moved = [(old, new) for old, new in own.moved or ()]
+    moved = [(old, new) for old, new in options.moved or ()]
     install(
         data,
-        compile=own.compile,
-        shared_cache=own.shared_cache,
-        prepare=own.prepare,
+        compile=options.compile,
+        shared_cache=options.shared_cache,
+        prepare=options.prepare,
         moved=moved,
-        mixing=own.mixing,
-        on_device=own.device != "none",
+        mixing=options.mixing,
+        on_device=options.device != "none",
     )
-    name = "legacy_main" if own.legacy_main else "main"
+    name = "legacy_main" if options.legacy_main else "main"
     importlib.import_module(data.__name__.replace(".data", f".{name}")).main(arguments)

@@ -98,10 +98,10 @@ _KEYS_OF_RELEASE = {"image_key": "the images (jpg, png, jpeg or webp)", "text_ke
 
 def parser() -> argparse.ArgumentParser:
     """The parser of our flags: the arguments of `install`, and which entry point to run."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m streamload.integrations.openclip", add_help=False, allow_abbrev=False
     )
-    add = made.add_argument_group("streamload's own (the others are OpenCLIP's)").add_argument
+    add = parser.add_argument_group("streamload's own (the others are OpenCLIP's)").add_argument
     add(
         f"{_OURS}as-given",
         dest="compile",
@@ -151,7 +151,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="run open_clip_train.legacy_main of OpenCLIP's development version",
     )
-    return made
+    return parser
 
 
 def take_own(arguments: Iterable[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -166,19 +166,19 @@ def take_own(arguments: Iterable[str]) -> tuple[argparse.Namespace, list[str]]:
     parse = parser()
     values = {f"{_OURS}{name}": 1 for name in ("shared-cache", "prepare", "mixing", "device")}
     values[f"{_OURS}moved"] = 2
-    own: list[str] = []
-    others: list[str] = []
+    own_words: list[str] = []
+    other_words: list[str] = []
     words = iter(arguments)
     for word in words:
         if not word.startswith(_OURS):
-            others.append(word)
+            other_words.append(word)
             continue
         name, equals, _ = word.partition("=")
         if name in _GONE:
             parse.error(f"{name} is gone: {_GONE[name]}")
-        own.append(word)
-        own += itertools.islice(words, 0 if equals else values.get(name, 0))
-    return parse.parse_args(own), others
+        own_words.append(word)
+        own_words += itertools.islice(words, 0 if equals else values.get(name, 0))
+    return parse.parse_args(own_words), other_words
 
 
 def _told(read: Callable[[str], str]) -> Callable[[str], str]:
@@ -211,9 +211,9 @@ def factors_of(args: Any, *, mixed: bool) -> str | None:
     Raises:
         OptionError: there is one source only, and weights are to change.
     """
-    given: str | None = getattr(args, "train_data_upsampling_factors", None)
-    if not mixed or given is not None:
-        return given
+    factors: str | None = getattr(args, "train_data_upsampling_factors", None)
+    if not mixed or factors is not None:
+        return factors
     many = len(urls.split_sources(args.train_data))
     if many < 2:
         raise OptionError(f"{_OURS}mixing is for several sources: --train-data a::b, and there is one")
@@ -231,10 +231,10 @@ def listed_size(shards: str) -> int | None:
     Args:
         shards: as given to --train-data.
     """
-    known = make_loader(shards, train=False).num_samples
+    samples = make_loader(shards, train=False).num_samples
     first = urls.expand_urls(shards)[0]
-    if known is not None or not urls.is_local(first):
-        return known
+    if samples is not None or not urls.is_local(first):
+        return samples
     length = urls.local_path(first).parent / "__len__"
     return int(length.read_text()) if length.exists() else None
 
@@ -335,10 +335,10 @@ def told_by_flags(args: Any) -> Iterator[None]:
         # A worker's traceback may precede the message.
         head, mark, message = str(exc).rpartition("\nstreamload.errors.")
 
-        def named(found: re.Match[str]) -> str:
-            name, equals, space = found.groups()
+        def named(match: re.Match[str]) -> str:
+            name, equals, space = match.groups()
             is_word = not equals and "_" not in name  # "seed" may be an ordinary word of the message
-            return found[0] if is_word else names[name] + (" " if equals or space else "")
+            return match[0] if is_word else names[name] + (" " if equals or space else "")
 
         message = message.replace("moved={old: new}", f"{_OURS}moved OLD NEW")
         renamed = head + mark + re.sub(rf"\b({'|'.join(names)})\b(=?)( ?)", named, message)

@@ -36,16 +36,16 @@ def report_in(main: ModuleType, train: ModuleType) -> Callable[[], None]:
 
     @functools.wraps(original)
     def train_one_epoch(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        batches = getattr(given.arguments["data"]["train"], "dataloader", None)
+        bound = signature.bind(*args, **kwargs)
+        batches = getattr(bound.arguments["data"]["train"], "dataloader", None)
         if not isinstance(batches, Batches):
             return original(*args, **kwargs)
         numbers = _Numbers(batches.loader)
-        writer = given.arguments.get("tb_writer")
+        writer = bound.arguments.get("tb_writer")
         if writer is not None:
-            given.arguments["tb_writer"] = _Writer(writer, numbers)
+            bound.arguments["tb_writer"] = _Writer(writer, numbers)
         with _in_lines(numbers), _in_wandb(train, numbers):
-            return original(*given.args, **given.kwargs)
+            return original(*bound.args, **bound.kwargs)
 
     main.train_one_epoch = train_one_epoch  # type: ignore[attr-defined]
 
@@ -103,8 +103,8 @@ class _Wandb:
 
     def log(self, data: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Log a step's values, and the loader's."""
-        own = self._numbers.last if _FIRST in data else {}
-        return self._module.log({**data, **own}, *args, **kwargs)
+        numbers = self._numbers.last if _FIRST in data else {}
+        return self._module.log({**data, **numbers}, *args, **kwargs)
 
 
 @contextmanager

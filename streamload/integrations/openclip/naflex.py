@@ -43,9 +43,9 @@ class PaddedCaptions:
             OptionError: a caption ends with the id that is padding.
         """
         ids = torch.full((len(captions), self.context_length), self.pad_token_id, dtype=torch.int64)
-        for row, own in zip(ids, self._tokenizer(captions, pad=False), strict=True):
-            row[: len(own)] = own
-            if len(own) and own[-1] == self.pad_token_id:
+        for row, tokens in zip(ids, self._tokenizer(captions, pad=False), strict=True):
+            row[: len(tokens)] = tokens
+            if len(tokens) and tokens[-1] == self.pad_token_id:
                 raise OptionError(
                     f"tokenizer {type(self._tokenizer).__name__} ends captions with its pad_token_id "
                     f"{self.pad_token_id}: captions of several lengths need one that is no other token's"

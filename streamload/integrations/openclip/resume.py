@@ -124,8 +124,8 @@ def take_up(loader: Loader, args: Any, epoch: int, moved: Sequence[tuple[str, st
     Raises:
         StateMismatch: the state is of another run, or damaged; the message says how to continue without it.
     """
-    found = gather(find_state(args.resume, epoch), loader.world_size)[0]
-    if found is None:
+    state = gather(find_state(args.resume, epoch), loader.world_size)[0]
+    if state is None:
         if rank_of(args) == 0:
             logger.info(
                 "%s has no loader state: epoch %d starts from its first batch",
@@ -135,15 +135,15 @@ def take_up(loader: Loader, args: Any, epoch: int, moved: Sequence[tuple[str, st
         return
     factors = getattr(args, "train_data_upsampling_factors", None)
     try:
-        if found.factors != factors:
+        if state.factors != factors:
             raise StateMismatch(
-                f"saved with --train-data-upsampling-factors {found.factors}, this run has {factors}"
+                f"saved with --train-data-upsampling-factors {state.factors}, this run has {factors}"
             )
-        loader.load_state_dict(found.state, moved=dict(moved))
+        loader.load_state_dict(state.state, moved=dict(moved))
     except StateMismatch as exc:
-        raise _unusable(found.name, exc) from exc
+        raise _unusable(state.name, exc) from exc
     if rank_of(args) == 0:
-        logger.info("epoch %d starts after %d samples, by %s", epoch, found.place.position, found.name)
+        logger.info("epoch %d starts after %d samples, by %s", epoch, state.place.position, state.name)
 
 
 def find_state(checkpoint: str, epoch: int) -> SavedState | None:

@@ -84,9 +84,9 @@ class _Report:
         self._is_sigmoid = is_sigmoid
 
     def __call__(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        given = self._signature.bind(*args, **kwargs).arguments
-        images, texts = given["image_features"].detach(), given["text_features"].detach()
-        scale, bias = given["logit_scale"], given.get("logit_bias")
+        bound = self._signature.bind(*args, **kwargs).arguments
+        images, texts = bound["image_features"].detach(), bound["text_features"].detach()
+        scale, bias = bound["logit_scale"], bound.get("logit_bias")
         info, weights = self._loader.info, None
         with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
             if info.importance is not None:
@@ -123,17 +123,17 @@ def row_losses(
     shift = 0.0 if bias is None else bias.float()
     losses = []
     for start in range(0, len(images), _CHUNK_ROWS):
-        own = torch.arange(start, min(start + _CHUNK_ROWS, len(images)), device=images.device)
-        by_image = scale * images[own] @ texts.T + shift
-        is_pair = own[:, None] == torch.arange(len(texts), device=texts.device)
+        chunk = torch.arange(start, min(start + _CHUNK_ROWS, len(images)), device=images.device)
+        by_image = scale * images[chunk] @ texts.T + shift
+        is_pair = chunk[:, None] == torch.arange(len(texts), device=texts.device)
         counted = None if weights is None else torch.where(is_pair, 1.0, weights)
         if is_sigmoid:
-            found = -F.logsigmoid(torch.where(is_pair, by_image, -by_image))
-            losses.append((found if counted is None else counted * found).sum(1))
+            row_losses = -F.logsigmoid(torch.where(is_pair, by_image, -by_image))
+            losses.append((row_losses if counted is None else counted * row_losses).sum(1))
         else:
-            both = (by_image, scale * texts[own] @ images.T + shift)
+            both = (by_image, scale * texts[chunk] @ images.T + shift)
             if counted is not None:
                 both = (both[0] + counted.log(), both[1] + counted.log())
-            of_image, of_text = (F.cross_entropy(logits, own, reduction="none") for logits in both)
+            of_image, of_text = (F.cross_entropy(logits, chunk, reduction="none") for logits in both)
             losses.append((of_image + of_text) / 2)
     return torch.cat(losses) if losses else images.new_zeros(0)
