@@ -199,7 +199,8 @@ def test_the_cursor_after_a_batch_is_known_when_the_batch_is(window, lanes, batc
         while not resumed.finished and resumed.position < cursor.position + 500:
             rest.append(np.stack(resumed.advance(arrivals)))
         given_out = np.concatenate(rest, axis=1)
-        assert np.array_equal(given_out, whole[:, cursor.position :][:, : given_out.shape[1]])
+        shared = min(given_out.shape[1], whole.shape[1] - cursor.position)  # the first run stops at a step
+        assert np.array_equal(given_out[:, :shared], whole[:, cursor.position :][:, :shared])
 
 
 @pytest.mark.parametrize("window", [150_000, 400_000, 1_000_000])
