@@ -124,7 +124,7 @@ def held_out(directory: Path) -> list[Pairs]:
 
 
 def run(where: Path, name: str, seed: int, steps: int) -> Row:
-    policy = streamload.Progress(signal="eval", every=EVERY) if name == "progress" else None
+    policy = streamload.mixing.Progress(signal="eval", every=EVERY) if name == "progress" else None
     evaluated = {source: held_out(where / f"{source}-held-out") for source in NAMES}
     torch.manual_seed(seed)
     model = Clip()

@@ -12,7 +12,7 @@ samples (by exponentials in "abrupt"), 20,000 steps of 1,024 rows, of each kind 
 drawn again where equal shares lose less than 3 % of what is learned. "noise" is eight times as much of it;
 "restarts" are of the learning rate. Rows' losses are noisy, and whole steps' are, too. No model is trained.
 
-- "progress" is `streamload.Progress()`.
+- "progress" is `streamload.mixing.Progress()`.
 - "softmax of the loss": shares in proportion to exp(loss).
 - "Exp3 (as in ODM)": weights exp(eta · the sum of the mean losses), mixed with equal shares, as in online
   data mixing (arXiv 2312.02406).

@@ -120,7 +120,7 @@ def main() -> None:
             cache_dir=Path(scratch) / "cache",
             batches=streamload.Batches(sample_weight=streamload.complexity(0.3, 0.7)),
             order=streamload.Order(decisions=log),
-            mixing=streamload.Progress(signal="eval", every=4, max_passes=20),
+            mixing=streamload.mixing.Progress(signal="eval", every=4, max_passes=20),
         )
         with loader:
             train(loader, {name: held_out(where / f"{name}-held-out") for name in ("photographs", "noise")})

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader
 
 sys.path.append(str(Path(__file__).parents[1]))
-from streamload import OptionError
+from streamload.errors import OptionError
 from streamload.loader import meter
 from streamload.testing.shards import write_shards
 from tests import flat, simulated_device

@@ -10,9 +10,10 @@ from PIL import Image
 from webdataset import TarWriter
 
 import streamload
-from streamload import Batches, OptionError, Shards
+from streamload import Batches, Shards
 from streamload.batches.padding import widths_of
 from streamload.batches.tokenize import adapt_tokenizer
+from streamload.errors import OptionError
 from streamload.testing.shards import write_shards
 from tests.test_batches_tokenize import of_transformers
 

@@ -20,9 +20,10 @@ from PIL import Image
 from torch import nn
 
 import streamload
-from streamload import CacheLevel, FeatureMismatch, FeatureNotCacheable, OptionError, cache_info, cache_module
+from streamload import CacheLevel, cache_info, cache_module
 from streamload.derived.proof.module_checks import is_close
 from streamload.derived.store import row_store
+from streamload.errors import FeatureMismatch, FeatureNotCacheable, OptionError
 from streamload.integrations import torch_module_cache
 
 HALF = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.int64, torch.bool]

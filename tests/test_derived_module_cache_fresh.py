@@ -21,12 +21,13 @@ import torch
 from torch import nn
 
 import streamload
-from streamload import FeatureMismatch, FeatureNotCacheable, cache_info, cache_module
+from streamload import cache_info, cache_module
 from streamload.derived.proof import builds, code, module_proof, packages
 from streamload.derived.proof.code import Describer
 from streamload.derived.proof.fingerprint import Fingerprint, differences
 from streamload.derived.store import row_store
 from streamload.derived.store.catalog import open_catalog
+from streamload.errors import FeatureMismatch, FeatureNotCacheable
 
 SOURCE = '''
 import enum

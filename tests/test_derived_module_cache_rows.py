@@ -23,7 +23,7 @@ from torch import nn
 
 import streamload
 from benchmarks.process_tree import pss_bytes
-from streamload import CacheError, CacheLevel, cache_info, cache_module
+from streamload import CacheLevel, cache_info, cache_module
 from streamload.cache import memory
 from streamload.cache.garbage import clear
 from streamload.cache.inventory import foreign
@@ -36,7 +36,7 @@ from streamload.derived.store.memory import MemoryRows
 from streamload.derived.store.results import Result, join, layout_of
 from streamload.derived.store.row_store import Place, RowStore
 from streamload.derived.store.sealed import seal, unseal
-from streamload.errors import CacheCorrupt
+from streamload.errors import CacheCorrupt, CacheError
 
 KIB = 1 << 10
 HOME = "r0"

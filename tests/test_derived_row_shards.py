@@ -27,7 +27,7 @@ from torch import nn
 from xxhash import xxh3_64_intdigest
 
 import streamload
-from streamload import Features, OptionError
+from streamload import Features
 from streamload.cache.shard import shard_of
 from streamload.cli.options import recipe_of
 from streamload.daemon import ray_task
@@ -39,6 +39,7 @@ from streamload.derived.store import shard as row_shard
 from streamload.derived.store.catalog import open_catalog
 from streamload.derived.store.row_store import close_stores
 from streamload.derived.store.shard import RowShardWriter, rows_form
+from streamload.errors import OptionError
 from streamload.loader.feature_recipe import FeatureRecipe
 from streamload.loader.named_features import NamedFeatures
 from streamload.testing.shards import ShardOptions, write_shards

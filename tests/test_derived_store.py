@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from streamload import CacheLevel, Features, OptionError, cache_info, cache_module, make_loader
+from streamload import CacheLevel, Features, cache_info, cache_module, make_loader
 from streamload.cache.forecast import forecast
 from streamload.cache.inventory import take_inventory
 from streamload.cache.tier import Tier
@@ -22,7 +22,7 @@ from streamload.derived.store import row_store
 from streamload.derived.store.catalog import open_catalog, verify
 from streamload.derived.store.disk import DiskRows, RowCounts
 from streamload.derived.store.row_store import Place
-from streamload.errors import FeatureMismatch
+from streamload.errors import FeatureMismatch, OptionError
 from streamload.testing.shards import ShardOptions, write_shards
 
 X, KEYS = torch.arange(32.0).reshape(8, 4), [f"key {at}" for at in range(8)]

@@ -15,8 +15,9 @@ from PIL import Image
 from torch import nn
 
 import streamload
-from streamload import CacheLevel, FeatureNotCacheable, Features, cache_info
+from streamload import CacheLevel, Features, cache_info
 from streamload.derived.store import row_store
+from streamload.errors import FeatureNotCacheable
 from streamload.testing.shards import ShardOptions, write_shards
 
 DEVICE = torch.accelerator.current_accelerator(check_available=True)

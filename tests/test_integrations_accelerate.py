@@ -80,7 +80,7 @@ def test_a_dataloader_goes_around_the_batches_but_not_around_the_samples(
         loader.set_epoch(0)
         found = [images for images, _ in DataLoader(loader.as_dataset(), batch_size=None)]
         assert all(map(torch.equal, found, expected))
-        with pytest.raises(streamload.OptionError, match="num_workers=0"):
+        with pytest.raises(streamload.errors.OptionError, match="num_workers=0"):
             next(iter(DataLoader(loader.as_dataset(), batch_size=None, num_workers=1)))
         with pytest.raises(TypeError, match="as_dataset"):
             next(iter(DataLoader(loader, batch_size=2, sampler=[0, 1])))

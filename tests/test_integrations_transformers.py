@@ -123,7 +123,7 @@ def test_a_checkpoint_without_a_state_is_refused(place: Path) -> None:
 
     train(place, 4, folder="stateless", num_samples=60)
     (place / "stateless" / "checkpoint-4" / STATE_NAME).unlink()
-    with pytest.raises(streamload.StateMismatch, match="ignore_data_skip"):
+    with pytest.raises(streamload.errors.StateMismatch, match="ignore_data_skip"):
         train(place, 8, True, folder="stateless", num_samples=60)
 
 

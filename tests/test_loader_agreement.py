@@ -80,7 +80,11 @@ def of_two_ranks(rank: int, paths: list[str], url: str, place: Path) -> None:
                 torch.distributed.barrier()
             write_sizes(paths) if found[rank] else sizes_beside(paths).unlink(missing_ok=True)
             is_refused = rank == 1 and found == [False, True]
-            with pytest.raises(streamload.OrderDiverged, match=DIFFERENT) if is_refused else nullcontext():
+            with (
+                pytest.raises(streamload.errors.OrderDiverged, match=DIFFERENT)
+                if is_refused
+                else nullcontext()
+            ):
                 is_known = found[0] or "num_batches" in options
                 assert loader.num_batches == (samples // 5 if is_known else None)
                 taken_keys = keys(loader)
@@ -103,7 +107,10 @@ def test_a_rank_that_gets_404_for_sizes_json_takes_another_ranks_or_they_are_tol
 
 @pytest.mark.parametrize(
     ("fault", "error"),
-    [(Fault(status=403), streamload.OriginDenied), (Fault(body=EMPTY_PAGE), streamload.DataError)],
+    [
+        (Fault(status=403), streamload.errors.OriginDenied),
+        (Fault(body=EMPTY_PAGE), streamload.errors.DataError),
+    ],
 )
 def test_what_may_hide_a_sizes_json_is_an_error_where_nodes_are_told_apart_by_it(
     fault: Fault, error: type[Exception], paths: list[str], tmp_path: Path
@@ -135,15 +142,17 @@ def test_a_sizes_json_that_comes_or_goes_in_the_middle_of_a_pass_is_refused(
     write_sizes(paths)
     by_sizes = state_of_two_groups(paths, tmp_path / "cache", 5)
     with make(paths, tmp_path / "cache", endless=True) as loader:
-        with pytest.raises(streamload.StateMismatch, match=r"sizes\.json .* was changed, added or removed"):
+        with pytest.raises(
+            streamload.errors.StateMismatch, match=r"sizes\.json .* was changed, added or removed"
+        ):
             loader.load_state_dict(without)
         loader.load_state_dict(by_sizes)
         rest = taken(loader, 3)
     sizes_beside(paths).unlink()
     with make(paths, tmp_path / "cache", endless=True) as loader:
-        with pytest.raises(streamload.StateMismatch, match=r"sizes\.json"):
+        with pytest.raises(streamload.errors.StateMismatch, match=r"sizes\.json"):
             loader.load_state_dict(by_sizes)
-        with pytest.raises(streamload.StateMismatch, match=r"differ in .*sizes"):
+        with pytest.raises(streamload.errors.StateMismatch, match=r"differ in .*sizes"):
             loader.load_state_dict([without, by_sizes])
         loader.load_state_dict(without)
         assert taken(loader, 3) != rest
@@ -179,7 +188,7 @@ def test_shards_may_be_appended_at_an_epochs_border(
         loader.set_epoch(2)
         assert keys(loader) == found[: len(found) if "num_batches" not in options else 30]
     with make(paths[:5], tmp_path / "c4", **options) as loader:
-        with pytest.raises(streamload.StateMismatch, match="another data set"):
+        with pytest.raises(streamload.errors.StateMismatch, match="another data set"):
             loader.load_state_dict(later)
         loader.load_state_dict(state)
         assert keys(loader)
@@ -194,14 +203,14 @@ def test_shards_appended_in_the_middle_of_an_epoch_are_refused_with_the_ways_to_
         state = loader.state_dict()
     with make(paths, tmp_path / "cache") as loader:
         with pytest.raises(
-            streamload.StateMismatch,
+            streamload.errors.StateMismatch,
             match=r"2 shards were appended to the 4 .* middle of epoch 1: .* set_epoch\(2\)",
         ):
             loader.load_state_dict(state)
         loader.set_epoch(2)
         assert len(keys(loader)) == sum(COUNTS)
     for other in (paths[1:], [paths[4], *paths[:4]]):
-        mismatch = pytest.raises(streamload.StateMismatch, match="another data set")
+        mismatch = pytest.raises(streamload.errors.StateMismatch, match="another data set")
         with make(other, tmp_path / "cache") as loader, mismatch:
             loader.load_state_dict(state)
 
@@ -219,5 +228,5 @@ def test_shards_may_be_appended_to_each_of_several_sources(paths: list[str], tmp
         loader.load_state_dict(state)
         assert len(keys(loader)) == 50
         assert loader.state_dict()["weights"] == [5, 1]
-    with mixed(3, 1) as loader, pytest.raises(streamload.StateMismatch, match="another data set"):
+    with mixed(3, 1) as loader, pytest.raises(streamload.errors.StateMismatch, match="another data set"):
         loader.load_state_dict(state)

@@ -108,9 +108,9 @@ def test_an_altered_state_is_refused(states: list[dict[str, Any]], data: st.Data
     if text_of(altered) == text_of(state):
         from_state(altered)
         return
-    with pytest.raises(streamload.StateMismatch):
+    with pytest.raises(streamload.errors.StateMismatch):
         from_state(altered)
-    with pytest.raises(streamload.StateMismatch):
+    with pytest.raises(streamload.errors.StateMismatch):
         from_state([state, altered])
 
 
@@ -129,7 +129,7 @@ def test_an_altered_state_without_a_checksum_is_refused_or_within_bounds(
     altered = alter(of_format_2(data.draw(st.sampled_from(states))), data)
     try:
         order, place = from_state(altered)
-    except streamload.StateMismatch:
+    except streamload.errors.StateMismatch:
         return
     for group in place.groups.values():
         for (_, lanes, window), (cursor, _) in zip(order.sources, group.sources, strict=True):

@@ -13,18 +13,11 @@ import torch
 import torch.multiprocessing
 
 import streamload
-from streamload import (
-    Images,
-    Measured,
-    OptionError,
-    Patches,
-    PolicyError,
-    Replay,
-    SizeDecided,
-    Source,
-    ThroughputBalanced,
-)
+from streamload import Images, Patches, Source
+from streamload.batching import Measured, SizeDecided, ThroughputBalanced
+from streamload.errors import OptionError, PolicyError
 from streamload.loader.batch_sizing import BatchSizing
+from streamload.mixing import Replay
 from streamload.testing.shards import write_shards
 from tests.test_loader_batch_size import keys_by_step, make
 
@@ -144,7 +137,7 @@ def test_a_resumed_policy_remembers_and_its_log_goes_on(data: list[str], tmp_pat
     from streamload.loader.state import _checksum
 
     other["checksum"] = _checksum(other)
-    mismatch = pytest.raises(streamload.StateMismatch, match="batch_policy")
+    mismatch = pytest.raises(streamload.errors.StateMismatch, match="batch_policy")
     with make(data, tmp_path, batch_policy=Listed(sizes)) as loader, mismatch:
         loader.load_state_dict(other)
 
@@ -176,7 +169,9 @@ def test_sizes_that_the_training_sets_are_logged_and_replayed_with_weights(
     }
     with (
         make(sources, tmp_path, batch_size=3, **options) as loader,
-        pytest.raises(streamload.DecisionsError, match="steps of 21 samples, which 4 ranks can't share"),
+        pytest.raises(
+            streamload.errors.DecisionsError, match="steps of 21 samples, which 4 ranks can't share"
+        ),
     ):
         iter(loader)
 

@@ -14,7 +14,8 @@ import torch
 import torch.multiprocessing
 
 import streamload
-from streamload import Batches, Images, OptionError, Patches, Source, StateMismatch
+from streamload import Batches, Images, Patches, Source
+from streamload.errors import OptionError, StateMismatch
 from streamload.testing.shards import write_shards
 from streamload.worker.loop import WorkerLoop
 from streamload.worker.messages import Batch, EpochStart

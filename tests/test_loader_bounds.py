@@ -13,7 +13,8 @@ import torch
 import torch.multiprocessing
 
 import streamload
-from streamload import Batches, Images, Order, Patches, RankFailed
+from streamload import Batches, Images, Order, Patches
+from streamload.errors import RankFailed
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
 
 LENGTH, STEPS, CUT, MOST = 64, 14, 5, 200

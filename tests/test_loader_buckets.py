@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import streamload
-from streamload import Batches, Images, OptionError, Order, Patches, Shards, Source, StateMismatch
+from streamload import Batches, Images, Order, Patches, Shards, Source
+from streamload.errors import OptionError, StateMismatch
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
 

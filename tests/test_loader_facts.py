@@ -107,16 +107,16 @@ def test_keep_reads_a_parquet_file_keyed_by_sample(server: ShardServer, tmp_path
     kept = evaluated(server, tmp_path, facts={"p": str(tmp_path / "scores.parquet")}, keep=is_likely)
     assert kept == [key for key, members in samples[:25] + samples[26:] if index_of(members) > 20]
     parquet.write_table(pyarrow.table({"key": [1], "p": [0.5]}), tmp_path / "scores.parquet")
-    with pytest.raises(streamload.OptionError, match="has the key 1; expected strings"):
+    with pytest.raises(streamload.errors.OptionError, match="has the key 1; expected strings"):
         make(urls(server), tmp_path, facts={"p": tmp_path / "scores.parquet"})
     (tmp_path / "scores.parquet").write_bytes(b"PAR1 or not")
-    with pytest.raises(streamload.OptionError, match="can't be read"):
+    with pytest.raises(streamload.errors.OptionError, match="can't be read"):
         make(urls(server), tmp_path, facts={"p": tmp_path / "scores.parquet"})
 
 
 def test_parquet_without_pyarrow_fails_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(streamload.OptionError, match="needs pyarrow: install it"):
+    with pytest.raises(streamload.errors.OptionError, match="needs pyarrow: install it"):
         read_table(tmp_path / "scores.parquet", "p")
 
 
@@ -160,7 +160,7 @@ def test_a_state_names_facts_that_have_changed(server: ShardServer, tmp_path: Pa
         state = loader.state_dict()
     with (
         make(urls(server), tmp_path, facts={"index": "json:shard"}, keep=is_early) as loader,
-        pytest.raises(streamload.StateMismatch, match="label_key, facts and repeat"),
+        pytest.raises(streamload.errors.StateMismatch, match="label_key, facts and repeat"),
     ):
         loader.load_state_dict(state)
 
@@ -252,7 +252,7 @@ def test_tokens_by_a_tokenizer_that_draws_are_refused():
     def drawn(captions: list[str]) -> Any:
         return np.random.randint(1, 9, (len(captions), 4))
 
-    with pytest.raises(streamload.OptionError, match="draws random numbers"):
+    with pytest.raises(streamload.errors.OptionError, match="draws random numbers"):
         column("tokens", drawn)
 
 
@@ -320,18 +320,18 @@ def test_a_table_with_hostile_rows(tmp_path: Path):
     ],
 )
 def test_what_is_no_fact_fails(fact: Any, says: str):
-    with pytest.raises(streamload.OptionError, match=says):
+    with pytest.raises(streamload.errors.OptionError, match=says):
         column(fact)
 
 
 def test_a_table_without_the_column_fails_with_its_columns(tmp_path: Path):
     (tmp_path / "t.csv").write_text("id,score\n1,2\n")
-    with pytest.raises(streamload.OptionError, match=r"columns \['id', 'score'\]; expected 'it'"):
+    with pytest.raises(streamload.errors.OptionError, match=r"columns \['id', 'score'\]; expected 'it'"):
         column(tmp_path / "t.csv")
 
 
 def test_a_built_in_name_is_taken(server: ShardServer, tmp_path: Path):
-    with pytest.raises(streamload.OptionError, match="expected a name other than width, height"):
+    with pytest.raises(streamload.errors.OptionError, match="expected a name other than width, height"):
         make(urls(server), tmp_path, facts={"width": "json:width"})
 
 

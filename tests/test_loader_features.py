@@ -21,9 +21,9 @@ from PIL import Image
 from torch import nn
 
 import streamload
-from streamload import FeatureMismatch, FeatureNotCacheable, Features, OptionError
+from streamload import Features
 from streamload.derived.store.row_store import close_stores
-from streamload.errors import SampleError
+from streamload.errors import FeatureMismatch, FeatureNotCacheable, OptionError, SampleError
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
 
 SAMPLES = 24

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import streamload
-from streamload import Cache, Images, OptionError, Order, Shards, Workers
+from streamload import Cache, Images, Order, Shards, Workers
+from streamload.errors import OptionError
 from streamload.loader.groups import GROUPS
 from streamload.loader.words import WORDS
 from streamload.options import Settings, options

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 import streamload
-from streamload import Images, OptionError, Patches, Workers
+from streamload import Images, Patches, Workers
+from streamload.errors import OptionError
 from streamload.ipc import ControlBlock
 from streamload.testing.shards import ShardOptions, write_shards
 from streamload.worker.in_flight import Admission, InFlight

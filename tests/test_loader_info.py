@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import streamload
-from streamload import Batches, OptionError, Order
+from streamload import Batches, Order
+from streamload.errors import OptionError
 from streamload.testing.shards import write_shards
 from tests import flat
 from tests.test_batches_padding import words

@@ -23,7 +23,8 @@ import torch.multiprocessing
 from launched import SAVED_AFTER, make, train
 
 import streamload
-from streamload import OptionError, Order, OrderDiverged
+from streamload import Order
+from streamload.errors import OptionError, OrderDiverged
 from streamload.testing.shards import write_shards
 
 COUNTS = [21, 26]

@@ -218,7 +218,7 @@ def test_lists_of_python_numbers_are_not_walked_when_they_are_yielded(
     with make(f"{data}/{URLS}", tmp_path, workers=workers) as loader:
         batches = list(loader)
         assert 0 < looked_at < 1000 * len(batches)
-        with pytest.raises(streamload.OptionError, match="with tensors"):
+        with pytest.raises(streamload.errors.OptionError, match="with tensors"):
             loader.microbatches(batches[0])
 
 
@@ -356,7 +356,7 @@ def test_a_function_that_fails_is_logged_once_and_others_are_called(
         assert sum(len(images) for images, _ in loader) == sum(COUNTS)
     assert len(told) > 1
     assert len([one for one in caplog.records if "on_alert" in one.message]) == 1
-    with pytest.raises(streamload.OptionError, match="on_alert"):
+    with pytest.raises(streamload.errors.OptionError, match="on_alert"):
         loader.on_alert(3)  # type: ignore[arg-type]
 
 
@@ -449,18 +449,18 @@ def test_a_verdict_over_another_time_is_refused(data: Path, tmp_path: Path) -> N
     with make(f"{data}/{URLS}", tmp_path) as loader:
         assert loader.verdict().limit == "unclear"
         for seconds in (0, -1.0, 601, float("nan")):
-            with pytest.raises(streamload.OptionError, match="600"):
+            with pytest.raises(streamload.errors.OptionError, match="600"):
                 loader.verdict(seconds)
 
 
 def test_what_was_reported_of_a_source_is_published_once_it_was_decided_on(
     data: Path, tmp_path: Path
 ) -> None:
-    class Same(streamload.Policy):
+    class Same(streamload.mixing.Policy):
         every = 2
 
-        def decide(self, summary: Any, memory: Any) -> streamload.Decided:
-            return streamload.Decided(None)
+        def decide(self, summary: Any, memory: Any) -> streamload.mixing.Decided:
+            return streamload.mixing.Decided(None)
 
     sources = [streamload.Source(f"{data}/0000{place}.tar", name=name) for place, name in enumerate("ab")]
     with make(sources, tmp_path, num_batches=6, mixing=Same()) as loader:

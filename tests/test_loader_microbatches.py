@@ -9,8 +9,9 @@ import torch
 import torch.multiprocessing
 
 import streamload
-from streamload import Batches, Images, OptionError, Order, Patches
+from streamload import Batches, Images, Order, Patches
 from streamload.batches.padding import RowWidths
+from streamload.errors import OptionError
 from streamload.loader.microbatches import Microbatches, Yielded
 from streamload.testing.shards import write_shards
 from tests.test_batches_padding import words

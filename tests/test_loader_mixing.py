@@ -311,7 +311,7 @@ def test_sources_that_make_no_sense_are_refused(
     tmp_path: Path,
 ) -> None:
     mixed = [streamload.Source(paths["small"], weight, name, floor) for name, weight, floor in sources]
-    with pytest.raises(streamload.OptionError, match=match):
+    with pytest.raises(streamload.errors.OptionError, match=match):
         make(mixed, tmp_path / "cache", **options)
 
 
@@ -322,7 +322,7 @@ def test_sources_that_make_no_sense_are_refused(
 def test_factors_that_do_not_fit_are_refused(
     factors: Any, match: str, paths: dict[str, list[str]], tmp_path: Path
 ) -> None:
-    with pytest.raises(streamload.OptionError, match=match):
+    with pytest.raises(streamload.errors.OptionError, match=match):
         make(f"{paths['small'][0]}::{paths['large'][0]}", tmp_path / "cache", upsampling_factors=factors)
 
 
@@ -335,14 +335,14 @@ def test_weights_that_can_not_be_are_refused_and_change_nothing(
             ({"large": -1}, "must be numbers from 0"),
             ({"other": 1}, "no source is named other; they are large, small"),
         ):
-            with pytest.raises(streamload.OptionError, match=match):
+            with pytest.raises(streamload.errors.OptionError, match=match):
                 loader.set_weights(weights)
         assert shares(list(loader)) == {"large": 20, "small": 20}
 
 
 def test_a_mixture_without_a_length_says_what_is_missing(paths: dict[str, list[str]], tmp_path: Path) -> None:
     mixed = sources_of(paths, large=1, small=1)
-    unknown = pytest.raises(streamload.OptionError, match="mixes several sources has to know how long")
+    unknown = pytest.raises(streamload.errors.OptionError, match="mixes several sources has to know how long")
     with make(mixed, tmp_path / "cache", num_batches=None) as loader, unknown:
         iter(loader)
     with make(mixed, tmp_path / "cache", num_batches=None, endless=True) as loader:
@@ -360,7 +360,7 @@ def test_a_state_of_other_sources_is_refused(paths: dict[str, list[str]], tmp_pa
         (sources_of(paths, small=1, large=1), "names of the sources"),
         (sources_of(paths, large=1), "names of the sources"),
     ):
-        mismatch = pytest.raises(streamload.StateMismatch, match=match)
+        mismatch = pytest.raises(streamload.errors.StateMismatch, match=match)
         with make(mixed, tmp_path / "cache") as loader, mismatch:
             loader.load_state_dict(state)
 
@@ -370,6 +370,6 @@ def test_a_source_of_nothing_usable_is_an_error_and_no_hang(
 ) -> None:
     empty = [str(path) for path in write_shards(tmp_path / "empty", [0, 0], seed=1)]
     mixed = [streamload.Source(paths["large"], 1, "large"), streamload.Source(empty, 1, "empty")]
-    barren = pytest.raises(streamload.NoValidSamples, match="no usable sample in source 'empty'")
+    barren = pytest.raises(streamload.errors.NoValidSamples, match="no usable sample in source 'empty'")
     with make(mixed, tmp_path / "cache", num_workers=1) as loader, barren:
         list(loader)

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import streamload
-from streamload import OptionError, Source
+from streamload import Source
+from streamload.errors import OptionError
 from streamload.order.mixing import UNIT, portion, shares_of
 from streamload.steering import Decided
 from streamload.testing.resume import Layout, assert_resumes_exactly
@@ -209,7 +210,7 @@ class ByRow:
 def test_a_bad_image_is_replaced_by_a_row_of_the_same_modality(data: Path, tmp_path: Path):
     def no_small(image: Any) -> torch.Tensor:
         if image.size[0] < 24:
-            raise streamload.DecodeError("too small")
+            raise streamload.errors.DecodeError("too small")
         return small(image)
 
     oracle = alone(data, tmp_path / "alone")
@@ -258,7 +259,7 @@ def test_a_state_of_other_modalities_is_refused(data: Path, tmp_path: Path):
     options: dict[str, Any] = {"output": "dict", "tokenizer": spelled, "cache_dir": tmp_path}
     with (
         streamload.make_loader(listed, **options) as loader,
-        pytest.raises(streamload.StateMismatch, match="choice of image_key"),
+        pytest.raises(streamload.errors.StateMismatch, match="choice of image_key"),
     ):
         loader.load_state_dict(state)
 
@@ -268,7 +269,7 @@ def test_a_source_without_the_member_has_no_usable_sample_fails(data: Path, tmp_
     options: dict[str, Any] = {"output": "dict", "tokenizer": spelled, "cache_dir": tmp_path}
     with (
         streamload.make_loader(source, num_workers=0, **options) as loader,
-        pytest.raises(streamload.NoValidSamples),
+        pytest.raises(streamload.errors.NoValidSamples),
     ):
         next(iter(loader))
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import streamload
-from streamload import FeatureNotCacheable, Features
+from streamload import Features
+from streamload.errors import FeatureNotCacheable
 from streamload.testing.shards import ShardOptions, write_shards
 
 

@@ -131,7 +131,9 @@ def test_groups_of_several_nodes_have_each_sample_as_often_in_a_pass(data: Path,
         made, tmp_path, global_batch=12, first=Layout(2, 0), layouts=layouts, cuts=range(0, 10, 3)
     )
     assert cuts == 4
-    with pytest.raises(streamload.OptionError, match="give num_samples or num_batches, or say endless"):
+    with pytest.raises(
+        streamload.errors.OptionError, match="give num_samples or num_batches, or say endless"
+    ):
         iter(make(data, tmp_path / "cache", groups=2))
 
 
@@ -215,7 +217,7 @@ def test_a_state_of_another_repeat_is_refused(data: Path, tmp_path: Path):
     for repeat in (None, by_number, (by_number, "1")):
         with (
             make(data, tmp_path / "cache", repeat=repeat) as loader,
-            pytest.raises(streamload.StateMismatch, match="facts and repeat"),
+            pytest.raises(streamload.errors.StateMismatch, match="facts and repeat"),
         ):
             loader.load_state_dict(state)
 
@@ -256,11 +258,15 @@ def test_unknown_rates_of_a_function_count_as_one(data: Path, tmp_path: Path):
     [
         (
             negative,
-            streamload.OptionError,
+            streamload.errors.OptionError,
             "is -1 for sample '00001000007'; expected a number from 0",
         ),
-        (infinite, streamload.OptionError, "returned inf for sample '0000"),
-        (text, streamload.OptionError, "returned 'often' for sample '0000.*expected a number, or None"),
+        (infinite, streamload.errors.OptionError, "returned inf for sample '0000"),
+        (
+            text,
+            streamload.errors.OptionError,
+            "returned 'often' for sample '0000.*expected a number, or None",
+        ),
         (broken, KeyError, "missing"),
     ],
 )
@@ -273,9 +279,9 @@ def test_a_rate_that_is_no_number_from_0_fails(
 
 def test_only_facts_and_functions_repeat_and_only_in_training_fails(data: Path, tmp_path: Path):
     for wrong in ("scores", 2, 0.5, (by_number, 1), ["r"]):
-        with pytest.raises(streamload.OptionError, match=r"expected the name of a fact \(.*r, "):
+        with pytest.raises(streamload.errors.OptionError, match=r"expected the name of a fact \(.*r, "):
             make(data, tmp_path / "cache", repeat=wrong)
-    with pytest.raises(streamload.OptionError, match="repeat= is for training"):
+    with pytest.raises(streamload.errors.OptionError, match="repeat= is for training"):
         make(data, tmp_path / "cache", train=False)
 
 
@@ -285,6 +291,6 @@ def test_rates_of_0_alone_are_no_samples_fails(data: Path, tmp_path: Path):
 
     with (
         make(data, tmp_path / "cache", repeat=(never, "1")) as loader,
-        pytest.raises(streamload.NoValidSamples),
+        pytest.raises(streamload.errors.NoValidSamples),
     ):
         seen(loader)

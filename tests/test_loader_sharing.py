@@ -182,7 +182,7 @@ def test_the_variables_are_enough(origin: Origin, tmp_path: Path, monkeypatch: p
 
 
 def test_what_is_no_folder_is_refused_before_anything_begins(origin: Origin, tmp_path: Path) -> None:
-    with pytest.raises(streamload.OptionError, match="shared="):
+    with pytest.raises(streamload.errors.OptionError, match="shared="):
         make(origin, tmp_path, Place("s3://bucket/{0..9}", {}))
 
 

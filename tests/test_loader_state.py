@@ -259,17 +259,17 @@ def test_a_rank_knows_its_own_group_and_a_list_knows_all(paths: list[Path], tmp_
     for loader in loaders:
         loader.close()
     for rank, loader in enumerate(two_groups(paths, tmp_path / "c2")):
-        with loader, pytest.raises(streamload.StateMismatch, match=rf"lacks groups \[{rank}\] of 2"):
+        with loader, pytest.raises(streamload.errors.StateMismatch, match=rf"lacks groups \[{rank}\] of 2"):
             loader.load_state_dict(states[1 - rank])
         with loader:
             loader.load_state_dict(states[rank])  # all that this layout needs
             assert keys(loader) == [parts[rank] for parts in steps[5:]]
     with make(paths, tmp_path / "c3", batch_size=10, num_samples=sum(COUNTS)) as alone:
-        with pytest.raises(streamload.StateMismatch, match="incomplete"):
+        with pytest.raises(streamload.errors.StateMismatch, match="incomplete"):
             alone.load_state_dict(states[:1])
         alone.load_state_dict(states)
         assert keys(alone) == [[key for part in parts for key in part] for parts in steps[5:]]
-        with pytest.raises(streamload.StateMismatch, match="not of one moment"):
+        with pytest.raises(streamload.errors.StateMismatch, match="not of one moment"):
             alone.load_state_dict([states[0], checked({**states[1], "position": 10})])
 
 
@@ -286,11 +286,11 @@ def gather(rank: int, paths: list[Path], place: Path) -> None:
         rest = keys(iterator)
         if rank == 0:
             taken(loader, 1)  # one step more than the other
-            with pytest.raises(streamload.OrderDiverged, match="not at the same step"):
+            with pytest.raises(streamload.errors.OrderDiverged, match="not at the same step"):
                 streamload.gather_state(loader)
         else:
             iter(loader)
-            with pytest.raises(streamload.OrderDiverged, match="not at the same step"):
+            with pytest.raises(streamload.errors.OrderDiverged, match="not at the same step"):
                 streamload.gather_state(loader)
     (place / f"{rank}.json").write_text(json.dumps([state, rest]))
     torch.distributed.destroy_process_group()
@@ -398,14 +398,14 @@ def state(paths: list[Path], tmp_path: Path) -> dict[str, Any]:
 def test_a_state_of_other_options_is_refused(
     options: dict[str, Any], match: str, state: dict[str, Any], paths: list[Path], tmp_path: Path
 ) -> None:
-    mismatch = pytest.raises(streamload.StateMismatch, match=match)
+    mismatch = pytest.raises(streamload.errors.StateMismatch, match=match)
     with make(paths, tmp_path / "cache", **options) as loader, mismatch:
         loader.load_state_dict(state)
 
 
 def test_a_state_of_other_shards_is_refused(state: dict[str, Any], paths: list[Path], tmp_path: Path) -> None:
     for other in (paths[:-1], paths[::-1], [*paths[1:], paths[0]]):
-        mismatch = pytest.raises(streamload.StateMismatch, match="another data set")
+        mismatch = pytest.raises(streamload.errors.StateMismatch, match="another data set")
         with make(other, tmp_path / "cache") as loader, mismatch:
             loader.load_state_dict(state)
 
@@ -457,7 +457,7 @@ def test_what_is_no_state_is_refused(state: dict[str, Any], paths: list[Path], t
             (without(state, "seed"), "not a valid state"),
             (without(state, "sources"), "not a valid state"),
         ):
-            with pytest.raises(streamload.StateMismatch, match=match):
+            with pytest.raises(streamload.errors.StateMismatch, match=match):
                 loader.load_state_dict(wrong)  # type: ignore[arg-type]
         loader.load_state_dict(state)
         assert keys(loader)
@@ -470,7 +470,7 @@ def test_a_state_that_is_loaded_ends_the_epoch_under_way(
         iterator = iter(loader)
         next(iterator)
         loader.load_state_dict(state)
-        with pytest.raises(streamload.LoaderClosed, match="load_state_dict"):
+        with pytest.raises(streamload.errors.LoaderClosed, match="load_state_dict"):
             next(iterator)
         assert loader.state_dict() == state
 
@@ -514,7 +514,7 @@ def test_a_shard_that_changed_under_the_state_is_an_error(tmp_path: Path) -> Non
             assert len(keys(loader)) == len(paths) * 40 // 5 - 6
         with make(url, tmp_path / "empty") as loader:
             loader.load_state_dict(state)
-            with pytest.raises(streamload.DatasetChanged, match="than when the state was saved"):
+            with pytest.raises(streamload.errors.DatasetChanged, match="than when the state was saved"):
                 keys(loader)
 
 
@@ -532,7 +532,7 @@ def test_a_shard_that_is_gone_at_a_resume_is_named_with_the_cause(is_local: bool
             loader.load_state_dict(state)
             cause = "no such file" if is_local else "404 Not Found"
             with pytest.raises(
-                streamload.DatasetChanged, match=rf"{shard:05d}\.tar can't be read .*: .*{cause}"
+                streamload.errors.DatasetChanged, match=rf"{shard:05d}\.tar can't be read .*: .*{cause}"
             ):
                 keys(loader)
 
@@ -547,7 +547,7 @@ def test_a_shard_with_other_samples_under_the_state_is_an_error(tmp_path: Path) 
     write_shards(tmp_path / "data", [31] * 4, seed=1)
     with make(url, tmp_path / "empty") as loader:
         loader.load_state_dict(state)
-        with pytest.raises(streamload.DatasetChanged, match="when the state was saved it had"):
+        with pytest.raises(streamload.errors.DatasetChanged, match="when the state was saved it had"):
             keys(loader)
 
 
@@ -659,7 +659,9 @@ def test_a_state_goes_on_in_shards_that_were_moved_to_another_host_or_to_a_disk(
     with ShardServer(tmp_path) as server:
         for now in (f"{server.url}/below", f"pipe:curl -s {server.url}/below", str(paths[0].parent)):
             with make(f"{now}/{{00000..00007}}.tar", tmp_path / "cache") as loader:
-                with pytest.raises(streamload.StateMismatch, match=r"another data set.*moved={old: new}"):
+                with pytest.raises(
+                    streamload.errors.StateMismatch, match=r"another data set.*moved={old: new}"
+                ):
                     loader.load_state_dict(state)
                 loader.load_state_dict(state, moved={was: now.removeprefix("pipe:curl -s ")})
                 assert taken(loader, 2) == rest[:2]
@@ -677,13 +679,15 @@ def test_other_shards_are_not_taken_for_moved_ones(
     with make(f"{tmp_path}/{{00000..00007}}.tar", tmp_path / "cache") as loader:
         loader.load_state_dict(state, moved={was: str(tmp_path)})
         with pytest.raises(
-            streamload.DatasetChanged, match="has other samples than when the state was saved"
+            streamload.errors.DatasetChanged, match="has other samples than when the state was saved"
         ):
             keys(loader)
     with make(f"{tmp_path}/{{00000..00006}}.tar", tmp_path / "cache") as loader:
-        with pytest.raises(streamload.StateMismatch, match="another data set"):
+        with pytest.raises(streamload.errors.StateMismatch, match="another data set"):
             loader.load_state_dict(state, moved={was: str(tmp_path)})
-        with pytest.raises(streamload.OptionError, match=r"no shard has a URL that begins with .*elsewhere"):
+        with pytest.raises(
+            streamload.errors.OptionError, match=r"no shard has a URL that begins with .*elsewhere"
+        ):
             loader.load_state_dict(state, moved={was: "/elsewhere"})
 
 
@@ -698,7 +702,7 @@ def test_a_state_of_an_earlier_version_is_not_taken_for_moved_shards(
         source["begun"] = {shard: begun[:4] for shard, begun in source["begun"].items()}
     with (
         make(f"{paths[0].parent}/{{00000..00007}}.tar", tmp_path / "cache") as loader,
-        pytest.raises(streamload.StateMismatch, match="by an earlier version"),
+        pytest.raises(streamload.errors.StateMismatch, match="by an earlier version"),
     ):
         loader.load_state_dict(old, moved={was: str(paths[0].parent)})
 
@@ -738,7 +742,7 @@ def test_a_group_whose_shards_cannot_be_had_takes_part_in_those_of_the_others(
 def test_a_run_of_fixed_length_without_any_sample_says_so_at_once(tmp_path: Path) -> None:
     with (
         make([tmp_path / "0.tar", tmp_path / "1.tar"], tmp_path / "cache", num_batches=5) as loader,
-        pytest.raises(streamload.NoValidSamples, match=r"none of 2 shards could be read: .*0\.tar"),
+        pytest.raises(streamload.errors.NoValidSamples, match=r"none of 2 shards could be read: .*0\.tar"),
     ):
         next(iter(loader))
 

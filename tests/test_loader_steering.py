@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import streamload
-from streamload import DecisionsError, OptionError, PolicyError, Replay, StateMismatch
+from streamload.errors import DecisionsError, OptionError, PolicyError, StateMismatch
 from streamload.loader.signals import Rows
+from streamload.mixing import Replay
 from streamload.steering import Decided, Summary
 from streamload.testing.server import Fault, ShardServer
 from streamload.testing.shards import write_shards
@@ -306,7 +307,7 @@ class Failing(Seesaw):
         (lambda: Decided({"a": float("nan")}), "gave 'a' the weight nan"),
         (lambda: Decided({"a": -1}), "gave 'a' the weight -1"),
         (lambda: Decided(dict.fromkeys(NAMES, 0)), "every source the weight 0"),
-        (lambda: {"a": 1}, "returned a dict; expected a streamload.Decided"),
+        (lambda: {"a": 1}, "returned a dict; expected a streamload.mixing.Decided"),
         (lambda: Decided(None, {1, 2}), "memory can't be part of a state"),
         (lambda: Decided(None, float("inf")), "memory can't be part of a state"),
         (lambda: Decided(None, "x" * 100_000), "too large for a state"),
@@ -332,7 +333,10 @@ def test_a_sizes_json_that_cannot_be_read_is_not_the_policys_error(place: Path, 
         sources = [streamload.Source(f"{server.url}/{name}/{{00000..00001}}.tar", 1, name) for name in NAMES]
         given: dict[str, Any] = {"batch_size": 12, "num_batches": STEPS, "num_workers": 0}
         given |= {"map_sample": key_of, "cache_dir": tmp_path, "cache_size": "1GB", "mixing": Seesaw()}
-        with flat.make_loader(sources, **given) as loader, pytest.raises(streamload.OriginError) as caught:
+        with (
+            flat.make_loader(sources, **given) as loader,
+            pytest.raises(streamload.errors.OriginError) as caught,
+        ):
             list(loader)
     assert "how many samples a source has can't be read" in str(caught.value)
     assert "b/sizes.json: the server answers 501" in str(caught.value)
@@ -409,7 +413,7 @@ def test_reports_without_a_policy_do_nothing(place: Path) -> None:
 
 
 def test_rows_stand_for_the_shares_of_the_start_by_their_importance(place: Path) -> None:
-    policy = streamload.Schedule({4: {"a": 4}, 8: {"a": 1, "b": 1, "c": 1}}, every=4)
+    policy = streamload.mixing.Schedule({4: {"a": 4}, 8: {"a": 1, "b": 1, "c": 1}}, every=4)
     with make(place, mixing=policy) as loader:
         seen = [loader.info.importance for _ in loader]
     for step, importance in enumerate(seen):
@@ -530,7 +534,7 @@ def test_progress_moves_from_what_has_been_learned_and_not_without_reports(
     steps, share = 240, {}
     for reports in (True, False):
         path = tmp_path / f"{reports}.jsonl"
-        policy = streamload.Progress(signal="eval", every=8, max_passes=1e9)
+        policy = streamload.mixing.Progress(signal="eval", every=8, max_passes=1e9)
         loader = make(place, mixing=policy, decisions=path, num_batches=steps)
         with loader:
             for step, batch in enumerate(loader):
@@ -561,7 +565,7 @@ def test_shares_by_tokens_are_resumed_and_replayed(place: Path, tmp_path: Path) 
                     break
             return steps, loader.state_dict()
 
-    policy, path = streamload.TokenShares(every=10), tmp_path / "decisions.jsonl"
+    policy, path = streamload.mixing.TokenShares(every=10), tmp_path / "decisions.jsonl"
     options = {"num_batches": 60, "mixing": policy, "batch_size": 14}
     whole, _ = trained(make(place, decisions=path, **options))
     last = Counter(name for step in whole[40:] for name, _ in step)

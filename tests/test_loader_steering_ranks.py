@@ -21,7 +21,8 @@ import torch
 import torch.distributed
 
 import streamload
-from streamload import PolicyError, RankFailed, Replay
+from streamload.errors import PolicyError, RankFailed
+from streamload.mixing import Replay
 from streamload.steering import Decided, Summary
 from tests.test_loader_steering import STEPS, Failing, Seesaw, losses, make, place, rows_of, train
 

@@ -5,8 +5,9 @@ import json
 import pytest
 
 import streamload
-from streamload import Batches, Images, OptionError, Order, Patches, Source, StateMismatch
+from streamload import Batches, Images, Order, Patches, Source
 from streamload.cache.part import reserved_bytes
+from streamload.errors import OptionError, StateMismatch
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
 

@@ -95,9 +95,9 @@ def test_the_aws_command_in_a_pipe(
 def test_a_missing_object_and_a_wrong_key_are_typed(s3: tuple[S3Server, list[Path]], tmp_path: Path) -> None:
     server, _ = s3
     options = {"storage_options": server.storage_options, "on_error": "raise"}
-    with pytest.raises(streamload.OriginNotFound, match=r"s3://shards/nothing\.tar"):
+    with pytest.raises(streamload.errors.OriginNotFound, match=r"s3://shards/nothing\.tar"):
         keys(make("s3://shards/nothing.tar", tmp_path, **options))
-    with pytest.raises(streamload.OriginNotFound):
+    with pytest.raises(streamload.errors.OriginNotFound):
         keys(make("s3://no-such-bucket/00000.tar", tmp_path, **options))
 
 

@@ -80,12 +80,20 @@ def urls(server: ShardServer) -> str:
 @pytest.mark.parametrize(
     ("fault", "error", "says"),
     [
-        (Fault(status=404), streamload.OriginNotFound, "404"),
-        (Fault(status=403), streamload.OriginDenied, "403"),
-        (Fault(body=b"<!DOCTYPE html><html>Sign in</html>" * 50), streamload.ShardFormatError, "a web page"),
-        (Fault(body=gzip.compress(bytes(5000))), streamload.ShardFormatError, "gzip"),
-        (Fault(body=b""), streamload.ShardFormatError, "empty"),
-        (Fault(body=bytes(random.Random(1).randbytes(9000))), streamload.ShardFormatError, "not a tar"),
+        (Fault(status=404), streamload.errors.OriginNotFound, "404"),
+        (Fault(status=403), streamload.errors.OriginDenied, "403"),
+        (
+            Fault(body=b"<!DOCTYPE html><html>Sign in</html>" * 50),
+            streamload.errors.ShardFormatError,
+            "a web page",
+        ),
+        (Fault(body=gzip.compress(bytes(5000))), streamload.errors.ShardFormatError, "gzip"),
+        (Fault(body=b""), streamload.errors.ShardFormatError, "empty"),
+        (
+            Fault(body=bytes(random.Random(1).randbytes(9000))),
+            streamload.errors.ShardFormatError,
+            "not a tar",
+        ),
     ],
 )
 @pytest.mark.sampled(3)
@@ -125,7 +133,7 @@ def test_a_cut_shard_gives_what_came_before_the_cut_and_says_so(
 def test_all_shards_missing_is_an_error_and_no_endless_loop(server: ShardServer, tmp_path: Path) -> None:
     with (
         make(f"{server.url}/nowhere/{{0..9}}.tar", tmp_path) as loader,
-        pytest.raises(streamload.NoValidSamples, match=r"none of \d+ shards could be read: .*404"),
+        pytest.raises(streamload.errors.NoValidSamples, match=r"none of \d+ shards could be read: .*404"),
     ):
         keys_of(loader)
 
@@ -156,7 +164,7 @@ def test_a_run_that_gives_up_more_than_a_few_shards_says_so_and_ends(
     said = "training continues without their samples"
     with (
         make(url, tmp_path, max_bad_shards=0.1) as loader,
-        pytest.raises(streamload.TooManyBadShards, match=r"3 of \d+ shards.*max_bad_shards=0\.1"),
+        pytest.raises(streamload.errors.TooManyBadShards, match=r"3 of \d+ shards.*max_bad_shards=0\.1"),
     ):
         keys_of(loader)
     assert caplog.text.count(said) == 1
@@ -196,7 +204,7 @@ def test_a_share_of_shards_that_were_given_up_is_judged_across_states() -> None:
         assert checks.counts() == before
         try:
             checks.check(given_up, whole, 100_000)
-        except streamload.TooManyBadShards:
+        except streamload.errors.TooManyBadShards:
             return True
         return False
 
@@ -214,7 +222,7 @@ def test_no_caption_anywhere_is_an_error_that_shows_what_is_there(tmp_path: Path
     paths = write_shards(tmp_path / "data", [4, 4], options=ShardOptions(without_text_every=1))
     with (
         make([str(p) for p in paths], tmp_path) as loader,
-        pytest.raises(streamload.NoValidSamples, match=r"00000000000 \(jpg, json\).*text_key"),
+        pytest.raises(streamload.errors.NoValidSamples, match=r"00000000000 \(jpg, json\).*text_key"),
     ):
         keys_of(loader)
 
@@ -222,7 +230,7 @@ def test_no_caption_anywhere_is_an_error_that_shows_what_is_there(tmp_path: Path
 def test_keep_that_refuses_all_is_an_error(server: ShardServer, tmp_path: Path) -> None:
     with (
         make(urls(server), tmp_path, keep=refuse) as loader,
-        pytest.raises(streamload.NoValidSamples, match="keep"),
+        pytest.raises(streamload.errors.NoValidSamples, match="keep"),
     ):
         keys_of(loader)
 
@@ -292,7 +300,7 @@ def test_images_that_do_not_decode_are_left_out_of_evaluation_and_raise_if_asked
         assert loader.stats().samples_skipped["decode"] == 2
     with (
         make(str(tmp_path / "bad.tar"), tmp_path, on_error="raise") as loader,
-        pytest.raises(streamload.DecodeError),
+        pytest.raises(streamload.errors.DecodeError),
     ):
         keys_of(loader)
 
@@ -332,7 +340,7 @@ def test_bad_images_in_many_shards_are_no_accident_unless_any_share_is_allowed(
 ) -> None:
     urls = shards_with_bad_images(tmp_path, [{0, 2, 4, 6}] * 24)
     with make(urls, tmp_path, train=train) as loader:
-        with pytest.raises(streamload.TooManyBadSamples, match=r"max_bad_samples=0\.1 allows"):
+        with pytest.raises(streamload.errors.TooManyBadSamples, match=r"max_bad_samples=0\.1 allows"):
             keys_of(loader)
         assert loader.stats().samples_yielded >= 10
     for share in (None, 0.55):
@@ -386,7 +394,7 @@ def test_a_few_bad_shards_that_come_first_end_no_run(tmp_path: Path) -> None:
 
 def test_any_share_of_bad_images_is_gone_over_where_there_is_no_limit(tmp_path: Path) -> None:
     urls = shards_with_bad_images(tmp_path, [set(range(8))] * 15 + [set()])
-    with make(urls, tmp_path, num_workers=0) as loader, pytest.raises(streamload.TooManyBadSamples):
+    with make(urls, tmp_path, num_workers=0) as loader, pytest.raises(streamload.errors.TooManyBadSamples):
         keys_of(loader)
     with make(urls, tmp_path, num_workers=0, max_bad_samples=None) as loader:
         assert len(keys_of(loader)) == 125
@@ -394,7 +402,9 @@ def test_any_share_of_bad_images_is_gone_over_where_there_is_no_limit(tmp_path: 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, True, "10%"])
 def test_a_limit_on_bad_samples_is_a_share_or_none(share: Any, tmp_path: Path) -> None:
-    with pytest.raises(streamload.OptionError, match=r"max_bad_samples=.*a share from 0 to 1, or None"):
+    with pytest.raises(
+        streamload.errors.OptionError, match=r"max_bad_samples=.*a share from 0 to 1, or None"
+    ):
         make("a.tar", tmp_path, max_bad_samples=share)
 
 
@@ -416,7 +426,7 @@ def test_bad_samples_are_counted_across_a_resume(tmp_path: Path) -> None:
         newer = ("shards", "sizes", "opens_after", "checksum", "bad_samples")
         before = {name: value for name, value in state.items() if name not in newer}
         loader.load_state_dict({**before, "streamload_state": 2})
-        with pytest.raises(streamload.StateMismatch, match="not a valid state"):
+        with pytest.raises(streamload.errors.StateMismatch, match="not a valid state"):
             loader.load_state_dict({**state, "bad_samples": [1]})
 
 
@@ -462,7 +472,7 @@ def test_errors_of_the_users_functions_are_raised(workers: int, server: ShardSer
 def test_options_that_cannot_be_used_say_which(options: dict[str, Any], says: str, tmp_path: Path) -> None:
     options = {"urls": str(tmp_path / "a.tar"), **options}
     with (
-        pytest.raises(streamload.OptionError, match=says),
+        pytest.raises(streamload.errors.OptionError, match=says),
         make(options.pop("urls"), tmp_path, **options) as loader,
     ):
         next(iter(loader))
@@ -491,7 +501,7 @@ def test_options_that_cannot_be_used_say_which(options: dict[str, Any], says: st
 def test_what_make_loader_can_tell_is_refused_by_it(
     options: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(streamload.OptionError, match=says):
+    with pytest.raises(streamload.errors.OptionError, match=says):
         make(str(tmp_path / "a.tar"), tmp_path, **options)
 
 
@@ -528,7 +538,7 @@ def test_a_new_iterator_ends_the_one_before_it(workers: int, server: ShardServer
         first = iter(loader)
         next(first)
         assert len(keys_of(loader)) == sum(COUNTS)
-        with pytest.raises(streamload.LoaderClosed, match="a new iteration of the loader began"):
+        with pytest.raises(streamload.errors.LoaderClosed, match="a new iteration of the loader began"):
             next(first)
 
 
@@ -637,7 +647,7 @@ def test_names_of_which_nothing_can_be_used_are_named_as_a_likely_cause(
             tar.addfile(tarfile.TarInfo(name))
     with (
         make([str(tmp_path / "0.tar")], tmp_path, num_workers=0) as loader,
-        pytest.raises(streamload.NoValidSamples, match=cause),
+        pytest.raises(streamload.errors.NoValidSamples, match=cause),
     ):
         list(loader)
 
@@ -667,7 +677,7 @@ def test_a_batch_of_another_epoch_is_not_taken() -> None:
     checks.start_epoch(generation=6)
     batch = Batch({}, 0, 0, 0, SealedStates({}), [], {}, samples=0, source_samples=[0], generation=6)
     checks.check_order(batch)
-    with pytest.raises(streamload.OrderDiverged, match="order 4, but this epoch has order 6"):
+    with pytest.raises(streamload.errors.OrderDiverged, match="order 4, but this epoch has order 6"):
         checks.check_order(batch._replace(generation=4))
 
 
@@ -676,7 +686,7 @@ def test_a_cache_directory_that_cannot_be_used_is_an_error(server: ShardServer, 
     for place in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/streamload")):
         with (
             make(urls(server), tmp_path, cache_dir=place) as loader,
-            pytest.raises(streamload.CacheError, match="can't be used"),
+            pytest.raises(streamload.errors.CacheError, match="can't be used"),
         ):
             keys_of(loader)
 
@@ -687,7 +697,7 @@ def test_workers_that_disagree_on_the_order_are_an_error(server: ShardServer, tm
 
     with (
         make(urls(server), tmp_path, keep=seeded_apart, multiprocessing_context="fork") as loader,
-        pytest.raises(streamload.OrderDiverged, match="keep="),
+        pytest.raises(streamload.errors.OrderDiverged, match="keep="),
     ):
         keys_of(loader)
 
@@ -715,7 +725,7 @@ def test_a_limit_of_files_that_shared_memory_does_not_fit_in_is_named(
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000_000, before[1]))
     try:
-        with pytest.raises(streamload.CacheError, match=r"10,000,000 bytes here; raise .*ulimit -f"):
+        with pytest.raises(streamload.errors.CacheError, match=r"10,000,000 bytes here; raise .*ulimit -f"):
             make(urls(server), tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -768,7 +778,7 @@ def test_what_has_no_room_and_cannot_be_read_by_range_is_kept_in_memory_or_is_an
     monkeypatch.setattr("streamload.cache.fallback_tier._MEMORY", tmp_path / "nowhere")
     with (
         make(commands, tmp_path, cache_size=limit, multiprocessing_context="fork") as loader,
-        pytest.raises(streamload.CacheFull, match=says),
+        pytest.raises(streamload.errors.CacheFull, match=says),
     ):
         keys_of(loader)
 
@@ -784,7 +794,7 @@ def test_a_shard_that_changes_while_it_is_read_by_range_is_an_error(
             other = tmp_path / "other"
             other.write_bytes(content[:1000] + b"x" + content[1001:])
             other.replace(path)  # at no time is it missing
-        with pytest.raises(streamload.DatasetChanged):
+        with pytest.raises(streamload.errors.DatasetChanged):
             list(batches)
 
 
@@ -853,7 +863,7 @@ def test_a_full_disk_is_an_error_only_where_there_is_no_other_place(
     forked: Any = {"free_disk": 0, "multiprocessing_context": "fork"}
     with (
         make(commands, tmp_path, cache_dir=small_disk / "cache", **forked) as loader,
-        pytest.raises(streamload.CacheFull, match=r"no space left|the free space of its disk"),
+        pytest.raises(streamload.errors.CacheFull, match=r"no space left|the free space of its disk"),
     ):
         keys_of(loader)
 
@@ -956,7 +966,7 @@ def test_a_killed_worker_is_an_error_and_loses_nothing(
         workers = [process for process in begun if is_a_worker(process)]
         killer = threading.Timer(1.0, workers[0].kill)  # while the loop waits for a batch
         killer.start()
-        with pytest.raises(streamload.WorkerDied, match="DataLoader worker"):
+        with pytest.raises(streamload.errors.WorkerDied, match="DataLoader worker"):
             list(batches)
         killer.join()
         server.go_on()
@@ -1017,7 +1027,7 @@ def test_a_loader_that_a_signals_handler_closes_while_a_batch_is_waited_for_says
             next(batches)
             timer = threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGUSR1))
             timer.start()
-            with pytest.raises(streamload.LoaderClosed):
+            with pytest.raises(streamload.errors.LoaderClosed):
                 for _ in batches:
                     pass
             timer.join()
@@ -1037,7 +1047,7 @@ def test_a_loader_that_is_closed_in_the_middle_of_an_epoch_loses_nothing(
             next(epoch)
         loader.close()
         for _ in range(2):
-            with pytest.raises(streamload.LoaderClosed, match="in the middle of the epoch"):
+            with pytest.raises(streamload.errors.LoaderClosed, match="in the middle of the epoch"):
                 next(epoch)
         state = loader.state_dict()
         assert (state["epoch"], state["position"]) == (0, 15)
@@ -1045,7 +1055,7 @@ def test_a_loader_that_is_closed_in_the_middle_of_an_epoch_loses_nothing(
         loader.load_state_dict(state)
         rest = iter(loader)
         keys = [key for _ in range(2) for key in next(rest)[2]["__key__"]]
-        with pytest.raises(streamload.LoaderClosed):
+        with pytest.raises(streamload.errors.LoaderClosed):
             next(epoch)
         keys += [key for _, _, origin in rest for key in origin["__key__"]]
     assert keys == oracle(tmp_path, 0, 1, 2, 3)[15:]
@@ -1305,7 +1315,7 @@ def describe(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_hf_output_without_a_tokenizer_is_refused(server: ShardServer, tmp_path: Path) -> None:
-    with pytest.raises(streamload.OptionError, match="tokenizer"):
+    with pytest.raises(streamload.errors.OptionError, match="tokenizer"):
         make(urls(server), tmp_path, output="hf")
 
 
@@ -1314,7 +1324,7 @@ def test_an_epoch_smaller_than_a_batch_is_an_error_and_not_an_empty_epoch(
 ) -> None:
     with (
         make(urls(server), tmp_path, batch_size=500) as loader,
-        pytest.raises(streamload.DataError, match="500"),
+        pytest.raises(streamload.errors.DataError, match="500"),
     ):
         keys_of(loader)
 
@@ -1435,8 +1445,8 @@ def unreadable(path: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "error"),
     [
-        (removed, streamload.OriginNotFound),
-        pytest.param(unreadable, streamload.OriginError, marks=pytest.mark.deep),
+        (removed, streamload.errors.OriginNotFound),
+        pytest.param(unreadable, streamload.errors.OriginError, marks=pytest.mark.deep),
     ],
 )
 def test_a_local_shard_that_cannot_be_opened_any_more_is_an_error_or_is_left_out(
@@ -1532,5 +1542,5 @@ def test_an_argument_of_another_loader_says_what_takes_its_place(
     options: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(streamload.OptionError, match=re.escape(says)):
+    with pytest.raises(streamload.errors.OptionError, match=re.escape(says)):
         flat.make_loader("a.tar", **options)

@@ -17,7 +17,8 @@ import torch.multiprocessing
 from PIL import Image
 
 import streamload
-from streamload import OptionError, complexity
+from streamload import complexity
+from streamload.errors import OptionError
 from streamload.shards.samples import Entry
 from streamload.testing.resume import Layout, assert_resumes_exactly
 from streamload.testing.shards import read_oracle, write_shards
@@ -158,7 +159,7 @@ def test_the_mean_of_a_state_holds_for_other_batches_and_only_for_the_same_weigh
     for damaged in ([1, 2], ["complexity", 0], ["complexity", "much"], "x", ["complexity", math.inf]):
         value = {name: one for name, one in state.items() if name != "checksum"}
         value["mean_weight"], value["streamload_state"] = damaged, 2
-        with make(data, tmp_path) as loader, pytest.raises(streamload.StateMismatch):
+        with make(data, tmp_path) as loader, pytest.raises(streamload.errors.StateMismatch):
             loader.load_state_dict(value)
 
 
@@ -232,7 +233,7 @@ def ends_before_its_first_batch(rank: int, data: Path, place: Path) -> None:
         if rank == 0:
             try:
                 next(batches)
-            except streamload.RankFailed as exc:
+            except streamload.errors.RankFailed as exc:
                 (place / "told").write_text(str(exc))
     os._exit(0)  # rank 1 without a batch
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamload import Progress
 from streamload.errors import OptionError
+from streamload.mixing import Progress
 from streamload.steering import Signal, SourceSummary, Summary
 from streamload.steering.limits import bounded, caps
 from streamload.steering.progress import wanted_shares

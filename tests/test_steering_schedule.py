@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from streamload import Schedule, Target
 from streamload.errors import OptionError
+from streamload.mixing import Schedule, Target
 from streamload.steering import Signal, SourceSummary, Summary, as_policy
 
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from streamload import OptionError, TokenShares
+from streamload.errors import OptionError
+from streamload.mixing import TokenShares
 from streamload.steering import Signal, SourceSummary, Summary, as_policy
 
 WEIGHTS = st.lists(st.floats(0.01, 1.0), min_size=2, max_size=6)

@@ -263,7 +263,9 @@ class Steering:
         summary = self._summary(reported)
         decided = self._policy.decide(summary, self._state.memory)
         if not isinstance(decided, Decided):
-            raise OptionError(f"decide() returned a {type(decided).__name__}; expected a streamload.Decided")
+            raise OptionError(
+                f"decide() returned a {type(decided).__name__}; expected a streamload.mixing.Decided"
+            )
         decided_weights = weights_of(decided, summary)
         shares = (
             None

@@ -14,10 +14,10 @@ import torch
 from open_clip_train.params import parse_args
 from tiny import Run
 
-from streamload import Progress
 from streamload.errors import OptionError
 from streamload.integrations import openclip
 from streamload.integrations.openclip import row_losses
+from streamload.mixing import Progress
 from streamload.steering.decisions import read_lines
 from streamload.testing.shards import write_shards
 

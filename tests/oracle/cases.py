@@ -122,7 +122,7 @@ def draw(name: str, seed: int) -> Case:
         try:
             for layout in case.layouts:
                 case.loader(layout, 0, "unused")
-        except streamload.OptionError:
+        except streamload.errors.OptionError:
             continue
         return case
 

@@ -124,11 +124,11 @@ class Alternate:
 
     every = 3
 
-    def decide(self, summary: Any, memory: Any) -> streamload.Decided:
+    def decide(self, summary: Any, memory: Any) -> streamload.mixing.Decided:
         count = 0 if memory is None else memory["count"] + 1
         names = [source.name for source in summary.sources]
         weights = {name: 1 + (place + count) % 3 for place, name in enumerate(names)}
-        return streamload.Decided(weights, {"count": count}, f"turn {count}")
+        return streamload.mixing.Decided(weights, {"count": count}, f"turn {count}")
 
 
 class FollowLoss:
@@ -136,11 +136,11 @@ class FollowLoss:
 
     every = 4
 
-    def decide(self, summary: Any, memory: Any) -> streamload.Decided:
+    def decide(self, summary: Any, memory: Any) -> streamload.mixing.Decided:
         means = {source.name: source.loss.mean or 0.0 for source in summary.sources}
         highest = max(means, key=lambda name: means[name])
         weights = {name: 3.0 if name == highest else 1.0 for name in means}
-        return streamload.Decided(weights, memory, f"{highest} has the highest loss")
+        return streamload.mixing.Decided(weights, memory, f"{highest} has the highest loss")
 
 
 class Halve:
@@ -148,8 +148,10 @@ class Halve:
 
     every = 3
 
-    def decide(self, measured: Any, memory: Any) -> streamload.SizeDecided:
-        return streamload.SizeDecided(max(2, measured.size // 2), memory, f"after step {measured.step}")
+    def decide(self, measured: Any, memory: Any) -> streamload.batching.SizeDecided:
+        return streamload.batching.SizeDecided(
+            max(2, measured.size // 2), memory, f"after step {measured.step}"
+        )
 
 
 NAMED: dict[str, Callable[[], Any]] = {
@@ -175,9 +177,9 @@ NAMED: dict[str, Callable[[], Any]] = {
     "alternate": Alternate,
     "follow_loss": FollowLoss,
     "halve": Halve,
-    "schedule": lambda: streamload.Schedule({3: {"0": 2}, 7: {"0": 1, "1": 3}}),
-    "target": lambda: streamload.Target({"0": 0.5, "1": 0.25}, every=4),
-    "replay": lambda: streamload.Replay("decisions.jsonl"),
+    "schedule": lambda: streamload.mixing.Schedule({3: {"0": 2}, 7: {"0": 1, "1": 3}}),
+    "target": lambda: streamload.mixing.Target({"0": 0.5, "1": 0.25}, every=4),
+    "replay": lambda: streamload.mixing.Replay("decisions.jsonl"),
 }
 """Makers of the values that cases write as "@name"."""
 

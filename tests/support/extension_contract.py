@@ -109,5 +109,5 @@ class ExtensionContract:
             saved = {name: value for name, value in loader.state_dict().items() if name != "checksum"}
             for key in self.state_keys:
                 for value in self.damaged:
-                    with pytest.raises(streamload.StateMismatch):  # one of before there was a checksum
+                    with pytest.raises(streamload.errors.StateMismatch):  # one of before there was a checksum
                         loader.load_state_dict({**saved, "streamload_state": 2, key: value})

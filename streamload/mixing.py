@@ -1,0 +1,24 @@
+"""The public names for mixing sources: policies that choose weights, and the words of a policy of one's own.
+
+from streamload.mixing import Schedule
+loader = make_loader([Source("own.tar"), Source("web.tar")], mixing=Schedule({10_000: {"own": 2}}))
+"""
+
+from streamload.steering import Decided, Policy, SourceSummary, Summary
+from streamload.steering.progress import Progress
+from streamload.steering.replay import Replay
+from streamload.steering.schedule import Schedule
+from streamload.steering.target import Target
+from streamload.steering.token_shares import TokenShares
+
+__all__ = [
+    "Decided",
+    "Policy",
+    "Progress",
+    "Replay",
+    "Schedule",
+    "SourceSummary",
+    "Summary",
+    "Target",
+    "TokenShares",
+]
