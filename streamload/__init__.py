@@ -21,7 +21,6 @@ from streamload.errors import StreamloadError
 
 if TYPE_CHECKING:
     from streamload import batching, mixing
-    from streamload.weights.sample import complexity
     from streamload.derived.calls.module_cache import CacheLevel, cache_info, cache_module
     from streamload.loader import (
         Batches,
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from streamload.metrics.alerts import Alert
     from streamload.metrics.verdict import Verdict
     from streamload.shards.samples import Entry
+    from streamload.weights.sample import complexity
 
 
 __all__ = [

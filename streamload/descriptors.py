@@ -21,7 +21,7 @@ _change = threading.RLock()  # reentrant: a signal handler may fork or close a f
 _open: set[Descriptor] = set()
 _spare: tuple[int, weakref.WeakMethod[Callable[[], bool]]] | None = None  # a thread, how it gives up files
 shortages = 0
-"""How often this process had too many files open to open another."""
+"""Count of times that this process had too many files open to open another."""
 
 
 class Descriptor:
@@ -100,7 +100,7 @@ def give_up_when_short(spare: Callable[[], bool]) -> None:
 
 
 def count() -> int:
-    """How many of this process's open files are registered here."""
+    """Number of this process's open files that are registered here."""
     return len(_open)
 
 

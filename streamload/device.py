@@ -68,12 +68,12 @@ class CudaMemory:
         self._device = device
 
     def limit_bytes(self) -> int:
-        """What this process can have in all."""
+        """Memory that this process can have in all."""
         free, _ = torch.cuda.mem_get_info(self._device)
         return int(free + torch.cuda.memory_reserved(self._device))
 
     def allocated_bytes(self) -> int:
-        """What tensors have now."""
+        """Memory that tensors have now."""
         return int(torch.cuda.memory_allocated(self._device))
 
     def reset_peak(self) -> None:
@@ -91,7 +91,7 @@ class CudaMemory:
 
 
 def memory_of(device: torch.device | None) -> CudaMemory | None:
-    """What reads a device's memory; None if nothing does. It doesn't start the device."""
+    """Reader of a device's memory; None if there is none. It doesn't start the device."""
     return CudaMemory(device) if device is not None and device.type == "cuda" else None
 
 

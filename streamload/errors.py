@@ -192,7 +192,7 @@ class PolicyError(StreamloadError, ValueError):
 
 
 class FeatureError(StreamloadError, ValueError):
-    """What a module computes can't be kept in a cache of rows, or a kept row can't be trusted."""
+    """A module's result can't be kept in a cache of rows, or a kept row can't be trusted."""
 
 
 class FeatureNotCacheable(FeatureError):

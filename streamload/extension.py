@@ -55,7 +55,7 @@ class BatchRows(Protocol):
 
 
 class ReadProgress(NamedTuple):
-    """How far a process has read.
+    """Progress of a process in reading.
 
     Attributes:
         epoch: of the order.
@@ -80,7 +80,7 @@ class WorkerProcess(Protocol):
         ...
 
     def progress(self) -> ReadProgress:
-        """How far the process has read."""
+        """Progress of the process in reading."""
         ...
 
 
@@ -97,7 +97,7 @@ class WorkerPart:
         """Go by an event from now on; events come in order, each before the first step for which it holds."""
 
     def finish(self, values: dict[str, Any], rows: BatchRows) -> bytes:
-        """What the rank's part gets with a batch.
+        """Message to the rank's part with a batch.
 
         Args:
             values: of the batch by name; the part may add some.
@@ -163,7 +163,7 @@ class Run(Protocol):
 
     @property
     def can_agree(self) -> bool:
-        """Whether the ranks are joined, or there is only one."""
+        """True if the ranks are joined, or there is only one."""
         ...
 
     def agree(self, subject: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:

@@ -17,7 +17,7 @@ from pathlib import Path
 from streamload.errors import LimitReached, is_shortage
 
 PATIENCE_SECONDS = 15.0
-"""How long a shortage may last: a checkpoint that is being saved opens many files for a moment."""
+"""Longest shortage that is waited for: a checkpoint that is being saved opens many files for a moment."""
 _MOST_FILES = 1 << 20
 """No higher soft limit is set: programs that close all possible descriptors take minutes for a billion."""
 _MOST_CAUSES = 8
@@ -34,7 +34,7 @@ def allow_many_files() -> None:
 
 
 def most_files() -> int:
-    """How many files this process may have open."""
+    """Number of files that this process may have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST_FILES if soft == resource.RLIM_INFINITY else soft
 

@@ -53,12 +53,12 @@ def own_address() -> str:
 
 
 def is_dead(address: str) -> bool:
-    """Whether the process at an address is dead; False if that isn't known here."""
+    """True if the process at an address is dead; False if that isn't known here."""
     return _state(address) in _DEAD_STATES
 
 
 def is_dead_or_stopped(address: str) -> bool:
-    """Whether the process at an address is dead or stopped; False if that isn't known here."""
+    """True if the process at an address is dead or stopped; False if that isn't known here."""
     return _state(address) in _DEAD_STATES | _STOPPED_STATES
 
 

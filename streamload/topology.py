@@ -187,12 +187,12 @@ class RunAttempt(NamedTuple):
         return self._replace(attempt=self.attempt + 1)
 
     def is_after(self, other: "RunAttempt | None") -> bool:
-        """Whether this is a later attempt of the same run."""
+        """True if this is a later attempt of the same run."""
         return other is not None and self.run == other.run and self.attempt > other.attempt
 
 
 _started: Counter[str] = Counter()
-"""How many runs this process has begun, by launch and shards."""
+"""Number of runs that this process has begun, by launch and shards."""
 _LAUNCHED_BY = (
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_RESTART_COUNT",

@@ -135,7 +135,7 @@ def abandon_workers(batches: Any) -> None:
 
 
 def is_importing_main() -> bool:
-    """Whether this process was started by spawn or forkserver, and is importing the main script."""
+    """True if this process was started by spawn or forkserver, and is importing the main script."""
     return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
 
 

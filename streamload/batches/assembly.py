@@ -36,7 +36,7 @@ Collate = Callable[[list[Mapping[str, Any]]], Any]
 
 @dataclass(frozen=True, slots=True)
 class BatchAssembly:
-    """How samples become batches.
+    """Path of samples into batches.
 
     Attributes:
         image: chooses the image from a sample's extensions.
@@ -93,7 +93,7 @@ class BatchAssembly:
 
     @property
     def reads_only_features(self) -> bool:
-        """Whether batches have nothing of samples but features, of which derived shards may have all."""
+        """True if batches have nothing of samples but features, of which derived shards may have all."""
         values = self.images, self.text, self.label, self.map_sample
         return (
             bool(self.features)

@@ -107,7 +107,7 @@ def _check_size(data: bytes | memoryview, kind: str, error: type[SampleError]) -
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether it can be encoded: JSON escapes can hold half a surrogate pair, on which tokenizers fail."""
+    """True if it can be encoded: JSON escapes can hold half a surrogate pair, on which tokenizers fail."""
     try:
         text.encode()
     except UnicodeEncodeError:

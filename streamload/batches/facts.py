@@ -1,4 +1,4 @@
-"""How columns of facts are made (`Shards(facts=…)`): token counts, JSON fields, users' functions, tables.
+"""The making of columns of facts (`Shards(facts=…)`): token counts, JSON fields, users' functions, tables.
 
 Each is a `shards.facts.Column`. Values depend on a sample's key and members alone, images excepted: the image
 of a prepared shard has other bytes.
@@ -100,7 +100,7 @@ class JsonField:
 
 @dataclass(frozen=True, slots=True)
 class FunctionFact:
-    """What a user's function returns for a sample: a number, or None for unknown. Its errors propagate."""
+    """Result of a user's function for a sample: a number, or None for unknown. Its errors propagate."""
 
     function: FactFunction
     digest: str
@@ -209,7 +209,7 @@ def read_facts(
 
 
 def read_repeat(repeat: Any, columns: Mapping[str, Column]) -> Repeat | None:
-    """How often samples are used, from `Shards(repeat=…)`.
+    """Number of uses of samples, from `Shards(repeat=…)`.
 
     Args:
         repeat: the name of a fact, a function of an entry, or a pair of one and its version; None.
@@ -286,7 +286,7 @@ def _table(text: str) -> tuple[Path | None, str]:
 
 
 def _described(function: Any, where: str) -> list[Any]:
-    """What a function's results depend on beside its argument."""
+    """Dependencies of a function's results beside its argument."""
     describer = Describer()
     try:
         described, patches = describer.value(function, where), describer.patches()
@@ -299,7 +299,7 @@ def _described(function: Any, where: str) -> list[Any]:
 
 
 def _described_tokenizer(tokenizer: Any, adapted: BatchTokenizer) -> list[Any]:
-    """What token counts depend on: the class and vocabulary, and the lengths and ids of some captions."""
+    """Dependencies of token counts: the class and vocabulary, and the lengths and ids of some captions."""
     inner = getattr(tokenizer, "tokenizer", tokenizer)
     found: list[Any] = [type(tokenizer).__qualname__, type(inner).__qualname__]
     fast, vocabulary = getattr(inner, "backend_tokenizer", None), getattr(inner, "encoder", None)

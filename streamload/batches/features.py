@@ -22,7 +22,7 @@ from streamload.derived.store.sealed import Row
 from streamload.errors import CacheCorrupt, FeatureNotCacheable, SampleError
 
 ROWS, INPUTS, READ = " rows", " inputs", " read"
-"""What a feature's values in a batch are called after its name: rows, inputs of others, FeaturesRead."""
+"""Suffixes of a feature's values in a batch: rows, inputs of others, FeaturesRead."""
 DerivedRows = Callable[[str, int, Sequence[Any]], "list[Row | None]"]
 """Rows in derived shards: of a feature, and of samples of a shard by their keys and checksums."""
 _CHECKED = 4
@@ -34,7 +34,7 @@ epochs of a worker: 0.9 to the power of 4 times 9 draws."""
 
 @dataclass(frozen=True, slots=True)
 class FeatureAssembly:
-    """How a worker makes a feature.
+    """Recipe by which a worker makes a feature.
 
     Attributes:
         name: of the feature.
@@ -54,7 +54,7 @@ class FeatureAssembly:
 
     @property
     def has_derived_shards(self) -> bool:
-        """Whether its rows can be in derived shards: those of samples, with one row each."""
+        """True if its rows can be in derived shards: those of samples, with one row each."""
         return self.images is not None and self.variants == 1
 
     def batch_factory(
@@ -113,7 +113,7 @@ class _Reading:
         return rows
 
     def _is_readable(self, row: Row) -> bool:
-        """Whether the layout is known here: a class in it may be of a module that isn't imported."""
+        """True if the layout is known here: a class in it may be of a module that isn't imported."""
         is_readable = self._unreadable.get(row.layout)
         if is_readable is None:
             try:
@@ -176,7 +176,7 @@ class FeatureInProgress:
         self, key: str, checksum: int | None, members: Mapping[str, memoryview], image: str,
         is_prepared: bool, seed: int, shard: int,
     ) -> ParsedFeature | None:  # fmt: skip
-        """What a sample's row is found by; None where that is known only with the whole batch.
+        """Key of a sample's row; None where that is known only with the whole batch.
 
         Args:
             key: of the sample.

@@ -90,7 +90,7 @@ class ImagesFactory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ImageAssembly:
-    """How images become batches.
+    """Path of images into batches.
 
     Attributes:
         preprocess: a plan from pixels to an image of the batch, or a function from PIL image to value; or a
@@ -119,7 +119,7 @@ class ImageAssembly:
 
     @property
     def runs_as_given(self) -> bool:
-        """Whether the user's own function makes the images."""
+        """True if the user's own function makes the images."""
         return not isinstance(self.preprocess, ImagePlan | PatchPlan | GivenPatches)
 
     @property

@@ -62,7 +62,7 @@ class Members(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a batch knows of its making.
+    """Record of a batch's making.
 
     Attributes:
         decode_ns, resize_ns: of the images that were timed, one of 16 (images.py).
@@ -111,7 +111,7 @@ class BatchInProgress(Protocol):
         ...
 
     def measured(self) -> Measured:
-        """What is known of its making, after `finish`."""
+        """Record of its making, after `finish`."""
         ...
 
     def close(self) -> None:

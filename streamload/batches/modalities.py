@@ -23,7 +23,7 @@ _TEXTS = ("text", "text_valid")
 
 @dataclass(frozen=True, slots=True)
 class Modalities:
-    """What rows have, by the source of their shard.
+    """Modalities of rows, by the source of their shard.
 
     Attributes:
         firsts: the index of each source's first shard among those of the run.

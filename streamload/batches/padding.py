@@ -24,7 +24,7 @@ Bounds = npt.NDArray[np.int32]
 
 
 class TextPadding(NamedTuple):
-    """How captions are cut to the longest of their batch.
+    """Cut of captions to the longest of their batch.
 
     Attributes:
         multiple: of the columns that remain, up to the tokenizer's length.
@@ -197,6 +197,6 @@ def valid_ids(tokenizer: Any, ids: torch.Tensor, others: Mapping[str, torch.Tens
 
 
 def _is_simple(tokenizer: Any) -> bool:
-    """Whether it is open_clip's SimpleTokenizer in any of its modes: each row ends with an end token."""
+    """True if it is open_clip's SimpleTokenizer in any of its modes: each row ends with an end token."""
     simple = "open_clip.tokenizer", "SimpleTokenizer"
     return any((kind.__module__, kind.__name__) == simple for kind in type(tokenizer).__mro__)

@@ -25,7 +25,7 @@ _PLAIN = re.compile(r"[\t\n -%'-~]*")
 
 
 def is_simple_tokenizer(tokenizer: Any) -> bool:
-    """Whether it is open_clip's SimpleTokenizer, in a version that this module knows, unmodified."""
+    """True if it is open_clip's SimpleTokenizer, in a version that this module knows, unmodified."""
     kind = type(tokenizer)
     return (
         kind.__module__ == _MODULE

@@ -37,7 +37,7 @@ TEXT_COLUMNS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = 
     "labels": lambda ids, valid: ids.masked_fill(~valid, _IGNORED),
     "length": lambda _, valid: valid.sum(1),
 }
-"""What is made of ids int64[N, L] and of what isn't padding, bool[N, L], as transformers names it."""
+"""Mask and labels of ids int64[N, L] and of what isn't padding, bool[N, L], as transformers names it."""
 
 
 class Texts(NamedTuple):
@@ -171,7 +171,7 @@ class BatchTokenizer:
         return np.asarray(ids.shape[1] - trailing + (ends_captions & (trailing > 0)), np.int64)
 
     def real_and_padding(self, texts: Texts) -> tuple[int, int]:
-        """How many of a batch's ids are real and how many padding; zeros where nothing says which are."""
+        """Numbers of a batch's ids that are real and that are padding; zeros where nothing says which are."""
         valid = texts.valid
         if valid is None:
             valid = known_valid(self._tokenizer, texts.ids, texts.others)
@@ -181,7 +181,7 @@ class BatchTokenizer:
         return real, valid.numel() - real
 
     def draws(self) -> bool:
-        """Whether the tokenizer draws random numbers; call it where nobody else uses the generators."""
+        """True if the tokenizer draws random numbers; call it where nobody else uses the generators."""
         if self._draws is None:
             with SeededGenerators() as generators:
                 generators.seed(0)
@@ -305,6 +305,6 @@ def _transformers_options(tokenizer: Any, finds_padding: bool) -> dict[str, Any]
 
 
 def _runs_threads(tokenizer: Any) -> bool:
-    """Whether it is a fast tokenizer of transformers, or holds one as open_clip's does."""
+    """True if it is a fast tokenizer of transformers, or holds one as open_clip's does."""
     inner = getattr(tokenizer, "tokenizer", tokenizer)
     return bool(getattr(inner, "is_fast", False))

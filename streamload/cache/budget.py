@@ -49,11 +49,11 @@ _EVICTION_ROUNDS = 5
 _ROWS_BLOCK_BYTES, _ROWS_BLOCKS = 64 << 20, 64
 """Room for rows is reserved in parts of so much, or of a small limit in so many parts."""
 LAST_BLOCKS_BYTES = 4 * BLOCK_BYTES
-"""What a part takes beyond its bytes: its files end within blocks, and one records the reservation."""
+"""Disk space of a part beyond its bytes: its files end within blocks, and one records the reservation."""
 
 
 def part_bytes(size_bytes: int) -> int:
-    """What is reserved for a part of this size."""
+    """Bytes to reserve for a part of this size."""
     return blocks_bytes(size_bytes) + LAST_BLOCKS_BYTES
 
 
@@ -69,7 +69,7 @@ class _Decision(enum.Enum):
 
 
 class _Contents(NamedTuple):
-    """What takes space in a tier while its lock is held."""
+    """Space taken in a tier while its lock is held."""
 
     held: list[HeldShard]
     used_bytes: int
@@ -133,12 +133,12 @@ class Budget:
 
     @property
     def is_bound_by_disk(self) -> bool:
-        """Whether the tier may take less than its limit, as the disk is short."""
+        """True if the tier may take less than its limit, as the disk is short."""
         return self.allowed_bytes < self._for_shards_bytes()
 
     @property
     def bound(self) -> str:
-        """What bounds the tier's size, for messages."""
+        """The bound on the tier's size, for messages."""
         if self.is_bound_by_disk:
             allowed = f"{self.allowed_bytes:,} bytes, with {self._free_disk} kept free"
             return f"the free space of its disk ({allowed})"
@@ -430,7 +430,7 @@ class Budget:
         return eviction.allowed_bytes(self._for_shards_bytes(), stored, disk.free, floor)
 
     def _is_surely_within(self) -> bool:
-        """Whether nothing has to be evicted for certain; takes no lock."""
+        """True if nothing has to be evicted for certain; takes no lock."""
         noted = self._noted_bytes()
         unwritten_bytes = self._directory.unwritten_bytes  # in this order, as above
         disk = self._disk_usage(self._directory.root)
@@ -451,12 +451,12 @@ class Budget:
 
 
 def is_no_space(error: OSError) -> bool:
-    """Whether the disk, or the user's quota, is full."""
+    """True if the disk, or the user's quota, is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _is_closed(shard: HeldShard) -> bool:
-    """Whether nobody reads a shard (fills it, for a part), so that it may be evicted."""
+    """True if nobody reads a shard (fills it, for a part), so that it may be evicted."""
     lock = FileLock.acquire(shard.path / ("index" if shard.kind == "parts" else "names"))
     if lock is None:
         return False

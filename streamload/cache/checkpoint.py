@@ -1,4 +1,4 @@
-"""What a checkpoint records of the shards that a run has begun, and whether they are still the same.
+"""The checkpoint's record of the shards that a run has begun, and whether they are still the same.
 
 An order continues exactly only over the same samples. So a state records of each shard with samples to come
 how many were seen, where it was given up (if it was), its version, and a digest of the start of its index;
@@ -112,7 +112,7 @@ class CheckedArrivals:
         return numbers, ended
 
     def begun(self, shards: Collection[int]) -> dict[int, CheckpointShard]:
-        """What a state is to record of open shards, by their position in the source."""
+        """Records of open shards for a state, by their position in the source."""
         self._contents = {shard: self._contents[shard] for shard in shards if shard in self._contents}
         if self._begun and self._holds():
             return {shard: self._seen(shard) for shard in shards}
@@ -121,7 +121,7 @@ class CheckedArrivals:
         return found
 
     def _is_same(self, view: ShardView, begun: CheckpointShard, ended: bool) -> bool:
-        """Whether the start of the index is as recorded; False: not known yet.
+        """True if the start of the index is as recorded; False: not known yet.
 
         Raises:
             DatasetChanged: it isn't.

@@ -17,7 +17,7 @@ from streamload.cache.directory import Directory, reservation_of
 from streamload.cache.locks import is_locked
 
 PATIENCE_SECONDS = 1.0
-"""How long a process leaves room for a claim, from the moment when it sees it first."""
+"""Time for which a process leaves room for a claim, from the moment when it sees it first."""
 
 
 class Claim(NamedTuple):
@@ -62,5 +62,5 @@ class Claims:
 
 
 def lacking_bytes(claims: list[Claim], size_bytes: int) -> int:
-    """What claims will reserve beyond what they have, if they take as much as another: shards are alike."""
+    """Bytes that claims will still reserve, if they take as much as another: shards are alike."""
     return sum(max(0, size_bytes - claim.reserved_bytes) for claim in claims)

@@ -183,7 +183,7 @@ def next_uses(directory: Path, digests: Sequence[str]) -> dict[str, float]:
 
 
 def lives(path: Path) -> bool:
-    """Whether the writer of a demand file is live: it holds the lock."""
+    """True if the writer of a demand file is live: it holds the lock."""
     return is_locked(path)
 
 

@@ -73,14 +73,14 @@ class Directory:
         self.counts = counts
         self._measured: dict[str, tuple[tuple[int, int], HeldShard]] = {}
         self.is_scanned = False
-        """Whether this process has measured the contents, so that another scan takes milliseconds."""
+        """True if this process has measured the contents, so that another scan takes milliseconds."""
 
     def published(self, digest: str) -> Path:
         """The path of a published shard."""
         return self.root / "shards" / digest
 
     def has_whole(self, shard: Shard) -> bool:
-        """Whether a shard is published here, as its origin has it or in the form prepared for the run."""
+        """True if a shard is published here, as its origin has it or in the form prepared for the run."""
         return any(self.published(digest).exists() for digest in shard.digests)
 
     def index_only(self, digest: str) -> Path:
@@ -123,7 +123,7 @@ class Directory:
 
     @property
     def used_bytes(self) -> int:
-        """What the tier takes now: published shards, tombstones, reservations and trash.
+        """Bytes that the tier takes now: published shards, tombstones, reservations and trash.
 
         Counted file by file; `Budget.used_bytes` is the recorded upper bound.
         """
@@ -131,7 +131,7 @@ class Directory:
 
     @property
     def unwritten_bytes(self) -> int:
-        """How much of that is reserved and not yet on the disk."""
+        """Bytes of that which are reserved and not yet on the disk."""
         return sum(_part_bytes(path) - bytes_below(path) for path in self.own("parts"))
 
     def move_to_trash(self, path: Path) -> Path:
@@ -328,7 +328,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def is_unread(path: Path) -> bool:
-    """Whether nobody reads a directory in the trash; nobody can open it any more."""
+    """True if nobody reads a directory in the trash; nobody can open it any more."""
     return not is_locked(path / "names")
 
 
@@ -343,7 +343,7 @@ def bytes_below(path: Path) -> int:
 
 
 class Reservation(NamedTuple):
-    """What a part has reserved.
+    """Reservation of a part.
 
     Attributes:
         grows: whether the size of its shard isn't known, so that it may need more.
@@ -379,7 +379,7 @@ def _part_bytes(path: Path) -> int:
 
 
 def rows_bytes(root: Path) -> int:
-    """What the rows of modules take in a tier's directory: the files of all of their databases."""
+    """Bytes that the rows of modules take in a tier's directory: the files of all of their databases."""
     total = 0
     with contextlib.suppress(OSError), os.scandir(root / "rows") as homes:
         for home in homes:

@@ -29,7 +29,7 @@ class HeldShard:
     used_at: float
     """When a reader last opened it, in seconds since the epoch."""
     is_superseded: bool = False
-    """Whether its prepared form is here, and nobody has opened it since that came."""
+    """True if its prepared form is here, and nobody has opened it since that came."""
 
 
 def victims(

@@ -91,7 +91,7 @@ class FactsFile:
         return True
 
     def _follow(self) -> bool:
-        """Whether the open index is in another directory by now: then the file is there, too."""
+        """True if the open index is in another directory by now: then the file is there, too."""
         before = self._path
         with contextlib.suppress(OSError):
             if self._copy is not None:

@@ -111,5 +111,5 @@ def _is_ours(path: Path) -> bool:
 
 
 def _limit_bytes() -> int:
-    """How much the fallback tier may take: the training needs memory, too."""
+    """Share of the memory that the fallback tier may take: the training needs memory, too."""
     return memory.free_memory(_MEMORY).free_bytes // _SHARE

@@ -45,7 +45,7 @@ _COPY_BYTES = 8 << 20
 
 
 class Filled(enum.Enum):
-    """How a fill ended."""
+    """End of a fill."""
 
     PUBLISHED = "published"
     GAVE_UP = "gave up"
@@ -58,7 +58,7 @@ class Filled(enum.Enum):
 
 
 class Outcome(NamedTuple):
-    """How a fill ended; the lock on its tombstone; the size of a shard that found no space."""
+    """End of a fill; the lock on its tombstone; the size of a shard that found no space."""
 
     result: Filled
     tombstone: FileLock | None = None
@@ -67,7 +67,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FillOptions:
-    """What to fill of a shard, and what to do if that fails.
+    """A fill: the wanted part of a shard, and what to do if it fails.
 
     Attributes:
         size_bytes: of the shard, if known: without space for it its origin isn't asked.
@@ -91,7 +91,7 @@ class SizedStream(Protocol):
 
 
 class Outdated(Exception):
-    """What has been filled is not of the version that the origin has: the fill starts over."""
+    """The filled bytes are not of the version that the origin has: the fill starts over."""
 
 
 def fill(
@@ -301,7 +301,7 @@ class _Fill:
 
 
 def can_be_taken_over(orphan: Path) -> bool:
-    """Whether a fill would continue from an orphan rather than start over. Reads one sample."""
+    """True if a fill would continue from an orphan rather than start over. Reads one sample."""
     with contextlib.suppress(OSError):
         version, entries = verified_prefix(orphan, 1)
         return bool(entries) and version.is_traceable

@@ -1,4 +1,4 @@
-"""How far a tier will go for a run: shard sizes, what is open at once, which widths fit, warm hit rates.
+"""Forecast of a tier's use in a run: shard sizes, what is open at once, which widths fit, warm hit rates.
 
 The arithmetic is pure; `forecast` applies it to what the tier holds now. `Measure` asks the tier, the shared
 cache or the origin for the size of a shard and its samples, when a run starts whose cache may be too small
@@ -41,7 +41,7 @@ _WINDOW_DIGITS = 2
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a run may expect of its tier.
+    """Forecast of a run's hit rates.
 
     Attributes:
         limit_bytes: the most that the tier may hold.
@@ -82,7 +82,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Width:
-    """How widely one source is read.
+    """Lanes and window of one source.
 
     Attributes:
         lanes, window: of its order.
@@ -99,7 +99,7 @@ class Width:
 
     @property
     def open_bytes(self) -> int:
-        """What has to be in the tier at once."""
+        """Bytes that have to be in the tier at once."""
         most = self.shards * self.shard_bytes
         live = live_shards(self.lanes, self.window, self.shard_bytes / self.sample_bytes)
         return min(most, int(live * self.shard_bytes))
@@ -144,7 +144,7 @@ def fitting(
 
 
 def fits(widths: Sequence[Width], limit_bytes: int, step: int) -> bool:
-    """Whether a tier can hold what has to be open at once, of all sources; see `fitting`."""
+    """True if a tier can hold what has to be open at once, of all sources; see `fitting`."""
     if sum(width.shards * width.shard_bytes for width in widths) <= limit_bytes:
         return True
     sample_bytes = max(width.sample_bytes for width in widths)
@@ -154,12 +154,12 @@ def fits(widths: Sequence[Width], limit_bytes: int, step: int) -> bool:
 
 
 def live_shards(lanes: int, window: int, samples_per_shard: float) -> float:
-    """How many shards have to be open at once: those in lanes, those of a window, and a margin."""
+    """Number of shards that have to be open at once: those in lanes, those of a window, and a margin."""
     return 1.2 * (lanes + window / max(1.0, samples_per_shard)) + 1
 
 
 def forecast(tier: Tier, shards: Sequence[Shard], lanes: int, window: int, nodes: int = 1) -> Forecast:
-    """What a run may expect, by the mean of those of its shards that the tier holds.
+    """Forecast by the mean size of those shards that the tier holds.
 
     Of a long list only a sample is looked up in the tier, and nothing in an empty tier; duplicates are
     recognised only in a short list.

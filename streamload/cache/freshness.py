@@ -1,4 +1,4 @@
-"""Whether copies in a tier are still what their origins have (`revalidate=`), agreed on by a run.
+"""True if copies in a tier are still what their origins have (`revalidate=`), agreed on by a run.
 
 The processes of a run on a node share a version log in the tier's `runs/`: one line per shard, appended by
 any of them, of which the first counts. The process that first finds a published shard or an index-only copy
@@ -89,7 +89,7 @@ class Freshness:
             old.close()
 
     def is_current(self, shard: Shard) -> bool:
-        """Whether readers may begin with the tier's copies of a shard. Quick if they may."""
+        """True if readers may begin with the tier's copies of a shard. Quick if they may."""
         return self._ask is None or shard.local is not None or self.version(shard.digest) is not None
 
     def version(self, digest: str) -> Version | None:
@@ -98,7 +98,7 @@ class Freshness:
             return None if self._version_log is None else self._version_log.version(digest)
 
     def has_to_ask(self, shard: Shard, tiers: Sequence[Tier]) -> bool:
-        """Whether there is a copy that readers may not begin with yet."""
+        """True if there is a copy that readers may not begin with yet."""
         return not self.is_current(shard) and any(True for _ in _copies(shard, tiers))
 
     def check(self, shard: Shard, stop: threading.Event, tiers: Sequence[Tier] = ()) -> bool:
@@ -166,7 +166,7 @@ class Freshness:
                 self._version_log = None
 
     def _has_waited_long(self, shard: Shard) -> bool:
-        """Whether another process, which may be stopped, has been asking about a shard for too long."""
+        """True if another process, which may be stopped, has been asking about a shard for too long."""
         now = time.monotonic()
         with self._lock:
             return now - self._waiting.setdefault(shard.digest, now) > self._patience_seconds

@@ -50,7 +50,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What was removed from a tier (or would be), and what could not be removed.
+    """Garbage that was removed from a tier (or would be), and that could not be removed.
 
     Attributes:
         used_bytes, limit_bytes: of the tier afterwards.

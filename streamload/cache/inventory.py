@@ -1,4 +1,4 @@
-"""What is in a tier's directory, and in which state: what the tier made, who uses it, what is foreign.
+"""Inventory of a tier's directory: what the tier made, who uses it, what is foreign.
 
 Changes nothing. Locks are tried for a moment to see who holds them, as eviction does.
 """
@@ -59,14 +59,14 @@ class LiveRun:
 
     pid: int
     shards: int
-    """How many different shards it has open or will open, as far as it looks ahead."""
+    """Number of different shards that it has open or will open, as far as it looks ahead."""
     held: int
-    """How many of them are published in the tier."""
+    """Number of them that are published in the tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What a tier holds.
+    """Content of a tier.
 
     Attributes:
         used_bytes: what counts against the limit: published shards, parts with their reservations, index-only
@@ -174,7 +174,7 @@ def foreign(tier: Tier) -> Iterator[Foreign]:
 
 
 def foreign_in(path: Path) -> list[Foreign]:
-    """What the tier didn't make in the directory of one shard."""
+    """Foreign files in the directory of one shard."""
     found: list[Foreign] = []
     for inner in _listed(path):
         found += _judge(inner, _OWN_FILE.fullmatch(inner.name) is not None, stat.S_ISREG)
@@ -182,12 +182,12 @@ def foreign_in(path: Path) -> list[Foreign]:
 
 
 def is_filled(part: Path) -> bool:
-    """Whether a part's filler is live."""
+    """True if a part's filler is live."""
     return _is_held(part / "index", shared=True)
 
 
 def is_read(path: Path) -> bool:
-    """Whether anybody has a shard, part or tombstone open."""
+    """True if anybody has a shard, part or tombstone open."""
     return _is_held(path / "names", shared=False)
 
 
@@ -209,7 +209,7 @@ def url_of(path: Path) -> str:
 
 
 def meta_of(path: Path) -> dict[str, object]:
-    """What the header of a shard's index says; empty if that can't be read."""
+    """Header of a shard's index; empty if that can't be read."""
     with contextlib.suppress(OSError, ValueError), open_file(path / "index") as file:
         start = os.pread(file.number, HEADER_START.size, 0)
         _, meta_bytes = header_lengths(start)

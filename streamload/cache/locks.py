@@ -23,7 +23,7 @@ from streamload.errors import CacheError
 from streamload.shards.record import write_at
 
 PATIENCE_SECONDS = 15.0
-"""How long a decision of another process may take; usually milliseconds."""
+"""Longest time for a decision of another process; usually milliseconds."""
 _RETRY_SECONDS = 0.002
 _STAMP_BYTES = 16
 _NOTE = Struct(f"<{_STAMP_BYTES}sq")
@@ -73,7 +73,7 @@ class FileLock:
         return cls(file)
 
     def is_of(self, path: Path) -> bool:
-        """Whether `path` is still the locked file, owned by this user and without other hard links."""
+        """True if `path` is still the locked file, owned by this user and without other hard links."""
         with contextlib.suppress(FileNotFoundError):
             status = path.lstat()
             is_own = status.st_uid == os.geteuid() and status.st_nlink == 1
@@ -86,7 +86,7 @@ class FileLock:
 
 
 def is_locked(path: Path, *, shared: bool = False) -> bool:
-    """Whether another process's lock conflicts with one of ours (see `FileLock.acquire`)."""
+    """True if another process's lock conflicts with one of ours (see `FileLock.acquire`)."""
     lock = FileLock.acquire(path, shared=shared)
     if lock is None:
         return path.exists()

@@ -1,4 +1,4 @@
-"""How much memory a tier in a tmpfs may take, by the limits of machine, container and tmpfs. Changes nothing.
+"""Memory that a tier in a tmpfs may take, by the limits of machine, container and tmpfs. Changes nothing.
 
 A container's limit is that of its cgroup and of all cgroups above it (version 1 and 2). Pages of a tmpfs
 count there like other memory of the processes that wrote them; a process that exceeds the limit is killed,
@@ -32,12 +32,12 @@ class DiskUsage(Protocol):
 
     @property
     def free(self) -> int:
-        """What this user may still write to it."""
+        """Bytes that this user may still write to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """How much is free, and which limit determines it.
+    """Free memory, and the limit that determines it.
 
     Attributes:
         free_bytes: what may be written.
@@ -74,7 +74,7 @@ _VERSIONS = {
 
 
 def free_memory(place: Path = PLACE, root: Path = Path("/")) -> FreeMemory:
-    """What may be written into a tmpfs at `place`, which need not exist yet.
+    """Bytes that may be written into a tmpfs at `place`, which need not exist yet.
 
     Args:
         place: a directory in it.
@@ -103,13 +103,13 @@ def usage(place: Path) -> MemoryUsage:
 
 
 def available(root: Path = Path("/")) -> FreeMemory:
-    """What the machine has and the container allows, without a look at any tmpfs."""
+    """Memory that the machine has and the container allows, without a look at any tmpfs."""
     found = [FreeMemory(_UNLIMITED_BYTES, "memory"), *_of_machine(root), *_of_cgroups(root)]
     return min(found, key=lambda one: one.free_bytes)
 
 
 def taken_ratio(root: Path = Path("/")) -> float:
-    """How much of the memory is taken, 0 to 1: of the machine or of a container, whichever has less left.
+    """Share of the memory that is taken, 0 to 1: of the machine or of a container, whichever has less left.
 
     Pages of files don't count, as they can be dropped. 0 where nothing tells.
     """
@@ -138,7 +138,7 @@ def _of_machine(root: Path) -> Iterator[FreeMemory]:
 
 
 def _of_cgroups(root: Path) -> Iterator[FreeMemory]:
-    """What each cgroup leaves to this process."""
+    """Memory that each cgroup leaves to this process."""
     for directory, dialect in _cgroups(root):
         yield from _of_cgroup(directory, dialect, root)
 

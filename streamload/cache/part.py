@@ -29,7 +29,7 @@ _SPARE_BYTES = 64 << 10
 _SPARE_INDEX_BYTES = 8 << 10
 _NO_ROOM_SECONDS = 0.05
 _REFUSALS_LIMIT = 100
-"""How often a growing fill asks for more space before it gives up its own."""
+"""Number of times that a growing fill asks for more space before it gives up its own."""
 _FIRST_INDEX_BYTES = 4 << 10
 """The first reservation of an index without data: little, so that many fit into a tiny tier."""
 
@@ -159,7 +159,7 @@ class Part:
 
     @property
     def was_taken_away(self) -> bool:
-        """Whether somebody cleared the tier during the fill."""
+        """True if somebody cleared the tier during the fill."""
         return self.tier.root.is_dir() and not self.path.exists()
 
 
@@ -190,7 +190,7 @@ class PartWriter:
         self.part = part
         self.written_bytes = 0
         self.has_samples = False
-        """Whether there are samples for a takeover."""
+        """True if there are samples for a takeover."""
         self.size_bytes: int | None = None
         """Of all data; None: unknown, so that the reservation grows."""
         self._shard = shard

@@ -57,7 +57,7 @@ class Placed:
     tier: Tier
     answer: Answer
     free_disk: FreeDisk
-    """What stays free on its disk."""
+    """Bytes that stay free on its disk."""
     agreements: list[Agreement] = field(default_factory=list)
     """Decisions that hold as long as the run."""
 
@@ -104,7 +104,7 @@ def agreement_on(settings: Settings, shards: Sequence[Shard]) -> Agreement:
 
 
 def decide(settings: Settings, shards: Sequence[Shard], ask: SizeOf, nodes: int = 1) -> Answer:
-    """What "auto" chooses now. Of a long list some shards stand for all."""
+    """Choice of "auto" now. Of a long list some shards stand for all."""
     try:
         budget_bytes = memory_budget(settings)
     except CacheError as exc:
@@ -152,7 +152,7 @@ def open_memory(settings: Settings) -> Tier:
 
 
 def memory_budget(settings: Settings) -> int:
-    """How many bytes the tier in memory may hold.
+    """Number of bytes that the tier in memory may hold.
 
     That is what was asked for, by default the limit that the tier has, but at most nine tenths of what is
     free or its own.
@@ -287,7 +287,7 @@ def _origin_size(shard: Shard) -> int | None:
 
 
 class Answer(NamedTuple):
-    """What was decided, and why, for messages.
+    """The decision and its reason, for messages.
 
     Attributes:
         chosen: of a tier's place "disk" or "memory".
@@ -349,7 +349,7 @@ class Agreement:
                     self._path.write_text(json.dumps(decide()._asdict()))
 
     def _is_foreign(self) -> bool:
-        """Whether another user has put something where the decision would be: anybody may write there."""
+        """True if another user has put something where the decision would be: anybody may write there."""
         with contextlib.suppress(OSError):
             return self._path.lstat().st_uid != os.geteuid()
         return False

@@ -29,7 +29,7 @@ _OPENED_FROM_AN_INDEX = frozenset({"http", "https", "s3", "gs", "az", "abfs", "h
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """What became of a damaged shard.
+    """Outcome of the repair of a damaged shard.
 
     Attributes:
         fate: for messages.

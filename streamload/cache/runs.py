@@ -131,7 +131,7 @@ def remove_dead(root: Path) -> None:
 
 
 def lives(path: Path) -> bool:
-    """Whether the process that writes a page is alive: it holds the lock."""
+    """True if the process that writes a page is alive: it holds the lock."""
     return is_locked(path, shared=True)
 
 

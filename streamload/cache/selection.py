@@ -31,7 +31,7 @@ MOST_USES = 256
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """How often samples are used in a pass: by a fact, or by a function. Unknown (NaN, None): once.
+    """Number of uses of each sample in a pass: by a fact, or by a function. Unknown (NaN, None): once.
 
     Attributes:
         fact: its name; "" with a function.
@@ -160,7 +160,7 @@ def with_facts(entry: Entry, names: Sequence[str], facts: Mapping[str, Values], 
 
 
 def number_of(option: str, function: RateFunction, entry: Entry) -> float:
-    """What a user's function returns for a sample: a number; NaN for None.
+    """Result of a user's function for a sample: a number; NaN for None.
 
     Args:
         option: the name of the argument, for errors.

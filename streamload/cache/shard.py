@@ -26,7 +26,7 @@ _KEPT = 1024
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What a run knows of a shard before it has read any of it."""
+    """A shard as a run knows it before it has read any of it."""
 
     url: str = field(repr=False)
     """As listed; may contain secrets."""
@@ -58,7 +58,7 @@ class Shard:
 def shard_of(
     url: str, storage_options: dict[str, Any] | None, recipe: str = "", spelling: str | None = None
 ) -> Shard:
-    """What is known of a shard from its URL alone.
+    """A shard as its URL alone describes it.
 
     Args:
         url: one URL.
@@ -170,7 +170,7 @@ def version_of(reader: IndexReader) -> Version:
 
 
 def is_of(reader: IndexReader, shard: Shard) -> bool:
-    """Whether an index describes the shard whose name it has: nobody has moved it there."""
+    """True if an index describes the shard whose name it has: nobody has moved it there."""
     return reader.meta.get("digest", shard.digest) == shard.digest
 
 
@@ -182,7 +182,7 @@ def refuse_other(shard: Shard, begun_with: Version | None, found: Version) -> No
 
 
 def is_outdated(meta: dict[str, object], shard: Shard) -> bool:
-    """Whether a local file was changed or removed since its index was made (False: unreadable then)."""
+    """True if a local file was changed or removed since its index was made (False: unreadable then)."""
     is_indexed = "mtime_ns" in meta
     if shard.local is None or not (is_indexed or "prepared" in meta or "last_modified" in meta):
         return False

@@ -147,7 +147,7 @@ class ShardCache:
         return numbers, view.ended
 
     def rates(self, shard: int) -> Values:
-        """How often the usable samples so far are used in a pass; empty if nothing says so."""
+        """Number of uses in a pass of each usable sample so far; empty if nothing says so."""
         return self._usable.get(shard, _NONE_USABLE).rates
 
     def view(self, shard: int) -> ShardView:

@@ -42,7 +42,7 @@ class ReadMemory:
         self._memory = memoryview(limits.anonymous_memory(size_bytes))
         self._taken_bytes = 0
         self.is_full = False
-        """Whether something didn't fit and got memory of its own."""
+        """True if something didn't fit and got memory of its own."""
 
     def reset(self) -> None:
         """Reuse all of it: what was taken is no longer read."""
@@ -88,7 +88,7 @@ def read_sample(
 
 
 def is_whole(entry: Entry, data: memoryview) -> bool:
-    """Whether the bytes match the checksum of their entry."""
+    """True if the bytes match the checksum of their entry."""
     if entry.checksum is None:
         return True
     digest, first = xxhash.xxh3_64(), entry.start
@@ -161,9 +161,9 @@ class ShardCopy:
         self.is_in_place = shard.in_place is not None
         self._data: Descriptor | None = None
         self.identity: tuple[int, ...] = ()
-        """What identifies the file of the data."""
+        """Identity of the file of the data."""
         self.was_reopened = False
-        """Whether the data was opened again; cleared by whoever counts open files."""
+        """True if the data was opened again; cleared by whoever counts open files."""
         if self.is_index_only:
             return
         try:
@@ -277,12 +277,12 @@ class ShardCopy:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was closed: what was read of its index remains."""
+        """True if it was closed: what was read of its index remains."""
         return self.pin.file.number < 0
 
     @property
     def open_files(self) -> int:
-        """How many files it has open."""
+        """Number of its open files."""
         data = self._data is not None and self._data.number >= 0
         return 0 if self.is_closed else 1 + data + (not self.reader.ended)
 
@@ -295,7 +295,7 @@ class ShardCopy:
 
 
 def _identity_of(file: Descriptor, *, is_pinned: bool) -> tuple[int, ...]:
-    """What tells a file from another one in its place: if nothing pins it, its inode may be reused."""
+    """Identity of a file against another one in its place: if nothing pins it, its inode may be reused."""
     status = os.fstat(file.number)
     inode = (status.st_dev, status.st_ino)
     return inode if is_pinned else (*inode, status.st_size, status.st_mtime_ns)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _STALLED_SECONDS = 0.25
 """A copy without news for so long makes the view look for another one."""
 _APPEAR_SECONDS = 0.01
-"""How often a view without a copy looks for one."""
+"""Interval at which a view without a copy looks for one."""
 _COMPLETE = frozenset({"shards", "bare", "gone"})
 """Subdirectories of copies that have ended: they get there by one rename."""
 
@@ -75,7 +75,7 @@ class ShardView:
         self._looked_at = 0.0
         self._trouble_since: float | None = None
         self.was_complete = False
-        """Whether the whole shard was in the tier when the view was opened."""
+        """True if the whole shard was in the tier when the view was opened."""
         was_published = not self._may_open() and any(tier.has_whole(shard) for tier in self._tiers())
         self.refresh()
         self.was_complete = was_published or (self.ended and not self.gave_up and not self.is_index_only)
@@ -87,7 +87,7 @@ class ShardView:
 
     @property
     def is_index_only(self) -> bool:
-        """Whether its samples have to be read from the origin."""
+        """True if its samples have to be read from the origin."""
         copy = self._index if self._is_resting else self._data
         return copy is not None and copy.is_index_only
 
@@ -103,12 +103,12 @@ class ShardView:
 
     @property
     def ended(self) -> bool:
-        """Whether no more samples will come."""
+        """True if no more samples will come."""
         return self._index is not None and self._index.reader.ended
 
     @property
     def gave_up(self) -> bool:
-        """Whether the shard ended with a tombstone: it could not be fetched, or not to its end."""
+        """True if the shard ended with a tombstone: it could not be fetched, or not to its end."""
         return self.ended and self._index is not None and not self._index.reader.is_complete
 
     def refresh(self) -> bool:
@@ -215,7 +215,7 @@ class ShardView:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether there is a damaged copy that can't be removed."""
+        """True if there is a damaged copy that can't be removed."""
         return any(path.exists() for path in self._avoided)
 
     def hold_tombstone(self) -> FileLock | None:
@@ -401,7 +401,7 @@ class ShardView:
         return [path for path in paths if path not in self._avoided]
 
     def _may_open(self) -> bool:
-        """Whether copies may be opened: their version is known to be current, or reading has begun."""
+        """True if copies may be opened: their version is known to be current, or reading has begun."""
         return self._index is not None or self._freshness is None or self._freshness.is_current(self.shard)
 
     def _open(self, path: Path) -> ShardCopy | None:

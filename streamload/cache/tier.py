@@ -194,7 +194,7 @@ class Tier(Directory):
                 lock.close()
 
     def _stands(self, tombstone: Path) -> bool:
-        """Whether a tombstone still holds: a process that has acted on it is live. If not, it is removed."""
+        """True if a tombstone still holds: a process that has acted on it is live. If not, it is removed."""
         if not tombstone.exists():
             return False
         lock = FileLock.acquire(tombstone / "names")

@@ -192,7 +192,7 @@ class _Reading:
                 self._check_facts(reader)
 
     def _check_whole(self, reader: IndexReader, data: int) -> str:
-        """What is wrong with a published shard before its samples are read; empty if nothing is."""
+        """Defects of a published shard that show before its samples are read; empty if there are none."""
         if not reader.ended:
             state = "the next record fails its checksum" if reader.damaged else "it has no end record"
             return f"its index stops after {reader.count} samples: {state}"
@@ -207,7 +207,7 @@ class _Reading:
         return self._check_known(reader)
 
     def _check_known(self, reader: IndexReader) -> str:
-        """Whether it is the shard that its name says, and that the caller knows: what is wrong, or empty."""
+        """True if it is the shard that its name says, and that the caller knows: what is wrong, or empty."""
         named = str(reader.meta.get("url", ""))
         if reader.meta.get("digest", self._held.digest) != self._held.digest:
             return f"it is another shard: {named}"
@@ -287,7 +287,7 @@ def _take_out(tier: Tier, held: HeldShard, directory: Descriptor) -> bool:
 
 
 def _is(path: Path, directory: Descriptor) -> bool:
-    """Whether `path` is (still) the directory that is open as `directory`."""
+    """True if `path` is (still) the directory that is open as `directory`."""
     try:
         return os.path.samestat(path.lstat(), os.fstat(directory.number))
     except FileNotFoundError:
@@ -295,7 +295,7 @@ def _is(path: Path, directory: Descriptor) -> bool:
 
 
 def _is_index_only(reader: IndexReader) -> bool:
-    """Whether the tier has no data beside the index: the file is local, or read at its origin."""
+    """True if the tier has no data beside the index: the file is local, or read at its origin."""
     return "mtime_ns" in reader.meta or reader.meta.get("bare") is True
 
 

@@ -189,7 +189,7 @@ _EXPLAINED: "dict[str, Callable[[Settings], str]]" = {
 
 
 def _cache(settings: "Settings") -> list[Finding]:
-    """Whether what a run would take can be used."""
+    """True if what a run would take can be used."""
     from streamload.cache.placement import memory_budget, memory_root, why_no_disk
     from streamload.errors import CacheError
     from streamload.metrics import format_bytes
@@ -244,7 +244,7 @@ def _cache_dir(directory: Path, size_bytes: int | None) -> list[Finding]:
 
 
 def _shared(settings: "Settings") -> list[Finding]:
-    """Whether the shared cache answers, and takes what is written back."""
+    """True if the shared cache answers, and takes what is written back."""
     from streamload.cache.shared.sharing import SharedOptions
     from streamload.errors import StreamloadError
     from streamload.metrics import Counters
@@ -268,7 +268,7 @@ def _shared(settings: "Settings") -> list[Finding]:
 
 
 def _data(urls: list[str]) -> list[Finding]:
-    """How well the cache fits these shards, at the loader's default batch size."""
+    """Fit of the cache to these shards, at the loader's default batch size."""
     from streamload.cache.forecast import forecast
     from streamload.cache.shard import ShardList
     from streamload.cli.cache.options import tier_at
@@ -288,7 +288,7 @@ def _data(urls: list[str]) -> list[Finding]:
 
 
 def _shards(urls: list[str], storage_options: str | None) -> list[Finding]:
-    """Whether the first and the last shard of each source are available."""
+    """True if the first and the last shard of each source are available."""
     from concurrent.futures import ThreadPoolExecutor
 
     from streamload.errors import StreamloadError
@@ -315,7 +315,7 @@ def _shards(urls: list[str], storage_options: str | None) -> list[Finding]:
 
 
 def _servers(urls: list[str]) -> list[Finding]:
-    """What the web servers of these shards have shown that they can do."""
+    """Abilities of the web servers of these shards, as far as they have shown them."""
     from streamload.origins.abilities import Abilities
     from streamload.origins.origin import abilities_of
     from streamload.urls import endpoint, redact
@@ -386,7 +386,7 @@ def _machine() -> list[Finding]:
 
 
 def _limits() -> list[Finding]:
-    """Whether open files, processes and memory maps suffice for a usual run."""
+    """True if open files, processes and memory maps suffice for a usual run."""
     from streamload import limits
 
     limits.allow_many_files()  # as a run does

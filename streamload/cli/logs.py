@@ -104,7 +104,7 @@ def report_failure(message: str) -> None:
 
 
 def writes_json() -> bool:
-    """Whether stderr gets JSON lines, and nothing else."""
+    """True if stderr gets JSON lines, and nothing else."""
     return isinstance(_HANDLER.formatter, _JsonFormatter)
 
 

@@ -1,4 +1,4 @@
-"""What commands print. Names, labels and messages that they quote are untrusted: they move no cursor."""
+"""Output of commands. Names, labels and messages that they quote are untrusted: they move no cursor."""
 
 from __future__ import annotations
 

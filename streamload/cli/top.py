@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from streamload.metrics.live import LiveRank, LiveSource
 
 _ONCE_SECONDS = 1.5
-"""How long --once watches for rates: a rank publishes once a second."""
+"""Time for which --once watches for rates: a rank publishes once a second."""
 _KEYS = {
     "n": ("rank", lambda rank: (rank.run, rank.rank)),
     "r": ("rate", lambda rank: -rank.samples_per_second),

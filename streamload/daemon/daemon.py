@@ -256,12 +256,12 @@ class Daemon:
             self._status = replace(self._status, following=self._demand.describe(), trouble=str(exc))
 
     def _has_waited_long(self) -> bool:
-        """Whether there has been trouble for as long as `once` waits."""
+        """True if there has been trouble for as long as `once` waits."""
         since = self._trouble_since
         return since is not None and self._clock() - since > self._options.trouble_seconds
 
     def _is_through(self) -> bool:
-        """Whether each demanded shard is held, or has failed once."""
+        """True if each demanded shard is held, or has failed once."""
         return not self._status.trouble and all(digest in self.failures for digest in self._missing)
 
     def _settle(self, timeout_seconds: float) -> bool:

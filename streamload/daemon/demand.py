@@ -29,7 +29,7 @@ _Needed = TypeVar("_Needed", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class PrefetchWindow:
-    """How far ahead of the readers shards are held: bytes over all groups, or seconds of each group."""
+    """Distance ahead of the readers that is held: bytes over all groups, or seconds of each group."""
 
     size_bytes: int | None = None
     seconds: float | None = None

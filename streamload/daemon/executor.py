@@ -1,4 +1,4 @@
-"""What runs a daemon's tasks: threads of this process (LocalExecutor), or a Ray cluster (ray_executor.py)."""
+"""Executors of tasks: threads of this process (LocalExecutor), or a Ray cluster (ray_executor.py)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _REFUSALS = 2
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """How a task ended.
+    """End of a task.
 
     Attributes:
         shard: the task.
@@ -75,7 +75,7 @@ class Results:
 
 
 class Executor(Protocol):
-    """What runs the tasks of one daemon. Thread-safe; `close()` is idempotent.
+    """Executor of the tasks of one daemon. Thread-safe; `close()` is idempotent.
 
     Attributes:
         results: each task that was set ends in one, unless it is taken back before.
@@ -90,11 +90,11 @@ class Executor(Protocol):
         ...
 
     def capacity(self, due: Shard | None) -> int:
-        """How many tasks can run at once now, given the next task that is due."""
+        """Number of tasks that can run at once now, given the next task that is due."""
         ...
 
     def has_begun(self, task: Shard) -> bool:
-        """Whether a task is running, and better finished than left."""
+        """True if a task is running, and better finished than left."""
         ...
 
     def check(self) -> None:
@@ -112,7 +112,7 @@ class Executor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LocalOptions:
-    """How a LocalExecutor works.
+    """Options of a LocalExecutor.
 
     Attributes:
         threads: tasks that run at once.

@@ -38,7 +38,7 @@ _MOST_IN_SIGHT = 10_000
 
 
 class Coming:
-    """What the groups of a run read next, by its plan. Caches the shards of each group; not thread-safe."""
+    """Next shards of the groups of a run, by its plan. Caches the shards of each group; not thread-safe."""
 
     def __init__(self, plan: RunPlan):
         self.plan = plan

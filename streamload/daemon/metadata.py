@@ -35,11 +35,11 @@ class Metadata(Protocol):
     name: str
 
     def is_here(self) -> bool:
-        """Whether this machine belongs to the cloud."""
+        """True if this machine belongs to the cloud."""
         ...
 
     def notice_seconds(self) -> float | None:
-        """How long this machine has left; None without a notice.
+        """Time that this machine has left; None without a notice.
 
         Raises:
             OSError: the service doesn't answer, or its answer can't be parsed.
@@ -99,7 +99,7 @@ class Aws(_Service):
     _token = ""
 
     def is_here(self) -> bool:
-        """Whether it issues a token, as only EC2 does."""
+        """True if it issues a token, as only EC2 does."""
         with contextlib.suppress(OSError):
             return self._renew()
         return False
@@ -143,7 +143,7 @@ class Gcp(_Service):
     _HEADERS: Mapping[str, str] = {"Metadata-Flavor": "Google"}
 
     def is_here(self) -> bool:
-        """Whether it answers as Google's service does."""
+        """True if it answers as Google's service does."""
         with contextlib.suppress(OSError):
             return self._is_google(self._ask("GET", "/computeMetadata/v1/instance/preempted", self._HEADERS))
         return False
@@ -175,7 +175,7 @@ class Azure(_Service):
     _machine = ""
 
     def is_here(self) -> bool:
-        """Whether the service has a name for this machine."""
+        """True if the service has a name for this machine."""
         with contextlib.suppress(OSError):
             return bool(self._own_name())
         return False

@@ -18,7 +18,7 @@ from streamload.prefetch.prefetcher import STOPPED_SECONDS
 
 @dataclass(frozen=True, slots=True)
 class DaemonOptions:
-    """How a daemon works.
+    """Options of a daemon.
 
     Attributes:
         concurrency: tasks that run at once.

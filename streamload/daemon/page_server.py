@@ -31,7 +31,7 @@ _Own = TypeVar("_Own", bound="PageServer")
 
 
 class Page(NamedTuple):
-    """What is answered."""
+    """The response."""
 
     text: str
     kind: str = _PLAIN
@@ -155,7 +155,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def is_own_name(host: str) -> bool:
-    """Whether a Host header names this machine; "": the client sent none.
+    """True if a Host header names this machine; "": the client sent none.
 
     Safe from DNS rebinding: IP addresses, names of the local network, and the machine's own name.
     """

@@ -23,7 +23,7 @@ _LOOK_SECONDS = 0.02
 
 
 class Notice:
-    """Whether, by whom and until when this process was told to exit. Thread-safe; the first notice counts.
+    """Notice that told this process to exit, by whom and until when. Thread-safe; the first one counts.
 
     Lock-free, so that a signal handler may give it.
 
@@ -41,7 +41,7 @@ class Notice:
 
     @property
     def is_given(self) -> bool:
-        """Whether a notice was given."""
+        """True if a notice was given."""
         return bool(self._word)
 
     @property
@@ -50,7 +50,7 @@ class Notice:
         return self._word["first"][0] if self._word else ""
 
     def seconds_left(self) -> float:
-        """How long this process may go on; infinite without a notice."""
+        """Time that this process has left; infinite without a notice."""
         return max(0.0, self._word["first"][1] - self._clock()) if self._word else float("inf")
 
     def wait(self, seconds: float) -> bool:

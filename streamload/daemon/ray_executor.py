@@ -31,14 +31,14 @@ logger = logging.getLogger("streamload")
 _CONNECT_SECONDS = 5.0
 _WAIT_SECONDS = 0.1
 _SIZE_SECONDS = 1.0
-"""How often the size of the cluster is looked up."""
+"""Interval at which the size of the cluster is looked up."""
 _AHEAD = 2
 """Tasks submitted for each that the cluster can run: no node waits for its next one, and an autoscaler sees
 the backlog."""
 _LEAST = 8
 """Tasks submitted even if the cluster has no free CPU: an autoscaler may add nodes."""
 _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""How a gRPC client begins: the HTTP/2 preface, and an empty SETTINGS frame."""
+"""First bytes of a gRPC client: the HTTP/2 preface, and an empty SETTINGS frame."""
 _SETTINGS = b"\x04"
 """The type of the first frame that a server sends: SETTINGS."""
 _TRIES = 3
@@ -181,7 +181,7 @@ class RayExecutor:
             self._submitted[result] = task
 
     def _watch(self) -> None:
-        """What the thread does: take the results of tasks."""
+        """Run the thread: take the results of tasks."""
         try:
             while not self._stop.is_set():
                 for result in self._ended():

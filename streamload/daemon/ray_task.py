@@ -34,7 +34,7 @@ _TICK_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What all tasks of a daemon share.
+    """Values that all tasks of a daemon share.
 
     Attributes:
         shared: the shared tier.

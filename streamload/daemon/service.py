@@ -285,7 +285,7 @@ def _node(tier: Tier) -> str:
 
 
 def _has_gone(tier: Tier, node: str, address: str) -> bool:
-    """Whether a daemon of this node has ended, by the lock on its demand file."""
+    """True if a daemon of this node has ended, by the lock on its demand file."""
     run_node, _, name = address.partition(".")
     if run_node != node or not _RUN_FILE.fullmatch(name):
         return False

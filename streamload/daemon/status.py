@@ -48,7 +48,7 @@ class Status:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all demanded shards are held."""
+        """True if all demanded shards are held."""
         return not self.trouble and self.held == self.wanted
 
 

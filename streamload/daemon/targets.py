@@ -16,7 +16,7 @@ from streamload.cache.tier import Tier
 from streamload.errors import OptionError
 
 _SEEN_SECONDS = 3600.0
-"""How long a shard that was seen in a shared tier is assumed to stay there."""
+"""Time for which a shard that was seen in a shared tier is assumed to stay there."""
 _ASKED_AT_ONCE = 8
 MOST_MISSES = 64
 """Stop probing a shared tier after so many misses: later shards won't be started yet."""
@@ -43,7 +43,7 @@ class Target(Protocol):
         ...
 
     def holds(self, shard: Shard) -> bool:
-        """Whether the target has a shard now.
+        """True if the target has a shard now.
 
         Raises:
             SharedTierError: the target can't be asked now.
@@ -59,7 +59,7 @@ class Target(Protocol):
         ...
 
     def is_busy(self) -> bool:
-        """Whether deliveries go on in the background, after which delivered shards may be evicted."""
+        """True if deliveries go on in the background, after which delivered shards may be evicted."""
         ...
 
     def task_name(self, shard: Shard) -> str:

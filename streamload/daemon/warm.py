@@ -59,7 +59,7 @@ class WarmProgress:
 
 @dataclass(frozen=True, slots=True)
 class WarmReport:
-    """What a warm-up did.
+    """Result of a warm-up.
 
     Attributes:
         shards: listed shards.
@@ -314,7 +314,7 @@ class _WarmUp:
         return count
 
     def report(self, shards_with_facts: int) -> WarmReport:
-        """What the warm-up did, so far without its transfers."""
+        """Result of the warm-up so far, without its transfers."""
         failed = self._daemon.failures.by_key()
         ordered = [(shard.name, failed[shard.digest]) for shard in self._shards if shard.digest in failed]
         gave_up = [(name, failure.why) for name, failure in ordered if not failure.is_refused]

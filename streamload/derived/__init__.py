@@ -1,1 +1,1 @@
-"""What is computed once: shards with prepared images, in place of a shard; rows of what modules compute."""
+"""Values that are computed once: shards with prepared images, in place of a shard; rows of modules."""

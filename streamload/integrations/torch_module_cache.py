@@ -51,7 +51,7 @@ def disable_global_cache() -> None:
 
 
 def is_global_cache_enabled() -> bool:
-    """Whether rows are read and stored: neither disabled, nor in inference mode."""
+    """True if rows are read and stored: neither disabled, nor in inference mode."""
     return switches.is_enabled and not switches.is_inference
 
 
@@ -66,7 +66,7 @@ def disable_inference_mode() -> None:
 
 
 def is_inference_mode() -> bool:
-    """Whether inference mode is on."""
+    """True if inference mode is on."""
     return switches.is_inference
 
 
@@ -105,7 +105,7 @@ def clear_cache(
 
 
 def get_cache_size(cache_path: str | None = None, cache_name: str | None = None) -> int:
-    """How many bytes rows take on disk.
+    """Number of bytes that rows take on disk.
 
     Args:
         cache_path: the directory; None: the default.

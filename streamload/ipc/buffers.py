@@ -82,7 +82,7 @@ class BufferPool:
         self._name = f"{os.getpid()}-{next(_names)}"
         self._file = shared_file()
         self._held = SharedArray((_MOST_SLOTS,), torch.uint8)
-        """Whether each slot is in use: set by the worker, cleared by the rank."""
+        """True if each slot is in use: set by the worker, cleared by the rank."""
         self._prepare()
         _received_here[self._name] = self
 

@@ -116,7 +116,7 @@ class ControlBlock:
 
     @property
     def taken(self) -> int:
-        """How many batches of the current order the rank has received."""
+        """Number of batches of the current order that the rank has received."""
         return int(self._taken.array[0])
 
     def take(self, count: int) -> None:

@@ -57,7 +57,7 @@ _spent_ns = 0
 
 
 def spent_ns() -> int:
-    """How long this process has spent in sending and receiving messages, without waiting for them."""
+    """Time that this process has spent in sending and receiving messages, without waiting for them."""
     return _spent_ns
 
 

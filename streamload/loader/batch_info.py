@@ -1,4 +1,4 @@
-"""What the loader knows of a batch that it yielded: where its rows come from, their weights, its size.
+"""Record of a batch that the loader yielded: where its rows come from, their weights, its size.
 
 Nothing is computed, and nothing goes to the device, before it is asked for.
 """
@@ -18,7 +18,7 @@ from streamload.worker import SEAT
 
 
 class BatchInfo:
-    """What is known of a batch.
+    """Record of a batch.
 
     Args:
         yielded: its rows, and the columns that each needs.
@@ -98,7 +98,7 @@ class BatchInfo:
 
     @property
     def tokens(self) -> dict[str, int]:
-        """What rows have without padding: ids as "text", patches as "image"; what isn't known is left out.
+        """Lengths of rows without padding: ids as "text", patches as "image"; what isn't known is left out.
 
         With bucketing, the room that a row has on all ranks. Captions of a fixed length count in full.
         """
@@ -113,7 +113,7 @@ class BatchInfo:
 
     @property
     def yielded(self) -> Yielded:
-        """What microbatches are cut by."""
+        """Lengths by which microbatches are cut."""
         return self._yielded
 
     def _on_device(self, values: torch.Tensor) -> torch.Tensor:

@@ -197,7 +197,7 @@ def merged_sizing(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _measured(values: Any) -> tuple[int, int, int, float]:
-    """What a rank has measured: rows of all ranks, steps, nanoseconds of data wait, and seconds.
+    """Measurements of a rank: rows of all ranks, steps, nanoseconds of data wait, and seconds.
 
     Raises:
         StateMismatch: these aren't such values.

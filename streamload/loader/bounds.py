@@ -1,4 +1,4 @@
-"""How wide the rows of a step are on any rank, where several groups plan their blocks by themselves (step K).
+"""Widths of the rows of a step on any rank, where several groups plan their blocks by themselves (step K).
 
 A group knows the lengths of its own samples alone. So at the first step of a block the ranks exchange how
 wide each row of each of its steps is, and go by the widest: then a step has one shape on all ranks. This

@@ -1,4 +1,4 @@
-"""What a rank checks as batches come (step K): their order, bad samples, missing shards, and data waits.
+"""Checks of a rank as batches come (step K): their order, bad samples, missing shards, and data waits.
 
 Too large a share of bad samples or shards ends the run. Much data wait for one shard is logged.
 """

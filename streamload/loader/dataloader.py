@@ -66,17 +66,17 @@ class DataLoaderInterface(DataLoader[Any]):
 
     @property
     def persistent_workers(self) -> bool:  # type: ignore[override]
-        """Whether workers stay from epoch to epoch."""
+        """True if workers stay from epoch to epoch."""
         return self.options.num_workers > 0
 
     @property
     def drop_last(self) -> bool:  # type: ignore[override]
-        """Whether an epoch has only full batches."""
+        """True if an epoch has only full batches."""
         return self.options.train
 
     @property  # type: ignore[misc]
     def multiprocessing_context(self) -> str | None:
-        """How workers are started."""
+        """Start method of workers."""
         return self.options.workers.multiprocessing_context
 
     def as_dataset(self) -> IterableDataset[Any]:

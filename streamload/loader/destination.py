@@ -114,7 +114,7 @@ class Destination:
 
 
 class Surroundings(NamedTuple):
-    """What iterates a loader.
+    """The framework that iterates a loader.
 
     Attributes:
         device: to which a framework moves the batches; None: no framework does.
@@ -172,7 +172,7 @@ def auto_device(local_rank: Callable[[], int]) -> tuple[torch.device | None, str
 
 
 def is_accelerator_used() -> bool:
-    """Whether this process has started its accelerator."""
+    """True if this process has started its accelerator."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and _is_initialized(accelerator)
 
@@ -230,7 +230,7 @@ def _accelerator(device: torch.device | None) -> torch.device | None:
 
 
 def _can_pin() -> bool:
-    """Whether a DataLoader's pin_memory=True has an effect here."""
+    """True if a DataLoader's pin_memory=True has an effect here."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type != "mps" and torch.accelerator.device_count() > 0
 

@@ -50,7 +50,7 @@ _TURN_SECONDS = 0.05
 _EXCHANGE_SECONDS = 1800.0
 
 _uses: Counter[str] = Counter()
-"""How often this process has compared values under each name."""
+"""Count of comparisons of values by this process under each name."""
 
 
 def gather(value: T, world_size: int) -> list[T]:
@@ -227,7 +227,7 @@ def _wait_for(store: Any, key: str, world_size: int) -> bytes:
 
 
 def can_compare(world_size: int) -> bool:
-    """Whether `first_value` and `agree` reach the other ranks of a run."""
+    """True if `first_value` and `agree` reach the other ranks of a run."""
     return _store_of(world_size) is not None
 
 
@@ -384,7 +384,7 @@ class Ranks:
             self.read_reports()
 
     def is_read(self, number: int) -> bool:
-        """Whether all other ranks have read that this one, or another one before, has failed.
+        """True if all other ranks have read that this one, or another one before, has failed.
 
         Args:
             number: of this rank's report.
@@ -393,7 +393,7 @@ class Ranks:
 
 
 class OwnWaits(Protocol):
-    """What a RankMonitor needs of this rank's numbers (meter.Meter).
+    """The part of this rank's meter that a RankMonitor needs (meter.Meter).
 
     Attributes:
         slowest: the other rank that waits most for data.

@@ -29,12 +29,12 @@ _Pending = Callable[[], tuple[Batch, dict[str, Any]]]
 
 
 class Owner(Protocol):
-    """What an epoch needs of its loader (loader.Loader)."""
+    """The part of a loader that an epoch needs (loader.Loader)."""
 
     options: LoaderOptions
     meter: Meter
     waited_ns: int
-    """How long the last `waiting` block took."""
+    """Duration of the last `waiting` block."""
 
     def received(self, count: int) -> None:
         """So many batches of the epoch have come from the workers."""
@@ -219,7 +219,7 @@ class Epoch:
             raise died from error
 
     def _advice_on_death(self) -> str:
-        """What to do when a worker died."""
+        """Handle the death of a worker."""
         method = self._loader.options.start_method
         if self._received or method == "fork":
             return "; what it had fetched is kept: iterate again"
@@ -287,7 +287,7 @@ class Epoch:
 
 
 def is_worker_death(error: BaseException) -> bool:
-    """Whether this is the DataLoader's error for a killed worker."""
+    """True if this is the DataLoader's error for a killed worker."""
     return (
         isinstance(error, RuntimeError)
         and not isinstance(error, StreamloadError)

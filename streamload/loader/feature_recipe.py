@@ -98,7 +98,7 @@ class FeatureRecipe:
 
     @property
     def is_of_prepared(self) -> bool:
-        """Whether rows are of the samples of prepared shards."""
+        """True if rows are of the samples of prepared shards."""
         return self._assembly.preparation is not None
 
     def derive(self, origin: Origin) -> Origin:
@@ -142,7 +142,7 @@ class FeatureRecipe:
         writer.add(layout, added, bodies)
 
     def about(self, url: str, version: Version) -> dict[str, Any]:
-        """What a derived shard says of itself."""
+        """Header of a derived shard."""
         return {
             "format": 1,
             "fingerprint": self.fingerprint,

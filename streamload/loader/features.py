@@ -22,11 +22,11 @@ from streamload.transforms.compile import plan_or_given
 from streamload.transforms.plan import ImagePlan, clip_plan
 
 _PROBES = ["a photo of a dog", "Zwei Männer, 3 \u2603 and 'quotes' — at 12:30!", "x" * 300]
-"""What a tokenizer makes of these tells it from others."""
+"""Captions whose ids tell a tokenizer from others."""
 
 
 def feature_assemblies(options: LoaderOptions, images: ImageAssembly | None) -> tuple[FeatureAssembly, ...]:
-    """How the workers make the features of a loader.
+    """Recipe by which the workers make the features of a loader.
 
     Args:
         options: of the loader.
@@ -79,7 +79,7 @@ def bound_features(
 
 
 def _parts_of(feature: FeatureAssembly, options: LoaderOptions) -> dict[str, Any]:
-    """What makes the input of a feature, where a row is found by its sample."""
+    """Maker of the input of a feature, where a row is found by its sample."""
     images = feature.images
     if images is None:
         return {}  # rows are found by the input itself

@@ -114,7 +114,7 @@ class Shards(Group):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Images(Group):
-    """How images are decoded and transformed, beside `preprocess`.
+    """Options of decoding and transforming images, beside `preprocess`.
 
     Args:
         dtype: "uint8" leaves a compiled transform's images as uint8, a quarter of the bytes; the training
@@ -195,7 +195,7 @@ class Order(Group):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cache(Group):
-    """What the cache holds and where, beside `cache_dir` and `cache_size`.
+    """Options of the cache, beside `cache_dir` and `cache_size`.
 
     None: the variable, else the default.
 
@@ -227,7 +227,7 @@ class Cache(Group):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workers(Group):
-    """What worker processes run, and how they are started, beside `num_workers`.
+    """Options of worker processes, beside `num_workers`.
 
     Args:
         map_sample: takes a raw sample (`__key__`, `__url__`, extension → bytes) and returns a dict of values,
@@ -281,7 +281,7 @@ class Workers(Group):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches(Group):
-    """How the rows of a batch are chosen and padded, beside `batch_size`.
+    """Options of choosing and padding the rows of a batch, beside `batch_size`.
 
     Args:
         text_padding: "max": all captions have the tokenizer's length. "longest": those of a batch are cut to

@@ -46,7 +46,7 @@ def in_flight_of(options: LoaderOptions, assembly: BatchAssembly) -> InFlight | 
 
 
 def check_step(options: LoaderOptions, in_flight: InFlight, rows: int) -> int:
-    """How many steps are in flight at most, of the dearest kind.
+    """Largest number of steps in flight, of the dearest kind.
 
     Args:
         options: the loader's.

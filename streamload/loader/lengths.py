@@ -1,4 +1,4 @@
-"""How long an epoch is, as far as options, sizes.json and the indexes in the cache tell."""
+"""Length of an epoch, as far as options, sizes.json and the indexes in the cache tell."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ class Meter:
             self._report(alert)
 
     def page(self) -> RunPage | None:
-        """What would be published now; None before the first epoch."""
+        """The page as it would be published now; None before the first epoch."""
         if not self.publisher.is_open:
             return None
         with self._lock:
@@ -221,7 +221,7 @@ class Meter:
             return self.publisher.page(sample, minute, self._run_figures(sample), self._alerts.raised())
 
     def verdict(self, seconds: float) -> Verdict:
-        """What has limited the training over the last seconds."""
+        """Verdict on what has limited the training over the last seconds."""
         return judge(self._figures(self._sample(), seconds))
 
     def wait_ratio(self) -> float:

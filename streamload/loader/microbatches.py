@@ -188,7 +188,7 @@ class Microbatches:
 
 
 class YieldedBatches(Generic[K]):
-    """What is known of the batches that the training loop still holds, found by their tensors."""
+    """Records of the batches that the training loop still holds, found by their tensors."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], K]] = {}
@@ -201,7 +201,7 @@ class YieldedBatches(Generic[K]):
             self._known[id(tensor)] = weakref.ref(tensor, gone), known
 
     def find(self, batch: Any) -> K | None:
-        """What is known of a batch; None if it isn't one that was added."""
+        """Record of a batch; None if it isn't one that was added."""
         tensor = _first_tensor(batch)
         entry = None if tensor is None else self._known.get(id(tensor))
         return entry[1] if entry is not None and entry[0]() is tensor else None
@@ -212,7 +212,7 @@ def _forget(by_tensor: dict[int, Any], place: int, _: object) -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out, of a device or of this machine."""
+    """True if memory ran out, of a device or of this machine."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and "not enough memory" in str(error)

@@ -79,7 +79,7 @@ class NamedFeatures:
 
 
 def named(name: str) -> Any:
-    """What `package.module:name` names; packages in the working directory are found.
+    """The object that `package.module:name` names; packages in the working directory are found.
 
     Raises:
         OptionError: there is nothing of that name.

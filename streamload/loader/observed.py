@@ -1,4 +1,4 @@
-"""What a loader shows of its run: counters, a verdict, alerts, a trace; a port for Prometheus, a recording.
+"""A loader's view of its run: counters, a verdict, alerts, a trace; a port for Prometheus, a recording.
 
 By default there is neither port nor recording: other processes read the page that each rank publishes
 (meter.py). A port that is taken and a disk that is full are logged, and the training goes on.
@@ -66,7 +66,7 @@ class Observed:
         return Snapshot.of(self._control.counters, by_source, self._waits.worst())
 
     def verdict(self, seconds: float = 60.0) -> Verdict:
-        """What has limited the training over the last seconds: data, or the training itself.
+        """Verdict on what has limited the training over the last seconds: data, or the training itself.
 
         `print` it for a sentence. Cheap; at any time. The log has the same every five minutes, and after each
         epoch, if the training has waited more than 5 % of that time for data.

@@ -133,7 +133,7 @@ class LoaderOptions:
 
     @property
     def start_method(self) -> str:
-        """How workers are started: "fork", "spawn" or "forkserver"."""
+        """Start method of workers: "fork", "spawn" or "forkserver"."""
         return self.workers.multiprocessing_context or multiprocessing.get_start_method()
 
     def refuse_to_start_workers(self) -> None:
@@ -188,16 +188,16 @@ class LoaderOptions:
 
     @property
     def has_modalities(self) -> bool:
-        """Whether there are rows without an image or without a text."""
+        """True if there are rows without an image or without a text."""
         return any(source.modality != "image-text" for source in self.sources)
 
     @property
     def goes_by_tokens(self) -> bool:
-        """Whether bucketing goes by the lengths of captions."""
+        """True if bucketing goes by the lengths of captions."""
         return self.batches.bucketing is not None and self.batches.text_padding == "longest"
 
     def patch_transform(self, is_compiled: bool) -> PatchPlan | GivenPatches:
-        """What makes images into patches.
+        """Options of making images into patches.
 
         Args:
             is_compiled: whether to compile it, if that is possible.
@@ -258,7 +258,7 @@ class LoaderOptions:
 
     @property
     def epochs_continue(self) -> bool:
-        """Whether an epoch starts where the last one stopped, in the middle of a pass."""
+        """True if an epoch starts where the last one stopped, in the middle of a pass."""
         sized = self.num_batches is not None or self.num_samples is not None
         return self.train and (sized or self.order.endless or len(self.sources) > 1)
 

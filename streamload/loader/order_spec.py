@@ -1,4 +1,4 @@
-"""What the order of a run depends on: the shards, the seed, lanes and shuffle windows, groups (steps B to E).
+"""Inputs of the order of a run: the shards, the seed, lanes and shuffle windows, groups (steps B to E).
 
 An OrderSpec follows from the options and is part of every state. Lanes and windows that weren't given are
 narrowed once, at the start of a run, to what the caches can hold: by the cache's limit and by the size and
@@ -44,7 +44,7 @@ _Widths = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class OrderSpec:
-    """What the order of a run depends on; fixed by the run's first state.
+    """Inputs of the order of a run; fixed by the run's first state.
 
     Attributes:
         data: a digest of the shards, source by source.
@@ -184,7 +184,7 @@ def source_orders(order: OrderSpec, sizes: Sequence[Sequence[int] | None]) -> li
 
 
 def split_for(options: LoaderOptions, topology: Topology, groups: int) -> Split:
-    """How steps are split among ranks; in evaluation each rank has a group and steps of its own."""
+    """Split of steps among ranks; in evaluation each rank has a group and steps of its own."""
     if not options.train:
         return Split(options.batch_size, groups=1, ranks=1)
     return Split(options.batch_size * topology.world_size, groups, topology.world_size)

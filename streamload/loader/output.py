@@ -1,4 +1,4 @@
-"""What the training loop gets: a batch in the form of `output=`, and its parts (step K)."""
+"""Output for the training loop: a batch in the form of `output=`, and its parts (step K)."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Outputs:
         return output
 
     def info_of(self, batch: Any) -> BatchInfo:
-        """What is known of a batch that `form` returned.
+        """Record of a batch that `form` returned.
 
         Raises:
             OptionError: it is another one, or one without tensors.
@@ -168,7 +168,7 @@ class Outputs:
 
 
 def _device_memory(device: torch.device | None) -> DeviceMemory:
-    """What reads the memory of the device.
+    """Reader of the memory of the device.
 
     Raises:
         OptionError: nothing does.

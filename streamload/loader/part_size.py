@@ -1,4 +1,4 @@
-"""How many rows of a step go through the device at once, for `Batches(microbatch="auto")`.
+"""Number of rows of a step that go through the device at once, for `Batches(microbatch="auto")`.
 
 Parts grow while it is seen what they take; which rows a step trains on never changes, and no row is computed
 twice. All ranks have parts of one size: the least of what each has room for.
@@ -26,11 +26,11 @@ class DeviceMemory(Protocol):
     """The memory of a device, and its time."""
 
     def limit_bytes(self) -> int:
-        """What this process can have in all."""
+        """Memory that this process can have in all."""
         ...
 
     def allocated_bytes(self) -> int:
-        """What it has now."""
+        """Memory that it has now."""
         ...
 
     def reset_peak(self) -> None:
@@ -78,7 +78,7 @@ class PartSizer:
         self._peak_share, self._low = 0.0, 0
 
     def begin_part(self, left: int, ahead_bytes: int = 0) -> int:
-        """How many rows the next part has.
+        """Number of rows of the next part.
 
         Args:
             left: rows of the step.
@@ -141,7 +141,7 @@ class PartSizer:
         return max(1, min(doubled, self._fitting(), most))
 
     def _fitting(self) -> int:
-        """How many rows of the widest shape there is room for now."""
+        """Number of rows of the widest shape for which there is room now."""
         if math.isinf(self._row_bytes):
             return 1
         room = (1 - _SPARE) * self._memory.limit_bytes() - self._memory.allocated_bytes() - self._ahead_bytes

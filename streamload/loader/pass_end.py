@@ -69,7 +69,7 @@ def merged(ranks: Sequence[Totals]) -> Totals:
 
 
 def exceeds(bad: int, count: int, limit: float | None, *, is_all: bool = True) -> bool:
-    """Whether an exact share is larger than allowed.
+    """True if an exact share is larger than allowed.
 
     Args:
         bad: how many are bad.
@@ -142,7 +142,7 @@ class PassEnd:
         return counts if any(counts[1:]) else [0, 0, 0]
 
     def totals(self, lost: int, shards: int, is_pass: bool) -> Totals:
-        """What this rank has counted.
+        """Counts of this rank.
 
         Args:
             lost: shards that were given up, of those that count on this rank.

@@ -34,7 +34,7 @@ from streamload.worker import Batch, Failed, StreamDataset, WorkerConfig
 _BATCHES_HELD = 3
 """Batches of one worker that a training loop usually holds at a time, at most."""
 _UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
-"""What pickling raises, depending on the object and on Python's version."""
+"""Errors of pickling, depending on the object and on Python's version."""
 
 
 class WorkerPool:
@@ -103,7 +103,7 @@ class WorkerPool:
         return InOrder(batches)
 
     def lost(self, given_up: int) -> int:
-        """How many shards were lost, of those that count on this rank.
+        """Number of lost shards, of those that count on this rank.
 
         Args:
             given_up: of all that it reads, also those that begin on another rank, which gave them up as well.
@@ -210,7 +210,7 @@ def _identity(batch: Any) -> Any:
 
 
 def _own_shards(config: WorkerConfig) -> tuple[int, list[int]]:
-    """How many shards begin in a rank's groups, and the numbers of those that it only continues."""
+    """Number of shards that begin in a rank's groups, and the numbers of those that it only continues."""
     count, begin, continued = 0, set(), set()
     for source in config.sources:
         for pieces in source.pieces.values():

@@ -143,12 +143,12 @@ class EpochTracker:
 
     @property
     def is_unused(self) -> bool:
-        """Whether no epoch was started, no position loaded, and neither weights nor sizes were set."""
+        """True if no epoch was started, no position loaded, and neither weights nor sizes were set."""
         return self._current is None and not self._is_changed
 
     @property
     def is_over(self) -> bool:
-        """Whether the next epoch is the one that the loaded position has finished: nothing is left of it.
+        """True if the next epoch is the one that the loaded position has finished: nothing is left of it.
 
         The position after the last batch of an epoch is the first one of the next epoch.
         """

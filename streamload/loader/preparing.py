@@ -32,14 +32,14 @@ _SHARDS_LOOKED_AT = 64
 _HEAD_BYTES = 4 << 20
 _SAMPLES_TIMED = 12
 _PAGE_CACHE_SHARE = 0.5
-"""How much of the free memory is counted as page cache for the data: the training needs memory, too."""
+"""Share of the free memory that is counted as page cache for the data: the training needs memory, too."""
 _MARGIN = 1.1
 """Prepared shards may be so much larger than estimated from some samples."""
 _KEPT_BY_BYTES = "rows of features are found by the bytes of samples, so this run prepares no more"
 
 
 class RunPreparation(NamedTuple):
-    """How a run's images are prepared.
+    """Preparation of a run's images.
 
     Attributes:
         preparation: None: they aren't.
@@ -140,7 +140,7 @@ def _log(recipe: Preparation, shards: ShardList, tier: Tier, answer: Answer) -> 
 
 
 def _fits(recipe: Preparation, forms: ShardList, sizes: Measure, schedule: Schedule) -> Answer:
-    """Whether the tier has room for all data, prepared, beside the shards that are open at once.
+    """True if the tier has room for all data, prepared, beside the shards that are open at once.
 
     Args:
         recipe: by which it is prepared.
@@ -198,7 +198,7 @@ def _prepared_and_open_bytes(
 def _cheapest(
     recipes: Sequence[Preparation], shards: ShardList, sizes: Measure, nodes: int, processes: int
 ) -> Answer:
-    """What the tier mostly has already; else what costs least."""
+    """The recipe that the tier mostly has already; else the cheapest."""
     tier, looked_at = sizes.tier, spread(shards)[:_SHARDS_LOOKED_AT]
     for recipe in recipes:
         forms = [prepared_form(shard, recipe.name) for shard in looked_at]

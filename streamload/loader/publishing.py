@@ -1,4 +1,4 @@
-"""What a rank publishes about itself, and the values that aren't counted in rows: tier, sources, memory."""
+"""Page that a rank publishes, with its values that aren't counted in rows: tier, sources, memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from streamload.order.mixing import UNIT
 
 _YIELDED = list(COUNTERS).index("batches_yielded")
 _SELDOM_SECONDS = 10.0
-"""What takes more than some microseconds to find out is found out this often."""
+"""Interval of measurements that take more than some microseconds."""
 
 
 class Publisher:
@@ -135,7 +135,7 @@ class Publisher:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a run to publish."""
+        """True if there is a run to publish."""
         return bool(self._fixed)
 
     def page(self, sample: Sample, figures: Figures, run: Figures, alerts: Mapping[str, str]) -> RunPage:

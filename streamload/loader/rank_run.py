@@ -1,4 +1,4 @@
-"""What extensions' parts in the rank get of the run: agreement among ranks, events for workers (step K)."""
+"""The run as extensions' parts in the rank see it: agreement among ranks, events for workers (step K)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank's reports come to by source where no policy reads them: for its page, `top` and trackers."""
+"""Means of a rank's reports by source where no policy reads them: for its page, `top` and trackers."""
 
 from __future__ import annotations
 

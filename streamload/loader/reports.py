@@ -19,7 +19,7 @@ from streamload.loader.heartbeats import spans_of, values_of
 _KEY = "streamload/told"
 _SUMMARY, _SLOTS = f"{_KEY}/summary", f"{_KEY}/slots"
 _LOOKS, _LOOK_SECONDS = 10, 0.5
-"""How often a rank looks for the summary that another one makes, and for how long; then it makes one."""
+"""Interval and duration in which a rank looks for the summary of another one; then it makes one."""
 _LISTED, _LISTED_NOTICES = 8, 4
 """Failures and notices of a summary; of further failures it has the ranks."""
 
@@ -76,7 +76,7 @@ class Summary(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """What a rank has reported last: the `number`-th of its reports, of which `wait_reports` were waits."""
+    """Last report of a rank: the `number`-th of its reports, of which `wait_reports` were waits."""
 
     rank: int
     number: int
@@ -152,7 +152,7 @@ class Reports:
         self._store.add(_seen(failure.rank, failure.number), 1)
 
     def is_read(self, number: int, readers: int) -> bool:
-        """Whether so many ranks have read this rank's failure, or that of an earlier one.
+        """True if so many ranks have read this rank's failure, or that of an earlier one.
 
         Args:
             number: of its report.

@@ -111,7 +111,7 @@ class Schedule:
 
     @property
     def _is_whole_set(self) -> bool:
-        """Whether each process has all samples: an evaluation that isn't split among ranks."""
+        """True if each process has all samples: an evaluation that isn't split among ranks."""
         return not self._options.train and self._options.order.rank is None
 
     # How long an epoch is.
@@ -153,12 +153,12 @@ class Schedule:
 
     @property
     def is_one_pass(self) -> bool:
-        """Whether an epoch is one pass over all data, read as one group."""
+        """True if an epoch is one pass over all data, read as one group."""
         return self._groups_by_options() == 1 and not self._options.epochs_continue
 
     @property
     def epochs_are_passes(self) -> bool:
-        """Whether each epoch is one pass, in evaluation over this rank's share of the data."""
+        """True if each epoch is one pass, in evaluation over this rank's share of the data."""
         options = self._options
         return not options.train or (self.order.groups == 1 and not options.epochs_continue)
 
@@ -239,7 +239,7 @@ class Schedule:
 
     @property
     def reports_shards(self) -> bool:
-        """Whether this rank reads shards that no lower rank reads: it counts them for all."""
+        """True if this rank reads shards that no lower rank reads: it counts them for all."""
         topology = self.topology
         return not self._options.train or bool(self.split().groups_told_by(topology.rank))
 
@@ -291,7 +291,7 @@ class Schedule:
         return source_orders(order, sizes)
 
     def split(self) -> Split:
-        """How steps are split among ranks."""
+        """Split of steps among ranks."""
         split = split_for(self._options, self.topology, self.order.groups)
         if self._options.step_table is not None:
             refuse_uneven(split.groups, split.ranks)
@@ -327,7 +327,7 @@ class Schedule:
         return None if sizes is None else sum(sizes)
 
     def identity(self) -> dict[str, Any]:
-        """What the samples of each step depend on, apart from the changes of a run; JSON-able."""
+        """Inputs of the samples of each step, apart from the changes of a run; JSON-able."""
         left_out = ("shards", "sizes", "fitted")
         order = {name: value for name, value in asdict(self.order).items() if name not in left_out}
         identity: dict[str, Any] = json.loads(json.dumps({**order, "batch": self.split().batch}))
@@ -433,7 +433,7 @@ class Schedule:
         return (options.order.groups or topology.nodes) if options.train else topology.world_size
 
     def _weighted_units(self, place: int) -> int:
-        """What a source's weight is multiplied by: 1, or its samples, or its shards."""
+        """Factor of a source's weight: 1, or its samples, or its shards."""
         if self._options.sources[place].per == "source":
             return 1
         if self._factor_units is None:

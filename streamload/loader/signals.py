@@ -1,4 +1,4 @@
-"""What the training reports of rows, summed by source on the device where it lies; read at decisions only.
+"""Reports of the training on rows, summed by source on the device where it lies; read at decisions only.
 
 A report costs one copy into a buffer of its device. When that is full, and when the sums are read, all that
 it holds is summed at once. Nothing but `read` waits for the device.
@@ -40,7 +40,7 @@ values were not finite."""
 
 
 class Reports:
-    """What was reported on this rank since the last decision.
+    """Reports on this rank since the last decision.
 
     Args:
         sources: their number.
@@ -90,7 +90,7 @@ class Reports:
         return self._sums
 
     def read_evaluations(self) -> dict[str, float]:
-        """What was reported of each source, by its index; values that aren't finite are left out."""
+        """Reports of each source, by its index; values that aren't finite are left out."""
         by_source = {str(source): float(value) for source, value in self.evaluations.items()}
         return {source: value for source, value in by_source.items() if np.isfinite(value)}
 
@@ -180,7 +180,7 @@ class _Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """What one rank reported, as it travels to rank 0, and as it stands in a state.
+    """Reports of one rank, as they travel to rank 0, and as they stand in a state.
 
     Attributes:
         sums: of the values by source.
@@ -202,7 +202,7 @@ class Reported:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], sources: int) -> Reported:
-        """What `to_json` wrote.
+        """Read the result of `to_json`.
 
         Raises:
             ValueError: it is of another number of sources, or something else.
@@ -253,12 +253,12 @@ def empty_sums(sources: int) -> Sums:
 
 
 def signal_of(sums: Sums, line: int, source: int) -> Signal:
-    """What was reported of a source in one line of the sums."""
+    """Reports of a source in one line of the sums."""
     return Signal(*sums[line, source, :_BAD].tolist())
 
 
 def bad_of(sums: Sums, source: int) -> int:
-    """How many values of a source were not finite."""
+    """Number of values of a source that were not finite."""
     return int(sums[:, source, _BAD].sum())
 
 

@@ -30,12 +30,12 @@ RUN = "run"
 """The identity of the run and the attempt, where processes of the run hold leases."""
 BAD_SAMPLES, BAD_SHARDS, BAD_IN_PASS = "bad_samples", "bad_shards", "bad_in_pass"
 _COUNTS = {BAD_SAMPLES: 3, BAD_SHARDS: 2, BAD_IN_PASS: 3}
-"""What a rank has counted (`counts()` of its checks), in so many numbers. Any rank's of one step will do, but
+"""Counts of a rank (`counts()` of its checks), in so many numbers. Any rank's of one step will do, but
 bad samples of a pass are added up where several ranks' states are known."""
 _PARSE_ERRORS = (
     AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError
 )  # fmt: skip
-"""What parsing raises where a value's type or size isn't that of a state."""
+"""Errors of parsing where a value's type or size isn't that of a state."""
 _MOST = 1 << 62
 
 
@@ -141,7 +141,7 @@ def _counts_of(state: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def steering_in(state: Any) -> SteeringState | None:
-    """What a state, or a list of the ranks' states after one step, has of decisions; None: nothing.
+    """Part of a state, or of a list of the ranks' states after one step, on decisions; None: nothing.
 
     Raises:
         StateMismatch: it is damaged.
@@ -229,7 +229,7 @@ def check_options(saved: OrderSpec, position: Position, options: LoaderOptions) 
 
 
 def has_more_shards(options: LoaderOptions, saved: OrderSpec, moved: Mapping[str, str]) -> bool:
-    """Whether the sources are the state's, moved or not, with shards appended."""
+    """True if the sources are the state's, moved or not, with shards appended."""
     counts = [len(source.urls) for source in options.sources]
     return (
         len(saved.shards) == len(counts)

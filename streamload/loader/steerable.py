@@ -1,4 +1,4 @@
-"""What changes a run while it goes on: weights, batch sizes, and what the training reports of its rows."""
+"""Changes of a run while it goes on: weights, batch sizes, and what the training reports of its rows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Steerable:
 
     @property
     def info(self) -> BatchInfo:
-        """What is known of the batch that was yielded last: its rows' sources, weights, keys, its size.
+        """Record of the batch that was yielded last: its rows' sources, weights, keys, its size.
 
         Raises:
             OptionError: no batch was yielded yet.
@@ -54,7 +54,7 @@ class Steerable:
         return self._outputs.last
 
     def info_of(self, batch: Any) -> BatchInfo:
-        """What is known of a batch that the training loop still holds.
+        """Record of a batch that the training loop still holds.
 
         Args:
             batch: as this loader yielded it.
@@ -174,7 +174,7 @@ class Steerable:
         return step
 
     def _in_flight(self) -> InFlight | None:
-        """What steps have to fit into; None: there are no limits."""
+        """Limits that steps have to fit into; None: there are none."""
         options = self.options
         return None if options.workers.memory is None else in_flight_of(options, assembly_of(options))
 

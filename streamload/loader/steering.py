@@ -52,7 +52,7 @@ DELAY_STEPS = 64
 
 
 class Steered(NamedTuple):
-    """What decisions say of a batch.
+    """Part of decisions that is of a batch.
 
     Attributes:
         run_step: its number in the run, from 0; None: steps aren't counted.
@@ -314,7 +314,7 @@ class Steering:
 
     @property
     def _total(self) -> tuple[int, ...]:
-        """What was handed out of each source since the run began: samples × UNIT."""
+        """Samples of each source that were handed out since the run began: samples × UNIT."""
         return tuple(before + new for before, new in zip(self._state.total, self._handed, strict=True))
 
     # States, and the log.
@@ -324,7 +324,7 @@ class Steering:
         return (*self._state.ranks, self._schedule.topology.world_size)
 
     def _reports_so_far(self) -> dict[str, Reported]:
-        """What was reported since the last decision, on this rank, and before the last resume on others."""
+        """Reports since the last decision, on this rank, and before the last resume on others."""
         reported = Reported(self._reports.read(), self._reports.read_evaluations(), dict(self._sizes))
         return {**self._state.reports, f"{len(self._state.ranks)}.{self._schedule.topology.rank}": reported}
 

@@ -1,4 +1,4 @@
-"""What a state has of decisions on weights: counts, the policy's memory, what was reported since the last."""
+"""A state's part on decisions on weights: counts, the policy's memory, what was reported since the last."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streamload.steering.decisions import LogPlace
 
 STEERING, REPORTS = "steering", "reports"
 STEP_TIMES = "step_times"
-"""What each rank has measured for `batch_policy=` since the last decision, by rank."""
+"""Measurements of each rank for `batch_policy=` since the last decision, by rank."""
 """The keys of a state: what all ranks have alike, and what each of them was reported."""
 
 

@@ -87,7 +87,7 @@ WORDS = {
         "torch", "workers have the environment of this process, and seed= seeds all random choices"
     ),
 }
-"""What libraries that people come from call things; docs/guides/from-webdataset.md has the same table."""
+"""Arguments of libraries that people come from; docs/guides/from-webdataset.md has the same table."""
 
 _RENAMED = {
     "image_dtype": "images=Images(dtype=…)",
@@ -120,7 +120,7 @@ class Group:
 
 
 def instead_of(name: str, known: Collection[str]) -> str:
-    """What to give in place of an argument that there isn't.
+    """Hint at the argument to give in place of an unknown one.
 
     Args:
         name: as it was given.

@@ -94,7 +94,7 @@ def worker_config_for(options: LoaderOptions, schedule: Schedule) -> tuple[Worke
 
 
 def assembly_of(options: LoaderOptions) -> BatchAssembly:
-    """How the workers of a loader make batches; of one without `prepare="auto"`, as that depends on data."""
+    """Recipe of a loader's workers for batches; of one without `prepare="auto"`, as that depends on data."""
     settings = options.settings()
     prepared = named_preparation(options, settings)
     return _assembly(options, _transform(options), prepared, settings.max_image_pixels)

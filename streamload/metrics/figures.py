@@ -38,7 +38,7 @@ class Sample(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """What figures are judged by, beside counters.
+    """Context in which figures are judged, beside counters.
 
     Attributes:
         workers: of the rank; 0: the training's process makes batches.
@@ -65,7 +65,7 @@ class Machine(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What happened in an interval.
+    """Figures of an interval.
 
     Attributes:
         seconds: its length.

@@ -1,4 +1,4 @@
-"""What live ranks do now: rates and shares over the last seconds, from the pages that they publish. Pure.
+"""Figures of live ranks: rates and shares over the last seconds, from the pages that they publish. Pure.
 
 `streamload top` shows it, loops look.
 """

@@ -92,17 +92,17 @@ class RunPage:
 
     @property
     def age_seconds(self) -> float:
-        """How old the page was when it was read."""
+        """Age of the page when it was read."""
         return 0.0 if self.reader is None else self.reader.seconds_since(self.written)
 
     @property
     def run_seconds(self) -> float:
-        """How long the loader had existed when the page was written."""
+        """Age of the loader when the page was written."""
         return self.written.seconds_since(self.began)
 
     @property
     def still_seconds(self) -> float:
-        """How long the training loop had not moved when the page was read; 0 between epochs."""
+        """Time since the training loop moved when the page was read; 0 between epochs."""
         still = self.gauge("still_seconds")
         return still + self.age_seconds if still else 0.0
 

@@ -30,7 +30,7 @@ _SUFFIX = ".recording.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What a rank said at one moment.
+    """Figures of a rank at one moment.
 
     Attributes:
         seconds: since the rank's loader was made.

@@ -385,6 +385,6 @@ GIVEN: tuple[Metric, ...] = (
 BY_NAME = {metric.name: metric for metric in (*METRICS, *GIVEN)}
 ROWS: dict[str, Row] = {row.name: row for metric in METRICS for row in metric.rows}
 COUNTERS: dict[str, str] = {name: row.help for name, row in ROWS.items()}
-"""What each counter of a row counts; the order is the layout of a row, which the buckets follow."""
+"""Descriptions of the counters of a row; the order is the layout of a row, which the buckets follow."""
 WIDTH = len(COUNTERS) + BUCKETS
 """The length of a row."""

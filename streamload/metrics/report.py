@@ -53,7 +53,7 @@ def report(timeline: Timeline) -> str:
 
 
 def numbers(timeline: Timeline, charts: list[Chart] | None = None) -> dict[str, Any]:
-    """What is drawn, as plain values; unknown ones are None.
+    """Content of the report as plain values; unknown ones are None.
 
     Args:
         timeline: of the run.

@@ -1,4 +1,4 @@
-"""What limits a training now, and what to change. Pure: figures in, a value and a sentence out."""
+"""Verdict on what limits a training now, and advice. Pure: figures in, a value and a sentence out."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _NOTHING = "Look at stats() after some minutes, or run streamload bench."
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What limits a training over an interval.
+    """Verdict on what limits a training over an interval.
 
     Attributes:
         limit: "training": it doesn't wait for data; "another rank": the steps do; "unclear": the figures
@@ -210,7 +210,7 @@ def _slowest_shard(figures: Figures) -> str:
 
 
 def _prepare_option(figures: Figures) -> str:
-    """What makes `streamload warm` prepare as the training does."""
+    """Arguments with which `streamload warm` prepares as the training does."""
     prepare = figures.machine.prepare
     return f" --prepare {prepare}" if prepare not in ("", _AUTO) else ""
 
@@ -235,7 +235,7 @@ def _of_workers(limit: Limit, share: float, figures: Figures) -> tuple[Limit, st
 
 
 def _cheaper(stage: str, figures: Figures) -> str:
-    """What makes a stage cheaper, other than what the training has already."""
+    """Advice that makes a stage cheaper, other than what the training has already."""
     if figures.machine.functions.get(stage) == "map_sample=":
         return _FUNCTION
     if stage not in ("decode", "resize") or not figures.machine.prepare:

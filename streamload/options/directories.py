@@ -46,12 +46,12 @@ class FileSystem:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether its data is on another machine."""
+        """True if its data is on another machine."""
         return self.kind in _REMOTE or (self.kind.startswith("fuse") and self.kind not in _LOCAL_FUSE)
 
     @property
     def is_memory(self) -> bool:
-        """Whether its files are in memory."""
+        """True if its files are in memory."""
         return self.kind in _MEMORY
 
 
@@ -90,7 +90,7 @@ def _cache_home(environ: Mapping[str, str]) -> tuple[Path | None, str]:
 
 
 def _is_writable(directory: Path) -> bool:
-    """Whether this user may write to a directory, or make it. Creates nothing."""
+    """True if this user may write to a directory, or make it. Creates nothing."""
     for path in (directory, *directory.parents):
         if os.path.exists(path):  # noqa: PTH110  (Path's raises where it may not look)
             return os.access(path, os.W_OK | os.X_OK)

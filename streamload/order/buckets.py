@@ -31,7 +31,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How the steps of a sequence are divided into blocks.
+    """Division of the steps of a sequence into blocks.
 
     Attributes:
         batch: the positions of a step.
@@ -56,7 +56,7 @@ class Blocks:
         return cls(batch, steps, origin, are_growing=epoch == 0 and origin == 0)
 
     def is_planned(self, position: int) -> bool:
-        """Whether the step that begins at a global position is planned: all but the first of a run."""
+        """True if the step that begins at a global position is planned: all but the first of a run."""
         return not (self.are_growing and position == self.origin)
 
     def at(self, position: int) -> Block:

@@ -191,7 +191,7 @@ class GroupOrder:
 
     @property
     def released(self) -> int:
-        """How many of these have left the window, including those that a cursor skips."""
+        """Number of these that have left the window, including those that a cursor skips."""
         return self.position - self._skip
 
     def advance(self, arrivals: Arrivals, most: int | None = None) -> References:

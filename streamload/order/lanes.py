@@ -31,7 +31,7 @@ _NONE: Mapping[int, int] = MappingProxyType({})
 
 
 class Arrivals(Protocol):
-    """What is known about the shards. For one thread; called again for a shard while it grows."""
+    """Sizes of the shards, as far as known. For one thread; called again for a shard while it grows."""
 
     def arrived(self, shard: int) -> tuple[NDArray[np.int64], bool]:
         """Return the raw numbers of the usable entries so far, ascending, and whether that is all."""
@@ -121,12 +121,12 @@ class Lanes:
 
     @property
     def finished(self) -> bool:
-        """Whether the pass is over: no lane has a shard, and none is left to take."""
+        """True if the pass is over: no lane has a shard, and none is left to take."""
         return self._next == self.order.size and bool((self._dry == _NEVER).all())
 
     @property
     def begun(self) -> int:
-        """How many shards of the pass the lanes have taken."""
+        """Number of shards of the pass that the lanes have taken."""
         return self._next
 
     def state(self) -> LaneState:

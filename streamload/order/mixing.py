@@ -81,7 +81,7 @@ def in_effect(changes: Sequence[_Changed], position: int) -> list[_Changed]:
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """What a step takes of one group: from each source `take` samples, beginning at `first`.
+    """Part of a step that is of one group: from each source `take` samples, beginning at `first`.
 
     Attributes:
         first: for each source, the position in its sequence.

@@ -26,7 +26,7 @@ WITH_ARRIVALS = -1
 
 @dataclass(frozen=True, slots=True)
 class OrderOptions:
-    """What the sample sequences of all groups depend on, besides the shards themselves.
+    """Inputs of the sample sequences of all groups, besides the shards themselves.
 
     Attributes:
         seed: of the run; any integer.

@@ -1,4 +1,4 @@
-"""How often samples come in a pass: expected numbers of uses → references (between steps B and C).
+"""Repeats of samples in a pass: expected numbers of uses → references (between steps B and C).
 
 A sample with rate r comes floor(r) times and, with probability frac(r), once more: a hash of seed, epoch,
 pass, shard and sample decides, so each pass draws anew, alike in every process. The second uses of a shard's

@@ -1,4 +1,4 @@
-"""How many patches the images of a step have at most (step E): a hash of where the step begins.
+"""Largest number of patches of the images of a step (step E): a hash of where the step begins.
 
 So it is the same on all ranks and workers, and after a resume on any layout. No state, no I/O.
 """

@@ -29,7 +29,7 @@ _NOTHING = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """How the window opens in the first pass of a run, so that the first references need little data.
+    """Opening of the window in the first pass of a run, so that the first references need little data.
 
     Attributes:
         after: None: the window always opens slowly. Else the first references, this many, come almost in the

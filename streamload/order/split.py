@@ -32,13 +32,13 @@ class Share(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many samples the rank computes."""
+        """Number of samples that the rank computes."""
         return self.stop - self.first
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How the sequences of the groups are split among steps and ranks.
+    """Split of the sequences of the groups among steps and ranks.
 
     Attributes:
         batch: the global batch size, at least 1.

@@ -151,7 +151,7 @@ class Steps:
             self._stretches = [*before, _Stretch(number, position, split, blocks)]
 
     def __contains__(self, position: int) -> bool:
-        """Whether a step begins there, given a position from `begin`."""
+        """True if a step begins there, given a position from `begin`."""
         return self._begins is None or position in self._by_position
 
     def begin(self, number: int) -> int:
@@ -179,7 +179,7 @@ class Steps:
         return None if blocks is None else blocks.at(position)
 
     def is_planned(self, position: int) -> bool:
-        """Whether the step that begins at a position is planned by block."""
+        """True if the step that begins at a position is planned by block."""
         blocks = self._stretch(position).blocks
         return blocks is not None and blocks.is_planned(position)
 

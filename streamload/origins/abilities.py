@@ -1,4 +1,4 @@
-"""What servers can do, learned from their answers and kept for all shards of a server (step F).
+"""Abilities of servers, learned from their answers and kept for all shards of a server (step F).
 
 Known to one process and its forks. The latest answer holds: backends of one server may differ.
 """
@@ -13,7 +13,7 @@ from streamload.urls import endpoint, redact
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What a server can do; None: no answer has shown it yet.
+    """Abilities of a server; None: no answer has shown it yet.
 
     Attributes:
         ranges: it answers a request for a range with that range (206), so that a sample can be read alone.

@@ -28,7 +28,7 @@ Authorize = Callable[[Mapping[str, Any]], Mapping[str, str]]
 
 
 class Access(NamedTuple):
-    """How a shard is requested.
+    """Credentials and headers of requests for a shard.
 
     Attributes:
         url: may contain a signature, user and password.
@@ -85,7 +85,7 @@ class WebCredentials:
 
     @property
     def can_change(self) -> bool:
-        """Whether others may come: from a function, a file or a store's own library."""
+        """True if others may come: from a function, a file or a store's own library."""
         is_made = callable(self._options.get("headers")) or (self._signs and "sign" in self._options)
         return is_made or self._is_looked_up or isinstance(self._options, FileOptions)
 

@@ -34,7 +34,7 @@ Reopen = Callable[[Session], Origin]
 RETRYABLE = (OriginTimeout, OriginCut, OriginUnavailable)
 """Errors after which a retry may succeed."""
 _FIRST_CONTACT_SECONDS = 5.0
-"""How long all transfers together retry an unreachable address that has never served a byte."""
+"""Time for which all transfers together retry an unreachable address that has never served a byte."""
 _FORGOTTEN_SECONDS = 180.0
 """An outage that no transfer has seen for this long counts as over."""
 _logger = logging.getLogger("streamload")
@@ -139,7 +139,7 @@ class Endpoint:
 
     @property
     def has_served(self) -> bool:
-        """Whether a shard of it has been read."""
+        """True if a shard of it has been read."""
         return self._name in _served
 
     def fails(self, error: OriginError) -> None:

@@ -45,7 +45,7 @@ _NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NON
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """What an origin says about the version of a shard. A weak ETag counts as none."""
+    """Version of a shard by its origin. A weak ETag counts as none."""
 
     size: int | None = None
     etag: str | None = None
@@ -53,7 +53,7 @@ class Version:
 
     @property
     def is_traceable(self) -> bool:
-        """Whether anything other than the size identifies this version."""
+        """True if anything other than the size identifies this version."""
         return bool(self.etag or self.last_modified)
 
     def difference(self, other: Version) -> str | None:
@@ -211,7 +211,7 @@ class OriginOptions:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What the origins of a loader share.
+    """Session of the origins of a loader.
 
     Attributes:
         options: timeouts, retries and request sizes.

@@ -38,7 +38,7 @@ _OUTAGE_BACKOFF_SECONDS = 5.0
 _REFUSAL_BACKOFF_SECONDS = 0.02
 """Another backend may answer otherwise at once, and a missing sizes.json must not delay the first batch."""
 _FIRST_ANSWERS_SECONDS = 1.0
-"""How long a shard whose credentials have ended waits for others to be served: then it is denied alone."""
+"""Time that a shard whose credentials have ended waits for others to be served: then it is denied alone."""
 _SHORTAGE_SECONDS = 0.1
 """Between two attempts while a limit of this process is reached."""
 _UNEXPECTED = (ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, TypeError, ValueError)

@@ -121,7 +121,7 @@ def reason_for_s3fs(url: str, storage_options: Mapping[str, Any]) -> str:
 
 
 class Access:
-    """What signs the requests of one set of options. Thread-safe; belongs to one process.
+    """Signer of the requests of one set of options. Thread-safe; belongs to one process.
 
     Mutable state: `_signer` (replaced as a whole when credentials are renewed), `regions` by bucket, and the
     last look for credentials that found none. `prepare` and `look_up` may ask metadata services and run
@@ -140,13 +140,13 @@ class Access:
 
     @property
     def lacks_credentials(self) -> bool:
-        """Whether requests are anonymous because no credentials were found."""
+        """True if requests are anonymous because no credentials were found."""
         signer = self._signer
         return signer is not None and signer.lacks_credentials
 
     @property
     def may_block(self) -> bool:
-        """Whether to call `prepare`, in a thread that may hang."""
+        """True if to call `prepare`, in a thread that may hang."""
         signer = self._signer
         if signer is None:
             return not (_has_keys(self._options) or _is_anonymous(self._options))

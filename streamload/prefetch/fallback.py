@@ -1,4 +1,4 @@
-"""How a shard is stored (step F): whole in the tier, index-only, or in the fallback tier."""
+"""Ways to store a shard (step F): whole in the tier, index-only, or in the fallback tier."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST_FAILURES = 3
 
 
 class StorageMode(NamedTuple):
-    """How a shard is stored."""
+    """Way to store a shard."""
 
     tier: Tier
     index_only: bool
@@ -146,12 +146,12 @@ class FallbackPolicy:
             return is_outdated
 
     def is_refused(self, shard: Shard) -> bool:
-        """Whether there was no room for a shard."""
+        """True if there was no room for a shard."""
         with self._lock:
             return shard.digest in self._refused_since
 
     def refused_seconds(self, shard: Shard) -> float:
-        """How long there has been no room for a shard (0: there is)."""
+        """Time since there was room for a shard (0: there is)."""
         with self._lock:
             since = self._refused_since.get(shard.digest)
         return 0.0 if since is None else time.monotonic() - since
@@ -171,7 +171,7 @@ class FallbackPolicy:
             return part_bytes(index_bytes(size) if mode.index_only else reserved_bytes(size))
 
     def may_pass(self, error: OSError) -> bool:
-        """Whether an error is a shortage of files or memory that may pass: the disk is all right."""
+        """True if an error is a shortage of files or memory that may pass: the disk is all right."""
         cause = error.__cause__ if isinstance(error, CacheError) else error
         if not isinstance(cause, OSError) or not is_shortage(cause) or isinstance(cause, LimitReached):
             return False
@@ -186,7 +186,7 @@ class FallbackPolicy:
             self._short_since = None
 
     def _may_use_fallback(self, shard: Shard) -> bool:
-        """Whether there is a fallback tier that hasn't refused a shard."""
+        """True if there is a fallback tier that hasn't refused a shard."""
         with self._lock:
             is_in_fallback = shard.digest in self._in_fallback
         return (

@@ -47,7 +47,7 @@ class Heartbeat:
                 self._parts.discard(part)
 
     def holds_room(self) -> bool:
-        """Whether a running fill of this process holds a reservation, which it may give back."""
+        """True if a running fill of this process holds a reservation, which it may give back."""
         with self._lock:
             return any(part.reserved_bytes for part in self._parts)
 

@@ -56,7 +56,7 @@ OpenOrigin = Callable[[Shard, threading.Event], Origin]
 
 @dataclass(frozen=True, slots=True)
 class PrefetchOptions:
-    """How a prefetcher works.
+    """Options of a prefetcher.
 
     Attributes:
         threads: shards that this process fills at once, not counting those that wait for another node.
@@ -78,7 +78,7 @@ class PrefetchOptions:
 
 @dataclass(frozen=True, slots=True)
 class FillResult:
-    """What a look at a requested shard found or did.
+    """Result of a look at a requested shard.
 
     Attributes:
         shard: the requested shard.
@@ -171,7 +171,7 @@ class Prefetcher:
             raise self._error
 
     def refused_seconds(self, shard: Shard) -> float:
-        """How long there has been no room for a shard (0: there is)."""
+        """Time since there was room for a shard (0: there is)."""
         return self._fallback.refused_seconds(shard)
 
     def lacks_bytes(self, shard: Shard) -> int:
@@ -210,11 +210,11 @@ class Prefetcher:
         return has_changed
 
     def filling(self, shard: Shard) -> bool:
-        """Whether a thread of this process is filling it."""
+        """True if a thread of this process is filling it."""
         return self._scheduler.is_busy_with(shard)
 
     def holds_room(self) -> bool:
-        """Whether a running fill of this process holds a reservation, which it may give back."""
+        """True if a running fill of this process holds a reservation, which it may give back."""
         return self._heartbeat.holds_room()
 
     def close(self) -> None:
@@ -227,7 +227,7 @@ class Prefetcher:
         self._tombstones.clear()
 
     def _work(self) -> None:
-        """What a filling thread does."""
+        """Run a filling thread."""
         while self._scheduler.keeps_thread():
             self.tier.budget.enforce_limits()
             shard = self._scheduler.take()
@@ -367,7 +367,7 @@ class Prefetcher:
         return form if is_made or self._has_prepared(form) else shard
 
     def _has_whole(self, mode: StorageMode, shard: Shard) -> bool:
-        """Whether nothing is left to fill. Of a local file that is to be prepared an index isn't enough."""
+        """True if nothing is left to fill. Of a local file that is to be prepared an index isn't enough."""
         form = self._form(mode, shard) if shard.local is not None and self._options.prepares else shard
         return mode.tier.has_whole(shard) if form is shard else mode.tier.published(form.digest).exists()
 

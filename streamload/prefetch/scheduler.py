@@ -116,12 +116,12 @@ class FillScheduler:
             self._change.notify_all()
 
     def is_busy_with(self, shard: Shard) -> bool:
-        """Whether a thread has taken it."""
+        """True if a thread has taken it."""
         with self._change:
             return shard.digest in self._busy
 
     def is_needed(self, shard: Shard) -> bool:
-        """Whether a reader waits for it."""
+        """True if a reader waits for it."""
         with self._change:
             request = self._requests.get(shard.digest)
             return request is not None and request.is_needed
@@ -133,7 +133,7 @@ class FillScheduler:
             return math.inf if request is None else request.next_use
 
     def keeps_thread(self) -> bool:
-        """Whether the calling thread goes on; False after `close`, or when it replaced one that is back."""
+        """True if the calling thread goes on; False after `close`, or when it replaced one that is back."""
         if self._stop.is_set():
             return False
         with self._change:

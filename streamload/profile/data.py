@@ -56,7 +56,7 @@ class Data:
         return self.size_bytes / self.usable
 
     def as_dict(self) -> dict[str, Any]:
-        """What a report says of the shards."""
+        """The report's part on the shards."""
         return {
             "shards": list(self.names),
             "bytes": self.size_bytes,

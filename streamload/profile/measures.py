@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ProfileOptions:
-    """How to measure.
+    """Options of a measurement.
 
     Attributes:
         workers: processes of the loader and of the floor.

@@ -1,4 +1,4 @@
-"""What limits a training on these shards, and what to change. Pure: figures in, sentences out."""
+"""Verdict on what limits a training on these shards, and advice. Pure: figures in, sentences out."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def verdict(figures: Figures) -> Verdict:
 
 
 def _compute(figures: Figures) -> Limit:
-    """What limits the loader itself."""
+    """The stage that limits the loader itself."""
     overhead = figures.loader_cpu_us - figures.floor_cpu_us
     return "hand-over" if overhead > _MUCH_OVERHEAD * figures.loader_cpu_us else "decode"
 
@@ -143,7 +143,7 @@ def _link(figures: Figures) -> str:
 
 
 def _advice(limit: Limit, figures: Figures) -> list[str]:
-    """What to change, most useful first."""
+    """Advice, most useful first."""
     if limit == "link":
         size = format_bytes(figures.size_bytes / figures.samples)
         return [FILL, _KEEP.format(size=size), *_smaller(figures)]

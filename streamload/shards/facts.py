@@ -43,7 +43,7 @@ class FactSample(NamedTuple):
 
 
 class Column(Protocol):
-    """How one fact is made of a sample: from its members' bytes or its key alone, the same everywhere."""
+    """The making of one fact of a sample: from its members' bytes or its key alone, the same everywhere."""
 
     @property
     def digest(self) -> str:
@@ -57,7 +57,7 @@ class Column(Protocol):
 
     @property
     def from_members(self) -> bool:
-        """Whether members' bytes are read for it: then values from another node are worth a request."""
+        """True if members' bytes are read for it: then values from another node are worth a request."""
         ...
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 from struct import unpack_from
 
 HEADER_BYTES = 64 << 10
-"""How much of an image is searched; if its size isn't in these bytes, it is unknown."""
+"""Number of bytes of an image that are searched; if its size isn't in these, it is unknown."""
 
 _FIRST_LOOK_BYTES = 1 << 10
 _WITHOUT_LENGTH = frozenset((0x01, *range(0xD0, 0xD9)))  # TEM, RST0-7, SOI

@@ -95,7 +95,7 @@ class IndexReader:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the whole shard is indexed, and all records are verified."""
+        """True if the whole shard is indexed, and all records are verified."""
         return self.ended and self.status == COMPLETE
 
     @property

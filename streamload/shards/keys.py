@@ -18,7 +18,7 @@ from streamload.shards.index import IndexReader
 from streamload.shards.record import OWN_LAYOUT
 
 Modality = Literal["image-text", "image", "text"]
-"""What is used of a source's samples."""
+"""Members that are used of a source's samples."""
 
 MEMBER_LIMIT_BYTES = 64 << 20
 """The largest image or caption that is read; a sample with a larger one counts as lacking it."""

@@ -23,7 +23,7 @@ from streamload.shards.tar import BLOCK_BYTES
 _READ_BYTES = 8 << 10  # a header and the start of an image; more would read useless payload
 _ENTRIES_AT_ONCE = 64
 _TAIL_BYTES = 1 << 20
-"""How far after the end marker to look for anything other than zeros."""
+"""Distance after the end marker in which to look for anything other than zeros."""
 
 
 class LocalVersion(NamedTuple):

@@ -199,7 +199,7 @@ class ShardScanner:
 
     @property
     def ended(self) -> bool:
-        """Whether the end marker was read."""
+        """True if the end marker was read."""
         return self._parser.ended
 
     def feed(self, chunk: bytes | memoryview) -> list[Entry]:
@@ -234,7 +234,7 @@ class ShardScanner:
 
     @property
     def header_bytes(self) -> int:
-        """How many of the latest bytes belong to an incomplete header."""
+        """Number of the latest bytes that belong to an incomplete header."""
         return self._parser.header_bytes
 
     def skippable(self) -> int:

@@ -108,7 +108,7 @@ class TarParser:
 
     @property
     def header_bytes(self) -> int:
-        """How many of the latest bytes belong to an incomplete header."""
+        """Number of the latest bytes that belong to an incomplete header."""
         return len(self._partial)
 
     @property
@@ -118,7 +118,7 @@ class TarParser:
 
     @property
     def skippable(self) -> int:
-        """How many of the next bytes are payload or padding, which the parser doesn't need."""
+        """Number of the next bytes that are payload or padding, which the parser doesn't need."""
         return self._payload + self._padding
 
     def skip(self, count: int) -> None:

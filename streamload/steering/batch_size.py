@@ -33,7 +33,7 @@ _FIRST_REST, _LONGEST_REST = 8, 128
 
 
 class Measured(NamedTuple):
-    """What was measured since the last decision, of steps of one size.
+    """Measurements since the last decision, of steps of one size.
 
     Attributes:
         step: of the run: steps taken so far.
@@ -192,7 +192,7 @@ class ThroughputBalanced:
 
 
 class _Memory(NamedTuple):
-    """What ThroughputBalanced remembers.
+    """Memory of ThroughputBalanced.
 
     Attributes:
         seen: intervals so far.

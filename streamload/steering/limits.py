@@ -1,4 +1,4 @@
-"""How far and how often policies move shares: steps, floors, caps, and the shares that the user gave."""
+"""Limits on how policies move shares: steps, floors, caps, and the shares that the user gave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a policy is: `every` and `decide`, a pure function of a summary and of its own memory.
+"""The contract of a policy: `every` and `decide`, a pure function of a summary and of its own memory.
 
 Plain functions are adapted, and what a policy returns is checked, before it becomes shares of samples.
 """

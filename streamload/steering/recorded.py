@@ -1,4 +1,4 @@
-"""What a run reported, read from its log of decisions or from a CSV: to draw it, or to ask other policies."""
+"""Reports of a run, read from its log of decisions or from a CSV: to draw it, or to ask other policies."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from streamload.steering.decisions import BATCH_SIZE, SEQUENCE, WEIGHTS, read_li
 
 
 class Recorded(NamedTuple):
-    """What is in effect from a position of a sequence on."""
+    """Weights and sizes in effect from a position of a sequence on."""
 
     position: int
     shares: tuple[int, ...]
@@ -83,7 +83,7 @@ class Replay:
                     )
 
     def weights(self, sequence: int, position: int) -> list[Recorded]:
-        """What changes the weights of a sequence, the first of them in effect at a position.
+        """Changes of the weights of a sequence, the first of them in effect at a position.
 
         Of a sequence that the log doesn't have, the weights that were set last.
 
@@ -128,7 +128,7 @@ class Replay:
 
 
 def changes_of(recorded: Sequence[Recorded]) -> tuple[Change, ...]:
-    """What changes shares."""
+    """Changes of shares."""
     return tuple(Change(weights.position, weights.shares) for weights in recorded)
 
 

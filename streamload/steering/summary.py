@@ -1,4 +1,4 @@
-"""What a policy decides from: for each source, sums of what was reported since the last decision.
+"""Input of a policy: for each source, sums of what was reported since the last decision.
 
 Values only; a loader makes them from the reports of all ranks, a simulation from its own.
 """
@@ -13,7 +13,7 @@ PARTS = 8
 
 
 class Signal(NamedTuple):
-    """What was reported of a source in a part of an interval, over all ranks.
+    """Reports of a source in a part of an interval, over all ranks.
 
     Attributes:
         count: rows that were reported; values that aren't finite are left out.
@@ -72,7 +72,7 @@ class SourceSummary:
 
     @property
     def loss(self) -> Signal:
-        """What was reported of the loss in the whole interval."""
+        """Reports of the loss in the whole interval."""
         whole = NOTHING
         for part in self.losses:
             whole = whole.plus(part)

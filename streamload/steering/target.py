@@ -100,7 +100,7 @@ class Target:
         return before.plus(Signal(1.0, held_out, held_out * held_out))
 
     def _excess(self, name: str, reported: Signal) -> float:
-        """How far the loss is above the reference beyond noise, 0 where it is reached, NaN if unknown."""
+        """Excess of the loss over the reference beyond noise, 0 where it is reached, NaN if unknown."""
         if name not in self.reference or reported.mean is None:
             return np.nan
         variance = max(0.0, reported.squares / reported.count - reported.mean**2)

@@ -1,4 +1,4 @@
-"""How fast a source's loss falls: power laws fitted to its loss by its own samples.
+"""Trend of a source's loss: power laws fitted to its loss by its own samples.
 
 The level of a loss doesn't tell what more samples would gain, and its fall over time depends on the shares,
 too; so all is by the source's own samples. Bins are lists of numbers, which a state can hold.
@@ -36,7 +36,7 @@ _GRID_ERROR = 0.05  # of a gain: between two neighbouring curves
 
 
 class Gain(NamedTuple):
-    """What one more sample takes off the loss.
+    """Gain of one more sample in the loss.
 
     Attributes:
         value: loss by sample; negative where the loss rises.

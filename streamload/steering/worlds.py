@@ -30,7 +30,7 @@ KINDS = (
     "own_share",
     "abrupt",
 )
-"""What makes a world hard; "equal" is one more, in which every source is alike."""
+"""Difficulties of worlds; "equal" is one more, in which every source is alike."""
 
 REPEATS_WORTH = 15.0
 """Passes after which repeats teach 1/e of what new samples do (Muennighoff et al., arXiv 2305.16264)."""

@@ -59,7 +59,7 @@ class Request:
 
 
 class Served(Protocol):
-    """What a request handler needs of its `ShardServer`."""
+    """The part of a `ShardServer` that a request handler needs."""
 
     root: Path
     log: list[Request]
@@ -76,7 +76,7 @@ class Served(Protocol):
         """The fault of the next request of a path."""
 
     def gate(self, size: int) -> int:
-        """How many bytes of a file of this size may be sent now."""
+        """Number of bytes of a file of this size that may be sent now."""
 
     def wait_while(self, holds: Callable[[], bool], is_connected: Callable[[], bool]) -> None:
         """Wait while `holds()`, the server is open and the client is connected."""
@@ -160,7 +160,7 @@ class Connection(http.server.BaseHTTPRequestHandler):
             self._send_file(request, fault)
 
     def _shows(self, credential: str) -> bool:
-        """Whether a header or the query has the text."""
+        """True if a header or the query has the text."""
         return credential in urlsplit(self.path).query or any(credential in v for v in self.headers.values())
 
     def _send_file(self, request: Request, fault: Fault) -> None:
@@ -273,7 +273,7 @@ class Connection(http.server.BaseHTTPRequestHandler):
             self.wfile.write(piece)
 
     def _may_send(self, position: int, size: int, stalled: bool) -> int:
-        """How many bytes of the file may be sent; waits until it is more than `position`."""
+        """Number of bytes of the file that may be sent; waits until it is more than `position`."""
         shards = self.shards
         shards.wait_while(lambda: stalled or shards.gate(size) <= position, self._is_connected)
         return position if stalled or shards.closed.is_set() else shards.gate(size)

@@ -34,7 +34,7 @@ class Link:
 
     @property
     def piece_bytes(self) -> int:
-        """How much to send at once: a thousandth of a second's worth.
+        """Number of bytes to send at once: a thousandth of a second's worth.
 
         Connections then share the link about as packets do. With pieces of a hundredth of a second, 200 KB
         at 20 MB/s, each of eight connections would pause for 70 ms between two pieces.

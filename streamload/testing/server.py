@@ -147,7 +147,7 @@ class ShardServer:
         return NO_FAULT
 
     def gate(self, size: int) -> int:
-        """How many bytes of a file of this size may be sent now."""
+        """Number of bytes of a file of this size that may be sent now."""
         return size if self._gate is None else int(size * self._gate)
 
     def wait_while(self, holds: Callable[[], bool], is_connected: Callable[[], bool]) -> None:

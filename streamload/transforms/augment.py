@@ -71,7 +71,7 @@ class Draws:
 
     @property
     def torch_taken(self) -> int:
-        """How many 32-bit numbers of torch's generator have been used since seeding."""
+        """Count of 32-bit numbers of torch's generator that were used since seeding."""
         return self._taken
 
     def python_random(self) -> float:

@@ -90,7 +90,7 @@ def flat(transform: Any) -> Iterator[Any]:
 
 
 class AfterResize(NamedTuple):
-    """What follows the resizing, with the meaning that it has in a plan."""
+    """Steps after the resizing, with the meaning that they have in a plan."""
 
     colour: tuple[Flip | Grey, ...]
     given: tuple[Given, ...]

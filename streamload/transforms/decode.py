@@ -68,7 +68,7 @@ _STRIP_PIXELS = 1 << 20
 _TILE_WIDTH, _TILE_HEIGHT = 322, 323
 _ICON_START = b"\0\0\1\0"
 _KEPT_INFO = ("exif", "Raw profile type exif", "icc_profile", "xmp", "XML:com.adobe.xmp")
-"""What Pillow's `info` says of how pixels are to be seen: orientation and colours."""
+"""Display metadata in Pillow's `info`: orientation and colours."""
 _JPEG_INFO_MARKS = (b"Exif\0", b"ICC_PROFILE\0", b"http://ns.adobe.com/xap/")
 _FAST_COLOURS = frozenset(("YCbCr", "Gray"))
 

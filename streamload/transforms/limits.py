@@ -22,7 +22,7 @@ animation decoder of libwebp, with two canvases, and copies one of them twice. l
 tile, perhaps a whole 16-bit image. AVIF takes 10 to 20 and JPEG 2000 25; their limits are for time. Pillow
 copies an icon several times."""
 _PASSES = 32
-"""How many passes over `most_pixels` a decoder may make: a progressive JPEG makes one per scan, and encoders
+"""Passes over `most_pixels` that a decoder may make: a progressive JPEG makes one per scan, and encoders
 write 6 to 12 scans."""
 _SMALLEST_SHARE = 16
 """An image counts as at least 1/16 of `most_pixels`, because even a scan without pixels takes time."""

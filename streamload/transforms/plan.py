@@ -164,7 +164,7 @@ class ImagePlan:
 
     @property
     def is_random(self) -> bool:
-        """Whether the steps that are known draw random numbers that matter."""
+        """True if the steps that are known draw random numbers that matter."""
         drawn = [step for step in self.colour if isinstance(step, Flip) or step.drawn_by is not None]
         return isinstance(self.fit, RandomCrop) or any(0 < step.probability < 1 for step in drawn)
 

@@ -21,7 +21,7 @@ _PLUGINS = re.compile(rb"^\s*\[\s*plugins\s*\]", re.MULTILINE)
 
 
 class CommandEnvironment(NamedTuple):
-    """What affects a command.
+    """Environment of a command.
 
     Attributes:
         obstacle: what may change the meaning of its flags; None: nothing.

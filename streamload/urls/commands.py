@@ -31,7 +31,7 @@ NO_COMMAND = "it is not a single curl or aws command in plain words"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a supported command requests.
+    """Request of a supported command.
 
     Attributes:
         program: "curl" or "aws".

@@ -33,7 +33,7 @@ _COMPRESSED: dict[str, Compression] = {
 }
 _WORD_END = re.compile(r"[\s'\"?#;|&<>)]")
 ZSTD_MODULES = ("compression.zstd", "backports.zstd", "pyzstd", "zstandard")
-"""What unpacks zstd, the first that is installed; Python has its own from 3.14 on."""
+"""Modules that unpack zstd, of which the first installed one is taken; Python has its own from 3.14 on."""
 
 _AMAZON = re.compile(r"https?://s3([.-][a-z0-9-]+)?\.amazonaws\.com")
 _ENDPOINT_OPTIONS = ("endpoint_url", "endpoint", "account_url", "account_host", "account_name", "host")

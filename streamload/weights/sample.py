@@ -23,16 +23,16 @@ _LEAST, _MOST = 0.2, 5.0
 
 
 class SampleWeight(Protocol):
-    """How rows are weighed."""
+    """Weighting of rows."""
 
     @property
     def is_relative(self) -> bool:
-        """Whether values are divided by their mean and clipped."""
+        """True if values are divided by their mean and clipped."""
         ...
 
     @property
     def definition(self) -> str:
-        """What values depend on beside the sample."""
+        """Dependencies of values beside the sample."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""What a DataLoader worker does: the loop over its batches, sampler, reader, and the messages to its rank."""
+"""Work of a DataLoader worker: the loop over its batches, sampler, reader, and the messages to its rank."""
 
 from streamload.worker.bucketing import Bucketing
 from streamload.worker.in_flight import InFlight

@@ -1,4 +1,4 @@
-"""What to do about a batch that waits for bytes: a value that says what blocks it, and a policy (step F).
+"""Policy for a batch that waits for bytes: a value that says what blocks it, and a policy (step F).
 
 The policy is a function of that value alone. The reader collects the facts, and acts.
 """
@@ -48,7 +48,7 @@ class Blocked:
 
 
 class Action(enum.Enum):
-    """What a reader does about a blocked batch."""
+    """Decision of a reader on a blocked batch."""
 
     USE_FALLBACK = "fill the most urgent shard in the fallback tier"
     FIND_ROOM = "go on without storing the shards, if no room will come"
@@ -70,7 +70,7 @@ def decide(blocked: Blocked) -> list[Action]:
 
 
 def poll_seconds(blocked: Blocked) -> float:
-    """How long to sleep before the next look."""
+    """Time to sleep before the next look."""
     least, most = _POLL_SECONDS
     return min(most, max(least, _POLL_SHARE * blocked.seconds))
 
@@ -84,11 +84,11 @@ class Wait:
         self.warnings = 0
 
     def seconds(self) -> float:
-        """How long, so far."""
+        """Time so far."""
         return time.monotonic() - self._began
 
     def is_held_back(self, stream: Hashable, read: int, released: int) -> bool:
-        """Whether the shuffle window has kept most of the samples that have arrived since the first look.
+        """True if the shuffle window has kept most of the samples that have arrived since the first look.
 
         A smaller window would then have let the batch go on. A full one lets out as many as it takes in.
 

@@ -1,4 +1,4 @@
-"""What the length of a row is known by, and the room that rows get, where steps are planned by block (E)."""
+"""Lengths of rows, and the room that rows get, where steps are planned by block (E)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streamload.transforms.patch_grid import most_patches
 
 @dataclass(frozen=True, slots=True)
 class Bucketing:
-    """How blocks of steps are planned (order/buckets.py).
+    """Options of the plan of blocks of steps (order/buckets.py).
 
     Attributes:
         steps: of a block.

@@ -188,7 +188,7 @@ class PlannedStep:
 
     @property
     def is_first(self) -> bool:
-        """Whether it is the first step of its block."""
+        """True if it is the first step of its block."""
         return self.planner.block(self.position).begin == self.position
 
     def visits(self) -> Iterator[list[Visit] | None]:

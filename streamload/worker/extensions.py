@@ -110,7 +110,7 @@ class WorkerParts:
                 self._parts[name].apply(events.pop(0))
 
     def finish(self, values: dict[str, Any], rows: RowsOfBatch) -> dict[str, bytes]:
-        """What the parts send with a batch; see extension.WorkerPart."""
+        """Messages of the parts with a batch; see extension.WorkerPart."""
         return {name: part.finish(values, rows) for name, part in self._parts.items()}
 
     def close(self) -> None:

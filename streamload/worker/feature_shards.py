@@ -90,7 +90,7 @@ class FeatureShards:
         self._request(wanted)
 
     def has_all(self, shard: int, key: tuple[str, int | None]) -> bool:
-        """Whether derived shards have a sample's rows of all features, so that its bytes aren't needed."""
+        """True if derived shards have a sample's rows of all features, so that its bytes aren't needed."""
         found = [self._at(name, shard) for name in self._names]
         return all(one is not None and key in one for one in found)
 

@@ -29,7 +29,7 @@ from streamload.worker.spans import Spans
 
 
 class Fills:
-    """What a process fills, and from where. It lasts from epoch to epoch.
+    """Fills of a process. They last from epoch to epoch.
 
     Args:
         config: what is read.
@@ -135,7 +135,7 @@ class Fills:
         return self._ranges.read(Range(shard, version, start, stop))
 
     def are_refused(self, shards: Iterable[int]) -> bool:
-        """Whether there is no room for one of these shards."""
+        """True if there is no room for one of these shards."""
         return any(self.prefetcher.refused_seconds(self._config.shards[shard]) for shard in shards)
 
     def stop(self) -> None:

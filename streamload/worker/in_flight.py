@@ -1,4 +1,4 @@
-"""How many bytes of batches are made ahead of the training loop, by modality (step J).
+"""Limits on the bytes of batches that are made ahead of the training loop, by modality (step J).
 
 The bytes of a step follow from its plan, so a worker only has to know how many batches the training loop has
 taken. Steps are begun in their order: the oldest one that isn't taken always fits, and none waits for a later

@@ -263,15 +263,15 @@ class WorkerLoop:
             time.sleep(_POLL_SECONDS)
 
     def _is_decided(self, step: int) -> bool:
-        """Whether the decision at a step of the run was made."""
+        """True if the decision at a step of the run was made."""
         return self._control.decided >= step
 
     def _may_begin(self, number: int) -> bool:
-        """Whether the training loop has taken so many batches that this one isn't too far ahead."""
+        """True if the training loop has taken so many batches that this one isn't too far ahead."""
         return not self._workers or number < self._control.taken + self._ahead
 
     def _block(self, step: Step | PlannedStep, number: int) -> BlockBounds | None:
-        """What ranks have to agree on before a step: the bounds of its block, at its or an epoch's begin."""
+        """Agreements of ranks before a step: the bounds of its block, at its or an epoch's begin."""
         bucketing = self._config.bucketing
         if bucketing is None or not bucketing.are_agreed or not isinstance(step, PlannedStep):
             return None
@@ -332,7 +332,7 @@ class WorkerLoop:
         return values, skipped
 
     def _admission(self, steps: Steps, start: EpochStart) -> Admission | None:
-        """What keeps to the limits of memory; None: there are none, or no batch is made ahead."""
+        """Keeper of the limits of memory; None: there are none, or no batch is made ahead."""
         in_flight, control = self._config.in_flight, self._control
         if in_flight is None or not self._workers:
             return None

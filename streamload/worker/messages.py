@@ -47,7 +47,7 @@ class SourceOrder:
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """What the processes of a rank read, and how; the same for all of them."""
+    """Shards that the processes of a rank read, and how; the same for all of them."""
 
     shards: ShardList
     origin: OriginOptions
@@ -81,13 +81,13 @@ class WorkerConfig:
     """The samples that are used, decided from the index alone."""
     assembly: BatchAssembly
     seq_lens: SeqLens | None
-    """How many patches the images of a step have at most; None: images aren't made into patches."""
+    """Largest number of patches of the images of a step; None: images aren't made into patches."""
     step_table: StepTable | None
     """The steps of an epoch, if they differ in size."""
     with_keys: bool
-    """Whether a batch carries the keys and URLs of its samples."""
+    """True if a batch carries the keys and URLs of its samples."""
     bucketing: Bucketing | None = None
-    """How steps are planned by block; None: samples come in the order of the sequence."""
+    """The plan of steps by block; None: samples come in the order of the sequence."""
     multiple: int = 1
     """Of the rows that a step takes of each source."""
     extensions: tuple[Extension, ...] = ()
@@ -129,7 +129,7 @@ class EpochStart(NamedTuple):
     position: int
     """Global samples of the sequence before the first step."""
     steps: int | None
-    """How many steps; None: to the end of the pass."""
+    """Number of steps; None: to the end of the pass."""
     changes: list[Change]
     """Changes of the sources' shares, from the position on."""
     groups: dict[int, GroupState]
@@ -137,7 +137,7 @@ class EpochStart(NamedTuple):
     changes_generation: int
     """The generation of the control block's changes that are among these."""
     features: dict[str, FeatureStart]
-    """What is known of each feature, by its name."""
+    """Figures of each feature, by its name."""
     resizes: Sequence[Resize] = ()
     """Other sizes of steps than that of the configuration, from the position on."""
     blocks_from: int = 0
@@ -199,14 +199,14 @@ class EpochStart(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """What has changed since an epoch's start."""
+    """Changes since an epoch's start."""
 
     changes: list[Change]
     """Of the sources' shares."""
     resizes: list[Resize]
     """Of the steps' sizes, from a position on that no worker has passed when it reads this."""
     steps: int | None
-    """How many steps the epoch has since its start."""
+    """Number of steps of the epoch since its start."""
     events: Mapping[str, Sequence[Event]] = {}
     """Of each extension, since the start of the epoch, in order."""
     generation: int = 0
@@ -276,7 +276,7 @@ def bytes_by_modality(values: Mapping[str, Any]) -> dict[str, int]:
 
 
 class BlockBounds(NamedTuple):
-    """How wide the rows of a block's steps are, where the groups of a run have to agree on that.
+    """Widths of the rows of a block's steps, where the groups of a run have to agree on that.
 
     Attributes:
         begin, end: the global positions of the block.
@@ -306,7 +306,7 @@ class Batch(NamedTuple):
     stop: int
     """The position after its step."""
     number: int
-    """How many batches of the order come before it."""
+    """Number of batches of the order before it."""
     groups: SealedStates
     """The state after this step of each group that contributed, by group number."""
     skipped: list[SkippedSample]
@@ -326,7 +326,7 @@ class Batch(NamedTuple):
     seats: bytes = b""
     """SEAT[samples]: the source of each row; empty: there is one source."""
     extras: Mapping[str, bytes] = {}
-    """What extensions send to their part in the rank, by name."""
+    """Messages of extensions to their part in the rank, by name."""
     block: BlockBounds | None = None
     """With the first step of a block, and of an epoch: the bounds to agree on; None: nothing is left to."""
     passes: tuple[int, ...] = ()

@@ -196,7 +196,7 @@ class Reader:
 
     @property
     def reads_ranges(self) -> bool:
-        """Whether samples have had to be read from their origin."""
+        """True if samples have had to be read from their origin."""
         return self._fills.reads_ranges
 
     def want_ranges(self, samples: Iterable[tuple[int, int]]) -> None:
@@ -273,7 +273,7 @@ class Reader:
             stream.tell_progress()
 
     def progress(self) -> ReadProgress:
-        """How far the groups are."""
+        """Progress of the groups."""
         assert self._start is not None
         fronts = {key: stream.front for key, stream in self._streams.items()}
         return ReadProgress(self._start.epoch, fronts, self._shards_ahead(), self._cache.mean_bytes())
@@ -375,7 +375,7 @@ class Reader:
             raise Superseded
 
     def _blocked(self, wait: Wait, needed: Sequence[int]) -> Blocked:
-        """What blocks a batch now."""
+        """The reason why a batch is blocked now."""
         if not needed:
             return Blocked((), wait.seconds())
         return Blocked(

@@ -82,11 +82,11 @@ class ReferenceStream:
         return self._here(self._order.blocked(self._repeated or self._arrivals))
 
     def reaches(self, position: int) -> bool:
-        """Whether all references before a position are known, or there are no more."""
+        """True if all references before a position are known, or there are no more."""
         return self.has(position) or self._order.finished
 
     def has(self, position: int) -> bool:
-        """Whether the references up to a position are known."""
+        """True if the references up to a position are known."""
         return self._order.position >= position
 
     def known(self, stop: int) -> int:
@@ -176,12 +176,12 @@ class ReferenceStream:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """How many references lanes have read so far, and how many of them the window has released."""
+        """Number of references that lanes have read so far, and how many of them the window has released."""
         return self._order.read, self._order.released
 
     @property
     def reads_everything(self) -> bool:
-        """Whether the group's own shards gave nothing, so that it reads those of all groups."""
+        """True if the group's own shards gave nothing, so that it reads those of all groups."""
         return self._order.everything
 
     def tell_progress(self) -> None:

@@ -41,7 +41,7 @@ class Spans:
 
     @property
     def is_on(self) -> bool:
-        """Whether a trace runs."""
+        """True if a trace runs."""
         if self._tracing.generation != self._generation:
             with self._lock:
                 self._follow()

@@ -37,7 +37,7 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether nothing should be tried now."""
+        """True if nothing should be tried now."""
         with self._lock:
             return self._clock() < self._open_until
 

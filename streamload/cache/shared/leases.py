@@ -196,7 +196,7 @@ class Leases:
         return True
 
     def is_held(self, task: str) -> bool:
-        """Whether another process has the lease of a task, and is live as far as can be seen.
+        """True if another process has the lease of a task, and is live as far as can be seen.
 
         Raises:
             SharedTierError: the tier can't be read.
@@ -287,7 +287,7 @@ class Leases:
             thread.join(seconds)
 
     def _has_expired(self, task: str, content: bytes, *, writes: bool = False) -> bool:
-        """Whether another process's lease has expired.
+        """True if another process's lease has expired.
 
         Args:
             task: its task.
@@ -317,7 +317,7 @@ class Leases:
         return self._clock() - seen.since >= self._lease_seconds
 
     def _silent_seconds(self, task: str) -> float:
-        """For how long a lease hasn't changed at least, by the store's own times; 0: unknown."""
+        """Least time since a lease changed, by the store's own times; 0: unknown."""
         try:
             age = self._objects.age(_name(task))
         except SharedTierError as exc:
@@ -433,7 +433,7 @@ def _number(values: dict[str, Any], name: str) -> float:
 
 
 def _is_late(values: dict[str, Any], unchanged_seconds: float) -> bool:
-    """Whether the next heartbeat of a lease should have come."""
+    """True if the next heartbeat of a lease should have come."""
     return unchanged_seconds > _LATE_TIMES * _number(values, "due") + _LATE_SECONDS
 
 

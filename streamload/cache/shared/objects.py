@@ -181,7 +181,7 @@ class Objects:
 
     @functools.cached_property
     def has_conditions(self) -> bool:
-        """Whether the store supports conditional writes; tried once, with a temporary object.
+        """True if the store supports conditional writes; tried once, with a temporary object.
 
         Raises:
             SharedTierError: nothing can be written there.

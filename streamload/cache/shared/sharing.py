@@ -35,7 +35,7 @@ _TIMEOUT_SECONDS = 10.0
 _FACTS_SECONDS = 2.0
 """For facts, which a batch waits for: a node can make them itself."""
 _LOOK_SECONDS = 30.0
-"""How long an answer about a prepared shard is reused."""
+"""Seconds for which an answer about a prepared shard is reused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class SharedOptions:
 
 
 class Sharing:
-    """What one process does with the shared cache. Thread-safe; made in the process that uses it.
+    """The shared cache as one process uses it. Thread-safe; made in the process that uses it.
 
     Args:
         options: where it is; None: there is none, and every method does nothing.
@@ -145,7 +145,7 @@ class Sharing:
         return ReadThrough(shard, self.tier, origin, stop, self._ask, flight)
 
     def has_prepared(self, form: Shard) -> bool:
-        """Whether the shared cache holds a prepared shard; the answer is cached for some seconds."""
+        """True if the shared cache holds a prepared shard; the answer is cached for some seconds."""
         if self.tier is None or form.local is not None:
             return False
         tier, now = self.tier, time.monotonic()

@@ -281,7 +281,7 @@ class SingleFlight:
                 self._pause(shard, min(deadline - now, pause * self._rng.uniform(0.5, 1.0)), stop)
 
     def _is_much_slower(self, holder: Holder) -> bool:
-        """Whether a holder on another node will need several times as long as this process would."""
+        """True if a holder on another node will need several times as long as this process would."""
         machine, rate = holder.address.partition(".")[0], self._pace.rate()
         if not machine or not self._machine or machine == self._machine:
             return False
@@ -349,7 +349,7 @@ class SingleFlight:
 
 
 class Pace:
-    """How fast this process gets bytes from origins: of one stream, on average. Thread-safe.
+    """Speed at which this process gets bytes from origins: of one stream, on average. Thread-safe.
 
     Args:
         clock: monotonic.
@@ -421,7 +421,7 @@ class _Paced:
 
 
 def spare_of(shards: int, here: Topology, workers: int) -> int:
-    """How many shards a process of a run may fetch although a slower node is fetching them.
+    """Number of shards that a process of a run may fetch although a slower node is fetching them.
 
     All of them together fetch at most one n-th of the shards twice, on n nodes.
 
@@ -438,7 +438,7 @@ def spare_of(shards: int, here: Topology, workers: int) -> int:
 
 
 def _progress_of(holder: Holder) -> str:
-    """What a holder does, and since when, in words."""
+    """Describe what a holder does, and since when."""
     host = f"the node {holder.host}" if holder.host else "another node"
     size = f" of {format_bytes(holder.size)}" if holder.size else ""
     return (

@@ -235,6 +235,6 @@ class Store:
 
 
 def _lacks_bucket(exc: FileNotFoundError) -> bool:
-    """Whether the bucket is missing rather than the object: probably a wrong URL."""
+    """True if the bucket is missing rather than the object: probably a wrong URL."""
     answer = getattr(exc.__cause__, "response", None)
     return isinstance(answer, dict) and answer.get("Error", {}).get("Code") == "NoSuchBucket"

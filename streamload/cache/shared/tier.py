@@ -88,7 +88,7 @@ class SharedTier:
         self._stop.set()
 
     def check_format(self) -> bool:
-        """Whether this is a shared cache already.
+        """True if this is a shared cache already.
 
         Raises:
             SharedTierError: it has another format, or something else is there.
@@ -125,11 +125,11 @@ class SharedTier:
         self._lacking.setdefault(shard.digest, False)
 
     def is_lacking(self, shard: Shard) -> bool:
-        """Whether this process has seen that a shard is missing or unusable."""
+        """True if this process has seen that a shard is missing or unusable."""
         return shard.digest in self._lacking
 
     def is_absent(self, shard: Shard) -> bool:
-        """Whether the shared cache works, and answered last that it lacks a usable copy."""
+        """True if the shared cache works, and answered last that it lacks a usable copy."""
         return not self._breaker.is_open and self._lacking.get(shard.digest) is False
 
     def invalidate(self, shard: Shard) -> None:
@@ -137,7 +137,7 @@ class SharedTier:
         self._lacking[shard.digest] = True
 
     def has(self, shard: Shard) -> bool:
-        """Whether it holds a shard, judged by the object that is written last.
+        """True if it holds a shard, judged by the object that is written last.
 
         Raises:
             SharedTierError: it doesn't answer.
@@ -299,7 +299,7 @@ class SharedTier:
             )
 
     def _has_same(self, shard: Shard, source: ShardCopy) -> bool:
-        """Whether it holds a shard with the same index, hence the same checksums of all samples."""
+        """True if it holds a shard with the same index, hence the same checksums of all samples."""
         with contextlib.suppress(CacheCorrupt):
             now = self.look(shard)
             return now is not None and (now.index, now.names) == index_files(source)

@@ -81,7 +81,7 @@ class WriteBack:
 
     @property
     def takes(self) -> bool:
-        """Whether shards are accepted now."""
+        """True if shards are accepted now."""
         with self._change:
             return self._takes()
 
@@ -121,7 +121,7 @@ class WriteBack:
                 self._remember(shard, "its facts: the queue is full, or writing was paused after failures")
 
     def has_room(self) -> bool:
-        """Whether another would be accepted."""
+        """True if another would be accepted."""
         with self._change:
             return len(self._waiting) < _WAITING
 

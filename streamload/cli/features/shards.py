@@ -1,4 +1,4 @@
-"""What the features commands do with derived shards of rows, in this node's cache and in a shared cache."""
+"""Commands on derived shards of rows, in this node's cache and in a shared cache."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ def places_of(
 
 
 def fingerprints_in(places: "Iterable[RowShards]") -> "list[FingerprintShards]":
-    """What derived shards are in these places."""
+    """Derived shards in these places."""
     return [one for place in places for one in place.fingerprints()]
 
 
@@ -158,7 +158,7 @@ def remove_shards(
 
 
 def as_dict_of_removed(removed: "Removed") -> dict[str, Any]:
-    """What was deleted and kept, for JSON."""
+    """Deleted and kept derived shards, for JSON."""
     return {
         "shards": len(removed.shards),
         "rows": sum(one.rows for one in removed.shards),

@@ -25,7 +25,7 @@ RowKey = tuple[Any, ...]
 
 
 class FeatureStart(NamedTuple):
-    """What the workers of an epoch know of a feature.
+    """Plan of a feature for the workers of an epoch.
 
     Attributes:
         fingerprint: under which rows are found, as hexadecimal digits; "": none are read.
@@ -37,7 +37,7 @@ class FeatureStart(NamedTuple):
 
 
 class FeaturesRead(NamedTuple):
-    """What a worker has found for a batch.
+    """A worker's findings for a batch.
 
     Attributes:
         fingerprint: under which rows were looked for.
@@ -98,7 +98,7 @@ def leaves_in(bodies: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
 
 
 class Computes(Protocol):
-    """What computes rows of a feature (features.BoundFeatures).
+    """Computer of the rows of a feature (features.BoundFeatures).
 
     Attributes:
         module: that computes them.
@@ -115,7 +115,7 @@ class Computes(Protocol):
         ...
 
     def placed(self, value: Any) -> Any:
-        """What was computed, on the device of the loader."""
+        """Results, on the device of the loader."""
         ...
 
     def note_compared(self, rows: int) -> None:
@@ -172,11 +172,11 @@ class FeatureRows:
         return tuple(self._read.missing)
 
     def belongs_to(self, module: Any) -> bool:
-        """Whether they are of this module."""
+        """True if they are of this module."""
         return self._of.module is module
 
     def result(self) -> Any:
-        """What the module returns for the batch: missing rows are computed and stored now. Once.
+        """Results of the module for the batch: missing rows are computed and stored now. Once.
 
         Raises:
             FeatureError: as by calls of a cached module with `cache_key`.
@@ -234,7 +234,7 @@ class FeatureRows:
         return leaves_in(self._bodies, layout_of(self._read.layout))
 
     def _is_checked_elsewhere(self) -> bool:
-        """Whether all rows are stored, and another process compares those whose inputs came with them."""
+        """True if all rows are stored, and another process compares those whose inputs came with them."""
         read = self._read
         if read.missing:
             return False

@@ -1,4 +1,4 @@
-"""What a frozen module computes from samples, in place of samples: features of a loader.
+"""Results of a frozen module from samples, in place of samples: features of a loader.
 
 fingerprint (rank, each epoch) → rows that are there (worker) → missing ones computed, stored (rank)
 """
@@ -49,7 +49,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Features:
-    """What a frozen module returns for each sample, computed once: a value of `make_loader`'s `features`.
+    """Results of a frozen module for each sample, computed once: a value of `make_loader`'s `features`.
 
     A batch has `FeatureRows` under the feature's name. Calling this (or the module itself, if it is decorated
     by `cache_module`) with the batch gives what the module returns for its samples: stored rows came with the
@@ -118,7 +118,7 @@ class Features:
         return f"Features({self.label}, inputs={self.inputs!r})"
 
     def __call__(self, batch: Mapping[str, Any]) -> Any:
-        """What the module returns for the samples of a loader's batch.
+        """Return the module's results for the samples of a loader's batch.
 
         Args:
             batch: of a loader that has this as one of its features.
@@ -158,13 +158,13 @@ class Features:
 
     @property
     def options(self) -> Options:
-        """How its rows are kept."""
+        """Options of keeping its rows."""
         options: Options = self.module._streamload_options
         return options
 
     @property
     def label(self) -> str:
-        """What its rows are listed and cleared by."""
+        """Name by which its rows are listed and cleared."""
         return label_of(self.module, self.options)
 
 
@@ -203,7 +203,7 @@ class BoundFeatures:
         self._parts = {**parts, "inputs": features.inputs, "dtype": cast}
 
     def start(self) -> FeatureStart:
-        """What the workers of an epoch that begins now know of it.
+        """Plan for the workers of an epoch that begins now.
 
         Raises:
             FeatureNotCacheable: what proves its rows can't be known.

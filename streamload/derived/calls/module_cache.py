@@ -40,7 +40,7 @@ _MODULE = TypeVar("_MODULE", bound=type[torch.nn.Module])
 
 
 class Switches:
-    """Whether modules are cached in this process, for all of them.
+    """True if modules are cached in this process, for all of them.
 
     Attributes:
         is_enabled: whether rows are read and stored.
@@ -156,7 +156,7 @@ def cache_module(
 
 
 def cache_info(module: torch.nn.Module | type[torch.nn.Module]) -> RowCounts:
-    """What happened to the rows of a module's directory in this process; what waits to be stored is stored.
+    """Counts of the rows of a module's directory in this process; rows that wait to be stored are stored.
 
     Args:
         module: decorated by `cache_module`, or its class.
@@ -175,7 +175,7 @@ def cache_info(module: torch.nn.Module | type[torch.nn.Module]) -> RowCounts:
 
 
 class Cached(LazyModule):
-    """What `cache_module` adds to a class: `cache_key=` in calls, and that instances are built lazily."""
+    """Additions of `cache_module` to a class: `cache_key=` in calls, and instances that are built lazily."""
 
     _streamload_transparent = True
     _streamload_options: Options

@@ -134,7 +134,7 @@ class Call:
             )
 
     def result(self) -> Any:
-        """What the module returns for the inputs."""
+        """Return the module's results for the inputs."""
         if self.rows == 0:
             return self._detached(*self.inputs.of([]))
         self._look_up()
@@ -156,7 +156,7 @@ class Call:
 
     @property
     def _label(self) -> str:
-        """What messages call the module."""
+        """Name of the module in messages."""
         return label_of(self.module, self.options)
 
     def _now(self) -> Fingerprint:
@@ -213,7 +213,7 @@ class Call:
         return json.dumps([described, describer.arranged_code], sort_keys=True).encode()
 
     def _is_another(self) -> bool:
-        """Whether the module came out other than was believed before it was built."""
+        """True if the module came out other than was believed before it was built."""
         now = self._now()
         if now.digest == self.fingerprint.digest:
             self.fingerprint = now

@@ -28,7 +28,7 @@ from streamload.derived.store.row_store import RowStore
 from streamload.errors import FeatureNotCacheable
 
 _OF_INPUT_BYTES = 8192
-"""What telling the inputs of a device apart takes a row at most, until the rows are proved."""
+"""Most time a row for telling the inputs of a device apart, until the rows are proved."""
 
 
 def store_result(
@@ -78,14 +78,14 @@ def store_result(
 
 
 class _StateProver:
-    """Whether a built module is still in the state in which it computed rows (`queue.Prover`)."""
+    """True if a built module is still in the state in which it computed rows (`queue.Prover`)."""
 
     def __init__(self, module: Any):
         self._module = module
         self._proof = proof_of(module)
 
     def is_proved(self, rows: ComputedRows) -> bool | None:
-        """Whether the rows are of the module as it was taken for; None: it wasn't looked at since."""
+        """True if the rows are of the module as it was taken for; None: it wasn't looked at since."""
         was, built = rows.state, self._proof.built
         if built is None or built.parts is not was.parts or built.code is not was.code:
             _say_changed(self._module, {**was.parts, "code": was.code}, built)
@@ -104,7 +104,7 @@ class _StateProver:
 
 
 def _is_of(fingerprint: Fingerprint, built: Built | None) -> bool:
-    """Whether a fingerprint is that of a module's last known state, and of torch's settings now."""
+    """True if a fingerprint is that of a module's last known state, and of torch's settings now."""
     if built is None:
         return False
     now = {**built.parts, "code": built.code, "settings": list(torch_settings(built.parts["device"]))}

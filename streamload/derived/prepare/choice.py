@@ -32,7 +32,7 @@ _PROBE_BYTES = 8 << 20
 
 
 class Form(NamedTuple):
-    """What an image costs in one form.
+    """Costs of an image in one form.
 
     Attributes:
         recipe: by which it is prepared; "": as it is.
@@ -47,7 +47,7 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What forms of images cost, and reading them.
+    """Costs of forms of images, and of reading them.
 
     Attributes:
         forms: the first is images as they are.
@@ -62,7 +62,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a node has for its data.
+    """Resources of a node for its data.
 
     Attributes:
         data_bytes: the size of the data as it is; None: unknown.
@@ -161,7 +161,7 @@ def typical_photograph() -> bytes:
 
 
 def _form(recipe: str, files: Sequence[bytes], last: Preparation) -> Form:
-    """What images in one form cost, up to the pixels of the last recipe."""
+    """Costs of images in one form, up to the pixels of the last recipe."""
     views = [memoryview(bytearray(file)) for file in files]  # writable, as when they are read
     seconds = _fastest(lambda: [last.pixels(view) for view in views])
     return Form(recipe, sum(map(len, files)) / len(files), seconds / len(files))

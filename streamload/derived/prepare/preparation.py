@@ -81,7 +81,7 @@ class Preparation:
 
     @property
     def is_exact(self) -> bool:
-        """Whether prepared images have the pixels of the original ones, all of them."""
+        """True if prepared images have the pixels of the original ones, all of them."""
         return self.size is None
 
     @property

@@ -33,7 +33,7 @@ _VOID = ord("-")
 
 
 class ImageRecipe(Protocol):
-    """How images are prepared (preparation.py). Thread-safe, deterministic."""
+    """Preparation of images (preparation.py). Thread-safe, deterministic."""
 
     @property
     def name(self) -> str:
@@ -132,7 +132,7 @@ def prepared_tar(chunks: Iterable[bytes], recipe: ImageRecipe, name: str) -> Ite
 
 
 class Growth(NamedTuple):
-    """What preparing does to the size of a tar, by its first samples.
+    """Ratio of the sizes of a tar after and before preparing, by its first samples.
 
     Attributes:
         factor: prepared bytes by bytes as they are.

@@ -1,1 +1,1 @@
-"""What proves that stored rows are those that a module computes now."""
+"""Proof that stored rows are those that a module computes now."""

@@ -1,4 +1,4 @@
-"""For how long something that isn't needed at once may be done."""
+"""Time budget for work that isn't needed at once."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _SECONDS, _SHARE = 0.1, 0.01
 
 
 class Allowance:
-    """For how long something may be done: a tenth of a second, and a hundredth of the time."""
+    """Time budget: a tenth of a second, and a hundredth of the time."""
 
     def __init__(self) -> None:
         self._seconds = _SECONDS
         self._at = time.monotonic()
 
     def may_begin(self) -> bool:
-        """Whether some of it is left."""
+        """True if some of it is left."""
         now = time.monotonic()
         self._seconds = min(self._seconds + (now - self._at) * _SHARE, _SECONDS)
         self._at = now

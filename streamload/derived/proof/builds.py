@@ -1,4 +1,4 @@
-"""What is known of a module before it is built: how it came out when it was built before.
+"""Record of a module's last build, for use before it is built: how it came out when it was built before.
 
 A module that isn't built has no weights to look at. Records of earlier builds, by what the build depends on,
 tell what they will be; a record is believed only if builds in different processes agreed, if the files that
@@ -36,7 +36,7 @@ _MOST_SIBLINGS = 10_000
 
 @dataclass(frozen=True)
 class Build:
-    """How a module came out of a build.
+    """Outcome of a module's build.
 
     Attributes:
         process: in which it was built.
@@ -61,7 +61,7 @@ class Build:
     device: str
 
     def still_holds(self) -> bool:
-        """Whether files and variables are as they were read, and the classes' code is the same."""
+        """True if files and variables are as they were read, and the classes' code is the same."""
         if not self.is_closed or any(_identity(one[0]) != one for one in self.files):
             return False
         if self.variables != _digests_of(self.variables):
@@ -117,18 +117,18 @@ def believed(
 
 
 def may_agree(builds: Sequence[Build]) -> bool:
-    """Whether one more build that comes out the same, in another process, is enough to know the next."""
+    """True if one more build that comes out the same, in another process, is enough to know the next."""
     return bool(builds) and _agree(builds, 1) and builds[-1].still_holds()
 
 
 def _agree(builds: Sequence[Build], needed: int) -> bool:
-    """Whether builds in enough processes came out, all the same."""
+    """True if builds in enough processes came out, all the same."""
     are_enough = len({one.process for one in builds}) >= needed
     return are_enough and all(one.parts == builds[0].parts for one in builds)
 
 
 def _are_apart(builds: Sequence[Build], drawn: set[str]) -> bool:
-    """Whether builds began from different states of each generator that any of them drew from."""
+    """True if builds began from different states of each generator that any of them drew from."""
     return all(len({one.generators[name] for one in builds}) > 1 for name in drawn)
 
 
@@ -154,7 +154,7 @@ class Generators:
             torch.cuda.set_rng_state_all(self._cuda)
 
     def were_used(self) -> bool:
-        """Whether anything has drawn from them since; about 20 µs."""
+        """True if anything has drawn from them since; about 20 µs."""
         now = Generators()
         (python, twister, cpu), (python_now, twister_now, cpu_now) = self._states, now._states
         return (
@@ -189,7 +189,7 @@ def _named(process: int) -> str:
 
 
 class Inputs:
-    """What a build reads.
+    """Inputs of a build.
 
     Attributes:
         paths: of files opened for reading.

@@ -1,4 +1,4 @@
-"""What a function's bytecode is and reads: instructions, strings, and the globals that it reaches."""
+"""Content and reads of a function's bytecode: instructions, strings, and the globals that it reaches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a module's results depend on besides weights and inputs: code, and values that code reads.
+"""Dependencies of a module's results besides weights and inputs: code, and values that code reads.
 
 Project code is followed from a class or function through the globals, closures, defaults and bases that it
 reaches, and digested by its bytecode: what runs counts, not the text of a file that may have been edited
@@ -121,7 +121,7 @@ class Describer:
         return packages, self.names
 
     def patches(self, reached: tuple[set[str], set[str]] | None = None) -> dict[str, Any]:
-        """What the project has put into packages, by where it stands.
+        """Patches of the project in packages, by their place.
 
         Args:
             reached: by a describer; None: by this one.
@@ -352,7 +352,7 @@ class Describer:
 
 
 def has_code(code: Mapping[str, str], part: Mapping[str, str]) -> bool:
-    """Whether code that was reached has the digests that it has in other code, of which it is a part."""
+    """True if code that was reached has the digests that it has in other code, of which it is a part."""
     return all(
         digest in (code.get(name), code.get(f"{name} {digest}"), code.get(name.removesuffix(f" {digest}")))
         for name, digest in part.items()
@@ -360,7 +360,7 @@ def has_code(code: Mapping[str, str], part: Mapping[str, str]) -> bool:
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
-    """What an object consists of; None: it hides it."""
+    """Parts of an object; None: it hides them."""
     state = getattr(value, "__dict__", None)
     slots = [name for cls in type(value).__mro__ for name in _slots(cls)]
     if state is None and not slots:
@@ -377,7 +377,7 @@ def _slots(cls: type) -> tuple[str, ...]:
 
 
 def _is_python(cls: type) -> bool:
-    """Whether a class is written in Python to its root, so that its state is what its attributes hold."""
+    """True if a class is written in Python to its root, so that its state is what its attributes hold."""
     members = (member for one in cls.__mro__ if one is not object for member in vars(one).values())
     return not any(isinstance(member, _OF_C) for member in members)
 
@@ -394,7 +394,7 @@ def _content(cell: Any) -> Any:
 
 
 def _is_transparent(cls: type) -> bool:
-    """Whether a base adds nothing of its own to results."""
+    """True if a base adds nothing of its own to results."""
     return cls is object or bool(vars(cls).get("_streamload_transparent"))
 
 

@@ -1,4 +1,4 @@
-"""What proves that a row is still right: everything but the input that the result of a module depends on.
+"""Proof that a row is still right: everything but the input that the result of a module depends on.
 
 A fingerprint is 128 bits of a readable description: code, arguments, weights, buffers, attributes, flags, and
 the settings of torch under which it runs. Rows are stored under it, so a row of anything else isn't found.
@@ -47,7 +47,7 @@ _IMMUTABLE = (
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What the rows of a module depend on beside their inputs.
+    """Dependencies of a module's rows beside their inputs.
 
     Attributes:
         parts: as it can be written as JSON, by name.
@@ -72,7 +72,7 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def built_parts(module: torch.nn.Module, describer: Describer) -> dict[str, Any]:
-    """What is known of a module only when it is built: weights, buffers, attributes, flags, where it is.
+    """Parts of a module that only a build shows: weights, buffers, attributes, flags, where it is.
 
     Raises:
         FeatureNotCacheable: it has attributes that can't be described, or weights that aren't all here.
@@ -145,7 +145,7 @@ class Stamp:
         self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
 
     def holds(self) -> bool:
-        """Whether all objects are the same, and the tensors' versions."""
+        """True if all objects are the same, and the tensors' versions."""
         try:
             return (
                 list(map(_version_of, self._counted)) == self._versions
@@ -191,7 +191,7 @@ class Pace:
 
     @property
     def is_due(self) -> bool:
-        """Whether a look may begin."""
+        """True if a look may begin."""
         return time.monotonic() >= self._due
 
     def looked(self, began: float) -> None:
@@ -255,7 +255,7 @@ class Watch:
         self._small_pace, self._pace = Pace(_SMALL_SHARE), Pace()
 
     def is_unchanged(self, *, whole: bool) -> bool:
-        """Whether all is as it was.
+        """True if all is as it was.
 
         Args:
             whole: look at everything; else at what takes little time, unless the rest is due.
@@ -303,7 +303,7 @@ class Watch:
         return digest.intdigest(), tuple(_sums(self._others))
 
     def _are_samples_unchanged(self) -> bool:
-        """Whether some bytes of the next tensors are as they were; each call looks at others."""
+        """True if some bytes of the next tensors are as they were; each call looks at others."""
         views, were = next(self._sampled, ([], []))
         return _bytes_in(views) == were
 
@@ -337,7 +337,7 @@ class _Samples:
             self._changed = found
 
     def are_unchanged(self) -> bool:
-        """Whether no comparison so far has found a difference; waits for the devices."""
+        """True if no comparison so far has found a difference; waits for the devices."""
         return not any(bool(one) for one in self._changed or ())
 
 
@@ -359,7 +359,7 @@ def _size_of(value: Any) -> int:
 
 
 def _is_mutable(value: Any) -> bool:
-    """Whether a value may change and stay the same object."""
+    """True if a value may change and stay the same object."""
     if type(value) is tuple:
         return any(map(_is_mutable, value))
     return value is not None and not isinstance(value, _IMMUTABLE)

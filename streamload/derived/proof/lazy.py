@@ -219,12 +219,12 @@ class LazyModule(torch.nn.Module):
 
 
 def is_pending(module: Any) -> bool:
-    """Whether a module isn't built yet."""
+    """True if a module isn't built yet."""
     return _PENDING in module.__dict__
 
 
 def pending_of(module: Any) -> Pending:
-    """What a module that isn't built is waiting with."""
+    """Deferred calls and arguments of a module that isn't built."""
     pending: Pending = module.__dict__[_PENDING]
     return pending
 

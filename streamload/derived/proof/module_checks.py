@@ -1,4 +1,4 @@
-"""Whether rows of a module can be kept at all, and whether they are what is computed.
+"""True if rows of a module can be kept at all, and whether they are what is computed.
 
 A result has to depend on its own input alone: not on chance, not on the other rows of a batch, not on the
 weights of other processes. What can be told from the module is refused before it computes; the rest is found
@@ -72,7 +72,7 @@ def _share_of(module: torch.nn.Module, name: str) -> float:
 
 
 def is_close(one: Sequence[Any], other: Sequence[Any], *, is_of_device: bool = False) -> bool:
-    """Whether leaves of two results are the same but for how kernels round.
+    """True if leaves of two results are the same but for how kernels round.
 
     Args:
         one: leaves.

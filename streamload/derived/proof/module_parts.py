@@ -1,4 +1,4 @@
-"""What a built module computes with: weights, attributes, and the classes of the modules in it."""
+"""Parts of a built module: weights, attributes, and the classes of the modules in it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from xxhash import xxh3_128
 from streamload.errors import FeatureNotCacheable
 
 STRUCTURE = frozenset(vars(torch.nn.Module())) | {"_compiled_call_impl"}
-"""What every module has in its `__dict__`: parameters, buffers, children, hooks, `training`."""
+"""Names in the `__dict__` of every module: parameters, buffers, children, hooks, `training`."""
 _WRAPPERS = ("OptimizedModule", "DataParallel", "DistributedDataParallel")
 """Of `torch.compile` and of training on several devices: what they hold themselves computes nothing."""
 _MANGLED = re.compile(rb"[./]___torch_mangle_\d+")
-"""What TorchScript puts into the name of a class for each time that it compiles one."""
+"""Suffix that TorchScript puts into the name of a class each time that it compiles one."""
 _NOT_COMPUTED_WITH = re.compile(r"\.debug_pkl$|/traced_inputs|/\.data/serialization_id$")
 
 
@@ -43,7 +43,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 def module_parts(
     module: torch.nn.Module, describe: Callable[[Any, str], Any], where: str
 ) -> tuple[str, Any, Any]:
-    """What a built module computes with, described by `Describer.value`; `where` is its name, for errors.
+    """Parts of a built module, described by `Describer.value`; `where` is its name, for errors.
 
     Returns:
         a digest of weights; by module, its other attributes; by module, its class and its hooks.
@@ -70,7 +70,7 @@ def module_parts(
 
 
 def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
-    """What a module holds beside parameters, buffers, children and hooks; of TorchScript a digest of all."""
+    """Attributes of a module beside parameters, buffers, children, hooks; of TorchScript a digest of all."""
     if isinstance(module, torch.jit.ScriptModule):
         return {"script": script_digest(module)}
     if type(module).__name__ in _WRAPPERS:  # around the module itself

@@ -58,7 +58,7 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Options:
-    """How the rows of a class are kept; the arguments of `cache_module`.
+    """Options of keeping the rows of a class; the arguments of `cache_module`.
 
     Attributes:
         place: where; None: they aren't.
@@ -78,13 +78,13 @@ class Options:
 
     @property
     def is_checked(self) -> bool:
-        """Whether a few rows are computed again in each run."""
+        """True if a few rows are computed again in each run."""
         return self.check and self.version is None
 
 
 @dataclass
 class Description:
-    """What is known of a module before it is built.
+    """Record of a module before it is built.
 
     Attributes:
         parts: of its fingerprint: code and arguments.
@@ -98,7 +98,7 @@ class Description:
 
 
 def describe(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Description:
-    """What a class and the arguments of its `__init__` tell."""
+    """Facts of a class and the arguments of its `__init__`."""
     describer = Describer()
     version = cls._streamload_options.version  # type: ignore[attr-defined]
     try:
@@ -128,7 +128,7 @@ def _bound(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tup
 
 
 def description_of(module: Any) -> Description:
-    """What is known of a module whether it is built or not."""
+    """Facts of a module whether it is built or not."""
     description: Description | None = module.__dict__.get("_streamload_description")
     if description is None:
         if is_pending(module):
@@ -142,7 +142,7 @@ def description_of(module: Any) -> Description:
 
 @dataclass
 class Built:
-    """What was last known of a built module."""
+    """Last record of a built module."""
 
     stamp: Stamp
     watch: Watch
@@ -152,7 +152,7 @@ class Built:
 
 
 class Proof:
-    """What proves the rows of one module, in this process."""
+    """Proof of the rows of one module, in this process."""
 
     def __init__(self) -> None:
         self.built: Built | None = None
@@ -174,7 +174,7 @@ class Proof:
         self.recorded: tuple[bytes, Build] | None = None
         """The record of the build, and its key."""
         self.has_settled = False
-        """Whether the module has computed since it was built."""
+        """True if the module has computed since it was built."""
         self.are_rows_apart = False
         self.is_chance_harmless = False
         self.looks, self.beliefs = Allowance(), Pace()
@@ -182,14 +182,14 @@ class Proof:
         self.refused_at: Any = None
 
     def unchecked(self, fingerprint: Fingerprint, *, is_built: bool) -> int:
-        """How many of its rows are to be compared before others are served without that."""
+        """Number of its rows to compare before others are served without that."""
         if is_built:
             return self.canaries
         return 0 if self.checked is not None and self.checked[0].digest == fingerprint.digest else CANARIES
 
     @property
     def seconds_per_row(self) -> float:
-        """What computing a row has taken in this process; 0: none was computed."""
+        """Time of computing a row in this process; 0: none was computed."""
         return self.compute_seconds / self.computed_rows if self.computed_rows else 0.0
 
 
@@ -240,7 +240,7 @@ def fingerprint_of(
 def _state(
     module: Any, options: Options, store: RowStore, description: Description, proof: Proof
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """What a module is now, as parts of a fingerprint, and its code: the same objects until it changes."""
+    """State of a module, as parts of a fingerprint, and its code: the same objects until it changes."""
     if options.version is not None:
         device = pending_of(module).device if is_pending(module) else device_of(module)
         return _parts_of_version(options.version, module.training, device.type), {}
@@ -321,7 +321,7 @@ def _agreed(module: Any, store: RowStore, key: bytes, description: Description, 
 
 
 def _recipe(description: Description, pending: Pending) -> bytes:
-    """What a build depends on, as the key of its records."""
+    """Dependencies of a build, as the key of its records."""
     asked = [[method, meaning] for method, _, meaning in pending.asked if method != "requires_grad_"]
     weights = [torch.__version__, sys.version_info[:2]]
     return b"build" + digest_of([description.parts, asked, weights, str(torch.get_default_dtype())]).encode()
@@ -381,7 +381,7 @@ def _noted(module: Any, store: RowStore, key: bytes, latest: Build) -> list[Buil
 
 
 def built_state(module: Any, description: Description, proof: Proof) -> Built:
-    """What is known of a built module now; anew if something in it has changed."""
+    """Record of a built module as it is now; made anew if something in it has changed."""
     began = time.monotonic()
     built = proof.built
     if proof.process is not None:  # it isn't needed where the module is built
@@ -422,5 +422,5 @@ def refuse_rows(
 
 
 def label_of(module: Any, options: Options) -> str:
-    """What the rows of a module are listed and cleared by."""
+    """Name by which the rows of a module are listed and cleared."""
     return options.label if options.label is not None else type(module).__name__

@@ -62,7 +62,7 @@ def _package(name: str) -> str | None:
 
 
 def is_of_folder(package: str) -> bool:
-    """Whether it was installed from a folder, whose code may change while its version doesn't."""
+    """True if it was installed from a folder, whose code may change while its version doesn't."""
     return '"dir_info"' in direct_url(package)
 
 

@@ -1,4 +1,4 @@
-"""What is in a directory of rows, by fingerprint: to list, verify and delete rows, and what is left over.
+"""Inventory of a directory of rows, by fingerprint: to list, verify and delete rows, and what is left over.
 
 Reading changes neither rows nor the order in which they will go, and works on a read-only disk. A directory
 that is missing or has no database is one without rows. A row that is deleted is computed again.
@@ -56,7 +56,7 @@ class Catalog:
 
     @property
     def used_bytes(self) -> int:
-        """What the files take on disk."""
+        """Bytes of the files on disk."""
         homes_ = [*old_homes(self.root), *([] if self.home is None else [self.home])]
         return sum(map(bytes_on_disk, homes_))
 
@@ -159,7 +159,7 @@ class Damage:
 
 @dataclass(slots=True)
 class Verified:
-    """What was verified so far."""
+    """Progress of the verification."""
 
     rows: int = 0
     notes: int = 0
@@ -221,7 +221,7 @@ def replace_broken(place: Place) -> None:
 
 @dataclass(slots=True)
 class Garbage:
-    """What `collect_garbage` deleted, or would delete.
+    """Garbage that `collect_garbage` deleted, or would delete.
 
     Attributes:
         stale: rows of fingerprints that aren't the newest of their kind.
@@ -268,7 +268,7 @@ def collect_garbage(root: Path, *, stale: bool, dry_run: bool) -> Garbage:
 
 
 class Used(Protocol):
-    """What was used at some time."""
+    """Rows that were used at some time."""
 
     @property
     def used_at(self) -> float:

@@ -168,7 +168,7 @@ class Database:
         self.execute("SELECT key, label, stored, value FROM notes LIMIT 0")
 
     def is_current(self) -> bool:
-        """Whether the file is still the one that was opened."""
+        """True if the file is still the one that was opened."""
         with contextlib.suppress(OSError):
             return self._status is not None and os.path.samestat(self.path.stat(), self._status)
         return False
@@ -500,7 +500,7 @@ def page_bytes(limit_bytes: int) -> int:
 
 
 def log_bytes(limit_bytes: int) -> int:
-    """What of a limit is for the log."""
+    """Share of a limit that is for the log."""
     return max(
         min(_LOG_BYTES, limit_bytes // _LOG_SHARE), min(_MOST_LOG_BYTES, limit_bytes // _LARGE_LOG_SHARE)
     )
@@ -566,7 +566,7 @@ def current_home(root: Path) -> Path | None:
 
 
 def bytes_on_disk(home: Path) -> int:
-    """What the files of a database take."""
+    """Bytes of the files of a database."""
     return sum(size_of(home / name) for name in (*FILES, *OLD_FILES))
 
 
@@ -579,11 +579,11 @@ def size_of(path: Path) -> int:
 
 
 ERRORS = (OSError, sqlite3.Error, UnicodeDecodeError, OverflowError)
-"""What a database raises that is broken, or can't be used for now."""
+"""Errors of a database that is broken, or can't be used for now."""
 
 
 def is_broken(error: Exception) -> bool:
-    """Whether a file is no database of rows, and never will be."""
+    """True if a file is no database of rows, and never will be."""
     if isinstance(error, (UnicodeDecodeError, OverflowError)):
         return True
     if not isinstance(error, sqlite3.DatabaseError) or isinstance(

@@ -54,7 +54,7 @@ _FULL_ENOUGH = 0.7
 
 @dataclass(slots=True)
 class RowCounts:
-    """What happened to rows, in this process.
+    """Counts of rows, in this process.
 
     Attributes:
         hits: rows that were read.
@@ -176,7 +176,7 @@ class DiskRows:
 
     @property
     def used_bytes(self) -> int:
-        """What the files take on disk."""
+        """Bytes of the files on disk."""
         return sum(map(bytes_on_disk, (self._home, *old_homes(self.root))))
 
     def read(self, keys: Sequence[bytes]) -> dict[bytes, Row]:
@@ -269,7 +269,7 @@ class DiskRows:
         return self._limit(self.used_bytes) if self._limit is not None else 0
 
     def _room(self, new_bytes: int) -> int:
-        """What all may take, with room for more if others can make it."""
+        """Limit of all, with room for more if others can make it."""
         used_bytes, limit_bytes = self.used_bytes, self._limit_bytes
         if self._reserve is not None:
             limit_bytes = self._reserve(used_bytes + new_bytes + log_bytes(limit_bytes), limit_bytes)

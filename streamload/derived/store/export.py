@@ -31,7 +31,7 @@ _MOST_LAYOUTS = 64
 
 @dataclass
 class Exported:
-    """What was written.
+    """Result of writing.
 
     Attributes:
         layouts: rows by layout, in the order of their folders.

@@ -50,7 +50,7 @@ def keys_of(cache_key: Any, inputs: Any) -> list[Any] | None:
 
 
 def batch_size(inputs: Any) -> int | None:
-    """How many rows the first tensor, array or list of inputs has; None: there is none."""
+    """Number of rows of the first tensor, array or list of inputs; None: there is none."""
     for value in inputs:
         if isinstance(value, (torch.Tensor, np.ndarray)):
             return int(value.shape[0]) if value.ndim else None
@@ -135,7 +135,7 @@ class Inputs:
         self.leaves: list[Any] = []
         """The input: tensors, arrays, lists of a row for each key; or whatever it is, of one key."""
         self.context: list[Any] = []
-        """What else there is, for the key."""
+        """Other inputs, for the key."""
         for name, value in (*enumerate(args), *sorted(kwargs.items())):
             if rows is None and name == 0 and type(value) not in (dict, tuple):
                 self.leaves.append(value)

@@ -24,7 +24,7 @@ from streamload.errors import CacheError
 from streamload.shards.record import write_at
 
 _ROW_BYTES = 400
-"""What a row takes beside its body: its key, its object, its place in the dictionary."""
+"""Bytes of a row beside its body: its key, its object, its place in the dictionary."""
 _BLOCK_BYTES, _BLOCKS = 1 << 20, 64
 _FULL_SECONDS = 1.0
 _numbers = itertools.count()
@@ -107,7 +107,7 @@ class MemoryRows:
 
 
 class _Share:
-    """What one process may hold of what all may that use a directory.
+    """Share of one process in the limit of all that use a directory.
 
     Attributes:
         size_bytes: what it has taken.

@@ -13,7 +13,7 @@ from streamload.errors import CacheCorrupt
 NOTE = b"parts"
 """Before a fingerprint: the key of its note."""
 SETTINGS = ("torch", "autocast", "float32_matmul_precision", "allow_tf32", "default_dtype")
-"""What `fingerprint.torch_settings` gives, in its order."""
+"""Values of `fingerprint.torch_settings`, in its order."""
 
 
 def digest_of_parts(parts: Mapping[str, Any]) -> bytes:
@@ -42,7 +42,7 @@ def read_parts(key: bytes, data: bytes) -> dict[str, Any]:
 
 
 def kind_of(parts: Mapping[str, Any] | None) -> str:
-    """What modules of one label may differ in and be in use at once; "": the parts aren't known."""
+    """Parts in which modules of one label may differ and be in use at once; "": the parts aren't known."""
     if parts is None:
         return ""
     return json.dumps({name: parts.get(name) for name in ("arguments", "inputs")}, sort_keys=True)

@@ -42,10 +42,10 @@ def _return_memory() -> None:
 
 
 class Prover(Protocol):
-    """What tells whether a module is what it was when some rows were computed."""
+    """Evidence that a module is what it was when some rows were computed."""
 
     def is_proved(self, rows: ComputedRows) -> bool | None:
-        """Whether the rows are of the module as it was taken for; None: it wasn't looked at since."""
+        """True if the rows are of the module as it was taken for; None: it wasn't looked at since."""
 
     def look(self) -> None:
         """Look at the whole module now."""
@@ -97,11 +97,11 @@ class RowQueue:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any rows are on their way."""
+        """True if any rows are on their way."""
         return bool(self._names)
 
     def holds(self, names: Iterable[bytes]) -> bool:
-        """Whether rows of some names are on their way."""
+        """True if rows of some names are on their way."""
         with self._changed:
             return bool(self._names) and not self._names.keys().isdisjoint(names)
 

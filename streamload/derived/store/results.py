@@ -61,7 +61,7 @@ Builder = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a result looks like: its leaves in the order of their bytes, and how they become the result.
+    """Layout of a result: its leaves in the order of their bytes, and how they become the result.
 
     Attributes:
         body_bytes: of all leaves.
@@ -130,7 +130,7 @@ class Result:
 
     @property
     def is_of_device(self) -> bool:
-        """Whether one of the tensors isn't on the CPU."""
+        """True if one of the tensors isn't on the CPU."""
         return any(kind == "m" for kind, _ in self._leaves)
 
     @property
@@ -238,7 +238,7 @@ def layout_of(text: bytes) -> Layout:
 
 
 def _builder(node: Any, places: Iterator[int]) -> Builder:
-    """What makes the result of its leaves, which `leaves_in` has found well-formed.
+    """Builder of the result from its leaves, which `leaves_in` has found well-formed.
 
     Args:
         node: of the layout.

@@ -173,7 +173,7 @@ class RowStore:
         self.queue.flush()
 
     def take_counts(self) -> RowCounts:
-        """What happened since this was called last, for counters that are told so by one caller."""
+        """Counts since this was called last, for counters that are told so by one caller."""
         before, self._taken = self._taken, dataclasses.replace(self.counts)
         return self._taken - before
 
@@ -208,7 +208,7 @@ class RowStore:
         )
 
     def _reserved(self, wanted_bytes: int, limit_bytes: int) -> int:
-        """What rows may take: beside the shards of a tier in the same directory no more than it reserves."""
+        """Limit of rows: beside the shards of a tier in the same directory no more than it reserves."""
         home = self._place.root.parent
         if self._tier is None and (home / "tier.json").is_file():
             self._tier = Tier.open(home, free_disk=self._settings.free_disk)

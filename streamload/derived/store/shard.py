@@ -213,7 +213,7 @@ class RowShard:
         return None
 
     def _head(self) -> tuple[dict[str, Any], list[str], list[int], list[int]]:
-        """What the first sample of the tar says: rows.json, keys, checksums of samples and of rows."""
+        """Content of the first sample of the tar: rows.json, keys, checksums of samples and of rows."""
         reader, path = self.copy.reader, self.copy.path
         if not reader.is_complete or not reader.count:
             raise CacheCorrupt(f"{path} isn't a complete derived shard")

@@ -100,12 +100,12 @@ class FingerprintShards:
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """Number of them."""
         return sum(one.rows for one in self.shards)
 
     @property
     def size_bytes(self) -> int:
-        """What they take."""
+        """Bytes that they take."""
         return sum(one.size_bytes for one in self.shards)
 
     @property
@@ -116,7 +116,7 @@ class FingerprintShards:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What was deleted, or would be, and why others had to stay."""
+    """Deleted entries (or those that would be), and why others had to stay."""
 
     shards: tuple[HeldRows, ...]
     kept: tuple[tuple[HeldRows, str], ...]
@@ -153,11 +153,11 @@ class RowShards(ABC):
 
     @abstractmethod
     def _has_gone(self, one: HeldRows) -> bool:
-        """Whether it isn't there any more."""
+        """True if it isn't there any more."""
 
     @abstractmethod
     def _about(self, one: HeldRows) -> dict[str, Any]:
-        """What one says of itself."""
+        """Header of a derived shard."""
 
     def fingerprints(self) -> list[FingerprintShards]:
         """All of them by label, then by the last use."""

@@ -312,7 +312,7 @@ def selected(args: Any, *, legacy: bool) -> tuple[Shards, int | None]:
 
 
 def _is_kept(most_pixels: float, text: KeySpec, entry: Entry) -> bool:
-    """Whether a sample passes by its index entry; the caption's text is checked when it is read."""
+    """True if a sample passes by its index entry; the caption's text is checked when it is read."""
     if entry.width * entry.height > most_pixels:
         return False
     sizes = entry.sizes

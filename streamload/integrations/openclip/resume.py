@@ -90,7 +90,7 @@ class Saver:
                     path.unlink()
 
     def _has_checkpoint(self, name: str) -> bool:
-        """Whether a checkpoint exists: a file, or a folder if sharded."""
+        """True if a checkpoint exists: a file, or a folder if sharded."""
         return (self._checkpoints / f"{name}.pt").exists() or (self._checkpoints / name).is_dir()
 
 
