@@ -29,7 +29,8 @@ class Replacements:
     def of(self, visit: Visit, seed: int) -> Iterator[tuple[int, int]]:
         """The shards and numbers of samples that may take its place, at most as many as are to be tried.
 
-        Where steps are planned, first those that aren't longer than the place is wide.
+        Where steps are planned, first those that aren't longer than the place is wide. Where any number may
+        be tried, all of its shard in the end.
         """
         tried = self._config.replacements
         yield from itertools.islice(
@@ -37,6 +38,8 @@ class Replacements:
         )
         if visit.most is not None:
             yield from itertools.islice(self._near(visit, seed), tried)
+        if tried is None:
+            yield from self._usable_after(visit.shard, -1, None)
 
     def _fits(self, visit: Visit, shard: int, number: int) -> bool:
         bucketing = self._config.bucketing
@@ -62,9 +65,11 @@ class Replacements:
                 start = int(usable[pick(seed, distance, len(usable))]) - 1 if len(usable) else start
             yield from self._usable_after(shard, start)
 
-    def _usable_after(self, shard: int, number: int) -> Iterator[tuple[int, int]]:
+    def _usable_after(
+        self, shard: int, number: int, most: int | None = _OF_A_SHARD
+    ) -> Iterator[tuple[int, int]]:
         """The next usable samples of a shard after one of its samples."""
-        for _ in range(_OF_A_SHARD):
+        for _ in itertools.count() if most is None else range(most):
             number = self._reader.next_usable(shard, number)
             if number < 0:
                 return

@@ -123,6 +123,7 @@ def test_any_share_of_bad_images_is_allowed_as_by_the_original_and_logged_but_no
 
     assert batches_of(write_broken(tmp_path / "half.tar", lambda number: number % 2 == 0))
     assert "20 of 40 (50 %) samples could not be used" in caplog.text
+    assert batches_of(write_broken(tmp_path / "most.tar", lambda number: number != 39))
     with pytest.raises(StreamloadError, match=r"nothing could be used|nor can any of"):
         batches_of(write_broken(tmp_path / "all.tar", lambda _: True))
 
