@@ -160,14 +160,6 @@ def test_what_a_killed_rank_published_is_gone_at_once_and_deleted_by_the_next_ru
     with_page.close()
 
 
-def test_a_run_without_a_page_deletes_those_of_dead_processes_too(tier: Tier) -> None:
-    alive, dead = PageFile(tier.root), PageFile(tier.root)
-    dead._unlock()  # as if its process had been killed
-    tier.sweep()
-    assert files(tier.root) == [alive.path]
-    alive.close()
-
-
 def test_a_stopped_rank_is_still_there_and_its_page_grows_older(tier: Tier) -> None:
     context = multiprocessing.get_context("fork")
     ready = context.Event()

@@ -23,6 +23,7 @@ from benchmarks.faults.data import Data, Truth
 from benchmarks.faults.readers import Hang, Reading, read
 from streamload.cache.directory import Directory
 from streamload.cache.locks import usage_of
+from streamload.cache.runs import PageFile
 from streamload.cache.tier import Tier
 from streamload.descriptors import Descriptor
 from streamload.errors import CacheCorrupt
@@ -118,7 +119,9 @@ class Attempt:
             self.check("L" if isinstance(found.error, Hang) else "N", False, f"next start: {found.error!r}")
         self.check_all(data.differences(found.seen))
         self.check_all(data.published_differences(root))
-        Tier(root, limit_bytes).sweep()  # as each run begins: what was deleted under a reader is still there
+        # As each training begins: what was deleted under a reader is still there, and a killed rank's page.
+        Tier(root, limit_bytes).sweep()
+        PageFile(root).close()
         self.check_all(garbage(root))
 
 

@@ -36,7 +36,7 @@ Collate = Callable[[list[Mapping[str, Any]]], Any]
 
 @dataclass(frozen=True, slots=True)
 class BatchAssembly:
-    """Path of samples into batches.
+    """Options of making batches of samples.
 
     Attributes:
         image: chooses the image from a sample's extensions.

@@ -1,4 +1,4 @@
-"""The making of columns of facts (`Shards(facts=…)`): token counts, JSON fields, users' functions, tables.
+"""Recipes of columns of facts (`Shards(facts=…)`): token counts, JSON fields, users' functions, tables.
 
 Each is a `shards.facts.Column`. Values depend on a sample's key and members alone, images excepted: the image
 of a prepared shard has other bytes.

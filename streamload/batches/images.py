@@ -90,7 +90,7 @@ class ImagesFactory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ImageAssembly:
-    """Path of images into batches.
+    """Options of decoding and transforming the images of a batch.
 
     Attributes:
         preprocess: a plan from pixels to an image of the batch, or a function from PIL image to value; or a

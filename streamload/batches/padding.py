@@ -24,7 +24,7 @@ Bounds = npt.NDArray[np.int32]
 
 
 class TextPadding(NamedTuple):
-    """Cut of captions to the longest of their batch.
+    """Options of cutting captions to the longest of their batch.
 
     Attributes:
         multiple: of the columns that remain, up to the tokenizer's length.

@@ -1,4 +1,4 @@
-"""True if copies in a tier are still what their origins have (`revalidate=`), agreed on by a run.
+"""Freshness of the copies in a tier: they are what their origins have (`revalidate=`), agreed on by a run.
 
 The processes of a run on a node share a version log in the tier's `runs/`: one line per shard, appended by
 any of them, of which the first counts. The process that first finds a published shard or an index-only copy

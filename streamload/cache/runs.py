@@ -46,7 +46,8 @@ class PageFile:
         self._path = root / "runs"
         self._is_logged = False
         try:
-            remove_dead(root)
+            for path in files(root):
+                _remove_if_dead(path)
             for _ in range(_ATTEMPTS):
                 self._path = root / "runs" / f"{os.getpid()}.{secrets.token_hex(4)}.metrics"
                 self._lock = FileLock.acquire(self._path, create=True)
@@ -120,16 +121,6 @@ def files(root: Path) -> list[Path]:
         return []
 
 
-def remove_dead(root: Path) -> None:
-    """Delete the pages of dead processes in a tier."""
-    for path in files(root):
-        with contextlib.suppress(OSError):
-            dead = FileLock.acquire(path)
-            if dead is not None:
-                path.unlink(missing_ok=True)
-                dead.close()
-
-
 def lives(path: Path) -> bool:
     """True if the process that writes a page is alive: it holds the lock."""
     return is_locked(path, shared=True)
@@ -175,3 +166,12 @@ def _reserve(file: int) -> None:
     except OSError as exc:
         if exc.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
+
+
+def _remove_if_dead(path: Path) -> None:
+    """Delete a file that no process has locked."""
+    with contextlib.suppress(OSError):
+        dead = FileLock.acquire(path)
+        if dead is not None:
+            path.unlink(missing_ok=True)
+            dead.close()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from streamload import limits
-from streamload.cache import demand, memory, runs
+from streamload.cache import demand, memory
 from streamload.cache.budget import ENFORCE_SECONDS, Budget
 from streamload.cache.directory import BLOCK_BYTES, KINDS, SUPERSEDED_NS, Directory, check_owner
 from streamload.cache.locks import FileLock, exclusive
@@ -168,7 +168,7 @@ class Tier(Directory):
         return found
 
     def sweep(self) -> None:
-        """Remove what dead processes left: pages, unlocked tombstones, parts of published shards, trash.
+        """Remove what dead processes left: tombstones without a lock, parts of published shards, trash.
 
         Called when a run starts, so that it retries what an earlier run could not fetch.
         """
@@ -178,7 +178,6 @@ class Tier(Directory):
             for part in list(self.own("parts")):
                 self._drop_if_useless(part)
             demand.next_uses(self.root / "runs", ())
-        runs.remove_dead(self.root)
         self.empty_trash()
 
     def _drop_if_useless(self, part: Path) -> None:

@@ -207,7 +207,7 @@ class _Reading:
         return self._check_known(reader)
 
     def _check_known(self, reader: IndexReader) -> str:
-        """True if it is the shard that its name says, and that the caller knows: what is wrong, or empty."""
+        """Return why it isn't the shard that its name says, or that the caller knows; empty if it is."""
         named = str(reader.meta.get("url", ""))
         if reader.meta.get("digest", self._held.digest) != self._held.digest:
             return f"it is another shard: {named}"

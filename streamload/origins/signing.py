@@ -146,7 +146,7 @@ class Access:
 
     @property
     def may_block(self) -> bool:
-        """True if to call `prepare`, in a thread that may hang."""
+        """True if `prepare` has to be called, in a thread that may hang."""
         signer = self._signer
         if signer is None:
             return not (_has_keys(self._options) or _is_anonymous(self._options))

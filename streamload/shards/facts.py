@@ -43,7 +43,7 @@ class FactSample(NamedTuple):
 
 
 class Column(Protocol):
-    """The making of one fact of a sample: from its members' bytes or its key alone, the same everywhere."""
+    """Recipe of one fact of a sample: from its members' bytes or its key alone, the same everywhere."""
 
     @property
     def digest(self) -> str:

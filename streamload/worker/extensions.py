@@ -99,7 +99,8 @@ class WorkerParts:
 
     def receive(self, events: Mapping[str, Sequence[Event]]) -> None:
         """Take the events of each extension since the start of the epoch, known ones among them."""
-        for name, sent in events.items():
+        for name in self._parts:
+            sent = events.get(name, ())
             self._pending[name].extend(sent[self._received[name] :])
             self._received[name] = len(sent)
 

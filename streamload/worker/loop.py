@@ -271,7 +271,7 @@ class WorkerLoop:
         return not self._workers or number < self._control.taken + self._ahead
 
     def _block(self, step: Step | PlannedStep, number: int) -> BlockBounds | None:
-        """Agreements of ranks before a step: the bounds of its block, at its or an epoch's begin."""
+        """Agreed values before a step: the bounds of its block, at its or an epoch's begin."""
         bucketing = self._config.bucketing
         if bucketing is None or not bucketing.are_agreed or not isinstance(step, PlannedStep):
             return None
@@ -332,7 +332,7 @@ class WorkerLoop:
         return values, skipped
 
     def _admission(self, steps: Steps, start: EpochStart) -> Admission | None:
-        """Keeper of the limits of memory; None: there are none, or no batch is made ahead."""
+        """Limits on the memory of batches made ahead; None: there are none, or no batch is made ahead."""
         in_flight, control = self._config.in_flight, self._control
         if in_flight is None or not self._workers:
             return None

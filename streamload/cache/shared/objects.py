@@ -233,7 +233,7 @@ class Objects:
             return self._backend.modified(_checked(name))
 
     def age(self, name: str) -> float | None:
-        """For how many seconds an object hasn't been written, by the clock of the store alone.
+        """Seconds since an object was written, by the clock of the store alone.
 
         A temporary object is written, so that no clock of a node is asked. None: there is no such object, or
         the store's times are those of its writers' clocks, as on some file systems.

@@ -324,7 +324,7 @@ class SingleFlight:
             raise OriginStopped(f"{shard.name}: the wait for another node was stopped")
 
     def _budget(self, now: float) -> float:
-        """For how many seconds a shard may be waited for now."""
+        """Seconds for which a shard may be waited for now."""
         with self._lock:
             left = self._wait_seconds - max(0.0, self._vain_seconds - (now - self._vain_at) / _REFILL_TIMES)
         return left if left >= _LEAST_SHARE * self._wait_seconds else 0.0

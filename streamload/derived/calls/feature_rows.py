@@ -37,7 +37,7 @@ class FeatureStart(NamedTuple):
 
 
 class FeaturesRead(NamedTuple):
-    """A worker's findings for a batch.
+    """Rows that a worker has read for a batch.
 
     Attributes:
         fingerprint: under which rows were looked for.
@@ -98,7 +98,7 @@ def leaves_in(bodies: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
 
 
 class Computes(Protocol):
-    """Computer of the rows of a feature (features.BoundFeatures).
+    """The module that computes rows of a feature (features.BoundFeatures).
 
     Attributes:
         module: that computes them.

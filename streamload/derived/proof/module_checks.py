@@ -1,4 +1,4 @@
-"""True if rows of a module can be kept at all, and whether they are what is computed.
+"""Checks of a module: that its rows can be kept at all, and that they are what is computed.
 
 A result has to depend on its own input alone: not on chance, not on the other rows of a batch, not on the
 weights of other processes. What can be told from the module is refused before it computes; the rest is found

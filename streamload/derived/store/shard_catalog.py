@@ -100,7 +100,7 @@ class FingerprintShards:
 
     @property
     def rows(self) -> int:
-        """Number of them."""
+        """Number of derived shards."""
         return sum(one.rows for one in self.shards)
 
     @property
