@@ -29,6 +29,7 @@ import torch.distributed
 
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
+from tests.disks import NotPossibleHere
 from tests.kills import Child
 from tests.networks import Switch
 from tests.support.jobs import FIRST_HOST, ROWS, expected_batches, in_switch, join, make, together
@@ -40,6 +41,7 @@ _HOUR = 3600.0
 _SECONDS = 240.0
 _SLOW_KBIT = 3000
 _ROOM_BYTES = 100_000
+_RESIZES = 100
 
 __all__ = ["FAULTS", "Attempt", "Job", "job_of", "run_job"]
 
@@ -144,7 +146,7 @@ def _attempted(
                 done.write(json.dumps([batch["key"], loader.state_dict()]) + "\n")
                 done.flush()
                 if step == attempt.step and attempt.faults.get("full") == number:
-                    rank_place.resize(shutil.disk_usage(rank_place.node.place).used + _ROOM_BYTES)
+                    _fill_disk(rank_place)
                 torch.distributed.barrier()
             torch.distributed.barrier()
             loader.close()
@@ -181,6 +183,17 @@ def _wait(holds: Any, nodes: list[Child]) -> None:
     while not holds() and all(node.join(0.0) is None for node in nodes):
         assert time.monotonic() < deadline, "an attempt doesn't come to its step"
         time.sleep(0.02)
+
+
+def _fill_disk(rank_place: RankPlace) -> None:
+    """Leave little room on a node's disk, which the other ranks write to between two calls."""
+    for attempts_left in reversed(range(_RESIZES)):
+        try:
+            rank_place.resize(shutil.disk_usage(rank_place.node.place).used + _ROOM_BYTES)
+            return
+        except NotPossibleHere:
+            if not attempts_left:
+                raise
 
 
 def _done(place: Path, ranks: int) -> list[list[Any]]:
