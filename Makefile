@@ -18,7 +18,7 @@ READY := .venv/.ready
 OPENCLIP_READY := .venv-openclip/.ready
 STORES_READY := .venv-stores/.ready
 DOCS_READY := .venv-docs/.ready
-OPENCLIP_TESTS = $(wildcard tests/test_*openclip*.py tests/openclip/test_*.py)
+OPENCLIP_TESTS = $(wildcard tests/*/test_*openclip*.py tests/openclip/test_*.py)
 
 help:  ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "%-10s%s\n", $$1, $$2}'
@@ -63,7 +63,7 @@ pytest-openclip: $(OPENCLIP_READY)
 	$(call TESTED,.venv-openclip/bin/python -u -m pytest -m "not deep" $(OPENCLIP_TESTS))
 
 # Those marked deep, and no other file is imported.
-DEEP_TESTS = $(shell grep -lE 'mark\.(deep|sampled)' $(wildcard tests/test_*.py tests/openclip/test_*.py))
+DEEP_TESTS = $(shell grep -lE 'mark\.(deep|sampled)' $(wildcard tests/*/test_*.py))
 deep: $(READY) $(OPENCLIP_READY)  ## Run the tests that are long by nature: benchmarks' quick forms, faults, simulation, long trainings
 	$(call TESTED,$(BIN)/python -u -m pytest -m deep $(filter-out $(OPENCLIP_TESTS),$(DEEP_TESTS)))
 	$(call TESTED,.venv-openclip/bin/python -u -m pytest -m deep $(filter $(OPENCLIP_TESTS),$(DEEP_TESTS)))

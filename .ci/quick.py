@@ -2,8 +2,8 @@
 
 Usage: python .ci/quick.py BASE [ROOM]
 
-A changed test counts, and each test file that imports a changed module by its name. Most trainings as a whole
-(tests/test_loader_*.py) import make_loader alone, and are left to `make test`.
+A changed test counts, and each test file that imports a changed module or helper by its name. Most trainings
+as a whole (tests/loader/) import make_loader alone, and are left to `make test`.
 """
 
 import re
@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-TESTS = sorted(path for path in Path("tests").glob("test_*.py") if "openclip" not in path.name)
+TESTS = sorted(path for path in Path("tests").glob("*/test_*.py") if "openclip" not in str(path))
 
 
 def main() -> None:
@@ -22,12 +22,12 @@ def main() -> None:
 
 
 def of_room(room: str) -> list[Path]:
-    """The test files of a room, by their names."""
-    found = [path for path in TESTS if path.name.startswith(f"test_{room}_")]
-    if not found:
-        rooms = sorted({path.name.split("_")[1] for path in TESTS})
+    """The test files of a room: those of its folder."""
+    files = [path for path in TESTS if path.parent.name == room]
+    if not files:
+        rooms = sorted({path.parent.name for path in TESTS})
         raise SystemExit(f"no tests of {room!r}; rooms are: {', '.join(rooms)}")
-    return found
+    return files
 
 
 def changed(base: str) -> list[str]:
@@ -37,8 +37,10 @@ def changed(base: str) -> list[str]:
 
 
 def of_changes(paths: list[str]) -> list[Path]:
-    """The test files among changed paths, and those that import a changed module."""
-    modules = [Path(path).with_suffix("").parts for path in paths if path.startswith("streamload/")]
+    """The test files among changed paths, and those that import a changed module or helper."""
+    modules = [
+        Path(path).with_suffix("").parts for path in paths if path.startswith(("streamload/", "tests/"))
+    ]
     imports = [_import_of(".".join(parts[:-1]), parts[-1]) for parts in modules]
     return [
         test for test in TESTS if str(test) in paths or any(one.search(test.read_text()) for one in imports)

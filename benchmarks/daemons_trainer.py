@@ -12,7 +12,7 @@ import xxhash
 
 from benchmarks.contenders.job import versions
 from benchmarks.contenders.workload import WordTokenizer
-from tests import flat
+from tests.support import flat
 
 COUNTED = (
     "origin_bytes",

@@ -45,7 +45,7 @@ from typing import NamedTuple
 
 from benchmarks import link, machine, turns
 from benchmarks.turns import ROOT, Row
-from tests.certificate import write_certificate
+from tests.support.certificate import write_certificate
 
 
 class Line(NamedTuple):

@@ -36,9 +36,9 @@ from benchmarks import machine, turns
 from benchmarks.contenders.job import versions
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
-from tests.kills import Child
-from tests.networks import Switch
 from tests.support.jobs import FIRST_HOST, ROWS, in_switch, join, make
+from tests.support.kills import Child
+from tests.support.networks import Switch
 from tests.support.nodes import Node, RankPlace, slow_link, start_node, why_no_nodes
 
 NODES, NODES_LEFT = 4, 3

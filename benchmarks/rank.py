@@ -15,7 +15,7 @@ from torch import distributed
 import streamload
 from benchmarks.contenders.job import versions
 from streamload import Workers
-from tests import flat
+from tests.support import flat
 
 
 def only_key(sample: dict[str, Any]) -> dict[str, Any]:

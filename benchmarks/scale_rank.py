@@ -12,7 +12,7 @@ from typing import Any
 import torch  # noqa: F401
 
 from streamload import Workers
-from tests import flat
+from tests.support import flat
 
 
 def only_key(sample: dict[str, Any]) -> dict[str, Any]:

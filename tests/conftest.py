@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 import hypothesis
 import psutil
 import pytest
-from certificate import write_certificate
 
 from streamload.cache import memory
+from tests.support.certificate import write_certificate
 
 if TYPE_CHECKING:
-    from tests.s3 import S3Server
+    from tests.support.s3 import S3Server
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -116,7 +116,7 @@ def pytest_sessionfinish() -> None:
 @pytest.fixture(scope="module")
 def s3() -> "Iterator[S3Server]":
     """An S3 store on loopback, with the bucket "bucket"."""
-    from sharing import running_s3  # moto: a second of imports, for those who need it
+    from tests.support.sharing import running_s3  # moto: a second of imports, for those who need it
 
     with running_s3() as server:
         yield server

@@ -22,8 +22,8 @@ from streamload.daemon.service import Service
 from streamload.errors import CacheCorrupt
 from streamload.metrics import Counters
 from streamload.origins.origin import Origin, open_origin
-from tests.kills import Child, Hit, Moment, Stage, kill_loop
-from tests.metadata import MetadataServer
+from tests.support.kills import Child, Hit, Moment, Stage, kill_loop
+from tests.support.metadata import MetadataServer
 
 _BYTES_PER_SECOND = 2e6
 """Of each connection: a shard takes some 50 ms, so that a daemon is met at work."""

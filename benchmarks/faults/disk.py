@@ -17,7 +17,7 @@ from benchmarks.faults.oracle import Attempt
 from benchmarks.faults.readers import Reading, read_in_child
 from benchmarks.faults.rows import Row
 from streamload.cache.shard import shard_of
-from tests.disks import (
+from tests.support.disks import (
     failing_calls,
     limited_file_size,
     read_only,
@@ -26,7 +26,7 @@ from tests.disks import (
     why_no_small_disk,
     why_no_strace,
 )
-from tests.kills import Child, Stage
+from tests.support.kills import Child, Stage
 
 ROOT = Path(__file__).resolve().parents[2]
 _NOBODY = 65534

@@ -24,7 +24,7 @@ from streamload.origins.origin import Origin, open_origin
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.urls import expand_urls
-from tests.kills import Child, Stage
+from tests.support.kills import Child, Stage
 
 _END_SECONDS = 60.0
 _LOOPBACK = (

@@ -12,9 +12,9 @@ from benchmarks.faults.oracle import Attempt
 from benchmarks.faults.readers import QUICK
 from benchmarks.faults.rows import Row
 from streamload.daemon.options import DaemonOptions
-from tests.kills import Child, Stage
-from tests.networks import Switch, why_no_network
-from tests.s3 import S3Server
+from tests.support.kills import Child, Stage
+from tests.support.networks import Switch, why_no_network
+from tests.support.s3 import S3Server
 
 _BYTES_PER_SECOND = 2e5
 """Of each connection: a shard takes half a second, so that a host is met at work."""

@@ -19,8 +19,8 @@ from streamload.daemon.warm import warm
 from streamload.derived.prepare.preparation import Preparation
 from streamload.shards.tar import NOTE
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
-from tests import flat
-from tests.kills import Child
+from tests.support import flat
+from tests.support.kills import Child
 
 LIMIT_PIXELS = 20_000_000
 _MEMORY_BYTES = 256 << 20

@@ -18,7 +18,7 @@ from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt
 from streamload.shards.index import IndexReader
 from streamload.shards.samples import ShardScanner
-from tests.kills import Child, ChildFailed, Hit, Moment, Stage, kill_loop
+from tests.support.kills import Child, ChildFailed, Hit, Moment, Stage, kill_loop
 
 READERS = 4
 _TRIES = 5

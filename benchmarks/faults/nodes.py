@@ -14,7 +14,7 @@ from benchmarks.faults.rows import Row
 from streamload.cache.shared.objects import Objects
 from streamload.cache.shared.tier import SharedTier
 from streamload.metrics import Counters
-from tests.ray_cluster import RayCluster
+from tests.support.ray_cluster import RayCluster
 
 _SHARDS = 12
 _CPUS = 2

@@ -14,8 +14,8 @@ from streamload import Workers
 from streamload.testing.faults import EMPTY_PAGE, Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
-from tests import flat
-from tests.kills import Child, Stage
+from tests.support import flat
+from tests.support.kills import Child, Stage
 
 _STEPS = 40
 _RANKS = 64

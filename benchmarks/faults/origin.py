@@ -19,8 +19,8 @@ from benchmarks.faults.rows import Row
 from streamload.cache.shard import shard_of
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
-from tests.disks import shown_instead, why_no_small_disk
-from tests.kills import Child, Stage
+from tests.support.disks import shown_instead, why_no_small_disk
+from tests.support.kills import Child, Stage
 
 _BORDER = 512
 _AWAY = replace(PATIENT, connect_seconds=0.5, stall_seconds=0.5)

@@ -20,7 +20,7 @@ from benchmarks.faults.data import SAMPLES, Data, Samples, digest_of
 from benchmarks.faults.oracle import Attempt
 from benchmarks.faults.readers import Hang
 from streamload.testing.faults import Fault
-from tests.kills import Child, ChildFailed, Hit, Moment, Stage, kill_loop
+from tests.support.kills import Child, ChildFailed, Hit, Moment, Stage, kill_loop
 
 _DEADLINE_SECONDS = 15.0
 _READERS = 4

@@ -18,9 +18,9 @@ from benchmarks.faults.readers import Reading, read_in_child
 from benchmarks.faults.rows import Row
 from streamload import Workers
 from streamload.testing.faults import Fault
-from tests import flat
-from tests.disks import small_disk, why_no_small_disk
-from tests.kills import Child, Stage
+from tests.support import flat
+from tests.support.disks import small_disk, why_no_small_disk
+from tests.support.kills import Child, Stage
 
 TRAINING = "training"
 """The stage of a training that has its first samples."""

@@ -17,7 +17,7 @@ from benchmarks.faults.rows import Row
 from streamload import Cache, Order, Workers
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
-from tests.kills import Child
+from tests.support.kills import Child
 
 COUNTS = (10,) * 8
 _BATCH = 2

@@ -21,7 +21,7 @@ from benchmarks.faults.processes import (
 )
 from benchmarks.faults.rows import Row
 from streamload import Order, Workers
-from tests.kills import Child, Stage
+from tests.support.kills import Child, Stage
 
 _GLOBAL_BATCH = 4
 """It divides the samples: none is left over at the end of the epoch."""

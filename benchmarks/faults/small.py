@@ -11,8 +11,8 @@ from benchmarks.faults.processes import all_samples, describe, differences, gone
 from benchmarks.faults.rows import Row
 from streamload import Workers
 from streamload.worker import shortage
-from tests import flat
-from tests.kills import Child, Stage
+from tests.support import flat
+from tests.support.kills import Child, Stage
 
 _COUNTS = (32,) * 8
 _BATCH = 8

@@ -14,7 +14,7 @@ from benchmarks.faults.data import Data
 from streamload.cache.budget import Budget
 from streamload.cache.part import Part
 from streamload.cache.tier import Tier
-from tests.kills import Stage
+from tests.support.kills import Stage
 
 
 def tell_stages(stage: Stage, data: Data) -> None:

@@ -24,7 +24,7 @@ from streamload.cache.fill import fill
 from streamload.cache.shard import Shard, shard_of
 from streamload.cache.tier import Tier
 from streamload.origins.origin import Origin, Stream, Version, open_origin
-from tests.disks import why_no_strace
+from tests.support.disks import why_no_strace
 
 ROOT = Path(__file__).resolve().parents[2]
 _PIECE_BYTES = 20_000

@@ -19,7 +19,7 @@ from streamload.derived.store.catalog import open_catalog, verify
 from streamload.derived.store.database import DATABASE, FILES, KEY_BYTES
 from streamload.derived.store.row_store import CacheLevel, Place, RowStore
 from streamload.derived.store.sealed import seal
-from tests.kills import Child, Moment, Stage
+from tests.support.kills import Child, Moment, Stage
 
 _WRITERS = 4
 _KILLS = 34

@@ -24,7 +24,7 @@ from streamload.metrics import Counters
 from streamload.origins.origin import Origin, open_origin
 from streamload.shards.index import IndexReader
 from streamload.testing.shards import ShardOptions, write_shards
-from tests.kills import Child
+from tests.support.kills import Child
 
 _OPTIONS = ShardOptions(padding_bytes=(4000, 9000))
 _SAMPLES = (40, 12)

@@ -13,7 +13,7 @@ from benchmarks.faults.data import Data
 from benchmarks.faults.oracle import Attempt
 from benchmarks.faults.readers import Reading, read_in_child
 from benchmarks.faults.rows import Row
-from tests.kills import Child
+from tests.support.kills import Child
 
 
 def rotten(attempt: Attempt) -> None:

@@ -25,7 +25,7 @@ from streamload.metrics import Counters
 from streamload.options import read_settings
 from streamload.shards.index_writer import IndexWriter
 from streamload.testing.server import ShardServer
-from tests.kills import Child, Stage
+from tests.support.kills import Child, Stage
 
 _OTHER_USER = 12345
 _FORKS = 150

@@ -12,7 +12,7 @@ from benchmarks.faults.disk import check_goes_on
 from benchmarks.faults.oracle import Attempt, DiskWatch
 from benchmarks.faults.readers import PATIENT, Reading, read_in_child
 from benchmarks.faults.rows import Row
-from tests.kills import Child, Stage
+from tests.support.kills import Child, Stage
 
 
 def same_cold_shard(attempt: Attempt) -> None:

@@ -18,9 +18,9 @@ from streamload.cli.options import storage_options_of
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
-from tests import flat
-from tests.kills import Child
-from tests.signed_s3 import Keys, SignedS3
+from tests.support import flat
+from tests.support.kills import Child
+from tests.support.signed_s3 import Keys, SignedS3
 
 _COUNTS = (4,) * 24
 _REQUESTS = range(10, 22)

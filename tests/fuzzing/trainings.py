@@ -22,7 +22,7 @@ from typing import Any
 import streamload
 from streamload import Shards, Workers
 from streamload.testing.server import ShardServer
-from tests import flat
+from tests.support import flat
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,9 @@ from PIL import Image
 from streamload import Workers, limits
 from streamload.errors import OriginError, ShardError, StreamloadError
 from streamload.testing.server import Fault, ShardServer
-from tests import flat
 from tests.fuzzing.trainings import Layout
-from tests.kills import Child
+from tests.support import flat
+from tests.support.kills import Child
 
 RUN_SECONDS = 240.0
 """A run that takes longer has stopped."""

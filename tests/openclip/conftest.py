@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from tiny import TINY, Batch, Run, write_colour_shards
 
 from benchmarks.torchvision_stub import define_torchvision_schemas
+from tests.openclip.tiny import TINY, Batch, Run, write_colour_shards
 
 define_torchvision_schemas()  # before anything imports torchvision
 

@@ -26,7 +26,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[2]))  # this is run as a program, from anywhere
 import streamload.loader
 from benchmarks.torchvision_stub import define_torchvision_schemas
-from tests import simulated_device
+from tests.support import simulated_device
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2]))
 from benchmarks.torchvision_stub import define_torchvision_schemas
-from tests import simulated_device
+from tests.support import simulated_device
 
 define_torchvision_schemas()
 DEVICE = simulated_device.install(2)

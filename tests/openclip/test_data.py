@@ -21,12 +21,12 @@ import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from open_clip_train.params import parse_args
-from tiny import TINY, write_colour_shards
 
 from streamload.errors import OptionError, StreamloadError
 from streamload.integrations import openclip
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
+from tests.openclip.tiny import TINY, write_colour_shards
 
 stock = open_clip_train.data.get_wds_dataset
 

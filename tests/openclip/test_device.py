@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import Run
 
-from tests import simulated_device
+from tests.openclip.tiny import Run
+from tests.support import simulated_device
 
 pytestmark = pytest.mark.skipif(not simulated_device.IS_POSSIBLE, reason="torch has no backends in Python")
 FEW = ("--train-num-samples", "128", "--workers", "2", "--epochs", "1", "--device", simulated_device.NAME)

@@ -12,7 +12,6 @@ import open_clip_train.main
 import pytest
 import torch
 from open_clip_train.params import parse_args
-from tiny import Run
 
 from streamload.errors import OptionError
 from streamload.integrations import openclip
@@ -20,6 +19,7 @@ from streamload.integrations.openclip import row_losses
 from streamload.mixing import Progress
 from streamload.steering.decisions import read_lines
 from streamload.testing.shards import write_shards
+from tests.openclip.tiny import Run
 
 STEPS = 26  # of an epoch of 800 samples, as open_clip rounds them
 EVERY = 3  # the policy changes nothing before step 30, which is in the second epoch

@@ -9,13 +9,13 @@ from pathlib import Path
 import open_clip_train.data
 import pytest
 from open_clip_train.params import parse_args
-from tiny import Run
 
 from streamload.errors import StateMismatch
 from streamload.integrations import openclip
 from streamload.integrations.openclip.resume import find_state
 from streamload.testing.shards import read_oracle, write_shards
-from tests.s3 import S3Server
+from tests.openclip.tiny import Run
+from tests.support.s3 import S3Server
 
 
 def keys_of(shards: list[Path]) -> set[str]:

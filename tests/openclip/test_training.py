@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny import Run
 
 from streamload.loader import make_loader
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import read_oracle
-from tests.s3 import S3Server
+from tests.openclip.tiny import Run
+from tests.support.s3 import S3Server
 
 STEPS = 26  # ceil(ceil(800 / 32) / 2 workers) × 2 workers, open_clip's rounding
 SIZES = ("--train-num-samples", "800", "--workers", "2")

@@ -18,7 +18,7 @@ from streamload.extension import Extension
 from streamload.loader.loader import Loader
 from streamload.testing.resume import Layout, assert_resumes_exactly
 from streamload.testing.shards import write_shards
-from tests import flat
+from tests.support import flat
 
 
 def ids(captions: list[str]) -> torch.Tensor:

@@ -9,9 +9,9 @@ from typing import Any
 import torch.distributed
 
 from streamload import Workers
-from tests import flat
-from tests.kills import Child, Stage
-from tests.networks import Switch
+from tests.support import flat
+from tests.support.kills import Child, Stage
+from tests.support.networks import Switch
 from tests.support.nodes import RankPlace
 
 GROUPS = 4

@@ -29,10 +29,10 @@ import torch.distributed
 
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
-from tests.disks import NotPossibleHere
-from tests.kills import Child
-from tests.networks import Switch
+from tests.support.disks import NotPossibleHere
 from tests.support.jobs import FIRST_HOST, ROWS, expected_batches, in_switch, join, make, together
+from tests.support.kills import Child
+from tests.support.networks import Switch
 from tests.support.nodes import Node, RankPlace, slow_link, start_node, why_no_nodes
 
 FAULTS = ("kill", "cut", "clock", "full", "slow")

@@ -1,9 +1,9 @@
 """Nodes of a job on one machine: each with a network, processes, mounts and a name of its own.
 
-A node is a `Child` of the process that has the `Switch` (tests/networks.py). In it a boot id, /dev/shm and a
-disk for its cache are its own as well, so nothing can be seen of the processes of other nodes but what they
-send or store. Its ranks are processes of it, with torchrun's variables. A killed node takes them along.
-Linux only, as root; elsewhere `why_no_nodes` says why not.
+A node is a `Child` of the process that has the `Switch` (networks.py). In it a boot id, /dev/shm and a disk
+for its cache are its own as well, so nothing can be seen of the processes of other nodes but what they send
+or store. Its ranks are processes of it, with torchrun's variables. A killed node takes them along. Linux
+only, as root; elsewhere `why_no_nodes` says why not.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from streamload.node import machine
-from tests.disks import NotPossibleHere, resize_disk, shown_instead, small_disk
-from tests.kills import Child, Stage
-from tests.networks import Switch, why_no_network
+from tests.support.disks import NotPossibleHere, resize_disk, shown_instead, small_disk
+from tests.support.kills import Child, Stage
+from tests.support.networks import Switch, why_no_network
 
 _NEW_NAMES, _NEW_PROCESSES = 0x04000000, 0x20000000
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG

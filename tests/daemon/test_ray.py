@@ -1,0 +1,318 @@
+"""A Ray cluster that fills a shared tier: Ray's own local clusters, real commands, a real server."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamload.cache.shard import prepared_form, shard_of
+from streamload.cache.shared.objects import Objects
+from streamload.cache.shared.sharing import SharedOptions
+from streamload.cache.shared.tier import SharedTier
+from streamload.daemon.options import ServiceOptions
+from streamload.daemon.ray_executor import connect
+from streamload.daemon.ray_task import Job, own_version
+from streamload.daemon.service import Service
+from streamload.derived.prepare.preparation import Preparation
+from streamload.derived.prepare.prepared import ImageRecipe, prepared_tar
+from streamload.errors import ClusterError, OptionError
+from streamload.metrics import Counters
+from streamload.origins.origin import OriginOptions
+from streamload.testing.server import ShardServer
+from streamload.testing.shards import write_shards
+from tests.support.pages import get
+from tests.support.ray_cluster import RayCluster
+
+COMMAND = [sys.executable, "-m", "streamload"]
+SHARDS = 6
+RECIPE = "jpeg-32-q90"
+PREPARATION = Preparation.parse(RECIPE)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ShardServer]:
+    write_shards(tmp_path / "origin", [5] * SHARDS)
+    with ShardServer(tmp_path / "origin") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    place = tmp_path_factory.mktemp("nodes")
+    with RayCluster({"RAY_TMPDIR": str(place / "missing")}) as cluster:  # Ray hasn't run on a fresh machine
+        for number in range(2):
+            cluster.add_node({"STREAMLOAD_CACHE_DIR": str(place / str(number))})
+        yield cluster
+
+
+def run(command: list[str], *more: str, within: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command `within` a directory: Ray's workers look there for modules first."""
+    return subprocess.run(
+        [*command, *more], capture_output=True, text=True, timeout=150, check=False, cwd=within
+    )
+
+
+def pattern(server: ShardServer) -> str:
+    return f"{server.url}/{{00000..{SHARDS - 1:05d}}}.tar"
+
+
+def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 180  # nodes start processes that import, on cores that are all busy
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def held(server: ShardServer, place: Path) -> list[bool]:
+    """Of each shard, whether it is in the shared tier as it is at its origin."""
+    tier = SharedTier(Objects(str(place)), Counters())
+    found = []
+    for path in sorted(server.root.glob("*.tar")):
+        shard = shard_of(f"{server.url}/{path.name}", None)
+        there = tier.look(shard)
+        content = None if there is None else tier.read(shard, there, 0, there.size)
+        found.append(content == path.read_bytes())
+    return found
+
+
+def prepared(server: ShardServer, place: Path) -> list[Path]:
+    """Where the prepared shards are in a shared tier that is a folder."""
+    shards = [shard_of(f"{server.url}/{path.name}", None) for path in sorted(server.root.glob("*.tar"))]
+    forms = [prepared_form(shard, PREPARATION.name) for shard in shards]
+    return [path for form in forms for path in place.glob(f"prepared/{form.recipe}/{form.digest}/*.tar")]
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(400)
+def test_the_nodes_of_a_cluster_fill_a_shared_tier(
+    server: ShardServer, cluster: RayCluster, tmp_path: Path
+) -> None:
+    shared = tmp_path / "shared"
+    warm = [*COMMAND, "warm", pattern(server), "--ray", cluster.address, "--shared-cache", str(shared)]
+    done = run(warm)
+    assert done.returncode == 0, done.stderr
+    assert f"{SHARDS} of {SHARDS} shards are held" in done.stdout
+    assert held(server, shared) == [True] * SHARDS
+    sizes = sum(path.stat().st_size for path in server.root.glob("*.tar"))
+    assert sum(request.sent for request in server.log) == sizes  # each byte once
+    assert Objects(str(shared)).names("probes") == []
+
+    asked = len(server.log)
+    (server.root / "00006.tar").write_bytes((server.root / "00000.tar").read_bytes())
+    more = f"{server.url}/{{00000..00007}}.tar"
+    done = run([*warm[:-5], more, *warm[-4:]])
+    assert done.returncode == 1
+    assert "7 of 8 shards are held (8 listed shards), 1 brought" in done.stdout
+    assert re.search(r"00007\.tar: \S+: .*404", done.stdout)
+    assert {request.path for request in server.log[asked:]} == {"00006.tar", "00007.tar"}
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(400)
+def test_the_nodes_of_a_cluster_prepare(server: ShardServer, cluster: RayCluster, tmp_path: Path) -> None:
+    shared = ["--shared-cache", str(tmp_path / "shared")]
+    done = run([*COMMAND, "warm", pattern(server), "--ray", cluster.address, *shared, "--prepare", RECIPE])
+    assert done.returncode == 0, done.stderr
+    assert f"{SHARDS} of {SHARDS} shards are held" in done.stdout
+    places = prepared(server, tmp_path / "shared")
+    assert [place.read_bytes() for place in places] == [
+        b"".join(prepared_tar([path.read_bytes()], PREPARATION, path.name))
+        for path in sorted(server.root.glob("*.tar"))
+    ]
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(400)
+def test_a_daemon_goes_on_until_it_is_told_to_end(
+    server: ShardServer, cluster: RayCluster, tmp_path: Path, port: int
+) -> None:
+    shared = tmp_path / "shared"
+    late = server.root / "00003.tar"
+    late.rename(late.with_suffix(".late"))
+    command = [*COMMAND, "daemon", pattern(server), "--ray", cluster.address, "--shared-cache", str(shared)]
+    page = f"127.0.0.1:{port}"
+    command += ["--listen", page, "--notices", "none", "--concurrency", "2", "--bandwidth", "50MB"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        until(lambda: held_names(shared) == SHARDS - 1)
+        late.with_suffix(".late").rename(late)
+        until(lambda: held_names(shared) == SHARDS)
+        until(lambda: f"\nstreamload_daemon_shards_held {SHARDS}\n" in get(f"http://{page}/metrics")[1])
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=90)
+        assert process.returncode == 0
+    assert f"{SHARDS} of {SHARDS} shards are held" in said
+    assert "told to end by SIGTERM" in said
+    assert held(server, shared) == [True] * SHARDS
+
+
+def held_names(shared: Path) -> int:
+    return sum(name.endswith("/index") for name in Objects(str(shared)).names("shards"))
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(400)
+def test_a_node_with_another_streamload_is_named(server: ShardServer, tmp_path: Path) -> None:
+    other = tmp_path / "other" / "streamload-99.0.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: streamload\nVersion: 99.0\n")
+    with RayCluster({"PYTHONPATH": str(other.parent)}) as cluster:
+        cluster.add_node()
+        done = run(
+            [*COMMAND, "warm", pattern(server), "--ray", cluster.address],
+            *("--shared-cache", str(tmp_path / "shared")),
+            within=tmp_path,
+        )
+    assert done.returncode == 2
+    assert f"it has streamload 99.0, and {own_version()} is wanted" in done.stderr
+    assert server.log == []
+
+
+def options(tmp_path: Path, **more: Any) -> ServiceOptions:
+    given = {"urls": ("http://h/{0..3}.tar",), "shared_cache": str(tmp_path / "shared"), "ray": "h:6379"}
+    return ServiceOptions(**{**given, "listen": "none", "notices": "none", **more})
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"shared_cache": None}, "needs a shared cache"),
+        ({"into": "local"}, "needs a shared cache"),
+        ({"urls": ("/data/{0..3}.tar",)}, "can't bring files of this machine"),
+        ({"bandwidth": "10MB"}, "needs --concurrency"),
+        ({"ray": "nonsense"}, "is no address"),
+        ({"ray": "host:port"}, "is no address"),
+    ],
+)
+def test_what_no_cluster_can_do_is_refused_before_one_is_asked(
+    more: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(OptionError, match=why):
+        Service(options(tmp_path, **more))
+
+
+def test_where_nobody_or_somebody_else_answers_is_no_cluster(server: ShardServer, tmp_path: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        with pytest.raises(ClusterError, match="nobody answers"):
+            connect(f"127.0.0.1:{port}")
+    with pytest.raises(ClusterError, match="is no Ray cluster"):
+        connect(server.url.removeprefix("http://"))
+
+
+def test_ray_is_imported_only_when_it_is_asked_for_and_missed_in_words(tmp_path: Path) -> None:
+    code = f"""
+        import sys
+        import streamload.cli, streamload.cli.daemon
+        from streamload.daemon.options import ServiceOptions
+        from streamload.daemon.service import Service
+        import streamload.daemon.ray_executor
+        assert not any(name == "ray" or name.startswith("ray.") for name in sys.modules)
+        sys.modules["ray"] = None  # as if it were not installed
+        sys.argv = "streamload warm http://h/0.tar --ray auto --shared-cache".split() + [{str(tmp_path)!r}]
+        streamload.cli.main()
+    """
+    done = run([sys.executable, "-c", textwrap.dedent(code)])
+    assert done.returncode == 2
+    assert 'pip install "streamload[ray]"' in done.stderr
+
+
+def fetched(
+    job: Job, url: str, by: ImageRecipe | None = None, version: str | None = None, **changes: str
+) -> dict[str, Any]:
+    """What `bring` says, in a process of its own."""
+    shard = shard_of(url, None)
+    if by is not None:
+        shard = prepared_form(shard, by.name)
+    packed = pickle.dumps((replace(shard, **changes), by))
+    code = f"""
+        import json
+        from streamload.daemon.ray_task import bring
+        print(json.dumps(bring({version or own_version()!r}, {pickle.dumps(job)!r}, {packed!r})))
+    """
+    done = run([sys.executable, "-c", textwrap.dedent(code)])
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def job(tmp_path: Path, **more: Any) -> Job:
+    shared = SharedOptions(str(tmp_path / "shared"))
+    shared.open_objects().write("probes/sign", b"here")
+    given = {
+        "sign": "probes/sign",
+        "cache_dir": str(tmp_path / "tier"),
+        "cache_size": "1GB",
+        "rest_seconds": 0,
+    }
+    return Job(shared, **{**given, **more})
+
+
+def test_a_unit_is_brought_once_and_says_what_it_took(server: ShardServer, tmp_path: Path) -> None:
+    url = f"{server.url}/00001.tar"
+    size = (server.root / "00001.tar").stat().st_size
+    first, again = fetched(job(tmp_path), url), fetched(job(tmp_path), url)
+    assert (first["size"], first["arrived"]) == (size, size)
+    assert (again["size"], again["arrived"]) == (0, 0)
+    assert held(server, tmp_path / "shared")[1]
+
+
+@pytest.mark.deep
+def test_a_unit_is_prepared_of_what_the_shared_tier_has(server: ShardServer, tmp_path: Path) -> None:
+    url = f"{server.url}/00001.tar"
+    assert fetched(job(tmp_path), url)["arrived"] > 0
+    first, again = fetched(job(tmp_path), url, PREPARATION), fetched(job(tmp_path), url, PREPARATION)
+    (place,) = prepared(server, tmp_path / "shared")
+    assert (first["size"], first["arrived"]) == (place.stat().st_size, 0)
+    assert (again["size"], again["arrived"]) == (0, 0)
+
+
+def test_a_node_with_another_streamload_is_unfit(server: ShardServer, tmp_path: Path) -> None:
+    answer = fetched(job(tmp_path), f"{server.url}/00001.tar", version="99.0")
+    assert answer["unfit"] == f"it has streamload {own_version()}, and 99.0 is wanted"
+    assert server.log == []
+
+
+@pytest.mark.deep
+def test_a_node_with_other_libraries_is_unfit(server: ShardServer, tmp_path: Path) -> None:
+    answer = fetched(job(tmp_path), f"{server.url}/00001.tar", PREPARATION, recipe=f"{RECIPE}-v1-torch0.1")
+    assert answer["unfit"].startswith(f"shards are derived by {PREPARATION.name} there")
+    assert server.log == []
+
+
+def test_a_node_that_sees_another_shared_tier_is_unfit(server: ShardServer, tmp_path: Path) -> None:
+    answer = fetched(job(tmp_path, sign="probes/elsewhere"), f"{server.url}/00001.tar")
+    assert "is another one there" in answer["unfit"]
+    assert server.log == []
+
+
+def test_a_node_that_knows_a_shard_by_another_name_is_unfit(server: ShardServer, tmp_path: Path) -> None:
+    answer = fetched(job(tmp_path), f"{server.url}/00001.tar", digest="0" * 32)
+    assert "another identity" in answer["unfit"]
+    assert server.log == []
+
+
+def test_a_node_whose_disk_cant_be_used_says_that_it_isnt_the_units_fault(
+    server: ShardServer, tmp_path: Path
+) -> None:
+    (tmp_path / "tier").write_text("not a directory")
+    answer = fetched(job(tmp_path), f"{server.url}/00001.tar")
+    assert "trouble" in answer
+    quick = OriginOptions(attempts=1)
+    answer = fetched(
+        job(tmp_path, cache_dir=str(tmp_path / "good"), origin=quick), f"{server.url}/nothing.tar"
+    )
+    assert "404" in answer["why"]

@@ -1,0 +1,47 @@
+"""What a reader tells the other users of a tier, against the digests of its shards one by one."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from streamload.cache import demand
+from streamload.cache.shard import ShardList, shard_of
+from streamload.cache.tier import Tier
+from streamload.order.group import GroupOrder
+from streamload.order.plan import OrderOptions
+from streamload.urls import expand_urls
+from streamload.worker.reference_stream import ReferenceStream
+from tests.support.order_oracle import shard_order
+
+
+class AllHere:
+    def arrived(self, shard: int) -> tuple[np.ndarray, bool]:
+        return np.arange(10), True
+
+
+def test_the_shards_that_are_open_and_that_come_next_are_told_of_at_every_step(tmp_path: Path) -> None:
+    tier = Tier(tmp_path / "tier", 10**6)
+    shards = ShardList(expand_urls("https://host/{000..299}.tar"), None)
+    options = OrderOptions(5, groups=2, lanes=4, window=50)
+    order, beside = (GroupOrder(options, len(shards), 1, 0, passes=1) for _ in range(2))
+    following = shard_order(options, len(shards), 1, 1, 0)
+    arrivals: Any = AllHere()
+    stream = ReferenceStream(order, lambda: following, shards, 0, arrivals, tier)
+    told = set()
+    references: list[int] = []
+    for stop in range(8, 1480, 8):
+        while not stream.reaches(stop):
+            stream.follow()
+            references += beside.advance(arrivals).shards.tolist()
+        stream.take(stop - 8, stop)
+        in_use = dict.fromkeys([*beside.open_shards(), *sorted(references[stop:])])
+        assert stream.shards_in_use() == list(in_use)
+        stream.tell_progress()
+        (path,) = demand.files(tier.root / "runs")
+        visits = [*stream.shards_in_use(), *stream.coming(demand.VISITS_KEPT)]
+        names = [demand.short(shard_of(shards.urls[shard], None).digest) for shard in visits]
+        assert demand.visits_of(path).tolist() == names[: demand.VISITS_KEPT]
+        told.add(tuple(names))
+    assert len(told) > 10
+    stream.close()
