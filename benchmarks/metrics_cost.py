@@ -136,7 +136,7 @@ def cost_of_parts(loader: Loader, cache_dir: str) -> dict[str, float]:
     """Microseconds of what is done for each batch, once a second, and by a reader."""
     batches = iter(loader)
     batch, _ = next(batches)
-    meter, stages = loader.meter, Stages(loader._counts)
+    meter, stages = loader.meter, Stages(loader._process.counts)
     made = mock.Mock(values={"image": batch}, blocked=())
     measured = Measured(1000, 1000, 1000, 100, 100)
 

@@ -12,19 +12,21 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from streamload.order.events import Event
 from streamload.shards.samples import Entry
 
-
-class Event(NamedTuple):
-    """A decision of the rank's part that the workers' parts go by.
-
-    Attributes:
-        position: of the first step for which it holds; no worker of any rank has begun this step.
-        value: JSON-able.
-    """
-
-    position: int
-    value: Any
+__all__ = [
+    "BatchRows",
+    "Event",
+    "Extension",
+    "RankPart",
+    "ReadProgress",
+    "Run",
+    "ShardRows",
+    "TakenBatch",
+    "WorkerPart",
+    "WorkerProcess",
+]
 
 
 class ShardRows(Protocol):
@@ -79,8 +81,32 @@ class WorkerProcess(Protocol):
         """Among the rank's workers; 0 where the rank reads itself."""
         ...
 
+    @property
+    def decided(self) -> int:
+        """The step of the run up to which the rank has decided; see Run.decided."""
+        ...
+
     def progress(self) -> ReadProgress:
         """Progress of the process in reading."""
+        ...
+
+
+class TakenBatch(Protocol):
+    """A batch as it is taken from its worker, before the position of the rank is behind it."""
+
+    @property
+    def position(self) -> int:
+        """The position of its step."""
+        ...
+
+    @property
+    def stop(self) -> int:
+        """The position after its step."""
+        ...
+
+    @property
+    def passes(self) -> Sequence[int]:
+        """The latest pass of each source that its rows are of; empty: there is one source."""
         ...
 
 
@@ -94,7 +120,18 @@ class WorkerPart:
         """Forget the events of the epoch before."""
 
     def apply(self, event: Event) -> None:
-        """Go by an event from now on; events come in order, each before the first step for which it holds."""
+        """Go by an event from now on; events come in order, each before the first step for which it holds.
+
+        Those that hold at the start of the epoch come before its first step is asked for.
+        """
+
+    def may_begin(self, number: int) -> bool:
+        """True if a step may be begun; asked again and again until it is, before later events are read.
+
+        Args:
+            number: of the step, from 0 at the start of the epoch.
+        """
+        return True
 
     def finish(self, values: dict[str, Any], rows: BatchRows) -> bytes:
         """Message to the rank's part with a batch.
@@ -114,17 +151,33 @@ class RankPart:
 
     Attributes:
         adds: the names of the values that it adds to batches.
+        by_rank: its keys of a state whose values are dicts with parts of each rank: those of several ranks'
+            states are joined. All its other values are alike on all ranks.
+        takes_reports: whether it makes something of the training's reports.
+        reported: the means of these that it saw last, by source: the source's "name", "loss", "alignment".
     """
 
     adds: ClassVar[tuple[str, ...]] = ()
+    by_rank: ClassVar[tuple[str, ...]] = ()
+    takes_reports: bool = False
+    reported: Sequence[Mapping[str, Any]] = ()
 
     def start_epoch(self, start: int) -> Sequence[Event]:
-        """The events that hold from the start of an epoch on, and later ones; without I/O.
+        """The events that hold from the start of an epoch on, and later ones.
 
         Args:
             start: its position; at 0 a sequence begins anew, and all events so far hold.
+
+        Raises:
+            StreamloadError: the epoch can't begin.
         """
         return ()
+
+    def before_batch(self) -> None:
+        """The training loop asks for a batch, and doesn't wait for it yet: decisions are made here."""
+
+    def taken(self, batch: TakenBatch) -> None:
+        """A batch is taken from its worker, also one without any sample, which isn't yielded."""
 
     def yielded(self, part: bytes, values: Mapping[str, Any]) -> dict[str, Any]:
         """Take what the worker's part returned of the batch that is yielded now.
@@ -153,13 +206,50 @@ class RankPart:
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue after a state of the loader, which may be of one without this extension.
 
+        Args:
+            state: of a rank, or of several, joined.
+
         Raises:
             StateMismatch: its part of the state can't be read.
         """
 
+    def gathered(self, state: Mapping[str, Any], position: int) -> dict[str, Any]:
+        """Its keys of the state of all ranks.
+
+        Args:
+            state: of all ranks, joined.
+            position: at which it resumes.
+        """
+        return self.state(position)
+
+    def event_set(self, event: Event, reason: Mapping[str, Any]) -> None:
+        """Weights or a batch size were set, by the training or by another part.
+
+        Args:
+            event: has them.
+            reason: for a log; JSON-able.
+        """
+
+    def report(self, values: Mapping[str, Any], info: Any, rows: Any) -> None:
+        """Take what the training reports of rows of a batch.
+
+        Args:
+            values: by name ("loss", "alignment", "tokens"): one for each row, or a number for all; or None.
+            info: of the batch, a `BatchInfo`.
+            rows: of it; None: all.
+        """
+
+    def report_eval(self, values: Mapping[str, Any]) -> None:
+        """Take losses on held-out data, by the names of the sources."""
+
 
 class Run(Protocol):
     """The run, for a rank's part."""
+
+    @property
+    def options(self) -> Any:
+        """Of the loader, `LoaderOptions`."""
+        ...
 
     @property
     def can_agree(self) -> bool:

@@ -172,9 +172,9 @@ def make_loader(
     given["sources"] = read_sources(given.pop("urls"), order.upsampling_factors)
     given["device"] = read_device(device)
     given["seed"] = whole_number("seed", seed)
-    given["extensions"] = extensions_of(batches)
     if mixing is not None and not isinstance(mixing, Replay):
         given["mixing"] = as_policy(mixing, [source.name for source in given["sources"]])
+    given["extensions"] = extensions_of(batches, order, given["mixing"])
     options = LoaderOptions(**given)
     refuse_unusable(options)
     return Loader(options)

@@ -5,16 +5,71 @@ Nothing is computed, and nothing goes to the device, before it is asked for.
 
 from __future__ import annotations
 
+import functools
+import itertools
+import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from streamload.errors import OptionError
-from streamload.loader.microbatches import Yielded
 from streamload.worker import SEAT
+
+_NESTED_LOOKED_AT = 8
+"""Elements of a value in which a batch's first tensor is looked for."""
+
+
+class Widths(Protocol):
+    """The columns that each row of a batch needs (batches.padding.RowWidths)."""
+
+    @property
+    def bounds(self) -> npt.NDArray[np.int32]:
+        """int32[N, 2]: the most tokens and the most patches of each row."""
+        ...
+
+    @property
+    def full(self) -> tuple[int, int]:
+        """The most that any row of any batch can have of both."""
+        ...
+
+    @property
+    def varies(self) -> tuple[bool, bool]:
+        """Of which of both rows may have fewer."""
+        ...
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The values of the batch whose columns are tokens."""
+        ...
+
+    @property
+    def pads_left(self) -> bool:
+        """True if captions are padded on the left."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Yielded:
+    """A batch as the training loop got it.
+
+    Attributes:
+        step: its number in the epoch, from 0.
+        samples: its rows.
+        names: of the elements, if it is a tuple.
+        widths: the columns that each row needs; None: all.
+        keys: of its samples.
+    """
+
+    step: int
+    samples: int
+    names: tuple[str, ...]
+    widths: Widths | None
+    keys: Sequence[str]
 
 
 class BatchInfo:
@@ -42,6 +97,8 @@ class BatchInfo:
         importance: of each source, the share by its own weight ÷ its share of this step, by which rows stand
             for samples at the shares that make_loader was given; None: 1 for all, or as for `run_step`.
         seat_bytes: as `seats` was given.
+        device: of its tensors.
+        yielded: its rows, by which microbatches are cut.
     """
 
     def __init__(
@@ -59,7 +116,7 @@ class BatchInfo:
         self.step, self.rows, self.sources = yielded.step, yielded.samples, sources
         self.shapes, self.source_weights, self.row_weights = shapes or {}, source_weights, row_weights
         self.run_step, self.importance, self.seat_bytes = run_step, importance, seats
-        self._yielded, self._device = yielded, device
+        self.yielded, self.device = yielded, device
 
     def __repr__(self) -> str:
         return f"<BatchInfo step {self.step}, {self.rows} rows, {self.tokens or self.shapes}>"
@@ -92,9 +149,9 @@ class BatchInfo:
         Raises:
             OptionError: they weren't asked for; then workers don't send them.
         """
-        if len(self._yielded.keys) != self.rows:
+        if len(self.yielded.keys) != self.rows:
             raise OptionError("the keys of a batch's rows come with it if make_loader has with_keys=True")
-        return self._yielded.keys
+        return self.yielded.keys
 
     @property
     def tokens(self) -> dict[str, int]:
@@ -102,7 +159,7 @@ class BatchInfo:
 
         With bucketing, the room that a row has on all ranks. Captions of a fixed length count in full.
         """
-        widths, counts = self._yielded.widths, {}
+        widths, counts = self.yielded.widths, {}
         if widths is None:
             shape = self.shapes.get("text", ())
             return {"text": shape[0] * shape[1]} if len(shape) == 2 else {}
@@ -111,15 +168,49 @@ class BatchInfo:
                 counts[name] = int(column.sum())
         return counts
 
-    @property
-    def yielded(self) -> Yielded:
-        """Lengths by which microbatches are cut."""
-        return self._yielded
-
     def _on_device(self, values: torch.Tensor) -> torch.Tensor:
         """A copy on the batch's device, for which the processor doesn't wait."""
-        if self._device is None or self._device.type == "cpu":
+        if self.device is None or self.device.type == "cpu":
             return values
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             values = values.pin_memory()
-        return values.to(self._device, non_blocking=True)
+        return values.to(self.device, non_blocking=True)
+
+
+class YieldedBatches:
+    """Records of the batches that the training loop still holds, found by their tensors."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], BatchInfo]] = {}
+
+    def add(self, batch: Any, info: BatchInfo) -> None:
+        """Remember a batch as long as its first tensor lives; one without tensors isn't remembered."""
+        tensor = _first_tensor(batch)
+        if tensor is not None:
+            gone = functools.partial(_forget, self._known, id(tensor))
+            self._known[id(tensor)] = weakref.ref(tensor, gone), info
+
+    def find(self, batch: Any) -> BatchInfo | None:
+        """Record of a batch; None if it isn't one that was added."""
+        tensor = _first_tensor(batch)
+        entry = None if tensor is None else self._known.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
+
+
+def _forget(by_tensor: dict[int, Any], place: int, _: object) -> None:
+    by_tensor.pop(place, None)
+
+
+def _first_tensor(batch: Any, most: int | None = None) -> torch.Tensor | None:
+    """The first tensor of a batch; None if there is none, or none among the first elements of its values.
+
+    Each batch is looked at as it is yielded: lists of Python numbers must not be walked to their ends.
+    """
+    for value in itertools.islice(batch.values() if isinstance(batch, Mapping) else batch, most):
+        if isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, Mapping | tuple | list):
+            tensor = _first_tensor(value, _NESTED_LOOKED_AT)
+            if tensor is not None:
+                return tensor
+    return None

@@ -10,40 +10,51 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from streamload.errors import OptionError, PolicyError, StateMismatch
-from streamload.loader.agreement import Agreement
-from streamload.loader.options import LoaderOptions
-from streamload.loader.schedule import Schedule
-from streamload.loader.steering_state import STEP_TIMES
+from streamload.extension import Event, Extension, RankPart, Run, TakenBatch
+from streamload.loader.rank_run import RankRun
 from streamload.steering.batch_size import BatchPolicy, Measured, SizeDecided, ThroughputBalanced
 from streamload.steering.policy import kept_memory
-from streamload.worker import InFlight
 
 logger = logging.getLogger("streamload")
 
-STATE = "batch_policy"
-"""The key of its part of a state, which only runs with a policy have."""
+STATE, STEP_TIMES = "batch_policy", "step_times"
+"""The keys of a state, which only runs with a policy have: what all ranks have alike, and the measurements of
+each since the last decision, by rank."""
 
 
-class BatchSizing:
-    """Decides on the batch size of one loader; without a policy, never.
+@dataclass(frozen=True, slots=True)
+class BatchSizes(Extension):
+    """The extension of a loader whose batch size follows the throughput, `Batches(batch_policy=…)`."""
+
+    name = "batch_sizes"
+
+    def in_rank(self, run: Run) -> BatchSizing:
+        """See Extension."""
+        assert isinstance(run, RankRun)
+        return BatchSizing(run)
+
+
+class BatchSizing(RankPart):
+    """Decides on the batch size of one loader.
 
     Args:
-        options: of the loader.
-        schedule: of its epochs.
+        run: of the loader, which has a policy.
         clock: seconds.
     """
 
-    def __init__(
-        self, options: LoaderOptions, schedule: Schedule, clock: Callable[[], float] = time.monotonic
-    ):
-        self._policy: BatchPolicy | None = options.batches.batch_policy
-        self._schedule, self._clock = schedule, clock
+    by_rank = (STEP_TIMES,)
+
+    def __init__(self, run: RankRun, clock: Callable[[], float] = time.monotonic):
+        policy = run.options.batches.batch_policy
+        assert policy is not None
+        self._policy: BatchPolicy = policy
+        self._run, self._schedule, self._clock = run, run.schedule, clock
         self._steps = self._decided = 0  # of the run
         self._memory: Any = None
-        self._agreement: Agreement | None = None
         self._cause: Exception | None = None
         self._forget()
 
@@ -54,36 +65,25 @@ class BatchSizing:
         self._wait_before_ns = 0  # all data wait up to the last step
         self._last: float | None = None  # when a step of this epoch was taken
 
-    def start_epoch(self, in_flight: Callable[[], InFlight | None]) -> None:
-        """Before the first batch of an epoch: what is between two epochs isn't measured.
-
-        Args:
-            in_flight: gives what steps have to fit into.
+    def start_epoch(self, start: int) -> Sequence[Event]:
+        """Start an epoch: what is between two epochs isn't measured.
 
         Raises:
             OptionError: the policy's sizes can't be, or nothing joins the ranks.
         """
         self._last = None
-        if self._policy is None:
-            return
-        if self._agreement is None:
-            self._agreement = Agreement(self._schedule.topology.world_size)
+        self._run.join()
         if isinstance(self._policy, ThroughputBalanced):
-            self._schedule.resized(self._policy.most, 0, in_flight())
+            self._run.events.refuse_batch_size(self._policy.most)
             for size in (self._policy.least, self._policy.multiple):
-                self._schedule.resized(size, 0, None)
+                self._schedule.resized(size, 0)
+        return ()
 
-    def took(self, rows: int, total_wait_ns: int) -> None:
-        """A step was taken.
-
-        Args:
-            rows: of all ranks.
-            total_wait_ns: all data wait so far.
-        """
-        if self._policy is None:
-            return
+    def taken(self, batch: TakenBatch) -> None:
+        """Measure a step."""
         self._steps += 1
-        now_seconds = self._clock()
+        rows, now_seconds = batch.stop - batch.position, self._clock()
+        total_wait_ns = self._run.process.counts.value("data_wait_ns")
         if rows != self._rows:
             self._forget()
             self._rows = rows
@@ -93,11 +93,8 @@ class BatchSizing:
             self._counted += 1
         self._last, self._wait_before_ns = now_seconds, total_wait_ns
 
-    def decide(self, resize: Callable[[int, Mapping[str, Any]], int]) -> None:
-        """Before a batch is waited for: ask the policy, if this step is a decision step.
-
-        Args:
-            resize: sets a size, given the reason for the log; returns the step from which it counts.
+    def before_batch(self) -> None:
+        """Ask the policy, if this step is a decision step.
 
         Raises:
             PolicyError: the policy raised an error, or its answer can't be used; on all ranks.
@@ -105,7 +102,7 @@ class BatchSizing:
             OptionError: steps can't have the size that it gave.
         """
         policy = self._policy
-        if policy is None or self._steps % policy.every or self._steps <= self._decided:
+        if self._steps % policy.every or self._steps <= self._decided:
             return
         self._decided = self._steps
         world_size = self._schedule.topology.world_size
@@ -114,17 +111,14 @@ class BatchSizing:
         share = self._waited_ns / 1e9 / self._seconds if self._seconds > 0 else 0.0
         measured, size = [min(1.0, share), self._seconds / self._counted], self._schedule.rows
         self._seconds, self._waited_ns, self._counted = 0.0, 0, 0
-        assert self._agreement is not None
         subject = f"the batch size at step {self._steps} of the run"
-        answer = self._agreement.decide(
-            subject, measured, lambda by_rank: self._answer(policy, size, by_rank)
-        )
+        answer = self._run.agree(subject, measured, lambda by_rank: self._answer(policy, size, by_rank))
         if "error" in answer:
             raise PolicyError(answer["error"]) from self._cause
         self._memory, reason = answer["memory"], answer["told"]
         if answer["size"] is None or answer["size"] == size:
             return
-        step = resize(answer["size"], reason)
+        step = self._run.events.set_batch_size(answer["size"], reason)
         if self._schedule.topology.rank == 0:
             logger.info(
                 "batch size: %d samples a rank, from step %d of the epoch on, not %d: %s",
@@ -155,25 +149,22 @@ class BatchSizing:
             problem = str(exc) if isinstance(exc, OptionError) else f"{type(exc).__name__}: {exc}"
             return {"error": f"batch_policy={policy!r:.100}, at step {measured.step} of the run: {problem}"}
 
-    def state(self) -> dict[str, Any]:
-        """Its part of a state; nothing without a policy."""
-        if self._policy is None:
-            return {}
+    def state(self, position: int) -> dict[str, Any]:
+        """Its part of a state."""
         measured = [self._rows, self._counted, self._waited_ns, self._seconds]
         return {
             STATE: {"steps": self._steps, "decided": self._decided, "memory": self._memory},
             STEP_TIMES: {str(self._schedule.topology.rank): measured},
         }
 
-    def load(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue after the states of some ranks, or begin anew where they have no such part.
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue after a state, or begin anew where it has no such part.
 
-        A rank whose own state isn't there continues with what another one has measured.
+        A rank whose own measurements aren't there continues with those of another one.
 
         Raises:
-            StateMismatch: they are damaged.
+            StateMismatch: it is damaged.
         """
-        state = merged_sizing(states)
         part = state.get(STATE, {"steps": 0, "decided": 0, "memory": None})
         try:
             steps, decided, memory = part["steps"], part["decided"], part["memory"]
@@ -188,12 +179,9 @@ class BatchSizing:
         if measured is not None:
             self._rows, self._counted, self._waited_ns, self._seconds = _measured(measured)
 
-
-def merged_sizing(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The parts of the ranks' states that belong to batch_policy=, as one."""
-    merged = {STATE: states[0][STATE]} if STATE in states[0] else {}
-    by_rank = {rank: measured for state in states for rank, measured in state.get(STEP_TIMES, {}).items()}
-    return merged | ({STEP_TIMES: by_rank} if by_rank else {})
+    def gathered(self, state: Mapping[str, Any], position: int) -> dict[str, Any]:
+        """Its part of the state of all ranks, with the measurements of each."""
+        return {key: state[key] for key in (STATE, STEP_TIMES)}
 
 
 def _measured(values: Any) -> tuple[int, int, int, float]:

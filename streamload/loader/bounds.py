@@ -73,7 +73,7 @@ class AgreedBounds:
         """The widest of all ranks."""
         schedule, position = self._schedule, self._schedule.tracker.now()
         split, rank = schedule.split(), schedule.topology.rank
-        run = repr((schedule.order, self._batches, position.sequence, position.changes, own.rows.shape))
+        run = repr((schedule.order, self._batches, position.sequence, position.events, own.rows.shape))
         name = f"bounds/{xxhash.xxh3_64_hexdigest(run.encode())}/{own.begin}/{own.end}"
         tellers, told = [], set[int]()
         for other in range(split.ranks):

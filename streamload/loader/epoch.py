@@ -17,24 +17,47 @@ from streamload.device import Feed
 from streamload.errors import LoaderClosed, StreamloadError, WorkerDied
 from streamload.loader.in_order import InOrder
 from streamload.loader.options import MAIN_GUARD, LoaderOptions
-from streamload.worker import Batch, Changed
+from streamload.worker import Batch
 
 if TYPE_CHECKING:
     from streamload.loader.dataloader import AccelerateEpoch
     from streamload.loader.distributed import RankMonitor
-    from streamload.loader.meter import Meter
 
 _Pending = Callable[[], tuple[Batch, dict[str, Any]]]
 """Returns a batch as the worker made it, and its values on the device."""
+
+
+class Meter(Protocol):
+    """What is told of the training loop's calls (meter.Meter)."""
+
+    def asked(self) -> None:
+        """The training loop asks for its next batch."""
+        ...
+
+    def returned(self) -> None:
+        """The training loop has its batch."""
+        ...
+
+    def copying(self) -> AbstractContextManager[None]:
+        """Count a block as a wait for a batch's copy to the device."""
+        ...
+
+    def tick(self) -> None:
+        """Some time has gone by."""
+        ...
 
 
 class Owner(Protocol):
     """The part of a loader that an epoch needs (loader.Loader)."""
 
     options: LoaderOptions
-    meter: Meter
     waited_ns: int
     """Duration of the last `waiting` block."""
+
+    @property
+    def meter(self) -> Meter:
+        """What is told of the training loop's calls."""
+        ...
 
     def received(self, count: int) -> None:
         """So many batches of the epoch have come from the workers."""
@@ -44,8 +67,8 @@ class Owner(Protocol):
         """Count the time since `since` as data wait."""
         ...
 
-    def decide(self) -> None:
-        """Decide on the sources' weights, if that is due before the next batch."""
+    def before_batch(self) -> None:
+        """A batch is asked for, and not yet waited for: extensions decide."""
         ...
 
     def accept(self, batch: Batch, values: dict[str, Any], waited_ns: int) -> Any:
@@ -82,7 +105,6 @@ class Epoch:
         done: no more batches come.
         steps: how many batches it has; None: until the data ends.
         expected: how many it should have by the known sizes of shards; None: unknown.
-        changed: what the workers were told last of changes in this epoch; None: nothing.
     """
 
     def __init__(
@@ -103,7 +125,6 @@ class Epoch:
         self._count = 0  # of batches so far
         self._received = 0  # also one that was looked ahead
         self.steps, self.expected = steps, expected
-        self.changed: Changed | None = None
         self._accelerate = accelerate
         self._started = started
         self._pending: _Pending | None = None  # looked ahead
@@ -171,7 +192,7 @@ class Epoch:
             self._monitor.check()
         if self._count == 0 and self._accelerate is not None:
             self._accelerate.start()
-        self._loader.decide()
+        self._loader.before_batch()
         while True:
             since = self._started if self._count == 0 else time.monotonic()
             with self._loader.waiting(since):

@@ -61,6 +61,6 @@ class EpochLengths:
         if self._batches is None or not schedule.is_one_pass or self._options.repeat is not None:
             return None
         samples = schedule.epoch_samples() or (None if self._counted is None else self._counted[1])
-        if position.sizes is None or samples is None:
+        if position.base_batch is None or samples is None:
             return self._batches - schedule.step_of(position)
         return schedule.steps_within(position, samples)

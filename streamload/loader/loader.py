@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,13 +13,10 @@ from typing import Any
 
 import torch
 
-from streamload import limits
 from streamload.device import Feed, feed_for
 from streamload.errors import OptionError, OrderDiverged
-from streamload.extension import Event, RankPart
-from streamload.ipc import ControlBlock
-from streamload.loader.batch_sizing import BatchSizing, merged_sizing
-from streamload.loader.checks import BatchChecks, ShardChecks, ShardWaits
+from streamload.loader import registered
+from streamload.loader.batch_info import BatchInfo
 from streamload.loader.dataloader import (
     AccelerateEpoch,
     DataLoaderInterface,
@@ -32,41 +28,28 @@ from streamload.loader.distributed import RankMonitor, gather, ranks_of
 from streamload.loader.epoch import Epoch, is_worker_death
 from streamload.loader.features import end_epoch, take_features
 from streamload.loader.lengths import EpochLengths
-from streamload.loader.meter import Meter, OnAlert
-from streamload.loader.microbatches import Microbatches
-from streamload.loader.observed import Observed
 from streamload.loader.options import LoaderOptions
 from streamload.loader.output import Outputs
-from streamload.loader.pass_end import PassEnd
 from streamload.loader.pool import WorkerPool
-from streamload.loader.rank_run import RankRun
+from streamload.loader.rank_process import RankProcess
+from streamload.loader.rank_run import RankParts, RankRun
+from streamload.loader.run_events import RunEvents
 from streamload.loader.schedule import Schedule
-from streamload.loader.state import (
-    BAD_IN_PASS,
-    BAD_SAMPLES,
-    BAD_SHARDS,
-    attempt_in,
-    counts_in,
-    from_state,
-    steering_in,
-    to_state,
-)
-from streamload.loader.steerable import Steerable
-from streamload.loader.steering import Steering
-from streamload.loader.trace import Trace
-from streamload.metrics import Counters, total
+from streamload.loader.state import attempt_in, counts_in, joined_state, order_and_position, to_state
+from streamload.loader.worker_config import check_room
+from streamload.metrics import Snapshot
 from streamload.options.values import at_least
 from streamload.worker import Batch, EpochStart, SkippedSample, nothing_ready
 
 
-class Loader(Steerable, Observed, DataLoaderInterface):
+class Loader(DataLoaderInterface):
     """Batches for one rank, epoch after epoch; iterate it, or use it as a context manager.
 
     Not thread-safe. One iterator at a time: a new one closes the one before it.
 
     Attributes:
         options: as they were given.
-        meter: of what the training loop does, for the epoch.
+        waited_ns: for the epoch: of the last batch.
     """
 
     def __init__(
@@ -74,27 +57,28 @@ class Loader(Steerable, Observed, DataLoaderInterface):
     ):
         """Lightning creates a second loader for prediction; its last three arguments change nothing."""
         self.options = options
-        self._schedule = Schedule(options)
-        self._lengths = EpochLengths(options, self._schedule)
-        self._current: weakref.ref[Epoch] | None = None
-        self._is_accelerated = False
+        self._schedule = schedule = Schedule(options)
+        self._process = process = RankProcess(options)
+        self._lengths = EpochLengths(options, schedule)
+        self._events = events = RunEvents(schedule, process, self._lengths.expected, _room_check(self))
+        self._parts = RankParts(
+            options.extensions,
+            lambda name: RankRun(name, options, schedule, process, events),
+            lambda: registered.reports_of(options),
+        )
+        events.listeners.append(self._parts.event_set)
+        self._outputs = Outputs(options, self._parts, registered.cut_of(options, schedule))
+        self._microbatching: registered.Microbatching | None = None
+        if options.batches.microbatch == "auto":
+            self._microbatching = registered.microbatching_of(options, schedule)
+        self._observer = registered.observer_of(options, schedule, process)
         self._destination = Destination(options.device, options.order)
+        self._is_accelerated = False
         self._step = -1  # of the epoch, of the batch that was yielded last
         self._epoch = 0  # that was started last
         self._pool: WorkerPool | None = None
         self._feed: Feed | None = None
-        self._extensions: dict[str, RankPart] = {}
-        for extension in options.extensions:
-            part = extension.in_rank(RankRun(self._schedule, _sender(self, extension.name)))
-            if part is not None:
-                self._extensions[extension.name] = part
-        self._outputs = Outputs(options, self._schedule, self._extensions)
-        self._steering = Steering(options, self._schedule)
-        self._sizing = BatchSizing(options, self._schedule)
-        self._trace: Trace | None = None  # while one runs
-        self._on_alert: list[OnAlert] = []
-        self.meter: Meter
-        self._reset_process()
+        self.waited_ns = 0
 
     def __repr__(self) -> str:
         options = self.options
@@ -109,7 +93,8 @@ class Loader(Steerable, Observed, DataLoaderInterface):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._outputs.explain(error)
+        if self._microbatching is not None:
+            self._microbatching.explain(error)
         self.close()
 
     def __reduce__(self) -> Any:
@@ -130,12 +115,14 @@ class Loader(Steerable, Observed, DataLoaderInterface):
                 f"classes at the top level of a module, or call make_loader() in the process that iterates "
                 f"it (with Lightning in train_dataloader() of a DataModule, or take strategy='ddp')"
             ) from exc
-        return type(self), (self.options,), (self._schedule.tracker.epoch, self._on_alert, self._record_in)
+        return type(self), (self.options,), (
+            self._schedule.tracker.epoch, self._observer.listeners, self._observer.record_in
+        )  # fmt: skip
 
-    def __setstate__(self, called: tuple[int, list[OnAlert], Path | None]) -> None:
+    def __setstate__(self, called: tuple[int, list[registered.OnAlert], Path | None]) -> None:
         """Take over what `set_epoch`, `on_alert` and `record` were called with."""
-        self._schedule.tracker.epoch, listeners, self._record_in = called
-        self._on_alert += listeners
+        self._schedule.tracker.epoch, listeners, self._observer.record_in = called
+        self._observer.listeners += listeners
 
     @property
     def _is_accelerate_prepared(self) -> bool:
@@ -165,7 +152,7 @@ class Loader(Steerable, Observed, DataLoaderInterface):
     @property
     def skipped(self) -> list[SkippedSample]:
         """The first thousand samples that could not be used."""
-        return self._checks.skipped
+        return self._process.checks.skipped
 
     @property
     def world_size(self) -> int:
@@ -179,12 +166,12 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         Known from num_batches, num_samples or a sizes.json; for one pass over the data also from the indexes
         in the cache, once it has the indexes of all shards.
         """
-        return self._lengths.batches(self._counts)
+        return self._lengths.batches(self._process.counts)
 
     @property
     def num_samples(self) -> int | None:
         """Samples of an epoch over all ranks; None while unknown, or if there is no end."""
-        return self._lengths.samples(self._counts)
+        return self._lengths.samples(self._process.counts)
 
     def __len__(self) -> int:
         """Batches of this rank in an epoch.
@@ -222,14 +209,8 @@ class Loader(Steerable, Observed, DataLoaderInterface):
 
         JSON-able; without I/O or communication. On several nodes see `gather_state`.
         """
-        topology, lost = self._schedule.topology, self._given_up()
-        counts = {
-            BAD_SAMPLES: self._checks.counts(),
-            BAD_SHARDS: self._shard_checks.counts(),
-            BAD_IN_PASS: self._pass_end.counts(lost, topology.rank, topology.world_size),
-        }
-        parts = {**self._steering.state(), **self._sizing.state(), **self._extension_state()}
-        return self._schedule.state(counts, parts)
+        schedule = self._schedule
+        return schedule.state(self._process.state(schedule.topology), self._extension_state())
 
     def load_state_dict(
         self,
@@ -254,17 +235,11 @@ class Loader(Steerable, Observed, DataLoaderInterface):
             StateMismatch: the state is damaged, or belongs to other shards or options.
         """
         self._end_epoch("load_state_dict() was called")
-        self._schedule.load(state, moved or {})
-        self._steering.load(steering_in(state))
-        states = [state] if isinstance(state, Mapping) else state
-        self._sizing.load(states)
-        for part in self._extensions.values():
-            part.load(states[0])
-        counts = counts_in(state)
-        self._checks.restore(counts[BAD_SAMPLES])
-        self._shard_checks.restore(counts[BAD_SHARDS])
+        joined = joined_state(state, registered.BY_RANK)
+        self._schedule.load(joined, moved or {})
+        self._parts.load(joined)
         position = self._schedule.tracker.now()
-        self._pass_end.restore(counts[BAD_IN_PASS], position.position - position.start)
+        self._process.restore(counts_in(joined), position.position - position.start)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Start the next epoch; the same one again if it yielded no batch.
@@ -290,7 +265,7 @@ class Loader(Steerable, Observed, DataLoaderInterface):
                 raise
         return self._start_epoch(started)  # a worker was killed between two epochs: with new workers
 
-    def microbatches(self, batch: Any) -> Microbatches:
+    def microbatches(self, batch: Any) -> registered.Microbatches:
         """Iterate over a step's batch in parts of `Batches(microbatch=…)` consecutive rows.
 
         A part has the batch's form: a dict, or a tuple to unpack. Its tensors are views; captions and patches
@@ -308,7 +283,205 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         Raises:
             OptionError: another batch, or one with tensors that haven't a row for each sample.
         """
-        return self._outputs.microbatches(batch)
+        info = self._outputs.info_of(batch)
+        if self._microbatching is None:
+            self._microbatching = registered.microbatching_of(self.options, self._schedule)
+        return self._microbatching.parts(batch, info)
+
+    @property
+    def info(self) -> BatchInfo:
+        """Record of the batch that was yielded last: its rows' sources, weights, keys, its size.
+
+        Raises:
+            OptionError: no batch was yielded yet.
+        """
+        if self._outputs.last is None:
+            raise OptionError("loader.info is that of the last batch, and none was yielded yet")
+        return self._outputs.last
+
+    def info_of(self, batch: Any) -> BatchInfo:
+        """Record of a batch that the training loop still holds.
+
+        Args:
+            batch: as this loader yielded it.
+
+        Raises:
+            OptionError: it is another one, or one without tensors.
+        """
+        return self._outputs.info_of(batch)
+
+    def report(
+        self,
+        loss: Any = None,
+        alignment: Any = None,
+        *,
+        tokens: Any = None,
+        rows: registered.Rows | None = None,
+        batch: Any = None,
+    ) -> None:
+        """Report what the training found for rows of a batch, for the policy given as mixing=.
+
+        Costs one copy on the values' device, and never waits for it. Ranks may report at other times than
+        others, other rows, or nothing. Values that aren't finite are counted and left out. Without mixing=
+        nothing is decided: the means by source of each 200 steps are shown by `metrics()`, `streamload top`
+        and reports of the run.
+
+        Args:
+            loss: float[N], a loss for each row before its weight, on any device; or one number for all rows.
+            alignment: the same for how well image and text fit, such as the cosine of their embeddings.
+            tokens: the same for what a row has without padding, patches and ids; for `TokenShares`.
+            rows: which rows of the batch these are: a slice such as a part's `rows`, numbers, or bool[N].
+                None: all.
+            batch: as this loader yielded it, or its info; None: the last one.
+
+        Raises:
+            OptionError: not one number for each of the rows; another batch.
+        """
+        batch = self.info if batch is None else batch
+        info = batch if isinstance(batch, BatchInfo) else self.info_of(batch)
+        self._parts.report({"loss": loss, "alignment": alignment, "tokens": tokens}, info, rows)
+
+    def report_eval(self, values: Mapping[str, Any]) -> None:
+        """Report a loss on held-out data of each source, for the policy given as mixing=.
+
+        Until the next decision the last one counts; of several ranks' values their mean.
+
+        Args:
+            values: by the sources' names, numbers or tensors of one; a source may be missing.
+
+        Raises:
+            OptionError: an unknown source.
+        """
+        names = [source.name for source in self.options.sources]
+        unknown = sorted(values.keys() - set(names))
+        if unknown:
+            raise OptionError(f"no source is named {', '.join(unknown)}; they are {', '.join(names)}")
+        self._parts.report_eval(values)
+
+    def set_weights(self, weights: Mapping[str, float]) -> int:
+        """Change the sources' weights, from the first step that no worker of any rank can have started.
+
+        With torch.distributed all ranks have to call it after the same step; the weights of rank 0 count.
+        Without, every rank has to be given the same. The change is part of the state.
+
+        Args:
+            weights: by the sources' names; the other sources keep their weights.
+
+        Returns:
+            The step, counted from the start of the current epoch, or of the next one between two epochs; if
+            the epoch ends before it, the change takes effect in the next.
+
+        Raises:
+            OptionError: an unknown source, a negative weight, or all weights are zero.
+        """
+        return self._events.set_weights(weights)
+
+    def set_batch_size(self, rows: int) -> int:
+        """Change the samples of each rank's batch, from the first step that no worker can have started.
+
+        With torch.distributed all ranks have to call it after the same step; the number of rank 0 counts.
+        Without, every rank has to be given the same. With bucketing= the change waits for the next block. It
+        is part of the state: a resumed run goes on with it as long as batch_size × ranks stays as it was.
+        Epochs of num_batches keep this number, those of num_samples or of all samples have more or fewer
+        batches, and `len()` is that of an epoch of this size.
+
+        Args:
+            rows: samples in a batch of one rank.
+
+        Returns:
+            The step, counted from the start of the current epoch, or of the next one between two epochs; if
+            the epoch ends before it, the change takes effect in the next.
+
+        Raises:
+            OptionError: fewer than one, an evaluation, steps of Patches(steps=…), a step that isn't equal
+                parts of several groups, or more than Workers(memory=…) has room for.
+        """
+        return self._events.set_batch_size(rows, {"reason": "set_batch_size"})
+
+    @property
+    def meter(self) -> registered.Meter:
+        """Of what the training loop does, for the epoch."""
+        return self._observer.meter
+
+    def stats(self) -> Snapshot:
+        """The counters of all processes of this rank so far. Cheap; at any time."""
+        return self._process.stats()
+
+    def verdict(self, seconds: float = 60.0) -> registered.Verdict:
+        """Verdict on what has limited the training over the last seconds: data, or the training itself.
+
+        `print` it for a sentence. Cheap; at any time. The log has the same every five minutes, and after each
+        epoch, if the training has waited more than 5 % of that time for data.
+
+        Args:
+            seconds: at most 600; less if the first batch came later.
+
+        Raises:
+            OptionError: another number of seconds.
+        """
+        return self._observer.verdict(seconds)
+
+    def on_alert(self, call: registered.OnAlert) -> None:
+        """Call a function with each Alert that is raised or cleared, from now on (docs/guides/metrics.md).
+
+        The training waits for data, its origin is slow or fails, the cache thrashes, a source starves, memory
+        is tight, another rank is late, or nothing moves. An alert is raised after half a minute, and cleared
+        after half a minute below half of its limit.
+
+        Args:
+            call: called by `next`, or in a thread of this process where the training stands still. What it
+                raises is logged once, and changes nothing.
+
+        Raises:
+            OptionError: it can't be called.
+        """
+        self._observer.on_alert(call)
+
+    def trace(self, steps: int = 20) -> registered.Trace:
+        """Record what the workers and the fills of this rank do, from now on for a number of steps.
+
+        `Trace.merge` adds it to the trace that torch.profiler's `export_chrome_trace` wrote, as rows of their
+        own: batches, waits for bytes and fills of each worker, and the data waits of the training.
+
+        Args:
+            steps: batches that the training loop takes until the recording ends.
+        """
+        return self._observer.trace(steps)
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers of this rank since the last call, as one flat dict for a tracker; {} before `iter()`.
+
+        Rates, shares and levels: samples per second, the share of waiting for data, that of each stage in the
+        workers' time, cache hits, and by source its share, weight and loss. Cheap; one caller at a time.
+        """
+        return self._observer.metrics()
+
+    def record(self, folder: str | Path) -> None:
+        """Record this rank's numbers for `streamload report`, from the next second on.
+
+        The file stays below a megabyte. STREAMLOAD_RECORD does this for every loader.
+
+        Args:
+            folder: is made if it is missing; ranks and runs have files of their own in it.
+        """
+        self._observer.record(folder)
+
+    def serve_metrics(self, listen: str = registered.DEFAULT_LISTEN) -> str | None:
+        """Serve the metrics of this node's runs to Prometheus, from this process, until the loader is closed.
+
+        STREAMLOAD_METRICS does this on the first rank of a node. `streamload metrics serve` needs no port in
+        the training.
+
+        Args:
+            listen: address and port; port 0: any.
+
+        Returns:
+            Its URL; None if it is taken, which is logged, or if this process serves there already.
+
+        Raises:
+            OptionError: it isn't an address and port.
+        """
+        return self._observer.serve_metrics(listen)
 
     def close(self) -> None:
         """End the workers and release the cache. Idempotent; the loader can be iterated again.
@@ -316,7 +489,7 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         The iterator of an unfinished epoch raises LoaderClosed. The state stays that of the last batch.
         """
         self._end_epoch("the loader was closed")
-        self._close_exports()
+        self._observer.close()
         if self._pool is not None:
             self._pool.close()
         if self._feed is not None:
@@ -325,7 +498,7 @@ class Loader(Steerable, Observed, DataLoaderInterface):
 
     def received(self, count: int) -> None:
         """So many batches of the epoch have come from the workers, which may begin as many more."""
-        self._control.take(count)
+        self._process.control.take(count)
 
     def accept(self, batch: Batch, values: dict[str, Any], waited_ns: int) -> Any:
         """Step K: advance the state by a batch, and give the batch its output form.
@@ -338,26 +511,19 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         Returns:
             The batch in its output form; None if none of its samples could be used.
         """
-        self._checks.check_order(batch)
-        self.meter.took(batch, waited_ns)
+        process = self._process
+        process.checks.check_order(batch)
+        self._observer.took(batch, waited_ns)
         if batch.blocked:
-            self._waits.add(batch.blocked, waited_ns, self._counts.value("data_wait_ns"))
-        steered = self._steering.advance(batch)
-        self._sizing.took(batch.stop - batch.position, self._counts.value("data_wait_ns"))
+            process.waits.add(batch.blocked, waited_ns, process.counts.value("data_wait_ns"))
+        self._parts.taken(batch)
         self._schedule.tracker.advance(batch.stop, batch.groups)
         self._step += 1
-        if self._trace is not None and self._trace.took():
-            self._trace = None
-        self._checks.count_skipped(batch)
-        self._pass_end.count(batch)
-        self._check_shards()
+        process.count(batch)
         if not batch.samples:
             return None
-        self._counts.add("batches_yielded")
-        self._counts.add("samples_yielded", batch.samples)
-        self._control.by_source[0, :, 0] += batch.source_samples
-        features = {} if self._pool is None else take_features(values, self._pool.features, self._counts)
-        return self._outputs.form(batch, values, features, self._step, steered)
+        features = {} if self._pool is None else take_features(values, self._pool.features, process.counts)
+        return self._outputs.form(batch, values, features, self._step)
 
     def finish_epoch(self) -> None:
         """The last batch of the epoch was accepted.
@@ -366,11 +532,17 @@ class Loader(Steerable, Observed, DataLoaderInterface):
             TooManyBadSamples, TooManyBadShards, NoValidSamples: see pass_end.PassEnd.check.
         """
         if self._pool is not None:
-            end_epoch(self._pool.features, self._counts)
+            end_epoch(self._pool.features, self._process.counts)
         self.meter.end_epoch(self._epoch)
         self._schedule.tracker.finish()
-        self._check_shards()
+        self._process.check_shards()
         self._check_pass()
+
+    def before_batch(self) -> None:
+        """A batch is asked for, and not yet waited for: extensions decide."""
+        if self._parts:
+            self._parts.before_batch()
+            self.meter.publisher.reported = list(self._parts.reported)
 
     @contextlib.contextmanager
     def waiting(self, since: float) -> Iterator[None]:
@@ -379,89 +551,55 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         try:
             yield
         finally:
-            self.waited_ns = self.meter.wait_ended(since)
-            if self._trace is not None:
-                self._trace.waited(self.waited_ns)
-
-    def _reset_process(self) -> None:
-        """Start without workers in this process; those of the process it was forked from aren't its own."""
-        self._pid = os.getpid()
-        limits.allow_many_files()
-        self._control = ControlBlock(1 + self.options.num_workers, len(self.options.sources))
-        self._counts = Counters(self._control.counters[0])
-        self._checks = BatchChecks(self._counts, self.options.train, self.options.shards.max_bad_samples)
-        self._waits, self.waited_ns = ShardWaits(self.options.urls.__getitem__), 0
-        self._shard_checks = ShardChecks(self.options.shards.max_bad_shards)
-        self._pass_end = PassEnd(
-            self.options.train, self.options.shards.max_bad_samples, self.options.shards.max_bad_shards
-        )
-        self.meter = Meter(
-            self.options, self._schedule, self._control, self._counts, self._on_alert, self._waits
-        )
-        if not self.options.num_workers:  # the worker's waits for bytes are in this process
-            self._control.while_waiting = self.meter.tick
-        self._reset_exports()
+            self.waited_ns = self._observer.wait_ended(since)
 
     def _extension_state(self) -> dict[str, Any]:
         """The extensions' keys of a state."""
-        if not self._extensions:
+        if not self._parts:
             return {}
         self._schedule.settle()
-        position = self._schedule.tracker.saved().position
-        parts = [part.state(position) for part in self._extensions.values()]
-        return {key: value for part in parts for key, value in part.items()}
-
-    def _given_up(self) -> int:
-        return total(self._control.counters, "shards_given_up")
-
-    def _check_shards(self) -> None:
-        if given_up := self._given_up():
-            complete = total(self._control.counters, "shards_complete")
-            self._shard_checks.check(given_up, complete, len(self.options.urls))
+        return self._parts.state(self._schedule.tracker.saved().position)
 
     def _check_pass(self) -> None:
         """Compare the shares of all ranks with the limits, as an epoch has ended."""
         schedule, world_size = self._schedule, self.world_size
         lost = shards = 0
         if schedule.reports_shards and self._pool is not None:
-            lost, shards = self._pool.lost(self._given_up()), self._pool.shards
-        counted = self._pass_end.totals(lost, shards, schedule.epochs_are_passes)
+            lost, shards = self._pool.lost(self._process.given_up), self._pool.shards
+        counted = self._process.pass_end.totals(lost, shards, schedule.epochs_are_passes)
         order = schedule.order
-        totals = self._pass_end.agree(
+        totals = self._process.pass_end.agree(
             f"epoch {self._epoch} of {order.data} {order.seed} {order.train}",
             counted,
             world_size,
-            lambda: self._lengths.least_of_pass(self._counts),
+            lambda: self._lengths.least_of_pass(self._process.counts),
         )
         is_first = not self.options.train or schedule.topology.rank == 0
-        self._pass_end.check(self._epoch, totals, world_size, logs=is_first)
+        self._process.pass_end.check(self._epoch, totals, world_size, logs=is_first)
 
     def _start_epoch(self, started: float) -> Epoch:
         """Write the workers' EpochStart before the first batch is requested."""
-        if self._pid != os.getpid():  # forked from the process that made the loader
+        if self._process.is_forked:
             self.close()
-            self._reset_process()
-        pool, schedule = self._ready_pool(), self._schedule
+            self._process.reset()
+            self._observer.reset()
+        pool, schedule, process = self._ready_pool(), self._schedule, self._process
         position = schedule.tracker.next()
-        events = {name: part.start_epoch(position.position) for name, part in self._extensions.items()}
         start = EpochStart(
             position.sequence,
             position.position,
             schedule.steps(position),
-            list(position.changes),
+            [*position.events, *self._parts.start_epoch(position.position)],
             dict(position.groups),
-            changes_generation=self._control.changes.generation,
+            changes_generation=process.control.changes.generation,
             features={name: feature.start() for name, feature in pool.features.items()},
-            resizes=() if position.sizes is None else position.sizes.resizes,
             blocks_from=position.blocks_from,
             table_from=(position.epoch, position.position - position.start),
-            decisions=self._steering.start_epoch(position, self._control),
-            events=events,
         )
-        nothing_ready(self._counts)  # before any worker starts on this epoch
-        self._control.take(0)
-        self._control.order.write(start.to_json())
-        self._checks.start_epoch(self._control.order.generation)
+        nothing_ready(process.counts)  # before any worker starts on this epoch
+        process.control.take(0)
+        process.control.order.write(start.to_json())
+        process.checks.start_epoch(process.control.order.generation)
         batches = pool.start_epoch()
         if self._feed is None:  # made after the workers: forked ones must not inherit a device context
             self._feed = feed_for(
@@ -469,8 +607,7 @@ class Loader(Steerable, Observed, DataLoaderInterface):
             )
         schedule.tracker.start()
         is_start = position.position == (position.start if schedule.epochs_are_passes else 0)
-        self._pass_end.start_epoch(is_start)
-        self._sizing.start_epoch(self._in_flight)
+        process.pass_end.start_epoch(is_start)
         self._epoch = position.epoch
         self._step = schedule.step_of(position) - 1
         expected = self._lengths.expected(position)
@@ -478,11 +615,11 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         ranks = ranks_of(self.world_size)
         if ranks is not None and schedule.topology.nodes > 1:
             ranks.be_on(schedule.topology.node)
-        monitor = None if ranks is None else RankMonitor(ranks, self._control, self.meter)
+        monitor = None if ranks is None else RankMonitor(ranks, process.control, self.meter)
         epoch = Epoch(self, batches, self._feed, started, start.steps, expected, accelerate, monitor)
-        current = self._current = weakref.ref(epoch)
-        self.meter.start_epoch(lambda: (epoch := current()) is not None and not epoch.done)
-        self._open_exports()
+        events = self._events
+        events.start_epoch(epoch)
+        self._observer.start_epoch(lambda: events.epoch is not None)
         return epoch
 
     def _settle_device(self) -> None:
@@ -493,10 +630,10 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         self.options = replace(self.options, device=device)
 
     def _end_epoch(self, why: str) -> None:
-        epoch = self._current_epoch()
+        epoch = self._events.epoch
         if epoch is not None:
             epoch.close(why)
-        self._current = None
+        self._events.end_epoch()
 
     def _ready_pool(self) -> WorkerPool:
         """The workers, made at the first call, and again when the order has changed."""
@@ -504,22 +641,22 @@ class Loader(Steerable, Observed, DataLoaderInterface):
         if self._pool is not None and order != self._pool.order:
             self.close()
         if self._pool is None:
-            self._pool = WorkerPool(self, self.options, self._schedule, self._control)
-            self.meter.publisher.open(self._pool.page, self._pool.tier, self._pool.run)
-            self.meter.functions = self._pool.functions
+            self._pool = WorkerPool(self, self.options, self._schedule, self._process.control)
+            pool = self._pool
+            self._observer.open(pool.tier, pool.run, pool.functions)
         return self._pool
 
 
-def _sender(loader: Loader, extension: str) -> Callable[[Any], Event]:
-    """Return a function that sends an extension's events; it doesn't keep the loader alive."""
+def _room_check(loader: Loader) -> Callable[[int], None]:
+    """Return a check of the room for so many rows of a batch; it doesn't keep the loader alive."""
     reference = weakref.ref(loader)
 
-    def send(value: Any) -> Event:
-        sending = reference()
-        assert sending is not None
-        return sending.send_event(extension, value)
+    def check(rows: int) -> None:
+        owner = reference()
+        if owner is not None:
+            check_room(owner.options, rows)
 
-    return send
+    return check
 
 
 def gather_state(loader: Loader) -> dict[str, Any]:
@@ -537,7 +674,7 @@ def gather_state(loader: Loader) -> dict[str, Any]:
             f"the ranks are not at the same step: by rank, {positions[:16]} samples were yielded. Call "
             f"gather_state() on all of them after the same step"
         )
-    steering = steering_in(states)
-    collapsed = {} if steering is None else steering.collapsed().to_json()
-    collapsed |= {**merged_sizing(states), **loader._extension_state()}
-    return to_state(*from_state(states), counts_in(states), collapsed, attempt_in(states))
+    joined = joined_state(states, registered.BY_RANK)
+    order, position = order_and_position(joined)
+    parts = loader._parts.gathered(joined, position.position)
+    return to_state(order, position, counts_in(joined), parts, attempt_in(joined))

@@ -5,13 +5,10 @@ Parts are views. Which rows a step trains on never changes, and parts have equal
 
 from __future__ import annotations
 
-import functools
-import itertools
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,16 +16,18 @@ import torch
 
 from streamload.batches.padding import RowWidths
 from streamload.derived.calls.feature_rows import FeatureRows
+from streamload.device import memory_of
 from streamload.errors import OptionError, add_note
-from streamload.loader.part_size import PartSizer
+from streamload.loader.batch_info import BatchInfo, Yielded
+from streamload.loader.destination import AUTO
+from streamload.loader.options import LoaderOptions
+from streamload.loader.output import MODEL_INPUTS
+from streamload.loader.part_size import Agree, DeviceMemory, PartSizer
 
-K = TypeVar("K")
 _PATCHES = ("patches", "patch_coord", "patch_valid")
 _MOST_WIDTHS = 16
 """Widths of parts where captions or images vary; where both do, a quarter and a half of it: 32 shapes."""
 _KEYS_SHOWN = 4
-_NESTED_LOOKED_AT = 8
-"""Elements of a value in which a batch's first tensor is looked for."""
 
 
 class DictPart(dict[str, Any]):
@@ -72,44 +71,27 @@ class Cut(NamedTuple):
         return rows * (self.tokens + self.patches)
 
 
-@dataclass(frozen=True, slots=True)
-class Yielded:
-    """A batch as the training loop got it.
+def cut_of(yielded: Yielded, first: int, stop: int) -> Cut:
+    """The shape of some rows: their most tokens and patches, rounded up so that shapes are few."""
+    rows, widths = slice(first, stop), yielded.widths
+    if widths is None or stop <= first:
+        return Cut(rows, 0, 0)
+    most = widths.bounds[rows].max(0).tolist()
+    shares = (4, 2) if all(widths.varies) else (1, 1)
+    return Cut(rows, *map(_rounded, most, widths.full, shares))
 
-    Attributes:
-        step: its number in the epoch, from 0.
-        samples: its rows.
-        names: of the elements, if it is a tuple.
-        widths: the columns that each row needs; None: all.
-        keys: of its samples.
-    """
 
-    step: int
-    samples: int
-    names: tuple[str, ...]
-    widths: RowWidths | None
-    keys: Sequence[str]
-
-    def cut(self, first: int, stop: int) -> Cut:
-        """The shape of some rows: their most tokens and patches, rounded up so that shapes are few."""
-        rows, widths = slice(first, stop), self.widths
-        if widths is None or stop <= first:
-            return Cut(rows, 0, 0)
-        most = widths.bounds[rows].max(0).tolist()
-        shares = (4, 2) if all(widths.varies) else (1, 1)
-        return Cut(rows, *map(_rounded, most, widths.full, shares))
-
-    def describe(self, cut: Cut) -> str:
-        """Name the step, the shape and the keys of the dearest rows of a part."""
-        rows, shape = cut.rows, f"rows {cut.rows.start}–{cut.rows.stop - 1} of {self.samples}"
-        shape += "".join(
-            f", {count} {name}" for name, count in zip(cut._fields[1:], cut[1:], strict=True) if count
-        )
-        order: npt.NDArray[np.intp] | range = range(rows.stop - rows.start)
-        if self.widths is not None:
-            order = np.argsort(-self.widths.bounds[rows].sum(1), kind="stable")
-        keys = [repr(self.keys[rows.start + int(place)]) for place in order[:_KEYS_SHOWN]]
-        return f"in step {self.step}, a microbatch of {shape}; its largest samples: {', '.join(keys)}"
+def _describe(yielded: Yielded, cut: Cut) -> str:
+    """Name the step, the shape and the keys of the dearest rows of a part."""
+    rows, shape = cut.rows, f"rows {cut.rows.start}–{cut.rows.stop - 1} of {yielded.samples}"
+    shape += "".join(
+        f", {count} {name}" for name, count in zip(cut._fields[1:], cut[1:], strict=True) if count
+    )
+    order: npt.NDArray[np.intp] | range = range(rows.stop - rows.start)
+    if yielded.widths is not None:
+        order = np.argsort(-yielded.widths.bounds[rows].sum(1), kind="stable")
+    keys = [repr(yielded.keys[rows.start + int(place)]) for place in order[:_KEYS_SHOWN]]
+    return f"in step {yielded.step}, a microbatch of {shape}; its largest samples: {', '.join(keys)}"
 
 
 class Microbatches:
@@ -155,14 +137,14 @@ class Microbatches:
 
     def _cut(self, first: int, stop: int) -> Cut:
         """The shape of the part that begins at a row, with fewer rows where it would have too many tokens."""
-        cut, least = self._yielded.cut(first, stop), first + 1
+        cut, least = cut_of(self._yielded, first, stop), first + 1
         if self._max_tokens is None or cut.padded <= self._max_tokens:
             return cut
         while stop - least > 1:
             middle = (least + stop) // 2
-            fits = self._yielded.cut(first, middle).padded <= self._max_tokens
+            fits = cut_of(self._yielded, first, middle).padded <= self._max_tokens
             least, stop = (middle, stop) if fits else (least, middle)
-        return self._yielded.cut(first, least)
+        return cut_of(self._yielded, first, least)
 
     def _width_of(self, cut: Cut) -> float:
         """The width of a part ÷ that of the widest one."""
@@ -183,32 +165,69 @@ class Microbatches:
     def explain(self, error: BaseException | None) -> None:
         """Add to an out-of-memory error which part was in use. Once."""
         if self._used is not None and isinstance(error, Exception) and is_out_of_memory(error):
-            add_note(error, self._yielded.describe(self._used))
+            add_note(error, _describe(self._yielded, self._used))
             self._used = None
 
 
-class YieldedBatches(Generic[K]):
-    """Records of the batches that the training loop still holds, found by their tensors."""
+class Microbatching:
+    """Microbatches of a loader's batches.
 
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[torch.Tensor], K]] = {}
+    Args:
+        options: of the loader.
+        least: returns the least of the ranks' values; all of them have to call it.
 
-    def add(self, batch: Any, known: K) -> None:
-        """Remember a batch as long as its first tensor lives; one without tensors isn't remembered."""
-        tensor = _first_tensor(batch)
-        if tensor is not None:
-            gone = functools.partial(_forget, self._known, id(tensor))
-            self._known[id(tensor)] = weakref.ref(tensor, gone), known
+    Raises:
+        OptionError: `microbatch="auto"` on a device whose memory can't be read.
+    """
 
-    def find(self, batch: Any) -> K | None:
-        """Record of a batch; None if it isn't one that was added."""
-        tensor = _first_tensor(batch)
-        entry = None if tensor is None else self._known.get(id(tensor))
-        return entry[1] if entry is not None and entry[0]() is tensor else None
+    def __init__(self, options: LoaderOptions, least: Agree):
+        self._options, self._least = options, least
+        self._sizer: PartSizer | None = None
+        self._parts: Microbatches | None = None  # of the last step
+        if options.batches.microbatch == "auto" and options.device != AUTO:
+            self._sizer = PartSizer(_device_memory(options.settled_device), least)
+
+    def parts(self, batch: Any, info: BatchInfo) -> Microbatches:
+        """The parts of a batch.
+
+        Raises:
+            OptionError: the batch has tensors that haven't a row for each sample.
+        """
+        options, yielded, widths = self._options, info.yielded, info.yielded.widths
+        if isinstance(widths, RowWidths) and options.output == "hf":
+            names = tuple(MODEL_INPUTS.get(name, name) for name in widths.texts)
+            yielded = replace(yielded, widths=widths._replace(texts=names))
+        patches, rows = options.images.patches, options.batches.microbatch
+        if rows == "auto" and self._sizer is None:
+            self._sizer = PartSizer(_device_memory(info.device), self._least)
+        self._parts = Microbatches(
+            batch,
+            yielded,
+            self._sizer if rows == "auto" else rows,
+            0 if patches is None else max(patches.seq_lens),
+            options.batches.max_tokens,
+        )
+        return self._parts
+
+    def explain(self, error: BaseException | None) -> None:
+        """Add to an out-of-memory error which part was in use."""
+        if self._parts is not None:
+            self._parts.explain(error)
 
 
-def _forget(by_tensor: dict[int, Any], place: int, _: object) -> None:
-    by_tensor.pop(place, None)
+def _device_memory(device: torch.device | None) -> DeviceMemory:
+    """Reader of the memory of the device.
+
+    Raises:
+        OptionError: nothing does.
+    """
+    memory = memory_of(device)
+    if memory is None:
+        raise OptionError(
+            f"microbatch='auto' reads the memory of a CUDA device, and device={device}: "
+            f"give device='cuda', or a number of rows"
+        )
+    return memory
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -268,21 +287,6 @@ def _rounded(most: int, full: int, share: int) -> int:
     step = -(-full * share // _MOST_WIDTHS)
     step = -(-step // 8) * 8
     return min(full, max(1, -(-most // step)) * step) if full else 0
-
-
-def _first_tensor(batch: Any, most: int | None = None) -> torch.Tensor | None:
-    """The first tensor of a batch; None if there is none, or none among the first elements of its values.
-
-    Each batch is looked at as it is yielded: lists of Python numbers must not be walked to their ends.
-    """
-    for value in itertools.islice(batch.values() if isinstance(batch, Mapping) else batch, most):
-        if isinstance(value, torch.Tensor):
-            return value
-        if isinstance(value, Mapping | tuple | list):
-            tensor = _first_tensor(value, _NESTED_LOOKED_AT)
-            if tensor is not None:
-                return tensor
-    return None
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:

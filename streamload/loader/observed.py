@@ -9,28 +9,30 @@ from __future__ import annotations
 import logging
 import platform
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from streamload.cache.placement import memory_root
+from streamload.cache.runs import PageFile
+from streamload.cache.tier import Tier
 from streamload.daemon.metrics_server import DEFAULT_LISTEN, MetricsServer
 from streamload.errors import OptionError
-from streamload.ipc import ControlBlock
-from streamload.loader.checks import ShardWaits
 from streamload.loader.fork_safety import in_this_process
 from streamload.loader.meter import LONGEST_SECONDS, Meter, OnAlert
 from streamload.loader.options import LoaderOptions
+from streamload.loader.rank_process import RankProcess
 from streamload.loader.schedule import Schedule
 from streamload.loader.trace import Trace
-from streamload.metrics import Snapshot
 from streamload.metrics.live import live_rank
 from streamload.metrics.page import RunPage
 from streamload.metrics.recording import Recording
 from streamload.metrics.verdict import Verdict
 from streamload.options import Settings, options
 from streamload.options.values import at_least
+from streamload.worker import Batch
 
 logger = logging.getLogger("streamload")
 
@@ -38,90 +40,103 @@ _serving: set[str] = set()
 """Addresses at which this process serves: of several loaders one does, with all runs of the node."""
 
 
-class Observed:
-    """The part of a loader that shows how its run goes.
+class RunObserver:
+    """What shows how a loader's run goes.
+
+    Args:
+        options: of the loader.
+        schedule: of its epochs.
+        process: counts.
 
     Attributes:
-        options: of the loader.
         meter: of what the training loop does.
+        listeners: called with each alert.
+        record_in: the folder of recordings that was asked for; None: none was.
     """
 
-    options: LoaderOptions
     meter: Meter
-    _schedule: Schedule
-    _control: ControlBlock
-    _waits: ShardWaits
-    _trace: Trace | None
-    _on_alert: list[OnAlert]
-    _record_in: Path | None = None
     _shown: RunPage | None  # at the last call of `metrics`
     _recording: Recording | None
     _server: MetricsServer | None
+    _withdraw: Callable[[], object] | None  # the page
     _are_open: bool
 
-    def stats(self) -> Snapshot:
-        """The counters of all processes of this rank so far. Cheap; at any time."""
-        names = [source.name for source in self.options.sources]
-        by_source = dict(zip(names, self._control.by_source.sum(axis=0), strict=True))
-        return Snapshot.of(self._control.counters, by_source, self._waits.worst())
+    def __init__(self, options: LoaderOptions, schedule: Schedule, process: RankProcess):
+        self._options, self._schedule, self._process = options, schedule, process
+        self.listeners: list[OnAlert] = []
+        self.record_in: Path | None = None
+        self._trace: Trace | None = None  # while one runs
+        self.reset()
 
-    def verdict(self, seconds: float = 60.0) -> Verdict:
-        """Verdict on what has limited the training over the last seconds: data, or the training itself.
+    def reset(self) -> None:
+        """Begin anew in this process; what the process has that it was forked from isn't its own."""
+        process = self._process
+        self.meter = Meter(
+            self._options, self._schedule, process.control, process.counts, self.listeners, process.waits
+        )
+        if not self._options.num_workers:  # the worker's waits for bytes are in this process
+            process.control.while_waiting = self.meter.tick
+        self._forget_exports()
 
-        `print` it for a sentence. Cheap; at any time. The log has the same every five minutes, and after each
-        epoch, if the training has waited more than 5 % of that time for data.
+    def open(self, tier: Tier, run: str, functions: Mapping[str, str]) -> None:
+        """Publish a run from now on.
 
         Args:
-            seconds: at most 600; less if the first batch came later.
-
-        Raises:
-            OptionError: another number of seconds.
+            tier: that its workers read.
+            run: its name on this node.
+            functions: the argument whose function has most of a stage's time, by stage.
         """
+        page = PageFile(tier.root)
+        self._withdraw = weakref.finalize(self, in_this_process(page.close))
+        self.meter.publisher.open(page, tier, run)
+        self.meter.functions = functions
+
+    def start_epoch(self, is_running: Callable[[], bool]) -> None:
+        """An epoch begins.
+
+        Args:
+            is_running: whether it still goes on.
+        """
+        self.meter.start_epoch(is_running)
+        self._open_exports()
+
+    def wait_ended(self, since: float) -> int:
+        """The training loop waits no longer; returns for how many nanoseconds it did."""
+        waited_ns = self.meter.wait_ended(since)
+        if self._trace is not None:
+            self._trace.waited(waited_ns)
+        return waited_ns
+
+    def took(self, batch: Batch, waited_ns: int) -> None:
+        """The training loop gets a batch, for which it has waited so long."""
+        self.meter.took(batch, waited_ns)
+        if self._trace is not None and self._trace.took():
+            self._trace = None
+
+    def verdict(self, seconds: float) -> Verdict:
+        """See Loader.verdict."""
         if not 0 < seconds <= LONGEST_SECONDS:
             raise OptionError(f"seconds={seconds}; expected a number up to {LONGEST_SECONDS:g}")
         return self.meter.verdict(seconds)
 
     def on_alert(self, call: OnAlert) -> None:
-        """Call a function with each Alert that is raised or cleared, from now on (docs/guides/metrics.md).
-
-        The training waits for data, its origin is slow or fails, the cache thrashes, a source starves, memory
-        is tight, another rank is late, or nothing moves. An alert is raised after half a minute, and cleared
-        after half a minute below half of its limit.
-
-        Args:
-            call: called by `next`, or in a thread of this process where the training stands still. What it
-                raises is logged once, and changes nothing.
-
-        Raises:
-            OptionError: it can't be called.
-        """
+        """See Loader.on_alert."""
         if not callable(call):
             raise OptionError(
                 f"on_alert() was given a {type(call).__name__}; expected a function of one Alert"
             )
-        self._on_alert.append(call)
+        self.listeners.append(call)
 
-    def trace(self, steps: int = 20) -> Trace:
-        """Record what the workers and the fills of this rank do, from now on for a number of steps.
-
-        `Trace.merge` adds it to the trace that torch.profiler's `export_chrome_trace` wrote, as rows of their
-        own: batches, waits for bytes and fills of each worker, and the data waits of the training.
-
-        Args:
-            steps: batches that the training loop takes until the recording ends.
-        """
+    def trace(self, steps: int) -> Trace:
+        """See Loader.trace."""
         at_least(1, steps=steps)
         if self._trace is not None:
             self._trace.stop()
-        self._trace = Trace(self._control, steps)
+        self._trace = Trace(self._process.control, steps)
         return self._trace
 
     def metrics(self) -> dict[str, float]:
-        """The numbers of this rank since the last call, as one flat dict for a tracker; {} before `iter()`.
-
-        Rates, shares and levels: samples per second, the share of waiting for data, that of each stage in the
-        workers' time, cache hits, and by source its share, weight and loss. Cheap; one caller at a time.
-        """
+        """See Loader.metrics."""
         page = self.meter.page()
         if page is None:
             return {}
@@ -129,36 +144,17 @@ class Observed:
         return live_rank(page, before).flat()
 
     def record(self, folder: str | Path) -> None:
-        """Record this rank's numbers for `streamload report`, from the next second on.
-
-        The file stays below a megabyte. STREAMLOAD_RECORD does this for every loader.
-
-        Args:
-            folder: is made if it is missing; ranks and runs have files of their own in it.
-        """
-        self._record_in = Path(folder)
+        """See Loader.record."""
+        self.record_in = Path(folder)
         self._are_open = False
         if self.meter.page() is not None:
             self._open_exports()
 
     def serve_metrics(self, listen: str = DEFAULT_LISTEN) -> str | None:
-        """Serve the metrics of this node's runs to Prometheus, from this process, until the loader is closed.
-
-        STREAMLOAD_METRICS does this on the first rank of a node. `streamload metrics serve` needs no port in
-        the training.
-
-        Args:
-            listen: address and port; port 0: any.
-
-        Returns:
-            Its URL; None if it is taken, which is logged, or if this process serves there already.
-
-        Raises:
-            OptionError: it isn't an address and port.
-        """
+        """See Loader.serve_metrics."""
         if self._server is not None or listen in _serving:
             return None
-        settings = self.options.settings()
+        settings = self._options.settings()
         try:
             server = MetricsServer([settings.cache_dir, memory_root(settings)], listen)
         except OptionError as exc:
@@ -172,9 +168,8 @@ class Observed:
         logger.info("/metrics is at %s", server.url)
         return server.url
 
-    def _reset_exports(self) -> None:
-        """Start without any: those of the process that this one was forked from aren't its own."""
-        self._shown = self._recording = self._server = None
+    def _forget_exports(self) -> None:
+        self._shown = self._recording = self._server = self._withdraw = None
         self._are_open = False
 
     def _open_exports(self) -> None:
@@ -182,22 +177,24 @@ class Observed:
         if self._are_open:
             return
         self._are_open = True
-        settings, publisher = self.options.settings(), self.meter.publisher
-        folder = self._record_in or settings.record
+        settings, publisher = self._options.settings(), self.meter.publisher
+        folder = self.record_in or settings.record
         if folder is not None and self._recording is None:
-            self._recording = Recording(folder, described(self.options))
+            self._recording = Recording(folder, described(replace(self._options, device=publisher.device)))
             publisher.readers.append(self._recording.add)
         if settings.metrics is not None and self._schedule.topology.local_rank == 0:
             self.serve_metrics(settings.metrics)
 
-    def _close_exports(self) -> None:
-        """End a recording, as the next workers are another run, and the server. Idempotent."""
+    def close(self) -> None:
+        """Take back the page, and end a recording, as the next workers are another run. Idempotent."""
         if self._recording is not None:
             self._recording.finish()
             self.meter.publisher.readers.remove(self._recording.add)
         if self._server is not None:
             self._stop_serving()
-        self._reset_exports()
+        if self._withdraw is not None:
+            self._withdraw()
+        self._forget_exports()
 
 
 def described(given: LoaderOptions) -> Mapping[str, Any]:

@@ -25,8 +25,8 @@ from streamload.errors import OptionError, OrderDiverged
 from streamload.loader.distributed import agree, can_compare, first_value
 from streamload.loader.options import LoaderOptions
 from streamload.metrics import format_bytes
+from streamload.order.events import UNIT
 from streamload.order.hashing import SOURCE, key
-from streamload.order.mixing import UNIT
 from streamload.order.plan import WITH_ARRIVALS, OrderOptions
 from streamload.order.split import Split, default_lanes, default_window
 from streamload.topology import Topology

@@ -15,17 +15,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from streamload import limits
-from streamload.cache.placement import Placed
-from streamload.cache.runs import PageFile
 from streamload.errors import StreamloadError
 from streamload.ipc import ControlBlock, buffers_for, context_with_queues
 from streamload.loader.features import bound_features
 from streamload.loader.fork_safety import in_this_process, protect_workers
-from streamload.loader.in_flight import check_step
 from streamload.loader.in_order import InOrder
 from streamload.loader.options import LoaderOptions
 from streamload.loader.schedule import Schedule
-from streamload.loader.worker_config import worker_config_for
+from streamload.loader.worker_config import batches_ahead, worker_config_for
 from streamload.origins.origin import import_origins
 from streamload.torch_internals import running_iterator, shut_down_workers
 from streamload.transforms.plan import Statistics
@@ -53,7 +50,6 @@ class WorkerPool:
         tier: that they read.
         run: its name on this node.
         shards: how many this rank reads in a pass; one that it shares counts on the rank with its beginning.
-        page: the file of what this rank publishes.
         functions: the argument whose function has most of a stage's time, by stage.
 
     Raises:
@@ -67,8 +63,7 @@ class WorkerPool:
         self.tier, self.run = placed.tier, config.run
         self.shards, continued = _own_shards(config)
         self._continued = [config.shards[number] for number in continued]
-        self.page = PageFile(placed.tier.root)
-        self._close_tier = weakref.finalize(owner, in_this_process(_close), self.page, placed)
+        self._close_tier = weakref.finalize(owner, in_this_process(placed.close))
         self.order = schedule.order
         self.features = bound_features(options, config.assembly.features)
         images = config.assembly.images if options.images.dtype == "float32" else None
@@ -125,11 +120,7 @@ def _data_loader(
     import_origins(
         options.urls.kinds(), options.storage_options, config.shared.url if config.shared else None
     )
-    ahead = options.workers.prefetch_factor
-    if config.in_flight is not None and options.num_workers:
-        fitting = check_step(options, config.in_flight, options.batch_size)
-        ahead = min(ahead, -(-fitting // options.num_workers))
-    buffers = buffers_for(options.num_workers, ahead + _BATCHES_HELD)
+    buffers = buffers_for(options.num_workers, batches_ahead(options, config) + _BATCHES_HELD)
     several = options.num_workers > 0
     dataset = StreamDataset(
         config, control, buffers, ahead=options.workers.prefetch_factor * options.num_workers
@@ -196,12 +187,6 @@ def _stop(control: ControlBlock, batches: DataLoader[Batch | Failed], dataset: S
     control.order.withdraw()
     shut_down_workers(batches)
     dataset.close()
-
-
-def _close(page: PageFile, placed: Placed) -> None:
-    """Take back what this rank published, and release its tier."""
-    page.close()
-    placed.close()
 
 
 def _identity(batch: Any) -> Any:

@@ -5,38 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Protocol
 
 from streamload.errors import StateMismatch
-from streamload.order.mixing import Change, in_effect
-from streamload.order.steps import Resize
-from streamload.steering.replay import Replay, changes_of
+from streamload.order.events import (
+    BATCH_SIZE,
+    WEIGHTS,
+    Event,
+    in_effect,
+    joined,
+    new_weights,
+    of_kind,
+    shares_at,
+)
 from streamload.worker.states import GroupState
 
 logger = logging.getLogger("streamload")
-
-
-class Sizes(NamedTuple):
-    """The sizes of steps, of a run on which set_batch_size was called.
-
-    Attributes:
-        base: samples of a step over all ranks by the options that the run began with.
-        resizes: other sizes, from a position on.
-        step: steps of the epoch before that position.
-    """
-
-    base: int
-    resizes: tuple[Resize, ...]
-    step: int
-
-    @property
-    def last(self) -> Resize:
-        """The size that was set last."""
-        return self.resizes[-1]
-
-    def anew(self, position: int, block: int) -> Sizes:
-        """The size that was set last as the only one, from the start of a block on."""
-        return self._replace(resizes=(Resize(position, self.last.batch, block),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +33,11 @@ class Position:
         start: the position at which the epoch started.
         position: global samples of the sequence before the next step.
         groups: the state of each group that this rank knows; none at the start of a sequence.
-        changes: of the sources' shares, from the position on.
-        weights: of the sources, as set last; the last change is by these.
+        events: that hold from the position on, and later ones; the first one has the sources' shares.
         blocks_from: the position at which blocks of steps began, by the bucketing of now.
-        sizes: of the steps; None: all are as the options say.
+        base_batch: samples of a step over all ranks by the options that the run began with, if its events
+            set another size; None: they set none.
+        steps: of the epoch before the position, if events set a size.
     """
 
     epoch: int
@@ -60,24 +45,37 @@ class Position:
     start: int
     position: int
     groups: Mapping[int, GroupState]
-    changes: tuple[Change, ...]
-    weights: tuple[float, ...]
+    events: tuple[Event, ...]
     blocks_from: int = 0
-    sizes: Sizes | None = None
+    base_batch: int | None = None
+    steps: int = 0
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Of the sources in the next step, in UNITs."""
+        return shares_at(self.events, self.position)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Of the sources, as set last."""
+        weights: tuple[float, ...] = of_kind(self.events, WEIGHTS)[-1].value["weights"]
+        return weights
+
+    @property
+    def batch_sizes(self) -> list[Event]:
+        """The events that set another size of steps than the options do."""
+        return of_kind(self.events, BATCH_SIZE)
 
     def after(self, position: int, groups: Mapping[int, GroupState]) -> Position:
         """The position after a step that ends at `position`."""
-        changes, sizes = self.changes, self.sizes
-        if len(changes) > 1 and changes[1].position <= position:
-            changes = tuple(in_effect(changes, position))
-        if sizes is not None:
-            sizes = Sizes(sizes.base, tuple(in_effect(sizes.resizes, position)), sizes.step + 1)
-        return replace(self, position=position, groups=groups, changes=changes, sizes=sizes)
+        events, steps = self.events, self.steps + (self.base_batch is not None)
+        if any(event.position <= position for event in events[1:]):
+            events = tuple(in_effect(events, position))
+        return replace(self, position=position, groups=groups, events=events, steps=steps)
 
     def next_epoch(self) -> Position:
         """The start of an epoch that continues where this one stopped."""
-        sizes = None if self.sizes is None else self.sizes._replace(step=0)
-        return replace(self, epoch=self.epoch + 1, start=self.position, sizes=sizes)
+        return replace(self, epoch=self.epoch + 1, start=self.position, steps=0)
 
     def in_moved_shards(self) -> Position:
         """The same position in shards that were moved: identified by their indexes, not by their versions.
@@ -101,18 +99,28 @@ class Position:
 
     def new_sequence(self) -> Position:
         """The start of the same epoch in a sequence of its own."""
-        changes = tuple(
-            change._replace(position=max(0, change.position - self.position)) for change in self.changes
+        events = [
+            event._replace(position=max(0, event.position - self.position))
+            for event in self.events
+            if event.kind != BATCH_SIZE
+        ]
+        events += [size._replace(position=0) for size in self.batch_sizes[-1:]]
+        return Position(
+            self.epoch, self.epoch, 0, 0, {}, tuple(events), base_batch=self.base_batch, steps=self.steps
         )
-        sizes = None if self.sizes is None else self.sizes.anew(0, self.sizes.last.block)
-        return Position(self.epoch, self.epoch, 0, 0, {}, changes, self.weights, sizes=sizes)
 
 
-class Weights(NamedTuple):
-    """The weights of the sources as given, and the shares that follow from them."""
+class RecordedEvents(Protocol):
+    """The events of a run, instead of those that are set."""
 
-    given: tuple[float, ...]
-    shares: tuple[int, ...]
+    @property
+    def base_batch(self) -> int:
+        """Samples of a step over all ranks, by the options of the run."""
+        ...
+
+    def events(self, sequence: int, position: int) -> list[Event]:
+        """Those of a sequence that hold from a position on, and later ones."""
+        ...
 
 
 class EpochTracker:
@@ -123,27 +131,25 @@ class EpochTracker:
 
     Attributes:
         epoch: the next epoch.
-        weights: of the sources, as set last; None before the first epoch.
-        sizes: of steps, the last one as set last; None: as the options say.
-        replayed: the log that has all weights and sizes, instead of `weights` and `sizes`; None: none is
-            replayed.
+        latest: the events that were set last, by kind; no WEIGHTS before the order is settled.
+        recorded: has all events, instead of those that are set; None: nothing does.
     """
 
     def __init__(self, epochs_continue: bool):
         self.epoch = 0
-        self.weights: Weights | None = None
-        self.sizes: Sizes | None = None
-        self.replayed: Replay | None = None
+        self.latest: dict[str, Event] = {}
+        self.recorded: RecordedEvents | None = None
+        self._base_batch: int | None = None  # of a run whose steps were given another size
         self._epochs_continue = epochs_continue
         self._current: Position | None = None
         self._is_fresh = False  # no batch was yielded since the position was loaded, or its epoch started
         self._is_finished = False
         self._is_loaded = False  # the position was loaded, and no epoch was started from it
-        self._is_changed = False  # weights or sizes were set
+        self._is_changed = False  # an event was set
 
     @property
     def is_unused(self) -> bool:
-        """True if no epoch was started, no position loaded, and neither weights nor sizes were set."""
+        """True if no epoch was started, no position loaded, and no event set."""
         return self._current is None and not self._is_changed
 
     @property
@@ -184,36 +190,27 @@ class EpochTracker:
     def next(self) -> Position:
         """The start of the next epoch: that of the current one if it yielded no batch, after it, or anew."""
         position = self._next()
-        if self.replayed is None:
+        if self.recorded is None:
             return position
-        recorded = self.replayed.weights(position.sequence, position.position)
-        resizes = tuple(self.replayed.sizes(position.sequence, position.position))
-        sizes = None
-        if resizes:
-            base, step = self.replayed.base_batch, 0 if position.sizes is None else position.sizes.step
-            if position.sizes is None:  # all steps of the epoch so far are by the options
-                step = (position.position - position.start) // base
-            sizes = self.sizes = Sizes(base, resizes, step)
-        return replace(position, changes=changes_of(recorded), weights=recorded[0].weights, sizes=sizes)
+        events = self.recorded.events(position.sequence, position.position)
+        sizes = of_kind(events, BATCH_SIZE)
+        if not sizes:
+            return replace(position, events=tuple(events), base_batch=None, steps=0)
+        self.latest[BATCH_SIZE], base, steps = sizes[-1], self.recorded.base_batch, position.steps
+        if position.base_batch is None:  # all steps of the epoch so far are by the options
+            steps = (position.position - position.start) // base
+        return replace(position, events=tuple(events), base_batch=base, steps=steps)
 
     def saved(self) -> Position:
-        """The position for a state: that of `now`, without what a replayed log has for later."""
+        """The position for a state: that of `now`, without what a recorded run has for later."""
         position = self.now()
-        if self.replayed is None:
+        if self.recorded is None:
             return position
-        in_effect_now = self.replayed.weights(position.sequence, position.position)[:1]
-        sizes = position.sizes
-        if sizes is not None:
-            reached = tuple(resize for resize in sizes.resizes if resize.position <= position.position)
-            sizes = sizes._replace(resizes=reached) if reached else None
-        return replace(
-            position, changes=changes_of(in_effect_now), weights=in_effect_now[0].weights, sizes=sizes
-        )
-
-    @property
-    def shares(self) -> tuple[int, ...]:
-        """Of the sources in the next step."""
-        return self.now().changes[0].shares
+        events = of_kind(self.recorded.events(position.sequence, position.position), WEIGHTS)[:1]
+        sizes = [size for size in position.batch_sizes if size.position <= position.position]
+        base = position.base_batch if sizes else None
+        steps = position.steps if sizes else 0
+        return replace(position, events=(*events, *sizes), base_batch=base, steps=steps)
 
     def _next(self) -> Position:
         last = self._current
@@ -221,12 +218,12 @@ class EpochTracker:
             return last
         if last is not None and self._epochs_continue and self.epoch == last.epoch + 1:
             return last.next_epoch()
-        assert self.weights is not None
-        (weights, shares), sizes = self.weights, self.sizes
-        if sizes is not None:
-            is_base = sizes.last.batch == sizes.base
-            sizes = None if is_base else sizes.anew(0, sizes.last.block)._replace(step=0)
-        return Position(self.epoch, self.epoch, 0, 0, {}, (Change(0, shares),), weights, sizes=sizes)
+        weights, size = self.latest[WEIGHTS].value, self.latest.get(BATCH_SIZE)
+        events, base = [new_weights(0, weights["shares"], weights["weights"])], None
+        if size is not None and size.value["batch"] != self._base_batch:
+            base = self._base_batch
+            events.append(size._replace(position=0))
+        return Position(self.epoch, self.epoch, 0, 0, {}, tuple(events), base_batch=base)
 
     def now(self) -> Position:
         """The position for a state: after the last batch, or the start of the next epoch."""
@@ -250,31 +247,26 @@ class EpochTracker:
         """Resume at a position."""
         self._current, self._is_fresh, self._is_finished = position, True, False
         self._is_loaded = True
-        self.epoch, self.weights = position.epoch, Weights(position.weights, position.changes[-1].shares)
-        self.sizes = position.sizes
+        self.epoch = position.epoch
+        self.latest = {event.kind: event for event in position.events}
+        self._base_batch = position.base_batch
 
-    def change(self, weights: Weights, position: int) -> None:
-        """Set weights from a position on."""
-        self.weights, self._is_changed = weights, True
-        if self._current is not None:
-            earlier = [change for change in self._current.changes if change.position < position]
-            changes = (*earlier, Change(position, weights.shares))
-            self._current = replace(self._current, changes=changes, weights=weights.given)
-
-    def resize(self, base: int, resize: Resize, step: int) -> None:
-        """Set the size of steps from a position on.
+    def add(self, event: Event, base_batch: int | None = None, steps: int = 0) -> None:
+        """Set weights or the size of steps, from a position on.
 
         Args:
-            base: the size by the options.
-            resize: the new size.
-            step: steps of the current epoch so far.
+            event: has these.
+            base_batch: with another size, the one by the options.
+            steps: with another size, those of the current epoch so far.
         """
-        sizes = None if self._current is None else self._current.sizes
-        earlier = () if sizes is None else sizes.resizes
-        resizes = (*(size for size in earlier if size.position < resize.position), resize)
-        self.sizes, self._is_changed = Sizes(base, resizes, step), True
-        if self._current is not None:
-            self._current = replace(self._current, sizes=self.sizes)
+        self.latest[event.kind], self._is_changed, current = event, True, self._current
+        if base_batch is not None:
+            self._base_batch = base_batch
+        if current is None:
+            return
+        self._current = replace(current, events=tuple(joined(current.events, [event])))
+        if base_batch is not None:
+            self._current = replace(self._current, base_batch=base_batch, steps=steps)
 
     def _count_epoch(self) -> None:
         if self._is_fresh:

@@ -25,7 +25,7 @@ from streamload.metrics.gauges import Gauges
 from streamload.metrics.page import RunPage
 from streamload.metrics.verdict import LITTLE, Verdict, judge
 from streamload.options import file_system
-from streamload.order.mixing import UNIT
+from streamload.order.events import UNIT, WEIGHTS
 
 _YIELDED = list(COUNTERS).index("batches_yielded")
 _SELDOM_SECONDS = 10.0
@@ -110,9 +110,10 @@ class Publisher:
         for name, (samples, waited_ns) in zip(self._names, sample.by_source.tolist(), strict=False):
             put("samples", samples, name)
             put("source_wait_seconds", waited_ns / 1e9, name)
-        weights = tracker.weights
-        if weights is not None:
-            for name, weight, share in zip(self._names, weights.given, weights.shares, strict=False):
+        latest = tracker.latest.get(WEIGHTS)
+        if latest is not None:
+            weights, shares = latest.value["weights"], latest.value["shares"]
+            for name, weight, share in zip(self._names, weights, shares, strict=False):
                 put("source_weight", weight, name)
                 put("source_share", share / UNIT, name)
         for metric, name in (("source_loss", "loss"), ("source_alignment", "alignment")):

@@ -1,37 +1,159 @@
-"""The run as extensions' parts in the rank see it: agreement among ranks, events for workers (step K)."""
+"""The extensions' parts in the rank, and the run as they see it (step K)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from streamload.extension import Event
+from streamload.extension import Event, Extension, RankPart, TakenBatch
 from streamload.loader.agreement import Agreement
 from streamload.loader.distributed import can_compare
+from streamload.loader.options import LoaderOptions
+from streamload.loader.rank_process import RankProcess
+from streamload.loader.run_events import RunEvents
 from streamload.loader.schedule import Schedule
 
 
 class RankRun:
-    """See extension.Run; one for each part.
+    """See extension.Run; one for each part. The loader's own extensions use more of it.
 
     Args:
-        schedule: of the loader's epochs.
-        send: sends an event to the extension's parts in the workers.
+        name: of the extension.
+        options: of the loader.
+        schedule: of its epochs.
+        process: counts, and has the control block.
+        events: of the run.
+
+    Attributes:
+        options, schedule, process, events: the same.
     """
 
-    def __init__(self, schedule: Schedule, send: Callable[[Any], Event]):
-        self._schedule = schedule
+    def __init__(
+        self, name: str, options: LoaderOptions, schedule: Schedule, process: RankProcess, events: RunEvents
+    ):
+        self.options, self.schedule, self.process, self.events = options, schedule, process, events
+        self._name = name
         self._agreement: Agreement | None = None
-        self.send = send
 
     @property
     def can_agree(self) -> bool:
         """See extension.Run."""
-        world_size = self._schedule.topology.world_size
+        world_size = self.schedule.topology.world_size
         return world_size == 1 or can_compare(world_size)
+
+    def join(self) -> None:
+        """Make sure that the ranks can agree.
+
+        Raises:
+            OptionError: nothing joins them.
+        """
+        if self._agreement is None:
+            self._agreement = Agreement(self.schedule.topology.world_size)
 
     def agree(self, subject: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
         """See extension.Run."""
-        if self._agreement is None:
-            self._agreement = Agreement(self._schedule.topology.world_size)
+        self.join()
+        assert self._agreement is not None
         return self._agreement.decide(subject, value, decide)
+
+    def send(self, value: Any) -> Event:
+        """See extension.Run."""
+        return self.events.send(self._name, value)
+
+
+class RankParts:
+    """The parts of a loader in its rank.
+
+    Args:
+        extensions: of the loader.
+        run: gives the run as the extension of a name sees it.
+        reports: makes the part that takes the training's reports where no other does.
+    """
+
+    def __init__(
+        self,
+        extensions: Sequence[Extension],
+        run: Callable[[str], RankRun],
+        reports: Callable[[], RankPart],
+    ):
+        self._parts: dict[str, RankPart] = {}
+        self._reports = reports
+        for extension in extensions:
+            part = extension.in_rank(run(extension.name))
+            if part is not None:
+                self._parts[extension.name] = part
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    @property
+    def adds(self) -> Iterator[str]:
+        """The names of the values that they add to batches."""
+        return (name for part in self._parts.values() for name in part.adds)
+
+    @property
+    def reported(self) -> Sequence[Mapping[str, Any]]:
+        """See extension.RankPart."""
+        return next((part.reported for part in self._parts.values() if part.takes_reports), ())
+
+    def start_epoch(self, start: int) -> list[Event]:
+        """The events of an epoch that starts at a position; see extension.RankPart."""
+        return [event for part in self._parts.values() for event in part.start_epoch(start)]
+
+    def before_batch(self) -> None:
+        """See extension.RankPart."""
+        for part in self._parts.values():
+            part.before_batch()
+
+    def taken(self, batch: TakenBatch) -> None:
+        """See extension.RankPart."""
+        for part in self._parts.values():
+            part.taken(batch)
+
+    def yielded(self, messages: Mapping[str, bytes], values: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of a batch's info that follow from its messages.
+
+        Args:
+            messages: of the parts in the worker, by name.
+            values: of the batch.
+        """
+        fields: dict[str, Any] = {}
+        for name, part in self._parts.items():
+            fields |= part.yielded(messages.get(name, b""), values)
+        return fields
+
+    def values(self, info: Any) -> dict[str, Any]:
+        """The values that they add to a batch."""
+        return {name: value for part in self._parts.values() for name, value in part.values(info).items()}
+
+    def state(self, position: int) -> dict[str, Any]:
+        """Their keys of a state."""
+        parts = [part.state(position) for part in self._parts.values()]
+        return {key: value for part in parts for key, value in part.items()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue after a state."""
+        for part in self._parts.values():
+            part.load(state)
+
+    def gathered(self, state: Mapping[str, Any], position: int) -> dict[str, Any]:
+        """Their keys of the state of all ranks."""
+        parts = [part.gathered(state, position) for part in self._parts.values()]
+        return {key: value for part in parts for key, value in part.items()}
+
+    def event_set(self, event: Event, reason: Mapping[str, Any]) -> None:
+        """See extension.RankPart."""
+        for part in self._parts.values():
+            part.event_set(event, reason)
+
+    def report(self, values: Mapping[str, Any], info: Any, rows: Any) -> None:
+        """See extension.RankPart."""
+        if not any(part.takes_reports for part in self._parts.values()):
+            self._parts["reports"] = self._reports()
+        for part in self._parts.values():
+            part.report(values, info, rows)
+
+    def report_eval(self, values: Mapping[str, Any]) -> None:
+        """See extension.RankPart."""
+        for part in self._parts.values():
+            part.report_eval(values)

@@ -1,20 +1,92 @@
-"""The extensions of streamload, each made of what asks for it: one entry for each."""
+"""The extensions of streamload: the one module by which a loader knows them, with an entry for each."""
 
 from __future__ import annotations
 
+from streamload.daemon.metrics_server import DEFAULT_LISTEN
 from streamload.daemon.plan_file import PlannedSource
 from streamload.daemon.publication import PlanPublication
-from streamload.extension import Extension
-from streamload.loader.groups import Batches
+from streamload.extension import Extension, RankPart
+from streamload.loader.batch_sizing import BatchSizes, BatchSizing
+from streamload.loader.bounds import AgreedBounds
+from streamload.loader.distributed import gather
+from streamload.loader.groups import Batches, Order
+from streamload.loader.meter import Meter, OnAlert
+from streamload.loader.microbatches import Microbatches, Microbatching
+from streamload.loader.observed import RunObserver
+from streamload.loader.options import LoaderOptions
+from streamload.loader.output import Cut
+from streamload.loader.rank_process import RankProcess
+from streamload.loader.reported_means import ReportedMeans
+from streamload.loader.schedule import Schedule
+from streamload.loader.signals import Rows
+from streamload.loader.steering import Decisions, Mixing
+from streamload.loader.trace import Trace
+from streamload.metrics.verdict import Verdict
+from streamload.steering import Policy
+from streamload.steering.replay import Replay
 from streamload.weights import RowWeights
 from streamload.weights.sample import read_sample_weight
 from streamload.worker import WorkerConfig
 
+__all__ = [
+    "BY_RANK",
+    "DEFAULT_LISTEN",
+    "Meter",
+    "Microbatches",
+    "Microbatching",
+    "OnAlert",
+    "Rows",
+    "RunObserver",
+    "Trace",
+    "Verdict",
+    "cut_of",
+    "extensions_of",
+    "extensions_of_run",
+    "microbatching_of",
+    "observer_of",
+    "reports_of",
+]
 
-def extensions_of(batches: Batches) -> tuple[Extension, ...]:
+BY_RANK = frozenset({*Decisions.by_rank, *BatchSizing.by_rank})
+"""The keys of a state of which each rank has its part; see RankPart.by_rank."""
+
+
+def extensions_of(batches: Batches, order: Order, mixing: Policy | Replay | None) -> tuple[Extension, ...]:
     """The extensions of a loader, by its options."""
+    extensions: list[Extension] = []
+    if mixing is not None or order.decisions is not None or order.objective is not None:
+        extensions.append(Mixing(0 if mixing is None or isinstance(mixing, Replay) else mixing.every))
+    if batches.batch_policy is not None:
+        extensions.append(BatchSizes())
     sample_weight = read_sample_weight(batches.sample_weight)
-    return () if sample_weight is None else (RowWeights(sample_weight),)
+    if sample_weight is not None:
+        extensions.append(RowWeights(sample_weight))
+    return tuple(extensions)
+
+
+def reports_of(options: LoaderOptions) -> RankPart:
+    """The part that takes the training's reports where no policy does."""
+    return ReportedMeans([source.name for source in options.sources])
+
+
+def observer_of(options: LoaderOptions, schedule: Schedule, process: RankProcess) -> RunObserver:
+    """The observer of a loader."""
+    return RunObserver(options, schedule, process)
+
+
+def cut_of(options: LoaderOptions, schedule: Schedule) -> Cut | None:
+    """Cuts batches to the widths that ranks agree on; None: they don't."""
+    return None if options.batches.bucketing is None else AgreedBounds(options, schedule).cut
+
+
+def microbatching_of(options: LoaderOptions, schedule: Schedule) -> Microbatching:
+    """The microbatches of a loader; its ranks agree on the size of parts."""
+
+    def least(value: float) -> float:
+        """The least of the ranks' values, in training; in evaluation they have other numbers of parts."""
+        return min(gather(value, schedule.topology.world_size)) if options.train else value
+
+    return Microbatching(options, least)
 
 
 def extensions_of_run(config: WorkerConfig) -> tuple[Extension, ...]:

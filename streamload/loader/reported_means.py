@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from streamload.extension import RankPart
 from streamload.loader.batch_info import BatchInfo
 from streamload.loader.signals import ALIGNMENT, LOSS, Reports, Rows, signal_of
 
 _EVERY = 200
-"""So many calls of `look` apart the sums are read, for which their device is waited for."""
+"""So many steps apart the sums are read, for which their device is waited for."""
 
 
-class ReportedMeans:
+class ReportedMeans(RankPart):
     """The means of what was reported of each source over the last steps, on this rank.
 
     Args:
@@ -20,27 +21,33 @@ class ReportedMeans:
     """
 
     def __init__(self, names: Sequence[str]):
+        self.takes_reports = True
+        self.reported: list[dict[str, Any]] = []
         self._names = names
-        self._reports = Reports(len(names))
-        self._looks, self._is_empty = 0, True
+        self._forget()
 
-    def add(self, loss: Any, alignment: Any, info: BatchInfo, rows: Rows | None) -> None:
+    def _forget(self) -> None:
+        self._reports = Reports(len(self._names))
+        self._steps, self._is_empty = 1, True
+
+    def report(self, values: Mapping[str, Any], info: BatchInfo, rows: Rows | None) -> None:
         """Take a report; see Loader.report."""
-        for line, values in ((LOSS, loss), (ALIGNMENT, alignment)):
-            if values is not None:
-                self._reports.add(line, values, info, rows)
+        for line, name in ((LOSS, "loss"), (ALIGNMENT, "alignment")):
+            if values[name] is not None:
+                self._reports.add(line, values[name], info, rows)
                 self._is_empty = False
 
-    def look(self) -> list[dict[str, Any]] | None:
-        """Once a step: every 200 steps the loss and alignment of each source since the last time, else None.
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Forget what was reported in another run."""
+        self._forget()
 
-        None stands for a mean of nothing, too.
-        """
-        self._looks += 1
-        if self._looks % _EVERY or self._is_empty:
-            return None
+    def before_batch(self) -> None:
+        """Every 200 steps read the loss and alignment of each source since the last time."""
+        self._steps += 1
+        if self._steps % _EVERY or self._is_empty:
+            return
         sums = self._reports.read()
-        means = [
+        self.reported = [
             {
                 "name": name,
                 "loss": signal_of(sums, LOSS, place).mean,
@@ -50,4 +57,3 @@ class ReportedMeans:
         ]
         self._reports.clear()
         self._is_empty = True
-        return means

@@ -1,6 +1,6 @@
 """Other sizes of steps than the options say: which may be set, and how a resumed run goes on with them.
 
-Pure functions of options, position and layout; loader/changes.py sets sizes, order/steps.py follows them.
+Pure functions of options, position and layout; loader/run_events.py sets sizes, order/steps.py follows them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from streamload.loader.order_spec import OrderSpec, block_steps, split_for
 from streamload.loader.position import Position
 from streamload.options.values import at_least
 from streamload.order.buckets import Blocks
+from streamload.order.events import BATCH_SIZE, Event, new_batch_size
 from streamload.order.split import Split
-from streamload.order.steps import Resize, Steps
+from streamload.order.steps import Steps
 from streamload.topology import Topology
 
 logger = logging.getLogger("streamload")
 
 
-def resized(options: LoaderOptions, split: Split, rows: int, position: int) -> Resize:
+def resized(options: LoaderOptions, split: Split, rows: int, position: int) -> Event:
     """Another size of steps from a position on.
 
     Args:
@@ -44,7 +45,7 @@ def resized(options: LoaderOptions, split: Split, rows: int, position: int) -> R
             f"set_batch_size({rows}): with {split.groups} groups (Order(groups=…)) a step has equal parts of "
             f"each, before and after, and {split.batch} and {batch} samples aren't both multiples of that"
         )
-    return Resize(position, batch, block_steps(options, batch) or 1)
+    return new_batch_size(position, batch, block_steps(options, batch) or 1)
 
 
 def blocks_of(blocks: tuple[int, int], position: Position) -> Blocks:
@@ -67,10 +68,10 @@ def from_block(options: LoaderOptions, saved: OrderSpec, ours: OrderSpec, positi
     """
     if saved.blocks == ours.blocks:
         return position
-    place, sizes = position.position, position.sizes
+    place, sizes = position.position, position.batch_sizes
     if saved.blocks is not None:
-        batch, resizes = saved.blocks[1], () if sizes is None else sizes.resizes
-        steps = Steps(Split(batch, 1, 1), place, None, blocks_of(saved.blocks, position), resizes)
+        batch = saved.blocks[1]
+        steps = Steps(Split(batch, 1, 1), place, None, blocks_of(saved.blocks, position), sizes)
         block, batch = steps.block(place), steps.at(place).batch
         if block is not None and block.begin != place:
             raise StateMismatch(
@@ -78,9 +79,11 @@ def from_block(options: LoaderOptions, saved: OrderSpec, ours: OrderSpec, positi
                 f"{(block.end - place) // batch} steps: go on with the same bucketing= and "
                 f"global batch size ({batch}) until then, or resume from a state between two blocks"
             )
-    if sizes is not None:
-        sizes = sizes.anew(place, block_steps(options, sizes.last.batch) or 1)
-    return replace(position, blocks_from=place, sizes=sizes)
+    events = [event for event in position.events if event.kind != BATCH_SIZE]
+    for size in sizes[-1:]:
+        batch = size.value["batch"]
+        events.append(new_batch_size(place, batch, block_steps(options, batch) or 1))
+    return replace(position, blocks_from=place, events=tuple(events))
 
 
 def of_ranks(options: LoaderOptions, topology: Topology, position: Position) -> Position:
@@ -89,20 +92,22 @@ def of_ranks(options: LoaderOptions, topology: Topology, position: Position) -> 
     Raises:
         StateMismatch: the ranks can't share a step that has the size that was set.
     """
-    sizes, split = position.sizes, split_for(options, topology, 1)
-    if sizes is None:
+    sizes, split = position.batch_sizes, split_for(options, topology, 1)
+    if not sizes:
         return position
-    if sizes.base != split.batch:
+    if position.base_batch != split.batch:
         logger.warning(
             "batch_size × ranks is %d, not %d as when sizes were set in the state's run: it replaces %d",
-            *(split.batch, sizes.base, sizes.last.batch),
+            *(split.batch, position.base_batch, sizes[-1].value["batch"]),
         )
-        return replace(position, sizes=None)
-    for resize in sizes.resizes:
-        if resize.batch % split.ranks:
+        events = tuple(event for event in position.events if event.kind != BATCH_SIZE)
+        return replace(position, events=events, base_batch=None, steps=0)
+    for size in sizes:
+        batch = size.value["batch"]
+        if batch % split.ranks:
             raise StateMismatch(
-                f"set_batch_size() was called in the state's run: its steps have {resize.batch} samples, "
+                f"set_batch_size() was called in the state's run: its steps have {batch} samples, "
                 f"which {split.ranks} ranks can't share evenly. Resume on a number of ranks that divides "
-                f"that, or with another batch_size × ranks than {sizes.base}, which replaces it"
+                f"that, or with another batch_size × ranks than {position.base_batch}, which replaces it"
             )
     return position

@@ -14,9 +14,10 @@ from streamload.errors import OptionError
 from streamload.loader.distributed import gather
 from streamload.loader.position import Position
 from streamload.loader.schedule import Schedule
+from streamload.loader.state import sizes_to, weights_to
 from streamload.loader.steering_state import LogState
-from streamload.order.steps import Resize
-from streamload.steering.decisions import BATCH_SIZE, SEQUENCE, WEIGHTS, DecisionLog
+from streamload.order.events import WEIGHTS, Event
+from streamload.steering.decisions import SEQUENCE, DecisionLog
 
 
 class RunLog:
@@ -62,9 +63,8 @@ class RunLog:
             "epoch": position.epoch,
             "sequence": position.sequence,
             "position": position.position,
-            "changes": [[change.position, list(change.shares)] for change in position.changes],
-            "weights": list(position.weights),
-            **({} if position.sizes is None else {"batch_sizes": [list(r) for r in position.sizes.resizes]}),
+            **weights_to(position),
+            **({} if position.base_batch is None else {"batch_sizes": sizes_to(position)}),
         }
         if self._log is None:
             self._log = self._opened(since)
@@ -74,31 +74,23 @@ class RunLog:
             self._log.add(SEQUENCE, since)
             self._state = self._state._replace(sequence=position.sequence)
 
-    def record(self, step: int, weights: Any, shares: Any, told: Mapping[str, Any]) -> None:
-        """Append weights as they were set or decided, None: not changed.
+    def record(self, step: int, event: Event | None, reason: Mapping[str, Any]) -> None:
+        """Append an event that was set or decided; None: it was decided to leave the weights as they are.
 
         Not before the first epoch, nor between two sequences: the line at which one begins has its weights.
+
+        Args:
+            step: of the run.
+            event: of its weights or of its batch size.
+            reason: JSON-able.
         """
         position = self._schedule.tracker.now()
         if self._log is None or self._state is None or position.sequence != self._state.sequence:
             return
-        line = {
-            "step": step,
-            "epoch": position.epoch,
-            "sequence": position.sequence,
-            "position": position.position if shares is None else position.changes[-1].position,
-            "weights": weights,
-            "shares": shares,
-        }
-        self._log.add(WEIGHTS, {**line, **told})
-
-    def record_size(self, step: int, resize: Resize, told: Mapping[str, Any]) -> None:
-        """Append a batch size as it was set or decided; as `record`."""
-        position = self._schedule.tracker.now()
-        if self._log is None or self._state is None or position.sequence != self._state.sequence:
-            return
-        line = {"step": step, "epoch": position.epoch, "sequence": position.sequence, **resize._asdict()}
-        self._log.add(BATCH_SIZE, {**line, **told})
+        if event is None:
+            event = Event(position.position, WEIGHTS, {"weights": None, "shares": None})
+        line = {"step": step, "epoch": position.epoch, "sequence": position.sequence}
+        self._log.add(event.kind, {**line, "position": event.position, **event.value, **reason})
 
     def _opened(self, since: Mapping[str, Any]) -> DecisionLog:
         topology, error = self._schedule.topology, ""

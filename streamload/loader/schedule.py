@@ -17,7 +17,6 @@ from streamload.cache.forecast import Measure
 from streamload.cache.shard import ShardList
 from streamload.errors import OptionError, StateMismatch
 from streamload.loader.distributed import can_compare, first_value
-from streamload.loader.in_flight import check_step
 from streamload.loader.options import LoaderOptions
 from streamload.loader.order_spec import (
     OrderSpec,
@@ -29,23 +28,23 @@ from streamload.loader.order_spec import (
     source_orders,
     split_for,
 )
-from streamload.loader.position import EpochTracker, Position, Weights
+from streamload.loader.position import EpochTracker, Position
 from streamload.loader.resizing import blocks_of, from_block, of_ranks, resized
 from streamload.loader.sizes import agree_on_sizes, estimate_samples, read_sizes, sizes_digest
 from streamload.loader.state import (
     attempt_in,
     check_fits,
     check_options,
-    from_state,
     has_more_shards,
+    order_and_position,
     to_state,
 )
-from streamload.order.mixing import shares_of
+from streamload.order.events import BATCH_SIZE, WEIGHTS, Event, new_weights
 from streamload.order.plan import OrderOptions
+from streamload.order.portions import shares_of
 from streamload.order.split import Split
-from streamload.order.steps import Resize, Steps, refuse_uneven
+from streamload.order.steps import Steps, refuse_uneven
 from streamload.topology import RunAttempt, Topology, read_rank, read_topology
-from streamload.worker import InFlight
 
 logger = logging.getLogger("streamload")
 
@@ -138,13 +137,16 @@ class Schedule:
     @property
     def rows(self) -> int:
         """Samples of a step of this rank, as set last; those of an epoch are by this size."""
-        sizes = self.tracker.sizes
-        return self._options.batch_size if sizes is None else sizes.last.batch // self.topology.world_size
+        size = self.tracker.latest.get(BATCH_SIZE)
+        if size is None:
+            return self._options.batch_size
+        batch: int = size.value["batch"]
+        return batch // self.topology.world_size
 
     @property
     def most_rows(self) -> int:
         """The most samples of a step of this rank by the sizes of now: another one may be set already."""
-        if self.tracker.sizes is None:
+        if BATCH_SIZE not in self.tracker.latest:
             return self._options.batch_size
         position = self.tracker.now()
         return max(
@@ -200,10 +202,10 @@ class Schedule:
         if table is not None:
             offset = position.position - position.start
             return len(table.remaining(position.epoch, offset, split.ranks))
-        if position.sizes is None:
+        if position.base_batch is None:
             return max(0, position.start + batches * split.batch - position.position) // split.batch
         if options.num_batches is not None:
-            return max(0, options.num_batches - position.sizes.step)
+            return max(0, options.num_batches - position.steps)
         return self.steps_within(position, self.epoch_samples() or 0)
 
     def steps_within(self, position: Position, samples: int) -> int:
@@ -219,8 +221,7 @@ class Schedule:
         remaining = None
         if table is not None:
             remaining = table.remaining(position.epoch, position.position - position.start, split.ranks)
-        resizes = () if position.sizes is None else position.sizes.resizes
-        return Steps(split, position.position, remaining, blocks, resizes)
+        return Steps(split, position.position, remaining, blocks, position.batch_sizes)
 
     def step_of(self, position: Position, later: int | None = None) -> int:
         """The number in its epoch of the step that begins at a position.
@@ -234,7 +235,7 @@ class Schedule:
         if table is not None:
             offset = offset if later is None else later - position.start
             return table.count - len(table.remaining(position.epoch, offset, split.ranks))
-        steps = offset // split.batch if position.sizes is None else position.sizes.step
+        steps = offset // split.batch if position.base_batch is None else position.steps
         return steps if later is None else steps + self.steps_from(position).number(later)
 
     @property
@@ -259,9 +260,9 @@ class Schedule:
         """The order of the run, computed at the first call."""
         topology = self.topology
         if self._settled is None:
-            if self.tracker.weights is None:
-                self.tracker.weights = self.weights({})
-            self._settled = self._order(topology, self.tracker.weights.shares)
+            if WEIGHTS not in self.tracker.latest:
+                self.tracker.latest[WEIGHTS] = self.weights({})
+            self._settled = self._order(topology, self.tracker.latest[WEIGHTS].value["shares"])
         return self._settled
 
     def fit(self, shards: ShardList, measure: Measure) -> None:
@@ -297,23 +298,27 @@ class Schedule:
             refuse_uneven(split.groups, split.ranks)
         return split
 
-    def weights(self, changed: Mapping[str, float]) -> Weights:
-        """The weights of the sources, with some of them changed.
+    def weights(self, changed: Mapping[str, float], position: int = 0) -> Event:
+        """The weights of the sources, with some of them changed, from a position on.
 
         Args:
             changed: new weights by the sources' names.
+            position: of the first step that goes by them.
 
         Raises:
             OptionError: an unknown name, or weights that can't be used.
         """
         sources = self._options.sources
-        last = self.own_weights if self.tracker.weights is None else self.tracker.weights.given
+        latest = self.tracker.latest.get(WEIGHTS)
+        last = self.own_weights if latest is None else latest.value["weights"]
         weights = {source.name: weight for source, weight in zip(sources, last, strict=True)}
         unknown = sorted(changed.keys() - weights.keys())
         if unknown:
             raise OptionError(f"no source is named {', '.join(unknown)}; they are {', '.join(weights)}")
         all_weights = tuple((weights | dict(changed)).values())
-        return Weights(all_weights, shares_of(all_weights, [source.floor for source in sources]))
+        return new_weights(
+            position, shares_of(all_weights, [source.floor for source in sources]), all_weights
+        )
 
     @property
     def own_weights(self) -> tuple[float, ...]:
@@ -349,17 +354,17 @@ class Schedule:
             self.attempt = RunAttempt.parse(*json.loads(agreed))
         return self.attempt
 
-    def load(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], moved: Mapping[str, str]) -> None:
+    def load(self, state: Mapping[str, Any], moved: Mapping[str, str]) -> None:
         """Resume from a state.
 
         Args:
-            state: as it was saved.
+            state: of a rank, or of several, joined.
             moved: old → new URL prefixes of shards that were moved since.
 
         Raises:
             StateMismatch: it is of another run.
         """
-        saved, position = from_state(state)
+        saved, position = order_and_position(state)
         attempt = attempt_in(state)
         ours = self.settle()
         if moved:
@@ -382,12 +387,9 @@ class Schedule:
         self.attempt = None if attempt is None else attempt.next()
         self.tracker.load(position)
 
-    def resized(self, rows: int, position: int, in_flight: InFlight | None) -> Resize:
+    def resized(self, rows: int, position: int) -> Event:
         """Steps of so many samples of each rank, from a position on; see resizing.resized."""
-        resize = resized(self._options, self.split(), rows, position)
-        if in_flight is not None:
-            check_step(self._options, in_flight, rows)
-        return resize
+        return resized(self._options, self.split(), rows, position)
 
     def next_block(self, position: int) -> int:
         """The first position from this one on between two blocks; without bucketing, this one."""

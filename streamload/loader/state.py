@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import xxhash
@@ -12,15 +12,14 @@ import xxhash
 from streamload.errors import OptionError, StateMismatch
 from streamload.loader.options import LoaderOptions
 from streamload.loader.order_spec import OrderSpec, data_digest
-from streamload.loader.position import Position, Sizes
-from streamload.loader.steering_state import REPORTS, STEP_TIMES, SteeringState
+from streamload.loader.position import Position
+from streamload.order.events import UNIT, WEIGHTS, Event, new_batch_size, new_weights, of_kind
 from streamload.order.group import most_skipped
-from streamload.order.mixing import UNIT, WIDEST_MULTIPLE
 from streamload.order.plan import WIDEST_LANES, WIDEST_WINDOW, WITH_ARRIVALS
+from streamload.order.portions import WIDEST_MULTIPLE
 from streamload.order.split import Split
-from streamload.order.steps import Resize, Steps
+from streamload.order.steps import Steps
 from streamload.topology import RunAttempt
-from streamload.worker.messages import changes_from
 from streamload.worker.states import GroupState
 
 FORMAT = 3
@@ -52,7 +51,7 @@ def to_state(
         order: of the run.
         position: at which it resumes.
         counts: of each kind, as `counts_in` returns them.
-        parts: of steering and extensions, by key.
+        parts: of extensions, by key.
         attempt: of the run; None: it hasn't had to be known.
     """
     state = {
@@ -71,8 +70,7 @@ def to_state(
         "sequence": position.sequence,
         "began": position.start,
         "position": position.position,
-        "changes": [[change.position, list(change.shares)] for change in position.changes],
-        "weights": list(position.weights),
+        **weights_to(position),
         **(
             {}
             if order.blocks is None
@@ -80,7 +78,17 @@ def to_state(
         ),
         **({} if order.multiple == 1 else {"multiple": order.multiple}),
         **({} if order.table is None else {"table": order.table}),
-        **({} if position.sizes is None else {"batch_sizes": _sizes_to(position.sizes)}),
+        **(
+            {}
+            if position.base_batch is None
+            else {
+                "batch_sizes": {
+                    "base": position.base_batch,
+                    "step": position.steps,
+                    "resizes": sizes_to(position),
+                }
+            }
+        ),
         "at": {str(number): group.to_json() for number, group in sorted(position.groups.items())},
         **{name: list(numbers) for name, numbers in counts.items() if name != BAD_IN_PASS or any(numbers)},
         **parts,
@@ -89,8 +97,12 @@ def to_state(
     return {**state, "checksum": _checksum(state)}
 
 
-def from_state(state: Any) -> tuple[OrderSpec, Position]:
-    """The order and position in a state, or in a list of the ranks' states after one step.
+def joined_state(state: Any, by_rank: Collection[str] = ()) -> dict[str, Any]:
+    """A state, or those of several ranks after one step as one.
+
+    Args:
+        state: as it was saved, or a list of these.
+        by_rank: keys of extensions whose values are dicts with parts of each rank; all others are alike.
 
     Raises:
         StateMismatch: not a state of a loader, of an unknown format, or altered; or the states are not of
@@ -102,31 +114,49 @@ def from_state(state: Any) -> tuple[OrderSpec, Position]:
     try:
         for rank_state in states:
             _check_intact(rank_state)
-        merged = _merged(states)
-        counts_in(merged)
-        order = _order_in(merged)
-        return order, _position_in(merged, order)
+        joined = _joined(states, by_rank)
+        return {**joined, **_joined_counts(states)}
     except StateMismatch:
         raise
     except _PARSE_ERRORS as exc:
         raise StateMismatch(f"not a valid state of a loader: {type(exc).__name__}: {exc!s:.200}") from None
 
 
-def counts_in(state: Any) -> dict[str, list[int]]:
-    """The counts in a state, or in a list of the ranks' states; zeros where it has none.
+def from_state(state: Any) -> tuple[OrderSpec, Position]:
+    """The order and position in a state, or in a list of the ranks' states after one step.
 
     Raises:
-        StateMismatch: they are damaged.
+        StateMismatch: see `joined_state`.
     """
-    states = [state] if isinstance(state, Mapping) else state
-    counts = [_counts_of(rank_state) for rank_state in states]
+    return order_and_position(joined_state(state))
+
+
+def order_and_position(state: Mapping[str, Any]) -> tuple[OrderSpec, Position]:
+    """The order and position in a state, as `joined_state` returned it.
+
+    Raises:
+        StateMismatch: they can't be read.
+    """
+    try:
+        order = _order_in(state)
+        return order, _position_in(state, order)
+    except _PARSE_ERRORS as exc:
+        raise StateMismatch(f"not a valid state of a loader: {type(exc).__name__}: {exc!s:.200}") from None
+
+
+def _joined_counts(states: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    counts = [counts_in(rank_state) for rank_state in states]
     samples, bad, lost = zip(*(rank_counts[BAD_IN_PASS] for rank_counts in counts), strict=True)
     in_pass = [max(samples), sum(bad) if states[0]["train"] else min(bad), max(lost)]
     return {**counts[0], BAD_IN_PASS: in_pass}
 
 
-def _counts_of(state: Mapping[str, Any]) -> dict[str, list[int]]:
-    """The counts of one rank."""
+def counts_in(state: Mapping[str, Any]) -> dict[str, list[int]]:
+    """The counts in a state; zeros where it has none.
+
+    Raises:
+        StateMismatch: they are damaged.
+    """
     try:
         counts = {
             name: [_whole_number(number) for number in state.get(name, [0] * count)]
@@ -140,28 +170,16 @@ def _counts_of(state: Mapping[str, Any]) -> dict[str, list[int]]:
     return counts
 
 
-def steering_in(state: Any) -> SteeringState | None:
-    """Part of a state, or of a list of the ranks' states after one step, on decisions; None: nothing.
+def attempt_in(state: Mapping[str, Any]) -> RunAttempt | None:
+    """The attempt of the run that saved a state; None: it hadn't had to be known.
 
     Raises:
         StateMismatch: it is damaged.
     """
-    merged = state if isinstance(state, Mapping) else _merged(state)
-    return SteeringState.from_json(merged, len(merged["sources"]))
-
-
-def attempt_in(state: Any) -> RunAttempt | None:
-    """The attempt of a run that a state, or the first of the ranks' states, was saved by; None: none.
-
-    Raises:
-        StateMismatch: it is damaged.
-    """
-    states = [state] if isinstance(state, Mapping) else state
-    saved = next((rank_state[RUN] for rank_state in states if RUN in rank_state), None)
-    if saved is None:
+    if RUN not in state:
         return None
     try:
-        run, attempt = saved
+        run, attempt = state[RUN]
         return RunAttempt.parse(run, attempt)
     except (TypeError, ValueError) as exc:
         raise StateMismatch(f"not a valid state of a loader: {exc!s:.200}") from None
@@ -263,21 +281,22 @@ def _check_intact(state: Any) -> None:
         )
 
 
-def _merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the states of several ranks."""
-    merged = {**states[0], "at": {}}
-    by_rank = [name for name in (REPORTS, STEP_TIMES) if name in merged]
-    merged |= {name: {} for name in by_rank}
+def _joined(states: Sequence[Mapping[str, Any]], by_rank: Collection[str]) -> dict[str, Any]:
+    joined = {**states[0], "at": {}}
+    by_rank = [name for name in by_rank if name in joined]
+    joined |= {name: {} for name in by_rank}
     for rank_state in states:
-        compared = merged.keys() - {"at", "checksum", RUN, *by_rank, *_COUNTS}
-        if other := sorted(name for name in compared if rank_state.get(name) != merged[name]):
+        compared = joined.keys() - {"at", "checksum", RUN, *by_rank, *_COUNTS}
+        if other := sorted(name for name in compared if rank_state.get(name) != joined[name]):
             raise StateMismatch(
                 f"the states are not of one moment of one run: they differ in {', '.join(other)}"
             )
-        merged["at"] = {**rank_state["at"], **merged["at"]}
+        joined["at"] = {**rank_state["at"], **joined["at"]}
         for name in by_rank:
-            merged[name] |= rank_state[name]
-    return merged
+            joined[name] |= rank_state[name]
+        if RUN in rank_state:
+            joined.setdefault(RUN, rank_state[RUN])
+    return joined
 
 
 def _order_in(state: Mapping[str, Any]) -> OrderSpec:
@@ -315,15 +334,7 @@ def _blocks_in(value: Any) -> tuple[int, int]:
 
 
 def _position_in(state: Mapping[str, Any], order: OrderSpec) -> Position:
-    changes = tuple(changes_from(state["changes"]))
-    sources = len(order.sources)
-    for position, shares in changes:
-        _whole_number(position)
-        if len(shares) != sources or sum(_whole_number(share) for share in shares) != UNIT:
-            raise OptionError(f"shares of {sources} sources that don't add up")
-    weights = tuple(float(weight) for weight in state["weights"])
-    if not changes or len(weights) != sources or not all(0 <= weight < math.inf for weight in weights):
-        raise OptionError(f"not the weights and shares of {sources} sources")
+    events = _weights_in(state, len(order.sources))
     groups = {int(number): GroupState.from_json(group) for number, group in state["at"].items()}
     for group in groups.values():
         for (_, lanes, window), source_state in zip(order.sources, group.sources, strict=True):
@@ -333,24 +344,51 @@ def _position_in(state: Mapping[str, Any], order: OrderSpec) -> Position:
         _whole_number(state[name]) for name in ("epoch", "sequence", "began", "position")
     )
     blocks_from = _whole_number(state.get("blocks_from", 0), 0, position)
-    sizes = None if "batch_sizes" not in state else _sizes_in(state["batch_sizes"], position)
-    return Position(epoch, sequence, start, position, groups, changes, weights, blocks_from, sizes)
+    base, steps = None, 0
+    if "batch_sizes" in state:
+        sizes = state["batch_sizes"]
+        base, steps = _whole_number(sizes["base"], 1), _whole_number(sizes["step"])
+        events += _sizes_in(sizes["resizes"], base, position)
+    return Position(epoch, sequence, start, position, groups, tuple(events), blocks_from, base, steps)
 
 
-def _sizes_to(sizes: Sizes) -> dict[str, Any]:
-    return {"base": sizes.base, "step": sizes.step, "resizes": [list(resize) for resize in sizes.resizes]}
+def weights_to(position: Position) -> dict[str, Any]:
+    """The weights of a position, and the shares from there on, as states and logs of decisions have them."""
+    changes = of_kind(position.events, WEIGHTS)
+    return {
+        "changes": [[change.position, list(change.value["shares"])] for change in changes],
+        "weights": list(position.weights),
+    }
 
 
-def _sizes_in(value: Any, position: int) -> Sizes:
-    base, step = _whole_number(value["base"], 1), _whole_number(value["step"])
-    resizes = tuple(
-        Resize(_whole_number(start), _whole_number(batch, 1), _whole_number(block, 1))
-        for start, batch, block in value["resizes"]
-    )
-    if not resizes:
+def _weights_in(state: Mapping[str, Any], sources: int) -> list[Event]:
+    """The events of which a state has the shares; of the last one also the weights."""
+    events = []
+    for position, shares in state["changes"]:
+        if len(shares) != sources or sum(_whole_number(share) for share in shares) != UNIT:
+            raise OptionError(f"shares of {sources} sources that don't add up")
+        events.append(new_weights(_whole_number(position), shares))
+    weights = tuple(float(weight) for weight in state["weights"])
+    if not events or len(weights) != sources or not all(0 <= weight < math.inf for weight in weights):
+        raise OptionError(f"not the weights and shares of {sources} sources")
+    last = events.pop()
+    return [*events, new_weights(last.position, last.value["shares"], weights)]
+
+
+def sizes_to(position: Position) -> list[list[int]]:
+    """The sizes of steps from a position on, as states and logs of decisions have them."""
+    return [[size.position, size.value["batch"], size.value["block"]] for size in position.batch_sizes]
+
+
+def _sizes_in(values: Any, base: int, position: int) -> list[Event]:
+    events = [
+        new_batch_size(_whole_number(start), _whole_number(batch, 1), _whole_number(block, 1))
+        for start, batch, block in values
+    ]
+    if not events:
         raise OptionError("no sizes of steps")
-    Steps(Split(base, 1, 1), position, None, None, resizes)  # raises where a size changes within a step
-    return Sizes(base, resizes, step)
+    Steps(Split(base, 1, 1), position, None, None, events)  # raises where a size changes within a step
+    return events
 
 
 def _whole_number(number: Any, least: int = 0, most: int = _MOST) -> int:

@@ -1,4 +1,4 @@
-"""Weights that steer themselves: what ranks report, decisions, and the log of them (step K).
+"""Mixing: weights that steer themselves by what ranks report, decisions, and the log of them (step K).
 
 At a decision step the reports of all ranks go to the policy on rank 0, whose answer all of them take. It
 counts from a number of steps later that is the same on every layout, and workers begin none of these before
@@ -9,22 +9,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from streamload.errors import DataError, OptionError, OrderDiverged, OriginError, PolicyError
-from streamload.ipc import ControlBlock
-from streamload.loader.agreement import Agreement
+from streamload.extension import Event, Extension, RankPart, Run, TakenBatch, WorkerPart, WorkerProcess
 from streamload.loader.batch_info import BatchInfo
-from streamload.loader.changes import Changes
-from streamload.loader.epoch import Epoch
 from streamload.loader.options import LoaderOptions
-from streamload.loader.position import Position, Weights
-from streamload.loader.reported_means import ReportedMeans
+from streamload.loader.rank_run import RankRun
 from streamload.loader.run_log import RunLog
-from streamload.loader.schedule import Schedule
 from streamload.loader.signals import (
     ALIGNMENT,
     LOSS,
@@ -36,14 +31,14 @@ from streamload.loader.signals import (
     merged,
     signal_of,
 )
-from streamload.loader.steering_state import SteeringState
-from streamload.order.mixing import UNIT, shares_of
+from streamload.loader.steering_state import REPORTS, SteeringState
+from streamload.order.events import UNIT, new_weights
+from streamload.order.portions import shares_of
 from streamload.steering import Decided, Policy, SourceSummary, Summary, weights_of
 from streamload.steering.decisions import described
 from streamload.steering.policy import FunctionPolicy, kept_memory
 from streamload.steering.replay import Replay
 from streamload.steering.summary import PARTS
-from streamload.worker import Batch
 
 logger = logging.getLogger("streamload")
 
@@ -51,50 +46,91 @@ DELAY_STEPS = 64
 """A decision counts from so many steps after it, or from the next decision step if that comes first."""
 
 
-class Steered(NamedTuple):
-    """Part of decisions that is of a batch.
+@dataclass(frozen=True, slots=True)
+class Mixing(Extension):
+    """The extension of a loader whose weights are decided on, logged, replayed, or told from an objective.
 
     Attributes:
-        run_step: its number in the run, from 0; None: steps aren't counted.
-        source_weights: of the rows of each source; None: 1.
-        importance: the sources' own shares ÷ those of the batch; None: they are the same.
+        every: steps from one decision to the next; 0: none is made.
     """
 
-    run_step: int | None = None
+    every: int
+
+    name = "mixing"
+
+    def in_worker(self, process: WorkerProcess) -> DecisionWait | None:
+        """See Extension."""
+        return DecisionWait(process, self.every) if self.every else None
+
+    def in_rank(self, run: Run) -> Decisions:
+        """See Extension."""
+        assert isinstance(run, RankRun)
+        return Decisions(run, self.every)
+
+
+def delay_steps(every: int) -> int:
+    """The steps after which a decision counts."""
+    return min(DELAY_STEPS, every)
+
+
+class DecisionWait(WorkerPart):
+    """Mixing in a worker: begins a step once the decisions are made that it may depend on.
+
+    Args:
+        process: of the worker.
+        every: see Mixing.
+    """
+
+    def __init__(self, process: WorkerProcess, every: int):
+        self._process, self._every = process, every
+        self._steps = 0
+
+    def apply(self, event: Event) -> None:
+        """Take how many steps the run has had at the start of the epoch."""
+        self._steps = event.value
+
+    def may_begin(self, number: int) -> bool:
+        """True if the last decision was made that counts by then."""
+        before = max(0, self._steps + number - delay_steps(self._every))
+        return self._process.decided >= before // self._every * self._every
+
+
+class _InfoFields(NamedTuple):
+    """Fields of a batch's info that follow from decisions; see BatchInfo."""
+
+    run_step: int
     source_weights: tuple[float, ...] | None = None
     importance: tuple[float, ...] | None = None
 
 
-class Steering:
-    """The decisions of a loader.
+class Decisions(RankPart):
+    """Mixing in the rank.
 
     Args:
-        options: of the loader.
-        schedule: of its epochs.
-
-    Attributes:
-        seen: what the last decision was made from, by source, over all ranks (`described`); without a policy,
-            the means of this rank's reports.
+        run: of the loader.
+        every: see Mixing.
     """
 
-    def __init__(self, options: LoaderOptions, schedule: Schedule):
-        self.seen: list[dict[str, Any]] = []
-        mixing, order = options.mixing, options.order
-        self._options, self._schedule = options, schedule
+    by_rank = (REPORTS,)
+
+    def __init__(self, run: RankRun, every: int):
+        options = run.options
+        self._run, self._options, self._schedule = run, options, run.schedule
+        mixing = options.mixing
         self._policy: Policy | None = None if isinstance(mixing, Replay) else mixing
-        self._every = 0 if self._policy is None else self._policy.every
-        self._is_active = mixing is not None or order.decisions is not None or order.objective is not None
+        self._every = every
+        self.takes_reports = self._policy is not None
+        self.reported: list[dict[str, Any]] = []  # what the last decision was made from (`described`)
         if isinstance(mixing, Replay):
-            schedule.tracker.replayed = mixing
+            run.schedule.tracker.recorded = mixing
         self._cause: Exception | None = None
-        self._agreement: Agreement | None = None
         self._objective = _objective(options)
-        self._by_shares: tuple[tuple[int, ...], Steered] = (), Steered()
+        self._fields = _InfoFields(0)
+        self._shares: tuple[int, ...] = ()  # by which these are
         self._restore(SteeringState.at_start(len(options.sources)))
 
     def _restore(self, state: SteeringState) -> None:
         self._state, self._reports = state, Reports(len(self._options.sources))
-        self._means = ReportedMeans([source.name for source in self._options.sources])
         self._steps, self._handed = state.steps, list(state.handed)
         self._passes, self._sizes = [0] * len(state.total), dict(state.sizes)
         self._log: RunLog | None = None
@@ -104,33 +140,26 @@ class Steering:
 
     # In the course of an epoch.
 
-    def start_epoch(self, position: Position, control: ControlBlock) -> tuple[int, int, int]:
-        """Before the workers start: open the log, and find which steps wait for a decision.
-
-        Returns:
-            For EpochStart.decisions.
+    def start_epoch(self, start: int) -> Sequence[Event]:
+        """Open the log; the workers get the number of steps of the run so far.
 
         Raises:
             OptionError: nothing joins the ranks; the log can't be written.
             DecisionsError: the log to replay is of another run.
         """
-        if not self._is_active:
-            return 0, 0, 0
         if isinstance(self._options.mixing, Replay):
             self._options.mixing.check_run(self._schedule.identity())
             self._options.mixing.check_ranks(self._schedule.topology.world_size)
-        if self._policy is not None and self._agreement is None:
-            self._agreement = Agreement(self._schedule.topology.world_size)
+        if self._policy is not None:
+            self._run.join()
         if self._log is not None:
-            self._log.begin_epoch(position, self._steps)
-        control.decided = self._steps - self._is_due
-        return self._steps, self._every, self._delay
+            self._log.begin_epoch(self._schedule.tracker.next(), self._steps)
+        self._run.process.control.decided = self._steps - self._is_due
+        return [Event(start, Mixing.name, self._steps)]
 
-    def advance(self, batch: Batch) -> Steered:
-        """The next step is taken; its shares are those of the tracker's position."""
-        if not self._is_active:
-            return Steered()
-        shares, samples = self._schedule.tracker.shares, batch.stop - batch.position
+    def taken(self, batch: TakenBatch) -> None:
+        """Count what each source has given, by the shares of the step."""
+        shares, samples = self._schedule.tracker.now().shares, batch.stop - batch.position
         for source, share in enumerate(shares):
             self._handed[source] += share * samples
         for source, pass_ in enumerate(batch.passes):
@@ -138,35 +167,32 @@ class Steering:
                 self._passes[source] = pass_
                 size = (self._state.total[source] + self._handed[source]) / UNIT / pass_
                 self._sizes[str(source)] = min(size, self._sizes.get(str(source), size))
-        self._steps += 1
-        if self._by_shares[0] != shares:
+        if self._shares != shares:
             floors = [source.floor for source in self._options.sources]
             initial = shares_of(self._schedule.own_weights, floors)
             weights = None if self._objective is None else _ratios(self._objective, shares)
             importance = None if initial == shares else _ratios(initial, shares)
-            self._by_shares = shares, Steered(None, weights, importance)
-        return self._by_shares[1]._replace(run_step=self._steps - 1)
+            self._shares, self._fields = shares, _InfoFields(0, weights, importance)
+        self._fields = self._fields._replace(run_step=self._steps)
+        self._steps += 1
 
-    def report(self, loss: Any, alignment: Any, tokens: Any, info: BatchInfo, rows: Rows | None) -> None:
+    def yielded(self, part: bytes, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The number of the step in the run, and what its shares mean for the weights of rows."""
+        return self._fields._asdict()
+
+    def report(self, values: Mapping[str, Any], info: BatchInfo, rows: Rows | None) -> None:
         """See Loader.report."""
         if self._policy is None:
-            self._means.add(loss, alignment, info, rows)
             return
-        if loss is not None:
-            step = self._steps - 1 if info.run_step is None else info.run_step
-            part = min(PARTS - 1, max(0, step - self._state.decided) * PARTS // self._every)
-            self._reports.add(LOSS + part, loss, info, rows)
-        if alignment is not None:
-            self._reports.add(ALIGNMENT, alignment, info, rows)
-        if tokens is not None:
-            self._reports.add(TOKENS, tokens, info, rows)
+        step = self._steps - 1 if info.run_step is None else info.run_step
+        part = min(PARTS - 1, max(0, step - self._state.decided) * PARTS // self._every)
+        for name, line in (("loss", LOSS + part), ("alignment", ALIGNMENT), ("tokens", TOKENS)):
+            if values[name] is not None:
+                self._reports.add(line, values[name], info, rows)
 
     def report_eval(self, values: Mapping[str, Any]) -> None:
         """See Loader.report_eval."""
         names = [source.name for source in self._options.sources]
-        unknown = sorted(values.keys() - set(names))
-        if unknown:
-            raise OptionError(f"no source is named {', '.join(unknown)}; they are {', '.join(names)}")
         if self._policy is not None:
             for name, value in values.items():
                 is_tensor = isinstance(value, torch.Tensor)
@@ -178,12 +204,8 @@ class Steering:
     def _is_due(self) -> bool:
         return bool(self._every and self._steps % self._every == 0 and self._steps > self._state.decided)
 
-    @property
-    def _delay(self) -> int:
-        return min(DELAY_STEPS, self._every)
-
-    def decide(self, control: ControlBlock, epoch: Epoch | None) -> None:
-        """Before a batch is waited for: decide, if this step is a decision step.
+    def before_batch(self) -> None:
+        """Decide, if this step is a decision step.
 
         Raises:
             PolicyError: the policy raised an error, or its answer can't be used; on all ranks.
@@ -191,14 +213,11 @@ class Steering:
             RankFailed: another rank failed or ended.
             OrderDiverged: another rank is at another step.
         """
-        if self._policy is None:
-            self.seen = self._means.look() or self.seen
         if not self._is_due:
             return
-        assert self._agreement is not None
         reports = {rank: reported.to_json() for rank, reported in self._reports_so_far().items()}
         subject = f"the weights at step {self._steps} of the run"
-        answer = self._agreement.decide(subject, [self._steps, reports], self._answered)
+        answer = self._run.agree(subject, [self._steps, reports], self._answered)
         if "diverged" in answer:
             raise OrderDiverged(answer["diverged"])
         if "unread" in answer:
@@ -206,21 +225,21 @@ class Steering:
         if "error" in answer:
             raise PolicyError(answer["error"]) from self._cause
         shares, total = answer["shares"], self._total
+        decided = None
         if shares is not None:
-            Changes(self._schedule, control, epoch).apply(
-                Weights(tuple(answer["weights"]), tuple(shares)), self._delay
-            )
+            weights = new_weights(0, shares, answer["weights"])
+            decided = self._run.events.add_weights(weights, delay_steps(self._every))
         self._state = replace(
             self._state, decided=self._steps, total=total, policy=self._policy_name, memory=answer["memory"],
             ranks=(), reports={}, sizes=answer["sizes"],
         )  # fmt: skip
         self._sizes = dict(answer["sizes"])
-        self.seen = answer["told"]["sources"]
+        self.reported = answer["told"]["sources"]
         self._handed = [0] * len(total)
         self._reports.clear()
-        control.decided = self._steps
+        self._run.process.control.decided = self._steps
         if self._log is not None:
-            self._log.record(self._steps, answer["weights"], shares, answer["told"])
+            self._log.record(self._steps, decided, answer["told"])
 
     def _answered(self, by_rank: list[Any]) -> dict[str, Any]:
         """On rank 0, the policy's answer for all ranks, or why there is none."""
@@ -283,7 +302,7 @@ class Steering:
 
     def _summary(self, reported: Reported) -> Summary:
         schedule, sources = self._schedule, []
-        weights = schedule.weights({}).given
+        weights, shares = schedule.weights({}).value["weights"], schedule.tracker.now().shares
         for place, source in enumerate(self._options.sources):
             total, sums = self._total[place] / UNIT, reported.sums
             size = schedule.source_samples(place) or reported.sizes.get(str(place))
@@ -291,7 +310,7 @@ class Steering:
                 SourceSummary(
                     source.name,
                     weights[place],
-                    schedule.tracker.shares[place] / UNIT,
+                    shares[place] / UNIT,
                     source.floor,
                     round(self._handed[place] / UNIT),
                     round(total),
@@ -328,49 +347,32 @@ class Steering:
         reported = Reported(self._reports.read(), self._reports.read_evaluations(), dict(self._sizes))
         return {**self._state.reports, f"{len(self._state.ranks)}.{self._schedule.topology.rank}": reported}
 
-    def state(self) -> dict[str, Any]:
+    def state(self, position: int) -> dict[str, Any]:
         """The parts of a loader's state."""
-        if not self._is_active:
-            return {}
         log = None if self._log is None else self._log.state
         state = replace(self._state, steps=self._steps, handed=tuple(self._handed), log=log)
         if self._policy is not None:
             state = replace(state, ranks=self._ranks, reports=self._reports_so_far())
         return state.to_json()
 
-    def load(self, state: SteeringState | None) -> None:
-        """Go on after what a state has of decisions; None: nothing."""
-        if not self._is_active or state is None:
-            state = SteeringState.at_start(len(self._options.sources))
-        elif self._policy is not None and state.policy not in ("", self._policy_name):
-            logger.info("the state was decided by %s: %s begins anew", state.policy, self._policy_name)
-            state = replace(state, policy="", memory=None)
-        self._restore(state)
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on after what a state has of decisions."""
+        sources = len(self._options.sources)
+        saved = SteeringState.from_json(state, sources) or SteeringState.at_start(sources)
+        if self._policy is not None and saved.policy not in ("", self._policy_name):
+            logger.info("the state was decided by %s: %s begins anew", saved.policy, self._policy_name)
+            saved = replace(saved, policy="", memory=None)
+        self._restore(saved)
 
-    def record_weights(self) -> None:
-        """Log weights that the training has set."""
-        weights = self._schedule.tracker.weights
-        if weights is not None and self._log is not None:
-            self._log.record(self._steps, weights.given, weights.shares, {"reason": "set_weights"})
+    def gathered(self, state: Mapping[str, Any], position: int) -> dict[str, Any]:
+        """The parts of the state of all ranks, with their reports in one."""
+        saved = SteeringState.from_json(state, len(self._options.sources))
+        return {} if saved is None else saved.collapsed().to_json()
 
-    def record_size(self, told: Mapping[str, Any]) -> None:
-        """Log a batch size that was set.
-
-        Args:
-            told: why, JSON-able.
-        """
-        sizes = self._schedule.tracker.sizes
-        if sizes is not None and self._log is not None:
-            self._log.record_size(self._steps, sizes.last, told)
-
-    def refuse_changes(self, call: str) -> None:
-        """Refuse other weights and sizes than those of a log that is replayed.
-
-        Raises:
-            OptionError: one is.
-        """
-        if isinstance(self._options.mixing, Replay):
-            raise OptionError(f"mixing={self._options.mixing!r} has all decisions: leave out {call}")
+    def event_set(self, event: Event, reason: Mapping[str, Any]) -> None:
+        """Log weights or a batch size that were set."""
+        if self._log is not None:
+            self._log.record(self._steps, event, reason)
 
 
 def _ratios(shares_in_loss: Sequence[float], shares: Sequence[float]) -> tuple[float, ...]:

@@ -9,12 +9,10 @@ from typing import Any, NamedTuple
 
 from streamload.errors import StateMismatch
 from streamload.loader.signals import Reported, merged, numbers_of
-from streamload.order.mixing import UNIT
+from streamload.order.events import UNIT
 from streamload.steering.decisions import LogPlace
 
 STEERING, REPORTS = "steering", "reports"
-STEP_TIMES = "step_times"
-"""Measurements of each rank for `batch_policy=` since the last decision, by rank."""
 """The keys of a state: what all ranks have alike, and what each of them was reported."""
 
 

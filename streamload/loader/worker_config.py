@@ -27,7 +27,7 @@ from streamload.derived.prepare.preparation import AUTO
 from streamload.errors import OptionError, StreamloadError
 from streamload.loader.distributed import can_compare, first_value
 from streamload.loader.features import feature_assemblies
-from streamload.loader.in_flight import in_flight_of, report
+from streamload.loader.in_flight import check_step, in_flight_of, report
 from streamload.loader.options import LoaderOptions
 from streamload.loader.order_spec import OrderSpec
 from streamload.loader.preparing import (
@@ -98,6 +98,29 @@ def assembly_of(options: LoaderOptions) -> BatchAssembly:
     settings = options.settings()
     prepared = named_preparation(options, settings)
     return _assembly(options, _transform(options), prepared, settings.max_image_pixels)
+
+
+def check_room(options: LoaderOptions, rows: int) -> None:
+    """Refuse a batch that `Workers(memory=…)` has no room for.
+
+    Args:
+        options: the loader's.
+        rows: of a rank in a step.
+
+    Raises:
+        OptionError: a step is larger than a limit.
+    """
+    in_flight = None if options.workers.memory is None else in_flight_of(options, assembly_of(options))
+    if in_flight is not None:
+        check_step(options, in_flight, rows)
+
+
+def batches_ahead(options: LoaderOptions, config: WorkerConfig) -> int:
+    """The most batches of one worker that aren't taken yet."""
+    ahead = options.workers.prefetch_factor
+    if config.in_flight is None or not options.num_workers:
+        return ahead
+    return min(ahead, -(-check_step(options, config.in_flight, options.batch_size) // options.num_workers))
 
 
 def _worker_config(

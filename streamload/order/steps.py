@@ -17,21 +17,8 @@ import xxhash
 
 from streamload.errors import OptionError
 from streamload.order.buckets import Block, Blocks
+from streamload.order.events import Event
 from streamload.order.split import Split
-
-
-class Resize(NamedTuple):
-    """Another size of steps, from the one on that begins at a global position; one does.
-
-    Attributes:
-        position: where that step begins; between two blocks, if steps are planned by block.
-        batch: samples of a step over all ranks.
-        block: steps of a block.
-    """
-
-    position: int
-    batch: int
-    block: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +90,7 @@ class Steps:
         table: of each step, the most patches of an image and the rows of a rank; None: all are as `split`
             says.
         blocks: by which steps are planned; None: they aren't.
-        resizes: other sizes than that of `split`, in ascending order; not with a table.
+        resizes: events that set other sizes than that of `split`, in ascending order; not with a table.
 
     Raises:
         OptionError: a size is to change within a step.
@@ -115,7 +102,7 @@ class Steps:
         position: int,
         table: Sequence[tuple[int, int]] | None = None,
         blocks: Blocks | None = None,
-        resizes: Sequence[Resize] = (),
+        resizes: Sequence[Event] = (),
     ) -> None:
         self._split, self._position = split, position
         self._stretches = [_Stretch(0, position, split, blocks)]
@@ -127,7 +114,7 @@ class Steps:
             self._splits = {rows: replace(split, batch=rows * split.ranks) for _, rows in table}
         self.resize(resizes)
 
-    def resize(self, resizes: Sequence[Resize]) -> None:
+    def resize(self, resizes: Sequence[Event]) -> None:
         """Replace the sizes from the first of `resizes` on; nobody may have begun a step after it.
 
         Raises:
@@ -143,11 +130,11 @@ class Steps:
                 number = last.number + steps
                 if remainder:
                     raise OptionError(f"steps change in size at {position}, where no step begins")
-            blocks = first.blocks
+            blocks, batch = first.blocks, resize.value["batch"]
             if blocks is not None:
                 grows = blocks.are_growing and resize.position == 0
-                blocks = Blocks(resize.batch, resize.block, resize.position, grows)
-            split = replace(first.split, batch=resize.batch)
+                blocks = Blocks(batch, resize.value["block"], resize.position, grows)
+            split = replace(first.split, batch=batch)
             self._stretches = [*before, _Stretch(number, position, split, blocks)]
 
     def __contains__(self, position: int) -> bool:

@@ -21,9 +21,9 @@ from streamload.steering.summary import Summary
 logger = logging.getLogger("streamload")
 
 VERSION = 1
-RUN, SEQUENCE, WEIGHTS, BATCH_SIZE = "run", "sequence", "weights", "batch_size"
-"""Kinds of lines: the first of a file, a sequence of samples that begins, a change of its weights, one of the
-size of its batches."""
+RUN, SEQUENCE = "run", "sequence"
+"""Kinds of lines: the first of a file, and a sequence of samples that begins. All others are those of its
+events (order/events.py)."""
 _SUM = ', "sum": "'
 _SUM_BYTES = len(_SUM) + 16 + len('"}')
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from streamload.errors import OptionError
-from streamload.steering.decisions import WEIGHTS, read_lines
+from streamload.order.events import WEIGHTS
+from streamload.steering.decisions import read_lines
 from streamload.steering.policy import Policy, weights_of
 from streamload.steering.summary import NOTHING, PARTS, Signal, SourceSummary, Summary
 

@@ -8,26 +8,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from streamload.errors import DecisionsError
-from streamload.order.mixing import UNIT, Change
-from streamload.order.steps import Resize
-from streamload.steering.decisions import BATCH_SIZE, SEQUENCE, WEIGHTS, read_lines
-
-
-class Recorded(NamedTuple):
-    """Weights and sizes in effect from a position of a sequence on."""
-
-    position: int
-    shares: tuple[int, ...]
-    weights: tuple[float, ...]
+from streamload.order.events import (
+    BATCH_SIZE,
+    UNIT,
+    WEIGHTS,
+    Event,
+    in_effect,
+    joined,
+    new_batch_size,
+    new_weights,
+    of_kind,
+)
+from streamload.steering.decisions import SEQUENCE, read_lines
 
 
 class _Sequence(NamedTuple):
-    """The weights and sizes of a sequence, from the position on at which the log has it."""
+    """The events of a sequence, from the position on at which the log has it."""
 
     number: int
     position: int
-    weights: list[Recorded]
-    sizes: list[Resize]
+    events: list[Event]
 
 
 class Replay:
@@ -75,61 +75,41 @@ class Replay:
             DecisionsError: it says which.
         """
         for sequence in self._sequences:
-            for size in sequence.sizes:
-                if size.batch % ranks:
+            for size in of_kind(sequence.events, BATCH_SIZE):
+                batch = size.value["batch"]
+                if batch % ranks:
                     raise DecisionsError(
-                        f"{self.path}: its run had steps of {size.batch} samples, which {ranks} ranks can't "
+                        f"{self.path}: its run had steps of {batch} samples, which {ranks} ranks can't "
                         f"share evenly: replay it on a number of ranks that divides that"
                     )
-
-    def weights(self, sequence: int, position: int) -> list[Recorded]:
-        """Changes of the weights of a sequence, the first of them in effect at a position.
-
-        Of a sequence that the log doesn't have, the weights that were set last.
-
-        Raises:
-            DecisionsError: the log begins after that position.
-        """
-        recorded = self._sequence(sequence)
-        if recorded is None:
-            return [self._sequences[-1].weights[-1]._replace(position=0)]
-        if position < recorded.position:
-            raise DecisionsError(
-                f"{self.path} begins at step {self.run['since']['step']}, where its run was resumed without "
-                f"the file: load a state of that step or a later one, or give the log from its beginning"
-            )
-        weights = recorded.weights
-        first = max((i for i, change in enumerate(weights) if change.position <= position), default=0)
-        return weights[first:]
 
     @property
     def base_batch(self) -> int:
         """Samples of a step over all ranks, by the options of the run."""
         return int(self.run["order"]["batch"])
 
-    def sizes(self, sequence: int, position: int) -> list[Resize]:
-        """The sizes of a sequence's steps from a position on, where they are others than by the options.
+    def events(self, sequence: int, position: int) -> list[Event]:
+        """The events of a sequence that hold from a position on, and later ones.
 
-        Of a sequence that the log doesn't have, the size that was set last.
+        Of a sequence that the log doesn't have, the weights and the size that were set last.
+
+        Raises:
+            DecisionsError: the log begins after that position.
         """
-        recorded = self._sequence(sequence)
+        recorded = next((recorded for recorded in self._sequences if recorded.number == sequence), None)
         if recorded is None:
-            return [size._replace(position=0) for size in self._sequences[-1].sizes[-1:]]
-        sizes = recorded.sizes
-        first = max((i for i, size in enumerate(sizes) if size.position <= position), default=0)
-        return sizes[first:]
-
-    def _sequence(self, number: int) -> _Sequence | None:
-        return next((recorded for recorded in self._sequences if recorded.number == number), None)
+            last = {event.kind: event._replace(position=0) for event in self._sequences[-1].events}
+            return list(last.values())
+        if position < recorded.position:
+            raise DecisionsError(
+                f"{self.path} begins at step {self.run['since']['step']}, where its run was resumed without "
+                f"the file: load a state of that step or a later one, or give the log from its beginning"
+            )
+        return in_effect(recorded.events, position)
 
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
         """The lines of one kind, in the order in which they were written."""
         return [line for line in self.lines if line["kind"] == kind]
-
-
-def changes_of(recorded: Sequence[Recorded]) -> tuple[Change, ...]:
-    """Changes of shares."""
-    return tuple(Change(weights.position, weights.shares) for weights in recorded)
 
 
 def _sequences(path: Path, run: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> Iterator[_Sequence]:
@@ -145,31 +125,29 @@ def _sequences(path: Path, run: Mapping[str, Any], lines: Sequence[Mapping[str, 
                 yield current
                 current = _begun(line)
             elif line["kind"] == WEIGHTS and line["shares"] is not None:
-                weights = _recorded(line["position"], line["shares"], line["weights"])
-                kept = [earlier for earlier in current.weights if earlier.position < weights.position]
-                current = current._replace(weights=[*kept, weights])
+                current.events[:] = joined(current.events, [_weights(line["position"], line["shares"], line)])
             elif line["kind"] == BATCH_SIZE:
-                size = _resize(line["position"], line["batch"], line["block"])
-                earlier_sizes = [earlier for earlier in current.sizes if earlier.position < size.position]
-                current = current._replace(sizes=[*earlier_sizes, size])
+                current.events[:] = joined(
+                    current.events, [_size(line["position"], line["batch"], line["block"])]
+                )
         yield current
     except (KeyError, TypeError, ValueError, IndexError) as exc:
         raise DecisionsError(f"{path} isn't a log of decisions: {exc!r:.200}") from None
 
 
 def _begun(line: Mapping[str, Any]) -> _Sequence:
-    weights = [_recorded(position, shares, line["weights"]) for position, shares in line["changes"]]
-    sizes = [_resize(*size) for size in line.get("batch_sizes", ())]
-    return _Sequence(line["sequence"], line["position"], [weights[0], *weights[1:]], sizes)
+    weights = [_weights(position, shares, line) for position, shares in line["changes"]]
+    sizes = [_size(*size) for size in line.get("batch_sizes", ())]
+    return _Sequence(line["sequence"], line["position"], [weights[0], *weights[1:], *sizes])
 
 
-def _resize(position: int, batch: int, block: int) -> Resize:
+def _size(position: int, batch: int, block: int) -> Event:
     if min(batch, block) < 1:
         raise ValueError(f"steps of {batch} samples")
-    return Resize(int(position), int(batch), int(block))
+    return new_batch_size(int(position), int(batch), int(block))
 
 
-def _recorded(position: int, shares: Sequence[int], weights: Sequence[float]) -> Recorded:
-    if sum(shares) != UNIT or len(shares) != len(weights):
+def _weights(position: int, shares: Sequence[int], line: Mapping[str, Any]) -> Event:
+    if sum(shares) != UNIT or len(shares) != len(line["weights"]):
         raise ValueError(f"shares {shares!r:.80}")
-    return Recorded(int(position), tuple(shares), tuple(weights))
+    return new_weights(int(position), shares, line["weights"])

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from streamload.order.mixing import UNIT, shares_of
+from streamload.order.events import UNIT
+from streamload.order.portions import shares_of
 from streamload.steering.policy import Policy, weights_of
 from streamload.steering.summary import NOTHING, PARTS, Signal, SourceSummary, Summary
 from streamload.steering.worlds import World

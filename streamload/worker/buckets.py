@@ -14,7 +14,7 @@ import xxhash
 from streamload.errors import NoValidSamples
 from streamload.order.buckets import Block, cells, dealt
 from streamload.order.hashing import BUCKETS, key
-from streamload.order.mixing import Mixing, Portion
+from streamload.order.portions import Portion, Portions
 from streamload.order.split import Split
 from streamload.order.steps import Steps
 from streamload.worker.blocked import Wait
@@ -61,7 +61,9 @@ class BlockPlanner:
         mixture: gives the portions of a group's blocks.
     """
 
-    def __init__(self, config: WorkerConfig, reader: Reader, steps: Steps, mixture: Callable[[int], Mixing]):
+    def __init__(
+        self, config: WorkerConfig, reader: Reader, steps: Steps, mixture: Callable[[int], Portions]
+    ):
         assert config.bucketing is not None
         self.steps = steps
         self._config, self._reader, self._mixture = config, reader, mixture

@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from streamload.cache.selection import with_facts
 from streamload.extension import Event, Extension, ReadProgress, WorkerPart
+from streamload.ipc import ControlBlock
+from streamload.order.events import of_kind
 from streamload.shards.samples import Entry
 from streamload.worker.reader import Reader
 
@@ -67,6 +69,12 @@ class ThisProcess:
 
     number: int
     reader: Reader
+    control: ControlBlock
+
+    @property
+    def decided(self) -> int:
+        """See extension.WorkerProcess."""
+        return self.control.decided
 
     def progress(self) -> ReadProgress:
         """See extension.WorkerProcess."""
@@ -90,17 +98,22 @@ class WorkerParts:
         self._pending: dict[str, list[Event]] = {}
         self._received: dict[str, int] = {}  # events since the start of the epoch
 
-    def start_epoch(self, events: Mapping[str, Sequence[Event]]) -> None:
-        """Start an epoch with the events of each extension, in order."""
-        self._pending = {name: list(events.get(name, ())) for name in self._parts}
+    def start_epoch(self, events: Sequence[Event], position: int) -> None:
+        """Start an epoch at a position with the events of all extensions."""
+        self._pending = {name: of_kind(events, name) for name in self._parts}
         self._received = dict.fromkeys(self._parts, 0)
         for part in self._parts.values():
             part.start_epoch()
+        self.begin(position)
 
-    def receive(self, events: Mapping[str, Sequence[Event]]) -> None:
-        """Take the events of each extension since the start of the epoch, known ones among them."""
+    def may_begin(self, number: int) -> bool:
+        """True if a step may be begun."""
+        return all(part.may_begin(number) for part in self._parts.values())
+
+    def receive(self, events: Sequence[Event]) -> None:
+        """Take the events since the start of the epoch, known ones among them."""
         for name in self._parts:
-            sent = events.get(name, ())
+            sent = of_kind(events, name)
             self._pending[name].extend(sent[self._received[name] :])
             self._received[name] = len(sent)
 

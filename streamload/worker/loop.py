@@ -49,7 +49,7 @@ from streamload.worker.messages import (
     SEAT,
     Batch,
     BlockBounds,
-    Changed,
+    EpochChange,
     EpochStart,
     Failed,
     SkippedSample,
@@ -155,7 +155,7 @@ class WorkerLoop:
         self._replacements = Replacements(config, self._reader)
         self._parts: WorkerParts | None = None
         if config.extensions:
-            self._parts = WorkerParts(config.extensions, ThisProcess(worker, self._reader))
+            self._parts = WorkerParts(config.extensions, ThisProcess(worker, self._reader, control))
         self._placed: list[tuple[int, int]] = []  # shard and number of the sample of each row
         self._memory = ReadMemory(_READ_AHEAD_BYTES)
         self._stages = Stages(self._counts)
@@ -173,7 +173,7 @@ class WorkerLoop:
         admission = self._admission(sampler.steps, start)
         parts = self._parts
         if parts is not None:
-            parts.start_epoch(start.events)
+            parts.start_epoch(start.events, start.position)
         claims = self._control.claims if self._workers else None
         numbers = self._numbers = Numbers(claims, start.generation, self._ahead + 2, self._numbers)
         number = 0
@@ -182,12 +182,12 @@ class WorkerLoop:
                 self._wait_until(functools.partial(self._may_begin, number))
                 if self._control.order.generation != start.generation:
                     return
-                if steps is None or number < steps:
-                    self._wait_until(functools.partial(self._is_decided, start.decision_before(number)))
+                if parts is not None and (steps is None or number < steps):
+                    self._wait_until(functools.partial(parts.may_begin, number))
                 if changes_generation != self._control.changes.generation:
-                    latest = Changed.from_json(self._control.changes.read())
+                    latest = EpochChange.from_json(self._control.changes.read())
                     steps, changes_generation = latest.steps, latest.generation
-                    sampler.change(latest.changes, latest.resizes)
+                    sampler.receive(latest.events)
                     if parts is not None:
                         parts.receive(latest.events)
                 if steps is not None and number >= steps:
@@ -261,10 +261,6 @@ class WorkerLoop:
         while not holds():
             self._reader.stop_if_superseded()
             time.sleep(_POLL_SECONDS)
-
-    def _is_decided(self, step: int) -> bool:
-        """True if the decision at a step of the run was made."""
-        return self._control.decided >= step
 
     def _may_begin(self, number: int) -> bool:
         """True if the training loop has taken so many batches that this one isn't too far ahead."""

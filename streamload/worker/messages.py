@@ -17,13 +17,13 @@ from streamload.cache.selection import Selection
 from streamload.cache.shard import ShardList
 from streamload.cache.shared.sharing import SharedOptions
 from streamload.derived.calls.feature_rows import FeatureStart
-from streamload.extension import Event, Extension
+from streamload.extension import Extension
 from streamload.options import Eviction, FreeDisk, Revalidate
-from streamload.order.mixing import Change
+from streamload.order.events import BATCH_SIZE, Event, from_json, of_kind
 from streamload.order.plan import OrderOptions, Pieces
 from streamload.order.seq_lens import SeqLens
 from streamload.order.split import Split
-from streamload.order.steps import Resize, Steps, StepTable
+from streamload.order.steps import Steps, StepTable
 from streamload.origins.origin import OriginOptions
 from streamload.torch_internals import ExceptionWrapper
 from streamload.worker.bucketing import Bucketing
@@ -130,36 +130,20 @@ class EpochStart(NamedTuple):
     """Global samples of the sequence before the first step."""
     steps: int | None
     """Number of steps; None: to the end of the pass."""
-    changes: list[Change]
-    """Changes of the sources' shares, from the position on."""
+    events: Sequence[Event]
+    """Events of the run that hold from the position on, and later ones."""
     groups: dict[int, GroupState]
     """Of each group, by its number among all; none at the beginning of a sequence."""
     changes_generation: int
-    """The generation of the control block's changes that are among these."""
+    """The generation of the control block's changes that are among the events."""
     features: dict[str, FeatureStart]
     """Figures of each feature, by its name."""
-    resizes: Sequence[Resize] = ()
-    """Other sizes of steps than that of the configuration, from the position on."""
     blocks_from: int = 0
     """The position at which the blocks of bucketing begin."""
     table_from: tuple[int, int] = (0, 0)
     """With a table of steps: the epoch in the training loop, and its samples before the first step."""
-    decisions: tuple[int, int, int] = (0, 0, 0)
-    """Steps of the run before the first; weights are decided at each step that the second divides (0: never),
-    and count so many steps later."""
-    events: Mapping[str, Sequence[Event]] = {}
-    """Of each extension, in order."""
     generation: int = 0
     """The generation of this start in the control block."""
-
-    def decision_before(self, number: int) -> int:
-        """The step of the run at which the last decision was made that a step may depend on; 0: none.
-
-        Args:
-            number: of the step, from 0 at this start.
-        """
-        steps, every, delay = self.decisions
-        return max(0, steps + number - delay) // every * every if every else 0
 
     def steps_of(self, config: WorkerConfig) -> Steps:
         """The steps from the first one on."""
@@ -168,7 +152,7 @@ class EpochStart(NamedTuple):
         blocks = None
         if config.bucketing is not None:
             blocks = config.bucketing.blocks(config.split.batch, self.epoch, self.blocks_from)
-        return Steps(config.split, self.position, remaining, blocks, self.resizes)
+        return Steps(config.split, self.position, remaining, blocks, of_kind(self.events, BATCH_SIZE))
 
     def to_json(self) -> dict[str, Any]:
         """The start as JSON-able values, without its generation."""
@@ -176,15 +160,12 @@ class EpochStart(NamedTuple):
             "epoch": self.epoch,
             "position": self.position,
             "steps": self.steps,
-            "changes": self.changes,
+            "events": self.events,
             "groups": {str(number): state.to_json() for number, state in self.groups.items()},
             "changes_generation": self.changes_generation,
             "features": self.features,
-            "resizes": self.resizes,
             "blocks_from": self.blocks_from,
             "table_from": self.table_from,
-            "decisions": self.decisions,
-            "events": self.events,
         }
 
     @classmethod
@@ -192,54 +173,28 @@ class EpochStart(NamedTuple):
         """The start that `to_json` wrote, with the control block's generation."""
         groups = {int(number): GroupState.from_json(state) for number, state in value["groups"].items()}
         features = {name: FeatureStart(*start) for name, start in value["features"].items()}
-        changes, resizes = changes_from(value["changes"]), resizes_from(value["resizes"])
-        parsed: dict[str, Any] = {"changes": changes, "resizes": resizes, "features": features}
-        parsed["events"] = events_from(value["events"])
-        return cls(**{**value, **parsed, "groups": groups})
+        parsed = {"groups": groups, "features": features, "events": from_json(value["events"])}
+        return cls(**{**value, **parsed})
 
 
-class Changed(NamedTuple):
-    """Changes since an epoch's start."""
+class EpochChange(NamedTuple):
+    """Events since an epoch's start."""
 
-    changes: list[Change]
-    """Of the sources' shares."""
-    resizes: list[Resize]
-    """Of the steps' sizes, from a position on that no worker has passed when it reads this."""
+    events: Sequence[Event]
+    """Those that set weights and sizes may be left out where they were over when it was written."""
     steps: int | None
     """Number of steps of the epoch since its start."""
-    events: Mapping[str, Sequence[Event]] = {}
-    """Of each extension, since the start of the epoch, in order."""
     generation: int = 0
     """The generation of these values in the control block."""
 
     def to_json(self) -> dict[str, Any]:
-        """The changes as JSON-able values, without their generation."""
-        return {name: value for name, value in self._asdict().items() if name != "generation"}
+        """The change as JSON-able values, without its generation."""
+        return {"events": self.events, "steps": self.steps}
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Changed:
-        """The changes that `to_json` wrote, with the control block's generation."""
-        parsed = {
-            "changes": changes_from(value["changes"]),
-            "resizes": resizes_from(value["resizes"]),
-            "events": events_from(value["events"]),
-        }
-        return cls(**{**value, **parsed})
-
-
-def changes_from(value: list[Any]) -> list[Change]:
-    """Changes of shares from their JSON form."""
-    return [Change(position, tuple(shares)) for position, shares in value]
-
-
-def resizes_from(value: list[Any]) -> list[Resize]:
-    """Sizes of steps from their JSON form."""
-    return [Resize(*resize) for resize in value]
-
-
-def events_from(value: dict[str, list[Any]]) -> dict[str, list[Event]]:
-    """Events of extensions from their JSON form."""
-    return {name: [Event(*event) for event in events] for name, events in value.items()}
+    def from_json(cls, value: dict[str, Any]) -> EpochChange:
+        """The change that `to_json` wrote, with the control block's generation."""
+        return cls(**{**value, "events": from_json(value["events"])})
 
 
 class SkippedSample(NamedTuple):

@@ -24,8 +24,8 @@ from streamload.cache.shard_view import Found
 from streamload.extension import ReadProgress
 from streamload.ipc import ControlBlock
 from streamload.metrics import Counters
+from streamload.order.events import Event
 from streamload.order.group import GroupOrder
-from streamload.order.mixing import Change
 from streamload.order.plan import pass_order
 from streamload.order.repeats import RepeatedArrivals
 from streamload.origins.outages import listen, outages
@@ -243,9 +243,9 @@ class Reader:
         """Raise NoValidSamples if no usable sample has been seen: no more will come."""
         self._cache.raise_if_unusable()
 
-    def give_shares(self, changes: Sequence[Change]) -> None:
-        """Prefetch only for the sources that have a share in one of these."""
-        shares = zip(*(change.shares for change in changes), strict=True)
+    def give_shares(self, changes: Sequence[Event]) -> None:
+        """Prefetch only for the sources that have a share by one of these."""
+        shares = zip(*(change.value["shares"] for change in changes), strict=True)
         self._idle = {source for source, source_shares in enumerate(shares) if not any(source_shares)}
 
     def fill_ahead(self) -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from streamload.errors import NoValidSamples
-from streamload.order.mixing import Change, Mixing, Portion, in_effect
+from streamload.order.events import BATCH_SIZE, WEIGHTS, Event, in_effect, joined, of_kind
+from streamload.order.portions import Portion, Portions
 from streamload.order.split import Share
-from streamload.order.steps import Resize
 from streamload.worker.blocked import Wait
 from streamload.worker.buckets import BlockPlanner, PlannedStep
 from streamload.worker.messages import EpochStart, Span, Visit, WorkerConfig
@@ -36,29 +36,26 @@ class Sampler:
         self._config = config
         self._reader = reader
         self._start = start
-        self._changes = start.changes
+        self._events: Sequence[Event] = start.events
         self._groups = config.split.groups_of(config.rank)
         self.steps = start.steps_of(config)
-        self._mixtures: dict[int, Mixing] = {}
+        self._mixtures: dict[int, Portions] = {}
         self._planner: BlockPlanner | None = None
         if config.bucketing is not None:
             self._planner = BlockPlanner(config, reader, self.steps, self._mixture)
 
-    def change(self, changes: list[Change], resizes: list[Resize]) -> None:
-        """Change the shares of later steps, and their sizes; those of earlier ones may be left out."""
-        changes = [
-            *(earlier for earlier in self._changes if earlier.position < changes[0].position),
-            *changes,
-        ]
-        self._changes = changes
-        self.steps.resize(resizes)
+    def receive(self, events: Sequence[Event]) -> None:
+        """Go by events of later steps; those of earlier ones may be left out."""
+        sizes = of_kind(events, BATCH_SIZE)
+        self._events = joined(self._events, [*of_kind(events, WEIGHTS), *sizes])
+        self.steps.resize(sizes)
         for mixture in self._mixtures.values():
-            mixture.changes = changes
+            mixture.events = self._events
 
     def at(self, position: int) -> Step | PlannedStep:
         """The step at a global position."""
         if len(self._config.sources) > 1:
-            self._reader.give_shares(in_effect(self._changes, position))
+            self._reader.give_shares(in_effect(of_kind(self._events, WEIGHTS), position))
         shares = self.steps.at(position).shares(position, self._config.rank, self._groups)
         if self._planner is not None and self.steps.is_planned(position):
             groups = {share.group: share.size for share in shares}
@@ -89,7 +86,7 @@ class Sampler:
         step = self.at(position)
         return [(visit.shard, visit.number) for part in step.visits() for visit in part or ()]
 
-    def _mixture(self, group: int) -> Mixing:
+    def _mixture(self, group: int) -> Portions:
         mixture = self._mixtures.get(group)
         if mixture is None:
             start, zeros = self._start, (0,) * len(self._config.sources)
@@ -98,8 +95,8 @@ class Sampler:
             owed = zeros if state is None else state.owed
             block = self.steps.block(start.position)
             position = start.position if block is None else block.begin
-            mixture = self._mixtures[group] = Mixing(
-                self.steps, group, position, self._changes, positions, owed, self._config.multiple
+            mixture = self._mixtures[group] = Portions(
+                self.steps, group, position, self._events, positions, owed, self._config.multiple
             )
         return mixture
 

@@ -23,7 +23,7 @@ class GroupState(NamedTuple):
     """The state of a group: all that resuming it needs."""
 
     owed: tuple[int, ...]
-    """Credits of each source (of order.mixing.Portion)."""
+    """Credits of each source (of order.portions.Portion)."""
     sources: tuple[SourceState, ...]
 
     def to_json(self) -> dict[str, Any]:

@@ -8,7 +8,8 @@ import pytest
 
 from streamload.cli import main
 from streamload.errors import OptionError
-from streamload.steering.decisions import WEIGHTS, DecisionLog
+from streamload.order.events import WEIGHTS
+from streamload.steering.decisions import DecisionLog
 from streamload.steering.picture import drawing
 
 

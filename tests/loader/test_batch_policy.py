@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,7 +16,9 @@ import streamload
 from streamload import Images, Patches, Source
 from streamload.batching import Measured, SizeDecided, ThroughputBalanced
 from streamload.errors import OptionError, PolicyError
-from streamload.loader.batch_sizing import BatchSizing
+from streamload.extension import TakenBatch
+from streamload.loader.batch_sizing import BatchSizes, BatchSizing
+from streamload.loader.rank_run import RankRun
 from streamload.mixing import Replay
 from streamload.testing.shards import write_shards
 from tests.loader.test_batch_size import keys_by_step, make
@@ -176,6 +178,12 @@ def test_sizes_that_the_training_sets_are_logged_and_replayed_with_weights(
         iter(loader)
 
 
+class Taken(NamedTuple):
+    position: int
+    stop: int
+    passes: tuple[int, ...]
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 100.0
@@ -189,20 +197,18 @@ def test_what_is_measured_is_the_time_of_steps_of_one_size(data: list[str], tmp_
     policy, clock = Listed([None] * 9), Clock()
     with make(data, tmp_path, batch_policy=policy) as loader:
         schedule = loader._schedule
-        sizing = BatchSizing(loader.options, schedule, clock)
-
-    total_wait_ns = 0
+        run = RankRun(BatchSizes.name, loader.options, schedule, loader._process, loader._events)
+        sizing = BatchSizing(run, clock)
 
     def take(steps: int, rows: int, seconds: float, waited: float) -> None:
-        nonlocal total_wait_ns
         for _ in range(steps):
             clock.now += seconds
-            total_wait_ns += int(waited * 1e9)
-            sizing.took(rows, total_wait_ns)
-            sizing.decide(lambda size, told: 0)
+            run.process.counts.add("data_wait_ns", int(waited * 1e9))
+            sizing.taken(Taken(0, rows, ()))
+            sizing.before_batch()
 
     def begin() -> None:
-        sizing.start_epoch(lambda: None)
+        sizing.start_epoch(0)
 
     begin()
     take(4, 12, 2.0, 0.5)
@@ -214,7 +220,7 @@ def test_what_is_measured_is_the_time_of_steps_of_one_size(data: list[str], tmp_
     take(3, 12, 1.0, 0.0)
     take(1, 24, 1.0, 0.0)  # another size: nothing of it is measured yet
     assert len(policy.asked) == 2
-    schedule.tracker.resize(12, schedule.resized(24, 0, None), 0)
+    schedule.tracker.add(schedule.resized(24, 0), 12, 0)
     take(4, 24, 3.0, 0.3)
     assert policy.asked[2] == Measured(16, 24, pytest.approx(0.1), 3.0)
 
@@ -226,17 +232,15 @@ def of_two_ranks(rank: int, data: list[str], place: Path) -> None:
     )
     policy = Listed([10, 4] if rank == 0 else [7, 7])
     options: dict[str, Any] = {"batch_size": 6, "num_batches": 14, "num_workers": rank}
-    took = BatchSizing.took
-    steps = 0
+    taken = BatchSizing.taken
 
-    def slow(sizing: BatchSizing, rows: int, total_wait_ns: int) -> None:
-        nonlocal steps
-        steps += 1
-        took(sizing, rows, total_wait_ns + rank * steps * 10**12)
+    def slow(sizing: BatchSizing, batch: TakenBatch) -> None:
+        sizing._run.process.counts.add("data_wait_ns", rank * 10**12)
+        taken(sizing, batch)
         sizing._seconds += rank * 2000
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(BatchSizing, "took", slow)
+        patched.setattr(BatchSizing, "taken", slow)
         with make(data, place / f"{rank}", rank=rank, world_size=2, batch_policy=policy, **options) as loader:
             rows = [len(batch["__key__"]) for batch in loader]
     asked = [[measured.wait_share, measured.step_seconds] for measured in policy.asked]

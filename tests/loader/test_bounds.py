@@ -122,7 +122,7 @@ def lonely(rank: int, data: Path, place: Path) -> None:
         next(batches)
         if rank:
             began = time.monotonic()
-            loader._current_epoch()._monitor.fail(RuntimeError("its disk is gone"))
+            loader._events.epoch._monitor.fail(RuntimeError("its disk is gone"))
             assert time.monotonic() - began < 60
             (place / "told").touch()
             while not (place / "heard").exists():

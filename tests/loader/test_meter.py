@@ -25,7 +25,7 @@ import torch
 import streamload
 from streamload import torch_internals
 from streamload.cache.runs import files, read_runs
-from streamload.loader import meter, microbatches, publishing
+from streamload.loader import batch_info, meter, publishing
 from streamload.loader.output import Outputs
 from streamload.metrics import alerts, verdict
 from streamload.metrics.page import RunPage, as_dict
@@ -213,7 +213,7 @@ def test_lists_of_python_numbers_are_not_walked_when_they_are_yielded(
         looked_at += 1
         return isinstance_(value, kind)
 
-    monkeypatch.setattr(microbatches, "isinstance", counting, raising=False)
+    monkeypatch.setattr(batch_info, "isinstance", counting, raising=False)
     workers = streamload.Workers(map_sample=counted, collate=numbers_of)
     with make(f"{data}/{URLS}", tmp_path, workers=workers) as loader:
         batches = list(loader)

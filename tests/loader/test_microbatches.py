@@ -12,7 +12,8 @@ import streamload
 from streamload import Batches, Images, Order, Patches
 from streamload.batches.padding import RowWidths
 from streamload.errors import OptionError
-from streamload.loader.microbatches import Microbatches, Yielded
+from streamload.loader.batch_info import Yielded
+from streamload.loader.microbatches import Microbatches, cut_of
 from streamload.testing.shards import write_shards
 from tests.batches.test_padding import words
 from tests.loader.test_part_size import LIMIT, Device
@@ -168,7 +169,7 @@ def test_there_are_few_shapes():
     for varies in ((True, True), (True, False), (False, True)):
         bounds = np.where(varies, rows, full).astype(np.int32)
         yielded = Yielded(0, len(rows), (), RowWidths(bounds, full, varies, (), False), ())
-        cuts = [yielded.cut(row, row + 1) for row in range(len(rows))]
+        cuts = [cut_of(yielded, row, row + 1) for row in range(len(rows))]
         assert len({(cut.tokens, cut.patches) for cut in cuts}) <= 32
         assert all(
             cut.tokens >= row[0] and cut.patches >= row[1] for cut, row in zip(cuts, bounds, strict=True)
@@ -238,7 +239,7 @@ def test_another_error_and_one_between_steps_have_no_note(shards, tmp_path, in_p
 def test_auto_finds_the_rows_that_a_device_has_room_for(shards, tmp_path, monkeypatch, workers):
     """On a simulated device, with the loader's own batches."""
     simulated = Device(LIMIT // 50, 0, LIMIT / 40, LIMIT / 80, 0.0, 0.01, 1)
-    monkeypatch.setattr("streamload.loader.output.memory_of", lambda device: simulated)
+    monkeypatch.setattr("streamload.loader.microbatches.memory_of", lambda device: simulated)
     batches = Batches(microbatch="auto")
     sizes = []
     with make(shards, tmp_path, batches=batches, batch_size=48, num_batches=8, num_workers=workers) as loader:
@@ -265,7 +266,7 @@ def auto_of_two_ranks(rank, shards, place):
     options = {"batches": longest("auto"), "order": Order(rank=rank, world_size=2), "num_batches": 70}
     sizes = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("streamload.loader.output.memory_of", lambda device: simulated)
+        patched.setattr("streamload.loader.microbatches.memory_of", lambda device: simulated)
         with make(shards, place / f"cache-{rank}", batch_size=12, **options) as loader:
             for step, batch in enumerate(loader):
                 sizes.append([])

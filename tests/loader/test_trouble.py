@@ -412,7 +412,7 @@ def test_bad_samples_are_counted_across_a_resume(tmp_path: Path) -> None:
     urls = shards_with_bad_images(tmp_path, [{1, 5}] * 6)
     with make(urls, tmp_path, max_bad_samples=0.5) as loader:
         keys_of(loader)
-        whole = loader._checks.counts()
+        whole = loader._process.checks.counts()
     with make(urls, tmp_path, max_bad_samples=0.5) as loader:
         for _ in zip(range(4), loader, strict=False):
             pass
@@ -422,7 +422,7 @@ def test_bad_samples_are_counted_across_a_resume(tmp_path: Path) -> None:
         loader.load_state_dict(state)
         assert loader.state_dict()["bad_samples"] == state["bad_samples"]
         keys_of(loader)
-        assert loader._checks.counts()[:2] == whole[:2]
+        assert loader._process.checks.counts()[:2] == whole[:2]
         newer = ("shards", "sizes", "opens_after", "checksum", "bad_samples")
         before = {name: value for name, value in state.items() if name not in newer}
         loader.load_state_dict({**before, "streamload_state": 2})
@@ -619,10 +619,10 @@ def test_batches_of_an_epoch_that_was_left_are_not_computed(server: ShardServer,
     with make(urls(server), tmp_path, map_sample=map_sample, **options) as loader:
         next(iter(loader))
         until(lambda: list(tmp_path.glob("gate.*")))  # in the third batch
-        left = loader._control.order.generation
+        left = loader._process.control.order.generation
 
         def open_gate() -> None:
-            until(lambda: loader._control.order.generation != left)
+            until(lambda: loader._process.control.order.generation != left)
             gate.unlink()
 
         opener = threading.Thread(target=open_gate)

@@ -6,8 +6,9 @@ import pytest
 
 from streamload.errors import OptionError
 from streamload.order.buckets import Block, Blocks
+from streamload.order.events import new_batch_size
 from streamload.order.split import Split
-from streamload.order.steps import Resize, Steps, StepTable, refuse_uneven
+from streamload.order.steps import Steps, StepTable, refuse_uneven
 
 STEPS = ((128, 16), (576, 3), (1024, 2), (128, 16), (128, 5))
 
@@ -62,7 +63,7 @@ def followed(batch, position, resizes, count):
     """The first steps from a position on, one by one: (where each begins, its size)."""
     found = []
     while len(found) < count:
-        batch = next((each.batch for each in reversed(resizes) if each.position <= position), batch)
+        batch = next((each.value["batch"] for each in reversed(resizes) if each.position <= position), batch)
         found.append((position, batch))
         position += batch
     return found
@@ -76,7 +77,7 @@ def test_steps_follow_their_sizes_however_these_become_known(number):
     for _ in range(rng.randint(1, 4)):
         place += rng.randint(0 if not resizes else 1, 5) * batch
         batch = rng.randint(1, 9)
-        resizes.append(Resize(place, batch))
+        resizes.append(new_batch_size(place, batch))
     expected = followed(first, position, resizes, 40)
     at_once = Steps(Split(first, 1, 1), position, None, None, resizes)
     learned = Steps(Split(first, 1, 1), position)
@@ -97,7 +98,7 @@ def test_an_epoch_ends_where_its_next_step_would_not_be_full_in_the_size_until_t
     for _ in range(rng.randint(0, 3)):
         place += rng.randint(1, 4) * batch
         batch = rng.randint(1, 9)
-        resizes.append(Resize(place, batch))
+        resizes.append(new_batch_size(place, batch))
     steps = Steps(Split(first, 1, 1), 0, None, None, resizes)
     for samples in range(60):
         count, before = 0, first
@@ -110,7 +111,7 @@ def test_an_epoch_ends_where_its_next_step_would_not_be_full_in_the_size_until_t
 
 def test_blocks_begin_again_where_steps_have_another_size():
     blocks = Blocks.of_sequence(8, 6, 0, 0)
-    steps = Steps(Split(8, 1, 1), 0, None, blocks, [Resize(64, 16, 3), Resize(160, 4, 12)])
+    steps = Steps(Split(8, 1, 1), 0, None, blocks, [new_batch_size(64, 16, 3), new_batch_size(160, 4, 12)])
     assert [steps.block(begin) for begin in (0, 8, 24, 56, 64, 96, 112, 159, 160, 207)] == [
         Block(0, 8), Block(8, 16), Block(16, 32), Block(32, 64), Block(64, 112), Block(64, 112),
         Block(112, 160), Block(112, 160), Block(160, 208), Block(160, 208),
@@ -120,7 +121,7 @@ def test_blocks_begin_again_where_steps_have_another_size():
 
 def test_a_size_that_changes_within_a_step_is_refused():
     with pytest.raises(OptionError, match="change in size at 30, where no step begins"):
-        Steps(Split(12, 1, 1), 0, None, None, [Resize(30, 6)])
+        Steps(Split(12, 1, 1), 0, None, None, [new_batch_size(30, 6)])
 
 
 def test_groups_that_ranks_cannot_share_evenly_are_refused():

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamload.errors import DecisionsError, OptionError
-from streamload.order.mixing import UNIT, shares_of
-from streamload.steering.decisions import SEQUENCE, WEIGHTS, DecisionLog, LogPlace, read_lines
+from streamload.order.events import UNIT, WEIGHTS
+from streamload.order.portions import shares_of
+from streamload.steering.decisions import SEQUENCE, DecisionLog, LogPlace, read_lines
 from streamload.steering.replay import Replay
 
 RUN = {"order": {"seed": 3, "batch": 12}, "policy": "Progress", "every": 200}
@@ -41,7 +42,8 @@ def written(path: Path, count: int = 4) -> DecisionLog:
 
 
 def share_at(replay: Replay, sequence: int, position: int) -> float:
-    return replay.weights(sequence, position)[0].shares[1] / UNIT
+    shares = replay.events(sequence, position)[0].value["shares"]
+    return float(shares[1] / UNIT)
 
 
 def test_a_replay_has_the_weights_of_each_position(tmp_path: Path) -> None:
@@ -49,14 +51,14 @@ def test_a_replay_has_the_weights_of_each_position(tmp_path: Path) -> None:
     replay = Replay(tmp_path / "log")
     for position, weight in [(0, 1), (23, 1), (24, 1), (47, 1), (48, 2), (95, 3), (96, 4), (10**6, 4)]:
         assert share_at(replay, 0, position) == pytest.approx(weight / (1 + weight), abs=1e-8)
-    assert [one.position for one in replay.weights(0, 50)] == [48, 72, 96]
+    assert [one.position for one in replay.events(0, 50)] == [48, 72, 96]
 
 
 def test_a_later_change_drops_those_after_its_position(tmp_path: Path) -> None:
     log = written(tmp_path / "log")
     log.add(WEIGHTS, line(30, (3.0, 1.0)))
     replay = Replay(tmp_path / "log")
-    assert [one.position for one in replay.weights(0, 0)] == [0, 24, 30]
+    assert [one.position for one in replay.events(0, 0)] == [0, 24, 30]
 
 
 def test_each_sequence_has_its_own_changes(tmp_path: Path) -> None:
@@ -64,9 +66,12 @@ def test_each_sequence_has_its_own_changes(tmp_path: Path) -> None:
     log.add(SEQUENCE, since(0, 7, (9.0, 1.0)))
     log.add(WEIGHTS, line(36, (1.0, 9.0), 7))
     replay = Replay(tmp_path / "log")
-    assert [one.position for one in replay.weights(0, 0)] == [0, 24, 48, 72, 96]
-    assert [(one.position, one.weights) for one in replay.weights(7, 0)] == [(0, (9, 1)), (36, (1, 9))]
-    assert [(one.position, one.weights) for one in replay.weights(8, 0)] == [(0, (1, 9))]
+    assert [one.position for one in replay.events(0, 0)] == [0, 24, 48, 72, 96]
+    assert [(one.position, one.value["weights"]) for one in replay.events(7, 0)] == [
+        (0, (9, 1)),
+        (36, (1, 9)),
+    ]
+    assert [(one.position, one.value["weights"]) for one in replay.events(8, 0)] == [(0, (1, 9))]
 
 
 def test_every_edited_byte_is_an_error(tmp_path: Path) -> None:
@@ -146,7 +151,7 @@ def test_a_log_that_lacks_lines_of_the_state_begins_anew_there(
     replay = Replay(path)
     assert share_at(replay, 0, 130) == pytest.approx(0.8, abs=1e-8)
     with pytest.raises(DecisionsError, match="begins at step 10"):
-        replay.weights(0, 119)
+        replay.events(0, 119)
     again = DecisionLog(path, RUN)
     again.begin(log.place, since(150))  # a state after that is found in the new file
     again.add(WEIGHTS, line(168, (1.0, 6.0)))

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamload.errors import OptionError
-from streamload.order.mixing import UNIT, Change, Mixing, in_effect, portion, shares_of
+from streamload.order.events import UNIT, in_effect, new_weights
+from streamload.order.portions import Portions, portion, shares_of
 from streamload.order.split import Split
 from streamload.order.steps import Steps
 
@@ -47,17 +48,17 @@ def test_steps_can_be_followed_from_any_on_and_in_any_strides(number):
     sources = rng.randint(1, 4)
     weights = [[rng.randint(1, 9) for _ in range(sources)] for _ in range(3)]
     changes = [
-        Change(position, shares_of(w, [0.0] * sources))
+        new_weights(position, shares_of(w, [0.0] * sources))
         for position, w in zip((0, 7 * split.batch, 20 * split.batch - 1), weights, strict=True)
     ]
     zeros = [0] * sources
-    whole = Mixing(Steps(split, 0), group, 0, changes, zeros, zeros)
+    whole = Portions(Steps(split, 0), group, 0, changes, zeros, zeros)
     steps = [whole.at(step * split.batch) for step in range(30)]
     for begin in range(1, 30):
         before = steps[begin - 1]
         known = in_effect(changes, begin * split.batch)
         at = begin * split.batch
-        resumed = Mixing(Steps(split, at), group, at, known, before.stop, before.owed)
+        resumed = Portions(Steps(split, at), group, at, known, before.stop, before.owed)
         for step in range(begin + rng.randint(0, 3), 30, rng.randint(1, 3)):
             assert resumed.at(step * split.batch) == steps[step]
     assert sum(steps[-1].stop) == split.start(30 * split.batch, group)
@@ -66,13 +67,13 @@ def test_steps_can_be_followed_from_any_on_and_in_any_strides(number):
 def test_a_change_counts_from_the_first_step_at_or_behind_it():
     first, second = (UNIT, 0), (0, UNIT)
     for at, step in ((0, 0), (1, 1), (10, 1), (11, 2), (20, 2)):
-        changes = [Change(0, first), Change(at, second)]
-        mixture = Mixing(Steps(Split(10, 1, 1), 0), 0, 0, changes, (0, 0), (0, 0))
+        changes = [new_weights(0, first), new_weights(at, second)]
+        mixture = Portions(Steps(Split(10, 1, 1), 0), 0, 0, changes, (0, 0), (0, 0))
         assert [mixture.at(10 * n).take == (10, 0) for n in range(4)] == [n < step for n in range(4)]
 
 
 def test_a_step_that_has_gone_by_or_is_none_fails():
-    mixture = Mixing(Steps(Split(10, 1, 1), 0), 0, 0, [Change(0, (UNIT,))], (0,), (0,))
+    mixture = Portions(Steps(Split(10, 1, 1), 0), 0, 0, [new_weights(0, (UNIT,))], (0,), (0,))
     mixture.at(20)
     for position in (20, 45):
         with pytest.raises(ValueError, match="no step begins at"):

@@ -1,4 +1,4 @@
-"""Mixing of sources: which source fills each position of a group (step E). Shares may change during a run.
+"""Portions: which source fills each position of a group (step E). Shares may change during a run.
 
 A step takes exactly the share of each source; rounding is carried over as credit. Integers only, so that all
 processes agree. Each source has its own sequence (group.py), which continues where the last step stopped.
@@ -10,16 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import isfinite
-from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamload.errors import OptionError
-from streamload.order.steps import Resize, Steps
+from streamload.order.events import UNIT, Event, shares_at
+from streamload.order.steps import Steps
 
-UNIT = 1 << 32
-"""The sum of all shares."""
 WIDEST_MULTIPLE = 1 << 20
 
 
@@ -32,8 +30,7 @@ def shares_of(weights: Sequence[float], floors: Sequence[float]) -> tuple[int, .
 
     Raises:
         OptionError: a weight that is negative or not a number, only zero weights, or floors that add up to
-        more
-            than 1.
+            more than 1.
     """
     for kind, values in (("weights", weights), ("floors", floors)):
         if any(not isfinite(value) or value < 0 for value in values):
@@ -61,22 +58,6 @@ def shares_of(weights: Sequence[float], floors: Sequence[float]) -> tuple[int, .
     for i in rests[: UNIT - sum(whole)]:
         whole[i] += 1
     return tuple(whole)
-
-
-class Change(NamedTuple):
-    """New shares, from the first step that begins at or after a global position."""
-
-    position: int
-    shares: tuple[int, ...]
-
-
-_Changed = TypeVar("_Changed", Change, Resize)
-
-
-def in_effect(changes: Sequence[_Changed], position: int) -> list[_Changed]:
-    """Return the changes in effect from a position on: the last one up to it, and all later ones."""
-    first = max((i for i, change in enumerate(changes) if change.position <= position), default=0)
-    return list(changes[first:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +90,15 @@ class Portion:
         return sources[np.argsort(np.concatenate(times), kind="stable")]
 
 
-class Mixing:
+class Portions:
     """The portions of one group, step by step.
 
     Args:
         steps: of the epoch; if they are planned by block, portions are those of whole blocks.
         group: its number.
         position: the global position of the first step or block.
-        changes: of the shares; the first is in effect at `position`. May be replaced by a list that is the
-            same up to the last step that was asked for.
+        events: of the run; the first new shares are in effect at `position`. May be replaced by a list that
+            is the same up to the last step that was asked for.
         given: the position of each source in its own sequence.
         owed: the credit of each source at that point, in UNITs.
         multiple: of what a step takes of each source, where that divides the group's samples of the step.
@@ -128,12 +109,12 @@ class Mixing:
         steps: Steps,
         group: int,
         position: int,
-        changes: Sequence[Change],
+        events: Sequence[Event],
         given: Sequence[int],
         owed: Sequence[int],
         multiple: int = 1,
     ) -> None:
-        self.changes = changes
+        self.events = events
         self._steps, self._group = steps, group
         self._position, self._multiple = position, multiple
         self._given, self._owed = tuple(given), tuple(owed)
@@ -155,7 +136,7 @@ class Mixing:
         block = self._steps.block(position)
         self._position = position + split.batch if block is None else block.end
         size = split.start(self._position, self._group) - split.start(position, self._group)
-        shares = in_effect(self.changes, position)[0].shares
+        shares = shares_at(self.events, position)
         share = portion(self._given, self._owed, shares, size, self._multiple)
         self._given, self._owed = share.stop, share.owed
         return share
