@@ -17,11 +17,12 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from streamload import limits
 from streamload.ipc import is_plain
 from streamload.transforms.normalise import normalise_batch
 from streamload.transforms.plan import Statistics
@@ -144,7 +145,7 @@ class Pinned:
     runs_ahead = True
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "streamload-pin")
+        self._thread = limits.Threads(1, "streamload-pin")
         self.close = weakref.finalize(self, _end, self._thread, (), os.getpid())
         self.close.atexit = False  # at exit Python itself waits for the thread
 
@@ -184,7 +185,7 @@ class Streamed:
         slots = [_Slot() for _ in range(_SLOTS)]
         self._next_slot = itertools.cycle(slots)
         self._is_short = False  # of device memory, for a batch ahead
-        self._thread = ThreadPoolExecutor(1, "streamload-device")
+        self._thread = limits.Threads(1, "streamload-device")
         self.close = weakref.finalize(self, _end, self._thread, slots, os.getpid())
         self.close.atexit = False  # at exit Python itself waits for the thread
 
@@ -293,7 +294,7 @@ def _received(sent: _Sent) -> Values:
     return values
 
 
-def _end(thread: ThreadPoolExecutor, slots: Sequence[_Slot], pid: int) -> None:
+def _end(thread: limits.Threads, slots: Sequence[_Slot], pid: int) -> None:
     """End the thread, and wait for copies that read from pinned memory."""
     if os.getpid() != pid:
         return  # a fork of the rank has neither

@@ -12,7 +12,11 @@ import mmap
 import os
 import resource
 import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor  # noqa: TID251  here alone
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from streamload.errors import LimitReached, is_shortage
 
@@ -21,7 +25,14 @@ PATIENCE_SECONDS = 15.0
 _MOST_FILES = 1 << 20
 """No higher soft limit is set: programs that close all possible descriptors take minutes for a billion."""
 _MOST_CAUSES = 8
+_ENDING_SECONDS = 1.0
+"""Longest wait of a fork for threads that are ending, which takes them less than a millisecond."""
+_ENDING_POLL_SECONDS = 0.0002
 _CGROUP = Path("/sys/fs/cgroup")
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+_threads: set[threading.Thread] = set()
+"""Threads that were started from here, or noted: those that run, and those that a fork might still meet."""
 
 
 def allow_many_files() -> None:
@@ -79,17 +90,92 @@ def reached(what: str, error: BaseException) -> LimitReached:
 
 
 def start(thread: threading.Thread) -> None:
-    """Start a thread.
+    """Start a thread. A fork of this process waits while it ends, see `note_thread`.
 
     Raises:
         LimitReached: the user or the container may not have another one.
     """
-    try:
+    with _named(thread.name):
         thread.start()
+    _note(thread)
+
+
+class Threads(ThreadPoolExecutor):
+    """A pool of threads. A fork of this process waits while they end, see `note_thread`.
+
+    Args:
+        count: of threads, at most.
+        name: of each, before its number.
+    """
+
+    def __init__(self, count: int, name: str):
+        super().__init__(count, name, initializer=note_thread)
+        self._name = name
+
+    def submit(
+        self, call: Callable[_Parameters, _Result], /, *args: _Parameters.args, **options: _Parameters.kwargs
+    ) -> Future[_Result]:
+        """Call something in a thread.
+
+        Raises:
+            LimitReached: the user or the container may not have another thread.
+        """
+        with _named(self._name):
+            return super().submit(call, *args, **options)
+
+
+def note_thread() -> None:
+    """Let forks of this process wait while the current thread ends.
+
+    Before Python 3.13 `join` returns when a thread has run its last line of Python. It still has to leave the
+    C libraries, where it takes OpenSSL's locks: a process that is forked meanwhile has these locked for good,
+    and hangs when it opens its first TLS connection. With any Python, nobody joins some threads.
+    """
+    _note(threading.current_thread())
+
+
+def _note(thread: threading.Thread) -> None:
+    _threads.difference_update(
+        [
+            ended
+            for ended in _ended_threads()
+            if ended.native_id == thread.native_id or not _is_in_system(ended)
+        ]
+    )
+    _threads.add(thread)
+
+
+def _ended_threads() -> list[threading.Thread]:
+    """Return the noted threads that have run their last line of Python."""
+    return [thread for thread in tuple(_threads) if not thread.is_alive()]
+
+
+def _is_in_system(thread: threading.Thread) -> bool:
+    return thread.native_id is not None and Path(f"/proc/self/task/{thread.native_id}").exists()
+
+
+def _await_ending_threads() -> None:
+    """Wait until each noted thread either runs or is gone. No other one can end after the last look."""
+    deadline = time.monotonic() + _ENDING_SECONDS
+    while ended := _ended_threads():
+        is_late = time.monotonic() >= deadline
+        _threads.difference_update([thread for thread in ended if is_late or not _is_in_system(thread)])
+        if not _threads.isdisjoint(ended):
+            time.sleep(_ENDING_POLL_SECONDS)
+
+
+os.register_at_fork(before=_await_ending_threads, after_in_child=_threads.clear)
+
+
+@contextlib.contextmanager
+def _named(thread: str) -> Iterator[None]:
+    """Say which thread can't be started."""
+    try:
+        yield
     except RuntimeError as exc:
         if "can't start new thread" not in str(exc):
             raise
-        raise reached(f"the thread {thread.name} can't be started", exc) from exc
+        raise reached(f"the thread {thread} can't be started", exc) from exc
 
 
 def anonymous_memory(size_bytes: int) -> mmap.mmap:

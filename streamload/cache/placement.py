@@ -15,13 +15,13 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
 
+from streamload import limits
 from streamload.cache import demand, memory
 from streamload.cache.directory import check_owner
 from streamload.cache.locks import FileLock, exclusive
@@ -265,7 +265,7 @@ def _data_bytes(shards: Sequence[Shard], held: dict[str, int], ask: SizeOf) -> i
     far = [shard for shard in others if shard.in_place is None]
     near_bytes = (len(others) - len(far)) * _INDEX_BYTES
     asked = far[:: -(-len(far) // _SHARDS_ASKED) or 1]
-    with ThreadPoolExecutor(max(1, len(asked))) as pool:
+    with limits.Threads(max(1, len(asked)), "streamload-sizes") as pool:
         answers = list(pool.map(ask, asked))
     sizes = [_taken_bytes(size) for size in answers if size is not None]
     if len(sizes) < len(asked):

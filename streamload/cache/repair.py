@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from streamload import urls
+from streamload import limits, urls
 from streamload.cache import demand
 from streamload.cache.fill import Filled, FillOptions, fill
 from streamload.cache.shard import Shard, shard_of
@@ -77,7 +76,7 @@ def repair(
 
         return _fetch(tier, damage, shard, origin, stop)
 
-    with ThreadPoolExecutor(jobs, thread_name_prefix="streamload-repair") as pool:
+    with limits.Threads(jobs, "streamload-repair") as pool:
         try:
             yield from pool.map(work, damages)
         finally:

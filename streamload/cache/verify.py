@@ -13,11 +13,11 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamload import urls
+from streamload import limits, urls
 from streamload.cache.eviction import HeldShard
 from streamload.cache.garbage import unused
 from streamload.cache.inventory import foreign_in, is_filled, url_of
@@ -107,7 +107,7 @@ def verify(
     def work(shard: HeldShard) -> Verified | None:
         return _verify(tier, shard, (known or {}).get(shard.digest), take_out, halt)
 
-    with ThreadPoolExecutor(jobs, thread_name_prefix="streamload-verify") as pool:
+    with limits.Threads(jobs, "streamload-verify") as pool:
         line: deque[Future[Verified | None]] = deque()
         try:
             for shard in shards:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from streamload import limits
 from streamload.cli.logs import logger, progress_console
 from streamload.cli.options import (
     AsJson,
@@ -214,7 +215,7 @@ def _shown(service: Service) -> Iterator[None]:
     ended = threading.Event()
     show = _bar if console.is_terminal and not console.quiet else _lines
     thread = threading.Thread(target=show, args=(service.status, ended, console), name="streamload-show")
-    thread.start()
+    limits.start(thread)
     try:
         yield
     finally:

@@ -289,8 +289,7 @@ def _data(urls: list[str]) -> list[Finding]:
 
 def _shards(urls: list[str], storage_options: str | None) -> list[Finding]:
     """True if the first and the last shard of each source are available."""
-    from concurrent.futures import ThreadPoolExecutor
-
+    from streamload import limits
     from streamload.errors import StreamloadError
     from streamload.urls import expand_urls, redact, split_sources
 
@@ -303,7 +302,7 @@ def _shards(urls: list[str], storage_options: str | None) -> list[Finding]:
         return [Finding("shards", "can't be listed", advice=str(exc), unusable=True)]
     ends = list(dict.fromkeys(shard for source in sources for shard in (source[0], source[len(source) - 1])))
     asked = ends[:: -(-len(ends) // _MOST_ASKED)]
-    with ThreadPoolExecutor(8) as pool:
+    with limits.Threads(8, "streamload-look") as pool:
         reasons = pool.map(lambda url: _why_unavailable(url, storage), asked)
     refused = [(url, why) for url, why in zip(asked, reasons, strict=True) if why]
     available = f"{len(asked) - len(refused)} of {len(asked)} first and last ones are available"

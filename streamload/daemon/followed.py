@@ -7,12 +7,12 @@ import hashlib
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from streamload import limits
 from streamload.cache.shard import Shard, ShardList, prepared_form
 from streamload.cache.shared.objects import Objects, TooLarge
 from streamload.daemon.demand import GUESSED_BYTES, PrefetchWindow, SizeOf, in_order
@@ -254,7 +254,7 @@ class FollowedDemand:
                 return None
 
         followed_groups = [g for g in groups if g < plan.groups and (not self._groups or g in self._groups)]
-        with ThreadPoolExecutor(min(_READERS, max(1, len(followed_groups)))) as pool:
+        with limits.Threads(min(_READERS, max(1, len(followed_groups))), "streamload-progress") as pool:
             return [progress for progress in pool.map(read, followed_groups) if progress is not None]
 
     def _coming(self, coming: Coming, progress: Sequence[Progress]) -> list[tuple[int, str]]:

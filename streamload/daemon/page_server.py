@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+from streamload import limits
 from streamload.errors import OptionError
 from streamload.options import listen_at
 
@@ -67,7 +68,7 @@ class PageServer:
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="streamload-pages", daemon=True
         )
-        self._thread.start()
+        limits.start(self._thread)
 
     def __enter__(self: _Own) -> _Own:
         return self
@@ -101,6 +102,11 @@ class _Server(http.server.ThreadingHTTPServer):
             self.shutdown_request(request)
         else:
             super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """In the thread of a connection."""
+        limits.note_thread()
+        super().process_request_thread(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         """Close a connection."""

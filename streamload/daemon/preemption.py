@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
+from streamload import limits
 from streamload.daemon.metadata import CLOUDS, METADATA, Cloud, Metadata
 
 logger = logging.getLogger("streamload")
@@ -110,7 +111,7 @@ class Watch(threading.Thread):
         self._services = [
             kind(bases[name]) for name, kind in CLOUDS.items() if cloud == name or cloud == "auto"
         ]
-        self.start()
+        limits.start(self)
 
     def close(self) -> None:
         """Stop polling, after the running request. Idempotent."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from streamload import limits
 from streamload.cache.shared.objects import Objects, TooLarge
 from streamload.daemon.plan_file import PLAN_LIMIT_BYTES, Progress, RunPlan
 from streamload.errors import SharedTierError, StreamloadError
@@ -51,7 +52,7 @@ class Publisher:
         self._paces: dict[int, _Pace] = {}
         self._has_failed = False
         self._thread = threading.Thread(target=self._work, name="streamload-publish", daemon=True)
-        self._thread.start()
+        limits.start(self._thread)
 
     def tell(self, progress: Progress) -> None:
         """Set the progress of a group, to be published next; takes microseconds."""

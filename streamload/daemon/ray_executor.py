@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from streamload import limits
 from streamload.cache.shard import Shard
 from streamload.daemon.executor import Results, TaskResult
 from streamload.daemon.ray_task import Job, bring, own_version
@@ -119,7 +120,7 @@ class RayExecutor:
         self._room = _LEAST
         self._asked_at = float("-inf")
         self._thread = threading.Thread(target=self._watch, name="streamload-ray", daemon=True)
-        self._thread.start()
+        limits.start(self._thread)
 
     def __repr__(self) -> str:
         with self._lock:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
+from streamload import limits
 from streamload.cache.locks import FileLock
 from streamload.cache.shard import Shard
 from streamload.cache.shared.tier import SharedTier
@@ -109,7 +109,7 @@ class SharedTarget:
         self._tier = tier
         self._clock = clock
         self._seen: dict[str, float] = {}  # when a shard was seen there, by digest; for one thread
-        self._pool = ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="streamload-look")
+        self._pool = limits.Threads(_ASKED_AT_ONCE, "streamload-look")
 
     def missing(self, shards: Sequence[Shard]) -> list[Shard]:
         """See Target."""

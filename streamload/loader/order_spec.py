@@ -11,14 +11,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
 import xxhash
 
-from streamload import urls
+from streamload import limits, urls
 from streamload.cache.forecast import LARGE_SAMPLE_BYTES, LARGE_SHARD_BYTES, Measure, Width, fits, fitting
 from streamload.cache.shard import ShardList
 from streamload.errors import OptionError, OrderDiverged
@@ -289,7 +288,7 @@ def _widths_of_node(
     step = max(1, options.batch_size * topology.world_size // order.groups)
     if fits(asked, limit_bytes, step):
         return None
-    with ThreadPoolExecutor(len(firsts)) as pool:
+    with limits.Threads(len(firsts), "streamload-sizes") as pool:
         shard_bytes = pool.map(measure.shard_bytes, firsts)
         asked = [replace(w, shard_bytes=size) for w, size in zip(asked, shard_bytes, strict=True)]
         if fits(asked, limit_bytes, step):

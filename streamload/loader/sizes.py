@@ -6,13 +6,12 @@ import contextlib
 import json
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from streamload import urls
+from streamload import limits, urls
 from streamload.errors import DataError, OrderDiverged, OriginDenied, OriginNotFound, StreamloadError
 from streamload.loader.distributed import first_with_details
 from streamload.origins.origin import OriginOptions, open_origin
@@ -76,7 +75,7 @@ def estimate_samples(shards: Sequence[str], storage_options: dict[str, Any] | No
         can be read.
     """
     looked_at = shards[:: -(-len(shards) // _SHARDS_ESTIMATED) or 1]
-    with ThreadPoolExecutor(len(looked_at)) as pool:
+    with limits.Threads(len(looked_at), "streamload-sizes") as pool:
         counts = list(pool.map(lambda url: _estimated(url, storage_options), looked_at))
     readable = [count for count in counts if count is not None]
     return round(sum(readable) / len(readable) * len(shards)) if readable else None

@@ -10,11 +10,12 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
+from streamload import limits
 from streamload.cache.shard import Shard
 from streamload.origins.origin import Origin, Version
 
@@ -61,7 +62,7 @@ class Ranges:
 
     def __init__(self, open_origin: Callable[[Shard], Origin]):
         self._open_origin = open_origin
-        self._pool: ThreadPoolExecutor | None = None  # made in the process that uses it
+        self._pool: limits.Threads | None = None  # made in the process that uses it
         self._blocks: list[_Block] = []  # in the order of their requests
         self._turn = 0
         self._lock = threading.Lock()
@@ -77,7 +78,7 @@ class Ranges:
                 if sum(block.stop - block.start for block in self._blocks) > _AHEAD_BYTES:
                     return
                 whole = group[0]._replace(stop=max(part.stop for part in group))
-                self._pool = self._pool or ThreadPoolExecutor(_AT_ONCE, "streamload-range")
+                self._pool = self._pool or limits.Threads(_AT_ONCE, "streamload-range")
                 data = self._pool.submit(self._read, whole)
                 place = whole.shard.digest, whole.start, whole.stop
                 self._blocks.append(_Block(*place, data, len(group), self._turn))

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from streamload import limits
 from streamload.testing.connection import Connection, Request
 from streamload.testing.faults import NO_FAULT, Fault
 from streamload.testing.link import Link
@@ -75,7 +76,7 @@ class ShardServer:
         self.port: int = self._server.server_address[1]
         self.url = f"{'https' if tls else 'http'}://{host}:{self.port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="shard-server")
-        self._thread.start()
+        limits.start(self._thread)
 
     def __enter__(self) -> ShardServer:
         return self
@@ -178,6 +179,11 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         with self._lock:
             self._open.add(request)
         super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """In the thread of a connection."""
+        limits.note_thread()
+        super().process_request_thread(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:

@@ -1,21 +1,26 @@
-"""Forks beside threads that open and close files: a child keeps no copy, and closes nothing else."""
+"""Forks beside threads: a child has no copies of their files, no locks of theirs, and closes nothing else."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from streamload import limits
 from streamload.cache.fill import Filled, fill
 from streamload.cache.locks import FileLock, exclusive
 from streamload.cache.shard import shard_of
 from streamload.cache.shard_view import ShardView
 from streamload.cache.tier import Tier
-from streamload.errors import CacheError
+from streamload.errors import CacheError, LimitReached
 from streamload.origins.origin import open_origin
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
@@ -174,3 +179,126 @@ def test_the_end_of_a_commands_leash_is_not_held_by_a_child() -> None:
     assert len(leash) == 1
     assert not leash & set(said_by_child(ends).split())
     stream.close()
+
+
+@pytest.fixture
+def end_slowly() -> Iterator[Callable[[int], None]]:
+    """A call that makes the end of its thread take so many microseconds, behind the last line of Python."""
+    libc, key = ctypes.CDLL(None), ctypes.c_uint()
+    assert libc.pthread_key_create(ctypes.byref(key), libc.usleep) == 0  # called with the thread's value
+    libc.pthread_setspecific.argtypes = [ctypes.c_uint, ctypes.c_void_p]
+
+    def end_slowly(microseconds: int) -> None:
+        assert libc.pthread_setspecific(key, microseconds) == 0
+
+    yield end_slowly
+    libc.pthread_key_delete(key)
+
+
+def started(work: Callable[[], None]) -> None:
+    thread = threading.Thread(target=work)
+    limits.start(thread)
+    thread.join()
+
+
+def pooled(work: Callable[[], None]) -> None:
+    with limits.Threads(2, "streamload-test") as pool:
+        pool.submit(work).result()
+
+
+def noted(work: Callable[[], None]) -> None:
+    def work_of_another() -> None:
+        limits.note_thread()
+        work()
+
+    thread = threading.Thread(target=work_of_another)
+    thread.start()
+    thread.join()
+
+
+def threads_at_fork() -> set[int]:
+    """The threads of this process just after a fork."""
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    threads = {int(name) for name in os.listdir("/proc/self/task")}
+    os.waitpid(child, 0)
+    return threads
+
+
+@pytest.mark.parametrize("run", [started, pooled, noted])
+def test_a_fork_waits_for_threads_that_have_not_left_the_c_libraries(
+    run: Callable[[Callable[[], None]], None], end_slowly: Callable[[int], None]
+) -> None:
+    """They have run their last line of Python, and been joined."""
+    ended: list[int] = []
+
+    def work() -> None:
+        ended.append(threading.get_native_id())
+        end_slowly(100_000)
+
+    run(work)
+    assert not threads_at_fork() & set(ended)
+
+
+def test_a_fork_goes_on_beside_a_thread_that_runs_and_one_that_never_ends(
+    end_slowly: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "_ENDING_SECONDS", 0.01)
+    may_end = threading.Event()
+    running = threading.Thread(target=may_end.wait)
+    ending = threading.Thread(target=end_slowly, args=(2_000_000,))
+    for thread in (running, ending):
+        limits.start(thread)
+    while ending.is_alive():
+        time.sleep(0.001)
+    assert threads_at_fork() >= {running.native_id, ending.native_id}
+    assert running in limits._threads
+    assert ending not in limits._threads  # nor waited for again
+    may_end.set()
+    running.join()
+
+
+def test_a_pool_says_which_thread_it_may_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with limits.Threads(2, "streamload-test") as pool:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(LimitReached, match="the thread streamload-test can't be started"):
+            pool.submit(bool)
+
+
+_TLS_BESIDE_FORKS = """
+import os, signal, ssl, threading
+from streamload import limits
+
+def greet(_):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    connection = context.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_hostname="localhost")
+    try:
+        connection.do_handshake()
+    except ssl.SSLWantReadError:
+        pass
+
+hung = 0
+for _ in range(150):
+    with limits.Threads(3, "greeting") as pool:
+        list(pool.map(greet, range(3)))
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        thread = threading.Thread(target=greet, args=(0,))
+        thread.start()
+        thread.join()
+        os._exit(0)
+    hung += os.waitpid(child, 0)[1] != 0
+    if hung:
+        break
+print(hung)
+"""
+
+
+def test_a_child_opens_tls_connections_after_threads_that_had_some_have_ended() -> None:
+    """OpenSSL takes its locks once more as a thread ends."""
+    assert subprocess.check_output([sys.executable, "-c", _TLS_BESIDE_FORKS]) == b"0\n"

@@ -134,6 +134,8 @@ class Condition(Lock):
 
 
 class Thread:
+    native_id: int | None = None  # it is none of the system's
+
     def __init__(self, engine: Engine, target: Callable[[], object], name: str):
         self.name = name
         self._engine = engine

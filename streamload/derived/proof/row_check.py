@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from streamload import limits
 from streamload.cache import memory
 from streamload.cache.directory import check_owner
 from streamload.cache.locks import FileLock
@@ -274,7 +275,7 @@ class RowCheck:
         module_bytes(module)  # what can't be sent is known at once
         _listen()
         _running.append(self)
-        threading.Thread(target=self._run, name="streamload-check", daemon=True).start()
+        limits.start(threading.Thread(target=self._run, name="streamload-check", daemon=True))
 
     def wait(self, most_seconds: float = _PATIENCE_SECONDS) -> None:
         """Wait for the verdict, so long."""

@@ -20,8 +20,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from streamload import limits
 from streamload.derived.log_once import log_once
 from streamload.derived.store.sealed import seal_rows
+from streamload.errors import LimitReached
 
 _LINGER_SECONDS = 0.2
 """The thread waits so long for more rows: a transaction of many takes less time for each."""
@@ -172,8 +174,8 @@ class RowQueue:
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="streamload-rows", daemon=True)
         try:
-            self._thread.start()
-        except RuntimeError:  # none can be started while Python ends: `flush` stores them
+            limits.start(self._thread)
+        except (RuntimeError, LimitReached):  # as while Python ends: `flush` stores them
             self._thread = None
 
     def _has_enough(self) -> bool:

@@ -13,11 +13,11 @@ import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from streamload import limits
 from streamload.cache import garbage
 from streamload.cache.eviction import HeldShard
 from streamload.cache.inventory import meta_of, url_of
@@ -283,7 +283,7 @@ class SharedRowShards(RowShards):
                 objects.setdefault((match[1], match[2]), []).append(name)
         # without an index it is being stored, or was given up
         whole = [(*of, names) for of, names in objects.items() if f"prepared/{'/'.join(of)}/index" in names]
-        with ThreadPoolExecutor(_REQUESTS, thread_name_prefix="streamload-list") as pool:
+        with limits.Threads(_REQUESTS, "streamload-list") as pool:
             found = [one for one in pool.map(lambda one: self._look(*one), whole) if one is not None]
         return sorted(found, key=lambda one: (one.url, one.digest))
 
