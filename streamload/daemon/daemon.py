@@ -25,7 +25,7 @@ from streamload.daemon.executor import Executor, TaskResult
 from streamload.daemon.options import DaemonOptions
 from streamload.daemon.preemption import Notice
 from streamload.daemon.status import Failures, Status
-from streamload.daemon.targets import Target
+from streamload.daemon.targets import WarmTarget
 from streamload.errors import SharedTierDenied, SharedTierError
 from streamload.origins.outages import outages
 from streamload.prefetch.scheduler import FillRequest
@@ -62,7 +62,7 @@ class Daemon:
     def __init__(
         self,
         demand: Demand,
-        target: Target,
+        target: WarmTarget,
         executor: Executor,
         *,
         leases: Leases | None = None,

@@ -14,7 +14,7 @@ from streamload.cache.freshness import Freshness
 from streamload.cache.shard import Shard
 from streamload.cache.shard_cache import tombstone_cause
 from streamload.cache.tier import Tier
-from streamload.daemon.targets import Target
+from streamload.daemon.targets import WarmTarget
 from streamload.errors import StreamloadError
 from streamload.metrics import Counters
 from streamload.options import file_system
@@ -146,7 +146,7 @@ class LocalExecutor:
     def __init__(
         self,
         tier: Tier,
-        target: Target,
+        target: WarmTarget,
         open_origin: OpenOrigin,
         options: LocalOptions,
         *,

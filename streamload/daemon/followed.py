@@ -19,7 +19,7 @@ from streamload.daemon.demand import GUESSED_BYTES, PrefetchWindow, SizeOf, in_o
 from streamload.daemon.plan_file import (
     PLAN_LIMIT_BYTES,
     PROGRESS_LIMIT_BYTES,
-    Progress,
+    PlanProgress,
     RunPlan,
     names_of,
     runs_in,
@@ -44,7 +44,7 @@ class Coming:
         self.plan = plan
         self._pieces: dict[tuple[int, int], Pieces] = {}
 
-    def of(self, progress: Progress, count: int) -> list[int]:
+    def of(self, progress: PlanProgress, count: int) -> list[int]:
         """The next shards of a group, after those that its readers fetch themselves, in order of need.
 
         Args:
@@ -65,7 +65,7 @@ class Coming:
         coming_shards.sort()
         return [shard for _, shard in coming_shards[progress.ahead : depth]]
 
-    def _of_source(self, number: int, progress: Progress, count: int) -> npt.NDArray[np.int64]:
+    def _of_source(self, number: int, progress: PlanProgress, count: int) -> npt.NDArray[np.int64]:
         """The next shards of one source: the rest of its pass, then the next pass."""
         source, group = self.plan.sources[number], progress.group
         group_pieces = self._pieces.get((number, group))
@@ -237,13 +237,13 @@ class FollowedDemand:
                 *(run, ", ".join(unnamed[:3]), ", …" if len(unnamed) > 3 else "", unnamed[0]),
             )
 
-    def _progress(self, plan: RunPlan, groups: Sequence[int]) -> list[Progress]:
+    def _progress(self, plan: RunPlan, groups: Sequence[int]) -> list[PlanProgress]:
         """The progress of the groups; one whose file can't be read is left out of this look."""
 
-        def read(group: int) -> Progress | None:
+        def read(group: int) -> PlanProgress | None:
             try:
                 with self._refused_once(f"runs/{plan.run}/group-{group}.json", PROGRESS_LIMIT_BYTES) as data:
-                    return None if data is None else Progress.read(plan, group, data)
+                    return None if data is None else PlanProgress.read(plan, group, data)
             except PlanError as exc:
                 logger.warning("%s", exc)
                 return None
@@ -257,7 +257,7 @@ class FollowedDemand:
         with limits.Threads(min(_READERS, max(1, len(followed_groups))), "streamload-progress") as pool:
             return [progress for progress in pool.map(read, followed_groups) if progress is not None]
 
-    def _coming(self, coming: Coming, progress: Sequence[Progress]) -> list[tuple[int, str]]:
+    def _coming(self, coming: Coming, progress: Sequence[PlanProgress]) -> list[tuple[int, str]]:
         """The positions of shards in order of need, each with the name of its recipe."""
         return in_order(
             [(place, name) for place in coming.of(group_progress, self._count(group_progress))]
@@ -265,7 +265,7 @@ class FollowedDemand:
             for name in (self._recipe_for(coming.plan, group_progress),)
         )
 
-    def _recipe_for(self, plan: RunPlan, progress: Progress) -> str:
+    def _recipe_for(self, plan: RunPlan, progress: PlanProgress) -> str:
         """The full name of the recipe by which a group's shards are prepared; "": they aren't.
 
         Shards prepared with other versions of libraries than the readers' would never be read.
@@ -288,7 +288,7 @@ class FollowedDemand:
             )
         return recipe.name if is_given else ""
 
-    def _count(self, progress: Progress) -> int:
+    def _count(self, progress: PlanProgress) -> int:
         """The most shards of a group that are in the window."""
         if self._window.seconds is not None:
             count = self._window.seconds * progress.shards_per_second

@@ -172,7 +172,7 @@ def plan_of(
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class PlanProgress:
     """The progress of a group, as published by one of the processes that read it.
 
     Attributes:
@@ -217,7 +217,7 @@ class Progress:
         return json.dumps(value).encode()
 
     @classmethod
-    def read(cls, plan: RunPlan, group: int, data: bytes) -> Progress:
+    def read(cls, plan: RunPlan, group: int, data: bytes) -> PlanProgress:
         """Parse the progress file of a group.
 
         Raises:

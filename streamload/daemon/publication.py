@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamload.cache.shared.sharing import SharedOptions
-from streamload.daemon.plan_file import PlannedSource, Progress, plan_of
+from streamload.daemon.plan_file import PlannedSource, PlanProgress, plan_of
 from streamload.daemon.publisher import Publisher
 from streamload.extension import BatchRows, Extension, WorkerPart, WorkerProcess
 from streamload.urls import UrlList
@@ -73,7 +73,7 @@ class PublishingPart(WorkerPart):
                 for source in range(len(self._publication.sources))
             )
             self._publisher.tell(
-                Progress(
+                PlanProgress(
                     *(group, progress.epoch, fronts, progress.shards_ahead, progress.mean_bytes),
                     prepared=prepared_by,
                 )

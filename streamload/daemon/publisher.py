@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from streamload import limits
 from streamload.cache.shared.objects import Objects, TooLarge
-from streamload.daemon.plan_file import PLAN_LIMIT_BYTES, Progress, RunPlan
+from streamload.daemon.plan_file import PLAN_LIMIT_BYTES, PlanProgress, RunPlan
 from streamload.errors import SharedTierError, StreamloadError
 
 logger = logging.getLogger("streamload")
@@ -48,13 +48,13 @@ class Publisher:
         self._clock = clock
         self._change = threading.Condition()
         # Guarded by _change:
-        self._news: dict[int, Progress] = {}
+        self._news: dict[int, PlanProgress] = {}
         self._paces: dict[int, _Pace] = {}
         self._has_failed = False
         self._thread = threading.Thread(target=self._work, name="streamload-publish", daemon=True)
         limits.start(self._thread)
 
-    def tell(self, progress: Progress) -> None:
+    def tell(self, progress: PlanProgress) -> None:
         """Set the progress of a group, to be published next; takes microseconds."""
         with self._change:
             pace = self._paces.get(progress.group)
@@ -124,14 +124,14 @@ class Publisher:
 class _Pace:
     """The rate at which a group opens shards, since its first progress of an epoch."""
 
-    def __init__(self, began_with: Progress, now_seconds: float):
+    def __init__(self, began_with: PlanProgress, now_seconds: float):
         self.began_with = began_with
         self.told = 0
         self._began = now_seconds
         self._opened = 0
         self._last = began_with.fronts
 
-    def at(self, progress: Progress, now_seconds: float) -> float:
+    def at(self, progress: PlanProgress, now_seconds: float) -> float:
         """Shards per second until now; 0 if it isn't known yet."""
         for (pass_, place), (last_pass, last_place) in zip(progress.fronts, self._last, strict=True):
             self._opened += max(0, place - last_place) if pass_ == last_pass else place

@@ -33,7 +33,7 @@ from streamload.daemon.ray_executor import RayExecutor, connect
 from streamload.daemon.ray_task import Job
 from streamload.daemon.status import Status
 from streamload.daemon.status_server import DEFAULT_LISTEN, StatusServer
-from streamload.daemon.targets import LocalTarget, SharedTarget, Target
+from streamload.daemon.targets import LocalTarget, SharedTarget, WarmTarget
 from streamload.daemon.task_origins import TaskOrigins, Throttle
 from streamload.derived.recipes import Recipes
 from streamload.errors import OptionError
@@ -129,7 +129,7 @@ class Service:
         demand_file = stack.enter_context(contextlib.closing(DemandFile(tier.root / "runs")))
         sharing = stack.enter_context(contextlib.closing(Sharing(shared, counts)))
         is_for_node = sharing.tier is None or options.into == "local"
-        target: Target = LocalTarget(tier)
+        target: WarmTarget = LocalTarget(tier)
         leases = None
         if sharing.tier is not None and not is_for_node:
             target = stack.enter_context(contextlib.closing(SharedTarget(sharing.tier)))

@@ -22,7 +22,7 @@ MOST_MISSES = 64
 """Stop probing a shared tier after so many misses: later shards won't be started yet."""
 
 
-class Target(Protocol):
+class WarmTarget(Protocol):
     """Where shards are delivered. Thread-safe.
 
     Attributes:
@@ -76,22 +76,22 @@ class LocalTarget:
         self._tier = tier
 
     def missing(self, shards: Sequence[Shard]) -> list[Shard]:
-        """See Target."""
+        """See WarmTarget."""
         return [shard for shard in shards if not self.holds(shard)]
 
     def holds(self, shard: Shard) -> bool:
-        """See Target."""
+        """See WarmTarget."""
         return self._tier.published(shard.digest).exists()
 
     def deliver(self, shard: Shard, directory: Path) -> None:
-        """See Target: the shard is there."""
+        """See WarmTarget: the shard is there."""
 
     def is_busy(self) -> bool:
-        """See Target."""
+        """See WarmTarget."""
         return False
 
     def task_name(self, shard: Shard) -> str:
-        """See Target."""
+        """See WarmTarget."""
         return shard.digest
 
 
@@ -112,7 +112,7 @@ class SharedTarget:
         self._pool = limits.Threads(_ASKED_AT_ONCE, "streamload-look")
 
     def missing(self, shards: Sequence[Shard]) -> list[Shard]:
-        """See Target."""
+        """See WarmTarget."""
         since = self._clock() - _SEEN_SECONDS
         self._seen = {digest: seen_at for digest, seen_at in self._seen.items() if seen_at > since}
         unknown = [shard for shard in shards if shard.digest not in self._seen]
@@ -129,11 +129,11 @@ class SharedTarget:
         return [shard for shard in unknown if shard.digest not in self._seen]
 
     def holds(self, shard: Shard) -> bool:
-        """See Target: a shard's index is written last."""
+        """See WarmTarget: a shard's index is written last."""
         return self._tier.has(shard)
 
     def deliver(self, shard: Shard, directory: Path) -> None:
-        """See Target."""
+        """See WarmTarget."""
         if shard.local is not None:
             raise OptionError(f"{shard.name} is a file of this machine, and isn't stored for others")
         pin = FileLock.acquire(directory / "names", shared=True)  # keeps it from being evicted meanwhile
@@ -143,11 +143,11 @@ class SharedTarget:
             self._tier.store(shard, directory)
 
     def is_busy(self) -> bool:
-        """See Target."""
+        """See WarmTarget."""
         return False
 
     def task_name(self, shard: Shard) -> str:
-        """See Target."""
+        """See WarmTarget."""
         return shard.digest
 
     def close(self) -> None:

@@ -104,15 +104,15 @@ class _WarmTarget(LocalTarget):
         self.has_copies = self._write_back is not None
 
     def missing(self, shards: Sequence[Shard]) -> list[Shard]:
-        """See Target: all of them, as there is one look."""
+        """See WarmTarget: all of them, as there is one look."""
         return list(shards)
 
     def holds(self, shard: Shard) -> bool:
-        """See Target."""
+        """See WarmTarget."""
         return self._tier.has_whole(shard)
 
     def deliver(self, shard: Shard, directory: Path) -> None:
-        """See Target: hands the shard to the write-back."""
+        """See WarmTarget: hands the shard to the write-back."""
         if self._write_back is None:
             return
         self._sharing.kept(shard)
@@ -121,7 +121,7 @@ class _WarmTarget(LocalTarget):
         self._write_back.add(shard, directory)
 
     def is_busy(self) -> bool:
-        """See Target."""
+        """See WarmTarget."""
         return self._write_back is not None and not self._write_back.wait(0)
 
     @property

@@ -33,7 +33,7 @@ class BatchSizes(Extension):
     name = "batch_sizes"
 
     def in_rank(self, run: Run) -> BatchSizing:
-        """See Extension."""
+        """Decide by the policy of the loader."""
         assert isinstance(run, RankRun)
         return BatchSizing(run)
 

@@ -85,7 +85,7 @@ class DataLoaderInterface(DataLoader[Any]):
         `DataLoader(loader.as_dataset(), batch_size=None, num_workers=0)`: the batches are ready, and this
         loader has workers of its own. Each iteration is the next epoch.
         """
-        return _Batches(self)
+        return _LoaderDataset(self)
 
     def __getitem__(self, index: object) -> Any:
         raise TypeError(
@@ -104,7 +104,7 @@ class _Placeholder(IterableDataset[Any]):
         )
 
 
-class _Batches(IterableDataset[Any]):
+class _LoaderDataset(IterableDataset[Any]):
     def __init__(self, loader: DataLoaderInterface):
         self._loader = loader
 

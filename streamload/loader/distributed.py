@@ -27,7 +27,7 @@ from streamload import limits
 from streamload.errors import RankFailed
 from streamload.ipc import ControlBlock
 from streamload.loader.heartbeats import SILENT_SECONDS, Heartbeats, ranges_of, values_of
-from streamload.loader.reports import Reports, Summary
+from streamload.loader.reports import RankReports, RankSummary
 from streamload.node import SlowestRank, host_name
 
 T = TypeVar("T")
@@ -248,12 +248,12 @@ class Ranks:
         self.host = host_name()
         self.failed: dict[int, str] = {}
         self.has_failed = False
-        self._reports = Reports(store, rank)
+        self._reports = RankReports(store, rank)
         self._is_on_nodes = False
         self._slowest, self._seen = "", 0  # the entry of the rank that waits most, and looks since it changed
         self._lock = threading.Lock()
         # As of the last summary; guarded by _lock:
-        self._summary = Summary()
+        self._summary = RankSummary()
         self._noticed: dict[int, int] = {}  # by rank: its last notice
 
     def be_on(self, node: int) -> None:
@@ -297,7 +297,7 @@ class Ranks:
                 and_others = f" (and {count - 1} more)" if count > 1 else ""
                 logger.warning("%s has waited %s%s", self.name_of(rank), summary.wait, and_others)
 
-    def _log_failures(self, before: Summary, summary: Summary) -> None:
+    def _log_failures(self, before: RankSummary, summary: RankSummary) -> None:
         """Log the failures of other ranks since an earlier summary, and remember them."""
         failures = [failure for failure in summary.failures if failure.rank != self.rank]
         self.failed = {failure.rank: failure.reason for failure in failures}

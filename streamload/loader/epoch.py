@@ -27,7 +27,7 @@ _Pending = Callable[[], tuple[Batch, dict[str, Any]]]
 """Returns a batch as the worker made it, and its values on the device."""
 
 
-class Meter(Protocol):
+class TrainingMeter(Protocol):
     """What is told of the training loop's calls (meter.Meter)."""
 
     def asked(self) -> None:
@@ -55,7 +55,7 @@ class Owner(Protocol):
     """Duration of the last `waiting` block."""
 
     @property
-    def meter(self) -> Meter:
+    def meter(self) -> TrainingMeter:
         """What is told of the training loop's calls."""
         ...
 

@@ -114,13 +114,13 @@ class RunObserver:
             self._trace = None
 
     def verdict(self, seconds: float) -> Verdict:
-        """See Loader.verdict."""
+        """Verdict on what has limited the training over the last seconds."""
         if not 0 < seconds <= LONGEST_SECONDS:
             raise OptionError(f"seconds={seconds}; expected a number up to {LONGEST_SECONDS:g}")
         return self.meter.verdict(seconds)
 
     def on_alert(self, call: OnAlert) -> None:
-        """See Loader.on_alert."""
+        """Call a function with each alert that is raised or cleared, from now on."""
         if not callable(call):
             raise OptionError(
                 f"on_alert() was given a {type(call).__name__}; expected a function of one Alert"
@@ -128,7 +128,7 @@ class RunObserver:
         self.listeners.append(call)
 
     def trace(self, steps: int) -> Trace:
-        """See Loader.trace."""
+        """Record what the workers and the fills do, from now on for a number of steps."""
         at_least(1, steps=steps)
         if self._trace is not None:
             self._trace.stop()
@@ -136,7 +136,7 @@ class RunObserver:
         return self._trace
 
     def metrics(self) -> dict[str, float]:
-        """See Loader.metrics."""
+        """The numbers of this rank since the last call; {} before the first epoch."""
         page = self.meter.page()
         if page is None:
             return {}
@@ -144,14 +144,14 @@ class RunObserver:
         return live_rank(page, before).flat()
 
     def record(self, folder: str | Path) -> None:
-        """See Loader.record."""
+        """Record this rank's numbers in a folder, from the next second on."""
         self.record_in = Path(folder)
         self._are_open = False
         if self.meter.page() is not None:
             self._open_exports()
 
     def serve_metrics(self, listen: str = DEFAULT_LISTEN) -> str | None:
-        """See Loader.serve_metrics."""
+        """Serve the metrics of this node's runs; return the URL, or None if that can't be."""
         if self._server is not None or listen in _serving:
             return None
         settings = self._options.settings()

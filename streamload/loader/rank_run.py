@@ -15,7 +15,7 @@ from streamload.loader.schedule import Schedule
 
 
 class RankRun:
-    """See extension.Run; one for each part. The loader's own extensions use more of it.
+    """The run, for one part (extension.Run). The loader's own extensions use more of it.
 
     Args:
         name: of the extension.
@@ -37,7 +37,7 @@ class RankRun:
 
     @property
     def can_agree(self) -> bool:
-        """See extension.Run."""
+        """True if the ranks are joined, or there is only one."""
         world_size = self.schedule.topology.world_size
         return world_size == 1 or can_compare(world_size)
 
@@ -51,13 +51,13 @@ class RankRun:
             self._agreement = Agreement(self.schedule.topology.world_size)
 
     def agree(self, subject: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        """See extension.Run."""
+        """Rank 0's decision from the values of all ranks."""
         self.join()
         assert self._agreement is not None
         return self._agreement.decide(subject, value, decide)
 
     def send(self, value: Any) -> Event:
-        """See extension.Run."""
+        """Send an event to the extension's parts in the workers."""
         return self.events.send(self._name, value)
 
 
@@ -93,7 +93,7 @@ class RankParts:
 
     @property
     def reported(self) -> Sequence[Mapping[str, Any]]:
-        """See extension.RankPart."""
+        """The means of the training's reports by source, as they were read last."""
         return next((part.reported for part in self._parts.values() if part.takes_reports), ())
 
     def start_epoch(self, start: int) -> list[Event]:
@@ -101,12 +101,12 @@ class RankParts:
         return [event for part in self._parts.values() for event in part.start_epoch(start)]
 
     def before_batch(self) -> None:
-        """See extension.RankPart."""
+        """A batch is asked for, and not yet waited for: parts decide."""
         for part in self._parts.values():
             part.before_batch()
 
     def taken(self, batch: TakenBatch) -> None:
-        """See extension.RankPart."""
+        """A batch is taken from its worker."""
         for part in self._parts.values():
             part.taken(batch)
 
@@ -142,18 +142,18 @@ class RankParts:
         return {key: value for part in parts for key, value in part.items()}
 
     def event_set(self, event: Event, reason: Mapping[str, Any]) -> None:
-        """See extension.RankPart."""
+        """Weights or a batch size were set."""
         for part in self._parts.values():
             part.event_set(event, reason)
 
     def report(self, values: Mapping[str, Any], info: Any, rows: Any) -> None:
-        """See extension.RankPart."""
+        """Take what the training reports of rows of a batch."""
         if not any(part.takes_reports for part in self._parts.values()):
             self._parts["reports"] = self._reports()
         for part in self._parts.values():
             part.report(values, info, rows)
 
     def report_eval(self, values: Mapping[str, Any]) -> None:
-        """See extension.RankPart."""
+        """Take losses on held-out data, by source."""
         for part in self._parts.values():
             part.report_eval(values)

@@ -24,7 +24,7 @@ _LISTED, _LISTED_NOTICES = 8, 4
 """Failures and notices of a summary; of further failures it has the ranks."""
 
 
-class Failure(NamedTuple):
+class ReportedFailure(NamedTuple):
     """A rank that has failed, the number of its report, and why."""
 
     rank: int
@@ -32,7 +32,7 @@ class Failure(NamedTuple):
     reason: str
 
 
-class Summary(NamedTuple):
+class RankSummary(NamedTuple):
     """The reports of all ranks.
 
     Attributes:
@@ -50,12 +50,12 @@ class Summary(NamedTuple):
     failed: frozenset[int] = frozenset()
     wait: str = ""
     wait_reports: int = 0
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[ReportedFailure, ...] = ()
     notices: tuple[tuple[int, int, str], ...] = ()
     hosts: dict[int, str] = {}  # noqa: RUF012  (of an immutable value; never changed)
 
     @classmethod
-    def parse(cls, text: bytes) -> Summary:
+    def parse(cls, text: bytes) -> RankSummary:
         """The summary of a text; the empty one of none."""
         if not text:
             return cls()
@@ -63,7 +63,7 @@ class Summary(NamedTuple):
         return values._replace(
             waiting=_ranks_in(values.waiting),
             failed=_ranks_in(values.failed),
-            failures=tuple(Failure(*failure) for failure in values.failures),
+            failures=tuple(ReportedFailure(*failure) for failure in values.failures),
             notices=tuple((rank, number, notice) for rank, number, notice in values.notices),
             hosts={int(rank): host for rank, host in values.hosts.items()},
         )
@@ -75,7 +75,7 @@ class Summary(NamedTuple):
         )
 
 
-class _Entry(NamedTuple):
+class _RankEntry(NamedTuple):
     """Last report of a rank: the `number`-th of its reports, of which `wait_reports` were waits."""
 
     rank: int
@@ -87,7 +87,7 @@ class _Entry(NamedTuple):
     notices: list[tuple[int, str]]
 
 
-class Reports:
+class RankReports:
     """The reports of one rank, and what it reads of the others'. Reports are thread-safe; read in one thread.
 
     Args:
@@ -99,7 +99,7 @@ class Reports:
         self._store = store
         self._lock = threading.Lock()
         # Guarded by _lock:
-        self._entry = _Entry(rank, 0, 0, "", "", "", [])
+        self._entry = _RankEntry(rank, 0, 0, "", "", "", [])
         self._notices = self._slot = 0
         # Of the reader:
         self._text, self._version = b"", 0
@@ -128,7 +128,7 @@ class Reports:
             self._summarise(version, latest)
         return entry.number
 
-    def read(self, *, accepts_older: bool = False) -> Summary | None:
+    def read(self, *, accepts_older: bool = False) -> RankSummary | None:
         """The summary of all reports; None: the one that was read last has them all.
 
         Args:
@@ -138,16 +138,16 @@ class Reports:
         if version == self._version:
             return None
         text = self._stored()
-        is_old = Summary.parse(text).version < version
+        is_old = RankSummary.parse(text).version < version
         if is_old and not (accepts_older and text != self._text):
             text = self._summary_with(version)
         if text == self._text:
             return None
-        summary = Summary.parse(text)
+        summary = RankSummary.parse(text)
         self._text, self._version = text, summary.version
         return summary
 
-    def acknowledge(self, failure: Failure) -> None:
+    def acknowledge(self, failure: ReportedFailure) -> None:
         """Tell a rank that has failed that this one has read so."""
         self._store.add(_seen(failure.rank, failure.number), 1)
 
@@ -168,8 +168,8 @@ class Reports:
         text: bytes = self._store.compare_set(_SUMMARY, "", "")  # which is there from now on
         return text
 
-    def _latest(self) -> Summary:
-        return Summary.parse(self._stored())
+    def _latest(self) -> RankSummary:
+        return RankSummary.parse(self._stored())
 
     def _summary_with(self, version: int) -> bytes:
         """The summary of so many reports, made by this rank or by another that began before."""
@@ -177,11 +177,11 @@ class Reports:
         for _ in range(looks):
             with contextlib.suppress(RuntimeError):  # a timeout; or the store is gone, which the next raises
                 self._store.wait([f"{_KEY}/made/{version}"], timedelta(seconds=_LOOK_SECONDS))
-            if Summary.parse(text := self._stored()).version >= version:
+            if RankSummary.parse(text := self._stored()).version >= version:
                 return text
         return self._summarise(version, self._latest())
 
-    def _summarise(self, version: int, before: Summary) -> bytes:
+    def _summarise(self, version: int, before: RankSummary) -> bytes:
         """Make the summary of so many reports, or some more, and write it.
 
         Args:
@@ -191,7 +191,7 @@ class Reports:
         keys = [f"{_KEY}/{slot}" for slot in range(1, self._store.add(_SLOTS, 0) + 1)]
         if not self._store.check(keys):  # a rank is about to write its first
             keys = [key for key in keys if self._store.check([key])]
-        entries = [_Entry(*json.loads(text)) for text in values_of(self._store, keys)]
+        entries = [_RankEntry(*json.loads(text)) for text in values_of(self._store, keys)]
         text = summary_of(entries, version, before).text()
         self._store.set(_SUMMARY, text)
         self._store.set(f"{_KEY}/made/{version}", "")
@@ -200,7 +200,7 @@ class Reports:
         return text.encode()
 
 
-def summary_of(entries: Iterable[_Entry], version: int, before: Summary) -> Summary:
+def summary_of(entries: Iterable[_RankEntry], version: int, before: RankSummary) -> RankSummary:
     """The summary of the entries of all ranks; pure."""
     by_rank = {entry.rank: entry for entry in sorted(entries)}
     waiting = [rank for rank, entry in by_rank.items() if entry.status == "waits"]
@@ -212,13 +212,13 @@ def summary_of(entries: Iterable[_Entry], version: int, before: Summary) -> Summ
     hosts: dict[str, int] = {}
     for entry in by_rank.values():
         hosts.setdefault(entry.host, entry.rank)
-    return Summary(
+    return RankSummary(
         version,
         frozenset(waiting),
         frozenset(failed),
         by_rank[waiting[0]].reason if waiting else "",
         sum(entry.wait_reports for entry in by_rank.values()),
-        tuple(Failure(rank, by_rank[rank].number, by_rank[rank].reason) for rank in listed),
+        tuple(ReportedFailure(rank, by_rank[rank].number, by_rank[rank].reason) for rank in listed),
         tuple(notices[-_LISTED_NOTICES:]),
         {rank: by_rank[rank].host for rank in sorted({*named, *[*hosts.values()][:2]})},
     )

@@ -61,7 +61,7 @@ class RunEvents:
         self._current = None
 
     def set_weights(self, weights: Mapping[str, float]) -> int:
-        """See Loader.set_weights."""
+        """Set weights by the sources' names, and return the step of the epoch from which they hold."""
         self._refuse_recorded("set_weights()")
         schedule, epoch, current = self._schedule, self.epoch, self._now()
         steps = schedule.steps_from(current)
@@ -85,7 +85,7 @@ class RunEvents:
         return event
 
     def set_batch_size(self, rows: int, reason: Mapping[str, Any]) -> int:
-        """See Loader.set_batch_size.
+        """Set the size of a rank's batch, and return the step of the epoch from which it holds.
 
         Args:
             rows: of a rank in a step.
@@ -122,7 +122,7 @@ class RunEvents:
         return event
 
     def send(self, extension: str, value: Any) -> Event:
-        """Send an event of an extension; see extension.Run."""
+        """Send an event of an extension to the workers of the current epoch."""
         by_rank = gather(self._first_free(), self._schedule.topology.world_size)
         event = Event(max(by_rank), extension, value)
         self._send(event)

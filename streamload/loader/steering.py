@@ -59,11 +59,11 @@ class Mixing(Extension):
     name = "mixing"
 
     def in_worker(self, process: WorkerProcess) -> DecisionWait | None:
-        """See Extension."""
+        """Wait for decisions, where there are any."""
         return DecisionWait(process, self.every) if self.every else None
 
     def in_rank(self, run: Run) -> Decisions:
-        """See Extension."""
+        """Decide, log or replay."""
         assert isinstance(run, RankRun)
         return Decisions(run, self.every)
 
@@ -181,7 +181,7 @@ class Decisions(RankPart):
         return self._fields._asdict()
 
     def report(self, values: Mapping[str, Any], info: BatchInfo, rows: Rows | None) -> None:
-        """See Loader.report."""
+        """Add reports to those since the last decision."""
         if self._policy is None:
             return
         step = self._steps - 1 if info.run_step is None else info.run_step
@@ -191,7 +191,7 @@ class Decisions(RankPart):
                 self._reports.add(line, values[name], info, rows)
 
     def report_eval(self, values: Mapping[str, Any]) -> None:
-        """See Loader.report_eval."""
+        """Keep the last losses on held-out data for the next decision."""
         names = [source.name for source in self._options.sources]
         if self._policy is not None:
             for name, value in values.items():

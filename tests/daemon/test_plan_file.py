@@ -19,7 +19,7 @@ from streamload.daemon.demand import PrefetchWindow, in_order
 from streamload.daemon.followed import Coming, FollowedDemand
 from streamload.daemon.plan_file import (
     PlannedSource,
-    Progress,
+    PlanProgress,
     RunPlan,
     names_of,
     plan_of,
@@ -55,7 +55,7 @@ def test_what_comes_by_the_plan_is_what_lanes_open_next(group: int, hints: Any) 
     made = RunPlan.read(plan(hints=hints).run, plan(hints=hints).written())
     order, coming = follower(made, group, 3), Coming(made)
     for _ in range(40):
-        progress = Progress(group, 3, (order.front,))
+        progress = PlanProgress(group, 3, (order.front,))
         expected = list(dict.fromkeys(order.coming_shards(12).tolist()))
         assert coming.of(progress, len(expected)) == expected
         order.advance(ARRIVALS)
@@ -74,25 +74,25 @@ def test_an_epoch_of_one_pass_is_followed_by_the_next_one() -> None:
     front = (0, len(SHARDS) - 2)
     rest = follower(made, 0, 4, 1).coming_shards(99).tolist()[-2:]
     after = [s for s in follower(made, 0, 5, 1).coming_shards(99).tolist() if s not in rest]
-    assert Coming(made).of(Progress(0, 4, (front,)), 99) == rest + after
+    assert Coming(made).of(PlanProgress(0, 4, (front,)), 99) == rest + after
 
 
 def test_none_comes_twice_and_all_of_a_group_come() -> None:
     made = plan(two=True)
-    found = [Coming(made).of(Progress(group, 0, ((1, 9), (0, 3))), 10**6) for group in (0, 1)]
+    found = [Coming(made).of(PlanProgress(group, 0, ((1, 9), (0, 3))), 10**6) for group in (0, 1)]
     assert all(len(set(shards)) == len(shards) for shards in found)
     assert set(found[0]) | set(found[1]) == set(range(len(SHARDS) + len(MORE)))
 
 
 def test_a_source_comes_as_often_as_it_has_lanes() -> None:
-    coming = Coming(plan(groups=1, two=True)).of(Progress(0, 0, ((0, 0), (0, 0))), 12)
+    coming = Coming(plan(groups=1, two=True)).of(PlanProgress(0, 0, ((0, 0), (0, 0))), 12)
     assert sum(place >= len(SHARDS) for place in coming) == 3
 
 
 def test_what_readers_fetch_themselves_is_left_to_them() -> None:
     made = plan()
-    everything = Coming(made).of(Progress(0, 0, ((0, 0),)), 9)
-    assert Coming(made).of(Progress(0, 0, ((0, 0),), ahead=4), 5) == everything[4:]
+    everything = Coming(made).of(PlanProgress(0, 0, ((0, 0),)), 9)
+    assert Coming(made).of(PlanProgress(0, 0, ((0, 0),), ahead=4), 5) == everything[4:]
 
 
 def test_groups_are_served_in_turn() -> None:
@@ -118,8 +118,8 @@ def test_a_run_on_prepared_images_is_another_and_says_by_which_recipe() -> None:
     assert RunPlan.read(made.run, made.written()).prepare == "raw-256"
     assert RunPlan.read(plan().run, plan().written()).prepare == ""
     for name in (None, "", "raw-256-v1-torch2.9.1-pillow12.0.0-simplejpeg1.8.2-0123abcd"):
-        progress = Progress(1, 3, ((0, 4),), prepared=name)
-        assert Progress.read(made, 1, progress.written()) == progress
+        progress = PlanProgress(1, 3, ((0, 4),), prepared=name)
+        assert PlanProgress.read(made, 1, progress.written()) == progress
 
 
 def test_a_signature_doesnt_make_another_run_and_isnt_told() -> None:
@@ -143,14 +143,14 @@ def test_what_cant_be_told_is_left_out_of_the_plan(pattern: str) -> None:
 
 def test_progress_survives_being_written() -> None:
     made = plan(two=True)
-    progress = Progress(1, 3, ((0, 4), (2, 1)), 2, 1000.0, 0.25, 9)
-    assert Progress.read(made, 1, progress.written()) == progress
+    progress = PlanProgress(1, 3, ((0, 4), (2, 1)), 2, 1000.0, 0.25, 9)
+    assert PlanProgress.read(made, 1, progress.written()) == progress
     assert len(progress.written()) < 400
 
 
 PLAN = json.loads(plan().written())
 PREPARED = json.loads(prepared_plan("raw-256").written())
-PROGRESS = json.loads(Progress(0, 0, ((0, 0),)).written())
+PROGRESS = json.loads(PlanProgress(0, 0, ((0, 0),)).written())
 
 
 def changed(value: dict[str, Any], **changes: Any) -> bytes:
@@ -212,7 +212,7 @@ def test_a_plan_that_is_cut_forged_or_of_another_version_is_refused(data: bytes)
     [
         b"",
         b"null",
-        Progress(0, 0, ((0, 0),)).written()[:-5],
+        PlanProgress(0, 0, ((0, 0),)).written()[:-5],
         changed(PROGRESS, format=2),
         changed(PROGRESS, group=1),
         changed(PROGRESS, fronts=[]),
@@ -231,12 +231,12 @@ def test_a_plan_that_is_cut_forged_or_of_another_version_is_refused(data: bytes)
 )
 def test_progress_that_is_cut_forged_or_of_another_version_is_refused(data: bytes) -> None:
     with pytest.raises(PlanError, match="group 0"):
-        Progress.read(plan(), 0, data)
+        PlanProgress.read(plan(), 0, data)
 
 
 @given(st.integers(0, 2**53), st.integers(0, 2**53), st.integers(0, 2**53), st.integers(0, 2**53))
 def test_whatever_place_is_told_is_one_of_the_order(epoch: int, pass_: int, place: int, ahead: int) -> None:
-    found = Coming(plan()).of(Progress(1, epoch, ((pass_, place),), ahead), 20)
+    found = Coming(plan()).of(PlanProgress(1, epoch, ((pass_, place),), ahead), 20)
     assert set(found) <= set(range(len(SHARDS)))
 
 
@@ -254,7 +254,7 @@ def test_a_list_too_long_to_be_read_is_published_without_its_urls(monkeypatch: p
 
 def follow(tmp_path: Path) -> tuple[Objects, FollowedDemand]:
     objects = Objects(str(tmp_path / "shared"))
-    objects.write(f"runs/{plan().run}/group-0.json", Progress(0, 0, ((0, 0),)).written())
+    objects.write(f"runs/{plan().run}/group-0.json", PlanProgress(0, 0, ((0, 0),)).written())
     return objects, FollowedDemand(objects, None, PrefetchWindow(size_bytes=1 << 40))
 
 

@@ -22,7 +22,7 @@ from streamload.daemon import publisher
 from streamload.daemon.demand import PrefetchWindow
 from streamload.daemon.followed import FollowedDemand
 from streamload.daemon.options import DaemonOptions, ServiceOptions
-from streamload.daemon.plan_file import PlannedSource, Progress, plan_of
+from streamload.daemon.plan_file import PlannedSource, PlanProgress, plan_of
 from streamload.daemon.service import Service
 from streamload.derived.prepare.preparation import Preparation
 from streamload.derived.prepare.prepared import prepared_tar
@@ -274,7 +274,7 @@ def published(place: Place, origin: Origin, prepare: str, prepared: str | None) 
         [PlannedSource(SHARDS, OrderOptions(1, 1, 2, 8))], False, expand_urls(origin.urls), None, prepare
     )
     objects.write(f"runs/{plan.run}/plan.json", plan.written())
-    objects.write(f"runs/{plan.run}/group-0.json", Progress(0, 0, ((0, 0),), prepared=prepared).written())
+    objects.write(f"runs/{plan.run}/group-0.json", PlanProgress(0, 0, ((0, 0),), prepared=prepared).written())
     return plan.run
 
 

@@ -12,7 +12,7 @@ from torch.distributed import HashStore, TCPStore
 
 from streamload.loader import reports
 from streamload.loader.distributed import Ranks
-from streamload.loader.reports import Reports, Summary
+from streamload.loader.reports import RankReports, RankSummary
 from tests.support.kills import Child, Stage
 
 RANKS = 40
@@ -35,7 +35,7 @@ class Counted:
 def test_an_outage_that_all_ranks_report_costs_each_a_few_requests_and_is_summed_once() -> None:
     store = HashStore()
     counted = [Counted(store) for _ in range(RANKS)]
-    ranks = [Reports(each, rank) for rank, each in enumerate(counted)]
+    ranks = [RankReports(each, rank) for rank, each in enumerate(counted)]
     for each in ranks:
         each.report("waits", REASON, f"host-{each._entry.rank // 8}")
     assert max(each.requests for each in counted) == 3
@@ -51,7 +51,7 @@ def test_an_outage_that_all_ranks_report_costs_each_a_few_requests_and_is_summed
 
 def test_a_summary_made_since_the_last_look_does_where_older_ones_may_be_read() -> None:
     store = HashStore()
-    first, second, third = (Reports(store, rank) for rank in range(3))
+    first, second, third = (RankReports(store, rank) for rank in range(3))
     first.report("waits", REASON, "host")
     assert second.read() == first.read()
     second.report("waits", REASON, "host")
@@ -103,7 +103,7 @@ def test_the_summary_of_a_rank_that_died_while_making_it_is_made_by_another(
 ) -> None:
     monkeypatch.setattr(reports, "_LOOK_SECONDS", 0.01)
     store = HashStore()
-    first, second = Reports(store, 0), Reports(store, 1)
+    first, second = RankReports(store, 0), RankReports(store, 1)
     first.report("waits", REASON, "host")
     store.add(f"{reports._KEY}/maker/1", 1)
     assert (summary := second.read()) is not None
@@ -113,8 +113,8 @@ def test_the_summary_of_a_rank_that_died_while_making_it_is_made_by_another(
 def test_a_rank_that_dies_before_its_first_entry_is_written_hides_no_other() -> None:
     store = HashStore()
     store.add(reports._SLOTS, 1)
-    Reports(store, 1).report("waits", REASON, "host")
-    assert (summary := Reports(store, 2).read()) is not None
+    RankReports(store, 1).report("waits", REASON, "host")
+    assert (summary := RankReports(store, 2).read()) is not None
     assert summary.waiting == {1}
 
 
@@ -125,7 +125,7 @@ def test_processes_that_report_and_read_at_once_all_come_to_the_last_summary() -
     def as_rank(rank: int) -> Callable[[Stage], Any]:
         def reports_and_reads(stage: Stage) -> Any:
             store = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-            mine, summary = Reports(store, rank), Summary()
+            mine, summary = RankReports(store, rank), RankSummary()
             for _ in range(rounds):
                 mine.report("waits", f"for {rank}", f"host-{rank}")
                 summary = mine.read() or summary
