@@ -569,7 +569,7 @@ class Loader(DataLoaderInterface):
         counted = self._process.pass_end.totals(lost, shards, schedule.epochs_are_passes)
         order = schedule.order
         totals = self._process.pass_end.agree(
-            f"epoch {self._epoch} of {order.data} {order.seed} {order.train}",
+            f"epoch {self._epoch} of {order.seed} {order.train}",
             counted,
             world_size,
             lambda: self._lengths.least_of_pass(self._process.counts),

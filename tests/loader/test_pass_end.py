@@ -168,7 +168,8 @@ def rank_of_two(rank: int, urls: Sequence[str], place: Path, options: dict[str, 
         "gloo", init_method=f"file://{place}/rendezvous", rank=rank, world_size=2
     )
     stops_at = options.pop("stops_at", None)
-    loader = make(urls, place, rank=rank, world_size=2, **options)
+    mirror = urls[rank] if isinstance(urls, tuple) else urls
+    loader = make(mirror, place, rank=rank, world_size=2, **options)
     ended = ""
     try:
         samples = 0
@@ -195,6 +196,12 @@ def test_all_ranks_of_an_evaluation_end_by_the_share_of_all_of_them(tmp_path: Pa
     ends = ends_of(tmp_path, urls, train=False)
     assert all("8 of 40 (20 %) samples could not be used" in end for end in ends), ends
     assert all(end.startswith("TooManyBadSamples: ") for end in ends), ends
+
+
+def test_ranks_that_read_from_a_mirror_each_end_by_the_share_of_all_of_them(tmp_path: Path) -> None:
+    mirrors = tuple(write(tmp_path / name, (), range(8)) for name in ("near", "far"))
+    ends = ends_of(tmp_path, mirrors, train=False)
+    assert all("8 of 40 (20 %) samples could not be used" in end for end in ends), ends
 
 
 @pytest.mark.deep
