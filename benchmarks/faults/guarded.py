@@ -17,7 +17,7 @@ from benchmarks.faults.oracle import Attempt
 from benchmarks.faults.readers import QUICK, Reading, read
 from benchmarks.faults.rows import Row
 from streamload.cache.shard import Shard, shard_of
-from streamload.daemon.plan_file import PlannedSource, Progress, plan_of
+from streamload.daemon.plan_file import PlannedSource, PlanProgress, plan_of
 from streamload.metrics import Counters
 from streamload.order.plan import OrderOptions
 from streamload.origins.origin import Origin, open_origin
@@ -72,7 +72,7 @@ def _publish(shared: Shared, urls: Sequence[str]) -> None:
     plan, _ = plan_of([PlannedSource(len(listed), OrderOptions(1, 1, 2, 8))], False, listed, None)
     objects = shared.objects()
     objects.write(f"runs/{plan.run}/plan.json", plan.written())
-    objects.write(f"runs/{plan.run}/group-0.json", Progress(0, 0, ((0, 0),)).written())
+    objects.write(f"runs/{plan.run}/group-0.json", PlanProgress(0, 0, ((0, 0),)).written())
 
 
 def _with_environment(work: Callable[[Stage], Any], environment: dict[str, str]) -> Callable[[Stage], Any]:

@@ -18,7 +18,7 @@ from streamload.daemon import publisher
 from streamload.daemon.demand import PrefetchWindow
 from streamload.daemon.followed import Coming, FollowedDemand
 from streamload.daemon.options import DaemonOptions, ServiceOptions
-from streamload.daemon.plan_file import PlannedSource, Progress, RunPlan, plan_of, runs_in
+from streamload.daemon.plan_file import PlannedSource, PlanProgress, RunPlan, plan_of, runs_in
 from streamload.daemon.service import Service
 from streamload.errors import OptionError
 from streamload.order.plan import OrderOptions
@@ -64,9 +64,9 @@ class Training:
         (run,) = runs_in(self.objects.names("runs"))
         return RunPlan.read(run, self.objects.read(f"runs/{run}/plan.json") or b"")
 
-    def progress(self, group: int = 0) -> Progress:
+    def progress(self, group: int = 0) -> PlanProgress:
         plan = self.plan()
-        return Progress.read(plan, group, self.objects.read(f"runs/{plan.run}/group-{group}.json") or b"")
+        return PlanProgress.read(plan, group, self.objects.read(f"runs/{plan.run}/group-{group}.json") or b"")
 
     def daemon(self, name: str, **more: Any) -> Child:
         given: dict[str, Any] = {
@@ -277,7 +277,7 @@ def test_a_daemon_with_another_endpoint_says_why_it_cant_follow(training: Traini
     sources = [PlannedSource(SHARDS, OrderOptions(1, 1, 2, 8))]
     plan, _ = plan_of(sources, False, shards, {"endpoint_url": "https://one.example"})
     training.objects.write(f"runs/{plan.run}/plan.json", plan.written())
-    training.objects.write(f"runs/{plan.run}/group-0.json", Progress(0, 0, ((0, 0),)).written())
+    training.objects.write(f"runs/{plan.run}/group-0.json", PlanProgress(0, 0, ((0, 0),)).written())
     with training.daemon("a", once=True, storage_options={"endpoint_url": "https://two.example"}) as child:
         done, _, _, _, following = child.finish(60)
     assert done == 0
@@ -299,7 +299,7 @@ def publish(training: Training, shards: list[str]) -> None:
     listed = expand_urls(shards)
     plan, _ = plan_of([PlannedSource(len(listed), OrderOptions(1, 1, 2, 8))], False, listed, None)
     training.objects.write(f"runs/{plan.run}/plan.json", plan.written())
-    training.objects.write(f"runs/{plan.run}/group-0.json", Progress(0, 0, ((0, 0),)).written())
+    training.objects.write(f"runs/{plan.run}/group-0.json", PlanProgress(0, 0, ((0, 0),)).written())
 
 
 def test_a_plan_gets_no_credentials_and_no_address_of_this_network_but_of_what_the_user_named(
