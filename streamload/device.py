@@ -182,7 +182,7 @@ class Streamed:
 
     def __init__(self, stream: torch.Stream, statistics: Statistics | None = None):
         self._stream, self._statistics = stream, statistics
-        slots = [_Slot() for _ in range(_SLOTS)]
+        slots = [_PinnedSlot() for _ in range(_SLOTS)]
         self._next_slot = itertools.cycle(slots)
         self._is_short = False  # of device memory, for a batch ahead
         self._thread = limits.Threads(1, "streamload-device")
@@ -218,7 +218,7 @@ class Streamed:
         torch.accelerator.synchronize(self._stream.device)
 
 
-class _Slot:
+class _PinnedSlot:
     """Reused pinned memory for one batch at a time."""
 
     def __init__(self) -> None:
@@ -255,7 +255,7 @@ def _room_for(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     return memory[: tensor.nbytes].view(tensor.dtype).as_strided(tensor.shape, strides)
 
 
-def _send(values: Values, slot: _Slot, stream: torch.Stream, statistics: Statistics | None) -> _Sent:
+def _send(values: Values, slot: _PinnedSlot, stream: torch.Stream, statistics: Statistics | None) -> _Sent:
     """In the thread: start the copies to the device, and the normalisation."""
     torch.accelerator.set_stream(stream)  # of this thread, with its device
     moved = dict(values)
@@ -294,7 +294,7 @@ def _received(sent: _Sent) -> Values:
     return values
 
 
-def _end(thread: limits.Threads, slots: Sequence[_Slot], pid: int) -> None:
+def _end(thread: limits.Threads, slots: Sequence[_PinnedSlot], pid: int) -> None:
     """End the thread, and wait for copies that read from pinned memory."""
     if os.getpid() != pid:
         return  # a fork of the rank has neither

@@ -78,15 +78,15 @@ def advice(error: BaseException) -> str:
     return ""
 
 
-def reached(what: str, error: BaseException) -> LimitReached:
+def reached(failure: str, error: BaseException) -> LimitReached:
     """Return the error for something that a limit doesn't allow.
 
     Args:
-        what: can't be done: "a worker process can't be started".
+        failure: can't be done: "a worker process can't be started".
         error: the refusal of the system.
     """
     hint = advice(error)
-    return LimitReached(f"{what}: {error}{'; ' + hint if hint else ''}")
+    return LimitReached(f"{failure}: {error}{'; ' + hint if hint else ''}")
 
 
 def start(thread: threading.Thread) -> None:
@@ -195,15 +195,15 @@ def shortage_in(error: BaseException | None) -> BaseException | None:
 
     A fork that is refused (EAGAIN) isn't found: the same number says that a socket has nothing to read.
     """
-    seen = 0
-    while error is not None and seen < _MOST_CAUSES:
+    depth = 0
+    while error is not None and depth < _MOST_CAUSES:
         is_thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
         if is_thread or (isinstance(error, OSError) and is_shortage(error)):
             return error
         reason = getattr(error, "reason", None)  # of urllib3's errors
-        error, seen = (
+        error, depth = (
             reason if isinstance(reason, BaseException) else error.__cause__ or error.__context__,
-            seen + 1,
+            depth + 1,
         )
     return None
 

@@ -47,8 +47,8 @@ def own_address() -> str:
     none.
     """
     with contextlib.suppress(OSError, IndexError):
-        _, began = _process_state(os.getpid())
-        return f"{machine()}.{os.getpid()}.{began}"
+        _, start = _process_state(os.getpid())
+        return f"{machine()}.{os.getpid()}.{start}"
     return ""
 
 
@@ -77,8 +77,8 @@ def machine() -> str:
 def _state(address: str) -> str:
     """The state of the process at an address, as in proc(5); "" if that isn't known here."""
     place, _, process = address.partition(".")
-    number, _, began = process.partition(".")
-    if not number.isdecimal() or not began.isdecimal() or not address.isascii():
+    number, _, start = process.partition(".")
+    if not number.isdecimal() or not start.isdecimal() or not address.isascii():
         return ""
     try:
         if place != machine():
@@ -88,7 +88,7 @@ def _state(address: str) -> str:
         return "X"
     except (OSError, IndexError):
         return ""
-    return state if started == began else "X"  # the number was given to another process
+    return state if started == start else "X"  # the number was given to another process
 
 
 def _process_state(number: int) -> tuple[str, str]:

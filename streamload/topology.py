@@ -218,12 +218,12 @@ def run_name(here: Topology, reads: str) -> str:
         return secrets.token_hex(16)
     try:
         namespace = str(Path("/proc/self/ns/pid").readlink())
-        began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+        parent_start = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return secrets.token_hex(16)
     launch = [os.environ.get(name, "") for name in _LAUNCHED_BY]
-    known = repr([here.world_size, here.node, namespace, parent, began, launch, reads])
-    run = hashlib.blake2b(known.encode(), digest_size=12).hexdigest()
+    launch_facts = repr([here.world_size, here.node, namespace, parent, parent_start, launch, reads])
+    run = hashlib.blake2b(launch_facts.encode(), digest_size=12).hexdigest()
     _started[run] += 1
     return f"{run}{_started[run]:08x}"
 

@@ -49,14 +49,14 @@ def require(names: tuple[str, ...] = NAMES) -> None:
     """
     for dotted in names:
         package, *path = dotted.split(".")
-        found: Any = torch if package == "torch" else multiprocessing
+        value: Any = torch if package == "torch" else multiprocessing
         for name in path:
-            if not hasattr(found, name) and name not in getattr(found, "__annotations__", {}):
+            if not hasattr(value, name) and name not in getattr(value, "__annotations__", {}):
                 raise ImportError(
                     f"torch {torch.__version__} has no {dotted}, which this version of streamload needs: "
                     f"install another torch (>=2.7), or a newer streamload"
                 )
-            found = getattr(found, name, None)
+            value = getattr(value, name, None)
 
 
 require()

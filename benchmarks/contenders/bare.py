@@ -48,9 +48,9 @@ class Shards(IterableDataset[_Batch]):
                         yield batch.images, torch.from_numpy(batch.ids)
                         batch, filled = self._empty_batch(), 0
 
-    def _empty_batch(self) -> floor.Batch:
+    def _empty_batch(self) -> floor.FloorBatch:
         """With memory of its own: torch moves what was yielded into shared memory some time later."""
-        return floor.Batch(self._job.batch_size, self._job.images, self._tokenize)
+        return floor.FloorBatch(self._job.batch_size, self._job.images, self._tokenize)
 
 
 def mapped(path: str) -> mmap.mmap:

@@ -45,12 +45,12 @@ def version(as_json: AsJson = False) -> None:
     """Print the version."""
     from importlib.metadata import version as installed
 
-    found = installed("streamload")
-    print(json.dumps({"version": found}) if as_json else found)
+    number = installed("streamload")
+    print(json.dumps({"version": number}) if as_json else number)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(is_given: bool) -> None:
+    if is_given:
         version()
         raise typer.Exit
 

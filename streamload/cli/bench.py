@@ -121,7 +121,7 @@ def cells_of(report: "Report") -> list[tuple[str, ...]]:
     floor = report.medians[_FLOOR]["images_per_second"]
     cells: list[tuple[str, ...]] = []
     for name, row in report.medians.items():
-        rates = [each["images_per_second"] for each in report.rounds if each["label"] == name]
+        rates = [row["images_per_second"] for row in report.rounds if row["label"] == name]
         cells.append(
             (
                 name,

@@ -111,7 +111,7 @@ def daemon(
     if urls == ["status"]:
         show_status(listen or DEFAULT_LISTEN, as_json)
         return
-    given = ServiceOptions(
+    options = ServiceOptions(
         urls=tuple(urls or ()),
         runs=tuple(run or ()),
         groups=tuple(group or ()),
@@ -134,32 +134,32 @@ def daemon(
         ray_cpus=ray_cpus,
         listen=listen,
     )
-    serve(given, as_json)
+    serve(options, as_json)
 
 
-def serve(given: ServiceOptions, as_json: bool = False) -> None:
+def serve(options: ServiceOptions, as_json: bool = False) -> None:
     """Run a daemon to its end, and print how it ended.
 
     Raises:
         typer.Exit: with 1 if `--once` could not hold a shard.
     """
-    status = run_to_end(given)
+    status = run_to_end(options)
     if as_json:
         print(json.dumps(dataclasses.asdict(status)))
     else:
         print(_line(status))
         print_failures(status)
-    if given.once and not status.notice and (status.failed or not status.is_complete):
+    if options.once and not status.notice and (status.failed or not status.is_complete):
         raise typer.Exit(1)
 
 
-def run_to_end(given: ServiceOptions) -> Status:
+def run_to_end(options: ServiceOptions) -> Status:
     """Run a daemon to its end, and show its status meanwhile."""
     from streamload.daemon.service import Service
     from streamload.limits import allow_many_files
 
     allow_many_files()
-    with Service(given) as service, _shown(service):
+    with Service(options) as service, _shown(service):
         return service.run()
 
 
@@ -230,8 +230,8 @@ def _bar(status: Callable[[], Status], ended: threading.Event, console: Any) -> 
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("looking", total=None)
         while not ended.wait(_SHOW_SECONDS):
-            now = status()
-            bar.update(task, total=now.wanted or None, completed=now.held, description=_short(now))
+            current = status()
+            bar.update(task, total=current.wanted or None, completed=current.held, description=_short(current))
 
 
 def _lines(status: Callable[[], Status], ended: threading.Event, _: Any) -> None:
@@ -243,15 +243,15 @@ def _lines(status: Callable[[], Status], ended: threading.Event, _: Any) -> None
             last = line
 
 
-def _line(now: Status) -> str:
-    return f"{now.held:,} of {now.wanted:,} shards are held ({now.following}), {_short(now)}"
+def _line(status: Status) -> str:
+    return f"{status.held:,} of {status.wanted:,} shards are held ({status.following}), {_short(status)}"
 
 
-def _short(now: Status) -> str:
+def _short(status: Status) -> str:
     from streamload.metrics import format_bytes
 
-    said = [f"{now.done:,} brought, {format_bytes(now.bytes_arrived)} arrived"]
-    said += [f"{len(now.failed):,} failing"] if now.failed else []
-    said += [now.trouble] if now.trouble else []
-    said += [f"told to end by {now.notice}"] if now.notice else []
-    return ", ".join(said)
+    parts = [f"{status.done:,} brought, {format_bytes(status.bytes_arrived)} arrived"]
+    parts += [f"{len(status.failed):,} failing"] if status.failed else []
+    parts += [status.trouble] if status.trouble else []
+    parts += [f"told to end by {status.notice}"] if status.notice else []
+    return ", ".join(parts)

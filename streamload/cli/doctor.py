@@ -111,15 +111,15 @@ def _settings() -> list[Finding]:
     from streamload.options import options, read_settings
 
     try:
-        found = read_settings()
+        settings = read_settings()
     except OptionError as exc:
         return [Finding("settings", "can't be read", "", str(exc), unusable=True)]
     rows = []
     for option in options():
-        source = found.sources[option.name]
+        source = settings.sources[option.name]
         source = f"default ({option.variable} is not set)" if source == "default" else source
-        rows.append(Finding(_label(option), _shown(option, found), source))
-    return [*rows, *_cache(found), *_shared(found)]
+        rows.append(Finding(_label(option), _shown(option, settings), source))
+    return [*rows, *_cache(settings), *_shared(settings)]
 
 
 def _label(option: "Option[Any]") -> str:
@@ -127,14 +127,14 @@ def _label(option: "Option[Any]") -> str:
     return label or option.name.replace("_", " ")
 
 
-def _shown(option: "Option[Any]", found: "Settings") -> str:
+def _shown(option: "Option[Any]", settings: "Settings") -> str:
     """An option's value for people; for some with what follows from it on this machine."""
     from streamload.metrics import format_bytes
     from streamload.urls import redact
 
-    value = getattr(found, option.name)
+    value = getattr(settings, option.name)
     if option.name in _EXPLAINED:
-        return _EXPLAINED[option.name](found)
+        return _EXPLAINED[option.name](settings)
     if option.is_secret:
         return redact(value) if value else "none"
     if isinstance(value, bool):
@@ -147,12 +147,12 @@ def _shown(option: "Option[Any]", found: "Settings") -> str:
     return shown[option.unit](value) if option.unit else str(value)
 
 
-def _kept_free(found: "Settings") -> str:
+def _kept_free(settings: "Settings") -> str:
     from streamload.cache.memory import nearest
     from streamload.metrics import format_bytes
 
-    disk = shutil.disk_usage(nearest(found.cache_dir))
-    return f"{format_bytes(found.free_disk.floor_bytes(disk.total, disk.free))} ({found.free_disk})"
+    disk = shutil.disk_usage(nearest(settings.cache_dir))
+    return f"{format_bytes(settings.free_disk.floor_bytes(disk.total, disk.free))} ({settings.free_disk})"
 
 
 def _where(settings: "Settings") -> str:
@@ -251,20 +251,20 @@ def _shared(settings: "Settings") -> list[Finding]:
 
     if settings.shared_cache is None:
         return []
-    found = []
+    findings = []
     try:
         options = SharedOptions.of(settings)
         assert options is not None
         tier = options.open_tier(Counters())
-        found.append(Finding("its shards", "can be read" if tier.check_format() else "none yet"))
+        findings.append(Finding("its shards", "can be read" if tier.check_format() else "none yet"))
         if settings.write_back:
             conditions = "" if tier.objects.has_conditions else ", without conditions"
-            found.append(Finding("its storage", f"can be written{conditions}"))
+            findings.append(Finding("its storage", f"can be written{conditions}"))
     except StreamloadError as exc:
         is_invalid = isinstance(exc, ValueError)  # that ends trainings, too
         advice = str(exc) if is_invalid else f"{exc}. Trainings go on without it."
-        found.append(Finding("its answer", "an error", advice=advice, unusable=is_invalid))
-    return found
+        findings.append(Finding("its answer", "an error", advice=advice, unusable=is_invalid))
+    return findings
 
 
 def _data(urls: list[str]) -> list[Finding]:
@@ -283,8 +283,8 @@ def _data(urls: list[str]) -> list[Finding]:
         tier = tier_at(None)
     except StreamloadError as exc:
         return [Finding("data", "nothing known yet", advice=str(exc))]
-    said = forecast(tier, shards, default_lanes(_BATCH_SIZE), default_window(_BATCH_SIZE))
-    return [Finding("data", f"{said}, at a batch size of {_BATCH_SIZE}")]
+    prediction = forecast(tier, shards, default_lanes(_BATCH_SIZE), default_window(_BATCH_SIZE))
+    return [Finding("data", f"{prediction}, at a batch size of {_BATCH_SIZE}")]
 
 
 def _shards(urls: list[str], storage_options: str | None) -> list[Finding]:
@@ -301,14 +301,14 @@ def _shards(urls: list[str], storage_options: str | None) -> list[Finding]:
     except StreamloadError as exc:
         return [Finding("shards", "can't be listed", advice=str(exc), unusable=True)]
     ends = list(dict.fromkeys(shard for source in sources for shard in (source[0], source[len(source) - 1])))
-    asked = ends[:: -(-len(ends) // _MOST_ASKED)]
+    urls_to_try = ends[:: -(-len(ends) // _MOST_ASKED)]
     with limits.Threads(8, "streamload-look") as pool:
-        reasons = pool.map(lambda url: _why_unavailable(url, storage), asked)
-    refused = [(url, why) for url, why in zip(asked, reasons, strict=True) if why]
-    available = f"{len(asked) - len(refused)} of {len(asked)} first and last ones are available"
+        reasons = pool.map(lambda url: _why_unavailable(url, storage), urls_to_try)
+    refused = [(url, why) for url, why in zip(urls_to_try, reasons, strict=True) if why]
+    available = f"{len(urls_to_try) - len(refused)} of {len(urls_to_try)} first and last ones are available"
     return [
         Finding("shards", available, unusable=bool(refused)),
-        *_servers(asked),
+        *_servers(urls_to_try),
         *(Finding(redact(url), "unavailable", advice=why, unusable=True) for url, why in refused),
     ]
 
@@ -347,17 +347,17 @@ def _why_unavailable(url: str, storage_options: dict[str, Any] | None) -> str:
 def _libraries() -> list[Finding]:
     from importlib.metadata import PackageNotFoundError, version
 
-    found = [Finding("python", sys.version.split()[0])]
+    findings = [Finding("python", sys.version.split()[0])]
     for name in (*_LIBRARIES, *_OPTIONAL):
         try:
-            found.append(Finding(name, version(name)))
+            findings.append(Finding(name, version(name)))
         except PackageNotFoundError:
             if name in _OPTIONAL:
-                found.append(Finding(name, "not installed (optional)"))
+                findings.append(Finding(name, "not installed (optional)"))
             else:
                 advice = f"Install it: python -m pip install {name}"
-                found.append(Finding(name, "not installed", advice=advice, unusable=True))
-    return [*found, _resizing()]
+                findings.append(Finding(name, "not installed", advice=advice, unusable=True))
+    return [*findings, _resizing()]
 
 
 def _resizing() -> Finding:
@@ -365,23 +365,23 @@ def _resizing() -> Finding:
     from streamload.transforms.kernel import lost, why_not
 
     reason = why_not()
-    by = f"by torch's kernel, as {reason}" if reason else "by its own kernel, with AVX2"
-    return Finding("resizing", by, advice=lost())
+    kernel = f"by torch's kernel, as {reason}" if reason else "by its own kernel, with AVX2"
+    return Finding("resizing", kernel, advice=lost())
 
 
 def _machine() -> list[Finding]:
     import multiprocessing
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    found = [
+    findings = [
         Finding("cores", str(cores)),
         Finding("processes by", multiprocessing.get_start_method(allow_none=True) or _default_start_method()),
     ]
-    found += _limits()
+    findings += _limits()
     if not sys.platform.startswith("linux"):
         advice = "streamload is built and tested on Linux; it may work elsewhere."
-        found.append(Finding("system", sys.platform, advice=advice))
-    return found
+        findings.append(Finding("system", sys.platform, advice=advice))
+    return findings
 
 
 def _limits() -> list[Finding]:

@@ -62,7 +62,7 @@ class _JsonFormatter(logging.Formatter):
     """One JSON object a line: time, level, logger, pid and message, and traceback if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
-        said: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "time": _time_of(record),
             "level": record.levelname,
             "logger": record.name,
@@ -70,7 +70,7 @@ class _JsonFormatter(logging.Formatter):
             "message": record.getMessage(),
         }
         traceback = _traceback_of(record)
-        return json.dumps(said | ({"traceback": traceback} if traceback else {}))
+        return json.dumps(fields | ({"traceback": traceback} if traceback else {}))
 
 
 _HANDLER = _StderrHandler()
@@ -118,16 +118,16 @@ def progress_console() -> Console:
 def flags_first(arguments: list[str]) -> list[str]:
     """The arguments with --log-format and --log-level before the command: they may stand anywhere."""
     first: list[str] = []
-    rest: list[str] = []
+    remaining: list[str] = []
     words = iter(arguments)
     for word in words:
         if word == "--":
-            rest += [word, *words]
+            remaining += [word, *words]
         elif word in _FLAGS:
             first += [word, *([value] if (value := next(words, None)) is not None else [])]
         else:
-            (first if word.startswith(tuple(f"{flag}=" for flag in _FLAGS)) else rest).append(word)
-    return [*first, *rest]
+            (first if word.startswith(tuple(f"{flag}=" for flag in _FLAGS)) else remaining).append(word)
+    return [*first, *remaining]
 
 
 def _time_of(record: logging.LogRecord) -> str:

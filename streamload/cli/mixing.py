@@ -37,9 +37,9 @@ def show(
     from streamload.steering.recorded import read_points
 
     points = read_points(record)
-    found = _course(points, [{s.name: s.share for s in point.sources} for point in points])
-    found["reasons"] = [point.reason for point in points]
-    _tell(found, f"{record.name}: what was decided", svg, as_json)
+    course = _course(points, [{s.name: s.share for s in point.sources} for point in points])
+    course["reasons"] = [point.reason for point in points]
+    _tell(course, f"{record.name}: what was decided", svg, as_json)
 
 
 @mixing.command()
@@ -72,7 +72,7 @@ def simulate(
 
         done = simulation.run(drawn(world, seed), chosen)
         names = done.world.names
-        found: Course = {
+        course: Course = {
             "steps": done.steps,
             "shares": _columns(names, done.shares.tolist()),
             "losses": _columns(names, done.losses.tolist()),
@@ -80,15 +80,15 @@ def simulate(
             "score": done.score,
             "best": dict(zip(names, (done.world.best() / done.world.total).tolist(), strict=True)),
         }
-        _tell(found, f"{policy} in a simulated training ({world}, seed {seed})", svg, as_json)
+        _tell(course, f"{policy} in a simulated training ({world}, seed {seed})", svg, as_json)
         return
     from streamload.steering.recorded import ask, read_points
 
     points = read_points(record)
-    asked = ask(chosen, points)
-    found = _course(points, [shares for shares, _ in asked])
-    found["reasons"] = [reason for _, reason in asked]
-    _tell(found, f"{policy} with the reports of {record.name}", svg, as_json)
+    answers = ask(chosen, points)
+    course = _course(points, [shares for shares, _ in answers])
+    course["reasons"] = [reason for _, reason in answers]
+    _tell(course, f"{policy} with the reports of {record.name}", svg, as_json)
 
 
 def policy_of(name: str) -> Policy:
@@ -139,48 +139,48 @@ def _course(points: list[Point], shares: list[dict[str, float]]) -> Course:
     }
 
 
-def _number(given: float | None) -> float:
-    return math.nan if given is None else float(given)
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
 
 
 def _columns(names: tuple[str, ...], rows: list[list[float]]) -> dict[str, list[float]]:
     return {name: [row[place] for row in rows] for place, name in enumerate(names)}
 
 
-def _tell(found: Course, title: str, svg: Path | None, as_json: bool) -> None:
+def _tell(course: Course, title: str, svg: Path | None, as_json: bool) -> None:
     from streamload.steering.picture import drawing
 
     headings = {"shares": "share", "losses": "loss", "alignment": "alignment", "evaluation": "held-out loss"}
     if svg is not None:
         panels = {
             heading: {
-                name: list(zip(found["steps"], values, strict=True)) for name, values in found[key].items()
+                name: list(zip(course["steps"], values, strict=True)) for name, values in course[key].items()
             }
             for key, heading in headings.items()
-            if key in found
+            if key in course
         }
         svg.write_text(drawing(title, panels), encoding="utf-8")
     if as_json:
-        print(json.dumps(_without_nan(found)))
+        print(json.dumps(_without_nan(course)))
         return
     print(title)
-    width = max(7, *(len(name) for name in found["shares"]))
-    print(f"{'step':>9}  " + "  ".join(f"{name:>{width}}" for name in found["shares"]))
-    kept = sorted({round(i * (len(found["steps"]) - 1) / (_LINES - 1)) for i in range(_LINES)})
-    for at in kept:
-        shares = "  ".join(f"{values[at]:>{width}.1%}" for values in found["shares"].values())
-        print(f"{found['steps'][at]:>9,}  {shares}  {found['reasons'][at]}")
-    if "score" in found:
-        best = "  ".join(f"{share:>{width}.1%}" for share in found["best"].values())
-        print(f"{'best':>9}  {best}\nscore: {found['score']:+.2f} (0: as equal shares, 1: as the best)")
+    width = max(7, *(len(name) for name in course["shares"]))
+    print(f"{'step':>9}  " + "  ".join(f"{name:>{width}}" for name in course["shares"]))
+    kept = sorted({round(i * (len(course["steps"]) - 1) / (_LINES - 1)) for i in range(_LINES)})
+    for place in kept:
+        shares = "  ".join(f"{values[place]:>{width}.1%}" for values in course["shares"].values())
+        print(f"{course['steps'][place]:>9,}  {shares}  {course['reasons'][place]}")
+    if "score" in course:
+        best = "  ".join(f"{share:>{width}.1%}" for share in course["best"].values())
+        print(f"{'best':>9}  {best}\nscore: {course['score']:+.2f} (0: as equal shares, 1: as the best)")
     if svg is not None:
         print(f"picture: {svg}")
 
 
-def _without_nan(found: Any) -> Any:
+def _without_nan(content: Any) -> Any:
     """JSON has no NaN: null."""
-    if isinstance(found, dict):
-        return {name: _without_nan(value) for name, value in found.items()}
-    if isinstance(found, list):
-        return [_without_nan(value) for value in found]
-    return None if isinstance(found, float) and not math.isfinite(found) else found
+    if isinstance(content, dict):
+        return {name: _without_nan(value) for name, value in content.items()}
+    if isinstance(content, list):
+        return [_without_nan(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content

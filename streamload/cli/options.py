@@ -111,6 +111,6 @@ def preparation_of(text: str) -> Preparation:
 
     from streamload.derived.prepare.preparation import Preparation
 
-    found = Preparation.parse(text, read_settings().max_image_pixels)
+    preparation = Preparation.parse(text, read_settings().max_image_pixels)
     torch.set_num_threads(1)
-    return found
+    return preparation

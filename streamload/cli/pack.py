@@ -30,7 +30,7 @@ _SURPLUS = "\0"  # the key of a row's fields after its last column; no column ha
 
 
 @dataclass
-class Packed:
+class PackCounts:
     """Counts of packed and left-out samples.
 
     Attributes:
@@ -81,7 +81,7 @@ def pack(
         )
     if keep_columns and source.is_dir():
         raise OptionError("--keep-columns is for tables: a folder of images has no columns")
-    packed = Packed()
+    packed = PackCounts()
     columns = _Columns(image_column, caption_column, tuple(keep_columns.split(",")) if keep_columns else ())
     pairs = _pairs(source, columns, packed, no_quotes)
     if shuffle:
@@ -123,7 +123,7 @@ class Pair(NamedTuple):
 
 
 def write_shards(
-    pairs: Iterator[Pair], target: Path, samples_per_shard: int, prefix: str, packed: Packed
+    pairs: Iterator[Pair], target: Path, samples_per_shard: int, prefix: str, packed: PackCounts
 ) -> None:
     """Write samples into shards in `target`, and count them in `packed` and sizes.json.
 
@@ -180,18 +180,18 @@ def _with_bar(pairs: Iterator[Pair]) -> Iterator[Pair]:
             bar.advance(task)
 
 
-def _pairs(source: Path, columns: _Columns, packed: Packed, no_quotes: bool = False) -> Iterator[Pair]:
+def _pairs(source: Path, columns: _Columns, packed: PackCounts, no_quotes: bool = False) -> Iterator[Pair]:
     """The samples in a fixed order; counts those that can't be packed."""
     if source.is_dir():
-        found: Iterator[tuple[Path, str, Mapping[str, Any]]]
-        found = ((image, caption, {}) for image, caption in _folder(source, packed))
+        pairs: Iterator[tuple[Path, str, Mapping[str, Any]]]
+        pairs = ((image, caption, {}) for image, caption in _folder(source, packed))
     elif source.suffix in (*_TABLES, ".jsonl"):
-        found = _table(source, columns, no_quotes)
+        pairs = _table(source, columns, no_quotes)
     else:
         raise OptionError(f"{source} is neither a folder of images nor a .csv, .tsv or .jsonl file")
     folder = source if source.is_dir() else source.parent
-    taken: dict[str, int] = {}
-    for image, caption, kept in found:
+    uses_by_key: dict[str, int] = {}
+    for image, caption, kept in pairs:
         if image.suffix.lower() not in IMAGE_SUFFIXES:
             packed.leave_out(f"whose image is not one of {', '.join(IMAGE_SUFFIXES)}")
         elif not image.is_file():
@@ -199,10 +199,10 @@ def _pairs(source: Path, columns: _Columns, packed: Packed, no_quotes: bool = Fa
         elif not caption.strip():
             packed.leave_out("without a caption")
         else:
-            yield Pair(_key(image, folder, taken), image, caption.strip(), kept)
+            yield Pair(_key(image, folder, uses_by_key), image, caption.strip(), kept)
 
 
-def _folder(folder: Path, packed: Packed) -> Iterator[tuple[Path, str]]:
+def _folder(folder: Path, packed: PackCounts) -> Iterator[tuple[Path, str]]:
     for image in sorted(folder.rglob("*")):
         if image.suffix.lower() in IMAGE_SUFFIXES:
             text = image.with_suffix(".txt")
@@ -281,9 +281,9 @@ def _json_row(table: Path, line: str) -> Mapping[str, Any]:
     return row
 
 
-def _key(image: Path, folder: Path, taken: dict[str, int]) -> str:
+def _key(image: Path, folder: Path, uses_by_key: dict[str, int]) -> str:
     """The image's path without suffix and dots, which would end the key, made unique."""
     path = image.relative_to(folder) if image.is_relative_to(folder) else Path(*image.parts[1:])
     key = path.with_suffix("").as_posix().replace(".", "_")
-    taken[key] = taken.get(key, 0) + 1
-    return key if taken[key] == 1 else f"{key}~{taken[key]}"
+    uses_by_key[key] = uses_by_key.get(key, 0) + 1
+    return key if uses_by_key[key] == 1 else f"{key}~{uses_by_key[key]}"

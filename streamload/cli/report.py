@@ -33,25 +33,25 @@ def report(
     from streamload.metrics.report import report as drawn
     from streamload.metrics.timeline import Timeline
 
-    found: dict[str, list[Recorded]] = {}
+    ranks_by_run: dict[str, list[Recorded]] = {}
     for path in recordings(place):
-        one = read_recording(path)
-        found.setdefault(str(one.about["run"]), []).append(one)
-    found = {name: [rank for rank in ranks if rank.moments] for name, ranks in found.items()}
-    found = {name: ranks for name, ranks in found.items() if ranks}
-    if not found:
+        recording = read_recording(path)
+        ranks_by_run.setdefault(str(recording.about["run"]), []).append(recording)
+    ranks_by_run = {name: [rank for rank in ranks if rank.moments] for name, ranks in ranks_by_run.items()}
+    ranks_by_run = {name: ranks for name, ranks in ranks_by_run.items() if ranks}
+    if not ranks_by_run:
         raise OptionError(f"{place} has no recording of a run: set STREAMLOAD_RECORD={place} for one")
-    if run is not None and run not in found:
-        raise OptionError(f"{place} has no run {run!r}, only {', '.join(sorted(found))}")
-    chosen = run or max(found, key=lambda name: sum(_samples(rank) for rank in found[name]))
-    timeline = Timeline(tuple(sorted(found[chosen], key=lambda rank: int(rank.about["rank"]))))
+    if run is not None and run not in ranks_by_run:
+        raise OptionError(f"{place} has no run {run!r}, only {', '.join(sorted(ranks_by_run))}")
+    chosen = run or max(ranks_by_run, key=lambda name: sum(_samples(rank) for rank in ranks_by_run[name]))
+    timeline = Timeline(tuple(sorted(ranks_by_run[chosen], key=lambda rank: int(rank.about["rank"]))))
     if as_json:
         print(json.dumps(numbers(timeline)))
         return
     target = Path(f"{chosen}.html") if out is None else out
     target.write_text(drawn(timeline))
-    others = sorted(found.keys() - {chosen})
-    also = f"; other runs there: {', '.join(others)} (--run)" if others else ""
+    other_runs = sorted(ranks_by_run.keys() - {chosen})
+    also = f"; other runs there: {', '.join(other_runs)} (--run)" if other_runs else ""
     ranks = f"{len(timeline.ranks)} ranks" if len(timeline.ranks) > 1 else "one rank"
     print(f"{target}: run {chosen}, {ranks}{also}")
 

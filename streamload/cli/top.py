@@ -110,18 +110,18 @@ def line(rank: LiveRank) -> str:
     """A rank in a line of text."""
     from streamload.metrics import format_bytes
 
-    said = [
+    parts = [
         f"run {rank.run} rank {rank.rank}: {rank.samples_per_second:,.0f} samples/s",
         f"waits {rank.wait:.1%}",
         f"{rank.ready_batches} ready",
         f"{format_bytes(rank.origin_bytes_per_second)}/s from origins",
     ]
-    said += [] if rank.hits is None else [f"{rank.hits:.0%} hits"]
-    said += [f"{name} {share:.2f}" for name, share in rank.stages.items() if name in _WORK and share >= 0.01]
-    said += [f"still for {rank.still_seconds:.0f} s"] if rank.still_seconds >= 10 else []
-    said += [rank.verdict] if rank.verdict else []
-    said += [f"ALERT {name}: {text}" for name, text in rank.alerts.items()]
-    return ", ".join(said)
+    parts += [] if rank.hits is None else [f"{rank.hits:.0%} hits"]
+    parts += [f"{name} {share:.2f}" for name, share in rank.stages.items() if name in _WORK and share >= 0.01]
+    parts += [f"still for {rank.still_seconds:.0f} s"] if rank.still_seconds >= 10 else []
+    parts += [rank.verdict] if rank.verdict else []
+    parts += [f"ALERT {name}: {text}" for name, text in rank.alerts.items()]
+    return ", ".join(parts)
 
 
 def shown(ranks: list[LiveRank], sorted_by: str = "") -> RenderableType:
@@ -132,20 +132,20 @@ def shown(ranks: list[LiveRank], sorted_by: str = "") -> RenderableType:
 
     parts: list[RenderableType] = []
     for run in dict.fromkeys(rank.run for rank in ranks):
-        own = [rank for rank in ranks if rank.run == run]
-        first = own[0]
+        ranks_of_run = [rank for rank in ranks if rank.run == run]
+        first = ranks_of_run[0]
         name, host = escape(run[:_RUN_LENGTH]), escape(first.host)
-        head = f"[bold]run {name}[/]  {len(own)} of {first.world_size} ranks on {host}"
+        head = f"[bold]run {name}[/]  {len(ranks_of_run)} of {first.world_size} ranks on {host}"
         epoch = "" if first.epoch is None else f", epoch {first.epoch}"
-        total = f"{sum(rank.samples_per_second for rank in own):,.0f} samples/s"
+        total = f"{sum(rank.samples_per_second for rank in ranks_of_run):,.0f} samples/s"
         parts.append(Text.from_markup(f"{head}{epoch}, {_age(first.run_seconds)}, [bold]{total}[/]"))
-        parts += [_ranks(own), Text.from_markup(_legend())]
-        parts += [_sources(own)] if len(first.sources) > 1 else []
-        worst = max(own, key=lambda rank: rank.wait)
+        parts += [_ranks(ranks_of_run), Text.from_markup(_legend())]
+        parts += [_sources(ranks_of_run)] if len(first.sources) > 1 else []
+        worst = max(ranks_of_run, key=lambda rank: rank.wait)
         if worst.verdict:
             parts.append(Text(f"rank {worst.rank} {worst.verdict}", style="yellow"))
-        alerts = [(rank.rank, name, said) for rank in own for name, said in rank.alerts.items()]
-        parts += [Text(f"! rank {rank} {name}: {said}", style="red") for rank, name, said in alerts]
+        alerts = [(rank.rank, name, text) for rank in ranks_of_run for name, text in rank.alerts.items()]
+        parts += [Text(f"! rank {rank} {name}: {text}", style="red") for rank, name, text in alerts]
         parts.append(Text())
     if not ranks:
         parts.append(Text("no run is live in the cache; those that start are shown\n"))
@@ -212,24 +212,24 @@ def _sources(ranks: list[LiveRank]) -> Table:
         table.add_column(title, justify="right", no_wrap=True)
     whole = sum(source.samples_per_second for rank in ranks for source in rank.sources) or 1.0
     for name in dict.fromkeys(source.name for rank in ranks for source in rank.sources):
-        own = [source for rank in ranks for source in rank.sources if source.name == name]
-        rate = sum(source.samples_per_second for source in own)
+        same_named = [source for rank in ranks for source in rank.sources if source.name == name]
+        rate = sum(source.samples_per_second for source in same_named)
         table.add_row(
             escape(name),
             f"{rate:,.0f}",
             f"{rate / whole:.1%}",
-            _mean(own, lambda source: source.weight),
-            f"{sum(source.wait for source in own):.2f} s/s",
-            _mean(own, lambda source: source.loss),
-            _mean(own, lambda source: source.alignment),
-            _mean(own, lambda source: source.passes),
+            _mean(same_named, lambda source: source.weight),
+            f"{sum(source.wait for source in same_named):.2f} s/s",
+            _mean(same_named, lambda source: source.loss),
+            _mean(same_named, lambda source: source.alignment),
+            _mean(same_named, lambda source: source.passes),
         )
     return table
 
 
 def _mean(sources: list[LiveSource], value: Callable[[LiveSource], float | None]) -> str:
-    known = [found for source in sources if (found := value(source)) is not None]
-    return f"{sum(known) / len(known):.3g}" if known else "–"
+    numbers = [number for source in sources if (number := value(source)) is not None]
+    return f"{sum(numbers) / len(numbers):.3g}" if numbers else "–"
 
 
 def _age(seconds: float) -> str:

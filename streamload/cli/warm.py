@@ -177,8 +177,8 @@ def _warm_by_ray(
         raise OptionError("--cache and --memory-size are for this node's cache, which --ray doesn't fill")
     if write_back is False:
         raise OptionError("--no-write-back leaves --ray nothing to do: it fills the shared cache")
-    given = ServiceOptions(urls=tuple(urls), once=True, notices="none", listen="none", **options)
-    serve(given, as_json)
+    service = ServiceOptions(urls=tuple(urls), once=True, notices="none", listen="none", **options)
+    serve(service, as_json)
 
 
 class _Bar:
@@ -195,15 +195,15 @@ class _Bar:
         if self._drawn is not None:
             self._drawn.stop()
 
-    def show(self, now: "WarmProgress") -> None:
+    def show(self, progress: "WarmProgress") -> None:
         """Draw the progress."""
         from streamload.metrics import format_bytes
 
         if self._drawn is None or self._task is None:
             self._drawn, self._task = _drawn_bar()
-        description = f"{format_bytes(now.bytes_arrived)} arrived"
+        description = f"{format_bytes(progress.bytes_arrived)} arrived"
         self._drawn.update(
-            self._task, total=now.shards, completed=now.shards_complete, description=description
+            self._task, total=progress.shards, completed=progress.shards_complete, description=description
         )
 
 

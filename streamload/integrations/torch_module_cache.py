@@ -114,7 +114,7 @@ def get_cache_size(cache_path: str | None = None, cache_name: str | None = None)
     for rows in _rows_on_disk(cache_path):
         if cache_name is None:
             return rows.used_bytes
-        return sum(of.size_bytes for of in rows.fingerprints() if of.label == cache_name)
+        return sum(entry.size_bytes for entry in rows.fingerprints() if entry.label == cache_name)
     return 0
 
 

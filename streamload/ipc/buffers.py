@@ -52,8 +52,8 @@ class _Slot:
     memory: mmap.mmap
     tensor: torch.Tensor | None = None
     """In the worker: the last tensor created here; the next one usually has the same shape."""
-    given: weakref.ref[npt.NDArray[np.uint8]] | None = None
-    """In the rank: the last buffer given out."""
+    lent: weakref.ref[npt.NDArray[np.uint8]] | None = None
+    """In the rank: the last buffer lent out."""
 
     def tensor_of(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor at the start of the memory; the last one if it has this shape and dtype."""
@@ -200,7 +200,7 @@ class BufferPool:
         if slot is None or slot.region != region:
             slot = self._slots[index] = self._mapped(region)
         array = np.frombuffer(slot.memory, np.uint8)
-        slot.given = weakref.ref(array, functools.partial(self._release, index, os.getpid()))
+        slot.lent = weakref.ref(array, functools.partial(self._release, index, os.getpid()))
         flat = torch.frombuffer(array, dtype=layout.dtype, count=layout.elements)
         return flat.as_strided(layout.shape, layout.strides, layout.offset)
 

@@ -20,7 +20,7 @@ _DEALT = Struct("<qq")
 """The generation of the order, and how many of its numbers are dealt."""
 
 
-class Claims:
+class StepClaims:
     """A count that all workers of a rank advance; can be sent to any process.
 
     A record lock guards it, which ends with its process: a worker that is killed here stops no other one.
@@ -71,7 +71,7 @@ class Numbers:
         before: those of the process's last iteration.
     """
 
-    def __init__(self, claims: Claims | None, generation: int, most: int = 0, before: Numbers | None = None):
+    def __init__(self, claims: StepClaims | None, generation: int, most: int = 0, before: Numbers | None = None):
         self._claims, self._generation, self._most = claims, generation, most
         self._again: list[int] = []
         if before is not None and before._generation == generation:

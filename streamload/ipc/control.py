@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from streamload.ipc.buffers import SharedArray
-from streamload.ipc.claims import Claims
+from streamload.ipc.claims import StepClaims
 from streamload.metrics import WIDTH
 
 _TEXT_BYTES = 64 << 20
@@ -93,7 +93,7 @@ class ControlBlock:
     def __init__(self, writers: int, sources: int = 1):
         self.order = SharedJson()
         self.changes = SharedJson()
-        self.claims = Claims()
+        self.claims = StepClaims()
         self.while_waiting: Callable[[], object] | None = None
         self.tracing = SharedJson()
         self._counters = SharedArray((writers, WIDTH), torch.int64)
@@ -142,9 +142,9 @@ class ControlBlock:
     def decided(self, step: int) -> None:
         self._decided.array[0] = step
 
-    def want(self, now: bool) -> None:
+    def want(self, is_waiting: bool) -> None:
         """Set whether the training loop is waiting for a batch."""
-        self._wanted.array[0] = time.monotonic() if now else -time.monotonic()
+        self._wanted.array[0] = time.monotonic() if is_waiting else -time.monotonic()
 
     def wanted_seconds(self) -> float:
         """Return how long the training loop has been waiting for a batch; 0 if it isn't."""

@@ -232,8 +232,8 @@ class Settings:
         argument="",
     )
 
-    def __init__(self, given: Mapping[str, object], environ: Mapping[str, str] | None = None):
-        if unknown := given.keys() - {option.name for option in options()}:
+    def __init__(self, arguments: Mapping[str, object], environ: Mapping[str, str] | None = None):
+        if unknown := arguments.keys() - {option.name for option in options()}:
             raise TypeError(f"there is no option {', '.join(sorted(unknown))}")
         environ = os.environ if environ is None else environ
         _warn_of_unknown(environ)
@@ -241,7 +241,7 @@ class Settings:
         self.sources: dict[str, str] = {}
         for option in options():
             self._values[option.name], self.sources[option.name] = _resolve(
-                option, given.get(option.name), environ
+                option, arguments.get(option.name), environ
             )
 
     def __repr__(self) -> str:
@@ -251,9 +251,9 @@ class Settings:
         return f"Settings({', '.join(shown)})"
 
 
-def read_settings(*, environ: Mapping[str, str] | None = None, **given: object) -> Settings:
+def read_settings(*, environ: Mapping[str, str] | None = None, **arguments: object) -> Settings:
     """The settings from arguments, then the environment, then defaults; see `Settings`."""
-    return Settings(given, environ)
+    return Settings(arguments, environ)
 
 
 def value_of(option: Option[_T]) -> _T:

@@ -103,13 +103,13 @@ def parse_size(value: object, name: str = "size") -> int:
     return math.floor(number)
 
 
-def parse_cache_size(value: object, name: str = "cache_size", of: str = "the disk") -> CacheSize:
+def parse_cache_size(value: object, name: str = "cache_size", total: str = "the disk") -> CacheSize:
     """The limit of a tier from bytes, text with a unit, or a percentage of the disk ("80%").
 
     Args:
         value: the value or its text.
         name: of the option, for errors.
-        of: what a percentage is of, for errors.
+        total: what a percentage is of, for errors.
 
     Raises:
         OptionError: neither a positive size nor a percentage in (0, 100].
@@ -118,11 +118,11 @@ def parse_cache_size(value: object, name: str = "cache_size", of: str = "the dis
         percent = float(match[1])
         if not 0 < percent <= 100:
             raise OptionError(
-                f"{name}={value!r} is not a share of {of}; expected more than 0% and up to 100%"
+                f"{name}={value!r} is not a share of {total}; expected more than 0% and up to 100%"
             )
         return CacheSize(share=percent / 100)
     if isinstance(value, str) and "%" in value:
-        raise OptionError(f'{name}={value!r} is not a share of {of}; expected a percentage such as "80%"')
+        raise OptionError(f'{name}={value!r} is not a share of {total}; expected a percentage such as "80%"')
     return CacheSize(size_bytes=parse_size(value, name))
 
 

@@ -68,7 +68,7 @@ class Named:
         Raises:
             OptionError: a text that isn't a web server, bucket or repository alone.
         """
-        found = set()
+        allowed = set()
         for text in texts:
             origin = origin_of(text)
             if not origin or re.search("[?#]", text) or text.rstrip("/").count("/") != origin.count("/"):
@@ -76,8 +76,8 @@ class Named:
                     f"origin={redact(text)!r}: expected a web server, bucket or repository alone, as "
                     "https://host, s3://bucket or hf://datasets/owner/name"
                 )
-            found.add(origin)
-        return cls(frozenset(found))
+            allowed.add(origin)
+        return cls(frozenset(allowed))
 
     def has(self, url: str) -> bool:
         """Return whether the user named the origin of a URL."""
@@ -129,13 +129,13 @@ def headers_for(url: str, headers: Mapping[str, Any] | None) -> dict[str, str]:
         headers: by name, for all hosts. A nested mapping is for the host that is its key:
             "https://host:port", "host:port", or "host" for any port.
     """
-    given = headers or {}
-    found = {name: value for name, value in given.items() if not isinstance(value, Mapping)}
-    for host, own in given.items():
-        if isinstance(own, Mapping) and _is_at(url, host):
-            found = {k: v for k, v in found.items() if k.lower() not in {str(name).lower() for name in own}}
-            found.update(own)
-    return found
+    by_name = headers or {}
+    chosen = {name: value for name, value in by_name.items() if not isinstance(value, Mapping)}
+    for host, of_host in by_name.items():
+        if isinstance(of_host, Mapping) and _is_at(url, host):
+            chosen = {k: v for k, v in chosen.items() if k.lower() not in {str(name).lower() for name in of_host}}
+            chosen.update(of_host)
+    return chosen
 
 
 def warn_of_shared_headers(urls: UrlList, storage_options: Mapping[str, Any] | None) -> None:
@@ -146,14 +146,14 @@ def warn_of_shared_headers(urls: UrlList, storage_options: Mapping[str, Any] | N
     shared = [k for k, v in headers.items() if not isinstance(v, Mapping) and k.lower() not in FOR_ALL_HOSTS]
     if not shared:
         return
-    asked = (url for url in urls.kinds() if scheme(url) in _HEADED)
-    hosts = {"hf://" if scheme(url) == "hf" else origin_of(url) for url in asked}
+    requested = (url for url in urls.kinds() if scheme(url) in _HEADED)
+    hosts = {"hf://" if scheme(url) == "hf" else origin_of(url) for url in requested}
     if len(hosts) > 1:
-        first, *others = sorted(hosts)
+        first, *other_hosts = sorted(hosts)
         _logger.warning(
             "the header %s of storage_options goes to %s and %s: if not all of them should see it, give each "
             'its own, as in {"headers": {"%s": {"%s": "…"}}}',
-            *(", ".join(shared), first, others[0] if len(others) == 1 else f"{len(others)} other hosts"),
+            *(", ".join(shared), first, other_hosts[0] if len(other_hosts) == 1 else f"{len(other_hosts)} other hosts"),
             *(first, shared[0]),
         )
 
@@ -194,10 +194,10 @@ def refuse_behind_proxy(host: str, port: int | None, named: Named | None) -> Non
     if named is None:
         return
     try:
-        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return
-    for *_, address in found:
+    for *_, address in addresses:
         refuse_address(host, port, str(address[0]), named)
 
 
@@ -205,8 +205,8 @@ def _is_at(url: str, host: str) -> bool:
     if "://" in host:
         return origin_of(url) == origin_of(host)
     place = origin_of(url).partition("://")[2]
-    asked = host.lower().rstrip("/")
-    return bool(place) and asked in {place, urlsplit(f"//{place}").hostname}
+    named_host = host.lower().rstrip("/")
+    return bool(place) and named_host in {place, urlsplit(f"//{place}").hostname}
 
 
 def _meant(ip: _Address) -> _Address:

@@ -68,11 +68,11 @@ Pieces = queue.SimpleQueue["bytes | None"]
 """Bytes from an event loop to a thread; None at the end, whether by success or failure."""
 
 
-def begin(files: Any, what: str, *given: Any, **more: Any) -> Future:
+def begin(files: Any, method: str, *arguments: Any, **more: Any) -> Future:
     """Start calling a file system's method; `result` waits for what it returns or raises."""
     if files.async_impl:
-        return begin_in_loop(files, getattr(files, f"_{what}")(*given, **more))
-    return in_thread(functools.partial(getattr(files, what), *given, **more))
+        return begin_in_loop(files, getattr(files, f"_{method}")(*arguments, **more))
+    return in_thread(functools.partial(getattr(files, method), *arguments, **more))
 
 
 def begin_in_loop(files: Any, coroutine: Coroutine[Any, Any, Any]) -> Future:

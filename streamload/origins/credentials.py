@@ -156,8 +156,8 @@ class WebCredentials:
                 f"storage_options['headers'] returned {type(headers).__name__} for {redact(self._url)}: "
                 'expected a mapping such as {"Authorization": "Bearer …"}'
             )
-        own = headers_for(self._address, headers)
-        sent = {**(self._authorize(options) if self._authorize else {}), **own}
+        user_headers = headers_for(self._address, headers)
+        sent = {**(self._authorize(options) if self._authorize else {}), **user_headers}
         access = Access(url, {str(name): str(value) for name, value in sent.items()})
         self._session.hide(secrets_of(access.url, {"headers": access.headers}))
         return access

@@ -55,10 +55,10 @@ class HubOrigin(Origin):
 
         files = HfFileSystem(**{name: value for name, value in self._options.items() if name in _HUB_OPTIONS})
         try:
-            asked = calls.begin(files, "resolve_path", self._target)
+            lookup = calls.begin(files, "resolve_path", self._target)
             session = self._session
             place: Any = calls.result(
-                asked, files, session.options.stall_seconds, lambda: session.check(self.url)
+                lookup, files, session.options.stall_seconds, lambda: session.check(self.url)
             )
         except Exception as exc:
             files.invalidate_cache()  # it takes a repository that was denied for missing, and remembers that

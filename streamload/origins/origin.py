@@ -12,7 +12,7 @@ from streamload.origins.abilities import Abilities, abilities
 from streamload.origins.access import Named, granted
 from streamload.origins.outages import Endpoint
 from streamload.origins.protocol import (
-    Counts,
+    TransferCounts,
     Origin,
     OriginOptions,
     Session,
@@ -23,7 +23,7 @@ from streamload.origins.protocol import (
 from streamload.origins.retrying import RetryingOrigin
 from streamload.urls import (
     Opaque,
-    Request,
+    CommandRequest,
     compression,
     origin_of,
     parse_command,
@@ -33,7 +33,7 @@ from streamload.urls import (
 )
 
 __all__ = [
-    "Counts",
+    "TransferCounts",
     "Origin",
     "OriginOptions",
     "Stream",
@@ -54,7 +54,7 @@ def open_origin(
     url: str,
     storage_options: Mapping[str, Any] | None = None,
     options: OriginOptions | None = None,
-    counters: Counts | None = None,
+    counters: TransferCounts | None = None,
     stop: threading.Event | None = None,
     named: Named | None = None,
 ) -> Origin:
@@ -137,8 +137,8 @@ def _opened_as(url: str) -> str:
 
 def _requested(url: str) -> str:
     """Return a URL, or the one that a curl or aws command requests."""
-    asked = parse_command(url.removeprefix("pipe:")) if scheme(url) == "pipe" else None
-    return asked.url if isinstance(asked, Request) else url
+    request = parse_command(url.removeprefix("pipe:")) if scheme(url) == "pipe" else None
+    return request.url if isinstance(request, CommandRequest) else url
 
 
 def _plain_origin(url: str, storage_options: dict[str, Any], session: Session) -> Origin:
@@ -152,18 +152,18 @@ def _of_command(url: str, session: Session) -> Origin:
 
     The user's storage options aren't used: they are not the command's.
     """
-    asked = parse_command(url.removeprefix("pipe:"))
-    if isinstance(asked, Opaque):
-        _log_once(f"pipe: {asked.program or 'other'} commands are run by bash: {asked.reason}")
+    request = parse_command(url.removeprefix("pipe:"))
+    if isinstance(request, Opaque):
+        _log_once(f"pipe: {request.program or 'other'} commands are run by bash: {request.reason}")
         return _kind("pipe")(url, {}, session)
-    _log_once(f"pipe: {asked.program} commands are opened natively: all of their flags are supported")
-    if asked.program == "aws":
-        return _kind("s3")(asked.url, dict(asked.storage_options), session)
+    _log_once(f"pipe: {request.program} commands are opened natively: all of their flags are supported")
+    if request.program == "aws":
+        return _kind("s3")(request.url, dict(request.storage_options), session)
     from streamload.origins.credentials import WebCredentials
     from streamload.origins.web import HttpOrigin
 
-    own = WebCredentials(asked.url, {"headers": asked.own_headers}, session)
-    return HttpOrigin(asked.url, session, own, common_headers=asked.headers, redirects=asked.redirects)
+    credentials = WebCredentials(request.url, {"headers": request.own_headers}, session)
+    return HttpOrigin(request.url, session, credentials, common_headers=request.headers, redirects=request.redirects)
 
 
 def _of_s3(url: str, storage_options: dict[str, Any], session: Session) -> Origin:

@@ -47,13 +47,13 @@ class Outage(NamedTuple):
     Attributes:
         cause: the error that it gave.
         since: when a transfer saw it first.
-        seen: when one saw it last.
+        seen_at: when one saw it last.
         until: the deadline for its return.
     """
 
     cause: str
     since: float
-    seen: float
+    seen_at: float
     until: float
 
 
@@ -96,8 +96,8 @@ def remember() -> Callable[[], None]:
         pid = 0
         _remembering.remove(os.getpid())
         if os.getpid() not in _remembering:
-            for known in (_served, _away, _failing):
-                known.clear()
+            for by_endpoint in (_served, _away, _failing):
+                by_endpoint.clear()
             abilities.forget()
 
     return end
@@ -166,16 +166,16 @@ class Endpoint:
         Raises:
             OriginStopped: the loader is stopping.
         """
-        known = self._others() or _served.get(self._name)
+        endpoints = self._others() or _served.get(self._name)
         alike: tuple[type[Exception], ...] = RETRYABLE if isinstance(error, RETRYABLE) else (type(error),)
         if may_be_renewed(error):
             alike = (*RETRYABLE, OriginDenied)
-        if not known or not isinstance(error, (*RETRYABLE, OriginDenied, OriginNotFound)):
+        if not endpoints or not isinstance(error, (*RETRYABLE, OriginDenied, OriginNotFound)):
             return False
         try:
             with (
                 scrubbed_errors(lambda: session.secrets),  # their text is logged
-                contextlib.closing(known[-1]._reopen(session)) as origin,
+                contextlib.closing(endpoints[-1]._reopen(session)) as origin,
             ):
                 origin.read(0, 1, origin.version())
         except alike as exc:
@@ -192,11 +192,11 @@ class Endpoint:
         return tuple(other for other in _served.get(self._name, ()) if other._url != self._url)
 
     def _record(self, exc: Exception, seconds: float) -> None:
-        now, before = time.monotonic(), self.outage
-        if before is not None and now - before.seen < _FORGOTTEN_SECONDS:
-            _away[self._name] = before._replace(seen=now)
+        now_seconds, before = time.monotonic(), self.outage
+        if before is not None and now_seconds - before.seen_at < _FORGOTTEN_SECONDS:
+            _away[self._name] = before._replace(seen_at=now_seconds)
             return
-        _away[self._name] = Outage(str(exc), now, now, now + seconds)
+        _away[self._name] = Outage(str(exc), now_seconds, now_seconds, now_seconds + seconds)
         _logger.warning(
             "%s is down (%s): waiting for it, %g s at most (STREAMLOAD_ORIGIN_WAIT)",
             *(self._name, exc, seconds),

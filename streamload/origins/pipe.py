@@ -97,10 +97,10 @@ class _PipeStream:
         self._process.close()
 
     def _check_end(self, stop: int) -> None:
-        status, said, shown = self._process.finish()
+        status, stderr, shown = self._process.finish()
         if status != 0:
             message = f"{self._origin.url}: failed with status {status} after {stop} bytes{shown}"
-            raise _failure(message, status, said)
+            raise _failure(message, status, stderr)
         if stop < self._start:
             raise DatasetChanged(f"{self._origin.url}: wrote {stop} bytes, none from {self._start} on")
         if self.version.size is not None and stop != self.version.size:
@@ -172,9 +172,9 @@ class _Process:
         """Return the exit status, and the tail of stderr raw and as shown; call after the output's end."""
         self._status = _exit_status(self._ended, seconds=5.0)
         self._listen()
-        said, shown = self._said.decode("utf-8", "replace"), self._tail()
+        stderr, shown = self._said.decode("utf-8", "replace"), self._tail()
         self.close()
-        return self._status, said, shown
+        return self._status, stderr, shown
 
     def close(self) -> None:
         """Kill what is left of the group, and reap; idempotent."""
@@ -192,17 +192,17 @@ class _Process:
     def _listen(self) -> bool:
         """Keep the tail of stderr. Return False at its end."""
         try:
-            while said := os.read(self._err.fileno(), 65536):
-                self._said = (self._said + said)[-_TAIL_BYTES:]
+            while piece := os.read(self._err.fileno(), 65536):
+                self._said = (self._said + piece)[-_TAIL_BYTES:]
         except BlockingIOError:
             return True
         return False
 
     def _tail(self) -> str:
-        said = self._said
-        if len(said) == _TAIL_BYTES:  # may begin within a secret
-            said = re.sub(rb"\A[^\n]*\n|\A\S+", b"", said, count=1)
-        text = scrub(said.decode("utf-8", "replace"), self._secrets)
+        tail = self._said
+        if len(tail) == _TAIL_BYTES:  # may begin within a secret
+            tail = re.sub(rb"\A[^\n]*\n|\A\S+", b"", tail, count=1)
+        text = scrub(tail.decode("utf-8", "replace"), self._secrets)
         text = " ".join(text.split())
         return f"; stderr: {text[-_SHOWN_CHARS:]}" if text else ""
 
@@ -234,11 +234,11 @@ def _exit_status(ended: descriptors.Descriptor, seconds: float) -> int:
     return int(text)
 
 
-def _failure(message: str, status: int, said: str) -> OriginError:
+def _failure(message: str, status: int, stderr: str) -> OriginError:
     if status in {126, 127}:
         return OriginError(message)  # not a command
-    if _NOT_FOUND.search(said):
+    if _NOT_FOUND.search(stderr):
         return OriginNotFound(message)
-    if _DENIED.search(said):
+    if _DENIED.search(stderr):
         return OriginDenied(message)
     return OriginCut(message)

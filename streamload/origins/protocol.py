@@ -161,7 +161,7 @@ class Origin(Protocol):
         return
 
 
-class Counts(Protocol):
+class TransferCounts(Protocol):
     """The counters of transfers."""
 
     def add(self, name: str, n: int = 1, /) -> None:
@@ -223,7 +223,7 @@ class Session:
     """
 
     options: OriginOptions = field(default_factory=OriginOptions)
-    counts: Counts | None = None
+    counts: TransferCounts | None = None
     stop: threading.Event = field(default_factory=threading.Event)
     named: Named | None = None
     secrets: list[str] = field(default_factory=list, repr=False)
@@ -271,11 +271,11 @@ def no_crawl(url: str, chunks: Iterator[bytes], options: OriginOptions) -> Itera
     """Pass chunks on; raise OriginTimeout if too few bytes arrive in the time spent waiting for them."""
     waited, got = 0.0, 0
     while True:
-        began = time.monotonic()
+        start = time.monotonic()
         chunk = next(chunks, None)
         if chunk is None:
             return
-        waited += time.monotonic() - began
+        waited += time.monotonic() - start
         got += len(chunk)
         yield chunk
         if waited >= options.slow_seconds:
@@ -284,9 +284,9 @@ def no_crawl(url: str, chunks: Iterator[bytes], options: OriginOptions) -> Itera
             waited, got = 0.0, 0
 
 
-def same_version(url: str, expected: Version | None, found: Version) -> None:
-    """Raise DatasetChanged if `found` can't be the version `expected`."""
-    difference = expected.difference(found) if expected is not None else None
+def same_version(url: str, expected: Version | None, current: Version) -> None:
+    """Raise DatasetChanged if `current` can't be the version `expected`."""
+    difference = expected.difference(current) if expected is not None else None
     if difference is not None:
         raise DatasetChanged(
             f"{url} was replaced while it was in use: {difference}; "

@@ -15,7 +15,7 @@ _QUICK_SECONDS = 1.0
 _SMALLEST_SHARE = 8
 
 
-class Part(Protocol):
+class RangePart(Protocol):
     """One requested range. Yields exactly its bytes, or raises.
 
     Attributes:
@@ -45,12 +45,12 @@ class OrderedParts:
     """
 
     def __init__(
-        self, ask: Callable[[int, int], Part], start: int, stop: int, at_once: int, options: OriginOptions
+        self, ask: Callable[[int, int], RangePart], start: int, stop: int, at_once: int, options: OriginOptions
     ) -> None:
         self._ask, self._asked, self._stop = ask, start, stop
         self._at_once, self._options = at_once, options
         self._part_bytes = options.first_part_bytes
-        self._parts: deque[Part] = deque()
+        self._parts: deque[RangePart] = deque()
 
     def chunks(self) -> Iterator[bytes]:
         """Yield the bytes in order. However it ends, no request is left running."""

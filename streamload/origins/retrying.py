@@ -141,13 +141,13 @@ class _RetryingStream:
 
     def _fresh(self, chunk: bytes) -> bytes:
         """Return the part of a chunk that is new; compare the rest with what was given before."""
-        known = min(len(chunk), self._position - self._read)
+        old_bytes = min(len(chunk), self._position - self._read)
         self._read += len(chunk)
-        if known:
-            self._again.update(memoryview(chunk)[:known])
+        if old_bytes:
+            self._again.update(memoryview(chunk)[:old_bytes])
             if self._read >= self._position and self._again.digest() != self._given.digest():
                 raise DatasetChanged(f"{self._origin.url}: gives other bytes than it did before")
-            chunk = chunk[known:]
+            chunk = chunk[old_bytes:]
         self._given.update(chunk)
         self._position += len(chunk)
         self._retries.note(len(chunk))
@@ -252,9 +252,9 @@ class _Retries:
         elif error.may_pass:
             limit = min(limit, _REFUSAL_BACKOFF_SECONDS)
         seconds = self._rng.uniform(0, limit)
-        asked = getattr(error, "retry_after_seconds", None)
-        if asked is not None:
-            seconds = max(seconds, min(asked, self._options.retry_after_limit_seconds))
+        requested = getattr(error, "retry_after_seconds", None)
+        if requested is not None:
+            seconds = max(seconds, min(requested, self._options.retry_after_limit_seconds))
         self._session.stop.wait(seconds)
         self._session.check(self._url)
 
@@ -271,9 +271,9 @@ class _Retries:
         if shortage is None:
             return False
         descriptors.note_shortage()
-        now = time.monotonic()
-        self._short_since = self._short_since or now
-        if now - self._short_since > limits.PATIENCE_SECONDS:
+        now_seconds = time.monotonic()
+        self._short_since = self._short_since or now_seconds
+        if now_seconds - self._short_since > limits.PATIENCE_SECONDS:
             if isinstance(shortage, LimitReached):
                 raise shortage
             raise limits.reached(f"{self._url} can't be fetched", shortage) from error
@@ -305,15 +305,15 @@ class _Retries:
             # the probe may be the first request with credentials that have come in the meantime
             is_renewed = may_be_renewed(error) and self._endpoint.has_served
             return was_away or (is_renewed and self._failures < self._options.attempts)
-        now, outage = time.monotonic(), self._endpoint.outage
-        if outage is not None and now >= outage.until:
+        now_seconds, outage = time.monotonic(), self._endpoint.outage
+        if outage is not None and now_seconds >= outage.until:
             raise OriginOutage(
-                f"{error} (nothing has come from its server or bucket for {now - outage.since:.0f} s; "
+                f"{error} (nothing has come from its server or bucket for {now_seconds - outage.since:.0f} s; "
                 f"the limit is {self._options.outage_seconds:g} s, STREAMLOAD_ORIGIN_WAIT)"
             ) from error
         if not was_away:
-            self._waiting_since = now
-        return now - self._waiting_since < self._options.outage_seconds  # otherwise others got bytes since
+            self._waiting_since = now_seconds
+        return now_seconds - self._waiting_since < self._options.outage_seconds  # otherwise others got bytes since
 
     def _others_are_served(self) -> bool:
         """Return whether the endpoint serves other shards; their first bytes may be under way."""

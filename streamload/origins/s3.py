@@ -16,7 +16,7 @@ from streamload.errors import OriginDenied, OriginError, OriginTimeout, Streamlo
 from streamload.origins import calls, renewal
 from streamload.origins.protocol import Session, Version, http_error, same_version, strong
 from streamload.origins.renewal import Lookup
-from streamload.origins.signing import Access, SignedRequest, access_for, configured, place_of
+from streamload.origins.signing import S3Access, SignedRequest, access_for, configured, place_of
 from streamload.origins.sockets import Pools
 from streamload.origins.web import HttpOrigin
 from streamload.origins.web_answer import error_facts
@@ -57,23 +57,23 @@ class _S3Client(HttpClient):
         self._place = place if self._options.get("version_aware") else place._replace(number="")
         self._hidden: tuple[str | None, ...] | None = None
 
-    def _request(self, pools: Pools, what: Mapping[str, str], _: object = None) -> urllib3.BaseHTTPResponse:
+    def _request(self, pools: Pools, request_headers: Mapping[str, str], _: object = None) -> urllib3.BaseHTTPResponse:
         """Send a GetObject; sign it again for another region, or once with other credentials."""
         is_moved = is_renewed = False
         while True:
             access = access_for(self._options)
-            request = self._signed(access, what)
+            request = self._signed(access, request_headers)
             self.session.check(self.url)
             self.session.count("origin_requests")
             headers = urllib3.HTTPHeaderDict({"Accept-Encoding": "identity"})
             headers.update(request.headers)
             response = pools.request(request.url, headers, request.authorities)
             if response.status not in _EXAMINED:
-                self._check_condition(response, what)
+                self._check_condition(response, request_headers)
                 return response
             facts = error_facts(response, self.session)
             if response.status == 416:
-                self._state_size(response, facts, pools, what)
+                self._state_size(response, facts, pools, request_headers)
                 return response
             response.close()
             code = facts.get("Code", "")
@@ -89,8 +89,8 @@ class _S3Client(HttpClient):
             else:
                 raise self._refusal(access, response, code)
 
-    def _signed(self, access: Access, what: Mapping[str, str]) -> SignedRequest:
-        parameters = {_PARAMETERS[name]: value for name, value in what.items()}
+    def _signed(self, access: S3Access, request_headers: Mapping[str, str]) -> SignedRequest:
+        parameters = {_PARAMETERS[name]: value for name, value in request_headers.items()}
         try:
             if access.may_block:
                 self._in_thread(access.prepare)
@@ -114,7 +114,7 @@ class _S3Client(HttpClient):
             return error
         return calls.translate(self.url, exc)
 
-    def _look_up(self, access: Access, request: SignedRequest) -> Lookup:
+    def _look_up(self, access: S3Access, request: SignedRequest) -> Lookup:
         storage_options, lookup = renewal.read_file(self._listed, self._storage_options)
         if lookup is not None:  # they are in a file of options
             if lookup.has_others:
@@ -135,9 +135,9 @@ class _S3Client(HttpClient):
             raise OriginTimeout(f"{self.url}: no credentials for {seconds:g} s") from None
         return result
 
-    def _check_condition(self, response: urllib3.BaseHTTPResponse, what: Mapping[str, str]) -> None:
+    def _check_condition(self, response: urllib3.BaseHTTPResponse, request_headers: Mapping[str, str]) -> None:
         """Refuse the bytes of another version, from a store that ignores conditions."""
-        expected, etag = what.get("If-Match") or what.get("If-Range"), strong(response.headers.get("ETag"))
+        expected, etag = request_headers.get("If-Match") or request_headers.get("If-Range"), strong(response.headers.get("ETag"))
         if expected and etag and response.status < 300 and etag != expected:
             response.close()
             same_version(self.url, Version(etag=expected), Version(etag=etag))
@@ -147,22 +147,22 @@ class _S3Client(HttpClient):
         response: urllib3.BaseHTTPResponse,
         facts: Mapping[str, str],
         pools: Pools,
-        what: Mapping[str, str],
+        request_headers: Mapping[str, str],
     ) -> None:
         """Put the size into an answer 416 where HTTP has it: S3 has it in the body, other stores nowhere."""
-        if "Content-Range" in response.headers or what["Range"] == _FIRST_BYTE:
+        if "Content-Range" in response.headers or request_headers["Range"] == _FIRST_BYTE:
             return
         size = facts.get("ActualObjectSize") or self.version(pools).size
         response.headers["Content-Range"] = f"bytes */{size}"
 
-    def _refusal(self, access: Access, response: urllib3.BaseHTTPResponse, code: str) -> StreamloadError:
+    def _refusal(self, access: S3Access, response: urllib3.BaseHTTPResponse, code: str) -> StreamloadError:
         status = response.status
-        told = f"{self.url}: the store answers {status}" + (f" ({code})" if code else "")
+        message = f"{self.url}: the store answers {status}" + (f" ({code})" if code else "")
         if location := response.headers.get("Location", ""):
-            told += f" and names {redact(location)}, but no region"
+            message += f" and names {redact(location)}, but no region"
         if code == "AccessDenied":
-            told += ": the object is denied, or it is missing and the credentials lack s3:ListBucket"
-        error = http_error(told, calls.status_of_code(code, status), response.headers.get("Retry-After"))
+            message += ": the object is denied, or it is missing and the credentials lack s3:ListBucket"
+        error = http_error(message, calls.status_of_code(code, status), response.headers.get("Retry-After"))
         if isinstance(error, OriginError):
             error.may_pass = status == 403 and not code
         if isinstance(error, OriginDenied) and access.lacks_credentials:

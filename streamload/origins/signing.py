@@ -73,7 +73,7 @@ _BUCKET = re.compile(r"[A-Za-z0-9._-]{1,255}")
 _ACCESS_POINT = re.compile(r"(arn:aws[a-z-]*:s3:[a-z0-9-]+:[0-9]{12}:accesspoint[:/][A-Za-z0-9-]{1,63})/(.+)")
 
 
-class Place(NamedTuple):
+class S3Place(NamedTuple):
     """An object: bucket or ARN of an access point, key, and number of the version ("": the current one)."""
 
     bucket: str
@@ -102,16 +102,16 @@ def reason_for_s3fs(url: str, storage_options: Mapping[str, Any]) -> str:
     options = configured(storage_options)
     if value_of(Settings.s3) == "s3fs":
         return f"{Settings.s3.variable}=s3fs"
-    if others := options.keys() - _OWN - _OF_FILE_SYSTEM:
-        return f"the option {min(others)}"
+    if unsupported := options.keys() - _OWN - _OF_FILE_SYSTEM:
+        return f"the option {min(unsupported)}"
     if {"key", "username"} <= options.keys() or {"secret", "password"} <= options.keys():
         return "options that exclude each other"
     for name, allowed in (("client_kwargs", _OF_CLIENT), ("config_kwargs", _OF_REQUESTS | _OF_TRANSPORT)):
-        given = options.get(name) or {}
-        if not isinstance(given, Mapping):
+        nested = options.get(name) or {}
+        if not isinstance(nested, Mapping):
             return f"{name} that is no mapping"
-        if others := given.keys() - allowed:
-            return f"{min(others)} in {name}"
+        if unsupported := nested.keys() - allowed:
+            return f"{min(unsupported)} in {name}"
     place = place_of(url)
     if place is None:
         return "a bucket whose requests only s3fs signs"
@@ -120,7 +120,7 @@ def reason_for_s3fs(url: str, storage_options: Mapping[str, Any]) -> str:
     return ""
 
 
-class Access:
+class S3Access:
     """Signer of the requests of one set of options. Thread-safe; belongs to one process.
 
     Mutable state: `_signer` (replaced as a whole when credentials are renewed), `regions` by bucket, and the
@@ -156,7 +156,7 @@ class Access:
         """Look for credentials, or refresh those that end soon."""
         self._prepared().keys()
 
-    def sign(self, place: Place, parameters: Mapping[str, str]) -> SignedRequest:
+    def sign(self, place: S3Place, parameters: Mapping[str, str]) -> SignedRequest:
         """Return a GetObject with these parameters.
 
         Raises:
@@ -235,7 +235,7 @@ class _Signer:
             return None
         return tuple(self.credentials.get_frozen_credentials())[:3]
 
-    def sign(self, place: Place, parameters: Mapping[str, str], region: str | None) -> SignedRequest:
+    def sign(self, place: S3Place, parameters: Mapping[str, str], region: str | None) -> SignedRequest:
         keys, client = self.keys(), self._client(region)
         number = {"VersionId": place.number} if place.number else {}
         payer = {"RequestPayer": "requester"} if self._options.get("requester_pays") else {}
@@ -312,7 +312,7 @@ class _NoBody:
 
 
 _taken = threading.local()
-_accesses: dict[tuple[int, str], Access] = {}  # by process, as a fork inherits locks, and options
+_accesses: dict[tuple[int, str], S3Access] = {}  # by process, as a fork inherits locks, and options
 
 
 def _take(request: Any, **_: object) -> AWSResponse:
@@ -323,17 +323,17 @@ def _take(request: Any, **_: object) -> AWSResponse:
 
 def configured(storage_options: Mapping[str, Any]) -> dict[str, Any]:
     """Return storage options with those of fsspec's configuration, as s3fs would get them."""
-    own = {name: value for name, value in storage_options.items() if name not in OF_WEB}
+    options = {name: value for name, value in storage_options.items() if name not in OF_WEB}
     folder = os.path.expanduser("~/.config/fsspec")  # noqa: PTH111  (Path's fails without a home)
     has_variables = any(name.startswith("FSSPEC_") for name in os.environ)
     if "fsspec" not in sys.modules and not has_variables and not Path(folder).is_dir():
-        return own  # no configuration: fsspec takes a tenth of a second to import
+        return options  # no configuration: fsspec takes a tenth of a second to import
     from fsspec.config import conf
 
-    return {**conf.get("s3", {}), **conf.get("s3a", {}), **own}
+    return {**conf.get("s3", {}), **conf.get("s3a", {}), **options}
 
 
-def access_for(options: Mapping[str, Any]) -> Access:
+def access_for(options: Mapping[str, Any]) -> S3Access:
     """Return what signs the requests of these options in this process.
 
     Args:
@@ -341,10 +341,10 @@ def access_for(options: Mapping[str, Any]) -> Access:
     """
     key = (os.getpid(), json.dumps(options, sort_keys=True, default=repr))
     access = _accesses.get(key)
-    return access or _accesses.setdefault(key, Access(options))
+    return access or _accesses.setdefault(key, S3Access(options))
 
 
-def place_of(url: str) -> Place | None:
+def place_of(url: str) -> S3Place | None:
     """Return the object of a URL, as s3fs reads it; None if its bucket needs other requests than S3's own."""
     path = url.partition("://")[2]
     point = _ACCESS_POINT.fullmatch(path)
@@ -352,7 +352,7 @@ def place_of(url: str) -> Place | None:
     if point is None and (not _BUCKET.fullmatch(bucket) or bucket.endswith("--x-s3")):
         return None
     key, _, number = key.partition("?versionId=")
-    return Place(bucket, key, number)
+    return S3Place(bucket, key, number)
 
 
 def _files_of(path: str) -> tuple[Path, Path]:

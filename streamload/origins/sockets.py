@@ -93,9 +93,9 @@ class _Patient:
             try:
                 return act(*args)
             except TimeoutError:
-                now = time.monotonic()
-                deadline = deadline or now - WAKE_SECONDS + self.stall_seconds
-                if now >= deadline:
+                now_seconds = time.monotonic()
+                deadline = deadline or now_seconds - WAKE_SECONDS + self.stall_seconds
+                if now_seconds >= deadline:
                     raise
 
 
@@ -269,21 +269,21 @@ class _Connecting:
         except TimeoutError as exc:
             if isinstance(exc, OriginError):
                 raise
-            what = f"{self._dns_host}:{self.port} accepts the connection, but sends nothing"
-            raise OriginTimeout(f"{what} for {options.connect_seconds:g} s") from exc
+            problem = f"{self._dns_host}:{self.port} accepts the connection, but sends nothing"
+            raise OriginTimeout(f"{problem} for {options.connect_seconds:g} s") from exc
         sock = getattr(self.sock, "socket", self.sock)  # TLS within TLS wraps its socket
         sock.stall_seconds = options.stall_seconds
 
 
 def _connect(host: str, port: int, session: Session) -> socket.socket:
     try:
-        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as exc:
         error = OriginUnavailable(f"no address for the host {host!r}: {exc}")
         error.is_unreachable = is_unreachable(exc)
         raise error from exc
     failure: Exception | None = None
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in addresses:
         refuse_address(host, port, str(address[0]), session.named)
         sock = _PatientSocket(family, kind, protocol)
         try:
@@ -340,8 +340,8 @@ def _proxy_for(url: str) -> str | None:
         is_cut_short = "@" in f"{place.path}{place.query}{place.fragment}"  # e.g. a slash in a password
         if place.scheme in {"http", "https"} and place.host and not is_cut_short:
             return proxy
-    kind, _, rest = proxy.partition("://")
-    shown = redact(f"http://{rest.rpartition('@')[2]}").removeprefix("http")
+    kind, _, address = proxy.partition("://")
+    shown = redact(f"http://{address.rpartition('@')[2]}").removeprefix("http")
     raise OriginError(
         f"{redact(url)}: {name}_proxy is {kind if kind.isalnum() else '***'}{shown} and can't be used: "
         "expected an http:// or https:// URL of host and port, with user and password percent-encoded"

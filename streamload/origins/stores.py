@@ -76,15 +76,15 @@ class StoreOrigin(Origin):
     def open(self, start: int = 0, expected: Version | None = None) -> Stream:
         """Ask the store for the object's version; the stream's chunks() request the bytes."""
         self.session.check(self.url)
-        found = self.version()
-        same_version(self.url, expected, found)
-        if start and expected is not None and not expected.proves(found):
+        current = self.version()
+        same_version(self.url, expected, current)
+        if start and expected is not None and not expected.proves(current):
             raise Unproven("its store has no version of it")
-        if found.size is None:
+        if current.size is None:
             raise OriginError(f"{self.url}: the store doesn't tell its size")
-        if start > found.size:
-            raise DatasetChanged(f"{self.url} has {found.size} bytes, none at {start}")
-        return _StoreStream(self, found, start)
+        if start > current.size:
+            raise DatasetChanged(f"{self.url} has {current.size} bytes, none at {start}")
+        return _StoreStream(self, current, start)
 
     def version(self) -> Version:
         """Return the object's current size, ETag and date; ask again if the credentials have been renewed."""
@@ -179,8 +179,8 @@ class StoreOrigin(Origin):
         files, path = self.files, self._path
         if scheme(self._target) == "s3" and hasattr(files, "_call_s3"):
             came: calls.Pieces = queue.SimpleQueue()
-            asked = self._s3_range(files, path, start, stop, version, came)
-            return asyncio.run_coroutine_threadsafe(asked, files.loop), came
+            request = self._s3_range(files, path, start, stop, version, came)
+            return asyncio.run_coroutine_threadsafe(request, files.loop), came
         return calls.begin(files, "cat_file", path, start=start, end=stop), None
 
     def bytes_of(self, future: calls.Future, came: calls.Pieces | None) -> Iterator[bytes]:
@@ -252,20 +252,20 @@ class StoreOrigin(Origin):
         )
         body, enough = answer["Body"], self.session.options.chunk_bytes
         async with body:
-            given = answer.get("ContentRange", "")
-            if given != f"bytes {start}-{stop - 1}/{version.size}":
-                raise OriginError(f"{self.url} was asked for bytes {start}–{stop} and answers {given!r}")
+            content_range = answer.get("ContentRange", "")
+            if content_range != f"bytes {start}-{stop - 1}/{version.size}":
+                raise OriginError(f"{self.url} was asked for bytes {start}–{stop} and answers {content_range!r}")
             same_version(self.url, version, Version(version.size, strong(answer.get("ETag"))))
             pieces: list[bytes] = []
             lacking, last = enough, time.monotonic()
             while piece := await body.read(enough):
                 pieces.append(piece)
                 lacking -= len(piece)
-                now = time.monotonic()
-                if lacking <= 0 or now - last >= _LATEST_SECONDS:
+                now_seconds = time.monotonic()
+                if lacking <= 0 or now_seconds - last >= _LATEST_SECONDS:
                     came.put(b"".join(pieces))
                     pieces.clear()
-                    lacking, last = enough, now
+                    lacking, last = enough, now_seconds
             if pieces:
                 came.put(b"".join(pieces))
 

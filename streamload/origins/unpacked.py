@@ -272,15 +272,15 @@ _FORMATS: dict[Compression, Callable[[], _Format]] = {"gzip": _gzip, "zstd": _zs
 
 def _pieces(chunks: Iterable[bytes], piece_bytes: int) -> Iterator[bytes]:
     """Split bytes into pieces of one size; the last may be shorter, and none is empty."""
-    rest = bytearray()
+    buffer = bytearray()
     for chunk in chunks:
-        rest += chunk
-        whole = len(rest) - len(rest) % piece_bytes
+        buffer += chunk
+        whole = len(buffer) - len(buffer) % piece_bytes
         for start in range(0, whole, piece_bytes):
-            yield bytes(rest[start : start + piece_bytes])
-        del rest[:whole]
-    if rest:
-        yield bytes(rest)
+            yield bytes(buffer[start : start + piece_bytes])
+        del buffer[:whole]
+    if buffer:
+        yield bytes(buffer)
 
 
 def _without_size(version: Version) -> Version:

@@ -23,7 +23,7 @@ from streamload.origins.credentials import WebCredentials
 from streamload.origins.protocol import Origin, ReadSize, Session, Version, no_crawl
 from streamload.origins.ranged import OrderedParts
 from streamload.origins.sockets import WAKE_SECONDS, Pools, receive
-from streamload.origins.web_answer import Answer, NoRanges, RangeIgnored
+from streamload.origins.web_answer import WebAnswer, NoRanges, RangeIgnored
 from streamload.origins.web_client import REDIRECTS, HttpClient
 
 
@@ -92,7 +92,7 @@ class HttpOrigin(Origin):
         if pools is not None:
             pools.close()
 
-    def _first_answer(self, pools: Pools, start: int, expected: Version | None) -> Answer:
+    def _first_answer(self, pools: Pools, start: int, expected: Version | None) -> WebAnswer:
         if self._client.parallel_ranges:
             with contextlib.suppress(NoRanges):
                 return self._client.ask(pools, start, expected, self._session.options.first_get_bytes)
@@ -103,7 +103,7 @@ class HttpOrigin(Origin):
 class HttpStream:
     """The bodies of consecutive answers. Bytes before the one that was asked for are dropped."""
 
-    def __init__(self, client: HttpClient, pools: Pools, answer: Answer) -> None:
+    def __init__(self, client: HttpClient, pools: Pools, answer: WebAnswer) -> None:
         self.version = answer.version
         self._client, self._session = client, client.session
         self._pools, self._answer = pools, answer
@@ -140,7 +140,7 @@ class HttpStream:
     def _body(self, response: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
         size = ReadSize(self._session.options.chunk_bytes)
         while True:
-            began = time.monotonic()
+            start_seconds = time.monotonic()
             try:
                 chunk = receive(response, size.bytes, self._session)
             except HTTPError as exc:
@@ -148,7 +148,7 @@ class HttpStream:
             if not chunk:
                 return
             size.came(len(chunk))
-            self._waited_seconds += time.monotonic() - began
+            self._waited_seconds += time.monotonic() - start_seconds
             self._read_bytes += len(chunk)
             before, self._position = self._position, self._position + len(chunk)
             self._session.count("origin_bytes", len(chunk))
@@ -157,7 +157,7 @@ class HttpStream:
             elif self._position > self._start:
                 yield chunk[self._start - before :]
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, answer: WebAnswer) -> None:
         self._answer = self._client.continued(answer)
         self.version = self.version.completed(answer.version)
         self._position, self._start = answer.first, answer.start

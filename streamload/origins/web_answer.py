@@ -30,7 +30,7 @@ class RangeIgnored(OriginCut):
     """A range request was answered with all of the shard."""
 
 
-class Answer(NamedTuple):
+class WebAnswer(NamedTuple):
     """An answer whose head has been checked.
 
     Attributes:
@@ -58,9 +58,9 @@ def may_be_range(response: urllib3.BaseHTTPResponse, range_bytes: int) -> bool:
 def check_status(url: str, response: urllib3.BaseHTTPResponse, session: Session) -> None:
     """Raise the error that a status or a content encoding means."""
     if response.status not in {*WHOLE, 206}:
-        said, code = _said(response, session)
+        reason, code = _said(response, session)
         status = 403 if code in ENDED else response.status  # a store answers 400 to a token in the URL
-        error = http_error(f"{url}: {said}", status, response.headers.get("Retry-After"))
+        error = http_error(f"{url}: {reason}", status, response.headers.get("Retry-After"))
         if isinstance(error, OriginError):  # a store that gives a code has looked
             error.may_pass = response.status in {403, 404} and not code
         if isinstance(error, OriginDenied):
@@ -89,29 +89,29 @@ def body_range(
         if length is not None and length < start:
             raise DatasetChanged(f"{url} has {length} bytes now, of which {start} had been read")
         return Version(length, etag, modified), 0, length
-    given = response.headers.get("Content-Range", "")
-    match = _CONTENT_RANGE.fullmatch(given.strip())
+    content_range = response.headers.get("Content-Range", "")
+    match = _CONTENT_RANGE.fullmatch(content_range.strip())
     if match is None or match[1] is None or int(match[1]) != start or int(match[2]) < start:
         if most is not None:
             raise NoRanges
-        raise OriginError(f"{url} was asked for bytes from {start} and answers {given[:80]!r}")
+        raise OriginError(f"{url} was asked for bytes from {start} and answers {content_range[:80]!r}")
     stop = int(match[2]) + 1
     size = None if match[3] == "*" else int(match[3])
     if (size is not None and stop > size) or (length is not None and length != stop - start):
         if most is not None:
             raise NoRanges
-        raise OriginError(f"{url} contradicts itself: {given!r} with a Content-Length of {length}")
+        raise OriginError(f"{url} contradicts itself: {content_range!r} with a Content-Length of {length}")
     return Version(size, etag, modified), start, stop
 
 
-def check_version(url: str, expected: Version | None, found: Version, start: int) -> None:
+def check_version(url: str, expected: Version | None, current: Version, start: int) -> None:
     """Refuse another version.
 
     After the first byte only another size is refused. Another ETag or date may be another backend's of a load
     balancer: such an answer is unproven, and bytes are compared.
     """
-    if expected is not None and not expected.proves(found):
-        same_version(url, expected.only_size() if start else expected, found)
+    if expected is not None and not expected.proves(current):
+        same_version(url, expected.only_size() if start else expected, current)
 
 
 def answer_at_end(
@@ -120,7 +120,7 @@ def answer_at_end(
     start: int,
     expected: Version | None,
     most: int | None,
-) -> Answer:
+) -> WebAnswer:
     """Handle 416: correct if the shard ends at `start`, otherwise another version."""
     match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", "").strip())
     total = int(match[3]) if match is not None and match[3] != "*" else None
@@ -131,10 +131,10 @@ def answer_at_end(
             raise NoRanges
         size = "an unknown number of" if total is None else total
         raise DatasetChanged(f"{url} has no byte {start} (416): it has {size} bytes now")
-    found = Version(start, strong(response.headers.get("ETag")), response.headers.get("Last-Modified"))
-    check_version(url, expected, found, start)
+    current = Version(start, strong(response.headers.get("ETag")), response.headers.get("Last-Modified"))
+    check_version(url, expected, current, start)
     response.close()
-    return Answer(None, found, start, start, start)
+    return WebAnswer(None, current, start, start, start)
 
 
 def error_facts(response: urllib3.BaseHTTPResponse, session: Session) -> dict[str, str]:
@@ -148,8 +148,8 @@ def error_facts(response: urllib3.BaseHTTPResponse, session: Session) -> dict[st
 
 def _said(response: urllib3.BaseHTTPResponse, session: Session) -> tuple[str, str]:
     """Return the status with the error code that object stores put in the body, and the code or ""."""
-    said = f"the server answers {response.status} {response.reason or ''}".rstrip()
+    reason = f"the server answers {response.status} {response.reason or ''}".rstrip()
     code = error_facts(response, session).get("Code", "")
     if not code:
-        return said, ""
-    return f"{said} ({code})" + (f": {ENDED[code]}" if code in ENDED else ""), code
+        return reason, ""
+    return f"{reason} ({code})" + (f": {ENDED[code]}" if code in ENDED else ""), code

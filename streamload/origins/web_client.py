@@ -34,7 +34,7 @@ from streamload.origins.protocol import (
 from streamload.origins.sockets import Pools, basic, receive
 from streamload.origins.web_answer import (
     WHOLE,
-    Answer,
+    WebAnswer,
     NoRanges,
     RangeIgnored,
     answer_at_end,
@@ -99,16 +99,16 @@ class HttpClient:
             if response.status == 416:  # the shard is empty
                 return Version(0, strong(response.headers.get("ETag")), response.headers.get("Last-Modified"))
             self._check_status(response)
-            found = body_range(self.url, response, 0)[0]
-            self._learn(response, found)
-            return Version(None, found.etag, found.last_modified) if may_be_range(response, 1) else found
+            current = body_range(self.url, response, 0)[0]
+            self._learn(response, current)
+            return Version(None, current.etag, current.last_modified) if may_be_range(response, 1) else current
         except HTTPError as exc:
             raise self.translated(exc, "no answer") from exc
         finally:
             if response is not None:
                 response.close()
 
-    def ask(self, pools: Pools, start: int, expected: Version | None, most: int | None = None) -> Answer:
+    def ask(self, pools: Pools, start: int, expected: Version | None, most: int | None = None) -> WebAnswer:
         """Request the bytes from `start` to the end, or `most` of them, and check the head of the answer.
 
         Raises:
@@ -122,16 +122,16 @@ class HttpClient:
             self._check_status(response)
             if start and expected is not None and may_be_range(response, (expected.size or 0) - start):
                 raise Unproven("its server answers a range with 200")
-            found, first, stop = body_range(self.url, response, start, most)
+            current, first, stop = body_range(self.url, response, start, most)
             if start or most is not None:
-                self._learn(response, found, expected)
-            check_version(self.url, expected, found, start)
+                self._learn(response, current, expected)
+            check_version(self.url, expected, current, start)
             is_part = response.status == 206 and most is not None
-            if is_part and not found.is_traceable and stop != found.size:
+            if is_part and not current.is_traceable and stop != current.size:
                 raise NoRanges  # nothing would prove that the next range is of the same version
-            continues = first == start and (expected is None or expected.proves(found))
+            continues = first == start and (expected is None or expected.proves(current))
             is_unproven = start > 0 and expected is not None and not continues
-            return Answer(response, found, first, start, stop, is_part, is_unproven)
+            return WebAnswer(response, current, first, start, stop, is_part, is_unproven)
         except BaseException as exc:
             if response is not None:
                 response.close()
@@ -139,7 +139,7 @@ class HttpClient:
                 raise self.translated(exc, "no answer") from exc
             raise
 
-    def continued(self, answer: Answer) -> Answer:
+    def continued(self, answer: WebAnswer) -> WebAnswer:
         """Return an answer that may be appended to the bytes before it.
 
         Raises:
@@ -165,12 +165,12 @@ class HttpClient:
             DatasetChanged: they are of another version.
             Unproven: nothing shows that they are of this one.
         """
-        what = {"Range": f"bytes={start}-{stop - 1}"}
+        request_headers = {"Range": f"bytes={start}-{stop - 1}"}
         if version.etag:
-            what["If-Match"] = version.etag
+            request_headers["If-Match"] = version.etag
         response, position = None, start
         try:
-            response = self._request(pools, what, self._answered)
+            response = self._request(pools, request_headers, self._answered)
             if response.status == 412:
                 raise Unproven("a range of it has another ETag")
             if response.status in {*WHOLE, 206}:
@@ -179,11 +179,11 @@ class HttpClient:
                 kind = RangeIgnored if response.status in WHOLE else OriginCut
                 raise kind(f"{self.url}: a range of it is answered with {response.status}")
             self._check_status(response)
-            found, _, end = body_range(self.url, response, start, stop - start)
-            check_version(self.url, version, found, start)
-            if not is_proven and not version.proves(found):
+            current, _, end = body_range(self.url, response, start, stop - start)
+            check_version(self.url, version, current, start)
+            if not is_proven and not version.proves(current):
                 raise Unproven("a range of it has another ETag, or none")
-            if end != stop or found.size != version.size:
+            if end != stop or current.size != version.size:
                 raise NoRanges
             size = ReadSize(self.session.options.chunk_bytes)
             while chunk := receive(response, size.bytes, self.session):
@@ -202,7 +202,7 @@ class HttpClient:
             if response is not None and position != stop:
                 response.close()
 
-    def translated(self, exc: HTTPError, what: str) -> OriginError:
+    def translated(self, exc: HTTPError, action: str) -> OriginError:
         """Return our error for one of urllib3's. An error of ours inside (from connecting) gets the URL."""
         self.session.check(self.url)
         for inner in (exc, *exc.args, exc.__cause__):
@@ -212,25 +212,25 @@ class HttpClient:
                     error.is_unreachable = getattr(inner, "is_unreachable", None)
                 return error
         if isinstance(exc, Urllib3Timeout):
-            return OriginTimeout(f"{self.url}: {what} for {self.session.options.stall_seconds:g} s")
+            return OriginTimeout(f"{self.url}: {action} for {self.session.options.stall_seconds:g} s")
         reason = redact_text(str(exc.args[-1] if exc.args else exc))
         if "Tunnel connection failed: 407" in reason:
             return OriginDenied(f"{self.url}: its proxy wants another user and password: {reason}")
         if isinstance(exc, SSLError) and "CERTIFICATE" in reason:
             return OriginError(f"{self.url}: its certificate is refused: {reason}")
         if isinstance(exc, ProtocolError | ProxyError | SSLError):
-            return OriginUnavailable(f"{self.url}: {what}: {reason}")
+            return OriginUnavailable(f"{self.url}: {action}: {reason}")
         return OriginError(f"{self.url}: {reason}")
 
     def _learn(
-        self, response: urllib3.BaseHTTPResponse, found: Version, expected: Version | None = None
+        self, response: urllib3.BaseHTTPResponse, current: Version, expected: Version | None = None
     ) -> None:
         """Note what the answer to a request for a range shows.
 
         All of another version, or of an empty shard, shows nothing about ranges.
         """
-        learn_version(self.url, found)
-        is_same = found.size != 0 and (expected is None or expected.difference(found) is None)
+        learn_version(self.url, current)
+        is_same = current.size != 0 and (expected is None or expected.difference(current) is None)
         if response.status == 206 or is_same:
             learn_ranges(self.url, response.status == 206)
 
@@ -241,51 +241,51 @@ class HttpClient:
             raise self._credentials.denied(exc) from None
 
     def _request(
-        self, pools: Pools, what: Mapping[str, str], at: _Target | None = None
+        self, pools: Pools, request_headers: Mapping[str, str], target: _Target | None = None
     ) -> urllib3.BaseHTTPResponse:
         """Send a GET and follow redirects; if it is refused and there are other credentials, repeat it once.
 
         Args:
-            at: where an earlier request was redirected to, to skip the redirects.
+            target: where an earlier request was redirected to, to skip the redirects.
         """
         access = self._credentials.access()
-        response = self._sent(pools, what, access, at if at is not None and at.access is access else None)
+        response = self._sent(pools, request_headers, access, target if target is not None and target.access is access else None)
         if response.status in REFUSALS and self._credentials.renews(access):
             response.close()
-            response = self._sent(pools, what, self._credentials.access(), None)
+            response = self._sent(pools, request_headers, self._credentials.access(), None)
         return response
 
     def _sent(
-        self, pools: Pools, what: Mapping[str, str], access: Access, at: _Target | None
+        self, pools: Pools, request_headers: Mapping[str, str], access: Access, redirect: _Target | None
     ) -> urllib3.BaseHTTPResponse:
         """Send a GET and follow redirects, within http(s) only. Credentials stay with the URL's host."""
         own_url, own_headers = _without_user(*access)
-        target, is_own, _ = at or _Target(own_url, True, access)
-        headers = self._with_headers(what, own_headers if is_own else {})
+        target, is_own, _ = redirect or _Target(own_url, True, access)
+        headers = self._with_headers(request_headers, own_headers if is_own else {})
         for _ in range(self._redirects + 1):
             self.session.check(self.url)
             self.session.count("origin_requests")
             response = pools.request(target, headers)
             location = response.headers.get("Location")
             if response.status not in _REDIRECTING or not location:
-                if at is None:
+                if redirect is None:
                     self._answered = _Target(target, is_own, access)
                 return response
             response.close()
             before, target = target, self._redirected(target, location)
             if not _is_same_host(before, target):
-                is_own, headers = False, self._with_headers(what, {})
+                is_own, headers = False, self._with_headers(request_headers, {})
         if self._redirects == 0:
             raise OriginError(
                 f"{self.url} redirects to {redact(target)}, and the command doesn't follow: give curl -L"
             )
         raise OriginError(f"{self.url} redirects more than {self._redirects} times, last to {redact(target)}")
 
-    def _with_headers(self, what: Mapping[str, str], own: Mapping[str, str]) -> urllib3.HTTPHeaderDict:
+    def _with_headers(self, request_headers: Mapping[str, str], user_headers: Mapping[str, str]) -> urllib3.HTTPHeaderDict:
         """Return all headers of a request; the user's replace ours."""
         headers = urllib3.HTTPHeaderDict({"Accept-Encoding": "identity", "User-Agent": "streamload"})
-        for some in (self._common, own, what):
-            headers.update(some)
+        for group in (self._common, user_headers, request_headers):
+            headers.update(group)
         for name, value in headers.items():
             if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
                 shown = name.partition(":")[0]
@@ -322,8 +322,8 @@ def _range(start: int, expected: Version | None, most: int | None) -> dict[str, 
 
 def _is_same_host(before: str, target: str) -> bool:
     """Return whether credentials for one URL may go to the other: not from https to http."""
-    one, other = urlsplit(before), urlsplit(target)
-    return one.netloc == other.netloc and (one.scheme == other.scheme or other.scheme == "https")
+    first, other = urlsplit(before), urlsplit(target)
+    return first.netloc == other.netloc and (first.scheme == other.scheme or other.scheme == "https")
 
 
 def _without_user(url: str, headers: Mapping[str, Any]) -> tuple[str, dict[str, str]]:

@@ -26,7 +26,7 @@ FEWEST_BATCHES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Data:
+class BenchData:
     """Shards to measure on.
 
     Attributes:
@@ -67,7 +67,7 @@ class Data:
         }
 
 
-class _Tally:
+class _SampleTally:
     """Counts the samples of shards, and sums up their image sizes."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class _Tally:
 
 def prepare(
     urls: Sequence[str], samples: int, batch_size: int, storage: Mapping[str, Any] | None, tier: Path
-) -> Data:
+) -> BenchData:
     """Take as many of the first shards as have `samples` usable samples, or all.
 
     Args:
@@ -107,7 +107,7 @@ def prepare(
         OptionError: fewer samples than three batches.
     """
     listed = ShardList(expand_urls(list(urls)), copy_options(storage) or None)
-    tally, shards, paths = _Tally(), [], []
+    tally, shards, paths = _SampleTally(), [], []
     for shard in listed:
         path = _fetched(shard, storage, tier)
         tally.add(path)
@@ -116,7 +116,7 @@ def prepare(
         if tally.usable >= samples:
             break
     _check(tally, shards, samples, batch_size)
-    return Data(
+    return BenchData(
         urls=tuple(shard.url for shard in shards),
         names=tuple(shard.name for shard in shards),
         paths=tuple(paths),
@@ -129,7 +129,7 @@ def prepare(
     )
 
 
-def _check(tally: _Tally, shards: Sequence[Shard], samples: int, batch_size: int) -> None:
+def _check(tally: _SampleTally, shards: Sequence[Shard], samples: int, batch_size: int) -> None:
     """Raise if there aren't enough usable samples."""
     if not tally.usable:
         where = shards[0].name + (" …" if len(shards) > 1 else "")

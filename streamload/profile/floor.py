@@ -56,7 +56,7 @@ _header = struct.Struct("100s24x12s20xB188x155s").unpack_from
 class Pass:
     """One pass of all workers through the shards; times are of the monotonic clock."""
 
-    began: float
+    started: float
     ended: float
     images: int
     cpu_seconds: float
@@ -90,7 +90,7 @@ def run(
         RuntimeError: a worker failed, with its error.
     """
     shares = _deal(paths, workers, samples)
-    batch = functools.partial(Batch, batch_size, form, tokenizer, by_libraries)
+    batch = functools.partial(FloorBatch, batch_size, form, tokenizer, by_libraries)
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(workers)
     pipes = [context.Pipe(duplex=False) for _ in shares]
@@ -128,7 +128,7 @@ def _received(reader: Connection) -> list[Pass] | str:
 
 def _merged(parts: Sequence[Pass]) -> Pass:
     return Pass(
-        began=min(part.began for part in parts),
+        started=min(part.started for part in parts),
         ended=max(part.ended for part in parts),
         images=sum(part.images for part in parts),
         cpu_seconds=sum(part.cpu_seconds for part in parts),
@@ -213,7 +213,7 @@ def box(height: int, width: int, draw: Callable[[], float]) -> tuple[int, int, i
     return (height - box_height) // 2, (width - box_width) // 2, box_height, box_width
 
 
-class Batch:
+class FloorBatch:
     """A batch whose memory is reused.
 
     Attributes:
@@ -316,7 +316,7 @@ def _deal(paths: Sequence[str], workers: int, samples: int | None) -> list[list[
 
 def _worker(
     share: list[Piece],
-    begin: Callable[[], Batch],
+    begin: Callable[[], FloorBatch],
     batch_size: int,
     passes: int,
     barrier: Barrier,
@@ -340,7 +340,7 @@ def _worker(
         results.close()
 
 
-def _go_through(share: list[Piece], batch: Batch, batch_size: int, draw: Callable[[], float]) -> int:
+def _go_through(share: list[Piece], batch: FloorBatch, batch_size: int, draw: Callable[[], float]) -> int:
     count = 0
     for path, start, stop in share:
         with _mapped(path) as data, memoryview(data) as view:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from streamload.errors import OptionError, OriginError, StreamloadError
-from streamload.profile.data import Data
+from streamload.profile.data import BenchData
 from streamload.profile.machine import cpu_seconds
 
 _READ_BYTES = 1 << 20
@@ -53,7 +53,7 @@ class ProfileOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class MeasureJob:
     """One measurement.
 
     Attributes:
@@ -66,14 +66,14 @@ class Job:
     seed: int
     directory: str
     samples: int
-    data: Data
+    data: BenchData
     options: ProfileOptions
 
     @classmethod
-    def of_json(cls, text: str) -> Job:
+    def of_json(cls, text: str) -> MeasureJob:
         """The inverse of `to_json`."""
         fields = json.loads(text)
-        data, options = Data(**fields.pop("data")), ProfileOptions(**fields.pop("options"))
+        data, options = BenchData(**fields.pop("data")), ProfileOptions(**fields.pop("options"))
         return cls(data=data, options=options, **fields)
 
     def to_json(self) -> str:
@@ -81,7 +81,7 @@ class Job:
         return json.dumps(asdict(self))
 
 
-def origin(job: Job) -> Row:
+def origin(job: MeasureJob) -> Row:
     """Download speed: fill an empty tier with all shards, as `streamload warm` does."""
     from streamload.daemon.warm import warm
     from streamload.origins.origin import import_origins
@@ -101,7 +101,7 @@ def origin(job: Job) -> Row:
     }
 
 
-def disk(job: Job) -> Row:
+def disk(job: MeasureJob) -> Row:
     """Sequential read speed of the local copies, after dropping them from the page cache."""
     from streamload.options import file_system
 
@@ -122,24 +122,24 @@ def disk(job: Job) -> Row:
     return {"bytes_per_second": total / seconds}
 
 
-def decode(job: Job) -> Row:
+def decode(job: MeasureJob) -> Row:
     """The floor, decoding only."""
     return _floor(job, "decode")
 
 
-def floor_uint8(job: Job) -> Row:
+def floor_uint8(job: MeasureJob) -> Row:
     """The floor, making uint8 batches."""
     return _floor(job, "uint8")
 
 
-def floor_float32(job: Job) -> Row:
+def floor_float32(job: MeasureJob) -> Row:
     """The floor, making normalised batches."""
     return _floor(job, "float32")
 
 
-def streamload(job: Job) -> Row:
+def streamload(job: MeasureJob) -> Row:
     """The loader with its default transform, reading from its cache."""
-    from streamload import Cache, Shards, make_loader
+    from streamload import Cache, Order, Shards, make_loader
 
     options = job.options
     with make_loader(
@@ -147,8 +147,8 @@ def streamload(job: Job) -> Row:
         tokenizer_of(options.tokenizer),
         batch_size=options.batch_size,
         num_workers=options.workers,
-        num_batches=job.samples // options.batch_size,
         seed=job.seed,
+        order=Order(num_batches=job.samples // options.batch_size),
         cache=Cache(where="disk"),
         cache_dir=job.data.tier or str(Path(job.directory) / "unused"),
         shards=Shards(storage_options=options.storage_options),
@@ -158,7 +158,7 @@ def streamload(job: Job) -> Row:
     return {**row, "data_wait_seconds": stats.data_wait_seconds, "transform_seconds": stats.transform_seconds}
 
 
-MEASURES: dict[str, Callable[[Job], Row]] = {
+MEASURES: dict[str, Callable[[MeasureJob], Row]] = {
     "origin": origin,
     "disk": disk,
     "decode alone": decode,
@@ -195,7 +195,7 @@ def tokenizer_of(model: str | None) -> Any:
 
 def main() -> None:
     """Run the job on standard input; print its row, {"left_out": reason} or {"error": message}."""
-    job = Job.of_json(sys.stdin.read())
+    job = MeasureJob.of_json(sys.stdin.read())
     try:
         row = MEASURES[job.name](job)
     except StreamloadError as exc:
@@ -203,7 +203,7 @@ def main() -> None:
     print(f"\n{json.dumps(row)}")
 
 
-def _floor(job: Job, form: Any) -> Row:
+def _floor(job: MeasureJob, form: Any) -> Row:
     from streamload.profile import floor
 
     _, measured = floor.run(
@@ -215,10 +215,10 @@ def _floor(job: Job, form: Any) -> Row:
         samples=job.samples,
         passes=2,
     )
-    return _row(measured.images, measured.ended - measured.began, measured.cpu_seconds)
+    return _row(measured.images, measured.ended - measured.started, measured.cpu_seconds)
 
 
-def _read(loader: Iterable[Any], job: Job) -> Row:
+def _read(loader: Iterable[Any], job: MeasureJob) -> Row:
     """Iterate over the batches; the first one starts the clock."""
     batches = iter(loader)
     next(batches)

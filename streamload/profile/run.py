@@ -20,9 +20,9 @@ from typing import TypeVar
 from streamload.errors import OptionError, StreamloadError
 from streamload.options import read_settings
 from streamload.profile import machine
-from streamload.profile.data import Data, prepare
-from streamload.profile.measures import MEASURES, Job, ProfileOptions, Row
-from streamload.profile.verdict import Figures, Verdict, verdict
+from streamload.profile.data import BenchData, prepare
+from streamload.profile.measures import MEASURES, MeasureJob, ProfileOptions, Row
+from streamload.profile.verdict import BenchFigures, BenchVerdict, verdict
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class Report:
     rounds: list[Row]
     medians: dict[str, Row]
     left_out: dict[str, str]
-    verdict: Verdict
+    verdict: BenchVerdict
 
     def as_dict(self) -> Row:
         """Plain values for JSON, with the machine and the versions."""
@@ -79,7 +79,7 @@ def profile(
     with tempfile.TemporaryDirectory(prefix="streamload-bench-", dir=beside) as directory:
         on_step("getting the shards")
         data = prepare(urls, samples, options.batch_size, options.storage_options, Path(directory) / "tier")
-        job = Job("", 0, directory, min(samples, data.usable), data, options)
+        job = MeasureJob("", 0, directory, min(samples, data.usable), data, options)
         rows, left_out = _run_rounds(job, on_step)
     measured = medians(rows)
     names = ("workers", "batch_size", "rounds", "tokenizer", "step_seconds")
@@ -108,9 +108,9 @@ def _medians_of(rows: Sequence[Row]) -> Row:
     return {key: statistics.median(row[key] for row in rows) for key in numbers}
 
 
-def _figures(measured: Mapping[str, Row], data: Data, options: ProfileOptions) -> Figures:
+def _figures(measured: Mapping[str, Row], data: BenchData, options: ProfileOptions) -> BenchFigures:
     ours, step = measured["streamload"], options.step_seconds
-    return Figures(
+    return BenchFigures(
         link=measured["origin"]["images_per_second"] if "origin" in measured else None,
         disk=measured["disk"]["images_per_second"] if "disk" in measured else None,
         loader=ours["images_per_second"],
@@ -127,7 +127,7 @@ def _figures(measured: Mapping[str, Row], data: Data, options: ProfileOptions) -
     )
 
 
-def _run_rounds(job: Job, on_step: Callable[[str], None]) -> tuple[list[Row], dict[str, str]]:
+def _run_rounds(job: MeasureJob, on_step: Callable[[str], None]) -> tuple[list[Row], dict[str, str]]:
     """The rows of all rounds, and the measurements that weren't possible, with the reason."""
     rows: list[Row] = []
     rounds = job.options.rounds
@@ -147,7 +147,7 @@ def _run_rounds(job: Job, on_step: Callable[[str], None]) -> tuple[list[Row], di
     return rows, left_out
 
 
-def _measured(job: Job) -> Row:
+def _measured(job: MeasureJob) -> Row:
     """Run one measurement in its own process; none of its processes survives."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("STREAMLOAD_")}
     environ["OMP_NUM_THREADS"] = "1"

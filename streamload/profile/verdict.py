@@ -25,7 +25,7 @@ _TRANSFORM = (
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class BenchFigures:
     """The measured figures; rates are in images per second.
 
     Attributes:
@@ -59,7 +59,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class BenchVerdict:
     """The limit of the first epoch, which downloads, and of later ones; and sentences that explain both."""
 
     first_epoch: Limit
@@ -67,7 +67,7 @@ class Verdict:
     lines: tuple[str, ...]
 
 
-def verdict(figures: Figures) -> Verdict:
+def verdict(figures: BenchFigures) -> BenchVerdict:
     """The verdict on these figures."""
     compute = _compute(figures)
     rates: dict[Limit, float | None] = {
@@ -94,10 +94,10 @@ def verdict(figures: Figures) -> Verdict:
             f"A training whose steps take more than {longest_ms:,.0f} ms for {figures.batch_size} images "
             f"never waits for data after the first epoch; give --step-seconds to compare with yours."
         )
-    return Verdict(first, later, tuple(dict.fromkeys(lines)))
+    return BenchVerdict(first, later, tuple(dict.fromkeys(lines)))
 
 
-def _compute(figures: Figures) -> Limit:
+def _compute(figures: BenchFigures) -> Limit:
     """The stage that limits the loader itself."""
     overhead = figures.loader_cpu_us - figures.floor_cpu_us
     return "hand-over" if overhead > _MUCH_OVERHEAD * figures.loader_cpu_us else "decode"
@@ -108,13 +108,13 @@ def _least(rates: dict[Limit, float | None]) -> Limit:
     return min(known_rates, key=lambda limit: known_rates[limit])
 
 
-def _rate(limit: Limit, figures: Figures) -> float:
+def _rate(limit: Limit, figures: BenchFigures) -> float:
     rates = {"link": figures.link, "disk": figures.disk, "consumer": figures.consumer}
     rate = rates.get(limit)
     return figures.loader if rate is None else rate
 
 
-def _named(limit: Limit, figures: Figures) -> str:
+def _named(limit: Limit, figures: BenchFigures) -> str:
     """The limit, its rate, and the rate of the loader without it."""
     rate = f"{_rate(limit, figures):,.0f} images/s"
     without = f"the loader reaches {figures.loader:,.0f}"
@@ -137,12 +137,12 @@ def _named(limit: Limit, figures: Figures) -> str:
     )
 
 
-def _link(figures: Figures) -> str:
+def _link(figures: BenchFigures) -> str:
     assert figures.link is not None
     return f"the link delivers {figures.link:,.0f}"
 
 
-def _advice(limit: Limit, figures: Figures) -> list[str]:
+def _advice(limit: Limit, figures: BenchFigures) -> list[str]:
     """Advice, most useful first."""
     if limit == "link":
         size = format_bytes(figures.size_bytes / figures.samples)
@@ -165,7 +165,7 @@ def _advice(limit: Limit, figures: Figures) -> list[str]:
     return [*advice, _TRANSFORM]
 
 
-def _smaller(figures: Figures) -> list[str]:
+def _smaller(figures: BenchFigures) -> list[str]:
     pixels, enough = figures.width * figures.height, _pixels_of_short_side(figures)
     if not pixels or pixels < _LARGE * enough:
         return []
@@ -176,6 +176,6 @@ def _smaller(figures: Figures) -> list[str]:
     return [line]
 
 
-def _pixels_of_short_side(figures: Figures) -> float:
+def _pixels_of_short_side(figures: BenchFigures) -> float:
     short, long = sorted((figures.width, figures.height))
     return SHORT_SIDE * SHORT_SIDE * long / max(1, short)

@@ -72,7 +72,7 @@ class ShardServer:
         self._gate: float | None = None
         self._changed = threading.Condition()  # guards _faults and _gate; also notified on close
         self._began = time.monotonic()
-        self._server = _Server((host, port), self)
+        self._server = _HttpServer((host, port), self)
         self.port: int = self._server.server_address[1]
         self.url = f"{'https' if tls else 'http'}://{host}:{self.port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="shard-server")
@@ -163,7 +163,7 @@ class ShardServer:
         return SpawnedServer(root, **options)
 
 
-class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
+class _HttpServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
     daemon_threads = False
     block_on_close = True
     allow_reuse_address = True

@@ -5,7 +5,7 @@ aws commands are checked for configuration files, and local folders and globs ar
 opened, and no file system is imported.
 """
 
-from streamload.urls.commands import Opaque, Request, parse_command
+from streamload.urls.commands import Opaque, CommandRequest, parse_command
 from streamload.urls.identity import (
     ZSTD_MODULES,
     Compression,
@@ -29,7 +29,7 @@ __all__ = [
     "ZSTD_MODULES",
     "Compression",
     "Opaque",
-    "Request",
+    "CommandRequest",
     "UrlList",
     "Urls",
     "basename",

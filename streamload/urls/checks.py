@@ -26,12 +26,12 @@ _CHAINED = {"simplecache", "filecache", "blockcache", "zip", "tar"}
 _USUAL = "http, https, s3, gs, az, abfs, hf, file and pipe"
 
 
-def check(url: str, known: set[str]) -> None:
+def check(url: str, valid_places: set[str]) -> None:
     """Raise UrlError for a URL that can't be opened.
 
     Args:
         url: an expanded one.
-        known: schemes and hosts that are valid already; shared by the URLs of a list.
+        valid_places: schemes and hosts that are valid already; shared by the URLs of a list.
     """
     if not url.strip():
         raise UrlError("an empty URL in the list: look for a doubled or trailing '::'")
@@ -50,10 +50,10 @@ def check(url: str, known: set[str]) -> None:
     if name == "file":
         _check_path(url)
     else:
-        if name not in known:
+        if name not in valid_places:
             _check_scheme(name, url)
-            known.add(name)
-        _check_place(name, url, known)
+            valid_places.add(name)
+        _check_place(name, url, valid_places)
     _check_compression(url)
 
 
@@ -104,7 +104,7 @@ def _check_compression(url: str) -> None:
         )
 
 
-def _check_place(name: str, url: str, known: set[str]) -> None:
+def _check_place(name: str, url: str, valid_places: set[str]) -> None:
     place = url.partition("://")[2]
     if place.startswith("-"):
         raise UrlError(f"{redact(url)!r} has an option after {name}://, not a host or bucket")
@@ -118,7 +118,7 @@ def _check_place(name: str, url: str, known: set[str]) -> None:
             )
         return
     host_of = f"{name}://{_ENDS.split(place, maxsplit=1)[0]}"
-    if host_of in known:
+    if host_of in valid_places:
         return
     try:
         parts = urlsplit(url)
@@ -127,4 +127,4 @@ def _check_place(name: str, url: str, known: set[str]) -> None:
         raise UrlError(f"{redact(url)!r} is not a URL: check its host, port and password") from None
     if not host or " " in parts.netloc:
         raise UrlError(f"{redact(url)!r} has no host: write {name}://host/path/shard.tar")
-    known.add(host_of)
+    valid_places.add(host_of)

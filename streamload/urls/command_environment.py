@@ -111,9 +111,9 @@ def _own_home() -> str:
 
 def _is_script(program: str, path: str) -> bool:
     """Return whether the program in `path` is a wrapper script."""
-    found = shutil.which(program, path=path)
+    path_of_program = shutil.which(program, path=path)
     try:
-        return found is not None and _start(found) == b"#!"
+        return path_of_program is not None and _start(path_of_program) == b"#!"
     except OSError:
         return True
 

@@ -30,7 +30,7 @@ NO_COMMAND = "it is not a single curl or aws command in plain words"
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class CommandRequest:
     """Request of a supported command.
 
     Attributes:
@@ -65,7 +65,7 @@ class _Unsupported(Exception):
     """A word of a command that isn't supported."""
 
 
-def parse_command(command: str) -> Request | Opaque:
+def parse_command(command: str) -> CommandRequest | Opaque:
     """Return what a command requests, or why it has to be run.
 
     Args:
@@ -148,44 +148,44 @@ FOR_ALL_HOSTS = frozenset({"accept", "accept-language", "referer", "user-agent"}
 _CHOOSE_NOTHING = frozenset({"authorization", "user-agent"})
 
 
-def _curl(words: list[str]) -> Request:
-    given: dict[str, str] = {}
+def _curl(words: list[str]) -> CommandRequest:
+    options: dict[str, str] = {}
     headers = _Headers()
     for name, value in _curl_options(iter(words)):
         if name == "header":
             headers.add_line(value)
-        elif name in _CURL_VALUES and name in given:
+        elif name in _CURL_VALUES and name in options:
             raise _Unsupported("several URLs" if name == "url" else f"--{name} is given twice")
         else:
-            given[name] = value
-    if "url" not in given:
+            options[name] = value
+    if "url" not in options:
         raise _Unsupported("it has no URL")
-    match = _HTTP.fullmatch(given["url"])
+    match = _HTTP.fullmatch(options["url"])
     if match is None or _DOTS.search(match["place"]):
         raise _Unsupported("its URL isn't a plain http(s) one")
-    user = unquote(match["user"]) if match["user"] else given.get("user")
-    if match["user"] and "user" in given:
+    user = unquote(match["user"]) if match["user"] else options.get("user")
+    if match["user"] and "user" in options:
         raise _Unsupported("it names a user twice")
     if user is not None:
         if not _ANY.fullmatch(user):
             raise _Unsupported("the user isn't plain ASCII")
         headers.add("Authorization", f"Basic {base64.b64encode(user.encode()).decode()}")
-    if "cookie" in given and "location" in given:
+    if "cookie" in options and "location" in options:
         raise _Unsupported("which hosts get the cookies of -b with -L depends on curl's version")
-    if "oauth2-bearer" in given:
-        headers.add("Authorization", f"Bearer {given['oauth2-bearer']}")
+    if "oauth2-bearer" in options:
+        headers.add("Authorization", f"Bearer {options['oauth2-bearer']}")
     for option, name in (("cookie", "Cookie"), ("user-agent", "User-Agent"), ("referer", "Referer")):
-        if option in given:
-            headers.add(name, given[option])
+        if option in options:
+            headers.add(name, options[option])
     named_by_url = headers.names <= _CHOOSE_NOTHING
     headers.add_default("User-Agent", "curl/8 (streamload)")  # some servers check for it
     headers.add_default("Accept", "*/*")
-    return Request(
+    return CommandRequest(
         "curl",
         match["scheme"] + match["place"],
         headers={name: value for name, value in headers.items() if name.lower() in FOR_ALL_HOSTS},
         own_headers={name: value for name, value in headers.items() if name.lower() not in FOR_ALL_HOSTS},
-        redirects=int(given.get("max-redirs", _CURL_REDIRECTS)) if "location" in given else 0,
+        redirects=int(options.get("max-redirs", _CURL_REDIRECTS)) if "location" in options else 0,
         named_by_url=named_by_url,
     )
 
@@ -221,8 +221,8 @@ def _curl_letters(letters: str, words: Iterator[str]) -> Iterator[tuple[str, str
 def _value(name: str, attached: str, words: Iterator[str]) -> str:
     value = attached or next(words, "")
     if not _CURL_VALUES[name].fullmatch(value):
-        what = "its URL isn't a plain http(s) one" if name == "url" else f"the value of --{name} isn't plain"
-        raise _Unsupported(what)
+        problem = "its URL isn't a plain http(s) one" if name == "url" else f"the value of --{name} isn't plain"
+        raise _Unsupported(problem)
     return value
 
 
@@ -268,40 +268,40 @@ _AWS_VALUES = {
 }
 
 
-def _aws(words: list[str]) -> Request:
+def _aws(words: list[str]) -> CommandRequest:
     places: list[str] = []
-    given: dict[str, str] = {}
-    rest = iter(words)
-    for word in rest:
+    values_by_name: dict[str, str] = {}
+    remaining = iter(words)
+    for word in remaining:
         if word == "-" or not word.startswith("-"):
             places.append(word)
             continue
         name, equals, value = word.removeprefix("--").partition("=")
         if name in _AWS_VALUES:
-            value = value if equals else next(rest, "")
+            value = value if equals else next(remaining, "")
             if not _AWS_VALUES[name].fullmatch(value):
                 raise _Unsupported(f"the value of --{name} isn't plain")
-            if name in given:
+            if name in values_by_name:
                 raise _Unsupported(f"--{name} is given twice")
         elif equals or not (name in _AWS_FLAGS or (name in _CP_FLAGS and places[:2] == ["s3", "cp"])):
             raise _Unsupported(_unknown_option(word))
-        given[name] = value
+        values_by_name[name] = value
     if len(places) != 4 or places[:2] != ["s3", "cp"] or places[3] != "-":
         raise _Unsupported("it isn't 's3 cp s3://bucket/key -'")
     if not _BUCKET_AND_KEY.fullmatch(places[2]) or re.search(r"/\.{1,2}(/|$)", places[2]):
         raise _Unsupported("its URL isn't a plain s3 one")
     # Without credentials aws fails; don't fall back to anonymous access.
-    options: dict[str, Any] = {"anon": "no-sign-request" in given}
-    if "endpoint-url" in given:
-        options["endpoint_url"] = given["endpoint-url"]
-    if "region" in given:
-        options["client_kwargs"] = {"region_name": given["region"]}
-    if "profile" in given:
-        options["profile"] = given["profile"]
-    one_service = "endpoint-url" in given or not (
-        "profile" in given or command_environment("aws").names_endpoint
+    options: dict[str, Any] = {"anon": "no-sign-request" in values_by_name}
+    if "endpoint-url" in values_by_name:
+        options["endpoint_url"] = values_by_name["endpoint-url"]
+    if "region" in values_by_name:
+        options["client_kwargs"] = {"region_name": values_by_name["region"]}
+    if "profile" in values_by_name:
+        options["profile"] = values_by_name["profile"]
+    one_service = "endpoint-url" in values_by_name or not (
+        "profile" in values_by_name or command_environment("aws").names_endpoint
     )
-    return Request("aws", places[2], storage_options=options, named_by_url=one_service)
+    return CommandRequest("aws", places[2], storage_options=options, named_by_url=one_service)
 
 
 def _unknown_option(word: str) -> str:

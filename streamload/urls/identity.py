@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from streamload.errors import UrlError
-from streamload.urls.commands import Request, parse_command
+from streamload.urls.commands import CommandRequest, parse_command
 from streamload.urls.redaction import redact, redact_text
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -118,13 +118,13 @@ def local_path(url: str) -> Path:
     match = SCHEME.match(url)
     path = url[match.end() :] if match else url.removeprefix("file:")
     if match and not path.startswith("/"):
-        host, _, rest = path.partition("/")
+        host, _, key = path.partition("/")
         if host != "localhost":
             place = host.rpartition("@")[2]
             raise UrlError(
                 f"file://{place}/… names the host {place!r}: a local file is a path or file:///path"
             )
-        path = "/" + rest
+        path = "/" + key
     try:
         return Path(path).expanduser()
     except RuntimeError as exc:
@@ -154,13 +154,13 @@ def compression(url: str) -> Compression | None:
     kind = scheme(url)
     if kind == "pipe":
         request = parse_command(url.removeprefix("pipe:"))
-        if isinstance(request, Request):
+        if isinstance(request, CommandRequest):
             return compression(request.url)
         names = _WORD_END.split(url)
     else:
         names = [urlsplit(url).path if kind in DEFAULT_PORTS else url.partition("?")[0]]
-    found = (how for name in names for end, how in _COMPRESSED.items() if name.lower().endswith(end))
-    return next(found, None)
+    compressions = (how for name in names for end, how in _COMPRESSED.items() if name.lower().endswith(end))
+    return next(compressions, None)
 
 
 def zstd_module() -> str | None:
@@ -183,7 +183,7 @@ def identity(url: str, storage_options: Mapping[str, Any] | None = None) -> str:
     name = scheme(url)
     if name == "pipe":
         request = parse_command(url.removeprefix("pipe:"))
-        if isinstance(request, Request) and request.named_by_url:
+        if isinstance(request, CommandRequest) and request.named_by_url:
             return identity(request.url, request.storage_options)
         return url
     if name == "file":

@@ -47,8 +47,8 @@ class UrlList(Sequence[str]):
     @overload
     def __getitem__(self, place: slice) -> UrlList: ...
     def __getitem__(self, place: int | slice) -> str | UrlList:
-        found = range(len(self._node))[place]
-        return UrlList(Stretch(self._node, found)) if isinstance(found, range) else self._node[found]
+        chosen = range(len(self._node))[place]
+        return UrlList(Stretch(self._node, chosen)) if isinstance(chosen, range) else self._node[chosen]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._node)
@@ -102,7 +102,7 @@ class UrlList(Sequence[str]):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Texts:
+class TextNode:
     """A list of texts."""
 
     texts: tuple[str, ...]
@@ -122,7 +122,7 @@ class Texts:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Numbers:
+class NumberNode:
     """The numbers of a range, padded with zeros to a width."""
 
     numbers: range
@@ -152,11 +152,11 @@ class Product:
         return math.prod(map(len, self.parts))
 
     def __getitem__(self, place: int) -> str:
-        found = []
+        texts = []
         for part in reversed(self.parts):
             place, inner = divmod(place, len(part))
-            found.append(part[inner])
-        return "".join(reversed(found))
+            texts.append(part[inner])
+        return "".join(reversed(texts))
 
     def __iter__(self) -> Iterator[str]:
         return _joined(self.parts)
@@ -167,7 +167,7 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Chain:
+class ChainNode:
     """Concatenated sequences.
 
     Attributes:
@@ -244,7 +244,7 @@ class Anchored:
         return os.path.join(self.folder, url.removeprefix("file:"))  # noqa: PTH118  (spelled as it was given)
 
 
-Node: TypeAlias = Texts | Numbers | Product | Chain | Stretch | Anchored
+Node: TypeAlias = TextNode | NumberNode | Product | ChainNode | Stretch | Anchored
 
 
 def joined(parts: Iterable[Node]) -> Node:
@@ -258,24 +258,24 @@ def joined(parts: Iterable[Node]) -> Node:
         if len(part) == 1:
             single.append(part[0])
             continue
-        kept += [Texts((text,)) for text in ("".join(single),) if text]
+        kept += [TextNode((text,)) for text in ("".join(single),) if text]
         kept.append(part)
         single = []
     if any(single) or not kept:
-        kept.append(Texts(("".join(single),)))
+        kept.append(TextNode(("".join(single),)))
     return kept[0] if len(kept) == 1 else Product(tuple(kept))
 
 
 def chained(nodes: Iterable[Node]) -> Node:
     """Concatenate sequences; adjacent lists of texts are merged."""
-    flat = itertools.chain.from_iterable(node.nodes if isinstance(node, Chain) else (node,) for node in nodes)
+    flat = itertools.chain.from_iterable(node.nodes if isinstance(node, ChainNode) else (node,) for node in nodes)
     kept: list[Node] = []
-    for are_texts, run in itertools.groupby(flat, lambda node: isinstance(node, Texts)):
+    for are_texts, run in itertools.groupby(flat, lambda node: isinstance(node, TextNode)):
         neighbours = list(run)
-        kept += [Texts(tuple(itertools.chain.from_iterable(neighbours)))] if are_texts else neighbours
+        kept += [TextNode(tuple(itertools.chain.from_iterable(neighbours)))] if are_texts else neighbours
     if len(kept) == 1:
         return kept[0]
-    return Chain(tuple(kept), tuple(itertools.accumulate(map(len, kept))))
+    return ChainNode(tuple(kept), tuple(itertools.accumulate(map(len, kept))))
 
 
 def _joined(parts: tuple[Node, ...]) -> Iterator[str]:
@@ -292,20 +292,20 @@ def _kinds(nodes: tuple[Node, ...], before: str) -> Iterator[str]:
     if not nodes:
         yield before
         return
-    node, rest = nodes[0], nodes[1:]
+    node, later = nodes[0], nodes[1:]
     if isinstance(node, Anchored):
-        yield from _kinds((node.node, *rest), before)
+        yield from _kinds((node.node, *later), before)
     elif isinstance(node, Product):
-        yield from _kinds((*node.parts, *rest), before)
-    elif isinstance(node, Chain):
+        yield from _kinds((*node.parts, *later), before)
+    elif isinstance(node, ChainNode):
         for inner in node.nodes:
-            yield from _kinds((inner, *rest), before)
+            yield from _kinds((inner, *later), before)
     else:
         ends_suffice = (
-            isinstance(node, Numbers) and len(node) > 2 and (_is_place(before) or _is_file(before, rest))
+            isinstance(node, NumberNode) and len(node) > 2 and (_is_place(before) or _is_file(before, later))
         )
         for text in (node[0], node[len(node) - 1]) if ends_suffice else node:
-            yield from _kinds(rest, before + text)
+            yield from _kinds(later, before + text)
 
 
 def _is_place(text: str) -> bool:
@@ -316,17 +316,17 @@ def _is_place(text: str) -> bool:
     return "/" in text[match.end() if match else 0 :]
 
 
-def _is_file(text: str, rest: tuple[Node, ...]) -> bool:
+def _is_file(text: str, later: tuple[Node, ...]) -> bool:
     """Return whether a number between them is in a file name in the working directory: there is no scheme."""
-    return text[:1].isalpha() and ":" not in text and not any(map(_has_colon, rest))
+    return text[:1].isalpha() and ":" not in text and not any(map(_has_colon, later))
 
 
 def _has_colon(node: Node) -> bool:
-    if isinstance(node, Texts):
+    if isinstance(node, TextNode):
         return any(":" in text for text in node.texts)
     if isinstance(node, Product):
         return any(map(_has_colon, node.parts))
-    if isinstance(node, Chain):
+    if isinstance(node, ChainNode):
         return any(map(_has_colon, node.nodes))
     return isinstance(node, (Stretch, Anchored)) and _has_colon(node.node)
 
@@ -336,7 +336,7 @@ def _given(node: Node, place: int) -> str:
         return node.node[place]
     if isinstance(node, Stretch):
         return _given(node.node, node.places[place])
-    if isinstance(node, Chain):
+    if isinstance(node, ChainNode):
         which, inner = node.part(place)
         return _given(which, inner)
     return node[place]

@@ -16,7 +16,7 @@ from streamload.errors import UrlError
 from streamload.urls.checks import check
 from streamload.urls.commands import Opaque, parse_command
 from streamload.urls.identity import scheme
-from streamload.urls.listing import Chain, Node, Numbers, Product, Texts, UrlList, chained, joined
+from streamload.urls.listing import ChainNode, Node, NumberNode, Product, TextNode, UrlList, chained, joined
 from streamload.urls.redaction import redact
 
 SCHEMES = frozenset({"http", "https", "s3", "gs", "az", "abfs", "hf"})
@@ -49,13 +49,13 @@ def read_down(value: Any) -> UrlList:
     if not isinstance(value, list) or not value or len(value) > _MOST_ENTRIES:
         raise UrlError("not a list of shards: expected texts and ranges")
     nodes = [_node(entry) for entry in value]
-    known: set[str] = set()
+    valid_places: set[str] = set()
     total = 0
     for node in nodes:
         total += len(node)
         for url in {node[0], node[len(node) - 1]}:
             _refuse_foreign(url)
-            check(url, known)
+            check(url, valid_places)
     if total > _MOST_SHARDS:
         raise UrlError(f"a list of {total:,} shards; {_MOST_SHARDS:,} at most")
     return UrlList(chained(nodes))
@@ -63,9 +63,9 @@ def read_down(value: Any) -> UrlList:
 
 def _segments(node: Node) -> Iterator[tuple[str, range | None, int, str]]:
     """Yield the segments of a list, in order: texts, and ranges of numbers between texts."""
-    if isinstance(node, Numbers):
+    if isinstance(node, NumberNode):
         yield "", node.numbers, node.width, ""
-    elif isinstance(node, Chain):
+    elif isinstance(node, ChainNode):
         for inner in node.nodes:
             yield from _segments(inner)
     elif isinstance(node, Product):
@@ -92,22 +92,22 @@ def _entries(before: str, numbers: range | None, width: int, after: str) -> Iter
 
 def _around(first: str, low: str, last: str, high: str) -> tuple[str, str] | None:
     """Return the text before and after a number, given its first and last value and their texts."""
-    at = first.find(low)
-    while at >= 0:
-        before, after = first[:at], first[at + len(low) :]
+    start = first.find(low)
+    while start >= 0:
+        before, after = first[:start], first[start + len(low) :]
         if before + high + after == last:
             return before, after
-        at = first.find(low, at + 1)
+        start = first.find(low, start + 1)
     return None
 
 
 def _public(url: str) -> str:
     """Return the public form of a URL; for a pipe the URL that its command requests, if that is all."""
     if scheme(url) == "pipe":
-        asked = parse_command(url.removeprefix("pipe:"))
-        if isinstance(asked, Opaque) or not asked.named_by_url or asked.storage_options:
+        request = parse_command(url.removeprefix("pipe:"))
+        if isinstance(request, Opaque) or not request.named_by_url or request.storage_options:
             raise UrlError(f"a command is run only where it was given: {redact(url)!r}")
-        url = asked.url
+        url = request.url
     shown = redact(url)
     _refuse_foreign(shown)
     return shown
@@ -124,7 +124,7 @@ def _refuse_foreign(url: str) -> None:
 
 def _node(entry: Any) -> Node:
     if isinstance(entry, str):
-        return Texts((entry,))
+        return TextNode((entry,))
     try:
         before, start, stop, step, width, after = entry
         texts, numbers = (before, after), (start, stop, step, width)
@@ -136,4 +136,4 @@ def _node(entry: Any) -> Node:
         raise UrlError(f"not a range of shards: {entry!r:.200}")
     if not 0 <= width <= _WIDEST or not _PLACE.match(before):
         raise UrlError(f"a range of shards needs a place in front of its number: {entry!r:.200}")
-    return joined([Texts((before,)), Numbers(places, width), Texts((after,))])
+    return joined([TextNode((before,)), NumberNode(places, width), TextNode((after,))])

@@ -16,7 +16,7 @@ from pathlib import Path
 from streamload.errors import UrlError
 from streamload.urls.checks import check
 from streamload.urls.identity import compression, is_local, local_path
-from streamload.urls.listing import Node, Numbers, Texts, UrlList, chained, joined
+from streamload.urls.listing import Node, NumberNode, TextNode, UrlList, chained, joined
 from streamload.urls.redaction import redact, redact_text
 
 MAX_URLS = 4_000_000
@@ -73,9 +73,9 @@ def expand_urls(urls: Urls) -> UrlList:
     if not nodes:
         raise UrlError("the list of URLs is empty: give at least one shard")
     result = UrlList(chained(nodes))
-    known: set[str] = set()
+    valid_places: set[str] = set()
     for url in result.kinds():
-        check(url, known)
+        check(url, valid_places)
     return result
 
 
@@ -115,7 +115,7 @@ def _expanded(patterns: Sequence[str]) -> Iterator[Node]:
     for pattern in patterns:
         for source in _sources(pattern):
             if isinstance(source, Exact):
-                yield _listed(Texts((str(source),)))
+                yield _listed(TextNode((str(source),)))
                 continue
             node = _Braces(_with_variables(source)).expand()
             yield _listed(node) if _may_be_several(source) else node
@@ -130,7 +130,7 @@ def _may_be_several(source: str) -> bool:
 
 def _listed(node: Node) -> Node:
     """Replace folders and globs by the files that they contain or match."""
-    found: list[str] = []
+    paths: list[str] = []
     for path in node:
         if _is_folder(path):
             shards = _in_folder(local_path(path))
@@ -142,8 +142,8 @@ def _listed(node: Node) -> Node:
                 raise UrlError(f"no file matches {redact_text(path)!r}")
         else:
             shards = [path]
-        found += shards
-    return Texts(tuple(found))
+        paths += shards
+    return TextNode(tuple(paths))
 
 
 def _in_folder(folder: Path) -> list[str]:
@@ -243,9 +243,9 @@ class _Braces:
             return None  # awk '{print $1, $2}', { a; b; }
         choices = _split_list(inner)
         if len(choices) > 1:
-            found = [self._expand(choice, depth + 1) for choice in choices]
-            self._bounded(sum(len(choice) for choice in found))
-            return chained(found)
+            nodes = [self._expand(choice, depth + 1) for choice in choices]
+            self._bounded(sum(len(choice) for choice in nodes))
+            return chained(nodes)
         if _MEANT_AS_RANGE.fullmatch(inner):
             raise UrlError(f"{{{inner}}} in {_shown(self.pattern)!r} is no range: write {{0000..0123}}")
         return None
@@ -253,12 +253,12 @@ class _Braces:
     def _numbers(self, first: str, last: str, step: str | None) -> Node:
         if max(len(first), len(last), len(step or "")) > _MOST_DIGITS:
             raise UrlError(f"a number of more than {_MOST_DIGITS} digits in {_shown(self.pattern)!r}")
-        start, stop, by = int(first), int(last), int(step or 1) or 1
+        start, stop, stride = int(first), int(last), int(step or 1) or 1
         padded = any(re.match(r"-?0\d", number) for number in (first, last))
         width = max(len(first), len(last)) if padded else 0
-        numbers = range(start, stop + 1, by) if start < stop else range(start, stop - 1, -by)
-        self._bounded(abs(stop - start) // by + 1)  # len() fails for a huge range
-        return Numbers(numbers, width)
+        numbers = range(start, stop + 1, stride) if start < stop else range(start, stop - 1, -stride)
+        self._bounded(abs(stop - start) // stride + 1)  # len() fails for a huge range
+        return NumberNode(numbers, width)
 
     def _bounded(self, count: int) -> int:
         if count > MAX_URLS:
@@ -272,22 +272,22 @@ class _Braces:
 
 
 def _one(text: str) -> Node:
-    return Texts((text,))
+    return TextNode((text,))
 
 
 def _shown(pattern: str) -> str:
     """Return a pattern for an error message, without the secrets of any of its URLs."""
     sources = (source.partition("pipe:") for source in _SOURCES.split(pattern))
     text = "::".join(
-        redact_text(before) + (redact(pipe + rest) if pipe else "") for before, pipe, rest in sources
+        redact_text(before) + (redact(pipe + command) if pipe else "") for before, pipe, command in sources
     )
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 
 def _letters(first: str, last: str, step: str | None) -> Node:
-    start, stop, by = _ALPHABET.index(first), _ALPHABET.index(last), int(step or 1) or 1
-    order = range(start, stop + 1, by) if start < stop else range(start, stop - 1, -by)
-    return Texts(tuple(_ALPHABET[place] for place in order))
+    start, stop, stride = _ALPHABET.index(first), _ALPHABET.index(last), int(step or 1) or 1
+    order = range(start, stop + 1, stride) if start < stop else range(start, stop - 1, -stride)
+    return TextNode(tuple(_ALPHABET[place] for place in order))
 
 
 def _split_list(inner: str) -> list[str]:

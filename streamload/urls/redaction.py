@@ -110,16 +110,16 @@ def secrets_of(url: str, storage_options: Mapping[str, Any] | None = None) -> li
     In a command, any value of an option or variable and any text after a colon counts as one.
     """
     if url.startswith("pipe:"):
-        found = set(_values(url.removeprefix("pipe:")))
+        candidates = set(_values(url.removeprefix("pipe:")))
     else:
-        found = set(_of_url(url.partition(":")[2].lstrip("/")))
-    found.update(_of_options(storage_options or {}))
-    found |= {unquote(secret) for secret in found}
-    found |= {
-        base64.b64encode(secret.encode("utf-8", "replace")).decode() for secret in found if ":" in secret
+        candidates = set(_of_url(url.partition(":")[2].lstrip("/")))
+    candidates.update(_of_options(storage_options or {}))
+    candidates |= {unquote(secret) for secret in candidates}
+    candidates |= {
+        base64.b64encode(secret.encode("utf-8", "replace")).decode() for secret in candidates if ":" in secret
     }
     shown = redact(url)
-    return sorted((s for s in found if len(s) >= _SHORTEST and s not in shown), key=lambda s: (-len(s), s))
+    return sorted((s for s in candidates if len(s) >= _SHORTEST and s not in shown), key=lambda s: (-len(s), s))
 
 
 @contextlib.contextmanager
@@ -138,35 +138,35 @@ def scrubbed_errors(secrets: Callable[[], Sequence[str]]) -> Iterator[None]:
         raise
 
 
-def _scrub_chain(error: BaseException, secrets: Sequence[str], seen: set[int]) -> bool:
+def _scrub_chain(error: BaseException, secrets: Sequence[str], visited: set[int]) -> bool:
     """Scrub an error and its causes. Return False if the error still shows a secret."""
-    seen.add(id(error))
+    visited.add(id(error))
     if isinstance(error, StreamloadError):
         error.args = tuple(scrub(arg, secrets) if isinstance(arg, str) else arg for arg in error.args)
     for name in ("__cause__", "__context__"):
         other = getattr(error, name)
-        if other is not None and id(other) not in seen and not _scrub_chain(other, secrets, seen):
+        if other is not None and id(other) not in visited and not _scrub_chain(other, secrets, visited):
             setattr(error, name, None)
-    said = f"{error} {error!r}"
-    return isinstance(error, StreamloadError) or scrub(said, secrets) == said
+    text = f"{error} {error!r}"
+    return isinstance(error, StreamloadError) or scrub(text, secrets) == text
 
 
 def _of_command(command: str) -> str:
     """Return the program, host and tar of a command. Idempotent."""
     program = _PROGRAM.match(command)
-    said = [program[1] if program else "command"]
+    words = [program[1] if program else "command"]
     for match in _URL.finditer(command):
         host = re.split(r"[/?#\\]", match[3], maxsplit=1)[0].rpartition("@")[2]
         if match[2] == "://" and _HOST.fullmatch(host):
-            said.append(f"{match[1]}://{host}")
+            words.append(f"{match[1]}://{host}")
             break
     tar = _TAR.search(command)
-    return " ".join([*said, *([tar[1]] if tar else [])])
+    return " ".join([*words, *([tar[1]] if tar else [])])
 
 
-def _of_url(rest: str) -> Iterator[str]:
+def _of_url(address: str) -> Iterator[str]:
     """Yield the secrets in a URL after its scheme: user, password, parameters, query values, fragment."""
-    location, _, query = rest.partition("?")
+    location, _, query = address.partition("?")
     first = location.partition("/")[0]
     if "@" in first or (":" in first and "@" in location):  # a password with a slash
         user = first.rpartition("@")[0] if "@" in first else location.rpartition("@")[0]
@@ -191,13 +191,13 @@ def _values(command: str) -> Iterator[str]:
         if "://" in word and not re.search(r"\A-|\s", word):
             yield from _of_url(word.partition("://")[2])
             continue
-        found = [word] if is_value else []
+        candidates = [word] if is_value else []
         if "?" in word or "@" in word:
-            found += _of_url(word)
-        found += [value for sign in "=:" if (value := word.partition(sign)[2])]
+            candidates += _of_url(word)
+        candidates += [value for sign in "=:" if (value := word.partition(sign)[2])]
         if re.match("-[A-Za-z]..", word):
-            found.append(word[2:])
-        for value in found:
+            candidates.append(word[2:])
+        for value in candidates:
             for piece in (value, *re.split(r"[:=@\s;,&?{}\[\]()]+", value)):
                 is_number = piece.isdecimal() and len(piece) < _SHORTEST_OF_QUERY
                 if not is_number and piece.lower() not in _NO_SECRETS and not piece.endswith(".tar"):
@@ -214,13 +214,13 @@ def _of_options(options: Mapping[str, Any], is_secret: bool = False) -> Iterator
             yield from (value, value.rpartition(" ")[2])
 
 
-def _bare(scheme: str, slashes: str, rest: str) -> str:
+def _bare(scheme: str, slashes: str, address: str) -> str:
     """Return a URL without user, query, fragment and secret parameters. ``#`` counts only in http."""
     kind = scheme.lower()
     if slashes == ":/" and kind not in _USUAL:
-        return f"{scheme}{slashes}{rest}"
+        return f"{scheme}{slashes}{address}"
     web = kind in _WEB
-    location = re.split(r"[?#]" if web else r"\?", rest, maxsplit=1)[0]
+    location = re.split(r"[?#]" if web else r"\?", address, maxsplit=1)[0]
     host, slash, path = location.partition("/")
     user, _, bare = host.rpartition("@")
     path = _ENCODED_QUERY.sub("", _PARAMETER.sub(rf"\1{HIDDEN}", path))

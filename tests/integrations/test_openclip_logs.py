@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.torchvision_stub import define_torchvision_schemas
-from streamload.integrations.openclip.data import Batches
+from streamload.integrations.openclip.data import EpochBatches
 from streamload.integrations.openclip.logs import report_in
 from streamload.loader import make_loader
 from streamload.testing.shards import write_shards
@@ -67,7 +67,7 @@ def test_each_of_openclips_loggers_gets_the_same_numbers_of_a_step(
     with make_loader(
         str(path), batch_size=4, num_workers=0, cache_dir=tmp_path / "cache", cache_size="1GB"
     ) as loader:
-        data = {"train": SimpleNamespace(dataloader=Batches(loader, SimpleNamespace(), 10, 40))}
+        data = {"train": SimpleNamespace(dataloader=EpochBatches(loader, SimpleNamespace(), 10, 40))}
         main.train_one_epoch(None, data, None, 0, None, None, None, None, None, tb_writer=writer)
         other = {"train": SimpleNamespace(dataloader=[1, 2])}
         main.train_one_epoch(None, other, None, 1, None, None, None, None, None, tb_writer=writer)

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from streamload.ipc import claims
-from streamload.ipc.claims import Claims, Numbers
+from streamload.ipc.claims import StepClaims, Numbers
 from streamload.testing.shards import ShardOptions, write_shards
 from tests.support import flat
 from tests.support.tiers import until
@@ -22,19 +22,19 @@ from tests.support.tiers import until
 GENERATION = 2
 
 
-def claim(shared: Claims, count: int, answers: Any) -> None:
+def claim(shared: StepClaims, count: int, answers: Any) -> None:
     """Claim so many numbers, and say which."""
     answers.put([shared.next(GENERATION) for _ in range(count)])
 
 
-def die_in_claim(shared: Claims) -> None:
+def die_in_claim(shared: StepClaims) -> None:
     claims.os.pwrite = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[attr-defined, assignment]
     shared.next(GENERATION)
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.deep)])
 def test_processes_claim_each_number_once_and_in_order(method: str) -> None:
-    context, shared = multiprocessing.get_context(method), Claims()
+    context, shared = multiprocessing.get_context(method), StepClaims()
     answers = context.Queue()
     processes = [context.Process(target=claim, args=(shared, 500, answers)) for _ in range(3)]
     for process in processes:
@@ -47,7 +47,7 @@ def test_processes_claim_each_number_once_and_in_order(method: str) -> None:
 
 
 def test_a_process_that_is_killed_while_it_claims_stops_no_other() -> None:
-    context, shared = multiprocessing.get_context("fork"), Claims()
+    context, shared = multiprocessing.get_context("fork"), StepClaims()
     process = context.Process(target=die_in_claim, args=(shared,))
     process.start()
     process.join()
@@ -56,7 +56,7 @@ def test_a_process_that_is_killed_while_it_claims_stops_no_other() -> None:
 
 
 def test_a_later_order_begins_at_0_and_ends_the_claims_of_the_one_before() -> None:
-    shared = Claims()
+    shared = StepClaims()
     before = Numbers(shared, GENERATION)
     assert [next(iter(before)), next(iter(before))] == [0, 1]
     assert list(zip(Numbers(shared, GENERATION + 2), range(2), strict=False)) == [(0, 0), (1, 1)]
@@ -64,13 +64,13 @@ def test_a_later_order_begins_at_0_and_ends_the_claims_of_the_one_before() -> No
 
 
 def test_a_number_that_was_claimed_in_advance_is_the_next_one() -> None:
-    for numbers in (Numbers(Claims(), GENERATION), Numbers(None, GENERATION)):
+    for numbers in (Numbers(StepClaims(), GENERATION), Numbers(None, GENERATION)):
         taken = iter(numbers)
         assert [next(taken), numbers.coming(), numbers.coming(), next(taken), next(taken)] == [0, 1, 1, 1, 2]
 
 
 def test_numbers_of_an_iteration_that_was_dropped_are_the_processs_own_again() -> None:
-    shared = Claims()
+    shared = StepClaims()
     dropped, other = Numbers(shared, GENERATION, most=4), Numbers(shared, GENERATION, most=4)
     assert [next(iter(dropped)), dropped.coming(), next(iter(other))] == [0, 1, 2]
     again = Numbers(shared, GENERATION, most=4, before=dropped)

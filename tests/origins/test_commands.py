@@ -28,10 +28,10 @@ from streamload.errors import (
 from streamload.origins import origin as origins
 from streamload.origins.origin import OriginOptions, import_origins, open_origin
 from streamload.testing.faults import EMPTY_PAGE, Fault
-from streamload.testing.server import Request as Seen
+from streamload.testing.server import CommandRequest as Seen
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
-from streamload.urls import Opaque, Request, command_environment, expand_urls, parse_command
+from streamload.urls import CommandRequest, Opaque, command_environment, expand_urls, parse_command
 from tests.support.s3 import S3Server
 
 BODY = random.Random(1).randbytes(1_000_003)
@@ -145,7 +145,7 @@ def test_an_understood_curl_command_gives_what_curl_prints_and_sends_what_curl_s
 ) -> None:
     server, other = servers
     command = command.format(url=server.url, me=server.url.replace("//", "//m%65:p%20w@"))
-    assert isinstance(parse_command(command), Request)
+    assert isinstance(parse_command(command), CommandRequest)
     real = run(command)
     natively = read(command)
     assert natively == real
@@ -410,7 +410,7 @@ def test_no_secret_of_a_command_is_in_an_error_a_log_or_a_repr(
         f"curl -fsSLHX-Foo:{CANARY} -u me:{CANARY} -H 'Cookie: c={CANARY}' "
         f"'{server.url}/a.tar?sig={CANARY}'{behind}"
     )
-    assert isinstance(parse_command(command), Opaque if behind else Request)
+    assert isinstance(parse_command(command), Opaque if behind else CommandRequest)
     with caplog.at_level(logging.DEBUG):
         origin = open_origin(
             f"pipe:{command}", None, OriginOptions(attempts=2, backoff_seconds=0.01, stall_seconds=0.3)
@@ -514,7 +514,7 @@ def test_an_understood_aws_command_gives_what_aws_prints(
         f"[other]\naws_access_key_id = {s3.key}\naws_secret_access_key = {s3.secret}\n"
     )
     command = command.format(endpoint=s3.endpoint)
-    assert isinstance(parse_command(command), Request)
+    assert isinstance(parse_command(command), CommandRequest)
     natively = read(command, stall_seconds=30)
     assert natively in (BODY, OTHER)
     assert natively == run(command)

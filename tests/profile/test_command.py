@@ -10,7 +10,7 @@ import pytest
 
 from examples.photograph_shards import write_photograph_shards
 from streamload.cli import main
-from streamload.profile.verdict import Figures, verdict
+from streamload.profile.verdict import BenchFigures, verdict
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
 
@@ -115,7 +115,7 @@ def figures_of(found):
     """The verdict's input, read out of the JSON alone."""
     rates = {name: row["images_per_second"] for name, row in found["medians"].items()}
     cpu = {name: row["cpu_us_per_image"] for name, row in found["medians"].items() if "images" in row}
-    return Figures(
+    return BenchFigures(
         link=rates["origin"],
         disk=rates.get("disk"),
         loader=rates["streamload"],

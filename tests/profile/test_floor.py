@@ -88,7 +88,7 @@ def test_neighbours_with_one_key_are_a_sample_split_at_the_first_dot_whatever_th
 def test_pixels_are_those_of_the_default_transform(size):
     """To the level; but for upright crops, whose columns Pillow 13 resizes first and the floor does not."""
     pixels = photograph(*size).copy()
-    batch = floor.Batch(4, "uint8", None)
+    batch = floor.FloorBatch(4, "uint8", None)
     draw = random.Random(size[0]).random
     for place in range(4):
         top, left, height, width = floor.box(size[1], size[0], draw)
@@ -103,7 +103,7 @@ def test_pixels_are_those_of_the_default_transform(size):
 
 def test_float32_batches_are_the_uint8_ones_normalised():
     pixels = photograph(500, 375)
-    levels, batch = floor.Batch(3, "uint8", None), floor.Batch(3, "float32", None)
+    levels, batch = floor.FloorBatch(3, "uint8", None), floor.FloorBatch(3, "float32", None)
     expected = torch.empty(3, 224, 224)
     for place in (1, 2):
         crop = pixels[None, 10 * place :, : -7 * place]
@@ -141,7 +141,7 @@ def test_an_image_for_which_no_box_fits_is_cut_in_the_middle(size):
 
 def test_ids_are_those_of_the_tokenizer():
     captions = ["a cat", "A   dog and a Cat", "", "a", "dog"]
-    batch = floor.Batch(2, "uint8", WordTokenizer())
+    batch = floor.FloorBatch(2, "uint8", WordTokenizer())
     jpeg = encoded(photograph(64, 48))
     for number, caption in enumerate(captions):  # into places that had other ids before
         batch.put(number % 2, jpeg, caption, random.Random(2).random)
@@ -176,8 +176,8 @@ def test_all_workers_go_through_all_samples_in_each_pass(tmp_path, form, no_leak
     with no_leaks():
         passes = floor.run(paths, workers=2, form=form, batch_size=3, tokenizer=WordTokenizer(), passes=2)
     assert [once.images for once in passes] == [9, 9]
-    assert all(once.ended > once.began and once.cpu_seconds > 0 for once in passes)
-    assert passes[1].began >= passes[0].ended
+    assert all(once.ended > once.started and once.cpu_seconds > 0 for once in passes)
+    assert passes[1].started >= passes[0].ended
 
 
 def test_an_image_that_can_not_be_decoded_ends_the_floor(tmp_path, no_leaks):

@@ -27,7 +27,7 @@ def test_plain_captions_get_the_ids_of_the_tokenizer():
         "a cat",
     ]
     tokenizer = tokenizer_of("ViT-B-32")
-    batch = floor.Batch(1, "uint8", tokenizer)
+    batch = floor.FloorBatch(1, "uint8", tokenizer)
     jpeg = simplejpeg.encode_jpeg(np.zeros((48, 64, 3), np.uint8))
     for caption in captions:
         batch.put(0, jpeg, caption, random.Random(1).random)

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from streamload.profile.run import medians, rotated
-from streamload.profile.verdict import Figures, verdict
+from streamload.profile.verdict import BenchFigures, verdict
 
-DECODING = Figures(
+DECODING = BenchFigures(
     link=2000,
     disk=9000,
     loader=600,

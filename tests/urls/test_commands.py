@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from streamload.urls import (
     Opaque,
-    Request,
+    CommandRequest,
     command_environment,
     digest,
     expand_urls,
@@ -36,10 +36,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def asked(command: str) -> Request:
+def asked(command: str) -> CommandRequest:
     command_environment._look.cache_clear()
     request = parse_command(command)
-    assert isinstance(request, Request), request
+    assert isinstance(request, CommandRequest), request
     return request
 
 
@@ -79,7 +79,7 @@ def test_understanding_never_raises_and_never_reads_over_what_means_something_to
     request = parse_command(command)
     identity(f"pipe:{command}")
     redact(f"pipe:{command}")
-    if isinstance(request, Request):
+    if isinstance(request, CommandRequest):
         outside = re.sub(r"'[^']*'|\"[^\"]*\"", "", command).strip(" \t\n")
         assert not set(outside) & set("|&;<>()$`*?[]{}~#!^\\\n\"'")
         assert "$" not in "".join(re.findall(r"\"[^\"]*\"", re.sub(r"'[^']*'", "", command)))

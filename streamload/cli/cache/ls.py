@@ -36,27 +36,27 @@ def _describe(shard: "HeldShard") -> dict[str, Any]:
     from streamload.errors import StreamloadError
     from streamload.shards.index import IndexReader
 
-    known: dict[str, Any] = {"url": "", "samples": 0, "size_bytes": None, "arrived_bytes": 0}
+    described: dict[str, Any] = {"url": "", "samples": 0, "size_bytes": None, "arrived_bytes": 0}
     try:
         with closing(IndexReader(shard.path)) as index:
             index.refresh()
             stated = None if "prepared" in index.meta else index.meta.get("size")
-            known = {
+            described = {
                 "url": index.meta["url"],
                 "samples": index.count,
                 "size_bytes": stated or index.size,
                 "arrived_bytes": int(index.records["stop"].max()) if index.count else 0,
             }
     except (OSError, StreamloadError, KeyError) as exc:
-        known["url"] = f"({type(exc).__name__}: {exc})"
+        described["url"] = f"({type(exc).__name__}: {exc})"
     state = _STATES[shard.kind]
     if state == "complete":
-        known["arrived_bytes"] = known["size_bytes"]
+        described["arrived_bytes"] = described["size_bytes"]
     used = datetime.fromtimestamp(shard.used_at, timezone.utc).isoformat(timespec="seconds")
     return {
         "digest": shard.digest,
         "state": state,
-        **known,
+        **described,
         "disk_bytes": shard.size_bytes,
         "last_used": None if shard.is_superseded else used,
     }

@@ -44,7 +44,7 @@ def tier_at(cache_dir: str | None) -> "Tier":
 
 def print_foreign(console: "Console", foreign: Sequence["Foreign"]) -> None:
     """Print what is in the tier's directory, but isn't part of the tier."""
-    for found in foreign:
+    for entry in foreign:
         console.print(
-            f"not part of the cache, left alone: {found.path} ({found.what})", markup=False, soft_wrap=True
+            f"not part of the cache, left alone: {entry.path} ({entry.what})", markup=False, soft_wrap=True
         )

@@ -60,8 +60,8 @@ def clear(
                 f"this removes the contents of {tier.root}: say --yes, or --dry-run to see them"
             )
         going = remove(tier, dry_run=True)
-        what = f"{len(going.removed):,} items ({format_bytes(going.removed_bytes)})"
-        typer.confirm(f"Remove {what} from {tier.root}?", abort=True, err=True)
+        items = f"{len(going.removed):,} items ({format_bytes(going.removed_bytes)})"
+        typer.confirm(f"Remove {items} from {tier.root}?", abort=True, err=True)
     _show(remove(tier, dry_run=dry_run), as_json)
 
 

@@ -23,14 +23,14 @@ def stat(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
     """Show how full the cache is, with what, and which processes use it."""
     from streamload.cache.inventory import take_inventory
 
-    found = take_inventory(tier_at(cache_dir))
+    inventory = take_inventory(tier_at(cache_dir))
     if as_json:
-        print(json.dumps(found.as_dict(), indent=2))
+        print(json.dumps(inventory.as_dict(), indent=2))
     else:
-        _print(found)
+        _print(inventory)
 
 
-def _print(found: "Inventory") -> None:
+def _print(inventory: "Inventory") -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -39,8 +39,8 @@ def _print(found: "Inventory") -> None:
 
     console = Console(highlight=False)
     console.print(
-        f"{found.root}: {format_bytes(found.used_bytes)} of at most {format_bytes(found.limit_bytes)}, "
-        f"{format_bytes(found.free_bytes)} free on the disk",
+        f"{inventory.root}: {format_bytes(inventory.used_bytes)} of at most {format_bytes(inventory.limit_bytes)}, "
+        f"{format_bytes(inventory.free_bytes)} free on the disk",
         markup=False,
         soft_wrap=True,
     )
@@ -49,16 +49,16 @@ def _print(found: "Inventory") -> None:
     table.add_column("count", justify="right")
     table.add_column("disk", justify="right")
     for name, words in _SHARES.items():
-        share = getattr(found, name)
+        share = getattr(inventory, name)
         table.add_row(words, f"{share.count:,}", format_bytes(share.size_bytes))
-    if found.rows_bytes:
-        table.add_row("rows of modules", "", format_bytes(found.rows_bytes))
-    table.add_row("samples", f"{found.samples:,}", "")
+    if inventory.rows_bytes:
+        table.add_row("rows of modules", "", format_bytes(inventory.rows_bytes))
+    table.add_row("samples", f"{inventory.samples:,}", "")
     console.print(table)
-    if found.oldest_use is not None and found.newest_use is not None:
-        console.print(f"shards last used from {as_time(found.oldest_use)} to {as_time(found.newest_use)}")
-    for run in found.runs:
+    if inventory.oldest_use is not None and inventory.newest_use is not None:
+        console.print(f"shards last used from {as_time(inventory.oldest_use)} to {as_time(inventory.newest_use)}")
+    for run in inventory.runs:
         console.print(f"process {run.pid} will read {run.shards:,} shards; {run.held:,} of them are cached")
-    for url in found.open_shards:
+    for url in inventory.open_shards:
         console.print(f"open: {url}", markup=False, soft_wrap=True)
-    print_foreign(console, found.foreign)
+    print_foreign(console, inventory.foreign)

@@ -65,11 +65,11 @@ def verify(
 
     storage = storage_options_of(storage_options)
     tier = tier_at(cache_dir)
-    known = _named(urls or [], storage)
-    tally = _read_all(tier, known, jobs, take_out=repair)
+    shards = _named(urls or [], storage)
+    tally = _read_all(tier, shards, jobs, take_out=repair)
     repairs: list[Repair] = []
     if repair:
-        repairs = list(fetch_again(tier, tally.damages, known=known, storage_options=storage, jobs=jobs))
+        repairs = list(fetch_again(tier, tally.damages, known=shards, storage_options=storage, jobs=jobs))
     if as_json:
         _print_json(tier, tally, repairs)
     else:
@@ -88,7 +88,7 @@ def _named(urls: list[str], storage: dict[str, Any] | None) -> "dict[str, Shard]
     return {shard.digest: shard for shard in (shard_of(url, storage) for url in expand_urls(urls))}
 
 
-def _read_all(tier: "Tier", known: "dict[str, Shard]", jobs: int, *, take_out: bool) -> _Tally:
+def _read_all(tier: "Tier", shards: "dict[str, Shard]", jobs: int, *, take_out: bool) -> _Tally:
     """Verify all shards, with a progress bar on a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -109,8 +109,8 @@ def _read_all(tier: "Tier", known: "dict[str, Shard]", jobs: int, *, take_out: b
         def begin(count: int) -> None:
             bar.update(task, total=count)
 
-        with closing(look_at_all(tier, known=known, jobs=jobs, take_out=take_out, on_total=begin)) as found:
-            for look in found:
+        with closing(look_at_all(tier, known=shards, jobs=jobs, take_out=take_out, on_total=begin)) as results:
+            for look in results:
                 tally.add(look)
                 read = f"{format_bytes(tally.read_bytes)} read, {len(tally.damages)} damaged"
                 bar.update(task, advance=1, description=read)
@@ -132,7 +132,7 @@ def _print_json(tier: "Tier", tally: _Tally, repairs: "list[Repair]") -> None:
         "read_bytes": tally.read_bytes,
         "bad_facts": tally.bad_facts,
         "bad": bad,
-        "foreign": [{"path": str(found.path), "what": found.what} for found in foreign(tier)],
+        "foreign": [{"path": str(entry.path), "what": entry.what} for entry in foreign(tier)],
     }
     print(json.dumps(report, indent=2))
 

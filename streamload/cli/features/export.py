@@ -31,10 +31,10 @@ def export(
     from streamload.derived.store.export import export as write
 
     with rows_at(directory) as catalog:
-        wanted = catalog.find(fingerprint)
-        exported = write(catalog, wanted, out, None if keys is None else _lines_by_name(keys, wanted))
+        chosen = catalog.find(fingerprint)
+        exported = write(catalog, chosen, out, None if keys is None else _lines_by_name(keys, chosen))
     if as_json:
-        about = {"fingerprint": wanted.hex(), "out": str(out), "layouts": exported.layouts}
+        about = {"fingerprint": chosen.hex(), "out": str(out), "layouts": exported.layouts}
         print(json.dumps({**about, "named": exported.named, "damaged": exported.damaged}, indent=2))
     else:
         layouts = f"{len(exported.layouts):,} layout{'s' if len(exported.layouts) > 1 else ''}"
@@ -53,16 +53,16 @@ def _lines_by_name(file: Path, fingerprint: bytes) -> dict[bytes, str]:
     from streamload.errors import OptionError
 
     namings = [Naming(fingerprint, b"", is_row=is_row) for is_row in (True, False)]
-    found: dict[bytes, str] = {}
+    lines_by_name: dict[bytes, str] = {}
     with file.open(encoding="utf-8") as lines:
         for number, whole in enumerate(lines, start=1):
             line = whole.rstrip("\r\n")
             try:
                 key = _tuples(json.loads(line)) if file.suffix == ".jsonl" else line
-                found.update((naming.name(key), line) for naming in namings)
+                lines_by_name.update((naming.name(key), line) for naming in namings)
             except (ValueError, RecursionError) as exc:
                 raise OptionError(f"{file}, line {number}: {exc}") from exc
-    return found
+    return lines_by_name
 
 
 def _tuples(key: Any) -> Any:

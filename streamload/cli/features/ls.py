@@ -26,27 +26,27 @@ def list_fingerprints(
     """
     shards = fingerprints_in(places_of(directory, shared_cache, shared_cache_options))
     with rows_at(directory) as catalog:
-        rows = [_described(catalog, one) for one in catalog.fingerprints()]
+        rows = [_described(catalog, entry) for entry in catalog.fingerprints()]
         if as_json:
             about = {"path": str(catalog.root), "used_bytes": catalog.used_bytes}
-            listed = [as_dict_of_shards(one) for one in shards]
+            listed = [as_dict_of_shards(entry) for entry in shards]
             print(json.dumps({**about, "fingerprints": rows, "derived": listed}, indent=2))
         else:
             _print_table(catalog, rows)
             print_shards(shards)
 
 
-def _described(catalog: "Catalog", one: Any) -> dict[str, Any]:
+def _described(catalog: "Catalog", entry: Any) -> dict[str, Any]:
     """A fingerprint's line; the device and dtype come from its note, if it has one."""
     from streamload.derived.store.parts import flat
 
-    parts = catalog.parts(one.fingerprint)
-    known = flat(parts or {})
+    parts = catalog.parts(entry.fingerprint)
+    values = flat(parts or {})
     return {
-        **as_dict(one),
+        **as_dict(entry),
         "has_note": parts is not None,
-        "device": known.get("device"),
-        "dtype": known.get("settings.autocast") or known.get("settings.default_dtype"),
+        "device": values.get("device"),
+        "dtype": values.get("settings.autocast") or values.get("settings.default_dtype"),
     }
 
 

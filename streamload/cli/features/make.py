@@ -117,10 +117,10 @@ def _make_shards(
             "leave out --shared-cache"
         )
     recipe = feature_recipe(named, options["cache_dir"])
-    given = ServiceOptions(
+    service = ServiceOptions(
         urls=tuple(urls), prepare=recipe, into="shared", once=True, notices="none", listen="none", **options
     )
-    status, counts = run_to_end(given), recipe.counts.snapshot()
+    status, counts = run_to_end(service), recipe.counts.snapshot()
     report = {
         "shards": status.wanted,
         "held": status.held,
@@ -158,24 +158,24 @@ def _store_rows(
     features.images = False
     options = named.arguments(features)
     options["shards"] = replace(options["shards"], storage_options=storage)
-    given = streamload.make_loader(
+    made = streamload.make_loader(
         "::".join(urls), num_workers=workers, device=named.device, cache_dir=cache_dir, **options
     )
-    with given as loader:
-        found = _computed(loader, features)
-    _report(found, features, as_json)
+    with made as loader:
+        stats = _computed(loader, features)
+    _report(stats, features, as_json)
 
 
-def _report(found: Snapshot, features: Features, as_json: bool) -> None:
+def _report(stats: Snapshot, features: Features, as_json: bool) -> None:
     """Say what was computed; the exit code is 1 if not all of it could be stored."""
     from streamload.derived.calls.module_cache import cache_info
 
     refused = cache_info(features.module).refused
     report = {
-        "samples": found.samples_yielded,
-        "computed": found.feature_rows_computed,
-        "found": found.feature_rows_read,
-        "skipped": sum(found.samples_skipped.values()),
+        "samples": stats.samples_yielded,
+        "computed": stats.feature_rows_computed,
+        "found": stats.feature_rows_read,
+        "skipped": sum(stats.samples_skipped.values()),
         "not_stored": refused,
     }
     if as_json:

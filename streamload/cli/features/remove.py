@@ -65,8 +65,8 @@ def gc(
         report = {
             "path": str(root),
             "dry_run": dry_run,
-            "stale": [as_dict(of) for of in garbage.stale],
-            "notes": [of.hex() for of in garbage.notes],
+            "stale": [as_dict(entry) for entry in garbage.stale],
+            "notes": [name.hex() for name in garbage.notes],
             "databases": garbage.databases,
             "size_bytes": garbage.size_bytes,
             "derived": as_dict_of_removed(removed),
@@ -86,17 +86,17 @@ def _print(root: "Path", garbage: "Garbage", *, dry_run: bool) -> None:
     if garbage.stale:
         cells = (
             (
-                of.label,
-                of.fingerprint.hex()[:SHORT],
-                f"{of.rows:,}",
-                format_bytes(of.size_bytes),
-                as_time(of.used_at),
+                entry.label,
+                entry.fingerprint.hex()[:SHORT],
+                f"{entry.rows:,}",
+                format_bytes(entry.size_bytes),
+                as_time(entry.used_at),
             )
-            for of in garbage.stale
+            for entry in garbage.stale
         )
         print_table((deleted, "fingerprint", "rows", "size", "last used"), cells)
     say(
-        f"{deleted} {sum(of.rows for of in garbage.stale):,} rows, {len(garbage.notes):,} notes and "
+        f"{deleted} {sum(entry.rows for entry in garbage.stale):,} rows, {len(garbage.notes):,} notes and "
         f"{len(garbage.databases):,} replaced databases in {root}: {format_bytes(garbage.size_bytes)}"
     )
 
@@ -119,21 +119,21 @@ def clear(
     from streamload.metrics import format_bytes
 
     places = places_of(directory, shared_cache, shared_cache_options)
-    shards = [one for one in fingerprints_in(places) if label in (None, one.label)]
+    shards = [entry for entry in fingerprints_in(places) if label in (None, entry.label)]
     with rows_at(directory) as catalog:
-        rows = [one for one in catalog.fingerprints() if label in (None, one.label)]
+        rows = [entry for entry in catalog.fingerprints() if label in (None, entry.label)]
         root = catalog.root
-    count, size_bytes = sum(one.rows for one in rows), sum(one.size_bytes for one in rows)
-    of = "" if label is None else f" of {label!r}"
-    what = f"{count:,} rows{of} ({format_bytes(size_bytes)}) from {root}"
+    count, size_bytes = sum(entry.rows for entry in rows), sum(entry.size_bytes for entry in rows)
+    owner = "" if label is None else f" of {label!r}"
+    summary = f"{count:,} rows{owner} ({format_bytes(size_bytes)}) from {root}"
     if shards:
-        size = format_bytes(sum(one.size_bytes for one in shards))
-        in_ = ", ".join(dict.fromkeys(one.where for one in shards))
-        what += f" and {sum(len(one.shards) for one in shards):,} derived shards ({size}) from {in_}"
+        size = format_bytes(sum(entry.size_bytes for entry in shards))
+        in_ = ", ".join(dict.fromkeys(entry.where for entry in shards))
+        summary += f" and {sum(len(entry.shards) for entry in shards):,} derived shards ({size}) from {in_}"
     if not (yes or dry_run):
         if not sys.stdin.isatty():
-            raise OptionError(f"this deletes {what}: say --yes, or --dry-run to see them")
-        typer.confirm(f"Delete {what}?", abort=True, err=True)
+            raise OptionError(f"this deletes {summary}: say --yes, or --dry-run to see them")
+        typer.confirm(f"Delete {summary}?", abort=True, err=True)
     if not dry_run:
         with rows_at(directory, writable=True) as catalog:
             count = catalog.database.clear(label)
@@ -143,5 +143,5 @@ def clear(
         derived = as_dict_of_removed(removed)
         print(json.dumps({**about, "rows": count, "size_bytes": size_bytes, "derived": derived}, indent=2))
     else:
-        print(f"{'would delete' if dry_run else 'deleted'} {count:,} rows{of} in {root}")
+        print(f"{'would delete' if dry_run else 'deleted'} {count:,} rows{owner} in {root}")
         print_removed(removed, dry_run=dry_run)

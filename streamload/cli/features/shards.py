@@ -35,7 +35,7 @@ def places_of(
 
 def fingerprints_in(places: "Iterable[RowShards]") -> "list[FingerprintShards]":
     """Derived shards in these places."""
-    return [one for place in places for one in place.fingerprints()]
+    return [entry for place in places for entry in place.fingerprints()]
 
 
 def as_dict_of_shards(held: "FingerprintShards") -> dict[str, Any]:
@@ -50,7 +50,7 @@ def as_dict_of_shards(held: "FingerprintShards") -> dict[str, Any]:
         "rows": held.rows,
         "size_bytes": held.size_bytes,
         "last_used": as_time(held.used_at),
-        "unreadable": sum(bool(one.cause) for one in held.shards),
+        "unreadable": sum(bool(shard.cause) for shard in held.shards),
     }
 
 
@@ -61,9 +61,9 @@ def print_shards(held: "Sequence[FingerprintShards]", title: str = "derived shar
 
     if held:
         cells = (
-            (of.label or "(unreadable)", of.fingerprint[:SHORT], f"{len(of.shards):,}", f"{of.rows:,}",
-             format_bytes(of.size_bytes), minute(as_time(of.used_at)), of.where)
-            for of in held
+            (entry.label or "(unreadable)", entry.fingerprint[:SHORT], f"{len(entry.shards):,}", f"{entry.rows:,}",
+             format_bytes(entry.size_bytes), minute(as_time(entry.used_at)), entry.where)
+            for entry in held
         )  # fmt: skip
         print_table((title, "fingerprint", "shards", "rows", "size", "last used", "in"), cells)
 
@@ -88,11 +88,11 @@ class VerifiedShards:
         damaged = [
             {
                 "where": place.where,
-                "fingerprint": one.fingerprint,
-                "url": one.url or one.digest,
+                "fingerprint": shard.fingerprint,
+                "url": shard.url or shard.digest,
                 "cause": cause,
             }
-            for place, one, causes in self.damaged
+            for place, shard, causes in self.damaged
             for cause in causes
         ]
         counts = {"shards": self.shards, "rows": self.rows, "read_bytes": self.read_bytes}
@@ -103,42 +103,42 @@ def verify_shards(places: "Iterable[RowShards]", *, delete: bool) -> VerifiedSha
     """Read all derived shards in these places, with a progress line on a terminal; delete damaged ones."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    console, found = progress_console(), VerifiedShards()
+    console, verified = progress_console(), VerifiedShards()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("0 derived shards", total=None)
         for place in places:
-            for one in place.held():
-                checked = place.check(one)
+            for shard in place.held():
+                checked = place.check(shard)
                 if checked is None:
                     continue
-                found.shards += 1
+                verified.shards += 1
                 rows, causes = checked
-                found.rows += rows
-                found.read_bytes += one.size_bytes
+                verified.rows += rows
+                verified.read_bytes += shard.size_bytes
                 if causes:
-                    found.damaged.append((place, one, causes))
-                    found.deleted += len(place.remove([one], "damaged").shards) if delete else 0
-                bar.update(task, description=f"{found.shards:,} derived shards, {len(found.damaged)} damaged")
-    return found
+                    verified.damaged.append((place, shard, causes))
+                    verified.deleted += len(place.remove([shard], "damaged").shards) if delete else 0
+                bar.update(task, description=f"{verified.shards:,} derived shards, {len(verified.damaged)} damaged")
+    return verified
 
 
-def print_verified(found: VerifiedShards) -> None:
+def print_verified(verified: VerifiedShards) -> None:
     """Print what is damaged; nothing if there are no derived shards."""
     from streamload.metrics import format_bytes
 
-    if not found.shards:
+    if not verified.shards:
         return
-    if found.damaged:
+    if verified.damaged:
         cells = (
             (held.url or held.digest, held.fingerprint[:SHORT],
              causes[0] + (f", and {len(causes) - 1} more" if len(causes) > 1 else ""), place.where)
-            for place, held, causes in found.damaged
+            for place, held, causes in verified.damaged
         )  # fmt: skip
         print_table(("damaged rows of", "fingerprint", "cause", "in"), cells)
-    result = f"{len(found.damaged):,} damaged, {found.deleted:,} deleted" if found.damaged else "no damage"
-    size = format_bytes(found.read_bytes)
-    say(f"{found.shards:,} derived shards with {found.rows:,} rows ({size}): {result}")
+    result = f"{len(verified.damaged):,} damaged, {verified.deleted:,} deleted" if verified.damaged else "no damage"
+    size = format_bytes(verified.read_bytes)
+    say(f"{verified.shards:,} derived shards with {verified.rows:,} rows ({size}): {result}")
 
 
 def remove_shards(
@@ -149,11 +149,11 @@ def remove_shards(
 
     done = []
     for place in places:
-        going = [one for held in chosen if held.where == place.where for one in held.shards]
+        going = [shard for held in chosen if held.where == place.where for shard in held.shards]
         if going:
             done.append(place.remove(going, why, dry_run=dry_run))
     return Removed(
-        tuple(one for each in done for one in each.shards), tuple(one for each in done for one in each.kept)
+        tuple(shard for removed in done for shard in removed.shards), tuple(shard for removed in done for shard in removed.kept)
     )
 
 
@@ -161,9 +161,9 @@ def as_dict_of_removed(removed: "Removed") -> dict[str, Any]:
     """Deleted and kept derived shards, for JSON."""
     return {
         "shards": len(removed.shards),
-        "rows": sum(one.rows for one in removed.shards),
-        "size_bytes": sum(one.size_bytes for one in removed.shards),
-        "kept": [{"url": one.url or one.digest, "why": why} for one, why in removed.kept],
+        "rows": sum(shard.rows for shard in removed.shards),
+        "size_bytes": sum(shard.size_bytes for shard in removed.shards),
+        "kept": [{"url": shard.url or shard.digest, "why": why} for shard, why in removed.kept],
     }
 
 
@@ -171,10 +171,10 @@ def print_removed(removed: "Removed", *, dry_run: bool) -> None:
     """Print it; nothing if there was nothing to delete."""
     from streamload.metrics import format_bytes
 
-    for one, why in removed.kept:
-        print(f"kept the rows of {one.url or one.digest}: {why}")
+    for shard, why in removed.kept:
+        print(f"kept the rows of {shard.url or shard.digest}: {why}")
     if removed.shards:
-        size = format_bytes(sum(one.size_bytes for one in removed.shards))
-        rows = sum(one.rows for one in removed.shards)
+        size = format_bytes(sum(shard.size_bytes for shard in removed.shards))
+        rows = sum(shard.rows for shard in removed.shards)
         deleted = "would delete" if dry_run else "deleted"
         print(f"{deleted} {len(removed.shards):,} derived shards with {rows:,} rows: {size}")

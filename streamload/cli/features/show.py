@@ -47,17 +47,17 @@ def show(
 
     held = fingerprints_in(places_of(directory, shared_cache, shared_cache_options))
     with rows_at(directory) as catalog:
-        wanted = catalog.find(fingerprint, (one.fingerprint for one in held))
-        shards = [one for one in held if one.fingerprint == wanted.hex()]
-        parts = _parts(catalog, wanted, held)
-        rows = [as_dict(one) for one in catalog.fingerprints() if one.fingerprint == wanted]
+        chosen = catalog.find(fingerprint, (entry.fingerprint for entry in held))
+        shards = [entry for entry in held if entry.fingerprint == chosen.hex()]
+        parts = _parts(catalog, chosen, held)
+        rows = [as_dict(entry) for entry in catalog.fingerprints() if entry.fingerprint == chosen]
     values = None if parts is None else flat(parts)
     if as_json:
-        listed = [as_dict_of_shards(one) for one in shards]
-        report = {"fingerprint": wanted.hex(), "rows": rows, "derived": listed, "parts": values}
+        listed = [as_dict_of_shards(entry) for entry in shards]
+        report = {"fingerprint": chosen.hex(), "rows": rows, "derived": listed, "parts": values}
         print(json.dumps(report, indent=2))
     else:
-        _print(wanted.hex(), rows, shards, values)
+        _print(chosen.hex(), rows, shards, values)
 
 
 def _print(
@@ -97,50 +97,50 @@ def why(
     from streamload.errors import OptionError
 
     held = fingerprints_in(places_of(directory, shared_cache, shared_cache_options))
-    known = [one.fingerprint for one in held]
+    fingerprints = [entry.fingerprint for entry in held]
     with rows_at(directory) as catalog:
-        first, second = (catalog.find(prefix, known) for prefix in (a, b))
-        parts = [_parts(catalog, one, held) for one in (first, second)]
-        for fingerprint, of in zip((first, second), parts, strict=True):
-            if of is None:
+        first, second = (catalog.find(prefix, fingerprints) for prefix in (a, b))
+        parts = [_parts(catalog, chosen, held) for chosen in (first, second)]
+        for fingerprint, described in zip((first, second), parts, strict=True):
+            if described is None:
                 raise OptionError(
                     f"{fingerprint.hex()} has no whole note in {catalog.root}: what it stands for isn't known"
                 )
-    found = compared(*(of or {} for of in parts))
+    differing = compared(*(described or {} for described in parts))
     if as_json:
-        differences = [{"part": name, "a": before, "b": after} for name, before, after in found]
+        differences = [{"part": name, "a": before, "b": after} for name, before, after in differing]
         print(json.dumps({"a": first.hex(), "b": second.hex(), "differences": differences}, indent=2))
     elif first == second:
         print(f"{first.hex()} is both: they are equal")
     else:
         shown = [
             (name, *(shortened(value_of(name, value), _MOST_CHARACTERS) for value in values))
-            for name, *values in found
+            for name, *values in differing
         ]
         print_table(("part", first.hex()[:SHORT], second.hex()[:SHORT]), shown)
 
 
 def _parts(catalog: "Catalog", fingerprint: bytes, held: "list[FingerprintShards]") -> dict[str, Any] | None:
     """The readable parts of a fingerprint, by its note beside rows or by a derived shard."""
-    of_shards = (one.parts for one in held if one.fingerprint == fingerprint.hex())
+    of_shards = (entry.parts for entry in held if entry.fingerprint == fingerprint.hex())
     return catalog.parts(fingerprint) or next((parts for parts in of_shards if parts is not None), None)
 
 
 def text_of(described: Any) -> str:
     """A value as it would be written in Python, where that is short; else the description itself."""
-    kind, what = described if isinstance(described, list) and len(described) == 2 else ("", None)
-    if isinstance(what, str):
+    kind, content = described if isinstance(described, list) and len(described) == 2 else ("", None)
+    if isinstance(content, str):
         if kind == "float":
-            return repr(float.fromhex(what))
+            return repr(float.fromhex(content))
         if kind in _PLAIN:
-            return what
-    if isinstance(what, list):
+            return content
+    if isinstance(content, list):
         if kind in _BRACKETS:
             left, right = _BRACKETS[kind]
-            comma = "," if left == "(" and len(what) == 1 else ""
-            return f"{left}{', '.join(map(text_of, what))}{comma}{right}"
+            comma = "," if left == "(" and len(content) == 1 else ""
+            return f"{left}{', '.join(map(text_of, content))}{comma}{right}"
         if kind in _MAPPINGS:
-            return f"{{{', '.join(f'{text_of(key)}: {text_of(value)}' for key, value in what)}}}"
+            return f"{{{', '.join(f'{text_of(key)}: {text_of(value)}' for key, value in content)}}}"
     if described is None or isinstance(described, bool | str):
         return repr(described)
     return json.dumps(described, ensure_ascii=False)

@@ -38,21 +38,21 @@ def verify(
     root = root_of(directory)
     deleted, broken = 0, ""
     try:
-        found, deleted = _read(root, delete=delete)
+        verified, deleted = _read(root, delete=delete)
     except CacheCorrupt as exc:
         from streamload.derived.store.catalog import Verified, replace_broken
         from streamload.derived.store.row_store import Place
 
-        found, broken = Verified(), str(exc)
+        verified, broken = Verified(), str(exc)
         if delete:
             replace_broken(Place(directory or ""))
     shards = verify_shards(places, delete=delete)
     if as_json:
-        _print_json(root, found, deleted, broken, shards)
+        _print_json(root, verified, deleted, broken, shards)
     else:
-        _print_table(root, found, deleted, broken)
+        _print_table(root, verified, deleted, broken)
         print_verified(shards)
-    if ((found.damages or broken) and not delete) or len(shards.damaged) > shards.deleted:
+    if ((verified.damages or broken) and not delete) or len(shards.damaged) > shards.deleted:
         raise typer.Exit(1)
 
 
@@ -65,27 +65,27 @@ def _read(root: "Path", *, delete: bool) -> "tuple[Verified, int]":
     from streamload.metrics import format_bytes
 
     console = progress_console()
-    found = Verified()
+    verified = Verified()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with (
         open_catalog(root, writable=delete) as catalog,
         Progress(*columns, console=console, disable=not console.is_terminal) as bar,
     ):
         task = bar.add_task("0 rows", total=None)
-        for found in look_at_all(catalog):
-            read = f"{found.rows:,} rows, {format_bytes(found.read_bytes)} read, {len(found.damages)} damaged"
+        for verified in look_at_all(catalog):
+            read = f"{verified.rows:,} rows, {format_bytes(verified.read_bytes)} read, {len(verified.damages)} damaged"
             bar.update(task, description=read)
-        deleted = delete_damaged(catalog, found.damages) if delete else 0
-    return found, deleted
+        deleted = delete_damaged(catalog, verified.damages) if delete else 0
+    return verified, deleted
 
 
-def _print_json(root: "Path", found: "Verified", deleted: int, broken: str, shards: VerifiedShards) -> None:
-    damaged = [{"label": one.label, "name": one.name, "cause": one.cause} for one in found.damages]
+def _print_json(root: "Path", verified: "Verified", deleted: int, broken: str, shards: VerifiedShards) -> None:
+    damaged = [{"label": damage.label, "name": damage.name, "cause": damage.cause} for damage in verified.damages]
     report = {
         "path": str(root),
-        "rows": found.rows,
-        "notes": found.notes,
-        "read_bytes": found.read_bytes,
+        "rows": verified.rows,
+        "notes": verified.notes,
+        "read_bytes": verified.read_bytes,
         "damaged": damaged,
         "deleted": deleted,
         "broken": broken,
@@ -94,24 +94,24 @@ def _print_json(root: "Path", found: "Verified", deleted: int, broken: str, shar
     print(json.dumps(report, indent=2))
 
 
-def _print_table(root: "Path", found: "Verified", deleted: int, broken: str) -> None:
+def _print_table(root: "Path", verified: "Verified", deleted: int, broken: str) -> None:
     from streamload.metrics import format_bytes
 
-    if found.damages:
+    if verified.damages:
         cells = (
             (
                 name if len(name) <= 2 * SHORT else f"{name[:SHORT]}…{name[-SHORT:]}",
                 damage.label,
                 damage.cause,
             )
-            for damage in found.damages
+            for damage in verified.damages
             for name in [damage.name]
         )
         print_table(("damaged", "label", "cause"), cells)
     if broken:
         say(broken)
-    result = f"{len(found.damages):,} damaged, {deleted:,} deleted" if found.damages else "no damage"
+    result = f"{len(verified.damages):,} damaged, {deleted:,} deleted" if verified.damages else "no damage"
     say(
-        f"{found.rows:,} rows and {found.notes:,} notes ({format_bytes(found.read_bytes)}) in {root}: "
+        f"{verified.rows:,} rows and {verified.notes:,} notes ({format_bytes(verified.read_bytes)}) in {root}: "
         f"{'a broken database' if broken else result}"
     )

@@ -28,7 +28,7 @@ from streamload.integrations.openclip.arguments import (
     take_own,
     told_by_flags,
 )
-from streamload.integrations.openclip.data import Batches, Data, device_of, training, validation
+from streamload.integrations.openclip.data import EpochBatches, Data, device_of, training, validation
 from streamload.integrations.openclip.logs import report_in
 from streamload.integrations.openclip.naflex import refuse_other_transforms, text_options
 from streamload.integrations.openclip.row_losses import report_rows
@@ -37,7 +37,7 @@ from streamload.steering.progress import Progress
 from streamload.steering.schedule import Schedule
 from streamload.transforms import kernel
 
-__all__ = ["Batches", "Data", "install", "main"]
+__all__ = ["EpochBatches", "Data", "install", "main"]
 
 
 def install(
@@ -116,8 +116,7 @@ def install(
                 common |= {"shards": shards, **text_options(args, tokenizer, is_train=is_train)}
                 if is_train:
                     common["images"] = Images(compile=compile, prepare=prepare, max_pixels=most_pixels)
-                    mixed = {} if mixing is None else {"mixing": mixing}
-                    data = training(args, common | mixed, epoch, floor, moved, naflex)
+                    data = training(args, common, epoch, floor, moved, naflex, mixing)
                     if isinstance(mixing, Progress):
                         loaders[:] = [data.dataloader.loader]
                     return data

@@ -271,13 +271,13 @@ def refuse_unknown(args: Any) -> None:
     Raises:
         OptionError: it lists them.
     """
-    given = {
+    used = {
         name
         for name, value in vars(args).items()
         if value not in (None, False, 0, "")
         and (name in _REFUSED or name.startswith(_ABOUT_DATA + _ABOUT_VALIDATION))
     }
-    unknown = ", ".join("--" + name.replace("_", "-") for name in sorted(given - _SUPPORTED))
+    unknown = ", ".join("--" + name.replace("_", "-") for name in sorted(used - _SUPPORTED))
     if unknown:
         raise OptionError(f"streamload doesn't support OpenCLIP's {unknown}")
 

@@ -22,6 +22,7 @@ from streamload.integrations.openclip.arguments import (
 from streamload.integrations.openclip.naflex import evaluation_patches, training_patches, training_steps
 from streamload.integrations.openclip.resume import Saver, run_folder, saver_for, take_up
 from streamload.loader import Loader, make_loader
+from streamload.mixing import Policy
 
 logger = logging.getLogger("streamload")
 
@@ -57,7 +58,7 @@ class Data:
 
     sampler = None
 
-    def __init__(self, dataloader: Batches, epoch: int = 0):
+    def __init__(self, dataloader: EpochBatches, epoch: int = 0):
         self.dataloader: Any = dataloader
         self.shared_epoch = SharedEpoch(dataloader.loader, epoch)
 
@@ -66,7 +67,7 @@ class Data:
         self.shared_epoch.set_value(epoch)
 
 
-class Batches:
+class EpochBatches:
     """A loader with the two numbers that OpenCLIP reads beforehand.
 
     Attributes:
@@ -80,7 +81,7 @@ class Batches:
         self._args = args
         self._saver: Saver | None = None
 
-    def saved_by(self, saver: Saver | None) -> Batches:
+    def saved_by(self, saver: Saver | None) -> EpochBatches:
         """Save the loader's state at the end of each epoch with this saver."""
         self._saver = saver
         return self
@@ -104,6 +105,7 @@ def training(
     floor: bool,
     moved: Sequence[tuple[str, str]],
     naflex: Any = None,
+    mixing: Policy | None = None,
 ) -> Data:
     """The training data of a rank; epochs have OpenCLIP's length.
 
@@ -114,6 +116,7 @@ def training(
         floor: whether an epoch's length is rounded down.
         moved: old and new URL prefixes of shards that have moved since the state was saved.
         naflex: OpenCLIP's NaFlex configuration, by which epochs have a length and steps are of several sizes.
+        mixing: the policy of the sources' weights.
     """
     if not args.train_data:
         raise OptionError("OpenCLIP was given no --train-data")
@@ -130,15 +133,16 @@ def training(
         steps = training_steps(args, naflex, size, common["tokenizer"])
         num_batches = rounded(len(steps), 1, args.workers, floor=False)
         common["images"] = replace(common["images"], patches=training_patches(naflex, steps))
-    folder = run_folder(args) if "mixing" in common else None
+    folder = None if mixing is None else run_folder(args)
     loader = make_loader(
         args.train_data,
         batch_size=args.batch_size,
         num_workers=args.workers,
-        num_batches=num_batches,
         seed=args.seed,
         order=Order(
-            upsampling_factors=factors_of(args, mixed="mixing" in common),
+            num_batches=num_batches,
+            mixing=mixing,
+            upsampling_factors=factors_of(args, mixed=mixing is not None),
             rank=rank,
             world_size=args.world_size,
             decisions=None if folder is None else folder / _DECISIONS,
@@ -148,7 +152,7 @@ def training(
     loader.set_epoch(epoch)
     if getattr(args, "resume", None):
         take_up(loader, args, epoch, moved)
-    batches = Batches(loader, args, num_batches, loader.num_samples or 0)
+    batches = EpochBatches(loader, args, num_batches, loader.num_samples or 0)
     return Data(batches.saved_by(saver_for(args)), epoch)
 
 
@@ -173,4 +177,4 @@ def validation(args: Any, common: dict[str, Any], naflex: Any = None) -> Data:
     loader = make_loader(
         args.val_data, batch_size=args.batch_size, num_workers=args.workers, train=False, **common
     )
-    return Data(Batches(loader, args, math.ceil(size / args.batch_size), size))
+    return Data(EpochBatches(loader, args, math.ceil(size / args.batch_size), size))

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from streamload.integrations.openclip.data import Batches
+from streamload.integrations.openclip.data import EpochBatches
 from streamload.loader import Loader
 from streamload.metrics import format_bytes
 
@@ -38,7 +38,7 @@ def report_in(main: ModuleType, train: ModuleType) -> Callable[[], None]:
     def train_one_epoch(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         batches = getattr(bound.arguments["data"]["train"], "dataloader", None)
-        if not isinstance(batches, Batches):
+        if not isinstance(batches, EpochBatches):
             return original(*args, **kwargs)
         numbers = _Numbers(batches.loader)
         writer = bound.arguments.get("tb_writer")
@@ -87,8 +87,8 @@ class _Writer:
         """Write a value; with the first one of a step, the loader's."""
         self._writer.add_scalar(name, value, step, *more, **about)
         if name == _FIRST:
-            for own, number in self._numbers.last.items():
-                self._writer.add_scalar(own, number, step)
+            for own_name, number in self._numbers.last.items():
+                self._writer.add_scalar(own_name, number, step)
 
 
 class _Wandb:

@@ -56,11 +56,11 @@ def report_rows(modules: Sequence[ModuleType], loader: Callable[[], Loader | Non
 def _reporting(original: Callable[..., Any], loader: Callable[[], Loader | None]) -> Callable[..., Any]:
     @functools.wraps(original)
     def create_loss(args: Any) -> Any:
-        found, loss = loader(), original(args)
+        training, loss = loader(), original(args)
         kind = type(loss).__name__
         accumulated = getattr(args, "accum_freq", 1)
         problem = ""
-        if found is None:
+        if training is None:
             problem = "streamload doesn't read the training data; expected --dataset-type webdataset"
         elif accumulated != 1:
             problem = f"--accum-freq {accumulated} computes the loss of several batches together; expected 1"
@@ -68,7 +68,7 @@ def _reporting(original: Callable[..., Any], loader: Callable[[], Loader | None]
             problem = f"no losses by row are known for {kind}; expected the loss of CLIP or of --siglip"
         if problem:
             raise OptionError(f"--streamload-mixing progress: {problem}. Or give schedule=FILE")
-        report = _Report(found, inspect.signature(loss.forward), is_sigmoid=kind == _SIGMOID)
+        report = _Report(training, inspect.signature(loss.forward), is_sigmoid=kind == _SIGMOID)
         loss.register_forward_hook(report, with_kwargs=True)
         return loss
 
