@@ -12,7 +12,7 @@ evaluation. Each contender is a process of its own a round: a first epoch, which
 that warms up, then three that are measured; of "computed", whose epochs are alike, one after the first. The
 CPU time is that of the process and its workers. "computed" runs the model in each epoch; "calls,
 torch-module-cache" has that decorator on it, called with the same loader's images and the samples' keys;
-"calls, streamload" is `cache_module` in its place; "features" is `make_loader(features=…)`. "order" trains
+"calls, streamload" is `cache_module` in its place; "features" is `Batches(features=…)`. "order" trains
 the head on one constant feature, with a loader whose batches have labels alone, by map_sample: what is left
 without images and features.
 
@@ -150,9 +150,9 @@ def one(kind: str, shards: str, directory: str, seed: int) -> dict[str, Any]:
         options = {"workers": streamload.Workers(map_sample=label_of)}
     model = None if kind == "order" else module(kind, directory)
     if kind == "features":
-        options["features"] = {"vit": model}
+        options["batches"] = streamload.Batches(features={"vit": model})
     if kind in ("calls", "peer"):
-        options["with_keys"] = True
+        options["batches"] = streamload.Batches(with_keys=True)
     head, constant = nn.Linear(WIDTH, 1000), torch.ones(64, WIDTH)
     optimizer = torch.optim.SGD(head.parameters(), lr=1e-3)
     epochs = []

@@ -176,7 +176,7 @@ def one_round(
             url,
             WordTokenizer(),
             batch_size=settings.batch_size,
-            num_batches=settings.steps,
+            order=streamload.Order(num_batches=settings.steps),
             num_workers=settings.workers,
             seed=round_,
             device=training.device,

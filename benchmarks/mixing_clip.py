@@ -145,8 +145,8 @@ def run(where: Path, name: str, seed: int, steps: int) -> Row:
     with (
         tempfile.TemporaryDirectory() as cache,
         streamload.make_loader(
-            sources, tokenize, preprocess=as_tensor, batch_size=ROWS, num_batches=steps, num_workers=0,
-            seed=seed, cache_dir=cache, mixing=policy,
+            sources, tokenize, preprocess=as_tensor, batch_size=ROWS, num_workers=0, seed=seed,
+            order=streamload.Order(num_batches=steps, mixing=policy), cache_dir=cache,
         ) as loader,
     ):  # fmt: skip
         for step, (images, ids) in enumerate(loader, 1):

@@ -146,8 +146,8 @@ def one_round(urls: str, samples: int, directory: Path, round_: int) -> Iterator
 def loader_of(urls: str, directory: Path, seed: int, batches: dict[str, Any]) -> streamload.Loader:
     patches = streamload.Patches(PATCH, seq_lens=(LONGEST,), max_ratio=1.0)
     return streamload.make_loader(
-        urls, batch_size=ROWS, num_workers=1, seed=seed, output="dict", with_keys=True,
-        images=streamload.Images(patches=patches), batches=streamload.Batches(**batches),
+        urls, batch_size=ROWS, num_workers=1, seed=seed, output="dict",
+        images=streamload.Images(patches=patches), batches=streamload.Batches(with_keys=True, **batches),
         cache_dir=directory / "cache", cache_size="1GB",
     )  # fmt: skip
 

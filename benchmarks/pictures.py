@@ -64,7 +64,12 @@ def train(url: str, place: Path) -> None:
     ]
     ends = time.monotonic() + SECONDS
     with streamload.make_loader(
-        sources, batch_size=16, num_workers=2, num_batches=10**6, cache_dir=place / "cache", cache_size="1GB"
+        sources,
+        batch_size=16,
+        num_workers=2,
+        order=streamload.Order(num_batches=10**6),
+        cache_dir=place / "cache",
+        cache_size="1GB",
     ) as loader:
         for number, _ in enumerate(loader):
             time.sleep(0.05)

@@ -23,7 +23,7 @@ PAGES = tuple(
         "README.md",
         "docs/results/performance.md",
         "docs/results/spot-nodes.md",
-        "docs/guides/mixing.md",
+        "docs/results/mixing.md",
         "benchmarks/README.md",
     )
 )

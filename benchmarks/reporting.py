@@ -71,11 +71,10 @@ def measured(place: Path, count: int, device: torch.device, steps: int) -> float
     loader = streamload.make_loader(
         sources,
         batch_size=count,
-        num_batches=2,
+        order=streamload.Order(mixing=lambda summary: None, num_batches=2),
         num_workers=0,
         workers=streamload.Workers(map_sample=number_of),
         cache_dir=place / "cache",
-        mixing=lambda summary: None,
     )
     spent = 0.0
     with loader:

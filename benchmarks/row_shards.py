@@ -190,7 +190,8 @@ def of_a_loader(given: argparse.Namespace, directory: Path) -> dict[str, float]:
     close_stores()
     (directory / "cache" / "rows").rename(directory / "rows")  # so that a training has only derived shards
     made = feature()
-    options = {"features": {"wide": made}, "shards": streamload.Shards(text_key=None)}
+    batches = streamload.Batches(features={"wide": made})
+    options = {"batches": batches, "shards": streamload.Shards(text_key=None)}
     derived_us, read = _pass_us(urls, made, **options)
     assert read == 3 * sum(counts), read
     order_us, _ = _pass_us(urls, None, workers=streamload.Workers(map_sample=number_of))

@@ -70,7 +70,7 @@ def main() -> None:
             device="auto",
             cache_dir=cache_dir,
             shards=streamload.Shards(text_key=None, label_key="cls"),
-            features={"clip": tower},
+            batches=streamload.Batches(features={"clip": tower}),
         ) as loader,
     ):
         train(loader, tower.to(loader.device), args.classes, args.epochs)

@@ -114,13 +114,15 @@ def main() -> None:
             ],
             tokenize,
             batch_size=args.batch_size,
-            num_batches=args.steps,
             num_workers=args.workers,
             device="auto",
             cache_dir=Path(scratch) / "cache",
             batches=streamload.Batches(sample_weight=streamload.complexity(0.3, 0.7)),
-            order=streamload.Order(decisions=log),
-            mixing=streamload.mixing.Progress(signal="eval", every=4, max_passes=20),
+            order=streamload.Order(
+                mixing=streamload.mixing.Progress(signal="eval", every=4, max_passes=20),
+                num_batches=args.steps,
+                decisions=log,
+            ),
         )
         with loader:
             train(loader, {name: held_out(where / f"{name}-held-out") for name in ("photographs", "noise")})

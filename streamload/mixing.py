@@ -1,7 +1,8 @@
 """The public names for mixing sources: policies that choose weights, and the words of a policy of one's own.
 
 from streamload.mixing import Schedule
-loader = make_loader([Source("own.tar"), Source("web.tar")], mixing=Schedule({10_000: {"own": 2}}))
+order = Order(mixing=Schedule({10_000: {"own": 2}}))
+loader = make_loader([Source("own.tar"), Source("web.tar")], order=order)
 """
 
 from streamload.steering import Decided, Policy, SourceSummary, Summary

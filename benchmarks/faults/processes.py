@@ -208,7 +208,12 @@ def _with_small_shm(data: Data, attempt: Attempt) -> Any:
     batch_bytes, error = 0, None
     try:
         with streamload.make_loader(
-            data.urls, batch_size=10, num_workers=2, with_keys=True, cache_dir=attempt.root, cache_size="1GB"
+            data.urls,
+            batch_size=10,
+            num_workers=2,
+            batches=streamload.Batches(with_keys=True),
+            cache_dir=attempt.root,
+            cache_size="1GB",
         ) as loader:
             for images, _, names in loader:
                 batch_bytes = images.numel() * images.element_size()

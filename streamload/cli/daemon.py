@@ -231,7 +231,9 @@ def _bar(status: Callable[[], Status], ended: threading.Event, console: Any) -> 
         task = bar.add_task("looking", total=None)
         while not ended.wait(_SHOW_SECONDS):
             current = status()
-            bar.update(task, total=current.wanted or None, completed=current.held, description=_short(current))
+            bar.update(
+                task, total=current.wanted or None, completed=current.held, description=_short(current)
+            )
 
 
 def _lines(status: Callable[[], Status], ended: threading.Event, _: Any) -> None:

@@ -71,7 +71,9 @@ class Numbers:
         before: those of the process's last iteration.
     """
 
-    def __init__(self, claims: StepClaims | None, generation: int, most: int = 0, before: Numbers | None = None):
+    def __init__(
+        self, claims: StepClaims | None, generation: int, most: int = 0, before: Numbers | None = None
+    ):
         self._claims, self._generation, self._most = claims, generation, most
         self._again: list[int] = []
         if before is not None and before._generation == generation:

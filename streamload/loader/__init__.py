@@ -6,7 +6,8 @@ which stay until `close()` and continue to fill between two epochs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,21 +18,14 @@ from streamload.batches.images import Preprocess
 from streamload.batches.tokenize import tokenizer_in
 from streamload.derived.calls.features import Features, read_features
 from streamload.loader.destination import read_device
-from streamload.loader.groups import Batches, Cache, Images, Order, Shards, Workers
+from streamload.loader.groups import Batches, Cache, Images, Order, Shards, Workers, with_moved
 from streamload.loader.loader import Loader, gather_state
-from streamload.loader.options import (
-    LoaderOptions,
-    OnError,
-    Output,
-    sized_by_steps,
-    whole_number,
-)
+from streamload.loader.options import LoaderOptions, Output, sizes_of_epoch, whole_number
 from streamload.loader.patches import Patches
 from streamload.loader.refusals import refuse_arguments, refuse_other_groups, refuse_unusable
 from streamload.loader.registered import extensions_of
 from streamload.loader.sources import Source, read_sources
-from streamload.steering import Policy, as_policy
-from streamload.steering.policy import PlainFunction
+from streamload.steering import as_policy
 from streamload.steering.replay import Replay
 from streamload.urls import Urls
 
@@ -76,13 +70,10 @@ def make_loader(
     batch_size: int = 64,
     num_workers: int = 4,
     num_samples: int | None = None,
-    num_batches: int | None = None,
     seed: int = 0,
     shuffle: int | None = None,
     train: bool = True,
     output: Output = "tuple",
-    with_keys: bool = False,
-    on_error: OnError = "skip",
     device: str | torch.device | None = None,
     cache_dir: str | Path | None = None,
     cache_size: str | int | None = None,
@@ -92,8 +83,6 @@ def make_loader(
     batches: Batches = _BATCHES,
     cache: Cache = _CACHE,
     workers: Workers = _WORKERS,
-    features: Mapping[str, torch.nn.Module | Features] | None = None,
-    mixing: Policy | PlainFunction | Replay | None = None,
     **unknown: NoReturn,
 ) -> Loader:
     """A loader of image-caption batches from tar shards, which are used while their bytes arrive.
@@ -118,7 +107,6 @@ def make_loader(
         num_samples: samples of an epoch over all ranks, rounded down to full batches in training. With it,
             each epoch continues where the last one stopped; without, an epoch is one pass over all samples.
             In evaluation it only says how many samples there are, for `len()`.
-        num_batches: the same for training, as batches of each rank; it overrides num_samples.
         seed: of the order and of the augmentation.
         shuffle: the shuffle window: how many positions a sample may move; 0: shards and samples as listed.
             None: 40 times the samples a node reads per step, between 10,000 and 100,000; less if the cache
@@ -132,8 +120,6 @@ def make_loader(
             "dict": {"image", "text", "label"}; "hf": {"pixel_values", "input_ids", "labels"} and all else
             that tokenizer and image processor return, such as an "attention_mask". With Images(patches=…)
             the images are a dict: {"patches", "patch_coord", "patch_valid", "seq_len"}.
-        with_keys: add the samples' `__key__` and `__url__` lists: a dict as last element, or two entries.
-        on_error: "skip" counts and logs samples that can't be used; "raise" raises on the first one.
         device: the device that batches are on: "auto", this process's accelerator (the current device if one
             was set, else the one of the local rank), or host memory where there is none; or torch's name of
             one. They are copied ahead of their use, one batch at most. None: they stay in host memory, unless
@@ -141,19 +127,18 @@ def make_loader(
         cache_dir: the directory of the cache (STREAMLOAD_CACHE_DIR).
         cache_size: its limit: bytes, "500GB", or "80%" of the free space plus what it holds
             (STREAMLOAD_CACHE_SIZE).
-        shards: which members of a sample are used, which samples, and how shards are reached.
+        shards: which members of a sample are used, which samples, how shards are reached, and what happens
+            with those that can't be used.
         images: how images are decoded and transformed, beside `preprocess`.
-        order: the order of samples, and how ranks share them, beside `seed` and `shuffle`.
-        batches: how the rows of a batch are padded, beside `batch_size`.
+        order: the order of samples, the length of an epoch, how ranks share both, and how sources are mixed,
+            beside `seed`, `shuffle` and `num_samples`.
+        batches: the rows and values of a batch, beside `batch_size` and `output`: keys, padding, buckets,
+            parts, weights, features, extensions of your own.
         cache: what the cache holds and where, beside `cache_dir` and `cache_size`.
         workers: what worker processes run, and how they are started.
-        features: what frozen modules return for each sample, computed once, by name: `{"vit": module}`, or
-            Features for more. `module(batch)` is its result for a batch (docs/guides/compute-once.md).
-        mixing: who decides on the sources' weights during the run (docs/guides/mixing.md): Progress(…) or
-            another policy, from what `loader.report` was told; a function of a Summary that returns
-            {name: weight} or None, asked every 200 steps; Replay(path), the weights of an earlier run. None:
-            they stay as given, until `set_weights`.
-        unknown: refused; the error names the group that has the argument, or what to use instead.
+        unknown: refused; the error names the group that has the argument, or what to use instead. In this
+            release num_batches=, mixing=, with_keys=, features= and on_error= are put into their groups, with
+            a DeprecationWarning.
 
     Returns:
         A Loader; nothing is read and no process is started before it is iterated.
@@ -161,20 +146,48 @@ def make_loader(
     Raises:
         OptionError: an argument or a URL that can't be used.
     """
-    given = dict(locals())
-    refuse_arguments(given.pop("unknown"), given)
-    refuse_other_groups(given)
-    given |= sized_by_steps(given)
-    given["tokenizer"] = tokenizer_in(tokenizer)
-    given["features"] = read_features(features, _TAKEN)
-    given["columns"] = read_facts(shards.facts, shards.image_key, shards.text_key, given["tokenizer"])
-    given["repeat"] = read_repeat(shards.repeat, given["columns"])
-    given["sources"] = read_sources(given.pop("urls"), order.upsampling_factors)
-    given["device"] = read_device(device)
-    given["seed"] = whole_number("seed", seed)
+    refuse_other_groups(
+        shards=shards, images=images, order=order, batches=batches, cache=cache, workers=workers
+    )
+    shards, order, batches = (
+        with_moved(shards, unknown),
+        with_moved(order, unknown),
+        with_moved(batches, unknown),
+    )
+    refuse_arguments(unknown, inspect.signature(make_loader).parameters)
+    tokenizer = tokenizer_in(tokenizer)
+    columns = read_facts(shards.facts, shards.image_key, shards.text_key, tokenizer)
+    sources = read_sources(urls, order.upsampling_factors)
+    mixing = order.mixing
     if mixing is not None and not isinstance(mixing, Replay):
-        given["mixing"] = as_policy(mixing, [source.name for source in given["sources"]])
-    given["extensions"] = extensions_of(batches, order, given["mixing"])
-    options = LoaderOptions(**given)
+        mixing = as_policy(mixing, [source.name for source in sources])
+    batch_size, num_batches = sizes_of_epoch(images.patches, train, batch_size, order.num_batches)
+    options = LoaderOptions(
+        sources=sources,
+        tokenizer=tokenizer,
+        preprocess=preprocess,
+        batch_size=batch_size,
+        num_workers=num_workers,
+        num_samples=num_samples,
+        num_batches=num_batches,
+        seed=whole_number("seed", seed),
+        shuffle=shuffle,
+        train=train,
+        output=output,
+        device=read_device(device),
+        cache_dir=cache_dir,
+        cache_size=cache_size,
+        shards=shards,
+        images=images,
+        order=order,
+        batches=batches,
+        cache=cache,
+        workers=workers,
+        features=read_features(batches.features, _TAKEN),
+        columns=columns,
+        mixing=mixing,
+        repeat=read_repeat(shards.repeat, columns),
+        extensions=extensions_of(batches, order, mixing),
+    )
     refuse_unusable(options)
     return Loader(options)

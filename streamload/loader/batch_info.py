@@ -150,7 +150,7 @@ class BatchInfo:
             OptionError: they weren't asked for; then workers don't send them.
         """
         if len(self.yielded.keys) != self.rows:
-            raise OptionError("the keys of a batch's rows come with it if make_loader has with_keys=True")
+            raise OptionError("the keys of a batch's rows come with it with Batches(with_keys=True)")
         return self.yielded.keys
 
     @property

@@ -6,30 +6,50 @@ import multiprocessing
 import os
 import re
 import textwrap
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
+
+import numpy as np
+import torch
 
 from streamload.batches.assembly import Collate, MapSample
 from streamload.batches.tokenize import TEXT_COLUMNS
 from streamload.cache.selection import Keep, RateFunction
 from streamload.cache.shared.objects import refuse_url
+from streamload.derived.calls.features import Features
 from streamload.derived.prepare.preparation import AUTO, Preparation
 from streamload.errors import OptionError
+from streamload.extension import Extension
 from streamload.loader.patches import Patches
 from streamload.loader.sources import Factors
 from streamload.loader.words import Group
 from streamload.options import Eviction, Option, Revalidate, Where, options
 from streamload.options.values import at_least, parse_choice, parse_size
+from streamload.steering import Policy
 from streamload.steering.batch_size import as_batch_policy
+from streamload.steering.policy import PlainFunction
+from streamload.steering.replay import Replay
 from streamload.weights.sample import Complexity, read_sample_weight
 
 ImageDtype = Literal["float32", "uint8"]
+OnError = Literal["skip", "raise"]
 _MODALITIES = ("image", "text")
 TextPaddingName = Literal["max", "longest"]
 
 LARGEST_BLOCK = 65_536
+
+
+def check_flag(value: object, name: str) -> None:
+    """Refuse a value that isn't true or false, whatever its type is.
+
+    Raises:
+        OptionError: it names the argument.
+    """
+    if not isinstance(value, bool | int | np.bool_) or value not in (0, 1):
+        raise OptionError(f"{name}={value!r}; expected True or False")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +80,7 @@ class Shards(Group):
             returns them; "sign" for http(s): a function that returns the URL with a signature in its query.
             Both functions are called for each shard, and again when the server refuses what they returned
             (docs/guides/urls.md).
+        on_error: "skip" counts and logs samples that can't be used; "raise" raises on the first one.
         max_bad_samples: the largest share of samples that can't be used; above it TooManyBadSamples ends the
             run: once bad samples of enough shards (at least ten) make that certain, or at the end of a pass,
             by the exact share of all ranks (three or more, or half of all). None: no limit, but a pass of
@@ -80,6 +101,7 @@ class Shards(Group):
     facts: Mapping[str, Any] | None = None
     repeat: str | RateFunction | tuple[RateFunction, str] | None = None
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    on_error: OnError = "skip"
     max_bad_samples: float | None = 0.1
     max_bad_shards: float | None = 0.1
 
@@ -93,6 +115,7 @@ class Shards(Group):
             value = getattr(self, name)
             if not (value is None or isinstance(value, str)):
                 raise OptionError(f"{name}={value!r}; expected a string such as {example!r}, or None")
+        parse_choice(self.on_error, get_args(OnError), "on_error")
         storage = self.storage_options or {}
         headers, sign = storage.get("headers"), storage.get("sign")
         if not (headers is None or isinstance(headers, Mapping) or callable(headers)):
@@ -153,9 +176,10 @@ class Images(Group):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order(Group):
-    """The order of samples, and how ranks share them, beside `seed` and `shuffle`.
+    """The order of samples, the length of an epoch, and how ranks share both, beside `seed` and `shuffle`.
 
     Args:
+        num_batches: batches of each rank in an epoch of training; it overrides num_samples.
         lanes: shards that are read side by side. None: 8 to 64, by the samples a node reads per step; fewer
             if the cache can't hold them.
         groups: the number of sequences that the shards are split into, each read by one node. None: the
@@ -166,8 +190,12 @@ class Order(Group):
             shards if these are unknown.
         rank, world_size: of this process. None: from torch.distributed if it is initialised, else from the
             variables of torchrun, Slurm or MPI; read at first use (`len`, `num_batches`, a state, `iter`).
+        mixing: who decides on the sources' weights during the run (docs/guides/mixing.md): Progress(…) or
+            another policy, from the losses that `loader.report` got; a function of a Summary that returns
+            {name: weight} or None, called every 200 steps; Replay(path), the weights of an earlier run. None:
+            they stay as they are, until `set_weights`.
         decisions: a file to which each change of the sources' weights is written, on rank 0. A resumed run
-            continues it; mixing=Replay(file) gives the run's batches again.
+            continues it; mixing=Replay(file) yields the run's batches again.
         objective: the sources' weights in the loss, by name (others keep their own), while those of sampling
             change: `loader.info.weight` of a row is the ratio of both. None: 1 for each row.
 
@@ -175,17 +203,20 @@ class Order(Group):
         OptionError: a value that can't be used.
     """
 
+    num_batches: int | None = None
     lanes: int | None = None
     groups: int | None = None
     endless: bool = False
     upsampling_factors: Factors | None = None
     rank: int | None = None
     world_size: int | None = None
+    mixing: Policy | PlainFunction | Replay | None = None
     decisions: str | os.PathLike[str] | None = None
     objective: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
-        at_least(1, lanes=self.lanes, groups=self.groups, world_size=self.world_size)
+        at_least(1, num_batches=self.num_batches, lanes=self.lanes)
+        at_least(1, groups=self.groups, world_size=self.world_size)
         at_least(0, rank=self.rank)
         if (self.rank is None) != (self.world_size is None):
             raise OptionError(
@@ -281,9 +312,10 @@ class Workers(Group):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches(Group):
-    """Options of choosing and padding the rows of a batch, beside `batch_size`.
+    """Options of the rows and values of a batch, beside `batch_size` and `output`.
 
     Args:
+        with_keys: add the samples' `__key__` and `__url__` lists: a dict as last element, or two entries.
         text_padding: "max": all captions have the tokenizer's length. "longest": those of a batch are cut to
             its longest one (docs/guides/batches.md), and output="dict" has `text_valid` bool[N, L], False
             where an id is padding. The other ids are the same.
@@ -310,6 +342,10 @@ class Batches(Group):
         batch_policy: changes the batch size during a training (docs/guides/batches.md): an object such as
             ThroughputBalanced(least=64, most=512), or a function of what was measured that returns a size or
             None. None: it stays, but for set_batch_size.
+        features: outputs of frozen modules for each sample, computed once, by name: `{"vit": module}`, or
+            Features for more options. `module(batch)` is its output (docs/guides/compute-once.md).
+        extensions: features of your own that add values to batches and keys to states
+            (docs/guides/extensions.md).
 
     Raises:
         OptionError: a value that can't be used.
@@ -323,10 +359,14 @@ class Batches(Group):
     max_tokens: int | None = None
     sample_weight: Complexity | RateFunction | None = None
     batch_policy: Any = None
+    with_keys: bool = False
+    features: Mapping[str, torch.nn.Module | Features] | None = None
+    extensions: Sequence[Extension] = ()
 
     def __post_init__(self) -> None:
         if self.batch_policy is not None:
             object.__setattr__(self, "batch_policy", as_batch_policy(self.batch_policy))
+        check_flag(self.with_keys, "with_keys")
         parse_choice(self.text_padding, get_args(TextPaddingName), "text_padding")
         at_least(1, text_pad_multiple=self.text_pad_multiple, max_tokens=self.max_tokens)
         if isinstance(self.text_columns, str) or not set(self.text_columns) <= TEXT_COLUMNS.keys():
@@ -347,7 +387,7 @@ class Batches(Group):
                 )
 
 
-GROUPS: dict[str, type] = {
+GROUPS: dict[str, type[Group]] = {
     "shards": Shards,
     "images": Images,
     "order": Order,
@@ -356,6 +396,35 @@ GROUPS: dict[str, type] = {
     "workers": Workers,
 }
 """The classes of the groups by the names of make_loader's arguments."""
+
+
+_MOVED = {
+    "num_batches": Order,
+    "mixing": Order,
+    "with_keys": Batches,
+    "features": Batches,
+    "on_error": Shards,
+}
+"""Groups of options that were arguments of make_loader itself, and are accepted as such for one release."""
+_AnyGroup = TypeVar("_AnyGroup", Shards, Order, Batches)
+
+
+def with_moved(group: _AnyGroup, arguments: dict[str, Any]) -> _AnyGroup:
+    """A group with those of its options that were given as arguments of make_loader, which are taken out.
+
+    Each gets a DeprecationWarning that names its group.
+
+    Raises:
+        OptionError: the group has another value of the option.
+    """
+    moved = {name: value for name, value in arguments.items() if _MOVED.get(name) is type(group)}
+    for name in moved:
+        del arguments[name]
+        place = f"{type(group).__name__.lower()}={type(group).__name__}({name}=…)"
+        if getattr(group, name) != getattr(type(group)(), name):
+            raise OptionError(f"{name}= is given twice: leave out the one beside {place}")
+        warnings.warn(f"make_loader({name}=…) is {place} now", DeprecationWarning, stacklevel=3)
+    return replace(group, **moved)
 
 
 def _rows(group: str) -> dict[str, Option[Any]]:

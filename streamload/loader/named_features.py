@@ -12,7 +12,7 @@ import torch
 
 from streamload.derived.calls.features import Features
 from streamload.errors import OptionError
-from streamload.loader.groups import Images, Shards
+from streamload.loader.groups import Batches, Images, Shards
 
 NAME = "features"
 """The name that they have in a batch."""
@@ -74,7 +74,7 @@ class NamedFeatures:
                 max_bad_samples=None,
             ),
             "images": Images(prepare=self.prepare),
-            "features": {NAME: features},
+            "batches": Batches(features={NAME: features}),
         }
 
 

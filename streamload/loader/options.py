@@ -10,7 +10,6 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import numpy as np
 import torch
 
 from streamload.batches.images import Preprocess
@@ -19,7 +18,8 @@ from streamload.derived.calls.features import Features
 from streamload.errors import OptionError
 from streamload.extension import Extension
 from streamload.loader.destination import DeviceOption
-from streamload.loader.groups import Batches, Cache, Images, Order, Shards, Workers
+from streamload.loader.groups import Batches, Cache, Images, Order, Shards, Workers, check_flag
+from streamload.loader.patches import Patches
 from streamload.loader.sources import SourceOptions
 from streamload.options import Settings, options, read_settings
 from streamload.options.storage import copy_options
@@ -35,23 +35,29 @@ from streamload.transforms.plan import PatchPlan, clip_patch_plan
 from streamload.urls import UrlList
 
 Output = Literal["tuple", "dict", "hf"]
-OnError = Literal["skip", "raise"]
 
 MAIN_GUARD = (
     'put all that runs the training under `if __name__ == "__main__":`, or pass '
     'workers=Workers(multiprocessing_context="fork")'
 )
-_FLAGS = (bool, int, np.bool_)
 _PICKLED = (
     "tokenizer", "preprocess", "shards.keep", "shards.facts", "repeat", "shards.storage_options",
-    "batches.sample_weight", "workers.map_sample", "workers.collate", "cache.shared_options",
+    "batches.sample_weight", "batches.extensions", "workers.map_sample", "workers.collate",
+    "cache.shared_options",
 )  # fmt: skip
 """The user's own objects, which are sent to the workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderOptions:
-    """The arguments of make_loader; see its docstring."""
+    """The arguments of make_loader, and what follows from them.
+
+    Attributes:
+        batch_size, num_batches: of a training whose steps are listed the most rows, and all of its steps.
+        features, mixing, repeat: as the groups have them, checked.
+        columns: facts of samples, by name.
+        extensions: of all options, and the user's own.
+    """
 
     sources: tuple[SourceOptions, ...]
     tokenizer: Any
@@ -64,8 +70,6 @@ class LoaderOptions:
     shuffle: int | None
     train: bool
     output: Output
-    with_keys: bool
-    on_error: OnError
     device: DeviceOption
     cache_dir: str | Path | None
     cache_size: str | int | None
@@ -91,13 +95,10 @@ class LoaderOptions:
             raise OptionError(
                 "batch_size=None: batches are made here; give 1, and index the single sample of each batch"
             )
-        at_least(1, batch_size=self.batch_size, num_samples=self.num_samples, num_batches=self.num_batches)
+        at_least(1, batch_size=self.batch_size, num_samples=self.num_samples)
         at_least(0, num_workers=self.num_workers, shuffle=self.shuffle)
         parse_choice(self.output, get_args(Output), "output")
-        parse_choice(self.on_error, get_args(OnError), "on_error")
-        for name, value in {"train": self.train, "with_keys": self.with_keys}.items():
-            if not isinstance(value, _FLAGS) or value not in (0, 1):
-                raise OptionError(f"{name}={value!r}; expected True or False")
+        check_flag(self.train, "train")
         functions = {
             "preprocess": self.preprocess,
             "keep": self.shards.keep,
@@ -263,13 +264,14 @@ class LoaderOptions:
         return self.train and (sized or self.order.endless or len(self.sources) > 1)
 
 
-def sized_by_steps(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch_size and num_batches of a training whose steps are listed: the most rows, and all steps."""
-    patches = given["images"].patches
-    if patches is None or patches.steps is None or not given["train"]:
-        return {}
-    batches = len(patches.steps) if given["num_batches"] is None else given["num_batches"]
-    return {"batch_size": max(rows for _, rows in patches.steps), "num_batches": batches}
+def sizes_of_epoch(
+    patches: Patches | None, train: bool, batch_size: int, num_batches: int | None
+) -> tuple[int, int | None]:
+    """The rows of a batch and the number of batches; where steps are listed the most rows, and all steps."""
+    if patches is None or patches.steps is None or not train:
+        return batch_size, num_batches
+    rows = max(rows for _, rows in patches.steps)
+    return rows, len(patches.steps) if num_batches is None else num_batches
 
 
 def whole_number(name: str, value: Any) -> int:

@@ -63,7 +63,7 @@ class Outputs:
         yielded = Yielded(step, batch.samples, names, widths, keys)
         self.last = BatchInfo(yielded, self._sources, batch.seats, shapes, device, **fields)
         values |= self._parts.values(self.last)
-        output = self._shaped(values, features, extra if self._options.with_keys else {})
+        output = self._shaped(values, features, extra if self._options.batches.with_keys else {})
         self._known.add(output, self.last)
         return output
 

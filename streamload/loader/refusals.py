@@ -193,23 +193,27 @@ def _refuse_unused_keys(options: LoaderOptions) -> None:
         )
 
 
-def refuse_arguments(unknown: Mapping[str, Any], known: Collection[str]) -> None:
+def refuse_arguments(unknown: Mapping[str, Any], arguments: Collection[str]) -> None:
     """Refuse arguments that make_loader doesn't have.
+
+    Args:
+        unknown: the arguments.
+        arguments: the names of those that it has.
 
     Raises:
         OptionError: it names the group that has the argument, a similar name, or what to use instead of an
             argument of another library.
     """
     for name in unknown:
-        raise OptionError(f"make_loader has no argument {name}=: {instead_of(name, known)}")
+        raise OptionError(f"make_loader has no argument {name}=: {instead_of(name, arguments)}")
 
 
-def refuse_other_groups(given: Mapping[str, Any]) -> None:
+def refuse_other_groups(**groups: object) -> None:
     """Refuse a value of another type as a group.
 
     Raises:
         OptionError: it names the group's class.
     """
-    for name, group in GROUPS.items():
-        if not isinstance(given[name], group):
-            raise OptionError(f"{name}={given[name]!r:.100}; expected a streamload.{group.__name__}(…)")
+    for name, group in groups.items():
+        if not isinstance(group, GROUPS[name]):
+            raise OptionError(f"{name}={group!r:.100}; expected a streamload.{GROUPS[name].__name__}(…)")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from streamload.daemon.metrics_server import DEFAULT_LISTEN
 from streamload.daemon.plan_file import PlannedSource
 from streamload.daemon.publication import PlanPublication
+from streamload.errors import OptionError
 from streamload.extension import Extension, RankPart
 from streamload.loader.batch_sizing import BatchSizes, BatchSizing
 from streamload.loader.bounds import AgreedBounds
@@ -52,7 +55,11 @@ BY_RANK = frozenset({*Decisions.by_rank, *BatchSizing.by_rank})
 
 
 def extensions_of(batches: Batches, order: Order, mixing: Policy | Replay | None) -> tuple[Extension, ...]:
-    """The extensions of a loader, by its options."""
+    """The extensions of a loader: those of its options, and the user's own.
+
+    Raises:
+        OptionError: one of the user's own can't be used.
+    """
     extensions: list[Extension] = []
     if mixing is not None or order.decisions is not None or order.objective is not None:
         extensions.append(Mixing(0 if mixing is None or isinstance(mixing, Replay) else mixing.every))
@@ -61,7 +68,21 @@ def extensions_of(batches: Batches, order: Order, mixing: Policy | Replay | None
     sample_weight = read_sample_weight(batches.sample_weight)
     if sample_weight is not None:
         extensions.append(RowWeights(sample_weight))
-    return tuple(extensions)
+    _check_own(batches.extensions)
+    return (*extensions, *batches.extensions)
+
+
+def _check_own(extensions: Collection[Extension]) -> None:
+    """Refuse what is no extension, and names that aren't of one extension alone."""
+    names = {Mixing.name, BatchSizes.name, RowWeights.name, PlanPublication.name}
+    for extension in extensions:
+        if not isinstance(extension, Extension):
+            raise OptionError(f"extensions has {extension!r:.100}; expected a streamload.extension.Extension")
+        if extension.name in names:
+            raise OptionError(
+                f"extensions has the name {extension.name!r} twice, or it is one of streamload's own"
+            )
+        names.add(extension.name)
 
 
 def reports_of(options: LoaderOptions) -> RankPart:

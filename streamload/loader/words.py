@@ -50,7 +50,9 @@ WORDS = {
     "epoch_size": Word("MosaicML Streaming", "it is num_samples="),
     "epochs": Word("webdataset", "iterate the loader once for each epoch; Order(endless=True) never ends"),
     "generator": Word("torch", "seed= seeds all random choices"),
-    "handler": Word("webdataset", 'on_error="skip" counts what can\'t be used, "raise" stops'),
+    "handler": Word(
+        "webdataset", 'Shards(on_error="skip") counts samples that can\'t be used, "raise" stops at the first'
+    ),
     "in_order": Word("torch", "batches always come in the order of the seed"),
     "input_dir": Word("LitData", _URLS),
     "is_train": Word("open_clip", "it is train="),

@@ -109,7 +109,7 @@ class Settings:
     """The values of all options. Read-only.
 
     Args:
-        given: values by option name; None counts as not given.
+        arguments: values by option name; None counts as not given.
         environ: with the STREAMLOAD_* variables; by default this process's environment.
 
     Attributes:

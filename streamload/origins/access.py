@@ -133,7 +133,9 @@ def headers_for(url: str, headers: Mapping[str, Any] | None) -> dict[str, str]:
     chosen = {name: value for name, value in by_name.items() if not isinstance(value, Mapping)}
     for host, of_host in by_name.items():
         if isinstance(of_host, Mapping) and _is_at(url, host):
-            chosen = {k: v for k, v in chosen.items() if k.lower() not in {str(name).lower() for name in of_host}}
+            chosen = {
+                k: v for k, v in chosen.items() if k.lower() not in {str(name).lower() for name in of_host}
+            }
             chosen.update(of_host)
     return chosen
 
@@ -153,7 +155,11 @@ def warn_of_shared_headers(urls: UrlList, storage_options: Mapping[str, Any] | N
         _logger.warning(
             "the header %s of storage_options goes to %s and %s: if not all of them should see it, give each "
             'its own, as in {"headers": {"%s": {"%s": "…"}}}',
-            *(", ".join(shared), first, other_hosts[0] if len(other_hosts) == 1 else f"{len(other_hosts)} other hosts"),
+            *(
+                ", ".join(shared),
+                first,
+                other_hosts[0] if len(other_hosts) == 1 else f"{len(other_hosts)} other hosts",
+            ),
             *(first, shared[0]),
         )
 

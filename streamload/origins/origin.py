@@ -12,18 +12,18 @@ from streamload.origins.abilities import Abilities, abilities
 from streamload.origins.access import Named, granted
 from streamload.origins.outages import Endpoint
 from streamload.origins.protocol import (
-    TransferCounts,
     Origin,
     OriginOptions,
     Session,
     Stream,
+    TransferCounts,
     Unproven,
     Version,
 )
 from streamload.origins.retrying import RetryingOrigin
 from streamload.urls import (
-    Opaque,
     CommandRequest,
+    Opaque,
     compression,
     origin_of,
     parse_command,
@@ -33,10 +33,10 @@ from streamload.urls import (
 )
 
 __all__ = [
-    "TransferCounts",
     "Origin",
     "OriginOptions",
     "Stream",
+    "TransferCounts",
     "Unproven",
     "Version",
     "abilities_of",
@@ -163,7 +163,9 @@ def _of_command(url: str, session: Session) -> Origin:
     from streamload.origins.web import HttpOrigin
 
     credentials = WebCredentials(request.url, {"headers": request.own_headers}, session)
-    return HttpOrigin(request.url, session, credentials, common_headers=request.headers, redirects=request.redirects)
+    return HttpOrigin(
+        request.url, session, credentials, common_headers=request.headers, redirects=request.redirects
+    )
 
 
 def _of_s3(url: str, storage_options: dict[str, Any], session: Session) -> Origin:

@@ -45,7 +45,12 @@ class OrderedParts:
     """
 
     def __init__(
-        self, ask: Callable[[int, int], RangePart], start: int, stop: int, at_once: int, options: OriginOptions
+        self,
+        ask: Callable[[int, int], RangePart],
+        start: int,
+        stop: int,
+        at_once: int,
+        options: OriginOptions,
     ) -> None:
         self._ask, self._asked, self._stop = ask, start, stop
         self._at_once, self._options = at_once, options

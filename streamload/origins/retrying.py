@@ -308,12 +308,15 @@ class _Retries:
         now_seconds, outage = time.monotonic(), self._endpoint.outage
         if outage is not None and now_seconds >= outage.until:
             raise OriginOutage(
-                f"{error} (nothing has come from its server or bucket for {now_seconds - outage.since:.0f} s; "
-                f"the limit is {self._options.outage_seconds:g} s, STREAMLOAD_ORIGIN_WAIT)"
+                f"{error} (nothing has come from its server or bucket for "
+                f"{now_seconds - outage.since:.0f} s; the limit is {self._options.outage_seconds:g} s, "
+                f"STREAMLOAD_ORIGIN_WAIT)"
             ) from error
         if not was_away:
             self._waiting_since = now_seconds
-        return now_seconds - self._waiting_since < self._options.outage_seconds  # otherwise others got bytes since
+        return (
+            now_seconds - self._waiting_since < self._options.outage_seconds
+        )  # otherwise others got bytes since
 
     def _others_are_served(self) -> bool:
         """Return whether the endpoint serves other shards; their first bytes may be under way."""

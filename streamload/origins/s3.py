@@ -57,7 +57,9 @@ class _S3Client(HttpClient):
         self._place = place if self._options.get("version_aware") else place._replace(number="")
         self._hidden: tuple[str | None, ...] | None = None
 
-    def _request(self, pools: Pools, request_headers: Mapping[str, str], _: object = None) -> urllib3.BaseHTTPResponse:
+    def _request(
+        self, pools: Pools, request_headers: Mapping[str, str], _: object = None
+    ) -> urllib3.BaseHTTPResponse:
         """Send a GetObject; sign it again for another region, or once with other credentials."""
         is_moved = is_renewed = False
         while True:
@@ -135,9 +137,14 @@ class _S3Client(HttpClient):
             raise OriginTimeout(f"{self.url}: no credentials for {seconds:g} s") from None
         return result
 
-    def _check_condition(self, response: urllib3.BaseHTTPResponse, request_headers: Mapping[str, str]) -> None:
+    def _check_condition(
+        self, response: urllib3.BaseHTTPResponse, request_headers: Mapping[str, str]
+    ) -> None:
         """Refuse the bytes of another version, from a store that ignores conditions."""
-        expected, etag = request_headers.get("If-Match") or request_headers.get("If-Range"), strong(response.headers.get("ETag"))
+        expected, etag = (
+            request_headers.get("If-Match") or request_headers.get("If-Range"),
+            strong(response.headers.get("ETag")),
+        )
         if expected and etag and response.status < 300 and etag != expected:
             response.close()
             same_version(self.url, Version(etag=expected), Version(etag=etag))

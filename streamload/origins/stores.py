@@ -254,7 +254,9 @@ class StoreOrigin(Origin):
         async with body:
             content_range = answer.get("ContentRange", "")
             if content_range != f"bytes {start}-{stop - 1}/{version.size}":
-                raise OriginError(f"{self.url} was asked for bytes {start}–{stop} and answers {content_range!r}")
+                raise OriginError(
+                    f"{self.url} was asked for bytes {start}–{stop} and answers {content_range!r}"
+                )
             same_version(self.url, version, Version(version.size, strong(answer.get("ETag"))))
             pieces: list[bytes] = []
             lacking, last = enough, time.monotonic()

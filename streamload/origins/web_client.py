@@ -34,9 +34,9 @@ from streamload.origins.protocol import (
 from streamload.origins.sockets import Pools, basic, receive
 from streamload.origins.web_answer import (
     WHOLE,
-    WebAnswer,
     NoRanges,
     RangeIgnored,
+    WebAnswer,
     answer_at_end,
     body_range,
     check_status,
@@ -101,7 +101,9 @@ class HttpClient:
             self._check_status(response)
             current = body_range(self.url, response, 0)[0]
             self._learn(response, current)
-            return Version(None, current.etag, current.last_modified) if may_be_range(response, 1) else current
+            return (
+                Version(None, current.etag, current.last_modified) if may_be_range(response, 1) else current
+            )
         except HTTPError as exc:
             raise self.translated(exc, "no answer") from exc
         finally:
@@ -249,7 +251,9 @@ class HttpClient:
             target: where an earlier request was redirected to, to skip the redirects.
         """
         access = self._credentials.access()
-        response = self._sent(pools, request_headers, access, target if target is not None and target.access is access else None)
+        response = self._sent(
+            pools, request_headers, access, target if target is not None and target.access is access else None
+        )
         if response.status in REFUSALS and self._credentials.renews(access):
             response.close()
             response = self._sent(pools, request_headers, self._credentials.access(), None)
@@ -281,7 +285,9 @@ class HttpClient:
             )
         raise OriginError(f"{self.url} redirects more than {self._redirects} times, last to {redact(target)}")
 
-    def _with_headers(self, request_headers: Mapping[str, str], user_headers: Mapping[str, str]) -> urllib3.HTTPHeaderDict:
+    def _with_headers(
+        self, request_headers: Mapping[str, str], user_headers: Mapping[str, str]
+    ) -> urllib3.HTTPHeaderDict:
         """Return all headers of a request; the user's replace ours."""
         headers = urllib3.HTTPHeaderDict({"Accept-Encoding": "identity", "User-Agent": "streamload"})
         for group in (self._common, user_headers, request_headers):

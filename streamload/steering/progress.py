@@ -29,7 +29,7 @@ _REPEATS_WORTH = 15.0  # passes after which repeats teach 1/e of what new sample
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Weights that follow the trend of each source's loss; for `make_loader(…, mixing=…)`.
+    """Weights that follow the trend of each source's loss; for `Order(mixing=…)`.
 
     A source gets more samples if one more of them takes more off its loss than one of the others does, beyond
     what noise explains; getting back to its given share takes less evidence. Shares change from the tenth

@@ -18,7 +18,7 @@ LEAST_EVERY = 10
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Weights that change at given steps of the run; for `make_loader(…, mixing=…)`.
+    """Weights that change at given steps of the run; for `Order(mixing=…)`.
 
     A run begins with the sources' own weights. Each change counts from the first step after its own that no
     worker has begun.

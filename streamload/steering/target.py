@@ -20,7 +20,7 @@ _SIGMAS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Weights by how far each source's loss is above a reference loss; for `make_loader(…, mixing=…)`.
+    """Weights by how far each source's loss is above a reference loss; for `Order(mixing=…)`.
 
     The reference says which loss can be reached: that of a finished training of a small model, say (as in
     DoReMi). A source that has reached it goes to its floor, one that isn't named keeps its share. Shares

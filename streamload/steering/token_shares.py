@@ -19,7 +19,7 @@ _KEPT = 0.5  # of what was reported before a decision, at the next one: what row
 
 @dataclass(frozen=True, slots=True)
 class TokenShares:
-    """Weights that count tokens instead of rows; for `make_loader(…, mixing=…)`.
+    """Weights that count tokens instead of rows; for `Order(mixing=…)`.
 
     Each source gets rows in proportion to its weight ÷ the mean tokens of its rows, as reported by
     `loader.report(tokens=…)`. Until the first decision weights count rows. A source of which nothing is

@@ -37,7 +37,7 @@ class MakeLoader(Protocol):
     def __call__(
         self, *, batch_size: int, num_workers: int, rank: int, world_size: int, cache_dir: Path
     ) -> Loader:
-        """A loader with these arguments, `with_keys=True`, and output="dict" or `map_sample`."""
+        """A loader with these arguments, `Batches(with_keys=True)`, and output="dict" or `map_sample`."""
         ...
 
 

@@ -5,7 +5,7 @@ aws commands are checked for configuration files, and local folders and globs ar
 opened, and no file system is imported.
 """
 
-from streamload.urls.commands import Opaque, CommandRequest, parse_command
+from streamload.urls.commands import CommandRequest, Opaque, parse_command
 from streamload.urls.identity import (
     ZSTD_MODULES,
     Compression,
@@ -27,9 +27,9 @@ from streamload.urls.redaction import redact, redact_text, scrub, scrubbed_error
 
 __all__ = [
     "ZSTD_MODULES",
+    "CommandRequest",
     "Compression",
     "Opaque",
-    "CommandRequest",
     "UrlList",
     "Urls",
     "basename",

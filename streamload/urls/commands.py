@@ -221,7 +221,9 @@ def _curl_letters(letters: str, words: Iterator[str]) -> Iterator[tuple[str, str
 def _value(name: str, attached: str, words: Iterator[str]) -> str:
     value = attached or next(words, "")
     if not _CURL_VALUES[name].fullmatch(value):
-        problem = "its URL isn't a plain http(s) one" if name == "url" else f"the value of --{name} isn't plain"
+        problem = (
+            "its URL isn't a plain http(s) one" if name == "url" else f"the value of --{name} isn't plain"
+        )
         raise _Unsupported(problem)
     return value
 

@@ -268,7 +268,9 @@ def joined(parts: Iterable[Node]) -> Node:
 
 def chained(nodes: Iterable[Node]) -> Node:
     """Concatenate sequences; adjacent lists of texts are merged."""
-    flat = itertools.chain.from_iterable(node.nodes if isinstance(node, ChainNode) else (node,) for node in nodes)
+    flat = itertools.chain.from_iterable(
+        node.nodes if isinstance(node, ChainNode) else (node,) for node in nodes
+    )
     kept: list[Node] = []
     for are_texts, run in itertools.groupby(flat, lambda node: isinstance(node, TextNode)):
         neighbours = list(run)

@@ -119,7 +119,9 @@ def secrets_of(url: str, storage_options: Mapping[str, Any] | None = None) -> li
         base64.b64encode(secret.encode("utf-8", "replace")).decode() for secret in candidates if ":" in secret
     }
     shown = redact(url)
-    return sorted((s for s in candidates if len(s) >= _SHORTEST and s not in shown), key=lambda s: (-len(s), s))
+    return sorted(
+        (s for s in candidates if len(s) >= _SHORTEST and s not in shown), key=lambda s: (-len(s), s)
+    )
 
 
 @contextlib.contextmanager

@@ -174,9 +174,8 @@ def batches(shards, place, workers, padding, output):
         batch_size=8,
         num_workers=workers,
         output=output,
-        with_keys=True,
         cache_dir=place,
-        batches=Batches(text_padding=padding, text_pad_multiple=2),
+        batches=Batches(with_keys=True, text_padding=padding, text_pad_multiple=2),
     ) as loader:
         return list(loader)
 
@@ -228,9 +227,9 @@ def png(place):
 
 
 def captions_of(shards, place, tokenizer, padding="longest", **options):
-    batches = Batches(text_padding=padding, text_pad_multiple=1, **options)
+    batches = Batches(with_keys=True, text_padding=padding, text_pad_multiple=1, **options)
     with streamload.make_loader(
-        shards, tokenizer, batch_size=8, num_workers=0, output="hf", with_keys=True, cache_dir=place,
+        shards, tokenizer, batch_size=8, num_workers=0, output="hf", cache_dir=place,
         batches=batches,
     ) as loader:  # fmt: skip
         for batch in loader:
@@ -263,7 +262,12 @@ def test_labels_and_lengths_are_those_of_transformers_own_collator(captioned, tm
 
 def keys_and_texts(shards, place):
     with streamload.make_loader(
-        shards, batch_size=32, num_workers=0, output="dict", with_keys=True, cache_dir=place
+        shards,
+        batch_size=32,
+        num_workers=0,
+        output="dict",
+        batches=streamload.Batches(with_keys=True),
+        cache_dir=place,
     ) as loader:
         (batch,) = loader
     return batch["__key__"], batch["text"]

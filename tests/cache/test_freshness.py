@@ -266,9 +266,8 @@ def one_rank(rank: int, url: str, cache: Path, barrier: Any) -> None:
         url,
         batch_size=1,
         num_workers=0,
-        num_batches=20,
         workers=Workers(map_sample=texts),
-        order=Order(rank=rank, world_size=2),
+        order=Order(num_batches=20, rank=rank, world_size=2),
         cache_dir=cache,
         cache=Cache(revalidate="start"),
     ) as loader:

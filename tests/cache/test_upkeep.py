@@ -44,12 +44,12 @@ def train(urls: str, root: Path, limit: int, results: multiprocessing.SimpleQueu
             batch_size=3,
             num_workers=2,
             workers=Workers(map_sample=fingerprint),
-            with_keys=True,
+            batches=streamload.Batches(with_keys=True),
             train=False,
             shuffle=20,
             cache_dir=root,
             cache_size=limit,
-            on_error="raise",
+            shards=streamload.Shards(on_error="raise"),
         ) as loader:
             for _ in range(EPOCHS):
                 results.put(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from streamload import Features, make_loader
+from streamload import Batches, Features, make_loader
 from streamload.cli import main
 from streamload.cli.features.show import text_of
 from streamload.derived.proof.code import Describer
@@ -619,7 +619,7 @@ def test_rows_that_a_loader_stored_are_listed_verified_and_exported(features, tm
         "output": "dict",
         "train": False,
         "num_workers": 0,
-        "features": {"f": feature},
+        "batches": Batches(features={"f": feature}),
     }
     try:
         with make_loader(str(tmp_path / "shards"), **options) as loader:

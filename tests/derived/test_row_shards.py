@@ -42,6 +42,7 @@ from streamload.errors import OptionError
 from streamload.loader.feature_recipe import FeatureRecipe
 from streamload.loader.named_features import NamedFeatures
 from streamload.testing.shards import ShardOptions, write_shards
+from tests.support import flat
 from tests.support.ray_cluster import RayCluster
 from tests.support.s3 import S3Server
 from tests.support.sharing import Origin, Place, opened, place_of, running_s3
@@ -187,7 +188,7 @@ def epoch(
     shards = streamload.Shards(text_key=None)
     rows: dict[str, torch.Tensor] = {}
     keys = []
-    with streamload.make_loader(
+    with flat.make_loader(
         urls, features={"f": module}, cache=cache, shards=shards, train=False, **given
     ) as loader:
         for _ in range(epochs):
@@ -409,7 +410,7 @@ def test_a_resumed_training_has_the_batches_of_one_that_computes(
         found = []
         state: Any = None
         for stop in (3, None):
-            with streamload.make_loader(
+            with flat.make_loader(
                 origin.urls, features={"f": module}, cache=cache, shards=shards, **options
             ) as loader:
                 if state is not None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from streamload import CacheLevel, Features, cache_info, cache_module, make_loader
+from streamload import CacheLevel, Features, cache_info, cache_module
 from streamload.cache.forecast import forecast
 from streamload.cache.inventory import take_inventory
 from streamload.cache.tier import Tier
@@ -24,6 +24,7 @@ from streamload.derived.store.disk import DiskRows, RowCounts
 from streamload.derived.store.row_store import Place
 from streamload.errors import FeatureMismatch, OptionError
 from streamload.testing.shards import ShardOptions, write_shards
+from tests.support import flat
 
 X, KEYS = torch.arange(32.0).reshape(8, 4), [f"key {at}" for at in range(8)]
 
@@ -154,7 +155,7 @@ def features_of(shard: str, features: Features, **options: Any) -> dict[str, tor
         "num_workers": 0,
         **options,
     }
-    with make_loader(shard, None, features={"mean": features}, **chosen) as loader:
+    with flat.make_loader(shard, None, features={"mean": features}, **chosen) as loader:
         for batch in loader:
             rows.update(zip(batch["__key__"], features(batch), strict=True))
     return rows

@@ -155,7 +155,12 @@ def test_features_of_a_loader_lie_on_the_device(workers: int, tmp_path: Path) ->
     feature = Features(ready(Net), dtype=torch.float16)
     options = {"train": False, "batch_size": 8, "num_workers": workers, "device": DEVICE}
     with streamload.make_loader(
-        str(tmp_path / "data"), None, preprocess=small, features={"f": feature}, output="dict", **options
+        str(tmp_path / "data"),
+        None,
+        preprocess=small,
+        batches=streamload.Batches(features={"f": feature}),
+        output="dict",
+        **options,
     ) as loader:
         first, second = ([feature(batch) for batch in loader] for _ in range(2))
         stats = loader.stats()

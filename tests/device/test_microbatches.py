@@ -72,8 +72,8 @@ def test_parts_stay_within_the_limit_and_use_most_of_it(
     torch.cuda.empty_cache()
     training, sizes, peaks = Training(), [], []
     with streamload.make_loader(
-        str(tmp_path / "data"), tokenize, batch_size=ROWS, num_batches=12, num_workers=2, device="cuda",
-        batches=Batches(microbatch="auto"),
+        str(tmp_path / "data"), tokenize, batch_size=ROWS, num_workers=2, device="cuda",
+        order=streamload.Order(num_batches=12), batches=Batches(microbatch="auto"),
     ) as loader:  # fmt: skip
         for batch in loader:
             torch.cuda.reset_peak_memory_stats()

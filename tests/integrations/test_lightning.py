@@ -135,7 +135,7 @@ def test_lightning_does_not_doubt_the_length_of_a_loader(paths: list[str], tmp_p
 
     options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "num_samples": 32, "cache_dir": tmp_path}
     with (
-        streamload.make_loader(paths, **options) as loader,
+        flat.make_loader(paths, **options) as loader,
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from streamload.ipc import claims
-from streamload.ipc.claims import StepClaims, Numbers
+from streamload.ipc.claims import Numbers, StepClaims
 from streamload.testing.shards import ShardOptions, write_shards
 from tests.support import flat
 from tests.support.tiers import until

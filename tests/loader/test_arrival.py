@@ -33,7 +33,7 @@ def test_batches_come_out_while_no_shard_is_complete(tmp_path: Path) -> None:
             num_workers=2,
             shuffle=1,
             order=Order(lanes=len(COUNTS)),
-            with_keys=True,
+            batches=streamload.Batches(with_keys=True),
             cache_dir=tmp_path / "cache",
             cache_size="1TB",
         ) as loader,

@@ -47,10 +47,12 @@ def loader_of(data: Path, cache: Path, rank: int, ranks: int, groups: int, **opt
     bucketing = options.pop("bucketing")
     patches = Patches(8, seq_lens=(16, 30), max_ratio=1.0)
     return streamload.make_loader(
-        str(data), tokenize, batch_size=16 // ranks, seed=5, output="dict", with_keys=True, cache_dir=cache,
-        cache_size="1GB", num_batches=STEPS, images=Images(patches=patches),
-        batches=Batches(text_padding="longest", text_pad_multiple=4, bucketing=bucketing, max_tokens=MOST),
-        order=Order(rank=rank, world_size=ranks, groups=groups), **options,
+        str(data), tokenize, batch_size=16 // ranks, seed=5, output="dict", cache_dir=cache,
+        cache_size="1GB", images=Images(patches=patches),
+        batches=Batches(
+            with_keys=True, text_padding="longest", text_pad_multiple=4, bucketing=bucketing, max_tokens=MOST
+        ),
+        order=Order(num_batches=STEPS, rank=rank, world_size=ranks, groups=groups), **options,
     )  # fmt: skip
 
 

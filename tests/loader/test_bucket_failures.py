@@ -59,9 +59,10 @@ def loaders(data: Path, cache: Path, ranks: int = 2, prepare: str | None = None,
     given = {"text_padding": "longest", "text_pad_multiple": 4, "bucketing": 64, **batches}
     return [
         streamload.make_loader(
-            str(data), tokenize, batch_size=16 // ranks, num_workers=0, seed=2, output="dict", with_keys=True,
+            str(data), tokenize, batch_size=16 // ranks, num_workers=0, seed=2, output="dict",
             cache_dir=cache, cache_size="1GB", images=Images(patches=patches, prepare=prepare),
-            order=Order(rank=rank, world_size=ranks, groups=1), batches=Batches(**given), cache=Cache(),
+            order=Order(rank=rank, world_size=ranks, groups=1), batches=Batches(with_keys=True, **given),
+            cache=Cache(),
         )
         for rank in range(ranks)
     ]  # fmt: skip

@@ -18,6 +18,7 @@ from streamload import Batches, Images, Order, Patches, Shards, Source
 from streamload.errors import OptionError, StateMismatch
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
+from tests.support import flat
 
 STEP = 8
 
@@ -51,11 +52,12 @@ def loaders(data: Any, cache: Path, ranks: int = 1, **options: Any) -> list[stre
     groups = options.pop("groups", 1)
     defaults = {"num_workers": 0, "seed": 5, "cache_dir": cache, "cache_size": "1GB"}
     return [
-        streamload.make_loader(
+        flat.make_loader(
             data if isinstance(data, list) else str(data), tokenize, batch_size=STEP // ranks,
-            batches=Batches(text_padding="longest", text_pad_multiple=multiple, bucketing=bucketing),
-            order=Order(rank=rank, world_size=ranks, groups=groups), output="dict", with_keys=True,
-            **{**defaults, **options},
+            batches=Batches(
+                with_keys=True, text_padding="longest", text_pad_multiple=multiple, bucketing=bucketing
+            ),
+            order=Order(rank=rank, world_size=ranks, groups=groups), output="dict", **{**defaults, **options},
         )
         for rank in range(ranks)
     ]  # fmt: skip

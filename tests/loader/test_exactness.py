@@ -200,7 +200,12 @@ def test_a_shard_without_a_usable_sample_is_passed_over_and_counted(tmp_path: Pa
     bad = write_shards(tmp_path / "bad", [30], seed=6, options=ShardOptions(without_text_every=1))
     urls = [str(path) for path in (good[0], *bad, good[1])]
     with streamload.make_loader(
-        urls, batch_size=5, num_workers=2, cache_dir=tmp_path / "cache", cache_size="1GB", with_keys=True
+        urls,
+        batch_size=5,
+        num_workers=2,
+        cache_dir=tmp_path / "cache",
+        cache_size="1GB",
+        batches=streamload.Batches(with_keys=True),
     ) as loader:
         keys = [key for _, _, origin in loader for key in origin["__key__"]]
         assert sorted(keys) == sorted(key for path in good for key, _ in read_oracle(path))
@@ -381,7 +386,7 @@ def test_augmentation_is_the_same_on_every_layout_and_new_in_each_pass(tmp_path:
             paths,
             batch_size=13,
             num_workers=workers,
-            with_keys=True,
+            batches=streamload.Batches(with_keys=True),
             cache_dir=tmp_path / "cache",
             cache_size="1GB",
         ) as loader:

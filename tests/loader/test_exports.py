@@ -17,6 +17,7 @@ from streamload.errors import OptionError
 from streamload.metrics.recording import read_recording, recordings
 from streamload.testing.shards import write_shards
 from tests.cli.test_metrics import ranks_of, scraped
+from tests.support import flat
 from tests.support.pages import get
 
 
@@ -40,7 +41,7 @@ def make(shards: Path, tmp_path: Path) -> Iterator[Any]:
         ]
         common: dict[str, Any] = {"num_workers": 0, "batch_size": 4, "num_batches": 10}
         common |= {"cache_dir": tmp_path / "cache", "cache_size": "1GB"}
-        made.append(streamload.make_loader(sources, **common | options))
+        made.append(flat.make_loader(sources, **common | options))
         return made[-1]
 
     yield make

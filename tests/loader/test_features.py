@@ -25,6 +25,7 @@ from streamload import Features
 from streamload.derived.store.row_store import close_stores
 from streamload.errors import FeatureMismatch, FeatureNotCacheable, OptionError, SampleError
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
+from tests.support import flat
 
 SAMPLES = 24
 
@@ -144,7 +145,7 @@ def make(data: Path, **options: Any) -> streamload.Loader:
         "preprocess": small, "output": "dict", "with_keys": True,
         "batch_size": 5, "num_workers": 0, "train": False,
     }  # fmt: skip
-    return streamload.make_loader(str(data), options.pop("tokenizer", None), **{**defaults, **options})
+    return flat.make_loader(str(data), options.pop("tokenizer", None), **{**defaults, **options})
 
 
 def rows_of(loader: streamload.Loader, feature: Any, name: str = "f") -> dict[str, Any]:

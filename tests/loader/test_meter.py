@@ -32,6 +32,7 @@ from streamload.metrics.page import RunPage, as_dict
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
+from tests.support import flat
 
 COUNTS = [24] * 4
 URLS = "{00000..00003}.tar"
@@ -67,7 +68,7 @@ class PaddingTokenizer:
 
 def make(urls: Any, tmp_path: Path, **options: Any) -> streamload.Loader:
     defaults = {"batch_size": 8, "num_workers": 0, "cache_dir": tmp_path / "cache", "cache_size": "1GB"}
-    return streamload.make_loader(urls, **defaults | options)
+    return flat.make_loader(urls, **defaults | options)
 
 
 def shown(page: RunPage, stats: streamload.Snapshot) -> streamload.Snapshot:

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.multiprocessing
 
-import streamload
 from streamload import Batches, Images, Order, Patches
 from streamload.batches.padding import RowWidths
 from streamload.errors import OptionError
@@ -17,6 +16,7 @@ from streamload.loader.microbatches import Microbatches, cut_of
 from streamload.testing.shards import write_shards
 from tests.batches.test_padding import words
 from tests.loader.test_part_size import LIMIT, Device
+from tests.support import flat
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def shards(tmp_path_factory):
 
 def make(shards, place, tokenizer=words, **options):
     options = {"batch_size": 16, "num_workers": 0, "output": "dict", "cache_dir": place, **options}
-    return streamload.make_loader(shards, tokenizer, **options)
+    return flat.make_loader(shards, tokenizer, **options)
 
 
 def longest(microbatch=5, **options):

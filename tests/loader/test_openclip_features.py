@@ -6,10 +6,10 @@ import open_clip
 import pytest
 import torch
 
-import streamload
 from streamload import Features
 from streamload.errors import FeatureNotCacheable
 from streamload.testing.shards import ShardOptions, write_shards
+from tests.support import flat
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def test_the_tower_of_open_clip_has_rows_of_its_validation_images(
     write_shards(tmp_path / "data", [6, 6], options=ShardOptions(image_side=(70, 90)))
     visual = Features(model.visual.eval(), preprocess=val, images=True)
     options = {"preprocess": val, "output": "dict", "train": False, "num_workers": 1, "batch_size": 4}
-    with streamload.make_loader(str(tmp_path / "data"), None, features={"clip": visual}, **options) as loader:
+    with flat.make_loader(str(tmp_path / "data"), None, features={"clip": visual}, **options) as loader:
         for _ in range(2):
             for batch in loader:
                 with torch.no_grad():
@@ -36,7 +36,7 @@ def test_the_tower_of_open_clip_has_rows_of_its_validation_images(
     random = Features(model.visual.eval(), preprocess=train)
     options |= {"train": True, "num_batches": 2}
     with (
-        streamload.make_loader(str(tmp_path / "data"), None, features={"clip": random}, **options) as loader,
+        flat.make_loader(str(tmp_path / "data"), None, features={"clip": random}, **options) as loader,
         pytest.raises(FeatureNotCacheable, match=r"'clip' are random.*variants=K"),
     ):
         iter(loader)

@@ -188,7 +188,7 @@ def in_step(rank: int, url: str, rooms: list[int], place: Path) -> None:
         workers=Workers(map_sample=only_key),
         batch_size=4,
         num_workers=0,
-        num_batches=20,
+        order=streamload.Order(num_batches=20),
         cache_dir=place / f"node-{rank}",
         cache_size=rooms[rank],
     ) as loader:

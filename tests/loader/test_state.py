@@ -319,11 +319,10 @@ def test_every_rank_gives_as_many_full_batches_whatever_happens_to_its_part(tmp_
             streamload.make_loader(
                 f"{server.url}/{{00000..00002}}.tar",
                 preprocess=size_of,
-                with_keys=True,
+                batches=streamload.Batches(with_keys=True),
                 batch_size=4,
                 num_workers=3,
-                num_batches=25,
-                order=Order(groups=2, rank=rank, world_size=2),
+                order=Order(num_batches=25, groups=2, rank=rank, world_size=2),
                 cache_dir=tmp_path / f"node-{rank}",
                 cache_size="1GB",
             )

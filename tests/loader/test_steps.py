@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-import streamload
 from streamload import Batches, Images, Order, Patches, Source
 from streamload.cache.part import reserved_bytes
 from streamload.errors import OptionError, StateMismatch
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
+from tests.support import flat
 
 STEPS = [(16, 8), (64, 2), (16, 8), (64, 2), (64, 1)]
 
@@ -23,7 +23,7 @@ def shards(tmp_path_factory):
 
 def loader_of(shards, cache, workers=2, rank=0, ranks=1, **options):
     patches = Patches(16, seq_lens=(16, 64), steps=options.pop("steps", STEPS))
-    return streamload.make_loader(
+    return flat.make_loader(
         **{
             "urls": str(shards),
             "images": Images(patches=patches),

@@ -176,7 +176,7 @@ def test_it_is_multiplied_by_the_weights_of_the_sources(data: Path, tmp_path: Pa
     raw, by_source = raw_by_key(data, 0.3, 0.7), {"00000": 0.5 / 0.75, "00002": 0.5 / 0.25}
     order = streamload.Order(objective={"a": 1, "b": 1})
     batches = streamload.Batches(sample_weight=complexity(mean=0.1))
-    with streamload.make_loader(sources, order=order, batches=batches, **options) as loader:
+    with flat.make_loader(sources, order=order, batches=batches, **options) as loader:
         for batch in loader:
             own = [min(max(raw[key] / 0.1, 0.2), 5) * by_source[key[:5]] for key in batch["__key__"]]
             np.testing.assert_allclose(batch["weight"].numpy(), own, rtol=1e-6)

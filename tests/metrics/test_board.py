@@ -137,7 +137,12 @@ def train(origin: str, cache: Path, over: threading.Event) -> None:
         for name, weight in (("photos", 3.0), ("drawings", 1.0))
     ]
     with streamload.make_loader(
-        sources, batch_size=4, num_workers=1, num_batches=50, cache_dir=cache, cache_size="1GB"
+        sources,
+        batch_size=4,
+        num_workers=1,
+        order=streamload.Order(num_batches=50),
+        cache_dir=cache,
+        cache_size="1GB",
     ) as loader:
         while not over.is_set():
             for _ in loader:

@@ -17,7 +17,7 @@ import runpy
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[2]))  # this is run as a program, from anywhere
 import streamload.loader
 from benchmarks.torchvision_stub import define_torchvision_schemas
+from streamload.loader import Batches
 from tests.support import simulated_device
 
 
@@ -91,7 +92,8 @@ def main() -> None:
     plain_parallel = torch.nn.parallel.DistributedDataParallel
 
     def make_loader(*args: Any, **options: Any) -> Recorded:
-        return Recorded(plain_make_loader(*args, **options, with_keys=True))
+        options["batches"] = replace(options.get("batches", Batches()), with_keys=True)
+        return Recorded(plain_make_loader(*args, **options))
 
     def parallel(module: torch.nn.Module, *, device_ids: Any, **options: Any) -> torch.nn.Module:
         """open_clip 3.3.0 gives [cpu] as device_ids, which torch refuses."""

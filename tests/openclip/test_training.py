@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from streamload.loader import make_loader
+from streamload.loader import Batches, Order, make_loader
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import read_oracle
 from tests.openclip.tiny import Run
@@ -58,9 +58,9 @@ def test_over_a_pipe_two_epochs_take_the_planned_batches_and_the_second_asks_not
         num_workers=0,
         batch_size=32,
         preprocess=lambda image: image.width,
-        num_batches=STEPS,
+        order=Order(num_batches=STEPS),
         seed=7,
-        with_keys=True,
+        batches=Batches(with_keys=True),
         cache_dir=tmp_path / "cache",
         cache_size="50GB",
     ) as planned:

@@ -22,6 +22,9 @@ _GROUPS = {
     "workers": streamload.Workers,
 }
 
+_IN_GROUPS = {"num_batches": "order", "mixing": "order", "with_keys": "batches", "features": "batches"}
+"""The groups of options that cases have beside them."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -38,7 +41,8 @@ class Case:
     Attributes:
         name: in the record.
         sources: what `patterns` takes, and a Source's other arguments; a single one isn't mixed.
-        options: of make_loader, by group; "@name" is a function of `tests/oracle/functions.py`.
+        options: of make_loader, by group, but for `_IN_GROUPS`; "@name" is a function of
+            `tests/oracle/functions.py`.
         batch: rows of a global batch.
         layouts: of the run, and of the resumed one.
         epochs: of the whole run.
@@ -76,6 +80,10 @@ class Case:
     def loader(self, layout: Layout, rank: int, cache_dir: str) -> tuple[streamload.Loader, Json]:
         """The loader of a rank, in the directory of the sets, and its features by name."""
         options = resolved(self.options)
+        features = options.get("features", {})
+        for name in _IN_GROUPS.keys() & options.keys():
+            group = options.setdefault(_IN_GROUPS[name], {})
+            group[name] = options.pop(name)
         is_sized_by_steps = "steps" in options.get("images", {}).get("patches", {})
         if "patches" in options.get("images", {}):
             options["images"]["patches"] = streamload.Patches(**options["images"]["patches"])
@@ -90,7 +98,7 @@ class Case:
         loader = streamload.make_loader(
             self._urls(), cache_dir=cache_dir, num_workers=layout.workers, **groups, **options
         )
-        return loader, options.get("features", {})
+        return loader, features
 
     @property
     def is_local(self) -> bool:

@@ -28,7 +28,7 @@ from streamload.errors import (
 from streamload.origins import origin as origins
 from streamload.origins.origin import OriginOptions, import_origins, open_origin
 from streamload.testing.faults import EMPTY_PAGE, Fault
-from streamload.testing.server import CommandRequest as Seen
+from streamload.testing.server import Request as Seen
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
 from streamload.urls import CommandRequest, Opaque, command_environment, expand_urls, parse_command

@@ -226,8 +226,8 @@ def test_a_compressed_file_that_was_replaced_is_unpacked_again(tmp_path: Path) -
 
     def keys() -> list[str]:
         loader = streamload.make_loader(
-            str(file), None, batch_size=4, num_workers=0, train=False, with_keys=True, output="dict",
-            cache_dir=tmp_path / "cache",
+            str(file), None, batch_size=4, num_workers=0, train=False, output="dict",
+            batches=streamload.Batches(with_keys=True), cache_dir=tmp_path / "cache",
         )  # fmt: skip
         with loader:
             return [key for batch in loader for key in batch["__key__"]]

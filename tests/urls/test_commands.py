@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from streamload.urls import (
-    Opaque,
     CommandRequest,
+    Opaque,
     command_environment,
     digest,
     expand_urls,

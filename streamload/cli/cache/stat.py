@@ -39,7 +39,8 @@ def _print(inventory: "Inventory") -> None:
 
     console = Console(highlight=False)
     console.print(
-        f"{inventory.root}: {format_bytes(inventory.used_bytes)} of at most {format_bytes(inventory.limit_bytes)}, "
+        f"{inventory.root}: {format_bytes(inventory.used_bytes)} "
+        f"of at most {format_bytes(inventory.limit_bytes)}, "
         f"{format_bytes(inventory.free_bytes)} free on the disk",
         markup=False,
         soft_wrap=True,
@@ -56,7 +57,9 @@ def _print(inventory: "Inventory") -> None:
     table.add_row("samples", f"{inventory.samples:,}", "")
     console.print(table)
     if inventory.oldest_use is not None and inventory.newest_use is not None:
-        console.print(f"shards last used from {as_time(inventory.oldest_use)} to {as_time(inventory.newest_use)}")
+        console.print(
+            f"shards last used from {as_time(inventory.oldest_use)} to {as_time(inventory.newest_use)}"
+        )
     for run in inventory.runs:
         console.print(f"process {run.pid} will read {run.shards:,} shards; {run.held:,} of them are cached")
     for url in inventory.open_shards:

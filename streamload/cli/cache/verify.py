@@ -109,7 +109,9 @@ def _read_all(tier: "Tier", shards: "dict[str, Shard]", jobs: int, *, take_out: 
         def begin(count: int) -> None:
             bar.update(task, total=count)
 
-        with closing(look_at_all(tier, known=shards, jobs=jobs, take_out=take_out, on_total=begin)) as results:
+        with closing(
+            look_at_all(tier, known=shards, jobs=jobs, take_out=take_out, on_total=begin)
+        ) as results:
             for look in results:
                 tally.add(look)
                 read = f"{format_bytes(tally.read_bytes)} read, {len(tally.damages)} damaged"

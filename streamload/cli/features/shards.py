@@ -61,8 +61,8 @@ def print_shards(held: "Sequence[FingerprintShards]", title: str = "derived shar
 
     if held:
         cells = (
-            (entry.label or "(unreadable)", entry.fingerprint[:SHORT], f"{len(entry.shards):,}", f"{entry.rows:,}",
-             format_bytes(entry.size_bytes), minute(as_time(entry.used_at)), entry.where)
+            (entry.label or "(unreadable)", entry.fingerprint[:SHORT], f"{len(entry.shards):,}",
+             f"{entry.rows:,}", format_bytes(entry.size_bytes), minute(as_time(entry.used_at)), entry.where)
             for entry in held
         )  # fmt: skip
         print_table((title, "fingerprint", "shards", "rows", "size", "last used", "in"), cells)
@@ -119,7 +119,9 @@ def verify_shards(places: "Iterable[RowShards]", *, delete: bool) -> VerifiedSha
                 if causes:
                     verified.damaged.append((place, shard, causes))
                     verified.deleted += len(place.remove([shard], "damaged").shards) if delete else 0
-                bar.update(task, description=f"{verified.shards:,} derived shards, {len(verified.damaged)} damaged")
+                bar.update(
+                    task, description=f"{verified.shards:,} derived shards, {len(verified.damaged)} damaged"
+                )
     return verified
 
 
@@ -136,7 +138,11 @@ def print_verified(verified: VerifiedShards) -> None:
             for place, held, causes in verified.damaged
         )  # fmt: skip
         print_table(("damaged rows of", "fingerprint", "cause", "in"), cells)
-    result = f"{len(verified.damaged):,} damaged, {verified.deleted:,} deleted" if verified.damaged else "no damage"
+    result = (
+        f"{len(verified.damaged):,} damaged, {verified.deleted:,} deleted"
+        if verified.damaged
+        else "no damage"
+    )
     size = format_bytes(verified.read_bytes)
     say(f"{verified.shards:,} derived shards with {verified.rows:,} rows ({size}): {result}")
 
@@ -153,7 +159,8 @@ def remove_shards(
         if going:
             done.append(place.remove(going, why, dry_run=dry_run))
     return Removed(
-        tuple(shard for removed in done for shard in removed.shards), tuple(shard for removed in done for shard in removed.kept)
+        tuple(shard for removed in done for shard in removed.shards),
+        tuple(shard for removed in done for shard in removed.kept),
     )
 
 

@@ -73,14 +73,18 @@ def _read(root: "Path", *, delete: bool) -> "tuple[Verified, int]":
     ):
         task = bar.add_task("0 rows", total=None)
         for verified in look_at_all(catalog):
-            read = f"{verified.rows:,} rows, {format_bytes(verified.read_bytes)} read, {len(verified.damages)} damaged"
-            bar.update(task, description=read)
+            read = f"{verified.rows:,} rows, {format_bytes(verified.read_bytes)} read"
+            bar.update(task, description=f"{read}, {len(verified.damages)} damaged")
         deleted = delete_damaged(catalog, verified.damages) if delete else 0
     return verified, deleted
 
 
-def _print_json(root: "Path", verified: "Verified", deleted: int, broken: str, shards: VerifiedShards) -> None:
-    damaged = [{"label": damage.label, "name": damage.name, "cause": damage.cause} for damage in verified.damages]
+def _print_json(
+    root: "Path", verified: "Verified", deleted: int, broken: str, shards: VerifiedShards
+) -> None:
+    damaged = [
+        {"label": damage.label, "name": damage.name, "cause": damage.cause} for damage in verified.damages
+    ]
     report = {
         "path": str(root),
         "rows": verified.rows,
@@ -112,6 +116,7 @@ def _print_table(root: "Path", verified: "Verified", deleted: int, broken: str) 
         say(broken)
     result = f"{len(verified.damages):,} damaged, {deleted:,} deleted" if verified.damages else "no damage"
     say(
-        f"{verified.rows:,} rows and {verified.notes:,} notes ({format_bytes(verified.read_bytes)}) in {root}: "
+        f"{verified.rows:,} rows and {verified.notes:,} notes "
+        f"({format_bytes(verified.read_bytes)}) in {root}: "
         f"{'a broken database' if broken else result}"
     )

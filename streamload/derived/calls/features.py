@@ -49,7 +49,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Features:
-    """Results of a frozen module for each sample, computed once: a value of `make_loader`'s `features`.
+    """Results of a frozen module for each sample, computed once: a value of `Batches(features=…)`.
 
     A batch has `FeatureRows` under the feature's name. Calling this (or the module itself, if it is decorated
     by `cache_module`) with the batch gives what the module returns for its samples: stored rows came with the

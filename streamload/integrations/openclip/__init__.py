@@ -28,7 +28,7 @@ from streamload.integrations.openclip.arguments import (
     take_own,
     told_by_flags,
 )
-from streamload.integrations.openclip.data import EpochBatches, Data, device_of, training, validation
+from streamload.integrations.openclip.data import Data, EpochBatches, device_of, training, validation
 from streamload.integrations.openclip.logs import report_in
 from streamload.integrations.openclip.naflex import refuse_other_transforms, text_options
 from streamload.integrations.openclip.row_losses import report_rows
@@ -37,7 +37,7 @@ from streamload.steering.progress import Progress
 from streamload.steering.schedule import Schedule
 from streamload.transforms import kernel
 
-__all__ = ["EpochBatches", "Data", "install", "main"]
+__all__ = ["Data", "EpochBatches", "install", "main"]
 
 
 def install(
