@@ -7,16 +7,17 @@ them?
 
 Command: python -m benchmarks.module_cache
 
-The module is a linear layer, so that nearly all of a pass over stored rows is the cache. Each contender is
-a process of its own a round, which first stores all rows, in batches of 1, 64 or 256, and then passes over
-them in batches of 64, in another order; the time is the CPU time of the last pass of three, and of as many
-passes over 128 results of one key each. "compute" is the module without a cache. Storing is measured against
-computing by a ViT-tiny of seeded weights: CPU time of a first pass with and without the cache, until all rows
-are stored. Torch Module Cache runs as it is; "singly" its rows are computed one by one, so that each file
-holds one row; as it writes batches, each file holds all of its batch. HDF5 is one data
-set, in the layout that it has unless told otherwise or in chunks of 1 MB, from which a batch's rows are taken
-by one index in rising order; safetensors is one file with a tensor a row. Both are written once, by one
-process, when all rows are there.
+The module is a linear layer, so that nearly all of a pass over stored rows is the cache. Each contender is a
+process of its own a round, which first stores all rows, in batches of 1, 64 or 256, and then passes over them
+in batches of 64 and of 512, in another order; the time is the CPU time of the last pass of three, and of as
+many passes over 128 results of one key each, 1,024 where rows are in memory. "compute" is the module without
+a cache. Storing is measured against computing by a ViT-tiny of seeded weights: CPU time of a first pass with
+and without the cache, until all rows are stored. "ViT-tiny, one key" are 128 images of one key each; "not
+built" is the third process on one directory, which knows from the two before what the module would be. Torch
+Module Cache runs as it is; "singly" its rows are computed one by one, so that each file holds one row; as it
+writes batches, each file holds all of its batch. HDF5 is one data set, in the layout that it has unless told
+otherwise or in chunks of 1 MB, from which a batch's rows are taken by one index in rising order; safetensors
+is one file with a tensor a row. Both are written once, by one process, when all rows are there.
 
 Result: results/module_cache.json
 
@@ -37,8 +38,8 @@ from typing import Any
 from benchmarks import turns
 from benchmarks.turns import Contender
 
-WIDTH = 768
-"""Numbers of a row: 3 KB."""
+WIDTH, VIT_WIDTH = 768, 192
+"""Numbers of a row: 3 KB; of the ViT-tiny's."""
 ANY = {"preprocess": "none"}
 CONTENDERS = [
     Contender("streamload", "", {**ANY, "kind": "streamload", "stored_in": 64}),
@@ -46,6 +47,12 @@ CONTENDERS = [
     Contender("streamload, batches of 256", "", {**ANY, "kind": "streamload", "stored_in": 256}),
     Contender("streamload, memory", "", {**ANY, "kind": "streamload", "stored_in": 64, "level": "MEMORY"}),
     Contender("torch-module-cache", "", {**ANY, "kind": "peer", "stored_in": 64}, "torch_module_cache"),
+    Contender(
+        "torch-module-cache, memory",
+        "",
+        {**ANY, "kind": "peer", "stored_in": 64, "level": "MEMORY"},
+        "torch_module_cache",
+    ),
     Contender(
         "torch-module-cache, singly", "", {**ANY, "kind": "peer", "stored_in": 1}, "torch_module_cache"
     ),
@@ -56,10 +63,23 @@ CONTENDERS = [
     Contender("compute", "", {**ANY, "kind": "none", "stored_in": 64}),
     Contender("ViT-tiny", "", {**ANY, "kind": "none", "stored_in": 64, "model": "vit"}),
     Contender("ViT-tiny, stored", "", {**ANY, "kind": "streamload", "stored_in": 64, "model": "vit"}),
+    Contender("ViT-tiny, one key", "", {**ANY, "kind": "streamload", "stored_in": 0, "model": "vit"}),
+    Contender(
+        "ViT-tiny, one key, not built",
+        "",
+        {**ANY, "kind": "streamload", "stored_in": 0, "model": "vit", "runs": 3},
+    ),
+    Contender(
+        "ViT-tiny, one key, torch-module-cache",
+        "",
+        {**ANY, "kind": "peer", "stored_in": 0, "model": "vit"},
+        "torch_module_cache",
+    ),
 ]
 ROWS, QUICK_ROWS = 2048, 256
 VIT_ROWS, QUICK_VIT_ROWS = 512, 8
-PASSES, BATCH, SINGLE_KEYS = 3, 64, 128
+PASSES, BATCH, LARGE_BATCH = 3, 64, 512
+SINGLE_KEYS, SINGLE_KEYS_IN_MEMORY, QUICK_SINGLE_KEYS = 128, 1024, 8
 
 
 def main() -> None:
@@ -104,6 +124,18 @@ def main() -> None:
                     turns.ratio(medians, "first_cpu_us", "ViT-tiny, stored", "ViT-tiny"),
                     at_most=1.02,
                 ),
+                *(
+                    turns.target(
+                        f"{name}: CPU µs of a row, {form}", medians.get(name, {}).get(key), at_most=most
+                    )
+                    for name, form, key, most in (
+                        ("ViT-tiny, one key", "one key at a time", "single_cpu_us", 200),
+                        ("ViT-tiny, one key, not built", "one key at a time", "single_cpu_us", 100),
+                        ("streamload, memory", "one key at a time", "single_cpu_us", 10),
+                        ("streamload, memory", "batches of 64", "hit_cpu_us", 3),
+                        ("streamload, memory", "batches of 512", "large_hit_cpu_us", 3),
+                    )
+                ),
             ],
         },
     )
@@ -113,18 +145,23 @@ def measure(contender: Contender, given: argparse.Namespace, directory: str, see
     """One contender in a process of its own."""
     is_vit = contender.job.get("model") == "vit"
     rows = (QUICK_VIT_ROWS if given.quick else VIT_ROWS) if is_vit else (QUICK_ROWS if given.quick else ROWS)
-    job = {**contender.job, "directory": directory, "rows": rows, "seed": seed}
+    single_keys = SINGLE_KEYS_IN_MEMORY if contender.job.get("level") == "MEMORY" else SINGLE_KEYS
+    single_keys = QUICK_SINGLE_KEYS if given.quick else single_keys
+    job = {**contender.job, "directory": directory, "rows": rows, "single_keys": single_keys, "seed": seed}
     del job["preprocess"]
+    runs = job.pop("runs", 1)
+    job["is_built"] = runs == 1
     python = turns.interpreters(given).of(contender)
-    done = subprocess.run(
-        [str(python), "-m", "benchmarks.module_cache", "--one", json.dumps(job)],
-        cwd=turns.ROOT,
-        env={**turns.environment(), "STREAMLOAD_CACHE_SIZE": "50GB"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=turns.LIMIT_SECONDS,
-    )
+    for _ in range(runs):
+        done = subprocess.run(
+            [str(python), "-m", "benchmarks.module_cache", "--one", json.dumps(job)],
+            cwd=turns.ROOT,
+            env={**turns.environment(), "STREAMLOAD_CACHE_SIZE": "50GB"},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            timeout=turns.LIMIT_SECONDS,
+        )
     return {"label": contender.name, "round": seed, **json.loads(done.stdout.splitlines()[-1])}
 
 
@@ -133,53 +170,81 @@ def one(
     stored_in: int,
     directory: str,
     rows: int,
+    single_keys: int,
+    is_built: bool,
     seed: int,
     level: str = "DISK",
     model: str = "linear",
 ) -> dict[str, Any]:
-    """Store all rows, read them, and say what that took."""
+    """Store all rows, read them, and say what that took.
+
+    Args:
+        kind: of cache, or "none".
+        stored_in: rows of a batch when they are stored; 0: there are only results of one key each.
+        directory: of the cache.
+        rows: how many.
+        single_keys: results of one key each.
+        is_built: whether the module is built before it is called.
+        seed: of the order in which rows are read.
+        level: of the cache, or a layout of HDF5.
+        model: "linear", or "vit".
+    """
     import torch
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
     is_vit = model == "vit"
+    rows = rows if stored_in else single_keys
     inputs = torch.randn(rows, 3, 224, 224) if is_vit else torch.randn(rows, 32)
-    call, finish = caller(kind, directory, level, is_vit)
-    began = time.process_time()
-    for start in range(0, rows, stored_in):
-        call(inputs[start : start + stored_in], list(range(start, min(rows, start + stored_in))))
+    call, finish = caller(kind, directory, level, is_vit, is_built)
+    start = time.process_time()
+    for first in range(0, rows if stored_in else 0, stored_in or 1):
+        call(inputs[first : first + stored_in], list(range(first, min(rows, first + stored_in))))
     finish()
-    first_us = (time.process_time() - began) / rows * 1e6
+    first_us = (time.process_time() - start) / rows * 1e6
     order = list(range(rows))
     random.Random(seed).shuffle(order)
-    hit_us = 0.0
-    for _ in range(0 if is_vit else PASSES):
-        began = time.process_time()
-        for start in range(0, rows, BATCH):
-            some = order[start : start + BATCH]
-            call(inputs[some], some)
-        hit_us = (time.process_time() - began) / rows * 1e6
-    single_us = 0.0
-    if kind in ("streamload", "peer") and not is_vit:
-        for at in range(SINGLE_KEYS):
-            call(inputs[at], f"one {at}")
-        finish()
-        for _ in range(PASSES):
-            began = time.process_time()
-            for at in range(SINGLE_KEYS):
-                call(inputs[at], f"one {at}")
-            single_us = (time.process_time() - began) / SINGLE_KEYS * 1e6
+    hit_us, large_hit_us, single_us, builds = 0.0, 0.0, 0.0, None
+    if stored_in and not is_vit:
+        batches = [
+            [order[first : first + size] for first in range(0, rows, size)] for size in (BATCH, LARGE_BATCH)
+        ]
+        hit_us, large_hit_us = (
+            last_pass([(inputs[keys], keys) for keys in some], call) / rows * 1e6 for some in batches
+        )
+    is_single = kind in ("streamload", "peer") and (not stored_in or not is_vit)
+    if is_single:
+        places = [number % rows for number in range(single_keys)]
+        calls = [(inputs[place : place + 1], f"one {number}") for number, place in enumerate(places)]
+        for x, key in calls:
+            call(x, key)
+        builds = getattr(finish(), "builds", None)
+        single_us = last_pass(calls, call) / single_keys * 1e6
     taken = sum(path.stat().st_blocks * 512 for path in Path(directory).rglob("*") if path.is_file())
-    payload = 4 * WIDTH * (rows + (SINGLE_KEYS if single_us else 0))
+    width = VIT_WIDTH if is_vit else WIDTH
+    payload = 4 * width * ((rows if stored_in else 0) + (single_keys if is_single else 0))
     return {
         "first_cpu_us": first_us,
         "hit_cpu_us": hit_us,
+        "large_hit_cpu_us": large_hit_us,
         "single_cpu_us": single_us,
         "disk_ratio": taken / payload,
+        "builds": builds,
     }
 
 
-def caller(kind: str, directory: str, level: str, is_vit: bool) -> tuple[Any, Any]:
+def last_pass(calls: list[tuple[Any, Any]], call: Any) -> float:
+    """CPU seconds of the last of some passes."""
+    seconds = 0.0
+    for _ in range(PASSES):
+        start = time.process_time()
+        for x, keys in calls:
+            call(x, keys)
+        seconds = time.process_time() - start
+    return seconds
+
+
+def caller(kind: str, directory: str, level: str, is_vit: bool, is_built: bool) -> tuple[Any, Any]:
     """A function of inputs and keys, by one of the caches; and one that waits for what it stores."""
     import torch
     from torch import nn
@@ -198,7 +263,7 @@ def caller(kind: str, directory: str, level: str, is_vit: bool) -> tuple[Any, An
             from transformers import ViTConfig, ViTModel
 
             config = ViTConfig(
-                hidden_size=192, num_hidden_layers=12, num_attention_heads=3, intermediate_size=768
+                hidden_size=VIT_WIDTH, num_hidden_layers=12, num_attention_heads=3, intermediate_size=768
             )
             self.vit = ViTModel(config).eval()
 
@@ -213,12 +278,14 @@ def caller(kind: str, directory: str, level: str, is_vit: bool) -> tuple[Any, An
         module = streamload.cache_module(directory, cache_level=getattr(streamload.CacheLevel, level))(
             cls
         )().eval()
-        module.state_dict()  # builds it
+        if is_built:
+            module.state_dict()
         return lambda x, keys: module(x, cache_key=keys), lambda: streamload.cache_info(module)
     if kind == "peer":
         import torch_module_cache
 
-        peer = torch_module_cache.cache_module(cache_path=directory)(cls)()
+        peer_level = torch_module_cache.CacheLevel[level]
+        peer = torch_module_cache.cache_module(cache_path=directory, cache_level=peer_level)(cls)()
         return lambda x, keys: peer(x, cache_key=keys), lambda: None
     plain = cls().eval()
     if kind == "none":

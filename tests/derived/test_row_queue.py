@@ -32,7 +32,7 @@ def own_directory(tmp_path, monkeypatch):
 @pytest.fixture
 def no_looks(monkeypatch):
     """Nothing is looked at as a whole unless something asks for it."""
-    monkeypatch.setattr(module_proof.Allowance, "may_begin", lambda self: False)
+    monkeypatch.setattr(module_proof.Pace, "is_due", property(lambda self: False))
     monkeypatch.setattr(fingerprint, "_SHARE", 1e-9)
 
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from streamload.derived.proof.module_checks import is_close
-from streamload.derived.store.results import Layout, Leaf, Result, layout_of, reordered
-from streamload.derived.store.sealed import Row
+from streamload.derived.store.results import Layout, Result, dtype_of, layout_of, reordered
+from streamload.derived.store.sealed import Row, StoredLeaf
 from streamload.errors import CacheCorrupt, FeatureMismatch, FeatureNotCacheable
 from streamload.metrics import Counts
 
@@ -65,10 +65,10 @@ def stacked(rows: Sequence[Row | None], allocate: Allocate) -> tuple[bytes, torc
         FeatureNotCacheable: they are of several layouts.
         CacheCorrupt: a body isn't as long as the layout says.
     """
-    known = [row for row in rows if row is not None]
-    if not known:
+    stored = [row for row in rows if row is not None]
+    if not stored:
         return b"", None
-    text, size = known[0].layout, layout_of(known[0].layout).body_bytes
+    text, size = stored[0].layout, layout_of(stored[0].layout).body_bytes
     bodies = allocate((len(rows), size), torch.uint8)
     memory = bodies.numpy()
     for place, row in enumerate(rows):
@@ -84,17 +84,18 @@ def stacked(rows: Sequence[Row | None], allocate: Allocate) -> tuple[bytes, torc
 
 def leaves_in(bodies: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     """The tensors of stacked rows, each [N, …]; of arrays their bytes."""
-    found = []
+    leaves = []
     for leaf in layout.leaves:
         part = bodies[:, leaf.start : leaf.stop]
-        if leaf.dtype_of_torch is None:
-            found.append(part)
+        dtype = dtype_of(leaf)
+        if dtype is None:
+            leaves.append(part)
         elif not part.numel():
-            found.append(torch.empty((len(bodies), *leaf.shape), dtype=leaf.dtype_of_torch))
+            leaves.append(torch.empty((len(bodies), *leaf.shape), dtype=dtype))
         else:
-            typed = part.contiguous().view(leaf.dtype_of_torch)
-            found.append(typed.reshape(len(bodies), *leaf.shape))
-    return found
+            typed = part.contiguous().view(dtype)
+            leaves.append(typed.reshape(len(bodies), *leaf.shape))
+    return leaves
 
 
 class Computes(Protocol):
@@ -192,33 +193,35 @@ class FeatureRows:
         Raises:
             FeatureError: as by `result`.
         """
-        read, own, layout = self._read, dict[int, bytes](), self._read.layout
+        read, bodies, layout = self._read, dict[int, bytes](), self._read.layout
         if read.keys:
             _, computed = self._computed()
-            own, layout = dict(zip(read.places, computed.bodies(), strict=True)), computed.layout
+            bodies, layout = dict(zip(read.places, computed.bodies(), strict=True)), computed.layout
         if self._bodies is not None:
             stored, missing = self._bodies.numpy(), set(read.missing)
-            own.update((place, stored[place].tobytes()) for place in range(len(self)) if place not in missing)
-        return layout, [own[place] for place in range(len(self))]
+            bodies.update(
+                (place, stored[place].tobytes()) for place in range(len(self)) if place not in missing
+            )
+        return layout, [bodies[place] for place in range(len(self))]
 
     def _made(self) -> Any:
-        read, of = self._read, self._of
-        of.refuse_stale()
+        read, feature = self._read, self._of
+        feature.refuse_stale()
         if not read.keys or self._is_checked_elsewhere():
-            self._refuse_if_other(of.fingerprint())
+            self._refuse_if_other(feature.fingerprint())
             return _built(layout_of(read.layout), self._leaves(), len(self))
         value, computed = self._computed()
         if self._bodies is None:
-            return of.placed(value)
+            return feature.placed(value)
         return _built(layout_of(read.layout), self._filled(self._leaves(), computed), len(self))
 
     def _computed(self) -> tuple[Any, Result]:
         """Compute the rows whose inputs came with the batch: missing ones, and canaries to compare."""
-        read, of = self._read, self._of
-        began = time.monotonic_ns()
-        value, fingerprint = of.compute(self._inputs, read.keys)
+        read, feature = self._read, self._of
+        start_ns = time.monotonic_ns()
+        value, fingerprint = feature.compute(self._inputs, read.keys)
         computed = Result(value, len(read.keys))
-        self._counts.add("feature_compute_ns", time.monotonic_ns() - began)
+        self._counts.add("feature_compute_ns", time.monotonic_ns() - start_ns)
         self._counts.add("feature_rows_computed", len(read.missing))
         if self._bodies is not None:
             self._refuse_if_other(fingerprint)
@@ -243,7 +246,7 @@ class FeatureRows:
     def _stored(self, places: Sequence[int]) -> list[Any]:
         """The leaves of some of the stored rows."""
         leaves = zip(self._leaves(), layout_of(self._read.layout).leaves, strict=True)
-        return [reordered(_typed(leaf, of, len(self)), places) for leaf, of in leaves]
+        return [reordered(_typed(leaf, stored_leaf, len(self)), places) for leaf, stored_leaf in leaves]
 
     def _refuse_unlike(self, computed: Result) -> None:
         """Compare the canaries with what was computed for them: a derived shard may have them, or the store.
@@ -252,27 +255,34 @@ class FeatureRows:
             FeatureMismatch: a row isn't what the module computes now.
         """
         read, missing = self._read, set(self._read.missing)
-        at = [number for number, place in enumerate(read.places) if place not in missing]
-        if not at:
+        numbers = [number for number, place in enumerate(read.places) if place not in missing]
+        if not numbers:
             return
-        stored = self._stored([read.places[number] for number in at])
-        if not is_close([reordered(leaf, at) for leaf in computed.leaves], stored):
-            raise self._of.refuse(read.keys[at[0]][0])
-        self._of.note_compared(len(at))
+        stored = self._stored([read.places[number] for number in numbers])
+        if not is_close([reordered(leaf, numbers) for leaf in computed.leaves], stored):
+            raise self._of.refuse(read.keys[numbers[0]][0])
+        self._of.note_compared(len(numbers))
 
     def _filled(self, leaves: list[torch.Tensor], computed: Result) -> list[torch.Tensor]:
         """The leaves of all rows: stored ones, and the computed ones in the places of the missing."""
         is_missing = set(self._read.missing)
-        from_ = [at for at, place in enumerate(self._read.places) if place in is_missing]
+        from_ = [number for number, place in enumerate(self._read.places) if place in is_missing]
         to = [place for place in self._read.places if place in is_missing]
         if not to:
             return leaves
-        for leaf, own in zip(leaves, computed.leaves, strict=True):
-            if isinstance(own, np.ndarray):
-                own = torch.from_numpy(np.ascontiguousarray(own).reshape(len(own), -1).view(np.uint8))
+        for leaf, computed_leaf in zip(leaves, computed.leaves, strict=True):
+            if isinstance(computed_leaf, np.ndarray):
+                computed_leaf = torch.from_numpy(
+                    np.ascontiguousarray(computed_leaf).reshape(len(computed_leaf), -1).view(np.uint8)
+                )
             if leaf.numel():
                 flat = leaf.reshape(len(leaf), -1).view(torch.uint8)
-                flat[to] = own.reshape(len(own), -1).contiguous().view(torch.uint8)[from_].to(leaf.device)
+                flat[to] = (
+                    computed_leaf.reshape(len(computed_leaf), -1)
+                    .contiguous()
+                    .view(torch.uint8)[from_]
+                    .to(leaf.device)
+                )
         return leaves
 
     def _refuse_if_other(self, fingerprint: str) -> None:
@@ -284,14 +294,16 @@ class FeatureRows:
 
 
 def _built(layout: Layout, leaves: Sequence[torch.Tensor], samples: int) -> Any:
-    return layout.build([_typed(leaf, of, samples) for leaf, of in zip(leaves, layout.leaves, strict=True)])
+    return layout.build(
+        [_typed(leaf, stored_leaf, samples) for leaf, stored_leaf in zip(leaves, layout.leaves, strict=True)]
+    )
 
 
-def _typed(leaf: torch.Tensor, of: Leaf, samples: int) -> Any:
+def _typed(leaf: torch.Tensor, stored_leaf: StoredLeaf, samples: int) -> Any:
     """A leaf as the module returned it: of an array there are only the bytes so far."""
-    if of.dtype_of_torch is not None:
+    if dtype_of(stored_leaf) is not None:
         return leaf
-    return leaf.cpu().contiguous().numpy().view(of.dtype).reshape(samples, *of.shape)
+    return leaf.cpu().contiguous().numpy().view(stored_leaf.dtype).reshape(samples, *stored_leaf.shape)
 
 
 def rows_of(module: Any, args: Sequence[Any]) -> FeatureRows | None:

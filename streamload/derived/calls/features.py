@@ -228,8 +228,8 @@ class BoundFeatures:
 
     def fingerprint(self) -> str:
         """Under which rows are found now; "": rows are neither read nor stored."""
-        found = self.whole_fingerprint()
-        return "" if found is None else str(found)
+        fingerprint = self.whole_fingerprint()
+        return "" if fingerprint is None else str(fingerprint)
 
     def whole_fingerprint(self) -> Fingerprint | None:
         """The fingerprint with its parts; None: rows are neither read nor stored."""
@@ -344,27 +344,27 @@ def _to(value: Any, device: torch.device) -> Any:
 
 def _mapped(value: Any, act: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """A tree of lists, tuples, dicts and dataclasses, with each of its tensors replaced."""
-    return tree_map(lambda one: act(one) if isinstance(one, torch.Tensor) else one, value)
+    return tree_map(lambda leaf: act(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
-def read_features(given: Mapping[str, Any] | None, taken: Sequence[str]) -> dict[str, Features]:
+def read_features(values: Mapping[str, Any] | None, taken: Sequence[str]) -> dict[str, Features]:
     """The features of a loader by name; modules are wrapped.
 
     Args:
-        given: the argument.
+        values: the argument.
         taken: names of other values of a batch.
 
     Raises:
         OptionError: a name that can't be used.
         TypeError: something else than modules and Features.
     """
-    if given is not None and not isinstance(given, Mapping):
-        raise OptionError(f'features={given!r}; expected a dict, such as {{"vit": module}}')
-    found: dict[str, Features] = {}
-    for name, value in (given or {}).items():
+    if values is not None and not isinstance(values, Mapping):
+        raise OptionError(f'features={values!r}; expected a dict, such as {{"vit": module}}')
+    features: dict[str, Features] = {}
+    for name, value in (values or {}).items():
         if not isinstance(name, str) or not name or name in taken:
             raise OptionError(f"features has the name {name!r}; expected text other than {', '.join(taken)}")
-        found[name] = value if isinstance(value, Features) else Features(value)
-    if len({id(one.module) for one in found.values()}) < len(found):
+        features[name] = value if isinstance(value, Features) else Features(value)
+    if len({id(feature.module) for feature in features.values()}) < len(features):
         raise OptionError("features has a module twice: give each module one name")
-    return found
+    return features

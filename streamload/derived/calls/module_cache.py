@@ -19,7 +19,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from streamload.derived.calls.feature_rows import rows_of
-from streamload.derived.calls.module_call import Call, from_memory
+from streamload.derived.calls.module_call import Call, stored_result
 from streamload.derived.proof.builds import Generators, watched
 from streamload.derived.proof.lazy import (
     LazyModule,
@@ -212,8 +212,8 @@ class Cached(LazyModule):
         if store is None:
             with torch.no_grad():
                 return self._streamload_run(*args, **kwargs)
-        if not kwargs and (held := from_memory(self, options, store, args, cache_key)) is not None:
-            return held[0]
+        if not kwargs and (stored := stored_result(self, options, store, args, cache_key)) is not None:
+            return stored[0]
         return Call(self, self._streamload_run, options, store, args, kwargs, cache_key).result()
 
     def _streamload_run(self, *args: Any, **kwargs: Any) -> Any:
@@ -236,10 +236,10 @@ def _decorated(cls: type[torch.nn.Module], options: Options, names: dict[str, An
     """
     if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
         raise TypeError(f"cache_module decorates a class of torch.nn.Module, got {cls!r}")
-    found: Any = sys.modules.get(cls.__module__)
+    holder: Any = sys.modules.get(cls.__module__)
     for step in cls.__qualname__.split("."):
-        found = getattr(found, step, None)
-    if found is cls or names.get(cls.__name__) is cls:
+        holder = getattr(holder, step, None)
+    if holder is cls or names.get(cls.__name__) is cls:
         return _subclass(cls, options)
     if issubclass(cls, Cached):
         cls._streamload_options = options
@@ -252,8 +252,8 @@ def _subclass(cls: type[torch.nn.Module], options: Options) -> Any:
         return _subclasses[cls, options]
     bases = (cls,) if issubclass(cls, Cached) else (Cached, cls)
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    made = {**names, "_streamload_options": options, "_streamload_wrapped": cls}
-    _subclasses[cls, options] = lazy_metaclass(type(cls))(cls.__name__, bases, made)
+    members = {**names, "_streamload_options": options, "_streamload_wrapped": cls}
+    _subclasses[cls, options] = lazy_metaclass(type(cls))(cls.__name__, bases, members)
     return _subclasses[cls, options]
 
 
@@ -262,16 +262,16 @@ Cached._streamload_decorate = staticmethod(_subclass)
 
 
 def _unwrapped(cls: type[torch.nn.Module], options: Options) -> Any:
-    made = _subclass(cls, options)
-    return made.__new__(made)
+    subclass = _subclass(cls, options)
+    return subclass.__new__(subclass)
 
 
 def _key_by_position(cls: type, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
     """A key that stands where `forward` itself has a parameter of that name."""
-    at = _place_of_key(cls.forward)  # type: ignore[attr-defined]
-    if at is None or len(args) <= at:
+    position = _place_of_key(cls.forward)  # type: ignore[attr-defined]
+    if position is None or len(args) <= position:
         return args, None
-    return args[:at] + args[at + 1 :], args[at]
+    return args[:position] + args[position + 1 :], args[position]
 
 
 @functools.lru_cache(maxsize=256)

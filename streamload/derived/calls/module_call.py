@@ -19,8 +19,8 @@ from streamload.derived.calls.storing import store_result
 from streamload.derived.log_once import log_once
 from streamload.derived.proof.builds import Generators
 from streamload.derived.proof.code import Describer
-from streamload.derived.proof.fingerprint import Fingerprint, device_of, differences
-from streamload.derived.proof.lazy import build, is_pending, pending_of
+from streamload.derived.proof.fingerprint import Fingerprint, differences
+from streamload.derived.proof.lazy import build, is_pending
 from streamload.derived.proof.module_checks import (
     check_elsewhere,
     is_close,
@@ -30,6 +30,7 @@ from streamload.derived.proof.module_checks import (
 )
 from streamload.derived.proof.module_proof import (
     Options,
+    device_now,
     fingerprint_of,
     label_of,
     proof_of,
@@ -37,6 +38,7 @@ from streamload.derived.proof.module_proof import (
     refuse_rows,
 )
 from streamload.derived.proof.row_check import Rows, on_cpu
+from streamload.derived.store.database import KEY_BYTES
 from streamload.derived.store.keys import Inputs, Naming, keys_of
 from streamload.derived.store.results import Result, concatenated, join, layout_of, reordered
 from streamload.derived.store.row_store import RowStore
@@ -46,45 +48,48 @@ from streamload.errors import CacheCorrupt, FeatureError, FeatureMismatch, Featu
 _CHECK_BITS = 4
 """Of 2 to the power of this many results of one key that are in memory the input of one is compared."""
 _SIMPLE_KEYS = frozenset((str, int, bytes))
+_NO_NAME = b"%d"
+"""In place of the name of a row whose key is None: it has another length, and is never stored."""
 
 
-def from_memory(
+def stored_result(
     module: Any, options: Options, store: RowStore, args: tuple[Any, ...], cache_key: Any
 ) -> tuple[Any] | None:
-    """The result of one simple key, in a tuple, if this process holds its row; None: it takes a Call."""
-    if store.memory is None or type(cache_key) not in _SIMPLE_KEYS or len(args) != 1:
+    """The result of one simple key, in a tuple, if its row is there; None: it takes a Call."""
+    if type(cache_key) not in _SIMPLE_KEYS or len(args) != 1 or type(args[0]) is not torch.Tensor:
         return None
-    given, proof = args[0], proof_of(module)
-    if type(given) is not torch.Tensor or (given.requires_grad and torch.is_grad_enabled()):
+    proof = proof_of(module)
+    if proof.check is not None or proof.refused or (args[0].requires_grad and torch.is_grad_enabled()):
         return None
-    if proof.check is not None or proof.refused:
-        return None
-    is_built, fingerprint = not is_pending(module), fingerprint_of(module, options, store)
+    fingerprint = fingerprint_of(module, options, store)
+    is_built = not is_pending(module)
     if options.is_checked and proof.unchecked(fingerprint, is_built=is_built):
         return None
-    row = store.read_from_memory(_naming(fingerprint.digest).name(cache_key))
+    name = _naming(fingerprint.digest).name(cache_key)
+    row = store.read_from_memory(name)
+    is_compared = row is None or not _places.getrandbits(_CHECK_BITS)
+    row = store.read((name,), label_of(module, options)).get(name) if row is None else row
     if row is None:
         return None
-    layout = layout_of(row.layout)
-    if layout.has_device or len(row.body) != layout.body_bytes:
-        return None
-    if row.input_digest and not _places.getrandbits(_CHECK_BITS):
+    if row.input_digest and is_compared:
         (digest,) = Inputs(args, {}, None).digests([0])
         if digest not in (0, row.input_digest):
             return None
+    try:
+        layout, leaves = join((row,), device_now(module), is_row=False)
+        value = layout.build(leaves)
+    except (CacheCorrupt, TypeError, ValueError):
+        return None
     if not is_built:
         proof.served = fingerprint
     store.counts.hits += 1
     store.counts.saved_seconds += proof.seconds_per_row
-    return (layout.build([leaf.join([row.body], _CPU, is_row=False) for leaf in layout.leaves]),)
+    return (value,)
 
 
 @functools.lru_cache(maxsize=64)
 def _naming(digest: bytes) -> Naming:
     return Naming(digest, b"", is_row=False)
-
-
-_CPU = torch.device("cpu")
 
 
 class Call:
@@ -113,21 +118,21 @@ class Call:
         self.module, self.run, self.options, self.store = module, run, options, store
         self._made_by = made_by
         self.counts = store.counts
-        given = [*args, *kwargs.values()]
-        keys = keys_of(cache_key, given)
+        values = [*args, *kwargs.values()]
+        keys = keys_of(cache_key, values)
         self.rows = None if keys is None else len(keys)
         self.keys: list[Any] = [cache_key] if keys is None else keys
         self.inputs = Inputs(args, kwargs, self.rows)
-        self._refuse(given)
+        self._refuse(values)
         self.proof = proof_of(module)
 
-    def _refuse(self, given: Sequence[Any]) -> None:
+    def _refuse(self, values: Sequence[Any]) -> None:
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.inputs.tensors):
             raise FeatureNotCacheable(
                 "an input requires a gradient, and stored rows have none: detach() it, or call the module "
                 "without cache_key"
             )
-        first = next((value for value in given if isinstance(value, (torch.Tensor, np.ndarray))), None)
+        first = next((value for value in values if isinstance(value, (torch.Tensor, np.ndarray))), None)
         if self.rows is not None and first is not None and (not first.ndim or first.shape[0] != self.rows):
             raise OptionError(
                 f"{self.rows} keys for an input of shape {list(first.shape)}; expected one key a row"
@@ -144,14 +149,15 @@ class Call:
                 self._look_up()
         if self.proof.check is not None or self.proof.refused:
             refuse_stale(self.module, self.options, self.store, self.fingerprint)
-        if self.found and self.options.is_checked:
+        if self.held and self.options.is_checked:
             self._check()
         if self.missing and not self.proof.has_settled:
             self._settle()
-        hits = sum(place in self.found for place in self.where)
+        missing = set(self.missing)
+        hits = len(self.where) - sum(place in missing for place in self.where) if missing else len(self.where)
         self.counts.hits += hits
         self.counts.saved_seconds += hits * self.proof.seconds_per_row
-        self.counts.misses += len(self.missing)
+        self.counts.misses += len(missing)
         return self._put_together(self._compute_missing() if self.missing else None)
 
     @property
@@ -166,62 +172,62 @@ class Call:
         """Read the rows that are there."""
         self.fingerprint = self._now()
         naming = Naming(self.fingerprint.digest, self._context(), is_row=self.rows is not None)
-        self._place([None if key is None else naming.name(key) for key in self.keys])
-        names = [name for name in self.unique if name is not None]
-        rows = self.store.read(names, self._label)
-        unreadable = self._unreadable({row.layout for row in rows.values()})
-        self.found: dict[int, Row] = {
-            place: row
-            for place, name in enumerate(self.unique)
-            if name is not None and (row := rows.get(name)) is not None and row.layout not in unreadable
-        }
+        self._place(
+            [_NO_NAME % number if key is None else naming.name(key) for number, key in enumerate(self.keys)]
+        )
+        rows = self.store.read([name for name in self.unique if len(name) == KEY_BYTES], self._label)
+        self.stored: list[Row | None] = list(map(rows.get, self.unique))
+        for layout in {row.layout for row in rows.values()}:
+            self._drop_unreadable(layout)
         self._spot_check()
-        self.missing = [place for place in range(len(self.unique)) if place not in self.found]
-        if is_pending(self.module):
-            self.proof.served = self.fingerprint if self.found else self.proof.served
+        self.missing = [place for place, row in enumerate(self.stored) if row is None]
+        if is_pending(self.module) and self.held:
+            self.proof.served = self.fingerprint
 
-    def _place(self, names: list[bytes | None]) -> None:
-        """Give each name a place, and each key without one."""
-        self.where: Sequence[int] = range(len(names))
+    @property
+    def held(self) -> list[int]:
+        """Places of the rows that are stored."""
+        return [place for place, row in enumerate(self.stored) if row is not None]
+
+    def _place(self, names: list[bytes]) -> None:
+        """Give each name a place."""
         self.unique = names
+        self.where: Sequence[int] = range(len(names))
         self.first: Sequence[int] = self.where
         if len(set(names)) == len(names):
             return
-        marks = [at if name is None else name for at, name in enumerate(names)]
-        firsts = {mark: at for at, mark in reversed([*enumerate(marks)])}
-        self.first = sorted(firsts.values())
-        self.unique = [names[at] for at in self.first]
-        places = {at: place for place, at in enumerate(self.first)}
-        self.where = [places[firsts[mark]] for mark in marks]
+        firsts: dict[bytes, int] = {}
+        for number, name in enumerate(names):
+            firsts.setdefault(name, number)
+        self.unique, self.first = list(firsts), list(firsts.values())
+        places = {name: place for place, name in enumerate(firsts)}
+        self.where = [places[name] for name in names]
 
-    def _unreadable(self, layouts: set[bytes]) -> set[bytes]:
-        """Layouts with a class in them that isn't imported here: such rows are computed again."""
-        found = set()
-        for layout in layouts:
-            try:
-                layout_of(layout)
-            except CacheCorrupt as exc:
-                log_once(f"rows of {self._label} are computed again: {exc}")
-                found.add(layout)
-        return found
+    def _drop_unreadable(self, layout: bytes) -> None:
+        """Compute rows again whose layout has a class in it that isn't imported here."""
+        try:
+            layout_of(layout)
+        except CacheCorrupt as exc:
+            log_once(f"rows of {self._label} are computed again: {exc}")
+            self.stored = [None if row is None or row.layout == layout else row for row in self.stored]
 
     def _context(self) -> bytes:
         if not self.inputs.context:
             return b""
         describer = Describer()
-        described = describer.value([list(one) for one in self.inputs.context], "an argument")
+        described = describer.value([list(pair) for pair in self.inputs.context], "an argument")
         return json.dumps([described, describer.arranged_code], sort_keys=True).encode()
 
     def _is_another(self) -> bool:
         """True if the module came out other than was believed before it was built."""
-        now = self._now()
-        if now.digest == self.fingerprint.digest:
-            self.fingerprint = now
+        fingerprint = self._now()
+        if fingerprint.digest == self.fingerprint.digest:
+            self.fingerprint = fingerprint
             return False
         served, self.proof.served = self.proof.served, None
-        if served is not None and served.digest != now.digest:
+        if served is not None and served.digest != fingerprint.digest:
             self.counts.mismatches += 1
-            names = ", ".join(differences(served.parts, now.parts)[:5])
+            names = ", ".join(differences(served.parts, fingerprint.parts)[:5])
             raise FeatureMismatch(
                 f"{self._label} was built otherwise than twice before ({names}), and rows of "
                 f"the other were returned already: its __init__ depends on what can't be seen; name the "
@@ -231,19 +237,23 @@ class Call:
 
     def _spot_check(self) -> None:
         """Compare the input of one row with that which it was computed from; and of keys given twice."""
-        known = [place for place, row in self.found.items() if row.input_digest]
-        if known:
-            place = known[_random_place(len(known))]
+        place = _places.randrange(len(self.stored))
+        row = self.stored[place]
+        if row is None or not row.input_digest:
+            places = [place for place, row in enumerate(self.stored) if row is not None and row.input_digest]
+            place = _places.choice(places) if places else -1
+        row = self.stored[place]
+        if row is not None and row.input_digest:
             (digest,) = self.inputs.digests([self.first[place]])
-            if digest not in (0, self.found[place].input_digest):
+            if digest not in (0, row.input_digest):
                 self._mismatch(place)
         if len(self.unique) < len(self.keys):
             digests = self.inputs.digests(range(len(self.keys)))
-            for at, place in enumerate(self.where):
-                if digests[at] != digests[self.first[place]]:
+            for number, place in enumerate(self.where):
+                if digests[number] != digests[self.first[place]]:
                     raise FeatureMismatch(
-                        f"key {self.keys[at]!r} is given for two different inputs in one call: a key has to "
-                        f"name one input"
+                        f"key {self.keys[number]!r} is given for two different inputs in one call: a key "
+                        f"has to name one input"
                     )
 
     def _mismatch(self, place: int) -> None:
@@ -259,10 +269,11 @@ class Call:
             f"rows of {self._label} were computed from other inputs than are given "
             f"with their keys now, and are computed again (first: {key!r})"
         )
-        digests = self.inputs.digests([self.first[one] for one in range(len(self.unique))])
-        stale = [one for one, row in self.found.items() if digests[one] not in (0, row.input_digest)]
-        for one in stale:
-            del self.found[one]
+        digests = self.inputs.digests(self.first)
+        self.stored = [
+            None if row is None or digest not in (0, row.input_digest) else row
+            for row, digest in zip(self.stored, digests, strict=True)
+        ]
 
     def _check(self) -> None:
         """Compute some rows again and compare: the first after a build, else in another process."""
@@ -270,12 +281,11 @@ class Call:
         most = self.proof.unchecked(self.fingerprint, is_built=is_built)
         if not most:
             return
-        places = list(self.found) if self.inputs.leaves else []
-        digests = self.inputs.digests([self.first[place] for place in places])
+        digests = self.inputs.digests(self.first) if self.inputs.leaves else []
         places = [
             place
-            for place, digest in zip(places, digests, strict=True)
-            if digest and digest == self.found[place].input_digest
+            for place, (row, digest) in enumerate(zip(self.stored, digests, strict=False))
+            if row is not None and digest and digest == row.input_digest
         ][:most]
         if not places:
             return
@@ -295,9 +305,9 @@ class Call:
     def _compute_missing(self) -> tuple[Result, list[int]]:
         """Compute what is missing, and store what may be stored."""
         places = self.missing
-        began = time.perf_counter()
+        start = time.perf_counter()
         value = self._detached(*self.inputs.of([self.first[place] for place in places]))
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         self.counts.compute_seconds += seconds
         self.counts.rows_computed += len(places)
         self.proof.compute_seconds += seconds
@@ -311,19 +321,19 @@ class Call:
         """Compute one row after a build: that may complete the module, as by a table made when needed."""
         self._detached(*self.inputs.of([self.first[self.missing[0]]]))
         self.proof.has_settled = True
-        now = self._now()
-        if now.digest != self.fingerprint.digest:
+        fingerprint = self._now()
+        if fingerprint.digest != self.fingerprint.digest:
             record_settled(self.module, self.store, self.fingerprint)
             self._look_up()
 
     def _store(self, result: Result, places: Sequence[int]) -> None:
-        named = [at for at, place in enumerate(places) if self.unique[place] is not None]
+        named = [number for number, place in enumerate(places) if len(self.unique[place]) == KEY_BYTES]
         if not named:
             return
         if len(named) < len(places):  # rows of a call in which some have None for a key
             result = result.taken(named)
-        names = [name for at in named if (name := self.unique[places[at]]) is not None]
-        digests = self.inputs.digests_later([self.first[places[at]] for at in named])
+        names = [self.unique[places[number]] for number in named]
+        digests = self.inputs.digests_later([self.first[places[number]] for number in named])
         module, options, store = self.module, self.options, self.store
         store_result(module, options, store, self.fingerprint, names, result, digests)
 
@@ -377,49 +387,38 @@ class Call:
         self.proof.is_chance_harmless = True
 
     def _joined(self, places: Sequence[int]) -> tuple[bytes, list[Any]]:
-        rows = [self.found[place] for place in places]
-        if any(row.layout != rows[0].layout for row in rows):
+        rows = [row for place in places if (row := self.stored[place]) is not None]
+        if len({row.layout for row in rows}) > 1:
             raise FeatureNotCacheable("rows of this call have different shapes, so they can't be one batch")
-        _, leaves = join(rows, self._device(), is_row=self.rows is not None)
+        _, leaves = join(rows, device_now(self.module), is_row=self.rows is not None)
         return rows[0].layout, leaves
-
-    def _device(self) -> torch.device:
-        if is_pending(self.module):
-            known = self.proof.believed
-            return torch.device(known[1].device) if known is not None else pending_of(self.module).device
-        return self.proof.built.device if self.proof.built is not None else device_of(self.module)
 
     def _put_together(self, computed: tuple[Result, list[int]] | None) -> Any:
         """The result of all keys, in their order, out of stored rows and computed ones."""
-        places = list(self.found)
+        order: Sequence[int] = self.held
         if computed is None:
-            layout, leaves = self._joined(places)
-            order = places
+            layout, leaves = self._joined(order)
         else:
-            result, order = computed
+            result, places = computed
             layout, leaves = result.layout, result.leaves
-            if places:
-                found_layout, found = self._joined(places)
-                if found_layout != layout:
+            if order:
+                stored_layout, stored = self._joined(order)
+                if stored_layout != layout:
                     raise FeatureNotCacheable(
                         "rows of this call have different shapes, so they can't be one batch"
                     )
-                leaves = [concatenated(one, other) for one, other in zip(found, leaves, strict=True)]
-                order = [*places, *order]
-        if self.rows is not None:
-            at = {place: number for number, place in enumerate(order)}
-            wanted = [at[place] for place in self.where]
-            if wanted != list(range(len(order))):
-                leaves = [reordered(leaf, wanted) for leaf in leaves]
+                leaves = [concatenated(first, second) for first, second in zip(stored, leaves, strict=True)]
+            order = [*order, *places]
+        if self.rows is not None and (computed is not None or len(self.unique) < len(self.keys)):
+            number_of = {place: number for number, place in enumerate(order)}
+            numbers = [number_of[place] for place in self.where]
+            if numbers != list(range(len(order))):
+                leaves = [reordered(leaf, numbers) for leaf in leaves]
         try:
             return layout_of(layout).build(leaves)
         except (TypeError, ValueError) as exc:
             raise FeatureError(f"the result of {self._label} can't be made again: {exc}") from exc
 
 
-def _random_place(count: int) -> int:
-    """A place among so many, by a generator of its own: no seed of the user's is touched."""
-    return _places.randrange(count)
-
-
 _places = random.Random()
+"""Chooses rows to compare: no seed of the user's is touched."""

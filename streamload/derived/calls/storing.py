@@ -71,9 +71,10 @@ def store_result(
     size_bytes = result.size_bytes + (len(names) * _OF_INPUT_BYTES if of_device else 0)
     rows = ComputedRows(names, result.layout, material, size_bytes, of_device, label, proof.built)
     store.queue.add(rows, prover)
-    if prover is not None and proof.looks.may_begin():
-        with proof.looks.timed():
-            prover.look()
+    if prover is not None and proof.looks.is_due:
+        start = time.monotonic()
+        prover.look()
+        proof.looks.looked(start)
         store.queue.settle()
 
 
@@ -94,10 +95,10 @@ class _StateProver:
 
     def look(self) -> None:
         """Look at the whole module now."""
-        description, began = description_of(self._module), time.monotonic()
+        description, start = description_of(self._module), time.monotonic()
         try:
             watch = built_state(self._module, description, self._proof).watch
-            if watch.looked_at < began and not watch.is_unchanged(whole=True):
+            if watch.looked_at < start and not watch.is_unchanged(whole=True):
                 built_state(self._module, description, self._proof)  # all of it is due: described anew
         except FeatureNotCacheable:  # it is said by the next call
             self._proof.built = None
@@ -107,13 +108,13 @@ def _is_of(fingerprint: Fingerprint, built: Built | None) -> bool:
     """True if a fingerprint is that of a module's last known state, and of torch's settings now."""
     if built is None:
         return False
-    now = {**built.parts, "code": built.code, "settings": list(torch_settings(built.parts["device"]))}
-    return all(fingerprint.parts.get(name) == value for name, value in now.items())
+    parts = {**built.parts, "code": built.code, "settings": list(torch_settings(built.parts["device"]))}
+    return all(fingerprint.parts.get(name) == value for name, value in parts.items())
 
 
 def _say_changed(module: Any, was: Any, built: Built | None) -> None:
-    now = {} if built is None else {**built.parts, "code": built.code}
-    names = [name for name in differences(was, now) if name.partition(".")[0] in now]
+    parts = {} if built is None else {**built.parts, "code": built.code}
+    names = [name for name in differences(was, parts) if name.partition(".")[0] in parts]
     log_once(
         f"rows of {type(module).__name__} aren't stored, as computing changes it, or something did since: "
         f"{', '.join(names[:5])}"

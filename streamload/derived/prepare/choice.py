@@ -84,11 +84,11 @@ def exact_recipes(transform: Any, most_pixels: int) -> list[Preparation]:
         transform: a plan, or a function from Pillow image to value.
         most_pixels: see Preparation.
     """
-    found = [Preparation(most_pixels=most_pixels)]
+    recipes = [Preparation(most_pixels=most_pixels)]
     resize = leading_resize(transform)
     if resize is not None and resize.size in SIZES:
-        found.append(Preparation(resize.size, most_pixels=most_pixels))
-    return found
+        recipes.append(Preparation(resize.size, most_pixels=most_pixels))
+    return recipes
 
 
 def choose(costs: Costs, room: Room) -> Answer:
@@ -186,9 +186,9 @@ def _reading(directory: Path, image_bytes: int) -> tuple[float, float]:
 
 def _fastest(work: Callable[[], object], repeats: int = _REPEATS) -> float:
     """Seconds of the fastest of several runs: other processes only ever make one slower."""
-    found = []
+    seconds = []
     for _ in range(repeats):
-        began = time.perf_counter()
+        start = time.perf_counter()
         work()
-        found.append(time.perf_counter() - began)
-    return min(found)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)

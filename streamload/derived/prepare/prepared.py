@@ -188,8 +188,8 @@ class _Samples:
             return
         self._buffer += chunk
         entries = self._scanner.feed(chunk)
-        for at in self._scanner.notes_at:
-            self._buffer[at - self._start] = _VOID
+        for note_at in self._scanner.notes_at:
+            self._buffer[note_at - self._start] = _VOID
         for entry in entries:
             yield self._pop(entry)
         if len(self._buffer) > _BUFFER_BYTES and not self._scanner.ended:
@@ -231,7 +231,7 @@ class _Samples:
         prepared = self._recipe.prepare(memoryview(whole)[start - begin : start - begin + size])
         if prepared is None:
             return None
-        ends = [at + bytes_ + -bytes_ % BLOCK_BYTES for _, at, bytes_ in entry.members]
+        ends = [member_start + bytes_ + -bytes_ % BLOCK_BYTES for _, member_start, bytes_ in entry.members]
         before = max((end for end in ends if end <= start), default=begin)
         after = start + size + -size % BLOCK_BYTES
         original = Original(extension, size, entry.width, entry.height)

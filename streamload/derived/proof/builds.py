@@ -62,19 +62,19 @@ class Build:
 
     def still_holds(self) -> bool:
         """True if files and variables are as they were read, and the classes' code is the same."""
-        if not self.is_closed or any(_identity(one[0]) != one for one in self.files):
+        if not self.is_closed or any(_identity(identity[0]) != identity for identity in self.files):
             return False
         if self.variables != _digests_of(self.variables):
             return False
         describer = Describer()
         for origin, name in self.origins.items():
             module, _, qualname = origin.partition(":")
-            found: Any = sys.modules.get("__main__" if module == "__mp_main__" else module)
+            holder: Any = sys.modules.get("__main__" if module == "__mp_main__" else module)
             for step in qualname.split("."):
-                found = getattr(found, step, None)
-            if not isinstance(found, type):
+                holder = getattr(holder, step, None)
+            if not isinstance(holder, type):
                 return False
-            describer.reach(found, name)
+            describer.reach(holder, name)
         patches = self.parts.get("patches", {})
         if any(patches.get(place) != described for place, described in describer.patches().items()):
             return False
@@ -84,19 +84,19 @@ class Build:
 def read_builds(data: bytes | None) -> list[Build]:
     """Read what `written` gave; nothing of what can't be read."""
     try:
-        return [Build(**one) for one in json.loads(data or b"[]")]
+        return [Build(**record) for record in json.loads(data or b"[]")]
     except (ValueError, TypeError):
         return []
 
 
 def with_latest(builds: Sequence[Build], latest: Build) -> list[Build]:
     """The records with one more, the last of its process."""
-    return [*(one for one in builds if one.process != latest.process), latest][-_KEPT:]
+    return [*(build for build in builds if build.process != latest.process), latest][-_KEPT:]
 
 
 def written(builds: Sequence[Build]) -> bytes:
     """The records as JSON."""
-    return json.dumps([asdict(one) for one in builds]).encode()
+    return json.dumps([asdict(build) for build in builds]).encode()
 
 
 def believed(
@@ -109,10 +109,12 @@ def believed(
         generators: of the random generators from which it would be built, as in `Build`.
         has_weights: all weights come from files that are known: one build is enough, and chance has no part.
     """
-    drawn = {name for one in builds for name in one.draws}
+    drawn = {name for build in builds for name in build.draws}
     needed = 1 if has_weights else 2
     if not has_weights and drawn and not (_agree(builds, needed) and _are_apart(builds, drawn)):
-        builds = [one for one in builds if all(one.generators[name] == generators[name] for name in drawn)]
+        builds = [
+            build for build in builds if all(build.generators[name] == generators[name] for name in drawn)
+        ]
     return builds[-1] if _agree(builds, needed) and builds[-1].still_holds() else None
 
 
@@ -123,13 +125,13 @@ def may_agree(builds: Sequence[Build]) -> bool:
 
 def _agree(builds: Sequence[Build], needed: int) -> bool:
     """True if builds in enough processes came out, all the same."""
-    are_enough = len({one.process for one in builds}) >= needed
-    return are_enough and all(one.parts == builds[0].parts for one in builds)
+    are_enough = len({build.process for build in builds}) >= needed
+    return are_enough and all(build.parts == builds[0].parts for build in builds)
 
 
 def _are_apart(builds: Sequence[Build], drawn: set[str]) -> bool:
     """True if builds began from different states of each generator that any of them drew from."""
-    return all(len({one.generators[name] for one in builds}) > 1 for name in drawn)
+    return all(len({build.generators[name] for build in builds}) > 1 for name in drawn)
 
 
 def _has_cuda() -> bool:
@@ -155,14 +157,14 @@ class Generators:
 
     def were_used(self) -> bool:
         """True if anything has drawn from them since; about 20 µs."""
-        now = Generators()
-        (python, twister, cpu), (python_now, twister_now, cpu_now) = self._states, now._states
+        current = Generators()
+        (python, twister, cpu), (python_now, twister_now, cpu_now) = self._states, current._states
         return (
             python != python_now
             or twister["state"]["pos"] != twister_now["state"]["pos"]
             or not np.array_equal(twister["state"]["key"], twister_now["state"]["key"])
             or not torch.equal(cpu, cpu_now)
-            or not all(map(torch.equal, self._cuda, now._cuda))
+            or not all(map(torch.equal, self._cuda, current._cuda))
         )
 
     @property
@@ -217,13 +219,13 @@ class Inputs:
 
     def files(self, strings: set[str]) -> list[list[Any]]:
         """The identities of the files read, of those that strings name, and of weights beside either."""
-        named = {os.path.realpath(one) for one in strings if _may_be_path(one)}
-        paths = {one for one in self.paths | named if not one.startswith(_SYSTEM) and not _is_code(one)}
-        for folder in {one if one.is_dir() else one.parent for one in map(pathlib.Path, paths)}:
+        named = {os.path.realpath(path) for path in strings if _may_be_path(path)}
+        paths = {path for path in self.paths | named if not path.startswith(_SYSTEM) and not _is_code(path)}
+        for folder in {path if path.is_dir() else path.parent for path in map(pathlib.Path, paths)}:
             with contextlib.suppress(OSError), os.scandir(folder) as entries:
                 beside = [entry.path for _, entry in zip(range(_MOST_SIBLINGS), entries, strict=False)]
-                paths |= {os.path.realpath(one) for one in beside if one.endswith(_WEIGHTS)}
-        return sorted(found for found in map(_identity, paths) if found[1] is not None)
+                paths |= {os.path.realpath(path) for path in beside if path.endswith(_WEIGHTS)}
+        return sorted(identity for identity in map(_identity, paths) if identity[1] is not None)
 
 
 _watched = threading.local()

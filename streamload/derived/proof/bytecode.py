@@ -110,7 +110,7 @@ def _operand(value: Any) -> Any:
     if isinstance(value, types.CodeType):
         return bytecode(value)
     if isinstance(value, frozenset):
-        return ["frozenset", sorted(repr(one) for one in value)]
+        return ["frozenset", sorted(repr(member) for member in value)]
     if isinstance(value, tuple):
-        return ["tuple", [_operand(one) for one in value]]
+        return ["tuple", [_operand(member) for member in value]]
     return [type(value).__name__, repr(value)]

@@ -136,7 +136,10 @@ class Describer:
     def arranged_code(self) -> dict[str, str]:
         """`code`, and under `ARRANGEMENT` a digest of which code stands where in which."""
         digests = self._digests_of_reached()
-        return {**self.code, ARRANGEMENT: digest_of(sorted([one.name, digests[one]] for one in digests))}
+        return {
+            **self.code,
+            ARRANGEMENT: digest_of(sorted([reached.name, digests[reached]] for reached in digests)),
+        }
 
     def value(self, value: Any, where: str) -> Any:
         """Describe a value: equal descriptions, equal values.
@@ -178,15 +181,18 @@ class Describer:
     def _object(self, value: Any, where: str) -> Any:
         kind = type(value)
         if kind in (list, tuple, torch.Size, collections.deque):
-            return [kind.__name__, [self.value(one, f"{where}[{at}]") for at, one in enumerate(value)]]
+            return [
+                kind.__name__,
+                [self.value(member, f"{where}[{number}]") for number, member in enumerate(value)],
+            ]
         if kind in (dict, collections.OrderedDict, collections.defaultdict, types.MappingProxyType):
             pairs = [
-                [self.value(key, f"a key of {where}"), self.value(one, f"{where}[{key!r}]")]
-                for key, one in value.items()
+                [self.value(key, f"a key of {where}"), self.value(member, f"{where}[{key!r}]")]
+                for key, member in value.items()
             ]
             return [kind.__name__, pairs]
         if kind in (set, frozenset):
-            return [kind.__name__, _Unordered(self.value(one, f"a member of {where}") for one in value)]
+            return [kind.__name__, _Unordered(self.value(member, f"a member of {where}") for member in value)]
         if isinstance(value, torch.Tensor):
             return ["tensor", tensor_digest(value)]
         if isinstance(value, (np.ndarray, np.generic)):
@@ -205,7 +211,10 @@ class Describer:
         if isinstance(value, types.MethodType):
             return ["method", self.reach(value.__func__, where), self.value(value.__self__, where)]
         if isinstance(value, functools.partial):
-            return ["partial", *(self.value(one, where) for one in (value.func, value.args, value.keywords))]
+            return [
+                "partial",
+                *(self.value(member, where) for member in (value.func, value.args, value.keywords)),
+            ]
         if isinstance(value, _SAME_FOR_RESULTS):
             return ["logger"]
         if isinstance(value, (str, int, float, bytes, list, tuple, dict, set)):
@@ -220,7 +229,7 @@ class Describer:
 
     def _of_subclass(self, value: Any, where: str) -> Any:
         plain = next(
-            one for one in (str, int, float, bytes, list, tuple, dict, set) if isinstance(value, one)
+            base for base in (str, int, float, bytes, list, tuple, dict, set) if isinstance(value, base)
         )
         return [
             self.reach(type(value), where),
@@ -234,7 +243,7 @@ class Describer:
         if isinstance(value, torch.nn.Module):
             return ["module", *module_parts(value, self.value, where)]
         if isinstance(value, CustomOpDef):
-            return ["op", [self.value(one, where) for one in functions_of_op(value)]]
+            return ["op", [self.value(member, where) for member in functions_of_op(value)]]
         if callable(value) and getattr(value, "__wrapped__", None) is not None:  # functools.lru_cache
             return ["wrapped", self.value(value.__wrapped__, where)]
         attributes = _attributes(value)
@@ -245,9 +254,9 @@ class Describer:
                 f'cache_module(version="1")'
             )
         described = {
-            name: self.value(one, f"{where}.{name}")
-            for name, one in sorted(attributes.items())
-            if not isinstance(one, _SAME_FOR_RESULTS)
+            name: self.value(member, f"{where}.{name}")
+            for name, member in sorted(attributes.items())
+            if not isinstance(member, _SAME_FOR_RESULTS)
         }
         return ["object", self.reach(type(value), where), described]
 
@@ -282,10 +291,10 @@ class Describer:
     def _digests_of_reached(self) -> dict[_Reached, str]:
         """Of all code that was reached a digest of it and of what it reaches in some steps."""
         if not self._digests:
-            reached = [one for one in self._reached.values() if one.description is not None]
+            reached = [code for code in self._reached.values() if code.description is not None]
             digests: dict[_Reached, str] = {}
             for _ in range(1 + _STEPS):
-                digests = {one: digest_of(_with_digests(one.description, digests)) for one in reached}
+                digests = {code: digest_of(_with_digests(code.description, digests)) for code in reached}
             self._digests = digests
         return self._digests
 
@@ -304,26 +313,29 @@ class Describer:
 
     def _class(self, cls: type, name: str) -> Any:
         self.origins[f"{cls.__module__}:{cls.__qualname__}"] = name
-        found: list[Any] = [self.reach(base, name) for base in cls.__bases__ if not _is_transparent(base)]
+        members: list[Any] = [self.reach(base, name) for base in cls.__bases__ if not _is_transparent(base)]
         if package_of(type(cls)) is None:
-            found.append(["metaclass", self.reach(type(cls), name)])
+            members.append(["metaclass", self.reach(type(cls), name)])
         for key, member in sorted(vars(cls).items()):
             if _BOOKKEEPING.fullmatch(key) or isinstance(member, _SLOTS):
                 continue
-            found.append([key, self._member(member, f"{name}.{key}")])
-        return found
+            members.append([key, self._member(member, f"{name}.{key}")])
+        return members
 
     def _member(self, member: Any, where: str) -> Any:
         if isinstance(member, (staticmethod, classmethod)):
             return [type(member).__name__, self.value(member.__func__, where)]
         if isinstance(member, property):
-            return ["property", *(self.value(one, where) for one in (member.fget, member.fset, member.fdel))]
+            return [
+                "property",
+                *(self.value(part, where) for part in (member.fget, member.fset, member.fdel)),
+            ]
         if isinstance(member, functools.cached_property):
             return ["property", self.value(member.func, where)]
         if isinstance(member, functools.singledispatchmethod):
             return ["dispatch", self.value(member.dispatcher, where)]
         if isinstance(member, dict) and where.endswith("__dataclass_fields__"):
-            return [[key, str(one.type), self.value(_default(one), where)] for key, one in member.items()]
+            return [[key, str(part.type), self.value(_default(part), where)] for key, part in member.items()]
         return self.value(member, where)
 
     def _function(self, function: Any, name: str) -> Any:
@@ -335,20 +347,20 @@ class Describer:
             )
         self.strings.update(strings(code))
         self.names.update(names(code))
-        found: list[Any] = [bytecode(code)]
-        found.append(self.value(function.__defaults__, f"a default of {name}"))
-        found.append(self.value(function.__kwdefaults__, f"a default of {name}"))
+        parts: list[Any] = [bytecode(code)]
+        parts.append(self.value(function.__defaults__, f"a default of {name}"))
+        parts.append(self.value(function.__kwdefaults__, f"a default of {name}"))
         if getattr(function, "__wrapped__", None) is not None:
-            found.append(self.value(function.__wrapped__, name))
+            parts.append(self.value(function.__wrapped__, name))
         registered = getattr(function, "registry", None)  # functools.singledispatch
         if isinstance(registered, types.MappingProxyType):
-            found.append(_Unordered(self.value(pair, name) for pair in registered.items()))
+            parts.append(_Unordered(self.value(pair, name) for pair in registered.items()))
         for free, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             if free != "__class__":
-                found.append([free, self.value(_content(cell), f"{free} in {name}")])
+                parts.append([free, self.value(_content(cell), f"{free} in {name}")])
         for chain, reached in globals_of(code, function.__globals__):
-            found.append([chain, self.value(reached, f"{chain} in {name}")])
-        return found
+            parts.append([chain, self.value(reached, f"{chain} in {name}")])
+        return parts
 
 
 def has_code(code: Mapping[str, str], part: Mapping[str, str]) -> bool:
@@ -378,7 +390,7 @@ def _slots(cls: type) -> tuple[str, ...]:
 
 def _is_python(cls: type) -> bool:
     """True if a class is written in Python to its root, so that its state is what its attributes hold."""
-    members = (member for one in cls.__mro__ if one is not object for member in vars(one).values())
+    members = (member for base in cls.__mro__ if base is not object for member in vars(base).values())
     return not any(isinstance(member, _OF_C) for member in members)
 
 
@@ -419,11 +431,11 @@ def _with_digests(described: Any, digests: dict[_Reached, str]) -> Any:
         digest = digests.get(described.reached)
         return str(described) if digest is None else f"{described} {digest}"
     if isinstance(described, _Unordered):
-        return sorted((_with_digests(one, digests) for one in described), key=_text)
+        return sorted((_with_digests(part, digests) for part in described), key=_text)
     if isinstance(described, list) and not isinstance(described, Plain):
-        return [_with_digests(one, digests) for one in described]
+        return [_with_digests(part, digests) for part in described]
     if isinstance(described, dict):
-        return {name: _with_digests(one, digests) for name, one in described.items()}
+        return {name: _with_digests(part, digests) for name, part in described.items()}
     return described
 
 

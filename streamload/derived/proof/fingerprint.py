@@ -7,13 +7,14 @@ the settings of torch under which it runs. Rows are stored under it, so a row of
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import json
 import marshal
 import operator
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,9 +67,9 @@ class Fingerprint:
         return self.digest.hex()
 
 
-def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     """The names of the parts in which two fingerprints differ, such as "code.FeatureExtractor.forward"."""
-    return [name for name, _, _ in compared(one, other)]
+    return [name for name, _, _ in compared(first, second)]
 
 
 def built_parts(module: torch.nn.Module, describer: Describer) -> dict[str, Any]:
@@ -78,7 +79,7 @@ def built_parts(module: torch.nn.Module, describer: Describer) -> dict[str, Any]
         FeatureNotCacheable: it has attributes that can't be described, or weights that aren't all here.
     """
     _, weights, attributes, classes = describer.value(module, type(module).__name__)
-    flags = {prefix: one.training for prefix, one in module.named_modules()}
+    flags = {prefix: child.training for prefix, child in module.named_modules()}
     return {
         "weights": weights,
         "attributes": attributes,
@@ -92,22 +93,25 @@ def built_parts(module: torch.nn.Module, describer: Describer) -> dict[str, Any]
 
 def device_of(module: torch.nn.Module) -> torch.device:
     """Where the first weight of a built module is; the CPU if it has none."""
-    for one in module.modules():
-        for tensor in tensors_of(one):
+    for child in module.modules():
+        for tensor in tensors_of(child):
             return tensor.device
     return torch.device("cpu")
 
 
 def torch_settings(device: str) -> tuple[Any, ...]:
-    """The settings of torch that change results on a type of device, now (`parts.SETTINGS`); about 2 µs."""
-    autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
-    return (
-        torch.__version__,
-        autocast,
+    """The settings of torch that change results on a type of device, now (`parts.SETTINGS`); about 1 µs."""
+    return _settings(
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else "",
         torch.get_float32_matmul_precision(),
         device == "cuda" and torch.backends.cudnn.allow_tf32,
-        str(torch.get_default_dtype()),
+        torch.get_default_dtype(),
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _settings(autocast: object, precision: str, tf32: bool, default: torch.dtype) -> tuple[Any, ...]:
+    return torch.__version__, str(autocast), precision, tf32, str(default)
 
 
 class Stamp:
@@ -121,47 +125,61 @@ class Stamp:
     def __init__(self, module: torch.nn.Module):
         dicts: list[Any] = []
         self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
+        self._containers: list[tuple[Any, str, Any]] = []
         self._tensors: list[torch.Tensor] = []
-        for one in module.modules():
-            self._tensors += tensors_of(one)
+        for child in module.modules():
+            self._tensors += tensors_of(child)
             held: tuple[Any, ...] = (
-                one._parameters,
-                one._buffers,
-                one._modules,
-                one._forward_hooks,
-                one._forward_pre_hooks,
+                child._parameters,
+                child._buffers,
+                child._modules,
+                child._forward_hooks,
+                child._forward_pre_hooks,
             )
-            dicts += [vars(one), *held]
-            if isinstance(one, torch.jit.ScriptModule):  # hands out a new object at each look
+            dicts += [vars(child), *held]
+            if isinstance(child, torch.jit.ScriptModule):  # hands out a new object at each look
                 continue
-            names = [name for name in vars(one) if name not in STRUCTURE or name in _HOLDING]
-            self._getters += [(_getter(tuple(names)), vars(one))]
+            names = [name for name in vars(child) if name not in STRUCTURE or name == "training"]
+            self._getters += [(_getter(tuple(names)), vars(child))]
+            self._containers += [(vars(child), name, vars(child)[name]) for name in _HOLDING]
             self._getters += [(_getter(tuple(members)), members) for members in held if members]
-        self._dicts, self._empty = [one for one in dicts if one], [one for one in dicts if not one]
+        self._dicts, self._empty = [held for held in dicts if held], [held for held in dicts if not held]
         self._count = sum(map(len, self._dicts))
-        self._held = list(self._members())
+        self._held = self._members()
         self._counted = [tensor for tensor in self._tensors if _has_version(tensor)]
         self._versions = list(map(_version_of, self._counted))
         self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
 
-    def holds(self) -> bool:
-        """True if all objects are the same, and the tensors' versions."""
+    def holds(self, *, whole: bool = False) -> bool:
+        """True if all objects are the same, and the tensors' versions.
+
+        Args:
+            whole: else an object may be another that is equal, and a dict of parameters another one: that is
+                compared in half of the time.
+        """
         try:
+            members = self._members()
             return (
                 list(map(_version_of, self._counted)) == self._versions
                 and list(map(torch.Tensor.data_ptr, self._tensors)) == self._pointers
-                and all(map(operator.is_, self._members(), self._held))
+                and members == self._held
                 and sum(map(len, self._dicts)) == self._count
                 and not any(self._empty)
+                and (not whole or self._are_identical(members))
             )
-        except KeyError:  # one has gone
+        except Exception:  # one has gone, or can't be compared with what stands in its place
             return False
 
-    def _members(self) -> Iterator[Any]:
-        return itertools.chain.from_iterable([get(members) for get, members in self._getters])
+    def _members(self) -> list[tuple[Any, ...]]:
+        return [get(members) for get, members in self._getters]
+
+    def _are_identical(self, members: list[tuple[Any, ...]]) -> bool:
+        same = all(map(operator.is_, _chained(members), _chained(self._held)))
+        return same and all(state[name] is holder for state, name, holder in self._containers)
 
 
-_HOLDING = ("training", "_parameters", "_buffers", "_modules")
+_chained = itertools.chain.from_iterable
+_HOLDING = ("_parameters", "_buffers", "_modules")
 
 
 def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
@@ -194,10 +212,10 @@ class Pace:
         """True if a look may begin."""
         return time.monotonic() >= self._due
 
-    def looked(self, began: float) -> None:
+    def looked(self, start: float) -> None:
         """Note a look that began then (`time.monotonic()`), and has ended now."""
-        now = time.monotonic()
-        self._due = now + (now - began) / self._share
+        end = time.monotonic()
+        self._due = end + (end - start) / self._share
 
 
 class Watch:
@@ -209,6 +227,7 @@ class Watch:
 
     Args:
         module: built; to be watched as long as its stamp stays the same.
+        stamp: of it.
         code: digests of code by name, which its classes had.
         reached: from there, by `Describer.reached`.
         patches: of packages, then.
@@ -221,30 +240,36 @@ class Watch:
     def __init__(
         self,
         module: torch.nn.Module,
+        stamp: Stamp,
         code: Mapping[str, str],
         reached: tuple[set[str], set[str]],
         patches: Mapping[str, Any],
-        began: float,
+        start: float,
     ):
-        self.looked_at = began
+        self.looked_at = start
+        self._stamp = stamp
         tensors = [
-            tensor.detach() for one in module.modules() for tensor in tensors_of(one) if tensor.numel()
+            tensor.detach() for item in module.modules() for tensor in tensors_of(item) if tensor.numel()
         ]
-        self._views = [_bytes_of(one) for one in tensors if one.device.type == "cpu" and one.is_contiguous()]
-        self._others = [one for one in tensors if not (one.device.type == "cpu" and one.is_contiguous())]
+        self._views = [
+            _bytes_of(item) for item in tensors if item.device.type == "cpu" and item.is_contiguous()
+        ]
+        self._others = [item for item in tensors if not (item.device.type == "cpu" and item.is_contiguous())]
         self._samples = _Samples(self._others)
         size_bytes = sum(map(len, self._views))
         self._is_tiny = not self._others and size_bytes <= _TINY_BYTES
         self._is_small = not self._others and size_bytes <= _SMALL_BYTES
         self._whole = self._digest()
         strided = [view[:: -(-len(view) // _SAMPLED_BYTES) | 1] for view in self._views]
-        parts = [strided[at : at + _SAMPLED_TENSORS] for at in range(0, len(strided), _SAMPLED_TENSORS)]
+        parts = [
+            strided[first : first + _SAMPLED_TENSORS] for first in range(0, len(strided), _SAMPLED_TENSORS)
+        ]
         self._sampled = itertools.cycle([(part, _bytes_in(part)) for part in parts])
-        self._classes = {type(one) for one in module.modules()}
+        self._classes = {type(item) for item in module.modules()}
         self._code, self._reached, self._patches = code, reached, patches
-        self._scripts = [one for one in module.modules() if isinstance(one, torch.jit.ScriptModule)]
+        self._scripts = [item for item in module.modules() if isinstance(item, torch.jit.ScriptModule)]
         self._mutable = [
-            value for one in module.modules() for value in attributes_of(one).values() if _is_mutable(value)
+            value for item in module.modules() for value in attributes_of(item).values() if _is_mutable(value)
         ]
         size_bytes = sum(map(_size_of, self._mutable))
         self._are_plain = not size_bytes and _packed(self._mutable) is not None
@@ -266,17 +291,18 @@ class Watch:
                 return False
             if not self._is_tiny and not (self._is_small and self._small_pace.is_due):
                 return self._are_samples_unchanged()
-            began = time.monotonic()
+            start = time.monotonic()
             same = self._digest() == self._whole
-            self._small_pace.looked(began)
+            self._small_pace.looked(start)
             return same
-        began = time.monotonic()
-        same = self._digest() == self._whole and self._samples.are_unchanged()
+        start = time.monotonic()
+        same = self._stamp.holds(whole=True)
+        same = same and self._digest() == self._whole and self._samples.are_unchanged()
         same = same and self._attributes_now() == self._attributes and self._has_same_code()
         same = same and self._script_digests_now() == self._script_digests
         if same:
-            self.looked_at = began
-            self._pace.looked(began)
+            self.looked_at = start
+            self._pace.looked(start)
         else:
             self._pace = Pace()  # who looks next finds it, too
         return same
@@ -287,7 +313,7 @@ class Watch:
         return json.dumps(Describer().value(self._mutable, "an attribute"))
 
     def _script_digests_now(self) -> list[str]:
-        return [script_digest(one) for one in self._scripts]
+        return [script_digest(script) for script in self._scripts]
 
     def _has_same_code(self) -> bool:
         describer = Describer()
@@ -329,16 +355,18 @@ class _Samples:
     def compare(self) -> None:
         """Note whether they differ now."""
         if self._views:
-            found = [
+            differ = [
                 (torch.cat(views) != were).any() for views, were in zip(self._views, self._were, strict=True)
             ]
             if self._changed is not None:
-                found = [one | other for one, other in zip(found, self._changed, strict=True)]
-            self._changed = found
+                differ = [
+                    now_differ | differed for now_differ, differed in zip(differ, self._changed, strict=True)
+                ]
+            self._changed = differ
 
     def are_unchanged(self) -> bool:
         """True if no comparison so far has found a difference; waits for the devices."""
-        return not any(bool(one) for one in self._changed or ())
+        return not any(bool(differs) for differs in self._changed or ())
 
 
 def _packed(value: Any) -> bytes | None:
@@ -376,10 +404,10 @@ def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
 
 def _sums(tensors: list[torch.Tensor]) -> list[int]:
     """Of each tensor, on its device: sums over its bytes at two strides. Each device is waited for once."""
-    found: dict[torch.device, list[torch.Tensor]] = {}
+    sums_by_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         view = tensor.contiguous().reshape(-1).view(torch.uint8)
         wide = view[: len(view) // 4 * 4].view(torch.int32) if len(view) % 4 == 0 else view
         sums = wide.sum(dtype=torch.int64), wide[::3].sum(dtype=torch.int64)
-        found.setdefault(tensor.device, []).extend(sums)
-    return [number for sums in found.values() for number in torch.stack(sums).tolist()]
+        sums_by_device.setdefault(tensor.device, []).extend(sums)
+    return [number for sums in sums_by_device.values() for number in torch.stack(sums).tolist()]

@@ -51,6 +51,7 @@ class Pending:
     keywords: dict[str, Any]
     generators: Generators
     asked: list[tuple[str, tuple[Any, ...], str]] = field(default_factory=list)
+    _device: tuple[int, torch.device] | None = None
 
     def ask(self, method: str, arguments: tuple[Any, ...], meaning: str) -> None:
         """Take note of a call; of calls of `train` in a row the last holds."""
@@ -61,11 +62,13 @@ class Pending:
     @property
     def device(self) -> torch.device:
         """Where the module will be, as far as calls have said."""
-        probe = torch.empty(0)
-        for method, arguments, _ in self.asked:
-            if method == "_apply":
-                probe = arguments[0](probe)
-        return probe.device
+        moves = [arguments[0] for method, arguments, _ in self.asked if method == "_apply"]
+        if self._device is None or self._device[0] != len(moves):
+            probe = torch.empty(0)
+            for move in moves:
+                probe = move(probe)
+            self._device = len(moves), probe.device
+        return self._device[1]
 
 
 class Lazily(type):
@@ -98,32 +101,32 @@ def pending_instance(
     return module, _PENDING
 
 
-def lazy_metaclass(of: type) -> type:
+def lazy_metaclass(metaclass: type) -> type:
     """A metaclass that builds lazily, for a class that has another already."""
-    if of is type or issubclass(of, Lazily):
-        return Lazily if of is type else of
-    if of not in _metaclasses:
-        _metaclasses[of] = type("Lazily", (Lazily, of), {})
-    return _metaclasses[of]
+    if metaclass is type or issubclass(metaclass, Lazily):
+        return Lazily if metaclass is type else metaclass
+    if metaclass not in _metaclasses:
+        _metaclasses[metaclass] = type("Lazily", (Lazily, metaclass), {})
+    return _metaclasses[metaclass]
 
 
 def made_lazy(cls: type[torch.nn.Module], base: type[torch.nn.Module], members: dict[str, Any]) -> Any:
     """The class as if it had been written with another base than `torch.nn.Module`, and with more members."""
-    bases = tuple(base if one is torch.nn.Module else one for one in cls.__bases__)
+    bases = tuple(base if own_base is torch.nn.Module else own_base for own_base in cls.__bases__)
     names = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
     bases = bases if base in bases else (base, *bases)
-    made = lazy_metaclass(type(cls))(cls.__name__, bases, {**names, **members})
-    made.__qualname__ = cls.__qualname__
+    lazy = lazy_metaclass(type(cls))(cls.__name__, bases, {**names, **members})
+    lazy.__qualname__ = cls.__qualname__
     for value in names.values():
-        _repoint(value, cls, made)
-    return made
+        _repoint(value, cls, lazy)
+    return lazy
 
 
 def _repoint(value: Any, old: type, new: type) -> None:
     """Let `super()` and `__class__` in a function of a class mean another class."""
     if isinstance(value, property):
-        for one in (value.fget, value.fset, value.fdel):
-            _repoint(one, old, new)
+        for accessor in (value.fget, value.fset, value.fdel):
+            _repoint(accessor, old, new)
     if isinstance(value, functools.cached_property):
         _repoint(value.func, old, new)
     function = inspect.unwrap(value.__func__ if isinstance(value, (staticmethod, classmethod)) else value)
@@ -248,13 +251,13 @@ def build(module: Any) -> None:
         pending: Pending = module.__dict__.pop(_PENDING)
         kept = dict(module.__dict__)
         module.__dict__[_BUILDING] = True
-        now = Generators()
+        generators = Generators()
         try:
             pending.generators.restore()
             try:
                 module._streamload_build(pending)
             finally:
-                now.restore()
+                generators.restore()
         except BaseException:
             module.__dict__.clear()
             module.__dict__.update({**kept, _PENDING: pending})
@@ -273,18 +276,18 @@ os.register_at_fork(after_in_child=_new_lock)
 
 def _meaning_of(fn: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
     """Where a function moves tensors and what types it gives them; None: it does something else to them."""
-    found = []
+    results = []
     try:
         with torch.no_grad():
             for dtype in _PROBED:
                 probe = torch.tensor([0, 1], dtype=dtype)
-                made = fn(probe)
-                if not torch.equal(made.to("cpu", dtype), probe):
+                result = fn(probe)
+                if not torch.equal(result.to("cpu", dtype), probe):
                     return None
-                found.append(f"{made.dtype} {made.device.type}")
+                results.append(f"{result.dtype} {result.device.type}")
     except Exception:
         return None
-    return ", ".join(found)
+    return ", ".join(results)
 
 
 def function_of(meaning: str) -> Callable[[torch.Tensor], torch.Tensor]:

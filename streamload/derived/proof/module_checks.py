@@ -40,23 +40,23 @@ def refuse_module(module: torch.nn.Module) -> None:
         FeatureNotCacheable: it is sharded, or in train mode with dropout or batch norm.
     """
     name = type(module).__name__
-    for prefix, one in module.named_modules():
+    for prefix, child in module.named_modules():
         where = f"{name}.{prefix}" if prefix else name
-        for tensor in one._parameters.values():
+        for tensor in child._parameters.values():
             if tensor is not None and (hasattr(tensor, "device_mesh") or tensor.device.type == "meta"):
                 raise FeatureNotCacheable(
                     f"the weights of {where} are sharded, or not loaded: the whole module has to be in this "
                     f"process; keep it out of FSDP (ignored_modules)"
                 )
-        if type(one).__name__ in ("FullyShardedDataParallel", "FlatParameter"):
+        if type(child).__name__ in ("FullyShardedDataParallel", "FlatParameter"):
             raise FeatureNotCacheable(f"{where} is sharded: keep it out of FSDP (ignored_modules)")
-        if not one.training:
+        if not child.training:
             continue
-        is_random = isinstance(one, _DROPOUTS) and one.p > 0
-        is_random = is_random or _share_of(one, "drop_prob") > 0 or _share_of(one, "dropout") > 0
-        if is_random or (isinstance(one, _NORMS) and not _is_per_row(one)):
+        is_random = isinstance(child, _DROPOUTS) and child.p > 0
+        is_random = is_random or _share_of(child, "drop_prob") > 0 or _share_of(child, "dropout") > 0
+        if is_random or (isinstance(child, _NORMS) and not _is_per_row(child)):
             raise FeatureNotCacheable(
-                f"{where} is a {type(one).__name__} in train mode: its results differ from call to call; "
+                f"{where} is a {type(child).__name__} in train mode: its results differ from call to call; "
                 f"call .eval() on the module (a parent's .train() undoes it)"
             )
 
@@ -71,24 +71,25 @@ def _share_of(module: torch.nn.Module, name: str) -> float:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else 0.0
 
 
-def is_close(one: Sequence[Any], other: Sequence[Any], *, is_of_device: bool = False) -> bool:
+def is_close(first: Sequence[Any], second: Sequence[Any], *, is_of_device: bool = False) -> bool:
     """True if leaves of two results are the same but for how kernels round.
 
     Args:
-        one: leaves.
-        other: leaves.
+        first: leaves.
+        second: leaves.
         is_of_device: only one of the results is a CPU's: devices multiply in fewer bits (TF32), and add up in
             an order of their own. Then the distance of all elements together counts, as that of a few grows
             with the depth of a module.
     """
     near = _is_leaf_near if is_of_device else _is_leaf_close
-    return len(one) == len(other) and all(map(near, one, other))
+    return len(first) == len(second) and all(map(near, first, second))
 
 
-def _comparable(one: Any, other: Any) -> tuple[torch.Tensor, torch.Tensor, torch.dtype] | None:
+def _comparable(first_leaf: Any, second_leaf: Any) -> tuple[torch.Tensor, torch.Tensor, torch.dtype] | None:
     """Two leaves on the CPU, floating ones in 64 bits, and their type; None: it or their shapes differ."""
     first, second = (
-        leaf if isinstance(leaf, torch.Tensor) else torch.as_tensor(np.asarray(leaf)) for leaf in (one, other)
+        leaf if isinstance(leaf, torch.Tensor) else torch.as_tensor(np.asarray(leaf))
+        for leaf in (first_leaf, second_leaf)
     )
     if first.shape != second.shape or first.dtype != second.dtype:
         return None
@@ -98,8 +99,8 @@ def _comparable(one: Any, other: Any) -> tuple[torch.Tensor, torch.Tensor, torch
     return first.cpu().to(wide), second.cpu().to(wide), dtype
 
 
-def _is_leaf_close(one: Any, other: Any) -> bool:
-    leaves = _comparable(one, other)
+def _is_leaf_close(leaf: Any, other: Any) -> bool:
+    leaves = _comparable(leaf, other)
     if leaves is None:
         return False
     first, second, dtype = leaves
@@ -110,8 +111,8 @@ def _is_leaf_close(one: Any, other: Any) -> bool:
     return torch.allclose(first, second, rtol=tolerance, atol=tolerance * scale * 0.1 + 1e-12, equal_nan=True)
 
 
-def _is_leaf_near(one: Any, other: Any) -> bool:
-    leaves = _comparable(one, other)
+def _is_leaf_near(leaf: Any, other: Any) -> bool:
+    leaves = _comparable(leaf, other)
     if leaves is None:
         return False
     first, second, dtype = leaves
@@ -126,9 +127,9 @@ def _is_leaf_near(one: Any, other: Any) -> bool:
     return bool(near) and bool((distance <= 10 * tolerance * second.abs().max() + 1e-12).all())
 
 
-def row_of(result: Result, at: int) -> list[Any]:
+def row_of(result: Result, number: int) -> list[Any]:
     """The leaves of one row of a result of rows, with dimension 0 kept."""
-    return [leaf[at : at + 1] for leaf in result.leaves]
+    return [leaf[number : number + 1] for leaf in result.leaves]
 
 
 def check_elsewhere(

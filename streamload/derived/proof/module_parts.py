@@ -51,21 +51,21 @@ def module_parts(
     digest = xxh3_128()
     attributes: dict[str, Any] = {}
     classes: dict[str, Any] = {}
-    for prefix, one in module.named_modules():
-        for name, tensor in (*one._parameters.items(), *one._buffers.items()):
+    for prefix, child in module.named_modules():
+        for name, tensor in (*child._parameters.items(), *child._buffers.items()):
             if tensor is not None:
                 digest.update(f"{prefix}.{name} {tensor_digest(tensor)}".encode())
         place = f"{where}.{prefix}" if prefix else where
-        found = {
-            name: describe(value, f"{place}.{name}") for name, value in sorted(attributes_of(one).items())
+        described = {
+            name: describe(value, f"{place}.{name}") for name, value in sorted(attributes_of(child).items())
         }
-        if found:
-            attributes[prefix] = found
+        if described:
+            attributes[prefix] = described
         hooks = [
             describe(hook, f"a forward hook of {place}")
-            for hook in (*one._forward_pre_hooks.values(), *one._forward_hooks.values())
+            for hook in (*child._forward_pre_hooks.values(), *child._forward_hooks.values())
         ]
-        classes[prefix] = [describe(type(one), place), *hooks]
+        classes[prefix] = [describe(type(child), place), *hooks]
     return digest.hexdigest(), attributes, classes
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from streamload.derived.log_once import logger
-from streamload.derived.proof.allowance import Allowance
 from streamload.derived.proof.builds import (
     Build,
     Generators,
@@ -122,7 +121,7 @@ def _bound(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tup
     try:
         bound = inspect.signature(cls.__init__).bind(None, *args, **kwargs)  # type: ignore[misc]
     except (TypeError, ValueError):
-        return [*((str(at), value) for at, value in enumerate(args)), *kwargs.items()]
+        return [*((str(number), value) for number, value in enumerate(args)), *kwargs.items()]
     bound.apply_defaults()
     return list(bound.arguments.items())[1:]
 
@@ -149,6 +148,10 @@ class Built:
     parts: dict[str, Any]
     code: dict[str, str]
     device: torch.device
+
+    def holds(self) -> bool:
+        """True if nothing in the module has changed, as far as a look that takes little time tells."""
+        return self.stamp.holds() and self.watch.is_unchanged(whole=False)
 
 
 class Proof:
@@ -177,7 +180,7 @@ class Proof:
         """True if the module has computed since it was built."""
         self.are_rows_apart = False
         self.is_chance_harmless = False
-        self.looks, self.beliefs = Allowance(), Pace()
+        self.looks, self.beliefs = Pace(), Pace()
         self.computed_rows, self.compute_seconds = 0, 0.0
         self.refused_at: Any = None
 
@@ -219,12 +222,16 @@ def fingerprint_of(
     if description.error:
         raise FeatureNotCacheable(description.error)
     proof = proof_of(module)
-    with unbuilt(module):
-        parts, code = _state(module, options, store, description, proof)
+    built = proof.built
+    if built is not None and options.version is None and not is_pending(module) and built.holds():
+        parts, code = built.parts, built.code
+    else:
+        with unbuilt(module):
+            parts, code = _state(module, options, store, description, proof)
     settings = torch_settings(parts["device"])
     covered = (id(parts), id(inputs), settings)
-    known = proof.fingerprints.get(covered)
-    if known is None:
+    entry = proof.fingerprints.get(covered)
+    if entry is None:
         if len(proof.fingerprints) > _FINGERPRINTS_KEPT:
             proof.fingerprints.clear()
         whole = {**description.parts, **parts, "code": code, "settings": list(settings), "format": FORMAT}
@@ -233,8 +240,8 @@ def fingerprint_of(
         while fingerprint.digest not in proof.refused and store.read_note(_REFUSED + fingerprint.digest):
             number += 1
             fingerprint = Fingerprint.of({**whole, "computed again": number})
-        known = proof.fingerprints[covered] = fingerprint, (parts, inputs)
-    return known[0]
+        entry = proof.fingerprints[covered] = fingerprint, (parts, inputs)
+    return entry[0]
 
 
 def _state(
@@ -245,9 +252,9 @@ def _state(
         device = pending_of(module).device if is_pending(module) else device_of(module)
         return _parts_of_version(options.version, module.training, device.type), {}
     if is_pending(module):
-        known = _believed(module, options, store, description, proof)
-        if known is not None:
-            return known.parts, known.parts["code"]
+        build_ = _believed(module, options, store, description, proof)
+        if build_ is not None:
+            return build_.parts, build_.parts["code"]
         build(module)
     built = built_state(module, description, proof)
     return built.parts, built.code
@@ -258,29 +265,38 @@ def _parts_of_version(version: str, training: bool, device: str) -> dict[str, An
     return {"version": version, "training": training, "device": device}
 
 
+def device_now(module: Any) -> torch.device:
+    """Where a module is, or will be once it is built."""
+    proof = proof_of(module)
+    if is_pending(module):
+        believed = proof.believed
+        return torch.device(believed[1].device) if believed is not None else pending_of(module).device
+    return proof.built.device if proof.built is not None else device_of(module)
+
+
 def _believed(
     module: Any, options: Options, store: RowStore, description: Description, proof: Proof
 ) -> Build | None:
     pending = pending_of(module)
-    asked = [meaning for _, _, meaning in pending.asked]
-    if proof.believed is not None and proof.believed[0] == asked:
-        began = time.monotonic()
+    meanings = [meaning for _, _, meaning in pending.asked]
+    if proof.believed is not None and proof.believed[0] == meanings:
+        start = time.monotonic()
         if not proof.beliefs.is_due:
             return proof.believed[1]
         if proof.believed[1].still_holds():
-            proof.beliefs.looked(began)
+            proof.beliefs.looked(start)
             return proof.believed[1]
         proof.believed = None
         return None
     key = _recipe(description, pending)
     builds = read_builds(store.read_note(key))
     has_weights = options.weights is not None
-    known = believed(builds, pending.generators.digests, has_weights=has_weights)
-    if known is None and options.is_checked and may_agree(builds):
-        known = _agreed(module, store, key, description, proof)
-    if known is not None:
-        proof.believed = (asked, known)
-    return known
+    build = believed(builds, pending.generators.digests, has_weights=has_weights)
+    if build is None and options.is_checked and may_agree(builds):
+        build = _agreed(module, store, key, description, proof)
+    if build is not None:
+        proof.believed = (meanings, build)
+    return build
 
 
 def _agreed(module: Any, store: RowStore, key: bytes, description: Description, proof: Proof) -> Build | None:
@@ -291,9 +307,9 @@ def _agreed(module: Any, store: RowStore, key: bytes, description: Description, 
     try:
         while True:
             builds = read_builds(store.read_note(key))
-            known = believed(builds, generators)
-            if known is not None or not may_agree(builds):
-                return known
+            agreed = believed(builds, generators)
+            if agreed is not None or not may_agree(builds):
+                return agreed
             latest = builds[-1]
             device = latest.parts["device"]
             process = CheckProcess.begin(
@@ -308,10 +324,10 @@ def _agreed(module: Any, store: RowStore, key: bytes, description: Description, 
         if answer["built"] == latest.parts:
             name, draws = f"check of {process_name()}", answer["draws"]
             another = replace(latest, process=name, generators=answer["generators"], draws=draws)
-            known = believed(_noted(module, store, key, another), generators)
-        if known is not None:
+            agreed = believed(_noted(module, store, key, another), generators)
+        if agreed is not None:
             proof.process, process = process, None
-        return known
+        return agreed
     except CannotCheck as exc:
         logger.debug("%s is built here: %s", type(module).__name__, exc)
         return None
@@ -322,9 +338,9 @@ def _agreed(module: Any, store: RowStore, key: bytes, description: Description, 
 
 def _recipe(description: Description, pending: Pending) -> bytes:
     """Dependencies of a build, as the key of its records."""
-    asked = [[method, meaning] for method, _, meaning in pending.asked if method != "requires_grad_"]
+    calls = [[method, meaning] for method, _, meaning in pending.asked if method != "requires_grad_"]
     weights = [torch.__version__, sys.version_info[:2]]
-    return b"build" + digest_of([description.parts, asked, weights, str(torch.get_default_dtype())]).encode()
+    return b"build" + digest_of([description.parts, calls, weights, str(torch.get_default_dtype())]).encode()
 
 
 def record_build(
@@ -343,8 +359,8 @@ def record_build(
     except FeatureNotCacheable:
         return  # it is said when a key is given
     describer = Describer()
-    for one in module.modules():
-        describer.reach(type(one), type(one).__name__)
+    for child in module.modules():
+        describer.reach(type(child), type(child).__name__)
     strings = description.strings | ({str(options.weights)} if options.weights is not None else set())
     latest = Build(
         process_name(),
@@ -382,12 +398,12 @@ def _noted(module: Any, store: RowStore, key: bytes, latest: Build) -> list[Buil
 
 def built_state(module: Any, description: Description, proof: Proof) -> Built:
     """Record of a built module as it is now; made anew if something in it has changed."""
-    began = time.monotonic()
+    start = time.monotonic()
     built = proof.built
     if proof.process is not None:  # it isn't needed where the module is built
         proof.process.close()
         proof.process = None
-    if built is not None and built.stamp.holds() and built.watch.is_unchanged(whole=False):
+    if built is not None and built.holds():
         return built
     stamp = Stamp(module)
     describer = Describer()
@@ -399,7 +415,11 @@ def built_state(module: Any, description: Description, proof: Proof) -> Built:
     elif built is not None:
         proof.canaries, proof.are_rows_apart, proof.is_chance_harmless = CANARIES, False, False
     proof.built = Built(
-        stamp, Watch(module, code, describer.reached, parts["patches"], began), parts, code, device_of(module)
+        stamp,
+        Watch(module, stamp, code, describer.reached, parts["patches"], start),
+        parts,
+        code,
+        device_of(module),
     )
     return proof.built
 

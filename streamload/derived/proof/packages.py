@@ -52,9 +52,11 @@ def _package(name: str) -> str | None:
         sys.modules.get(name),
         sys.modules.get(top),
     ]  # the modules of C code have no file
-    file = next((found for one in modules if (found := getattr(one, "__file__", None))), None)
+    file = next((path for module in modules if (path := getattr(module, "__file__", None))), None)
     if file is None:
-        is_known = top in sys.stdlib_module_names or any(getattr(one, "__spec__", None) for one in modules)
+        is_known = top in sys.stdlib_module_names or any(
+            getattr(module, "__spec__", None) for module in modules
+        )
         return top if is_known else None
     if not file.startswith(_INSTALLED):
         return None
@@ -88,7 +90,7 @@ def patches(packages: set[str], names: set[str]) -> Iterator[tuple[str, Any]]:
                 yield place, member
             elif isinstance(member, type) and member.__module__ == module.__name__:
                 inside = list(vars(member).items())
-                yield from ((f"{place}.{name}", own) for name, own in inside if _is_of_project(own))
+                yield from ((f"{place}.{name}", value) for name, value in inside if _is_of_project(value))
     for number, hook in enumerate(global_hooks()):
         if package_of(hook) is None:
             yield f"global hook {number}", hook
@@ -99,20 +101,22 @@ def patches(packages: set[str], names: set[str]) -> Iterator[tuple[str, Any]]:
 
 def functions_of_op(op: Any) -> list[Any]:
     """The user's functions of a `torch.library.custom_op`: torch's own stand around each."""
-    kernels = [cell.cell_contents for one in op._backend_fns.values() for cell in one.__closure__ or ()]
-    found = {id(one): one for one in (op._init_fn, *kernels) if _is_of_project(one)}
-    return list(found.values())
+    kernels = [
+        cell.cell_contents for function in op._backend_fns.values() for cell in function.__closure__ or ()
+    ]
+    functions = {id(function): function for function in (op._init_fn, *kernels) if _is_of_project(function)}
+    return list(functions.values())
 
 
 def _modules(packages: set[str]) -> list[types.ModuleType]:
     tops = packages - {"streamload"} - sys.stdlib_module_names
-    found = []
+    modules = []
     for name, module in list(sys.modules.items()):
         top = name.partition(".")[0]
         is_looked_at = top != "torch" or name in _OF_TORCH or name.startswith("torch.nn.")
         if top in tops and is_looked_at and isinstance(module, types.ModuleType):
-            found.append(module)
-    return found
+            modules.append(module)
+    return modules
 
 
 def _is_of_project(value: Any) -> bool:

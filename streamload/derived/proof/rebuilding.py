@@ -63,15 +63,17 @@ class Script(types.ModuleType):
     def _run(self, name: str) -> None:
         if self._statements is None:
             self.__dict__["_statements"] = _statements(self._path) if self._path else []
-        wanted, chosen = {name}, list[_Statement]()
+        names, chosen = {name}, list[_Statement]()
         while more := [
-            one for one in self._statements if not (one in chosen or one.bound.isdisjoint(wanted))
+            statement
+            for statement in self._statements
+            if not (statement in chosen or statement.bound.isdisjoint(names))
         ]:
             chosen += more
-            wanted |= {read for one in more for read in one.read}
-        new = [one for one in self._statements if one in chosen and not one.has_run]
-        for one in new:
-            one.has_run = True
+            names |= {read for statement in more for read in statement.read}
+        new = [statement for statement in self._statements if statement in chosen and not statement.has_run]
+        for statement in new:
+            statement.has_run = True
         exec(_compiled(self._statements, new, self._path), self.__dict__)
 
 
@@ -87,21 +89,27 @@ class _Statement:
 
 def _statements(path: str) -> list[_Statement]:
     tree = ast.parse(Path(path).read_bytes(), path)
-    found = []
+    statements = []
     for statement in tree.body:
         code = compile(ast.Module([statement], []), path, "exec", dont_inherit=True)
         is_guard = isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
         bound = _bound(statement, code) if isinstance(statement, _DEFINITIONS) and not is_guard else set()
-        found.append(_Statement(statement, bound, _read(code)))
-    return found
+        statements.append(_Statement(statement, bound, _read(code)))
+    return statements
 
 
 def _compiled(statements: list[_Statement], chosen: list[_Statement], path: str) -> types.CodeType:
     """Some statements of a script, compiled among all others: bytecode depends on what is imported."""
-    futures = [one.tree for one in statements if getattr(one.tree, "module", None) == "__future__"]
-    others = [one.tree for one in statements if one not in chosen and one.tree not in futures]
-    never = [ast.If(ast.Constant(False), others, [])] if others else []
-    body = [*futures, *never, *(one.tree for one in chosen if one.tree not in futures)]
+    futures = [
+        statement.tree for statement in statements if getattr(statement.tree, "module", None) == "__future__"
+    ]
+    unchosen = [
+        statement.tree
+        for statement in statements
+        if statement not in chosen and statement.tree not in futures
+    ]
+    never = [ast.If(ast.Constant(False), unchosen, [])] if unchosen else []
+    body = [*futures, *never, *(statement.tree for statement in chosen if statement.tree not in futures)]
     tree = ast.fix_missing_locations(ast.Module(body, []))
     return compile(tree, path, "exec", dont_inherit=True)
 
@@ -111,7 +119,8 @@ def _bound(statement: ast.stmt, code: types.CodeType) -> set[str]:
     names = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_NAME"}
     targets: list[ast.expr] = list(getattr(statement, "targets", ()))
     targets += [
-        one.func if isinstance(one, ast.Call) else one for one in getattr(statement, "decorator_list", ())
+        decorator.func if isinstance(decorator, ast.Call) else decorator
+        for decorator in getattr(statement, "decorator_list", ())
     ]
     for target in targets:
         while isinstance(target, (ast.Attribute, ast.Subscript)):
@@ -135,10 +144,10 @@ class _Reader(pickle.Unpickler):
     """Reads what the parent sends; what the main script of the parent defines is made as it is named."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found: Any = sys.modules["__main__"] if module in _MAIN_NAMES else importlib.import_module(module)
+        holder: Any = sys.modules["__main__"] if module in _MAIN_NAMES else importlib.import_module(module)
         for step in name.split("."):
-            found = getattr(found, step)
-        return found
+            holder = getattr(holder, step)
+        return holder
 
 
 Answer = Callable[[dict[str, Any]], None]
@@ -155,15 +164,15 @@ def serve(source: BinaryIO, answer: Answer) -> None:
         head = json.loads(source.readline())
         sys.path[:], sys.argv[:] = head["path"], head["arguments"]
         sys.modules["__main__"] = sys.modules["__mp_main__"] = Script(head["script"], head["package"])
-        asked: Module = _Reader(source).load()
+        order: Module = _Reader(source).load()
         rows: Rows | None = _Reader(source).load() if head["has_rows"] else None
-        with _settings(asked):
-            module, before = _built(asked)
-            answer({"built": _parts(module, asked), "generators": before[0], "draws": before[1]})
+        with _settings(order):
+            module, before = _built(order)
+            answer({"built": _parts(module, order), "generators": before[0], "draws": before[1]})
             if rows is None:
                 os.nice(_NICE)
                 rows = _Reader(source).load()
-            answer({"is_same": _are_same(module, asked, rows)})
+            answer({"is_same": _are_same(module, order, rows)})
     except EOFError:  # there is nothing to compare
         return
     except BaseException as exc:
@@ -173,10 +182,10 @@ def serve(source: BinaryIO, answer: Answer) -> None:
 
 def write_whole(path: str, value: dict[str, Any]) -> None:
     """Write a file that is never seen in part; without room there is none."""
-    own = Path(f"{path}.{os.getpid()}")
+    temporary = Path(f"{path}.{os.getpid()}")
     with contextlib.suppress(OSError):
-        own.write_text(json.dumps(value))
-        own.replace(path)
+        temporary.write_text(json.dumps(value))
+        temporary.replace(path)
 
 
 def main(most_bytes: int, most_seconds: int, verdict: str) -> None:
@@ -187,7 +196,7 @@ def main(most_bytes: int, most_seconds: int, verdict: str) -> None:
         most_seconds: that it may take.
         verdict: the file for it; "": there is none.
     """
-    began = time.time()
+    start = time.time()
     if verdict:  # else the training waits for what the module is
         os.nice(_NICE)
     signal.alarm(most_seconds)
@@ -199,7 +208,7 @@ def main(most_bytes: int, most_seconds: int, verdict: str) -> None:
 
     def answer(value: dict[str, Any]) -> None:
         if "is_same" in value and verdict:  # also where the parent has ended
-            write_whole(verdict, {"is_same": value["is_same"], "reason": "", "began": began})
+            write_whole(verdict, {"is_same": value["is_same"], "reason": "", "began": start})
         with contextlib.suppress(OSError):
             answers.write(json.dumps(value) + "\n")
             answers.flush()
@@ -209,52 +218,52 @@ def main(most_bytes: int, most_seconds: int, verdict: str) -> None:
 
 
 @contextlib.contextmanager
-def _settings(asked: Module) -> Iterator[None]:
+def _settings(order: Module) -> Iterator[None]:
     """The settings of torch under which the rows were made, as far as a CPU has them."""
     import torch
 
-    _, autocast, precision, _, default = asked.settings
+    _, autocast, precision, _, default = order.settings
     torch.set_num_threads(1)
     torch.set_default_dtype(getattr(torch, default.removeprefix("torch.")))
-    if asked.device == "cpu":
+    if order.device == "cpu":
         torch.set_float32_matmul_precision(precision)
     dtype = getattr(torch, autocast.removeprefix("torch.")) if autocast else None
     with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype is not None):
         yield
 
 
-def _built(asked: Module) -> tuple[Any, tuple[dict[str, str], list[str]]]:
+def _built(order: Module) -> tuple[Any, tuple[dict[str, str], list[str]]]:
     """The module, and of each random generator the digest of its state before; and which were drawn from."""
     from streamload.derived.proof.builds import Generators
     from streamload.derived.proof.fingerprint import differences
     from streamload.derived.proof.lazy import function_of, pending_instance
     from streamload.derived.proof.module_proof import description_of
 
-    cls: Any = asked.cls if asked.decorate is None else asked.decorate(asked.cls)
+    cls: Any = order.cls if order.decorate is None else order.decorate(order.cls)
     calls = [
-        (method, (function_of(meaning),) if method == "_apply" else given, meaning)
-        for method, given, meaning in asked.asked
+        (method, (function_of(meaning),) if method == "_apply" else arguments, meaning)
+        for method, arguments, meaning in order.asked
     ]
-    module, pending = pending_instance(cls, asked.arguments, asked.keywords, asked.generators, calls)
+    module, pending = pending_instance(cls, order.arguments, order.keywords, order.generators, calls)
     module.__dict__["_streamload_options"] = dataclasses.replace(cls._streamload_options, place=None)
     description = description_of(module)
-    if description.error or description.parts != asked.parts:
-        names = differences(asked.parts, description.parts)[:3] or [description.error]
+    if description.error or description.parts != order.parts:
+        names = differences(order.parts, description.parts)[:3] or [description.error]
         raise RuntimeError(f"it comes out otherwise in a process of its own ({', '.join(names)})")
-    asked.generators.restore()
-    before, now = asked.generators.digests, Generators().digests
+    order.generators.restore()
+    before, current = order.generators.digests, Generators().digests
     module._streamload_build(module.__dict__.pop(pending))
-    return module, (before, [name for name, state in Generators().digests.items() if state != now[name]])
+    return module, (before, [name for name, state in Generators().digests.items() if state != current[name]])
 
 
-def _parts(module: Any, asked: Module) -> dict[str, Any]:
+def _parts(module: Any, order: Module) -> dict[str, Any]:
     from streamload.derived.proof.module_proof import built_state, description_of, proof_of
 
     built = built_state(module, description_of(module), proof_of(module))
-    return {**built.parts, "code": built.code, "device": asked.device}
+    return {**built.parts, "code": built.code, "device": order.device}
 
 
-def _are_same(module: Any, asked: Module, rows: Rows) -> bool:
+def _are_same(module: Any, order: Module, rows: Rows) -> bool:
     import torch
 
     from streamload.derived.proof.module_checks import is_close
@@ -267,4 +276,4 @@ def _are_same(module: Any, asked: Module, rows: Rows) -> bool:
 
     value = tree_map(cast, module._streamload_run(*rows.arguments, **rows.keywords))
     computed = Result(value, rows.count).leaves
-    return is_close(computed, rows.leaves, is_of_device=asked.device != "cpu")
+    return is_close(computed, rows.leaves, is_of_device=order.device != "cpu")

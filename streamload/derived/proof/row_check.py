@@ -135,12 +135,12 @@ def remade(
         raise CannotCheck(f"{named.__qualname__} is defined inside a function")
     if not _has_file(named.__module__):
         raise CannotCheck(f"{named.__module__} has no file that another process could import")
-    asked = [(name, () if name == "_apply" else given, to) for name, given, to in pending.asked]
+    calls = [(name, () if name == "_apply" else values, to) for name, values, to in pending.asked]
     decorate = None
     if wrapped is not None:
         decorate = functools.partial(cls._streamload_decorate, options=cls._streamload_options)
     arguments, keywords = pending.arguments, pending.keywords
-    return Module(named, decorate, arguments, keywords, pending.generators, asked, parts, device, settings)
+    return Module(named, decorate, arguments, keywords, pending.generators, calls, parts, device, settings)
 
 
 def _has_file(name: str) -> bool:
@@ -153,7 +153,9 @@ def _has_file(name: str) -> bool:
 
 def on_cpu(value: Any) -> Any:
     """A tree with its tensors on the CPU, in memory of their own."""
-    return tree_map(lambda one: one.detach().cpu().clone() if isinstance(one, torch.Tensor) else one, value)
+    return tree_map(
+        lambda leaf: leaf.detach().cpu().clone() if isinstance(leaf, torch.Tensor) else leaf, value
+    )
 
 
 class CheckProcess:

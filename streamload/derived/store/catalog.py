@@ -63,7 +63,7 @@ class Catalog:
     def fingerprints(self) -> list[FingerprintRows]:
         """All rows, by label and then by the last use."""
         rows = self.database.fingerprints()
-        return sorted(rows, key=lambda of: (of.label, of.used_at, of.fingerprint))
+        return sorted(rows, key=lambda row: (row.label, row.used_at, row.fingerprint))
 
     def notes(self) -> dict[bytes, float]:
         """The fingerprints that have a note, and when it was stored."""
@@ -92,8 +92,8 @@ class Catalog:
         Raises:
             OptionError: none does, or several do.
         """
-        stored = {of.fingerprint.hex() for of in self.fingerprints()}
-        all_of_them = sorted(stored | {of.hex() for of in self.notes()} | {*others})
+        stored = {fingerprint.fingerprint.hex() for fingerprint in self.fingerprints()}
+        all_of_them = sorted(stored | {fingerprint.hex() for fingerprint in self.notes()} | {*others})
         if not all_of_them:
             raise OptionError(f"there are no rows in {self.root}")
         begin = [digits for digits in all_of_them if digits.startswith(prefix.lower())]
@@ -175,7 +175,7 @@ class Verified:
 def verify(catalog: Catalog) -> Iterator[Verified]:
     """Compare all rows and notes with their checksums and layouts; yields the counts after every few MB."""
     verified = Verified()
-    labels = {of.number: of.label for of in catalog.fingerprints()}
+    labels = {rows.number: rows.label for rows in catalog.fingerprints()}
     for key, label, _, data in catalog.database.notes():
         verified.notes += 1
         verified._add(None, key, label, data)
@@ -252,16 +252,18 @@ def collect_garbage(root: Path, *, stale: bool, dry_run: bool) -> Garbage:
     with open_catalog(root, writable=not dry_run) as catalog:
         rows = catalog.fingerprints()
         garbage.stale = stale_of(catalog, rows) if stale else []
-        garbage.size_bytes += sum(of.size_bytes for of in garbage.stale)
-        left = {of.fingerprint for of in rows if of not in garbage.stale}
-        gone = {of.fingerprint for of in garbage.stale}
+        garbage.size_bytes += sum(item.size_bytes for item in garbage.stale)
+        left = {item.fingerprint for item in rows if item not in garbage.stale}
+        gone = {item.fingerprint for item in garbage.stale}
         before = time.time() - _YOUNG_SECONDS
         notes = catalog.notes()
-        garbage.notes = sorted(of for of in notes if of not in left and (of in gone or notes[of] < before))
+        garbage.notes = sorted(
+            item for item in notes if item not in left and (item in gone or notes[item] < before)
+        )
         if not dry_run:
-            for of in garbage.stale:
-                catalog.database.delete_fingerprint(of)
-            catalog.database.delete_notes(NOTE + of for of in garbage.notes)
+            for item in garbage.stale:
+                catalog.database.delete_fingerprint(item)
+            catalog.database.delete_notes(NOTE + item for item in garbage.notes)
             if garbage.stale:
                 catalog.database.shrink()
     return garbage
@@ -286,9 +288,9 @@ _Used = TypeVar("_Used", bound=Used)
 
 def all_but_newest(items: Sequence[_Used], kind: Callable[[_Used], Hashable]) -> list[_Used]:
     """All of each kind but the one that was used last."""
-    in_order = sorted(items, key=lambda of: (of.used_at, of.fingerprint))
-    newest = {kind(of): of for of in in_order}
-    return [of for of in items if newest[kind(of)] is not of]
+    in_order = sorted(items, key=lambda item: (item.used_at, item.fingerprint))
+    newest = {kind(item): item for item in in_order}
+    return [item for item in items if newest[kind(item)] is not item]
 
 
 def stale_of(catalog: Catalog, rows: Sequence[FingerprintRows]) -> list[FingerprintRows]:
@@ -296,8 +298,8 @@ def stale_of(catalog: Catalog, rows: Sequence[FingerprintRows]) -> list[Fingerpr
 
     The newest is the one of which a row was last stored, or last read as far as that was noted.
     """
-    kinds = {of.fingerprint: kind_of(catalog.parts(of.fingerprint)) for of in rows}
-    return all_but_newest(rows, lambda of: (of.label, kinds[of.fingerprint]))
+    kinds = {item.fingerprint: kind_of(catalog.parts(item.fingerprint)) for item in rows}
+    return all_but_newest(rows, lambda item: (item.label, kinds[item.fingerprint]))
 
 
 def _replaced_databases(root: Path, garbage: Garbage, *, dry_run: bool) -> None:

@@ -169,9 +169,10 @@ class Database:
 
     def is_current(self) -> bool:
         """True if the file is still the one that was opened."""
-        with contextlib.suppress(OSError):
+        try:
             return self._status is not None and os.path.samestat(self.path.stat(), self._status)
-        return False
+        except OSError:
+            return False
 
     def execute(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """All rows of an answer."""
@@ -188,21 +189,21 @@ class Database:
         """The keys and bytes of the rows that are there, unchecked."""
         if len(keys) == 1:
             return self.execute("SELECT key, value FROM rows WHERE key = ?", keys)
-        found: list[tuple[Any, Any]] = []
-        for some in _portions(keys):
-            found += self.execute(f"SELECT key, value FROM rows WHERE key IN ({_marks(some)})", some)
-        return found
+        pairs: list[tuple[Any, Any]] = []
+        for part in _portions(keys):
+            pairs += self.execute(f"SELECT key, value FROM rows WHERE key IN ({_marks(part)})", part)
+        return pairs
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note that rows were read now."""
-        now = _milliseconds()
+        used = _milliseconds()
         with self._transaction():
             self.connection.executemany(
-                "UPDATE rows SET used = ? WHERE key = ?", [(now, key) for key in sorted(keys)]
+                "UPDATE rows SET used = ? WHERE key = ?", [(used, key) for key in sorted(keys)]
             )
             digests = {key[:FINGERPRINT_BYTES] for key in keys}
             self.connection.executemany(
-                "UPDATE fingerprints SET used = ? WHERE digest = ?", [(now, digest) for digest in digests]
+                "UPDATE fingerprints SET used = ? WHERE digest = ?", [(used, digest) for digest in digests]
             )
 
     def store(self, rows: Iterable[tuple[bytes, Any]], label: str, limit_bytes: int) -> int | None:
@@ -217,30 +218,30 @@ class Database:
             how many went; None: there is no room for so much in an empty database, and nothing is stored.
         """
         ordered = sorted(dict(rows).items())
-        now = _milliseconds()
+        stored = _milliseconds()
         self.execute(f"PRAGMA cache_size = -{_WRITING_KIB}")
         try:
             with self._transaction():
                 evicted = self._make_room(sum(len(data) for _, data in ordered), len(ordered), limit_bytes)
                 if evicted is None:
                     return None
-                for some in _portions([key for key, _ in ordered]):
+                for part in _portions([key for key, _ in ordered]):
                     self._delete_chosen(
-                        self.execute(f"SELECT {_OF_ROW} FROM rows WHERE key IN ({_marks(some)})", some)
+                        self.execute(f"SELECT {_OF_ROW} FROM rows WHERE key IN ({_marks(part)})", part)
                     )
                 ids = {digest: self._id(digest, label) for digest in {key[:16] for key, _ in ordered}}
                 ((last,),) = self.execute("SELECT max(place) FROM rows")
                 self.connection.executemany(
                     "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?)",
                     [
-                        (place, now, now, ids[key[:16]], key, data)
+                        (place, stored, stored, ids[key[:16]], key, data)
                         for place, (key, data) in enumerate(ordered, (last or 0) + 1)
                     ],
                 )
                 self._count([(ids[key[:16]], len(data)) for key, data in ordered], 1)
                 self.connection.executemany(
                     "UPDATE fingerprints SET stored = ? WHERE id = ?",
-                    [(now, number) for number in ids.values()],
+                    [(stored, number) for number in ids.values()],
                 )
         finally:
             self.execute(f"PRAGMA cache_size = -{_READING_KIB}")
@@ -257,18 +258,18 @@ class Database:
             self._delete_chosen(chosen)
         return len(chosen)
 
-    def delete_fingerprint(self, of: FingerprintRows) -> int:
+    def delete_fingerprint(self, rows: FingerprintRows) -> int:
         """Delete all rows of a fingerprint, some at a time, as others store meanwhile; return how many."""
         count = 0
         while True:
             with self._transaction():
                 chosen = self.execute(
                     f"SELECT {_OF_ROW} FROM rows WHERE key > ? AND key <= ? AND fingerprint = ? LIMIT ?",
-                    (of.fingerprint, _end(of.fingerprint), of.number, _AT_ONCE),
+                    (rows.fingerprint, _end(rows.fingerprint), rows.number, _AT_ONCE),
                 )
                 self._delete_chosen(chosen)
                 if not chosen:
-                    self.execute("DELETE FROM fingerprints WHERE id = ?", (of.number,))
+                    self.execute("DELETE FROM fingerprints WHERE id = ?", (rows.number,))
                     return count
             count += len(chosen)
 
@@ -280,7 +281,7 @@ class Database:
                 for table in ("rows", "fingerprints", "notes"):
                     self.execute(f"DELETE FROM {table}")
         else:
-            count = sum(self.delete_fingerprint(of) for of in self.fingerprints() if of.label == label)
+            count = sum(self.delete_fingerprint(rows) for rows in self.fingerprints() if rows.label == label)
             self.execute("DELETE FROM notes WHERE label = ?", (label,))
         self.shrink()
         return int(count)
@@ -302,8 +303,8 @@ class Database:
 
     def read_note(self, key: bytes) -> bytes | None:
         """A note, unchecked."""
-        found = self.execute("SELECT value FROM notes WHERE key = ?", (key,))
-        return bytes(found[0][0]) if found and type(found[0][0]) is bytes else None
+        values = self.execute("SELECT value FROM notes WHERE key = ?", (key,))
+        return bytes(values[0][0]) if values and type(values[0][0]) is bytes else None
 
     def write_note(self, key: bytes, value: bytes, label: str) -> None:
         """Store a note."""
@@ -311,10 +312,10 @@ class Database:
 
     def notes(self) -> list[tuple[bytes, str, int, Any]]:
         """All notes: key, label, when they were stored, bytes."""
-        found = self.execute("SELECT key, label, stored, value FROM notes")
+        notes = self.execute("SELECT key, label, stored, value FROM notes")
         return [
             (key, _text(label), stored or 0, value)
-            for key, label, stored, value in found
+            for key, label, stored, value in notes
             if type(key) is bytes
         ]
 
@@ -422,13 +423,13 @@ class Database:
 
     def _id(self, digest: bytes, label: str) -> int:
         select, values = "SELECT id FROM fingerprints WHERE digest = ? AND label = ?", (digest, label)
-        found = self.execute(select, values)
-        if not found:
+        ids = self.execute(select, values)
+        if not ids:
             self.execute("INSERT INTO fingerprints VALUES (NULL, ?, ?, 0, 0, 0, NULL)", values)
-            found = self.execute(select, values)
-        if not found or type(found[0][0]) is not int:
+            ids = self.execute(select, values)
+        if not ids or type(ids[0][0]) is not int:
             raise sqlite3.DatabaseError("a fingerprint has no number")
-        return found[0][0]
+        return ids[0][0]
 
     def _delete_chosen(self, chosen: Sequence[tuple[Any, ...]]) -> None:
         """Delete rows of which these are place, fingerprint and size, and count them."""
@@ -558,8 +559,8 @@ def current_home(root: Path) -> Path | None:
     Raises:
         CacheError: it, or one of its files, is a link.
     """
-    known = homes(root)
-    home = known[-1] if known else None
+    directories = homes(root)
+    home = directories[-1] if directories else None
     if home is not None and any(path.is_symlink() for path in (home, *(home / name for name in FILES))):
         raise CacheError(f"{home} has a symbolic link in place of a database: it isn't followed")
     return home

@@ -92,7 +92,7 @@ class RowCounts:
     saved_seconds: float = 0.0
 
     def __sub__(self, other: RowCounts) -> RowCounts:
-        return RowCounts(*(getattr(self, of.name) - getattr(other, of.name) for of in fields(self)))
+        return RowCounts(*(getattr(self, field.name) - getattr(other, field.name) for field in fields(self)))
 
 
 def checked(where: object, pairs: Iterable[tuple[Any, Any]], counts: RowCounts) -> dict[bytes, Row]:
@@ -225,9 +225,9 @@ class DiskRows:
 
         def keys(opened: Database) -> dict[str, list[bytes]]:
             by_label: dict[str, list[bytes]] = {}
-            for of in opened.fingerprints():
-                parts = opened.rows_of(of.fingerprint, of.number)
-                by_label.setdefault(of.label, []).extend(key for part in parts for key, _ in part)
+            for rows in opened.fingerprints():
+                parts = opened.rows_of(rows.fingerprint, rows.number)
+                by_label.setdefault(rows.label, []).extend(key for part in parts for key, _ in part)
             return by_label
 
         return self._attempt(keys, dict[str, list[bytes]]())
@@ -244,16 +244,16 @@ class DiskRows:
 
     def _touch(self, keys: Iterable[bytes]) -> None:
         """Note when rows were read, every some seconds and only as long as some may have to go soon."""
-        now = time.monotonic()
+        clock = time.monotonic()
         looked_at, fills_up = self._fills_up
-        if now > looked_at + 1.0:
+        if clock > looked_at + 1.0:
             fills_up = self.used_bytes > _FULL_ENOUGH * self._limit_bytes
-            self._fills_up = (now, fills_up)
+            self._fills_up = (clock, fills_up)
         if not fills_up:
             return
         with self._use:
             self._touched.update(keys)
-            is_due = now - self._touched_at > _TOUCH_SECONDS
+            is_due = clock - self._touched_at > _TOUCH_SECONDS
         if is_due:
             self._write_touched()
 

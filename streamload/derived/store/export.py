@@ -63,8 +63,8 @@ def export(
         raise OptionError(f"{out} exists already: name a new folder")
     out.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{out.name}-"
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=out.parent, ignore_cleanup_errors=True) as made:
-        folder = Path(made) / out.name
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=out.parent, ignore_cleanup_errors=True) as temporary:
+        folder = Path(temporary) / out.name
         folder.mkdir()
         exported = _write(catalog, fingerprint, folder, keys)
         about = {"fingerprint": fingerprint.hex(), "parts": catalog.parts(fingerprint)}
@@ -90,15 +90,15 @@ def _write(catalog: Catalog, fingerprint: bytes, folder: Path, keys: Mapping[byt
                         f"the rows of {fingerprint.hex()} have more than {_MOST_LAYOUTS} layouts (numbers "
                         f"and texts in a result are in its layout): read them by the module instead"
                     )
-                made = _Folder(folder / f"layout-{len(layouts)}", row.layout, leaves, keys)
-                layouts[row.layout] = stack.enter_context(made)
+                folder_of_layout = _Folder(folder / f"layout-{len(layouts)}", row.layout, leaves, keys)
+                layouts[row.layout] = stack.enter_context(folder_of_layout)
             layouts[row.layout].add(name, row.body)
             named += keys is not None and name in keys
-        for one in layouts.values():
-            one.finish()
+        for written in layouts.values():
+            written.finish()
     if not layouts:
         raise OptionError(f"{fingerprint.hex()} has no rows in {catalog.root} that are whole")
-    return Exported([one.rows for one in layouts.values()], named, damaged)
+    return Exported([written.rows for written in layouts.values()], named, damaged)
 
 
 class _Folder(contextlib.ExitStack):
@@ -121,7 +121,8 @@ class _Folder(contextlib.ExitStack):
         self.rows = 0
         self._names = _Column(self._opened("names.npy"), np.dtype(f"S{2 * KEY_BYTES}"), ())
         self._columns = [
-            _Column(self._opened(f"leaf-{at}.npy"), leaf.stored, leaf.shape) for at, leaf in enumerate(leaves)
+            _Column(self._opened(f"leaf-{number}.npy"), leaf.stored, leaf.shape)
+            for number, leaf in enumerate(leaves)
         ]
 
     def _opened(self, name: str) -> IO[bytes]:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from streamload.derived.store.host_copy import copied
+from streamload.derived.store.results import copied
 from streamload.errors import OptionError
 
 Digests = Callable[[], list[int]]
@@ -80,7 +80,7 @@ def key_bytes(key: Any) -> bytes:
     if isinstance(key, bytes):
         return b"y" + key
     if isinstance(key, tuple):
-        parts = [key_bytes(one) for one in key]
+        parts = [key_bytes(inner) for inner in key]
         return b"(" + b"".join(b"%d:" % len(part) + part for part in parts)
     if isinstance(key, str):
         return b"s" + str(key).encode("utf-8", "surrogatepass")
@@ -151,8 +151,8 @@ class Inputs:
             for key, inner in value.items():
                 self._sort((name, key), inner)
         elif type(value) is tuple or (type(value) is list and any(map(_is_array, value))):
-            for at, inner in enumerate(value):
-                self._sort((name, at), inner)
+            for number, inner in enumerate(value):
+                self._sort((name, number), inner)
         else:
             self.context.append((name, value))
 
@@ -174,7 +174,9 @@ class Inputs:
         if self._is_row_wise(value):
             if isinstance(value, torch.Tensor):
                 return value[torch.as_tensor(places, dtype=torch.long, device=value.device)]
-            return value[list(places)] if isinstance(value, np.ndarray) else [value[at] for at in places]
+            return (
+                value[list(places)] if isinstance(value, np.ndarray) else [value[place] for place in places]
+            )
         if type(value) is dict:
             return {key: self._taken(inner, places) for key, inner in value.items()}
         if type(value) is tuple:
@@ -191,8 +193,8 @@ class Inputs:
         """As `digests`, of the input as it is now; what is returned waits for the device when called."""
         if not places:
             return list
-        found = [_digests(leaf, places, whole=self.rows is None) for leaf in self.leaves]
-        return lambda: _combined([of_leaf() for of_leaf in found], len(places))
+        digests = [_digests(leaf, places, whole=self.rows is None) for leaf in self.leaves]
+        return lambda: _combined([of_leaf() for of_leaf in digests], len(places))
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -206,38 +208,36 @@ def _is_array(value: Any) -> bool:
 
 def _combined(of_leaves: Sequence[Sequence[int]], count: int) -> list[int]:
     """One digest for the leaves of each row; 0 where none can be seen."""
-    found = [0] * count
+    combined = [0] * count
     for digests in of_leaves:
-        found = [
-            own if not before or not own else _digest(own.to_bytes(8, "little"), before)
-            for before, own in zip(found, digests, strict=True)
+        combined = [
+            digest if not before or not digest else _digest(digest.to_bytes(8, "little"), before)
+            for before, digest in zip(combined, digests, strict=True)
         ]
-    return found
+    return combined
 
 
 def _digests(leaf: Any, places: Sequence[int], *, whole: bool) -> Digests:
     """Digests of the rows of one leaf."""
     if not _is_array(leaf):
-        rows = [leaf] if whole else [leaf[at] for at in places]
-        now = [_digest_of(row, 0) for row in rows]
-        return lambda: now
+        rows = [leaf] if whole else [leaf[place] for place in places]
+        digests = [_digest_of(row, 0) for row in rows]
+        return lambda: digests
     plain = _plain(leaf)
     if plain is None:
         return lambda: [0] * len(places)
-    if whole:
-        plain = plain.unsqueeze(0)
-    elif len(places) == 1:
+    if not whole and len(places) == 1:
         plain = plain[places[0] : places[0] + 1]
-    elif len(places) != plain.shape[0]:
+    elif not whole and len(places) != plain.shape[0]:
         plain = plain[torch.as_tensor(places, dtype=torch.long, device=plain.device)]
-    return _digests_of_rows(plain)
+    return _digests_of_rows(plain, whole=whole)
 
 
 def _digest_of(value: Any, seed: int) -> int:
     """A digest of one input; the seed itself where it can't be seen."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         plain = _plain(value)
-        return seed if plain is None else _combined([[seed], _digests_of_rows(plain.unsqueeze(0))()], 1)[0]
+        return seed if plain is None else _combined([[seed], _digests_of_rows(plain, whole=True)()], 1)[0]
     if isinstance(value, str):
         return _digest(b"s" + value.encode("utf-8", "surrogatepass"), seed)
     if isinstance(value, (bytes, bytearray, memoryview)):
@@ -247,8 +247,8 @@ def _digest_of(value: Any, seed: int) -> int:
     if isinstance(value, PIL.Image.Image) and not getattr(value, "tile", None):  # else it isn't decoded yet
         return _digest(value.tobytes(), _digest(f"{value.mode}{value.size}".encode(), seed))
     if type(value) in (list, tuple):
-        for one in value:
-            seed = _digest_of(one, seed)
+        for member in value:
+            seed = _digest_of(member, seed)
     return seed
 
 
@@ -264,17 +264,19 @@ def _plain(value: Any) -> torch.Tensor | None:
     return plain if plain.layout is torch.strided and not plain.is_quantized else None
 
 
-def _digests_of_rows(rows: torch.Tensor) -> Digests:
-    head = _digest_of_type(rows.dtype, rows.shape[1:])
+def _digests_of_rows(rows: torch.Tensor, *, whole: bool) -> Digests:
+    """Digests of the rows of a tensor, or of all of it as one row."""
+    count, shape = (1, rows.shape) if whole else (rows.shape[0], rows.shape[1:])
+    head = _digest_of_type(rows.dtype, shape)
     if not rows.numel():
-        digests = [head] * len(rows)
+        digests = [head] * count
         return lambda: digests
-    data = rows.reshape(len(rows), -1).contiguous().view(torch.uint8)
+    data = rows.reshape(count, -1).contiguous().view(torch.uint8)
     if data.device.type != "cuda":
-        now = _digests_of_bytes(_runs(data.cpu().numpy()), head)
-        return lambda: now
+        computed = _digests_of_bytes(_runs(data.cpu().numpy()), head)
+        return lambda: computed
     arrived = copied(_runs(data))
-    return lambda: _digests_of_bytes(arrived().reshape(len(rows), -1), head)
+    return lambda: _digests_of_bytes(arrived().reshape(count, -1), head)
 
 
 @functools.lru_cache(maxsize=256)

@@ -136,10 +136,10 @@ class _Share:
             return False
         self._full_until = time.monotonic() + _FULL_SECONDS
         with contextlib.suppress(OSError), exclusive(self._root / "lock"):  # somebody may have removed it
-            others = sum(self._of_others())
-            limit_bytes = self._limit(self.size_bytes + others)
+            taken_bytes = sum(self._of_others())
+            limit_bytes = self._limit(self.size_bytes + taken_bytes)
             block = max(size_bytes, min(_BLOCK_BYTES, limit_bytes // _BLOCKS))
-            if self.size_bytes + others + block <= limit_bytes:
+            if self.size_bytes + taken_bytes + block <= limit_bytes:
                 write_at(self._held.file, b"%020d" % (self.size_bytes + block), 0)
                 self.size_bytes += block
                 self._full_until = 0.0

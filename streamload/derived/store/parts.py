@@ -65,8 +65,8 @@ def _leaves(parts: Mapping[str, Any], inside: tuple[str, ...]) -> Iterator[tuple
             yield ".".join(path), value
 
 
-def compared(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+def compared(first_parts: Mapping[str, Any], second_parts: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """The parts in which two fingerprints differ, each with both values; None of what one hasn't."""
-    first, second = flat(one), flat(other)
+    first, second = flat(first_parts), flat(second_parts)
     both = ((name, first.get(name), second.get(name)) for name in sorted({*first, *second}))
     return [(name, before, after) for name, before, after in both if before != after]

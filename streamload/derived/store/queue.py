@@ -119,7 +119,7 @@ class RowQueue:
             if prover is not None:
                 self._unproved.append((rows, prover))
                 most_bytes = _MOST_OF_DEVICE_BYTES if rows.is_of_device else _MOST_UNPROVED_BYTES
-                is_full = sum(one.size_bytes for one, _ in self._unproved) > most_bytes
+                is_full = sum(computed.size_bytes for computed, _ in self._unproved) > most_bytes
         if prover is None:
             self._accept([rows])
             return
@@ -130,19 +130,19 @@ class RowQueue:
     def settle(self) -> None:
         """Hand rows to the thread that are proved by now, and drop those whose module has changed."""
         with self._changed:
-            some, self._unproved = self._unproved, []
-        proved, rest = [], []
-        for rows, prover in some:
+            unproved, self._unproved = self._unproved, []
+        proved, undecided = [], []
+        for rows, prover in unproved:
             verdict = prover.is_proved(rows)
             if verdict is None:
-                rest.append((rows, prover))
+                undecided.append((rows, prover))
             elif verdict:
                 proved.append(rows)
             else:
                 self._forget(rows)
                 self._on_dropped(len(rows.names))
         with self._changed:
-            self._unproved[:0] = rest
+            self._unproved[:0] = undecided
         self._accept(proved)
 
     def flush(self) -> None:
@@ -155,8 +155,8 @@ class RowQueue:
         self.settle()
         self._store_all()
 
-    def _accept(self, some: Sequence[ComputedRows]) -> None:
-        for rows in some:
+    def _accept(self, computed: Sequence[ComputedRows]) -> None:
+        for rows in computed:
             try:
                 material = rows.material()
             except BaseException:
@@ -195,34 +195,34 @@ class RowQueue:
 
     def _store_all(self) -> None:
         with self._writing:
-            while some := self._next():
+            while batch := self._next():
                 try:
                     sealed = [
-                        one
-                        for rows, (bodies, digests) in some
-                        for one in seal_rows(rows.names, rows.layout, bodies, digests)
+                        row
+                        for rows, (bodies, digests) in batch
+                        for row in seal_rows(rows.names, rows.layout, bodies, digests)
                     ]
-                    self._write(sealed, some[0][0].label)
+                    self._write(sealed, batch[0][0].label)
                 except Exception as exc:  # whatever it is, training goes on
                     log_once(f"rows can't be stored: {exc!r}")
                 finally:
-                    for rows, _ in some:
+                    for rows, _ in batch:
                         self._forget(rows)
                     with self._changed:
-                        self._bytes -= sum(rows.size_bytes for rows, _ in some)
+                        self._bytes -= sum(rows.size_bytes for rows, _ in batch)
                         self._changed.notify_all()
 
     def _next(self) -> list[tuple[ComputedRows, Material]]:
         """The next rows, of one label, enough for some transactions."""
-        some: list[tuple[ComputedRows, Material]] = []
+        batch: list[tuple[ComputedRows, Material]] = []
         size = 0
         with self._changed:
             while self._waiting and size < _ENOUGH_BYTES:
-                if some and self._waiting[0][0].label != some[0][0].label:
+                if batch and self._waiting[0][0].label != batch[0][0].label:
                     break
-                some.append(self._waiting.popleft())
-                size += some[-1][0].size_bytes
-        return some
+                batch.append(self._waiting.popleft())
+                size += batch[-1][0].size_bytes
+        return batch
 
     def _forget(self, rows: ComputedRows) -> None:
         with self._changed:

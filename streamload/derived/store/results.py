@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from streamload.derived.store.host_copy import Bytes, copied
 from streamload.derived.store.sealed import Row, StoredLeaf, leaves_in
 from streamload.errors import CacheCorrupt, FeatureNotCacheable
 
@@ -29,31 +29,7 @@ _DTYPES = {
     if isinstance(one, torch.dtype) and not str(one).startswith(("torch.q", "torch.bits"))
 }
 _MOST_LAYOUT_BYTES = 1 << 20
-
-
-class Leaf(StoredLeaf):
-    """A tensor or array of a result: where its bytes are in a row's body."""
-
-    __slots__ = ()
-
-    @property
-    def dtype_of_torch(self) -> torch.dtype | None:
-        """Of a tensor; None: it is an array."""
-        return None if self.kind == "n" else _DTYPES[self.dtype]
-
-    def join(self, bodies: Sequence[bytes | memoryview], device: torch.device, *, is_row: bool) -> Any:
-        """The leaf of several rows as one, in memory of its own; of one whole result, as it was."""
-        shape = (len(bodies), *self.shape) if is_row else self.shape
-        if self.start or self.stop != len(bodies[0]):
-            bodies = [memoryview(body)[self.start : self.stop] for body in bodies]
-        data = bytearray().join(bodies)
-        if self.kind == "n":
-            return np.frombuffer(data, np.dtype(self.dtype)).reshape(shape)
-        if 0 in shape:
-            joined = torch.empty(shape, dtype=_DTYPES[self.dtype])
-        else:
-            joined = torch.frombuffer(data, dtype=_DTYPES[self.dtype]).view(shape)
-        return joined if self.kind == "t" or device.type == "cpu" else joined.to(device)
+Bytes = NDArray[np.uint8]
 
 
 Builder = Callable[[list[Any]], Any]
@@ -66,13 +42,11 @@ class Layout:
     Attributes:
         body_bytes: of all leaves.
         build: leaves → result.
-        has_device: whether a leaf is put on the module's device.
     """
 
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[StoredLeaf, ...]
     body_bytes: int
     build: Builder
-    has_device: bool
 
 
 class Result:
@@ -97,17 +71,9 @@ class Result:
                 f"the layout of the result takes {len(self.layout):,} bytes; allowed: 1 MiB"
             )
 
-    @functools.cached_property
-    def _arrays(self) -> list[np.ndarray[Any, Any]]:
-        """The bytes of each leaf on the CPU: uint8[rows, bytes of a row]."""
-        return [_as_bytes(leaf, self.rows or 1) for _, leaf in self._leaves]
-
     def bodies(self) -> list[bytes]:
         """The bytes of each row, or of the whole."""
-        arrays = self._arrays
-        if len(arrays) == 1:
-            return [row.tobytes() for row in arrays[0]]
-        return [b"".join([array[at].tobytes() for array in arrays]) for at in range(self.rows or 1)]
+        return [row.tobytes() for row in self.copied()()]
 
     def copied(self) -> Callable[[], Bytes]:
         """Copy the bytes of each row as they are now: uint8[rows, bytes of a row], when they have arrived."""
@@ -156,12 +122,15 @@ class Result:
             return ["s", list(value)]
         if type(value) in (list, tuple):
             kind = "l" if type(value) is list else "u"
-            return [kind, [self._node(one, f"{where}[{at}]") for at, one in enumerate(value)]]
+            return [kind, [self._node(member, f"{where}[{number}]") for number, member in enumerate(value)]]
         if type(value) in (dict, collections.OrderedDict):
             kind = "d" if type(value) is dict else "o"
             return [
                 kind,
-                [[_name(key, where), self._node(one, f"{where}[{key!r}]")] for key, one in value.items()],
+                [
+                    [_name(key, where), self._node(member, f"{where}[{key!r}]")]
+                    for key, member in value.items()
+                ],
             ]
         return self._record(value, where)
 
@@ -206,14 +175,29 @@ class Result:
         return shape[1:]
 
 
-def _as_bytes(leaf: Any, rows: int) -> np.ndarray[Any, Any]:
-    if isinstance(leaf, torch.Tensor):
-        if not leaf.numel():
-            return np.empty((rows, 0), np.uint8)
-        flat: np.ndarray[Any, Any] = leaf.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    else:
-        flat = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
-    return flat.reshape(rows, -1) if flat.size else np.empty((rows, 0), np.uint8)
+def copied(value: torch.Tensor | NDArray[Any]) -> Callable[[], Bytes]:
+    """Copy a tensor or array as it is now, without waiting for a GPU; what is returned waits when called."""
+    if isinstance(value, np.ndarray):
+        array = np.array(value, order="C").reshape(-1).view(np.uint8)
+        return lambda: array
+    tensor = value.detach()
+    flat = tensor.contiguous().reshape(-1)
+    if not flat.numel():
+        return lambda: np.empty(0, np.uint8)
+    if flat.device.type != "cuda":
+        host = flat.cpu()
+        host = host.clone() if host.data_ptr() == tensor.data_ptr() else host
+        data: Bytes = host.view(torch.uint8).numpy()
+        return lambda: data
+    pinned = flat.view(torch.uint8).to("cpu", non_blocking=True)
+    event = torch.cuda.current_stream(flat.device).record_event()
+
+    def arrived() -> Bytes:
+        event.synchronize()
+        on_host: Bytes = pinned.numpy()
+        return on_host
+
+    return arrived
 
 
 @functools.lru_cache(maxsize=256)
@@ -224,17 +208,13 @@ def layout_of(text: bytes) -> Layout:
         CacheCorrupt: it can't be read, or names a class that isn't there.
     """
     try:
-        leaves = tuple(
-            Leaf(*(getattr(leaf, field.name) for field in dataclasses.fields(leaf)))
-            for leaf in leaves_in(text)
-        )
+        leaves = leaves_in(text)
         if any(leaf.kind != "n" and leaf.dtype not in _DTYPES for leaf in leaves):
             raise ValueError("a tensor of a dtype that torch doesn't have here")
         build = _builder(json.loads(text), itertools.count())
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as exc:
         raise CacheCorrupt(f"a row's layout can't be read: {exc}") from exc
-    has_device = any(leaf.kind == "m" for leaf in leaves)
-    return Layout(leaves, leaves[-1].stop if leaves else 0, build, has_device)
+    return Layout(leaves, leaves[-1].stop if leaves else 0, build)
 
 
 def _builder(node: Any, places: Iterator[int]) -> Builder:
@@ -244,28 +224,28 @@ def _builder(node: Any, places: Iterator[int]) -> Builder:
         node: of the layout.
         places: of its leaves.
     """
-    kind, what = node[0], node[1]
+    kind, content = node[0], node[1]
     if kind in ("t", "m", "n"):
         place = next(places)
-        return lambda made: made[place]
+        return lambda leaves: leaves[place]
     if kind in ("v", "f", "s"):
-        value: Any = what
+        value: Any = content
         if kind != "v":
-            value = float.fromhex(what) if kind == "f" else torch.Size(int(size) for size in what)
-        return lambda made: value
+            value = float.fromhex(content) if kind == "f" else torch.Size(int(size) for size in content)
+        return lambda leaves: value
     if kind in ("l", "u"):
-        inner = [_builder(part, places) for part in what]
+        inner = [_builder(part, places) for part in content]
         sequence: type = list if kind == "l" else tuple
-        return lambda made: sequence([part(made) for part in inner])
+        return lambda leaves: sequence([part(leaves) for part in inner])
     if kind in ("d", "o"):
-        pairs = [(_from_name(name), _builder(part, places)) for name, part in what]
+        pairs = [(_from_name(name), _builder(part, places)) for name, part in content]
         mapping: type = dict if kind == "d" else collections.OrderedDict
-        return lambda made: mapping([(name, part(made)) for name, part in pairs])
-    cls = _class_named(what)
+        return lambda leaves: mapping([(name, part(leaves)) for name, part in pairs])
+    cls = _class_named(content)
     if kind != "c" or cls is None or _fields(cls) != [name for name, _ in node[2]]:
-        raise ValueError(f"{what} isn't imported here, or has other fields")
+        raise ValueError(f"{content} isn't imported here, or has other fields")
     named = [(name, _builder(part, places)) for name, part in node[2]]
-    return lambda made: cls(**{name: part(made) for name, part in named})
+    return lambda leaves: cls(**{name: part(leaves) for name, part in named})
 
 
 def join(rows: Sequence[Row], device: torch.device, *, is_row: bool) -> tuple[Layout, list[Any]]:
@@ -278,7 +258,27 @@ def join(rows: Sequence[Row], device: torch.device, *, is_row: bool) -> tuple[La
     bodies = [row.body for row in rows]
     if {len(body) for body in bodies} != {layout.body_bytes}:
         raise CacheCorrupt("a row isn't as long as its layout says")
-    return layout, [leaf.join(bodies, device, is_row=is_row) for leaf in layout.leaves]
+    return layout, [_joined(leaf, bodies, device, is_row=is_row) for leaf in layout.leaves]
+
+
+def _joined(
+    leaf: StoredLeaf, bodies: Sequence[bytes | memoryview], device: torch.device, *, is_row: bool
+) -> Any:
+    """A leaf of several rows as one, in memory of its own; of one whole result, as it was."""
+    shape = (len(bodies), *leaf.shape) if is_row else leaf.shape
+    if leaf.start or leaf.stop != len(bodies[0]):
+        bodies = [memoryview(body)[leaf.start : leaf.stop] for body in bodies]
+    data = bytearray().join(bodies)
+    dtype = dtype_of(leaf)
+    if dtype is None:
+        return np.frombuffer(data, np.dtype(leaf.dtype)).reshape(shape)
+    joined = torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+    return joined if leaf.kind == "t" or device.type == "cpu" else joined.to(device)
+
+
+def dtype_of(leaf: StoredLeaf) -> torch.dtype | None:
+    """The dtype of a tensor; None: it is an array."""
+    return None if leaf.kind == "n" else _DTYPES[leaf.dtype]
 
 
 def _name(key: Any, where: str) -> Any:
@@ -302,12 +302,12 @@ def _name_of(cls: type) -> str:
 def _class_named(name: str) -> type | None:
     """A class of a module that is imported; nothing is imported for it."""
     module, _, qualname = name.partition(":")
-    found: Any = sys.modules.get(module)
-    if found is None and module in ("__main__", "__mp_main__"):
-        found = sys.modules.get("__main__")
+    holder: Any = sys.modules.get(module)
+    if holder is None and module in ("__main__", "__mp_main__"):
+        holder = sys.modules.get("__main__")
     for step in qualname.split("."):
-        found = getattr(found, step, None)
-    return found if isinstance(found, type) else None
+        holder = getattr(holder, step, None)
+    return holder if isinstance(holder, type) else None
 
 
 def _fields(cls: type) -> list[str] | None:
@@ -316,7 +316,7 @@ def _fields(cls: type) -> list[str] | None:
         return list(cls._fields)
     if dataclasses.is_dataclass(cls):
         fields = dataclasses.fields(cls)
-        return [one.name for one in fields] if all(one.init for one in fields) else None
+        return [field.name for field in fields] if all(field.init for field in fields) else None
     return None
 
 
@@ -325,29 +325,29 @@ def leaves_of(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from leaves_of(one)
+        for member in value:
+            yield from leaves_of(member)
     elif isinstance(value, dict):
-        for one in value.values():
-            yield from leaves_of(one)
+        for member in value.values():
+            yield from leaves_of(member)
 
 
-def concatenated(one: Any, other: Any) -> Any:
+def concatenated(first: Any, second: Any) -> Any:
     """Two leaves of one type, one after the other along dimension 0."""
-    if isinstance(one, np.ndarray):
-        return np.concatenate([one, other])
-    if not (one.numel() and other.numel()):
-        return torch.cat([one, other])
-    flat = [leaf.contiguous().reshape(-1).view(torch.uint8) for leaf in (one, other)]
-    return torch.cat(flat).view(one.dtype).reshape(-1, *one.shape[1:])
+    if isinstance(first, np.ndarray):
+        return np.concatenate([first, second])
+    if not (first.numel() and second.numel()):
+        return torch.cat([first, second])
+    flat = [leaf.contiguous().reshape(-1).view(torch.uint8) for leaf in (first, second)]
+    return torch.cat(flat).view(first.dtype).reshape(-1, *first.shape[1:])
 
 
-def reordered(leaf: Any, wanted: Sequence[int]) -> Any:
+def reordered(leaf: Any, places: Sequence[int]) -> Any:
     """The wanted rows of a leaf, in that order; of any type, as not all have an index."""
     if isinstance(leaf, np.ndarray):
-        return leaf[list(wanted)]
-    index = torch.as_tensor(wanted, device=leaf.device)
+        return leaf[list(places)]
+    index = torch.as_tensor(places, device=leaf.device)
     if not leaf.numel():
         return leaf[index]
     rows = leaf.contiguous().reshape(len(leaf), -1).view(torch.uint8)[index]
-    return rows.view(leaf.dtype).reshape(len(wanted), *leaf.shape[1:])
+    return rows.view(leaf.dtype).reshape(len(places), *leaf.shape[1:])

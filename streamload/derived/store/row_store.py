@@ -8,7 +8,9 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import enum
+import gc
 import hashlib
+import multiprocessing
 import multiprocessing.util
 import os
 import shutil
@@ -72,6 +74,9 @@ class Place:
     mapped: Mapped | None = None
     reads_default: bool = False
 
+    def __hash__(self) -> int:
+        return hash(self.path)  # of a few places in a process: each call looks for its own
+
     def settings(self) -> Settings:
         """The settings that hold for it."""
         return read_settings(cache_size=self.cache_size)
@@ -127,7 +132,7 @@ class RowStore:
         """The rows that are there, of some keys; those that came from the disk are in memory from now on."""
         if self.queue.is_busy and self.queue.holds(keys):
             self.queue.flush()
-        began = time.perf_counter()
+        start = time.perf_counter()
         rows = {} if self.memory is None else self.memory.read(keys)
         if len(rows) < len(keys):
             missing = [key for key in keys if key not in rows] if rows else keys
@@ -138,7 +143,7 @@ class RowStore:
             if self.memory is not None and stored:
                 self.memory.add(stored.items(), label)
             rows = rows | stored if rows else stored
-        self.counts.read_seconds += time.perf_counter() - began
+        self.counts.read_seconds += time.perf_counter() - start
         self.counts.bytes_read += sum([len(row.body) for row in rows.values()])
         return rows
 
@@ -160,13 +165,13 @@ class RowStore:
         """Store sealed rows, as far as there is room; by one thread at a time."""
         if self._writer is None:  # so that readers don't wait for a disk to write
             self._writer = self._opened()
-        began = time.perf_counter()
+        start = time.perf_counter()
         stored = self._writer.write(rows, label)
         self.counts.stored += stored
         self.counts.bytes_written += sum(len(data) for _, data in rows) if stored == len(rows) else 0
         if self.memory is not None:
             self.memory.add(((key, unseal(key, bytes(data))) for key, data in rows), label)
-        self.counts.store_seconds += time.perf_counter() - began
+        self.counts.store_seconds += time.perf_counter() - start
 
     def flush(self) -> None:
         """Store all rows that were computed, as far as they are proved and there is room."""
@@ -249,14 +254,22 @@ def open_store(place: Place) -> RowStore | None:
         log_once(f"rows are neither read nor stored: {exc}")
     if not _stores:
         multiprocessing.util.Finalize(None, close_stores, exitpriority=10)
+        if multiprocessing.current_process().daemon:
+            # In a worker of a DataLoader: else collecting garbage, which many rows cause, writes into each
+            # object that was inherited, and so copies its page.
+            gc.freeze()
     _stores[place] = store
     return store
 
 
 def stores_at(place: Place) -> list[RowStore]:
     """The stores of this process at a place's directory, whatever their level; of what is there already."""
-    opened = {at: store for at, store in _stores.items() if store is not None and not at.mapped}
-    stores = [store for at, store in opened.items() if at.root == place.root]
+    opened = {
+        store_place: store
+        for store_place, store in _stores.items()
+        if store is not None and not store_place.mapped
+    }
+    stores = [store for store_place, store in opened.items() if store_place.root == place.root]
     for store in stores:
         store.flush()
     if not stores and any(place.root.glob(f"*/{DATABASE}")):

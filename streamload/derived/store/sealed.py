@@ -71,7 +71,7 @@ def seal_rows(
     numbers = np.array([input_digests, checksums], "<u8").T  # the last two of the head
     sealed[:, _HEAD.size - 16 : _HEAD.size] = np.ascontiguousarray(numbers).view(np.uint8)
     data = memoryview(sealed.reshape(-1).data)
-    return [(key, data[at * size : (at + 1) * size]) for at, key in enumerate(keys)]
+    return [(key, data[number * size : (number + 1) * size]) for number, key in enumerate(keys)]
 
 
 def unseal(key: bytes, data: bytes) -> Row:
@@ -91,9 +91,9 @@ def unseal(key: bytes, data: bytes) -> Row:
     return Row(data[_HEAD.size : head_bytes], memoryview(data)[head_bytes:], input_digest)
 
 
-def _checksum(key: bytes, layout_bytes: int, input_digest: int, rest: Any) -> int:
+def _checksum(key: bytes, layout_bytes: int, input_digest: int, content: Any) -> int:
     seed = xxh3_64_intdigest(key, (input_digest + layout_bytes * _ODD) & _64_BITS)
-    return int(xxh3_64_intdigest(rest, seed))
+    return int(xxh3_64_intdigest(content, seed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +140,8 @@ def leaves_in(layout: bytes) -> tuple[StoredLeaf, ...]:
 def described(leaves: Sequence[StoredLeaf]) -> list[dict[str, Any]]:
     """Leaves as files of columns say what they hold: `leaf-0.npy` and so on."""
     return [
-        {"file": f"leaf-{at}.npy", "path": leaf.path, "dtype": leaf.dtype, "shape": list(leaf.shape)}
-        for at, leaf in enumerate(leaves)
+        {"file": f"leaf-{number}.npy", "path": leaf.path, "dtype": leaf.dtype, "shape": list(leaf.shape)}
+        for number, leaf in enumerate(leaves)
     ]
 
 
@@ -160,13 +160,13 @@ def class_in(layout: bytes) -> str | None:
     """
     nodes = [json.loads(layout)]
     while nodes:
-        kind, what = nodes.pop()[:2]
+        kind, content = nodes.pop()[:2]
         if kind == "c":
-            return str(what)
+            return str(content)
         if kind in ("l", "u"):
-            nodes += reversed(what)
+            nodes += reversed(content)
         elif kind in ("d", "o"):
-            nodes += [one for _, one in reversed(what)]
+            nodes += [node for _, node in reversed(content)]
     return None
 
 
@@ -187,21 +187,21 @@ def read_row(name: bytes, data: bytes) -> tuple[Row, tuple[StoredLeaf, ...]]:
 
 
 def _leaves(node: Any, path: str) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:
-    kind, what = node[0], node[1]
+    kind, content = node[0], node[1]
     if kind in ("t", "m", "n"):
-        shape = tuple(int(one) for one in node[2])
+        shape = tuple(int(member) for member in node[2])
         if min(shape, default=0) < 0:
             raise ValueError(f"a tensor of shape {shape}")
-        yield path, kind, what, shape
+        yield path, kind, content, shape
     elif kind in ("l", "u"):
-        for at, one in enumerate(what):
-            yield from _leaves(one, f"{path}[{at}]")
+        for number, member in enumerate(content):
+            yield from _leaves(member, f"{path}[{number}]")
     elif kind in ("d", "o"):
-        for name, one in what:
-            yield from _leaves(one, f"{path}[{_key(name)}]")
+        for name, member in content:
+            yield from _leaves(member, f"{path}[{_key(name)}]")
     elif kind == "c":
-        for name, one in node[2]:
-            yield from _leaves(one, f"{path}.{name}")
+        for name, member in node[2]:
+            yield from _leaves(member, f"{path}.{name}")
     elif kind not in ("v", "f", "s"):
         raise ValueError(f"a node of kind {kind!r}")
 

@@ -130,10 +130,10 @@ class RowShardWriter(ExitStack):
         yield _member("rows.keys.json", json.dumps(self._keys).encode())
         yield _member("rows.samples.npy", _numbers(self._samples))
         yield _member("rows.checksums.npy", _numbers(self._checksums))
-        for at, (file, leaf) in enumerate(zip(self._leaves, leaves, strict=True)):
+        for number, (file, leaf) in enumerate(zip(self._leaves, leaves, strict=True)):
             start = npy_head(leaf.stored, (len(self._keys), *leaf.shape))
             size = len(start) + file.tell()
-            yield _tar_header(_leaf_name(at), size) + start
+            yield _tar_header(_leaf_name(number), size) + start
             file.seek(0)
             while piece := file.read(_PIECE_BYTES):
                 yield piece
@@ -224,7 +224,9 @@ class RowShard:
         if read is None or read[0].checksum is None:
             raise CacheCorrupt(f"{path} fails its checksum")
         entry, data = read
-        members = {ext: data[at - entry.start : at - entry.start + size] for ext, at, size in entry.members}
+        members = {
+            ext: data[start - entry.start : start - entry.start + size] for ext, start, size in entry.members
+        }
         try:
             about, keys = (json.loads(bytes(members[name])) for name in ("json", "keys.json"))
             samples, checksums = (
@@ -250,19 +252,19 @@ class RowShard:
 
     def _found_leaves(self, rows: int) -> list[tuple[int, int]]:
         """Where the first row of each leaf is in the tar, and the bytes of a row."""
-        found, reader = [], self.copy.reader
-        for at, leaf in enumerate(leaves_in(self.layout)):
+        places, reader = [], self.copy.reader
+        for number, leaf in enumerate(leaves_in(self.layout)):
             size = leaf.stop - leaf.start
-            entry = reader.entry(at + 1) if at + 1 < reader.count else None
+            entry = reader.entry(number + 1) if number + 1 < reader.count else None
             first = -1 if entry is None else entry.stop - rows * size
-            if entry is None or f"{entry.key}.npy" != _leaf_name(at) or first < entry.start:
-                raise CacheCorrupt(f"{self.copy.path} has no {_leaf_name(at)} of {rows} rows")
-            found.append((first, size))
-        return found
+            if entry is None or f"{entry.key}.npy" != _leaf_name(number) or first < entry.start:
+                raise CacheCorrupt(f"{self.copy.path} has no {_leaf_name(number)} of {rows} rows")
+            places.append((first, size))
+        return places
 
 
-def _leaf_name(at: int) -> str:
-    return f"leaf-{at}.npy"
+def _leaf_name(number: int) -> str:
+    return f"leaf-{number}.npy"
 
 
 def _numbers(numbers: Sequence[int]) -> bytes:

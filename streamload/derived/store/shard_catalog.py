@@ -101,17 +101,17 @@ class FingerprintShards:
     @property
     def rows(self) -> int:
         """Number of derived shards."""
-        return sum(one.rows for one in self.shards)
+        return sum(shard.rows for shard in self.shards)
 
     @property
     def size_bytes(self) -> int:
         """Bytes that they take."""
-        return sum(one.size_bytes for one in self.shards)
+        return sum(shard.size_bytes for shard in self.shards)
 
     @property
     def used_at(self) -> float:
         """The last use of any."""
-        return max(one.used_at for one in self.shards)
+        return max(shard.used_at for shard in self.shards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,26 +148,26 @@ class RowShards(ABC):
         """
 
     @abstractmethod
-    def _opened(self, one: HeldRows) -> contextlib.AbstractContextManager[RowShard | None]:
+    def _opened(self, held: HeldRows) -> contextlib.AbstractContextManager[RowShard | None]:
         """Open one, all of its bytes; None if it has gone."""
 
     @abstractmethod
-    def _has_gone(self, one: HeldRows) -> bool:
+    def _has_gone(self, held: HeldRows) -> bool:
         """True if it isn't there any more."""
 
     @abstractmethod
-    def _about(self, one: HeldRows) -> dict[str, Any]:
+    def _about(self, held: HeldRows) -> dict[str, Any]:
         """Header of a derived shard."""
 
     def fingerprints(self) -> list[FingerprintShards]:
         """All of them by label, then by the last use."""
         by_fingerprint: dict[str, list[HeldRows]] = {}
-        for one in self.held():
-            by_fingerprint.setdefault(one.fingerprint, []).append(one)
-        found = [self._described(of, shards) for of, shards in by_fingerprint.items()]
-        return sorted(found, key=lambda one: (one.label, one.used_at, one.fingerprint))
+        for shard in self.held():
+            by_fingerprint.setdefault(shard.fingerprint, []).append(shard)
+        described = [self._described(fingerprint, shards) for fingerprint, shards in by_fingerprint.items()]
+        return sorted(described, key=lambda shard: (shard.label, shard.used_at, shard.fingerprint))
 
-    def check(self, one: HeldRows) -> tuple[int, tuple[str, ...]] | None:
+    def check(self, held: HeldRows) -> tuple[int, tuple[str, ...]] | None:
         """Read all of one, and compare it with its checksums.
 
         Returns:
@@ -177,14 +177,14 @@ class RowShards(ABC):
             SharedTierError, OriginError: the shared cache doesn't answer.
             OSError: there is no room for a temporary copy.
         """
-        if one.cause:
-            return one.rows, (one.cause,)
+        if held.cause:
+            return held.rows, (held.cause,)
         try:
-            with self._opened(one) as shard:
+            with self._opened(held) as shard:
                 if shard is None:
                     return None
-                if not is_of(shard.copy.reader, one.form):
-                    return one.rows, ("it is another shard",)
+                if not is_of(shard.copy.reader, held.form):
+                    return held.rows, ("it is another shard",)
                 keys = shard.damaged_keys()
                 return len(shard), tuple(f"row {key!r} fails its checksum" for key in keys)
         except UNREADABLE as exc:
@@ -193,16 +193,16 @@ class RowShards(ABC):
             )
             if is_unknown or (isinstance(exc, OSError) and is_shortage(exc)):
                 raise
-            if self._has_gone(one):
+            if self._has_gone(held):
                 return None
             cause = str(exc) if isinstance(exc, StreamloadError) else f"{type(exc).__name__}: {exc}"
-            return one.rows, (cause,)
+            return held.rows, (cause,)
 
     def _described(self, fingerprint: str, shards: list[HeldRows]) -> FingerprintShards:
         about: dict[str, Any] = {}
-        for one in shards:
+        for shard in shards:
             with contextlib.suppress(*UNREADABLE):
-                about = {} if one.cause else self._about(one)
+                about = {} if shard.cause else self._about(shard)
             if about:
                 break
         parts = about.get("parts")
@@ -213,8 +213,8 @@ class RowShards(ABC):
 
 def stale_of(held: Sequence[FingerprintShards]) -> list[FingerprintShards]:
     """All but the newest of each label, arguments and transform in a place, as far as these are known."""
-    described = [of for of in held if of.parts is not None]
-    return all_but_newest(described, lambda of: (of.where, of.label, kind_of(of.parts)))
+    described = [shards for shards in held if shards.parts is not None]
+    return all_but_newest(described, lambda shards: (shards.where, shards.label, kind_of(shards.parts)))
 
 
 class NodeRowShards(RowShards):
@@ -226,21 +226,25 @@ class NodeRowShards(RowShards):
 
     def held(self) -> list[HeldRows]:
         """See RowShards. Reads some bytes of each index."""
-        found = []
+        rows_held = []
         for shard in self._tier.shards():
-            of = fingerprint_in(meta_of(shard.path).get("prepared")) if shard.kind == "shards" else None
-            if of is not None:
-                url = url_of(shard.path).removesuffix(f"#{rows_recipe(of)}")
+            fingerprint = (
+                fingerprint_in(meta_of(shard.path).get("prepared")) if shard.kind == "shards" else None
+            )
+            if fingerprint is not None:
+                url = url_of(shard.path).removesuffix(f"#{rows_recipe(fingerprint)}")
                 rows, cause = _rows_in(shard.path)
-                found.append(
-                    HeldRows(of, shard.digest, url, rows, shard.size_bytes, shard.used_at, cause, shard)
+                rows_held.append(
+                    HeldRows(
+                        fingerprint, shard.digest, url, rows, shard.size_bytes, shard.used_at, cause, shard
+                    )
                 )
-        return sorted(found, key=lambda one: (one.url, one.digest))
+        return sorted(rows_held, key=lambda item: (item.url, item.digest))
 
     def remove(self, shards: Sequence[HeldRows], why: str, *, dry_run: bool = False) -> Removed:
         """See RowShards; by the rules of the tier."""
-        by_name = {f"shards/{one.digest}": one for one in shards}
-        directories = [one.directory for one in shards if one.directory is not None]
+        by_name = {f"shards/{shard.digest}": shard for shard in shards}
+        directories = [shard.directory for shard in shards if shard.directory is not None]
         done = garbage.remove(self._tier, directories, why, dry_run=dry_run)
         return Removed(
             tuple(by_name[item.path] for item in done.removed),
@@ -248,20 +252,20 @@ class NodeRowShards(RowShards):
         )
 
     @contextlib.contextmanager
-    def _opened(self, one: HeldRows) -> Iterator[RowShard | None]:
-        path = self._tier.published(one.digest)
-        copy = ShardCopy.open(path, one.form) if path.exists() else None
+    def _opened(self, held: HeldRows) -> Iterator[RowShard | None]:
+        path = self._tier.published(held.digest)
+        copy = ShardCopy.open(path, held.form) if path.exists() else None
         if copy is None:
             yield None
             return
         with contextlib.closing(copy):
-            yield RowShard(copy, one.fingerprint)
+            yield RowShard(copy, held.fingerprint)
 
-    def _has_gone(self, one: HeldRows) -> bool:
-        return not self._tier.published(one.digest).exists()
+    def _has_gone(self, held: HeldRows) -> bool:
+        return not self._tier.published(held.digest).exists()
 
-    def _about(self, one: HeldRows) -> dict[str, Any]:
-        with self._opened(one) as shard:
+    def _about(self, held: HeldRows) -> dict[str, Any]:
+        with self._opened(held) as shard:
             return {} if shard is None else shard.about
 
 
@@ -282,22 +286,26 @@ class SharedRowShards(RowShards):
             if match := _OBJECT.fullmatch(name):
                 objects.setdefault((match[1], match[2]), []).append(name)
         # without an index it is being stored, or was given up
-        whole = [(*of, names) for of, names in objects.items() if f"prepared/{'/'.join(of)}/index" in names]
+        whole = [
+            (recipe, digest, names)
+            for (recipe, digest), names in objects.items()
+            if f"prepared/{recipe}/{digest}/index" in names
+        ]
         with limits.Threads(_REQUESTS, "streamload-list") as pool:
-            found = [one for one in pool.map(lambda one: self._look(*one), whole) if one is not None]
-        return sorted(found, key=lambda one: (one.url, one.digest))
+            rows_held = [item for item in pool.map(lambda item: self._look(*item), whole) if item is not None]
+        return sorted(rows_held, key=lambda item: (item.url, item.digest))
 
     def remove(self, shards: Sequence[HeldRows], why: str, *, dry_run: bool = False) -> Removed:
         """See RowShards; who makes one holds its lease."""
         gone, kept = [], []
         leases = Leases(self._objects, has_gone=is_dead_or_stopped)
-        for one in shards:
-            if leases.is_held(one.digest):
-                kept.append((one, "a process has its lease"))
+        for shard in shards:
+            if leases.is_held(shard.digest):
+                kept.append((shard, "a process has its lease"))
                 continue
-            for name in () if dry_run else one.objects:
+            for name in () if dry_run else shard.objects:
                 self._objects.delete(name)
-            gone.append(one)
+            gone.append(shard)
         return Removed(tuple(gone), tuple(kept))
 
     def _look(self, recipe: str, digest: str, names: list[str]) -> HeldRows | None:
@@ -320,35 +328,35 @@ class SharedRowShards(RowShards):
         return HeldRows(fingerprint, digest, url, rows, size, stored_at, cause, objects=ordered)
 
     @contextlib.contextmanager
-    def _opened(self, one: HeldRows) -> Iterator[RowShard | None]:
-        held = self._tier.look(one.form)
-        if held is None:
+    def _opened(self, held: HeldRows) -> Iterator[RowShard | None]:
+        stored = self._tier.look(held.form)
+        if stored is None:
             yield None
             return
-        with _unpacked(held.index, held.names) as path:
+        with _unpacked(stored.index, stored.names) as path:
             with (path / "data").open("xb") as data:
-                stream = self._tier.stream(one.form, held, 0, threading.Event())
+                stream = self._tier.stream(held.form, stored, 0, threading.Event())
                 with contextlib.closing(stream):
                     for chunk in stream.chunks():
                         data.write(chunk)
-            copy = ShardCopy.open(path, one.form)
+            copy = ShardCopy.open(path, held.form)
             assert copy is not None
             with contextlib.closing(copy):
-                yield RowShard(copy, one.fingerprint)
+                yield RowShard(copy, held.fingerprint)
 
-    def _has_gone(self, one: HeldRows) -> bool:
-        return not self._tier.has(one.form)
+    def _has_gone(self, held: HeldRows) -> bool:
+        return not self._tier.has(held.form)
 
-    def _about(self, one: HeldRows) -> dict[str, Any]:
+    def _about(self, held: HeldRows) -> dict[str, Any]:
         """Read `rows.json` alone."""
-        held = self._tier.look(one.form)
-        if held is None:
+        stored = self._tier.look(held.form)
+        if stored is None:
             return {}
-        with _unpacked(held.index, held.names) as path, contextlib.closing(IndexReader(path)) as reader:
+        with _unpacked(stored.index, stored.names) as path, contextlib.closing(IndexReader(path)) as reader:
             members = reader.entry(0).members
-        at, size = next((at, size) for extension, at, size in members if extension == "json")
-        about: dict[str, Any] = json.loads(self._tier.read(one.form, held, at, at + size))
-        return about if about.get("fingerprint") == one.fingerprint else {}
+        start, size = next((start, size) for extension, start, size in members if extension == "json")
+        about: dict[str, Any] = json.loads(self._tier.read(held.form, stored, start, start + size))
+        return about if about.get("fingerprint") == held.fingerprint else {}
 
 
 @contextlib.contextmanager
