@@ -36,6 +36,7 @@ from benchmarks import machine, turns
 from benchmarks.contenders.job import versions
 from streamload.batches.facts import read_facts
 from streamload.batches.tokenize import adapt_tokenizer
+from streamload.cache.facts import ShardFacts
 from streamload.cache.fill import fill
 from streamload.cache.selection import Selection
 from streamload.cache.shard import ShardList, shard_of
@@ -43,7 +44,7 @@ from streamload.cache.shard_cache import ShardCache
 from streamload.cache.tier import Tier
 from streamload.metrics import Counters
 from streamload.origins.origin import open_origin
-from streamload.shards.facts import Column
+from streamload.shards.columns import Column
 from streamload.testing.server import ShardServer
 from streamload.urls import expand_urls
 
@@ -134,7 +135,10 @@ def _us(run: Callable[[], object], count: int) -> float:
 @contextlib.contextmanager
 def opened(url: str, tier: Tier, columns: Mapping[str, Column]) -> Any:
     """The shard, open."""
-    shards, selection = ShardList(expand_urls(url), None), Selection((), columns=columns)
+    shards, selection = (
+        ShardList(expand_urls(url), None),
+        Selection((), columns=columns, open_companion=ShardFacts),
+    )
     cache = ShardCache(tier, shards, selection, skip=True, counts=Counters(), counted=lambda shard: True)
     with contextlib.closing(cache):
         cache.arrived(0)

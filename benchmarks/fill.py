@@ -37,7 +37,7 @@ from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
 from streamload.options import file_system
 from streamload.origins.origin import OriginOptions, Version
-from streamload.shards.index_writer import IndexWriter
+from streamload.shards.index import IndexWriter
 from streamload.shards.samples import Entry, ShardScanner
 
 SHARDS, SAMPLES_PER_SHARD = 4, 384

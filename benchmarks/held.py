@@ -23,7 +23,7 @@ from streamload import Workers
 from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
 from streamload.options import file_system
-from streamload.shards.index_writer import IndexWriter
+from streamload.shards.index import IndexWriter
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
 

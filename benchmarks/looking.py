@@ -23,12 +23,12 @@ import urllib3
 
 from benchmarks import turns
 from benchmarks.contenders.job import versions
-from streamload.cache.runs import PageFile, now
 from streamload.cache.tier import Tier
-from streamload.daemon.metrics_server import MetricsServer
 from streamload.metrics import COUNTERS, GIVEN
-from streamload.metrics.page import RunPage, names_of_sources
-from streamload.metrics.recording import MOST, Recording
+from streamload.observe.metrics_server import MetricsServer
+from streamload.observe.page import RunPage, names_of_sources
+from streamload.observe.page_files import PageFile, now
+from streamload.observe.recording import MOST, Recording
 
 RANKS, WORKERS, SOURCES, SCRAPES = 8, 8, 4, 200
 SAMPLES = 1_000_000

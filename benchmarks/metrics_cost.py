@@ -37,9 +37,10 @@ from examples.photograph_shards import write_photograph_shards
 from streamload.batches import images
 from streamload.batches.in_progress import Measured
 from streamload.batches.tokenize import BatchTokenizer
-from streamload.cache.runs import read_runs
+from streamload.loader.clock import LoopClock
 from streamload.loader.loader import Loader
-from streamload.loader.meter import Meter
+from streamload.observe.observer import RunObserver
+from streamload.observe.page_files import read_runs
 from streamload.worker.stages import Stages
 
 SAMPLES, BATCH = 640, 64
@@ -122,9 +123,10 @@ def without_metrics() -> Iterator[None]:
         for owner, name, instead in (
             *((Stages, name, nothing) for name in ("begin_read", "end_read", "made", "ready", "handed_over")),
             *((Stages, name, nothing_timed) for name in ("samples", "finish")),
-            *((Meter, name, nothing) for name in ("asked", "took", "returned", "tick", "wait_began")),
-            (Meter, "copying", nothing_timed),
-            (Meter, "wait_ended", lambda *_: 0),
+            *((LoopClock, name, nothing) for name in ("asked", "took", "returned", "wait_began")),
+            *((RunObserver, name, nothing) for name in ("took", "tick", "waited")),
+            (LoopClock, "copying", nothing_timed),
+            (LoopClock, "wait_ended", lambda *_: 0),
             (BatchTokenizer, "real_and_padding", lambda *_: (0, 0)),
             (images, "_TIMED", -1),
         ):
@@ -136,14 +138,15 @@ def cost_of_parts(loader: Loader, cache_dir: str) -> dict[str, float]:
     """Microseconds of what is done for each batch, once a second, and by a reader."""
     batches = iter(loader)
     batch, _ = next(batches)
-    meter, stages = loader.meter, Stages(loader._process.counts)
-    made = mock.Mock(values={"image": batch}, blocked=())
+    clock, observer, stages = loader.clock, loader.observer, Stages(loader._process.counts)
+    made = mock.Mock(values={"image": batch}, blocked=(), passes=())
     measured = Measured(1000, 1000, 1000, 100, 100)
 
     def count() -> None:
-        meter.asked()
+        clock.asked()
+        observer.tick()
         since = time.monotonic()
-        meter.wait_began(since)
+        clock.wait_began(since)
         with stages.samples():
             stages.begin_read()
             stages.end_read()
@@ -152,14 +155,17 @@ def cost_of_parts(loader: Loader, cache_dir: str) -> dict[str, float]:
         stages.made(measured, None)
         stages.ready({"ready_image_bytes": 1, "ready_text_bytes": 1, "ready_other_bytes": 0})
         stages.handed_over()
-        with meter.copying():
+        with clock.copying():
             pass
-        meter.took(made, meter.wait_ended(since))
-        meter.returned()
+        waited_ns = clock.wait_ended(since)
+        observer.waited(waited_ns)
+        clock.took(made, waited_ns)
+        observer.took(made)
+        clock.returned()
 
     found = {
         COUNT: _us(count, 2000),
-        LOOK: _us(lambda: meter.tick(is_due=True), 200),
+        LOOK: _us(lambda: observer.tick(is_due=True), 200),
         READ: _us(lambda: read_runs([cache_dir]), 200),
     }
     del batches

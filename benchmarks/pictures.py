@@ -18,9 +18,9 @@ from pathlib import Path
 from rich.console import Console
 
 import streamload
-from streamload.cache.runs import read_runs
 from streamload.cli.top import shown
-from streamload.metrics.live import Watch
+from streamload.observe.live import Watch
+from streamload.observe.page_files import read_runs
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
         make_loader,
     )
     from streamload.metrics import Snapshot
-    from streamload.metrics.alerts import Alert
-    from streamload.metrics.verdict import Verdict
+    from streamload.metrics.findings import Alert, Verdict
     from streamload.shards.samples import Entry
     from streamload.weights.sample import complexity
 
@@ -71,7 +70,7 @@ __all__ = [
 ]
 
 _LATER = {
-    "Alert": "streamload.metrics.alerts",
+    "Alert": "streamload.metrics.findings",
     "Batches": "streamload.loader",
     "Cache": "streamload.loader",
     "CacheLevel": "streamload.derived.calls.module_cache",
@@ -84,7 +83,7 @@ _LATER = {
     "Shards": "streamload.loader",
     "Snapshot": "streamload.metrics",
     "Source": "streamload.loader",
-    "Verdict": "streamload.metrics.verdict",
+    "Verdict": "streamload.metrics.findings",
     "Workers": "streamload.loader",
     "cache_info": "streamload.derived.calls.module_cache",
     "cache_module": "streamload.derived.calls.module_cache",

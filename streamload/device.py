@@ -313,3 +313,15 @@ def _stream_of(device: torch.device) -> torch.Stream | None:
         return torch.Stream(device=device)
     except RuntimeError:  # moving a batch to the device will report the error
         return None
+
+
+def is_accelerator_used() -> bool:
+    """True if this process has started its accelerator."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and is_initialized(accelerator)
+
+
+def is_initialized(accelerator: torch.device) -> bool:
+    """True if this process has started a device of this kind."""
+    state = getattr(torch.get_device_module(accelerator), "is_initialized", None)
+    return state is not None and bool(state())

@@ -23,11 +23,11 @@ from benchmarks.faults.data import Data, Truth
 from benchmarks.faults.readers import Hang, Reading, read
 from streamload.cache.directory import Directory
 from streamload.cache.locks import usage_of
-from streamload.cache.runs import PageFile
 from streamload.cache.tier import Tier
 from streamload.descriptors import Descriptor
 from streamload.errors import CacheCorrupt
 from streamload.metrics import Counters
+from streamload.observe.page_files import PageFile
 from streamload.shards.index import IndexReader
 
 LETTERS = {

@@ -23,7 +23,7 @@ from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
 from streamload.metrics import Counters
 from streamload.options import read_settings
-from streamload.shards.index_writer import IndexWriter
+from streamload.shards.index import IndexWriter
 from streamload.testing.server import ShardServer
 from tests.support.kills import Child, Stage
 

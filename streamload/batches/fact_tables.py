@@ -17,7 +17,7 @@ import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from streamload.errors import OptionError
-from streamload.shards.facts import Values
+from streamload.shards.columns import Values
 
 _KEY_COLUMNS = ("key", "__key__", "sample_key")
 _ROWS_AT_ONCE = 1 << 16

@@ -24,7 +24,8 @@ from streamload.batches.tokenize import BatchTokenizer, adapt_tokenizer
 from streamload.cache.selection import Repeat
 from streamload.derived.proof.code import Describer
 from streamload.errors import CaptionError, FeatureNotCacheable, OptionError, SampleError, add_note
-from streamload.shards.facts import BUILT_IN, IN_RECORDS, Column, FactSample, Values, column_digest
+from streamload.shards.columns import BUILT_IN, IN_RECORDS, Column, FactSample, Values
+from streamload.shards.facts import column_digest
 from streamload.shards.keys import KeySpec
 from streamload.shards.samples import IMAGE_EXTENSIONS
 

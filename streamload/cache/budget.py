@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from streamload.cache import claims, demand, eviction
+from streamload.cache import demand, eviction
 from streamload.cache.directory import (
     BLOCK_BYTES,
     Directory,
@@ -28,13 +28,14 @@ from streamload.cache.directory import (
     bytes_below,
     granted_bytes,
     is_unread,
+    reservation_of,
     reserved_for_rows,
     rows_bytes,
     write_reservation,
     write_whole,
 )
 from streamload.cache.eviction import HeldShard
-from streamload.cache.locks import FileLock, Usage, exclusive, usage_of
+from streamload.cache.locks import FileLock, Usage, exclusive, is_locked, usage_of
 from streamload.cache.memory import DiskUsage
 from streamload.descriptors import Descriptor
 from streamload.errors import CacheFull
@@ -50,6 +51,61 @@ _ROWS_BLOCK_BYTES, _ROWS_BLOCKS = 64 << 20, 64
 """Room for rows is reserved in parts of so much, or of a small limit in so many parts."""
 LAST_BLOCKS_BYTES = 4 * BLOCK_BYTES
 """Disk space of a part beyond its bytes: its files end within blocks, and one records the reservation."""
+PATIENCE_SECONDS = 1.0
+"""Time for which a process leaves room for a claim, from the moment when it sees it first."""
+
+
+class Claim(NamedTuple):
+    """A live part whose size isn't known.
+
+    Attributes:
+        path: its directory.
+        reserved_bytes: so far.
+    """
+
+    path: Path
+    reserved_bytes: int
+
+
+class Claims:
+    """Unsized claims: parts of live fillers that don't know yet how large their shards are.
+
+    They have no reservation, or one that grows: a shard that is prepared here, or comes from a command. A
+    shard needed later could take the last room meanwhile, be published, be evicted as soon as the size is
+    known, and be fetched again. So a newcomer leaves room for the claims that are needed sooner, a second for
+    each at most: an origin that doesn't answer holds up nobody else. As one process sees them; call the
+    methods under the tier's lock.
+    """
+
+    def __init__(self, directory: Directory):
+        self._directory = directory
+        self._seen_at: dict[Path, float] = {}
+
+    def unsized(self, part: Path | None) -> list[Claim]:
+        """The unsized claims beside `part`; none if that has a reservation: it isn't a newcomer."""
+        if part is None or reservation_of(part) is not None:
+            return []
+        reservations = [(path, reservation_of(path)) for path in self._directory.own("parts") if path != part]
+        claims = [
+            Claim(path, reservation.size_bytes if reservation else 0)
+            for path, reservation in reservations
+            if (reservation is None or reservation.grows) and is_locked(path / "index")
+        ]
+        looked_at = time.monotonic()
+        self._seen_at = {claim.path: self._seen_at.get(claim.path, looked_at) for claim in claims}
+        return [claim for claim in claims if looked_at - self._seen_at[claim.path] < PATIENCE_SECONDS]
+
+    def sooner(self, claims: list[Claim], part: Path, next_use: float) -> list[Claim]:
+        """The claims that are needed before a part, by the plans of the live runs and its own."""
+        digests = {path: path.name[:32] for path in (part, *(claim.path for claim in claims))}
+        next_uses = demand.next_uses(self._directory.root / "runs", sorted(set(digests.values())))
+        own_use = min(next_use, next_uses.get(digests[part], next_use))
+        return [claim for claim in claims if next_uses.get(digests[claim.path], own_use) < own_use]
+
+
+def lacking_bytes(claims: list[Claim], size_bytes: int) -> int:
+    """Bytes that claims will still reserve, if they take as much as another: shards are alike."""
+    return sum(max(0, size_bytes - claim.reserved_bytes) for claim in claims)
 
 
 def part_bytes(size_bytes: int) -> int:
@@ -112,7 +168,7 @@ class Budget:
         self._enforcing = threading.Lock()
         self._enforce_seconds = enforce_seconds
         self._enforced_at = time.monotonic()
-        self._claims = claims.Claims(directory)
+        self._claims = Claims(directory)
         self._limit = Limit(directory.root, limit_bytes)
 
     @property
@@ -159,7 +215,7 @@ class Budget:
 
         Returns:
             False if not enough may be evicted now: try again later. A new part waits for a moment while what
-            is free is for claims that are needed sooner (claims.py).
+            is free is for claims that are needed sooner (`Claims`).
 
         Raises:
             CacheFull: it would not even fit into the empty tier.
@@ -202,20 +258,22 @@ class Budget:
         self._limit.follow()
         most = self.limit_bytes // 2
         block = max(BLOCK_BYTES, min(_ROWS_BLOCK_BYTES, self.limit_bytes // _ROWS_BLOCKS))
-        wanted = min(-(-size_bytes // block) * block, most)
+        rows_bytes = min(-(-size_bytes // block) * block, most)
         reserved = reserved_for_rows(self._directory.root)
-        if wanted <= reserved:
+        if rows_bytes <= reserved:
             return min(reserved, most)
         self._directory.scan()
         for _ in range(_EVICTION_ROUNDS):
             with exclusive(self._lock) as usage:
-                found = self._contents(usage)
-                excess = found.used_bytes - self._allowed_bytes(found.used_bytes) + wanted - reserved
+                contents = self._contents(usage)
+                excess = (
+                    contents.used_bytes - self._allowed_bytes(contents.used_bytes) + rows_bytes - reserved
+                )
                 if excess <= 0:
-                    write_whole(self._directory.root / "rows" / "reserved", str(wanted))
-                    return wanted
-                chosen = self._victims(found.held, excess - found.unread_bytes)
-                evicted = found.unread + self._trash(chosen)
+                    write_whole(self._directory.root / "rows" / "reserved", str(rows_bytes))
+                    return rows_bytes
+                chosen = self._victims(contents.held, excess - contents.unread_bytes)
+                evicted = contents.unread + self._trash(chosen)
             self._delete(evicted)
             if not evicted:
                 break
@@ -226,14 +284,14 @@ class Budget:
         with contextlib.suppress(OSError), exclusive(self._lock):
             (self._directory.root / "rows" / "reserved").unlink(missing_ok=True)
 
-    def _reserve(self, part: Path | None, wanted: Reservation, next_use: float) -> bool:
-        deadline = time.monotonic() + claims.PATIENCE_SECONDS
+    def _reserve(self, part: Path | None, reservation: Reservation, next_use: float) -> bool:
+        deadline = time.monotonic() + PATIENCE_SECONDS
         rounds = 0
         while rounds < _EVICTION_ROUNDS:
             try:
-                decision, evicted = self._decide(part, wanted, next_use)
+                decision, evicted = self._decide(part, reservation, next_use)
             except OSError as exc:
-                if not is_no_space(exc) or not self.evict(wanted.size_bytes, next_use):
+                if not is_no_space(exc) or not self.evict(reservation.size_bytes, next_use):
                     raise
                 rounds += 1
                 continue
@@ -259,8 +317,8 @@ class Budget:
         """
         self._directory.scan()
         with exclusive(self._lock) as usage:
-            found = self._contents(usage)
-            evicted = found.unread + self._trash(self._victims(found.held, size_bytes, next_use))
+            contents = self._contents(usage)
+            evicted = contents.unread + self._trash(self._victims(contents.held, size_bytes, next_use))
         self._delete(evicted)
         return bool(evicted)
 
@@ -313,23 +371,23 @@ class Budget:
         """
         self._directory.scan()
         with exclusive(self._lock) as usage:
-            found = self._contents(usage, without)
-            return self._victims(found.held, found.used_bytes - limit_bytes, may_go=may_go)
+            contents = self._contents(usage, without)
+            return self._victims(contents.held, contents.used_bytes - limit_bytes, may_go=may_go)
 
     def _shrink(self) -> None:
         """Evict what exceeds the limit or the free disk space."""
         self._directory.scan()
         with exclusive(self._lock) as usage:
             self._limit.follow()
-            known = usage.at_most_bytes
-            if known is not None and known <= self._allowed_bytes(known):
+            noted_bytes = usage.at_most_bytes
+            if noted_bytes is not None and noted_bytes <= self._allowed_bytes(noted_bytes):
                 return
-            found = self._contents(usage)
-            excess = found.used_bytes - self._allowed_bytes(found.used_bytes)
+            contents = self._contents(usage)
+            excess = contents.used_bytes - self._allowed_bytes(contents.used_bytes)
             if excess <= 0:
                 return
-            chosen = self._victims(found.held, excess - found.unread_bytes)
-            evicted = found.unread + self._trash(chosen)
+            chosen = self._victims(contents.held, excess - contents.unread_bytes)
+            evicted = contents.unread + self._trash(chosen)
         if chosen:
             logger.info(
                 "cache %s: %d shards evicted, %d bytes over the limit",
@@ -345,33 +403,33 @@ class Budget:
         with exclusive(self._lock) as usage:
             unsized = self._claims.unsized(part)
             if usage.at_most_bytes is not None:
-                wanted = usage.at_most_bytes + max(0, size_bytes - (granted_bytes(part) if part else 0))
-                claimed = claims.lacking_bytes(unsized, size_bytes)
-                if wanted + claimed <= self._allowed_bytes(usage.at_most_bytes):
-                    self._grant(usage, wanted, part, reservation)
+                most_used = usage.at_most_bytes + max(0, size_bytes - (granted_bytes(part) if part else 0))
+                claimed = lacking_bytes(unsized, size_bytes)
+                if most_used + claimed <= self._allowed_bytes(usage.at_most_bytes):
+                    self._grant(usage, most_used, part, reservation)
                     return _Decision.GRANT, []
             if not self._directory.is_scanned:
                 return _Decision.RETRY, []
-            found = self._contents(usage)
-            others = [shard for shard in found.held if shard.path != part]
-            mine = sum(shard.size_bytes for shard in found.held if shard.path == part)
-            excess = found.used_bytes - mine + size_bytes - self._allowed_bytes(found.used_bytes)
+            contents = self._contents(usage)
+            other_shards = [shard for shard in contents.held if shard.path != part]
+            mine = sum(shard.size_bytes for shard in contents.held if shard.path == part)
+            excess = contents.used_bytes - mine + size_bytes - self._allowed_bytes(contents.used_bytes)
             # Shards are alike: what this one takes is the guess for those that will take their room first.
             sooner = self._claims.sooner(unsized, part, next_use) if part and unsized else []
-            claimed = claims.lacking_bytes(sooner, size_bytes)
+            claimed = lacking_bytes(sooner, size_bytes)
             if claimed and excess + claimed > 0:
-                lacks = excess + claimed - found.unread_bytes
-                lacks -= sum(shard.size_bytes for shard in self._victims(others, lacks, next_use))
+                lacks = excess + claimed - contents.unread_bytes
+                lacks -= sum(shard.size_bytes for shard in self._victims(other_shards, lacks, next_use))
                 if 0 < lacks <= claimed:
                     return _Decision.WAIT, []
             if excess <= 0:
-                self._grant(usage, found.used_bytes + max(0, size_bytes - mine), part, reservation)
+                self._grant(usage, contents.used_bytes + max(0, size_bytes - mine), part, reservation)
                 return _Decision.GRANT, []
-            excess -= found.unread_bytes
-            chosen = self._victims(others, excess, next_use)
+            excess -= contents.unread_bytes
+            chosen = self._victims(other_shards, excess, next_use)
             if sum(shard.size_bytes for shard in chosen) < excess:
                 return _Decision.REFUSE, []
-            return _Decision.RETRY, found.unread + self._trash(chosen)
+            return _Decision.RETRY, contents.unread + self._trash(chosen)
 
     def _grant(self, usage: Usage, at_most_bytes: int, part: Path | None, reservation: Reservation) -> None:
         """Under the lock: record the tier's new upper bound first, then a part's reservation."""

@@ -51,8 +51,8 @@ class CheckpointShard(NamedTuple):
         is_known = isinstance(value, list) and len(value) in (4, 6)
         if not is_known or not all(isinstance(part, int) for part in value):
             raise OptionError("not a shard of a state: four or six whole numbers")
-        samples, ended, *others = value
-        return cls(samples, bool(ended), *others)
+        samples, ended, *digests = value
+        return cls(samples, bool(ended), *digests)
 
 
 class CheckedArrivals:
@@ -61,16 +61,20 @@ class CheckedArrivals:
     Args:
         cache: all shards of the run.
         first: the position of the source's first shard among them.
-        begun: what the state recorded, by the shard's position in the source.
+        recorded: what the state recorded, by the shard's position in the source.
         holds: whether the pass of the state is still being read; it says nothing about later ones.
     """
 
     def __init__(
-        self, cache: ShardCache, first: int, begun: Mapping[int, CheckpointShard], holds: Callable[[], bool]
+        self,
+        cache: ShardCache,
+        first: int,
+        recorded: Mapping[int, CheckpointShard],
+        holds: Callable[[], bool],
     ) -> None:
         self._cache = cache
         self._first = first
-        self._begun = begun
+        self._begun = recorded
         self._holds = holds
         self._settled: dict[int, CheckpointShard] = {}  # shards that have ended, as last recorded
         self._same: set[int] = set()  # shards whose index starts as recorded
@@ -84,30 +88,33 @@ class CheckedArrivals:
             StreamloadError: as ShardCache.arrived.
         """
         numbers, ended = self._cache.arrived(self._first + shard)
-        begun = self._known(shard)
-        if begun is None:
+        recorded = self._known(shard)
+        if recorded is None:
             return numbers, ended
         view = self._cache.view(self._first + shard)
-        if view.gave_up and len(numbers) < begun.samples and view.reader is not None:
+        if view.gave_up and len(numbers) < recorded.samples and view.reader is not None:
             raise DatasetChanged(
                 f"{view.shard.name} can't be read as far as when the state was saved ({len(numbers)} of "
-                f"{begun.samples} usable samples): {view.reader.cause}. The epoch of the state needs the "
+                f"{recorded.samples} usable samples): {view.reader.cause}. The epoch of the state needs the "
                 f"rest: restore the shard, or load no state and start the next epoch with set_epoch()"
             )
         versions = _digests_of(view)
-        if begun.version and versions and begun.version not in versions:
+        if recorded.version and versions and recorded.version not in versions:
             raise DatasetChanged(f"{view.shard.name} has another version than when the state was saved")
         if shard not in self._same:
-            if not self._is_same(view, begun, ended):
+            if not self._is_same(view, recorded, ended):
                 return numbers[:0], False
             self._same.add(shard)
-        if begun.given_up >= 0 and view.count >= begun.given_up:
-            numbers, ended = numbers[numbers < begun.given_up], True
-        if (ended and len(numbers) < begun.samples) or (begun.ended and len(numbers) > begun.samples):
+        if recorded.given_up >= 0 and view.count >= recorded.given_up:
+            numbers, ended = numbers[numbers < recorded.given_up], True
+        if (ended and len(numbers) < recorded.samples) or (
+            recorded.ended and len(numbers) > recorded.samples
+        ):
             raise DatasetChanged(
                 f"{view.shard.name} has {len(numbers)} usable samples{'' if ended else ' or more'}; when the "
-                f"state was saved it had {begun.samples}{'' if begun.ended else ' or more'}: it has changed, "
-                f"or can't be read to the same end, or keep, image_key, text_key or label_key select others"
+                f"state was saved it had {recorded.samples}{'' if recorded.ended else ' or more'}: it has "
+                f"changed, or can't be read to the same end, or keep, image_key, text_key or label_key "
+                f"select others"
             )
         return numbers, ended
 
@@ -116,24 +123,24 @@ class CheckedArrivals:
         self._contents = {shard: self._contents[shard] for shard in shards if shard in self._contents}
         if self._begun and self._holds():
             return {shard: self._seen(shard) for shard in shards}
-        found = {shard: self._settled.get(shard) or self._seen(shard) for shard in shards}
-        self._settled = {shard: seen for shard, seen in found.items() if seen.ended}
-        return found
+        records = {shard: self._settled.get(shard) or self._seen(shard) for shard in shards}
+        self._settled = {shard: record for shard, record in records.items() if record.ended}
+        return records
 
-    def _is_same(self, view: ShardView, begun: CheckpointShard, ended: bool) -> bool:
+    def _is_same(self, view: ShardView, recorded: CheckpointShard, ended: bool) -> bool:
         """True if the start of the index is as recorded; False: not known yet.
 
         Raises:
             DatasetChanged: it isn't.
         """
-        if view.count < begun.entries:
+        if view.count < recorded.entries:
             return ended  # with too few samples, which the comparison of their number reports
         try:
-            contents = _contents_of(view, begun.entries)
+            contents = _contents_of(view, recorded.entries)
         except CacheCorrupt:
             view.invalidate()
             return False
-        if contents != begun.contents:
+        if contents != recorded.contents:
             raise DatasetChanged(f"{view.shard.name} has other samples than when the state was saved")
         return True
 
@@ -143,10 +150,10 @@ class CheckedArrivals:
     def _seen(self, shard: int) -> CheckpointShard:
         numbers, ended = self.arrived(shard)
         view = self._cache.view(self._first + shard)
-        known = self._known(shard)
+        recorded = self._known(shard)
         given_up = view.count if view.gave_up else -1
-        if known is not None and known.given_up >= 0 and ended:
-            given_up = known.given_up
+        if recorded is not None and recorded.given_up >= 0 and ended:
+            given_up = recorded.given_up
         entries = min(view.count, _ENTRIES)
         if self._contents.get(shard, (-1, 0))[0] != entries:
             try:
@@ -164,8 +171,8 @@ def _contents_of(view: ShardView, count: int) -> int:
     if view.reader is None or not count:
         return 0
     entries = view.reader.entries(range(min(count, view.count)))
-    said = [(entry.key, sorted(entry.sizes.items()), entry.width, entry.height) for entry in entries]
-    return xxhash.xxh3_64_intdigest(repr(said).encode()) >> 1
+    facts = [(entry.key, sorted(entry.sizes.items()), entry.width, entry.height) for entry in entries]
+    return xxhash.xxh3_64_intdigest(repr(facts).encode()) >> 1
 
 
 def _digests_of(view: ShardView) -> list[int]:

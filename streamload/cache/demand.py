@@ -28,6 +28,7 @@ from streamload.origins.origin import Version
 _HEADER_BYTES = 8  # the number of visits
 _NAME = re.compile(r"([0-9]+)\.[0-9a-f]{8}")
 _VERSION_LOG = re.compile(r"\w+(\.[0-9-]+)?\.page")
+_PAGE = re.compile(r"([0-9]+)\.[0-9a-f]{8}\.metrics")
 _ATTEMPTS = 100
 _NO_VISITS = bytes(8)
 """A version log starts with this: read as a demand file it has no visits."""
@@ -165,7 +166,7 @@ def next_uses(directory: Path, digests: Sequence[str]) -> dict[str, float]:
     """
     names = np.fromiter(map(short, digests), "<u8", len(digests))
     order = np.argsort(names)
-    known, nearest = names[order], np.full(names.size, np.inf)
+    sorted_names, nearest = names[order], np.full(names.size, np.inf)
     for path in sorted([*files(directory), *version_logs(directory)]):
         dead = FileLock.acquire(path)
         if dead is not None:
@@ -173,13 +174,15 @@ def next_uses(directory: Path, digests: Sequence[str]) -> dict[str, float]:
             dead.close()
             continue
         coming = visits_of(path)
-        at = np.searchsorted(known, coming)  # the first of equal names
-        is_known = at < known.size
-        is_known[is_known] = known[at[is_known]] == coming[is_known]
-        np.minimum.at(nearest, at[is_known], np.flatnonzero(is_known))
-    nearest = nearest[np.searchsorted(known, known)]  # a shard and its prepared forms have one next use
-    found = zip(order.tolist(), nearest.tolist(), strict=True)
-    return {digests[place]: next_use for place, next_use in found if next_use < np.inf}
+        places = np.searchsorted(sorted_names, coming)  # the first of equal names
+        is_known = places < sorted_names.size
+        is_known[is_known] = sorted_names[places[is_known]] == coming[is_known]
+        np.minimum.at(nearest, places[is_known], np.flatnonzero(is_known))
+    nearest = nearest[
+        np.searchsorted(sorted_names, sorted_names)
+    ]  # a shard and its prepared forms have one next use
+    next_uses_by_place = zip(order.tolist(), nearest.tolist(), strict=True)
+    return {digests[place]: next_use for place, next_use in next_uses_by_place if next_use < np.inf}
 
 
 def lives(path: Path) -> bool:
@@ -195,6 +198,16 @@ def files(directory: Path) -> list[Path]:
 def version_logs(directory: Path) -> list[Path]:
     """The version logs of runs (freshness.py), live or dead."""
     return _matching(directory, _VERSION_LOG)
+
+
+def pages(directory: Path) -> list[Path]:
+    """The pages that ranks publish (observe/page_files.py), of live or dead processes."""
+    return _matching(directory, _PAGE)
+
+
+def run_files(directory: Path) -> list[Path]:
+    """All files of live or dead runs."""
+    return [*files(directory), *version_logs(directory), *pages(directory)]
 
 
 def _matching(directory: Path, name: re.Pattern[str]) -> list[Path]:

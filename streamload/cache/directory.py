@@ -6,7 +6,7 @@
     shards/<digest>/          a published shard: the same directory, renamed
     bare/<digest>/            index-only: the data had no space, its samples are read from the origin
     gone/<digest>/            the tombstone of a shard that was given up, with the samples before the failure
-    runs/                     what the live runs will read (cache/demand.py); their metrics (cache/runs.py)
+    runs/                     what the live runs will read (demand.py); their metrics (observe/page_files.py)
     rows/                     what modules computed (derived/store/); `reserved`: its room beside shards
     trash/                    being deleted
 
@@ -93,8 +93,8 @@ class Directory:
 
     def parts(self, digest: str) -> list[Path]:
         """The parts of a shard, live or orphaned."""
-        found = opening(lambda: sorted((self.root / "parts").glob(f"{digest}.*")))
-        return [path for path in found if _PART.fullmatch(path.name) and not path.is_symlink()]
+        paths = opening(lambda: sorted((self.root / "parts").glob(f"{digest}.*")))
+        return [path for path in paths if _PART.fullmatch(path.name) and not path.is_symlink()]
 
     def own(self, kind: str) -> Iterator[Path]:
         """The directories that the tier made in one of its subdirectories, recognised by their names."""
@@ -181,16 +181,16 @@ class Directory:
         """Measure a directory; cached until it is used or replaced, so that rescans are quick."""
         status = entry.stat(follow_symlinks=False)
         which = (status.st_ino, status.st_mtime_ns)
-        before, known = self._measured.get(entry.path, (None, None))
-        if known is not None and before == which:
-            return known
+        before, measured = self._measured.get(entry.path, (None, None))
+        if measured is not None and before == which:
+            return measured
         path = Path(entry.path)
         size = _part_bytes(path) if kind == "parts" else bytes_below(path)
         is_superseded = status.st_mtime_ns == SUPERSEDED_NS
-        found = HeldShard(entry.name[:32], path, size, kind, status.st_mtime, is_superseded)
+        held = HeldShard(entry.name[:32], path, size, kind, status.st_mtime, is_superseded)
         if kind != "parts":  # they grow
-            self._measured[entry.path] = (which, found)
-        return found
+            self._measured[entry.path] = (which, held)
+        return held
 
 
 class Limit:
@@ -215,15 +215,15 @@ class Limit:
     def set(self, limit_bytes: int | None) -> None:
         """Record a limit; None adopts the recorded one."""
         with exclusive(self._root / "lock"):
-            known = self._recorded()
-            limit = known if limit_bytes is None else limit_bytes
+            recorded = self._recorded()
+            limit = recorded if limit_bytes is None else limit_bytes
             if limit is None:
                 raise CacheError(f"{self._root} is a new cache: give it a limit")
-            if limit != known:
-                if known is not None:
+            if limit != recorded:
+                if recorded is not None:
                     logger.info(
                         "cache %s: limit changed from %d to %d bytes, for all processes that use it",
-                        *(self._root, known, limit),
+                        *(self._root, recorded, limit),
                     )
                 write_whole(self._record, json.dumps({"format": FORMAT, "limit_bytes": limit}))
             self.size_bytes = limit
@@ -235,13 +235,13 @@ class Limit:
 
     def _recorded(self) -> int | None:
         try:
-            known = json.loads(self._record.read_text())
-            if known["format"] != FORMAT:
+            record = json.loads(self._record.read_text())
+            if record["format"] != FORMAT:
                 raise CacheError(
-                    f"{self._root} is a cache of format {known['format']}, this version of streamload writes "
-                    f"{FORMAT}: choose another directory, or clear it"
+                    f"{self._root} is a cache of format {record['format']}, this version of streamload "
+                    f"writes {FORMAT}: choose another directory, or clear it"
                 )
-            return int(known["limit_bytes"])
+            return int(record["limit_bytes"])
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as exc:
@@ -284,24 +284,24 @@ def _planted_link(path: Path) -> Path | None:
     directory of ours. Linux refuses such links only with fs.protected_symlinks, and only in sticky
     directories.
     """
-    followed, at, rest = 0, Path("/"), [*reversed(path.absolute().parts[1:])]
-    while rest and followed < _LINKS_LIMIT:
-        part = rest.pop()
+    followed, place, left_parts = 0, Path("/"), [*reversed(path.absolute().parts[1:])]
+    while left_parts and followed < _LINKS_LIMIT:
+        part = left_parts.pop()
         if part == "..":
-            at = at.parent
+            place = place.parent
             continue
         try:
-            target = (at / part).readlink()
+            target = (place / part).readlink()
         except OSError as exc:
             if exc.errno != errno.EINVAL:  # it doesn't exist, or can't be accessed at all
                 return None
-            at = at / part  # not a link
+            place = place / part  # not a link
             continue
-        if (at / part).lstat().st_uid not in (0, os.geteuid()) and at.stat().st_mode & 0o022:
-            return at / part
+        if (place / part).lstat().st_uid not in (0, os.geteuid()) and place.stat().st_mode & 0o022:
+            return place / part
         followed += 1
-        at = Path("/") if target.is_absolute() else at
-        rest += reversed(target.parts[target.is_absolute() :])
+        place = Path("/") if target.is_absolute() else place
+        left_parts += reversed(target.parts[target.is_absolute() :])
     return None
 
 

@@ -14,20 +14,15 @@ from contextlib import ExitStack
 
 import numpy as np
 
+from streamload.cache.companion import Carrier
 from streamload.cache.facts_file import FactsFile
 from streamload.cache.locks import PATIENCE_SECONDS
 from streamload.cache.shard import Shard, is_of
 from streamload.cache.shard_copy import ReadMemory, ShardCopy
 from streamload.cache.shard_view import ShardView
-from streamload.cache.shared.facts import SharedFacts
 from streamload.errors import CacheCorrupt, FeatureMismatch
-from streamload.shards.facts import (
-    Column,
-    FactSample,
-    Values,
-    pack_values,
-    unpack_values,
-)
+from streamload.shards.columns import Column, FactSample, Values
+from streamload.shards.facts import pack_values, unpack_values
 from streamload.shards.samples import Entry
 
 _AT_ONCE = 256
@@ -52,7 +47,7 @@ class ShardFacts:
         shared: has what other nodes made, and takes what is made here; None: there is no shared cache.
     """
 
-    def __init__(self, shared: SharedFacts | None = None) -> None:
+    def __init__(self, shared: Carrier | None = None) -> None:
         self._values: dict[str, Values] = {}
         self._files: dict[str, FactsFile] = {}
         self._shared = shared
@@ -78,12 +73,12 @@ class ShardFacts:
         lacking = self._lacking(columns, count)
         if not lacking:
             return True
-        (found,) = view.find((count - 1,))
-        if found is None:
+        (entry_place,) = view.find((count - 1,))
+        if entry_place is None:
             return False
-        copy = found[0]
-        forms = [one for one in (view.shard, view.shard.prepared) if one is not None]
-        self._form = next(((one, copy) for one in forms if is_of(copy.reader, one)), None)
+        copy = entry_place[0]
+        forms = [form for form in (view.shard, view.shard.prepared) if form is not None]
+        self._form = next(((form, copy) for form in forms if is_of(copy.reader, form)), None)
         with ExitStack() as locks:
             for column in lacking:
                 file = self._files.setdefault(column.digest, FactsFile(column))
@@ -93,33 +88,33 @@ class ShardFacts:
                 if len(self.values(column)) < count and not file.is_behind:
                     self._lock(file, column, copy, count)
                     self._fetch(file, column, copy)
-            if any(self._files[one.digest].is_behind for one in self._lacking(columns, count)):
+            if any(self._files[form.digest].is_behind for form in self._lacking(columns, count)):
                 return False  # another process has them, by an index that has grown since
-            made = self._make(view, copy, self._lacking(columns, count))
+            is_made = self._make(view, copy, self._lacking(columns, count))
         for column in lacking:
             self._check(view, copy, column)
         self.share(columns)
-        return made
+        return is_made
 
-    def share(self, columns: Iterable[Column], *, found: bool = False) -> None:
+    def share(self, columns: Iterable[Column], *, with_found: bool = False) -> None:
         """Offer the values of a whole shard to other nodes, once.
 
         Args:
             columns: which ones.
-            found: those that weren't made here, too.
+            with_found: those that weren't made here, too.
         """
         if self._shared is None or self._form is None or not self._form[1].reader.is_complete:
             return
         shard, reader = self._form[0], self._form[1].reader
         for column in columns:
-            is_meant = column.from_members and (found or column.digest in self._made)
+            is_meant = column.from_members and (with_found or column.digest in self._made)
             if is_meant and len(self.values(column)) == reader.count:
                 self._made.discard(column.digest)
                 self._shared.offer(shard, column, self.values(column), reader.records.copy())
 
     def _lacking(self, columns: Sequence[Column], count: int) -> list[Column]:
         """The columns with too few values, in one order for all processes, which lock their files in turn."""
-        lacking = {one.digest: one for one in columns if len(self.values(one)) < count}
+        lacking = {column.digest: column for column in columns if len(self.values(column)) < count}
         return [lacking[digest] for digest in sorted(lacking)]
 
     def _take(self, file: FactsFile, column: Column, copy: ShardCopy) -> None:
@@ -147,12 +142,12 @@ class ShardFacts:
         """Lock a file to extend it, unless another process does that in time or makes no progress."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not file.lock():
-            known = len(self.values(column))
+            count_before = len(self.values(column))
             time.sleep(_POLL_SECONDS)
             self._take(file, column, copy)
             if len(self.values(column)) >= count or time.monotonic() > deadline:
                 return
-            if len(self.values(column)) > known:
+            if len(self.values(column)) > count_before:
                 deadline = time.monotonic() + PATIENCE_SECONDS
         self._take(file, column, copy)
 
@@ -161,7 +156,7 @@ class ShardFacts:
         if not columns:
             return True
         try:
-            for samples in _samples(view, copy, columns, min(len(self.values(one)) for one in columns)):
+            for samples in _samples(view, copy, columns, min(len(self.values(column)) for column in columns)):
                 for column in columns:
                     self._append(column, samples, copy)
         except _Unreadable:
@@ -186,24 +181,24 @@ class ShardFacts:
         except (_Unreadable, CacheCorrupt):
             return
         _checked.add(which)
-        made = column.make([FactSample(*sample) for sample in zip(entries, members, strict=True)])
-        made = unpack_values(pack_values(made, column.dtype), column.dtype)
-        same = np.isclose(made, values, rtol=1e-6, atol=0.0, equal_nan=True)
+        remade = column.make([FactSample(*sample) for sample in zip(entries, members, strict=True)])
+        remade = unpack_values(pack_values(remade, column.dtype), column.dtype)
+        same = np.isclose(remade, values, rtol=1e-6, atol=0.0, equal_nan=True)
         if not same.all():
             place, name = int(np.argmin(same)), column.check_name
             raise FeatureMismatch(
                 f"the fact {name!r} of sample {entries[place].key!r} was stored as {values[place]:g}, and is "
-                f"{made[place]:g} now: it depends on what its code doesn't tell (a file, a variable, a "
+                f"{remade[place]:g} now: it depends on what its code doesn't tell (a file, a variable, a "
                 f"library); give the function with a version that you change with them: "
                 f'facts={{{name!r}: (function, "1")}}'
             )
 
     def _append(self, column: Column, samples: Sequence[FactSample], copy: ShardCopy) -> None:
-        known, stop = self.values(column), samples[-1].entry.number + 1
-        if len(known) >= stop:
+        values_before, stop = self.values(column), samples[-1].entry.number + 1
+        if len(values_before) >= stop:
             return
-        made = pack_values(column.make(samples[len(known) - stop :]), column.dtype)
-        values = np.concatenate([known, unpack_values(made, column.dtype)])
+        packed = pack_values(column.make(samples[len(values_before) - stop :]), column.dtype)
+        values = np.concatenate([values_before, unpack_values(packed, column.dtype)])
         self._values[column.digest] = values
         self._made.add(column.digest)
         self._files[column.digest].append(values, copy.reader.records[:stop])
@@ -226,7 +221,7 @@ def _samples(
     count = copy.reader.count if columns else start
     for first in range(start, count, _AT_ONCE):
         entries = copy.reader.entries(range(first, min(first + _AT_ONCE, count)))
-        needed = [{name for one in columns for name in one.needs(entry.sizes)} for entry in entries]
+        needed = [{name for column in columns for name in column.needs(entry.sizes)} for entry in entries]
         samples: list[FactSample] = []
         held_bytes = 0
         for entry, members in zip(entries, _members(view, copy, entries, needed, memory), strict=True):
@@ -248,37 +243,37 @@ def _members(
 ) -> Iterator[dict[str, bytes]]:
     """The needed members of samples, whose checksums are verified."""
     if copy.is_index_only and any(needed):
-        for some in _joined(entries):
-            for entry, data in zip(some, view.fetched(copy, some), strict=True):
+        for group in _joined(entries):
+            for entry, data in zip(group, view.fetched(copy, group), strict=True):
                 yield _chosen(entry, data, needed[entry.number - entries[0].number])
         return
-    for entry, own in zip(entries, needed, strict=True):
-        if not own:
+    for entry, names in zip(entries, needed, strict=True):
+        if not names:
             yield {}
             continue
         if entry.checksum is None:  # nothing to verify: the other members needn't be read
-            entry = entry._replace(members=tuple(member for member in entry.members if member[0] in own))
+            entry = entry._replace(members=tuple(member for member in entry.members if member[0] in names))
         memory.reset()
-        read = view.read(entry.number, lambda _, own=own: own, memory, (copy, entry))  # type: ignore[misc]
+        read = view.read(entry.number, lambda _, names=names: names, memory, (copy, entry))  # type: ignore[misc]
         if read is None:
             raise _Unreadable
-        yield _chosen(*read, own)
+        yield _chosen(*read, names)
 
 
 def _chosen(entry: Entry, data: memoryview, needed: set[str]) -> dict[str, bytes]:
     return {
-        name: bytes(data[at - entry.start : at - entry.start + size])
-        for name, at, size in entry.members
+        name: bytes(data[start - entry.start : start - entry.start + size])
+        for name, start, size in entry.members
         if name in needed
     }
 
 
 def _joined(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
     """Neighbouring samples, grouped into requests."""
-    some: list[Entry] = []
+    group: list[Entry] = []
     for entry in entries:
-        if some and entry.stop - some[0].start > _RANGE_BYTES:
-            yield some
-            some = []
-        some.append(entry)
-    yield some
+        if group and entry.stop - group[0].start > _RANGE_BYTES:
+            yield group
+            group = []
+        group.append(entry)
+    yield group

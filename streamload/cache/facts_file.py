@@ -19,7 +19,8 @@ from streamload.cache.shard_copy import ShardCopy
 from streamload.cache.shard_view import ShardView
 from streamload.cache.tier import Tier
 from streamload.errors import CacheError
-from streamload.shards.facts import Column, Values, pack_frame, pack_values, valid_frames
+from streamload.shards.columns import Column, Values
+from streamload.shards.facts import pack_frame, pack_values, valid_frames
 from streamload.shards.record import open_file, write_at
 
 
@@ -60,12 +61,12 @@ class FactsFile:
                 self._identity, self._count, self._size_bytes = identity, 0, 0
             first = self._count
             data = os.pread(file.number, status.st_size - self._size_bytes, self._size_bytes)
-            found = valid_frames(data, copy.reader.records, first)
-            if len(found.values) != (found.stop - first) * np.dtype(self._dtype).itemsize:
+            frames = valid_frames(data, copy.reader.records, first)
+            if len(frames.values) != (frames.stop - first) * np.dtype(self._dtype).itemsize:
                 return first, b""  # no writer of ours
-            self._count, self._size_bytes = found.stop, self._size_bytes + found.size_bytes
-            self.is_behind = found.is_behind and not copy.reader.ended
-            return first, found.values
+            self._count, self._size_bytes = frames.stop, self._size_bytes + frames.size_bytes
+            self.is_behind = frames.is_behind and not copy.reader.ended
+            return first, frames.values
         if self._follow():
             return self.read(copy)
         self._identity, self._count, self._size_bytes, self.is_behind = (0, 0), 0, 0, False

@@ -204,8 +204,8 @@ class _Fill:
             size = version.size
             self._writer.begin(version._asdict())
 
-        for some in index_local(file, warnings, begin):
-            self._writer.append(some)
+        for entries in index_local(file, warnings, begin):
+            self._writer.append(entries)
         self._writer.end(COMPLETE, warnings=warnings, size=size)
 
     def _transfer(self, open_origin: Callable[[], Origin]) -> None:
@@ -266,15 +266,15 @@ class _Fill:
 
     def _take_over(self) -> tuple[ShardScanner, Version | None]:
         """Copy an orphan's verified prefix; returns the scanner after it, and the version of its bytes."""
-        orphan, taken = self._part.orphan, None
+        orphan, prefix = self._part.orphan, None
         if orphan is not None and not self._options.index_only:
             # If it was evicted, or its stopped filler continued and published it, start over.
             with contextlib.suppress(FileNotFoundError, CacheCorrupt):
-                taken = self._copy(orphan.path)
+                prefix = self._copy(orphan.path)
         self._part.forget_orphan()
-        if taken is None:
+        if prefix is None:
             return ShardScanner(prepared=self._is_prepared), None
-        return taken
+        return prefix
 
     def _copy(self, orphan: Path) -> tuple[ShardScanner, Version] | None:
         version, entries = verified_prefix(orphan)
@@ -287,14 +287,14 @@ class _Fill:
         with open_data(orphan) as source:
             self._writer.begin(asdict(version))
             while self._writer.written_bytes < scanner.position:
-                some = os.pread(
+                chunk = os.pread(
                     source,
                     min(_COPY_BYTES, scanner.position - self._writer.written_bytes),
                     self._writer.written_bytes,
                 )
-                if not some:
+                if not chunk:
                     raise Outdated  # it was cut since it was verified
-                self._writer.write(some)
+                self._writer.write(chunk)
         self._writer.append(entries)
         self._part.tier.counts.add("shards_taken_over", 1)
         return scanner, version

@@ -13,10 +13,10 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from streamload.cache.backing import Backing
 from streamload.cache.directory import bytes_below, reserved_for_rows
 from streamload.cache.part import reserved_bytes
 from streamload.cache.shard import LOOKED_THROUGH, Shard, spread
-from streamload.cache.shared.sharing import ReadThrough, SharedOptions
 from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt, StreamloadError
 from streamload.metrics import Counters, format_bytes
@@ -208,20 +208,20 @@ class Measure:
 
     Args:
         tier: asked first, never changed.
-        shared: the shared cache, asked before origins.
+        backing: a store that is asked before origins.
     """
 
-    def __init__(self, tier: Tier, shared: SharedOptions | None):
+    def __init__(self, tier: Tier, backing: Backing | None):
         self.tier = tier
-        self._shared = None if shared is None else shared.open_tier(Counters())
+        self._backing = None if backing is None else backing.open_read_only(Counters())
         self._stop = threading.Event()
 
     def __enter__(self) -> Measure:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._shared is not None:
-            self._shared.close()
+        if self._backing is not None:
+            self._backing.close()
 
     def shard_bytes(self, shard: Shard) -> int:
         """The size of a shard in the tier.
@@ -250,11 +250,11 @@ class Measure:
         path = self.tier.published(form.digest)
         with contextlib.suppress(OSError, CacheCorrupt), IndexReader(path) as index:
             return reserved_bytes(index.size or 0)
-        held = None
-        if self._shared is not None and shard.local is None:
+        size = None
+        if self._backing is not None and shard.local is None:
             with contextlib.suppress(StreamloadError):
-                held = self._shared.held(form)
-        return 0 if held is None else reserved_bytes(held.size)
+                size = self._backing.size(form)
+        return 0 if size is None else reserved_bytes(size)
 
     def sample_bytes(self, shard: Shard) -> float:
         """The mean size of a shard's samples, judged by its first megabyte.
@@ -282,11 +282,11 @@ class Measure:
 
     def _asked(self, shard: Shard) -> int | None:
         """The size by the shared cache, else by the origin, of which one byte is requested."""
-        if self._shared is not None:
+        if self._backing is not None:
             for form in filter(None, (shard.prepared, shard)):
-                held = self._shared.held(form)
-                if held is not None:
-                    return held.size
+                size = self._backing.size(form)
+                if size is not None:
+                    return size
         with contextlib.closing(self._origin(shard)) as origin:
             return origin.version().size
 
@@ -300,8 +300,8 @@ class Measure:
         """At least a megabyte, and until so many samples are whole."""
         origin, head, count = self._origin(shard), bytearray(), 0
         scanner = ShardScanner(checksums=False)
-        if self._shared is not None:
-            origin = ReadThrough(shard, self._shared, origin, self._stop)
+        if self._backing is not None:
+            origin = self._backing.through(shard, origin, self._stop, single_flight=False)
         with contextlib.closing(origin), contextlib.closing(origin.open()) as stream:
             for chunk in stream.chunks():
                 head += chunk

@@ -139,13 +139,13 @@ class Freshness:
         Raises:
             DatasetChanged: the run has begun with another one.
         """
-        known = None
+        current = None
         with self._lock:
             if self._version_log is not None:
                 if self._version_log.version(shard.digest) is None:
                     self._version_log.write(shard.digest, version)
-                known = self._version_log.version(shard.digest)
-        refuse_other(shard, known, version)
+                current = self._version_log.version(shard.digest)
+        refuse_other(shard, current, version)
 
     def fills(self, shard: Shard, version: Version) -> None:
         """Begin to fill this version, which its origin has just returned; see `agree`."""
@@ -167,32 +167,32 @@ class Freshness:
 
     def _has_waited_long(self, shard: Shard) -> bool:
         """True if another process, which may be stopped, has been asking about a shard for too long."""
-        now = time.monotonic()
+        looked_at = time.monotonic()
         with self._lock:
-            return now - self._waiting.setdefault(shard.digest, now) > self._patience_seconds
+            return looked_at - self._waiting.setdefault(shard.digest, looked_at) > self._patience_seconds
 
     def _settle(self, shard: Shard, stop: threading.Event, tiers: Sequence[Tier]) -> None:
         """Ask, and write down the version that the run uses; the claim on the shard is held."""
-        known: list[tuple[Tier, Path, Version]] = []
+        copies: list[tuple[Tier, Path, Version]] = []
         for tier, path in _copies(shard, tiers):
             version = _version_at(path)
             if version is not None:
-                known.append((tier, path, version))
+                copies.append((tier, path, version))
             elif path.exists() and not tier.quarantine(path):
                 self._choose(shard, Version())  # readers will avoid it
                 return
-        if not known:
+        if not copies:
             return
-        now = self._answer(shard, stop)
-        if now is not None:
+        current = self._answer(shard, stop)
+        if current is not None:
             self._counts.add("shards_revalidated")
         kept: Version | None = None
-        for tier, path, version in known:
-            difference = version.difference(kept or now or version)
+        for tier, path, version in copies:
+            difference = version.difference(kept or current or version)
             if difference is None:
                 kept = kept or version
             elif tier.trash(path):
-                if now is not None:
+                if current is not None:
                     self._counts.add("shards_changed")
                     logger.info("%s has changed (%s): it is fetched again", shard.name, difference)
             else:
@@ -215,7 +215,7 @@ class Freshness:
             is_silent = time.monotonic() < self._silent_until.get(endpoint, 0.0)
         if not is_silent and self._ask is not None:
             try:
-                found = self._ask(shard, stop)
+                version = self._ask(shard, stop)
             except OriginStopped:
                 raise
             except (OriginError, ShardError) as exc:
@@ -228,8 +228,8 @@ class Freshness:
                 with self._lock:
                     self._silent_until[endpoint] = time.monotonic() + _SILENT_SECONDS
             else:
-                if found != Version():
-                    return found
+                if version != Version():
+                    return version
                 self._warn_once(
                     f"{endpoint} knows none",
                     "%s reports no versions of shards: the copies in the cache are used as they are",

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from streamload.cache import demand, runs
+from streamload.cache import demand
 from streamload.cache.directory import bytes_below
 from streamload.cache.eviction import HeldShard
 from streamload.cache.fill import can_be_taken_over
@@ -71,8 +71,8 @@ class Removal:
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as plain values, ready for JSON."""
-        found = [{"path": str(one.path), "what": one.what} for one in self.foreign]
-        return {**asdict(self), "removed_bytes": self.removed_bytes, "foreign": found}
+        foreign = [{"path": str(entry.path), "what": entry.what} for entry in self.foreign]
+        return {**asdict(self), "removed_bytes": self.removed_bytes, "foreign": foreign}
 
 
 def collect_garbage(
@@ -185,11 +185,7 @@ class _Sweep:
                 self._taken.add(path)
                 self._delete(path, item)
         with exclusive(self._tier.root / "lock"):
-            for path in [
-                *demand.files(self._tier.root / "runs"),
-                *demand.version_logs(self._tier.root / "runs"),
-                *runs.files(self._tier.root),
-            ]:
+            for path in demand.run_files(self._tier.root / "runs"):
                 dead = FileLock.acquire(path)
                 if dead is not None:
                     self._unlink(path, "its process is dead")

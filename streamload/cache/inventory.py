@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from streamload.cache import demand, runs
+from streamload.cache import demand
 from streamload.cache.directory import KINDS, bytes_below, reserved_for_rows
 from streamload.cache.locks import is_locked
 from streamload.cache.tier import Tier
@@ -105,7 +105,7 @@ class Inventory:
         """The fields as plain values, ready for JSON."""
         values = asdict(self)
         values = {"cache_dir": str(values.pop("root")), **values}
-        values["foreign"] = [{"path": str(found.path), "what": found.what} for found in self.foreign]
+        values["foreign"] = [{"path": str(entry.path), "what": entry.what} for entry in self.foreign]
         for name in ("oldest_use", "newest_use"):
             values[name] = None if values[name] is None else as_time(values[name])
         return values
@@ -136,7 +136,10 @@ def take_inventory(tier: Tier) -> Inventory:
                 open_shards.append(url_of(shard.path) or shard.digest)
     trash = [(path, bytes_below(path)) for path in tier.own("trash")]
     files = demand.files(tier.root / "runs")
-    shares = {name: Share(len(found), sum(size for _, size in found)) for name, found in rooms.items()}
+    shares = {
+        name: Share(len(sized_paths), sum(size for _, size in sized_paths))
+        for name, sized_paths in rooms.items()
+    }
     return Inventory(
         root=tier.root,
         limit_bytes=tier.limit_bytes,
@@ -164,21 +167,17 @@ def foreign(tier: Tier) -> Iterator[Foreign]:
         for path in _listed(tier.root / kind):
             strange = list(_judge(path, KINDS[kind].fullmatch(path.name) is not None, stat.S_ISDIR))
             yield from strange or (foreign_in(path) if kind != "trash" else ())
-    own = {
-        *demand.files(tier.root / "runs"),
-        *demand.version_logs(tier.root / "runs"),
-        *runs.files(tier.root),
-    }
+    run_files = set(demand.run_files(tier.root / "runs"))
     for path in _listed(tier.root / "runs"):
-        yield from _judge(path, path in own, stat.S_ISREG)
+        yield from _judge(path, path in run_files, stat.S_ISREG)
 
 
 def foreign_in(path: Path) -> list[Foreign]:
     """Foreign files in the directory of one shard."""
-    found: list[Foreign] = []
+    foreign_files: list[Foreign] = []
     for inner in _listed(path):
-        found += _judge(inner, _OWN_FILE.fullmatch(inner.name) is not None, stat.S_ISREG)
-    return found
+        foreign_files += _judge(inner, _OWN_FILE.fullmatch(inner.name) is not None, stat.S_ISREG)
+    return foreign_files
 
 
 def is_filled(part: Path) -> bool:
@@ -244,11 +243,11 @@ def _judge(path: Path, has_own_name: bool, is_own_kind: Any) -> Iterator[Foreign
         status = path.lstat()
     except FileNotFoundError:
         return
-    what = next((words for is_kind, words in _KINDS if is_kind(status.st_mode)), "a special file")
+    kind = next((words for is_kind, words in _KINDS if is_kind(status.st_mode)), "a special file")
     if status.st_uid != os.geteuid():
-        yield Foreign(path, f"{what} of another user (uid {status.st_uid})")
+        yield Foreign(path, f"{kind} of another user (uid {status.st_uid})")
     elif not has_own_name or not is_own_kind(status.st_mode):
-        yield Foreign(path, what)
+        yield Foreign(path, kind)
 
 
 def _listed(path: Path) -> list[Path]:

@@ -144,8 +144,8 @@ def usage_of(file: Descriptor) -> int | None:
     stamp, note, check = content[:_STAMP_BYTES], content[_STAMP_BYTES:-_CHECK_BYTES], content[-_CHECK_BYTES:]
     if len(note) != _NOTE.size or check != xxh3_64_digest(note):
         return None
-    of, at_most_bytes = _NOTE.unpack(note)
-    return int(at_most_bytes) if of == stamp else None
+    noted_stamp, at_most_bytes = _NOTE.unpack(note)
+    return int(at_most_bytes) if noted_stamp == stamp else None
 
 
 @contextlib.contextmanager
@@ -169,10 +169,10 @@ def _wait_for(descriptor: int, path: Path) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            now, before = time.monotonic(), stamp
+            tried_at, before = time.monotonic(), stamp
             stamp = os.pread(descriptor, _STAMP_BYTES, 0)
-            since = since if stamp == before else now
-            if now - since >= PATIENCE_SECONDS:
+            since = since if stamp == before else tried_at
+            if tried_at - since >= PATIENCE_SECONDS:
                 raise CacheError(
                     f"{path} has been locked for {PATIENCE_SECONDS:g} s by a process that makes no progress"
                 ) from None

@@ -84,13 +84,13 @@ def free_memory(place: Path = PLACE, root: Path = Path("/")) -> FreeMemory:
         OSError: the size of the tmpfs can't be read.
     """
     tmpfs = FreeMemory(shutil.disk_usage(nearest(place)).free, str(place))
-    return min(tmpfs, available(root), key=lambda one: one.free_bytes)
+    return min(tmpfs, available(root), key=lambda place_free: place_free.free_bytes)
 
 
 def nearest(path: Path) -> Path:
     """A path, or the nearest directory above it that exists."""
     parents = (path, *path.absolute().parents)
-    return next(each for each in parents if os.path.exists(each))  # noqa: PTH110  (Path's raises)
+    return next(parent for parent in parents if os.path.exists(parent))  # noqa: PTH110  (Path's raises)
 
 
 def usage(place: Path) -> MemoryUsage:
@@ -104,8 +104,8 @@ def usage(place: Path) -> MemoryUsage:
 
 def available(root: Path = Path("/")) -> FreeMemory:
     """Memory that the machine has and the container allows, without a look at any tmpfs."""
-    found = [FreeMemory(_UNLIMITED_BYTES, "memory"), *_of_machine(root), *_of_cgroups(root)]
-    return min(found, key=lambda one: one.free_bytes)
+    limits = [FreeMemory(_UNLIMITED_BYTES, "memory"), *_of_machine(root), *_of_cgroups(root)]
+    return min(limits, key=lambda limit: limit.free_bytes)
 
 
 def taken_ratio(root: Path = Path("/")) -> float:
@@ -116,9 +116,11 @@ def taken_ratio(root: Path = Path("/")) -> float:
     ratios = [0.0]
     with contextlib.suppress(OSError, ValueError):
         lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
-        found = {words[0]: int(words[1]) for words in lines if len(words) > 1}
-        if found.get("MemTotal:"):
-            ratios.append(1.0 - found.get("MemAvailable:", found["MemTotal:"]) / found["MemTotal:"])
+        kibibytes = {words[0]: int(words[1]) for words in lines if len(words) > 1}
+        if kibibytes.get("MemTotal:"):
+            ratios.append(
+                1.0 - kibibytes.get("MemAvailable:", kibibytes["MemTotal:"]) / kibibytes["MemTotal:"]
+            )
     for directory, dialect in _cgroups(root):
         with contextlib.suppress(OSError, ValueError):
             dropped = _file_bytes(directory, dialect)
@@ -145,8 +147,8 @@ def _of_cgroups(root: Path) -> Iterator[FreeMemory]:
 
 def _cgroups(root: Path) -> Iterator[tuple[Path, _Dialect]]:
     """The cgroups of this process, from its own up to the topmost visible one."""
-    for kind, top, own in _hierarchies(root):
-        directory = own if own.is_dir() else top
+    for kind, top, group in _hierarchies(root):
+        directory = group if group.is_dir() else top
         while True:
             yield directory, _VERSIONS[kind]
             if directory == top:
@@ -163,15 +165,15 @@ def _hierarchies(root: Path) -> Iterator[tuple[str, Path, Path]]:
         return
     paths: dict[str, str] = {}
     for line in memberships:
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+        number, _, remainder = line.partition(":")
+        controllers, _, path = remainder.partition(":")
         if number == "0" and not controllers:
             paths["cgroup2"] = path
         elif "memory" in controllers.split(","):
             paths["cgroup"] = path
     for line in mounts:
-        fields, _, rest = line.partition(" - ")
-        kind, _, options = rest.partition(" ")
+        fields, _, remainder = line.partition(" - ")
+        kind, _, options = remainder.partition(" ")
         if kind not in paths or (kind == "cgroup" and "memory" not in options.split(" ")[-1].split(",")):
             continue
         shown, mount_point = (

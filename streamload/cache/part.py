@@ -16,7 +16,7 @@ from streamload.cache.locks import FileLock
 from streamload.cache.shard import Shard
 from streamload.descriptors import Descriptor
 from streamload.errors import CacheError, OriginStopped
-from streamload.shards.index_writer import IndexWriter, Packed
+from streamload.shards.index import IndexWriter, Packed
 from streamload.shards.record import pack_header
 from streamload.shards.samples import Entry
 

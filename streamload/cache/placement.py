@@ -117,9 +117,9 @@ def decide(settings: Settings, shards: Sequence[Shard], ask: SizeOf, nodes: int 
     probed = spread(shards)
     digests = {digest for shard in probed for digest in shard.digests}
     on_disk, in_memory = _published(settings.cache_dir), _published(memory_root(settings))
-    found = len(digests & on_disk.keys())
-    if found > len(digests & in_memory.keys()):
-        return Answer("disk", f"auto: {found} of {len(probed)} shards are on disk")
+    count_on_disk = len(digests & on_disk.keys())
+    if count_on_disk > len(digests & in_memory.keys()):
+        return Answer("disk", f"auto: {count_on_disk} of {len(probed)} shards are on disk")
     probed_bytes = _data_bytes(probed, {**on_disk, **in_memory}, ask)
     if probed_bytes is None:
         return Answer("disk", "auto: the size of the data is unknown")
@@ -243,10 +243,10 @@ def _needed_by_others(root: Path, digests: set[str]) -> int:
     tier = _existing(root)
     if tier is None:
         return 0
-    others = [shard for shard in tier.shards() if shard.digest not in digests]
+    other_shards = [shard for shard in tier.shards() if shard.digest not in digests]
     with exclusive(tier.root / "lock"):
-        next_uses = demand.next_uses(tier.root / "runs", [shard.digest for shard in others])
-    return sum(shard.size_bytes for shard in others if shard.digest in next_uses)
+        next_uses = demand.next_uses(tier.root / "runs", [shard.digest for shard in other_shards])
+    return sum(shard.size_bytes for shard in other_shards if shard.digest in next_uses)
 
 
 def _data_bytes(shards: Sequence[Shard], held: dict[str, int], ask: SizeOf) -> int | None:
@@ -260,19 +260,19 @@ def _data_bytes(shards: Sequence[Shard], held: dict[str, int], ask: SizeOf) -> i
     """
     different = {shard.digest: shard for shard in shards}
     held_as = {digest: set(shard.digests) & held.keys() for digest, shard in different.items()}
-    known = [held[name] for names in held_as.values() for name in names]
-    others = [shard for digest, shard in different.items() if not held_as[digest]]
-    far = [shard for shard in others if shard.in_place is None]
-    near_bytes = (len(others) - len(far)) * _INDEX_BYTES
-    asked = far[:: -(-len(far) // _SHARDS_ASKED) or 1]
-    with limits.Threads(max(1, len(asked)), "streamload-sizes") as pool:
-        answers = list(pool.map(ask, asked))
+    held_sizes = [held[name] for names in held_as.values() for name in names]
+    absent = [shard for digest, shard in different.items() if not held_as[digest]]
+    far = [shard for shard in absent if shard.in_place is None]
+    near_bytes = (len(absent) - len(far)) * _INDEX_BYTES
+    probes = far[:: -(-len(far) // _SHARDS_ASKED) or 1]
+    with limits.Threads(max(1, len(probes)), "streamload-sizes") as pool:
+        answers = list(pool.map(ask, probes))
     sizes = [_taken_bytes(size) for size in answers if size is not None]
-    if len(sizes) < len(asked):
+    if len(sizes) < len(probes):
         return None
-    rest = len(far) - len(asked)
-    rest_bytes = _MARGIN * rest * sum(sizes) / len(sizes) if rest else 0.0
-    return near_bytes + sum(known) + sum(sizes) + int(rest_bytes)
+    unprobed = len(far) - len(probes)
+    rest_bytes = _MARGIN * unprobed * sum(sizes) / len(sizes) if unprobed else 0.0
+    return near_bytes + sum(held_sizes) + sum(sizes) + int(rest_bytes)
 
 
 def _taken_bytes(size_bytes: int) -> int:

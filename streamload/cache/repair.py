@@ -44,7 +44,7 @@ def repair(
     tier: Tier,
     damages: Iterable[Damage],
     *,
-    known: Mapping[str, Shard] | None = None,
+    by_digest: Mapping[str, Shard] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     options: OriginOptions | None = None,
     jobs: int = 2,
@@ -55,7 +55,7 @@ def repair(
     is neither a command nor a path: those are opened only if the caller names them.
 
     Args:
-        known: the shards that the caller names, by digest.
+        by_digest: the shards that the caller names, by digest.
         storage_options: for fsspec, or headers for http(s).
         options: timeouts and retries.
         jobs: how many are fetched at once.
@@ -67,7 +67,7 @@ def repair(
     stop = threading.Event()
 
     def work(damage: Damage) -> Repair:
-        shard = (known or {}).get(damage.digest) or _from_index(damage, storage)
+        shard = (by_digest or {}).get(damage.digest) or _from_index(damage, storage)
         if damage.kind != "shards" or not damage.taken_out or shard is None:
             return _without_fetching(damage)
 

@@ -15,8 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from streamload.cache.companion import OpenCompanion
 from streamload.errors import OptionError, add_note
-from streamload.shards.facts import BUILT_IN, TOKENS, Column, Values
+from streamload.shards.columns import BUILT_IN, TOKENS, Column, Values
 from streamload.shards.index import IndexReader
 from streamload.shards.keys import KeySpec, chosen, usable
 from streamload.shards.samples import Entry
@@ -69,6 +70,7 @@ class Selection:
         columns: how the facts are made that batches are planned by and functions read, by name.
         repeat: how often samples are used in a pass; a rate of 0 excludes a sample. None: once.
         by_source: the selection of each source by its first shard, if they differ; empty: this is for all.
+        open_companion: opens what keeps the values of columns; None: there are no columns.
     """
 
     keys: tuple[KeySpec, ...]
@@ -77,12 +79,15 @@ class Selection:
     columns: Mapping[str, Column] = field(default_factory=dict)
     repeat: Repeat | None = None
     by_source: tuple[tuple[int, Selection], ...] = ()
+    open_companion: OpenCompanion | None = None
 
     def of_shard(self, shard: int) -> Selection:
         """The selection of a shard's source."""
         if not self.by_source:
             return self
-        return self.by_source[bisect.bisect_right(self.by_source, shard, key=lambda own: own[0]) - 1][1]
+        return self.by_source[
+            bisect.bisect_right(self.by_source, shard, key=lambda of_source: of_source[0]) - 1
+        ][1]
 
     @property
     def facts(self) -> list[str]:

@@ -81,18 +81,18 @@ def prepared_form(shard: Shard, recipe: str) -> Shard:
 
     Both have the same short name (demand.py): a run needs them equally soon.
     """
-    own = hashlib.blake2b(f"{shard.digest} {recipe}".encode(), digest_size=8).hexdigest()
+    suffix = hashlib.blake2b(f"{shard.digest} {recipe}".encode(), digest_size=8).hexdigest()
     name = f"{shard.name}#{recipe}"
-    return replace(shard, name=name, digest=shard.digest[:16] + own, recipe=recipe, prepared=None)
+    return replace(shard, name=name, digest=shard.digest[:16] + suffix, recipe=recipe, prepared=None)
 
 
-def by_name(found: Iterable[tuple[str, str]]) -> dict[str, str]:
+def by_name(findings: Iterable[tuple[str, str]]) -> dict[str, str]:
     """Findings about shards by their names, numbered if only a hidden query distinguishes them."""
-    said, seen = dict[str, str](), Counter[str]()
-    for name, what in found:
-        seen[name] += 1
-        said[name if seen[name] == 1 else f"{name} ({seen[name]})"] = what
-    return said
+    by_unique_name, counts = dict[str, str](), Counter[str]()
+    for name, finding in findings:
+        counts[name] += 1
+        by_unique_name[name if counts[name] == 1 else f"{name} ({counts[name]})"] = finding
+    return by_unique_name
 
 
 class ShardList(Sequence[Shard]):
@@ -174,9 +174,9 @@ def is_of(reader: IndexReader, shard: Shard) -> bool:
     return reader.meta.get("digest", shard.digest) == shard.digest
 
 
-def refuse_other(shard: Shard, begun_with: Version | None, found: Version) -> None:
-    """Raise DatasetChanged if `found` can't be the version that a run began with."""
-    difference = begun_with.difference(found) if begun_with is not None else None
+def refuse_other(shard: Shard, begun_with: Version | None, version: Version) -> None:
+    """Raise DatasetChanged if `version` can't be the one that a run began with."""
+    difference = begun_with.difference(version) if begun_with is not None else None
     if difference is not None:
         raise DatasetChanged(f"{shard.name} is not the version that this run began to read: {difference}")
 

@@ -17,20 +17,18 @@ import numpy as np
 import numpy.typing as npt
 
 from streamload import errors, limits
-from streamload.cache.facts import ShardFacts
+from streamload.cache.companion import Carrier, Companion
 from streamload.cache.freshness import Freshness
 from streamload.cache.locks import FileLock
-from streamload.cache.open_files import OpenFiles
 from streamload.cache.selection import Numbers, Selection
 from streamload.cache.shard import Shard
 from streamload.cache.shard_copy import ReadMemory
-from streamload.cache.shard_view import Fetch, Found, ShardView
-from streamload.cache.shared.facts import SharedFacts
+from streamload.cache.shard_view import Fetch, Found, OpenFiles, ShardView
 from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt
 from streamload.metrics import Counts
 from streamload.origins.origin import Version
-from streamload.shards.facts import IN_RECORDS, Values
+from streamload.shards.columns import IN_RECORDS, Column, Values
 from streamload.shards.index import IndexReader
 from streamload.shards.samples import Entry
 
@@ -45,9 +43,9 @@ _SHOWN_CHARACTERS = 200
 
 
 class _Usable(NamedTuple):
-    """The usable samples among the first `seen` of a shard: their numbers, and how often they are used."""
+    """The usable samples among the first ones of a shard: their numbers, and how often they are used."""
 
-    seen: int
+    looked_through: int
     numbers: Numbers
     rates: Values
 
@@ -72,10 +70,10 @@ class ShardCache:
         files: of this thread, which keeps the shards open.
 
     Attributes:
-        shared_facts: carries facts between nodes; None: each makes its own.
+        carrier: of facts between nodes; None: each makes its own.
     """
 
-    shared_facts: SharedFacts | None = None
+    carrier: Carrier | None = None
 
     def __init__(
         self,
@@ -101,7 +99,7 @@ class ShardCache:
         self._files = files or OpenFiles()
         self._views: dict[int, ShardView] = {}
         self._usable: dict[int, _Usable] = {}
-        self._facts: dict[int, ShardFacts] = {}
+        self._companions: dict[int, Companion] = {}
         self._complete: set[int] = set()
         self._given_up: set[int] = set()
         self._tombstones: dict[str, FileLock] = {}
@@ -117,14 +115,14 @@ class ShardCache:
         """
         view = self.view(shard)
         view.refresh()
-        seen, numbers, rates = self._usable.get(shard, _NONE_USABLE)
-        if view.reader is not None and view.count > seen:
+        looked_through, numbers, rates = self._usable.get(shard, _NONE_USABLE)
+        if view.reader is not None and view.count > looked_through:
             selection = self._selection.of_shard(shard)
-            facts = self.facts(shard, range(seen, view.count), selection.facts)
+            facts = self.facts(shard, range(looked_through, view.count), selection.facts)
             if facts is None or view.reader is None:
                 return numbers, False
             try:
-                fresh = selection.of(view.reader, seen, facts)
+                fresh = selection.of(view.reader, looked_through, facts)
             except CacheCorrupt:
                 view.invalidate()
                 return numbers, False
@@ -132,7 +130,7 @@ class ShardCache:
             if fresh.rates is not None:
                 rates = np.concatenate([rates, fresh.rates])
             self._count("samples_skipped_missing", shard, fresh.missing)
-            self._usable_check.saw(view, seen, len(fresh.numbers))
+            self._usable_check.saw(view, looked_through, len(fresh.numbers))
             self._usable[shard] = _Usable(view.count, numbers, rates)
         if view.gave_up:
             self._give_up(view, shard)
@@ -142,8 +140,8 @@ class ShardCache:
                 self._complete.add(shard)
                 self._count("shards_complete", shard)
                 self._warn(view, shard)
-                if shard in self._facts:
-                    self._facts[shard].share(self._selection.columns.values())
+                if shard in self._companions:
+                    self._companions[shard].share(self._selection.columns.values())
         return numbers, view.ended
 
     def rates(self, shard: int) -> Values:
@@ -168,15 +166,15 @@ class ShardCache:
         return self.view(shard).ranges(numbers) if shard in self._views else []
 
     def read(
-        self, shard: int, number: int, memory: ReadMemory | None = None, found: Found | None = None
+        self, shard: int, number: int, memory: ReadMemory | None = None, entry_place: Found | None = None
     ) -> tuple[Entry, memoryview] | None:
         """The entry and bytes of a sample; None while they aren't in the tier. See `ShardView.read`."""
-        return self.view(shard).read(number, self._selection.of_shard(shard).needed, memory, found)
+        return self.view(shard).read(number, self._selection.of_shard(shard).needed, memory, entry_place)
 
     def facts(self, shard: int, numbers: Sequence[int] | Numbers, names: Sequence[str]) -> Facts | None:
         """Facts of samples that have arrived, by name: float64[N], NaN where unknown.
 
-        They are the same in every process and at any time (see facts.py).
+        They are the same in every process and at any time (see cache/facts.py).
 
         Args:
             shard: its position in the list.
@@ -193,15 +191,20 @@ class ShardCache:
             return {name: np.empty(0) for name in names}
         places = np.asarray(numbers, np.int64)
         view, columns = self.view(shard), self._selection.columns
-        made = {name: columns[name] for name in names if name not in IN_RECORDS}
-        known = self._facts.setdefault(shard, ShardFacts(self.shared_facts))
+        stored_columns = {name: columns[name] for name in names if name not in IN_RECORDS}
         count = int(places.max()) + 1
-        if view.count < count or not known.extend(view, list(made.values()), count) or view.reader is None:
+        if (
+            view.count < count
+            or not self._extend(shard, stored_columns.values(), count)
+            or view.reader is None
+        ):
             view.refresh()
             return None
         records = view.reader.records
         return {
-            name: known.values(made[name])[places] if name in made else _known(records[name][places])
+            name: self._companions[shard].values(stored_columns[name])[places]
+            if name in stored_columns
+            else _nan_where_unknown(records[name][places])
             for name in names
         }
 
@@ -212,20 +215,20 @@ class ShardCache:
             self._files.forget(view)
             view.close()
             self._usable.pop(shard, None)
-            self._facts.pop(shard, None)
+            self._companions.pop(shard, None)
 
     def mean_bytes(self) -> float:
         """The mean size of the open shards whose size is known; 0 if none is."""
         readers = [view.reader for view in self._views.values() if view.reader is not None]
         sizes = [reader.size or reader.meta.get("size") for reader in readers]
-        known = [size for size in sizes if isinstance(size, int)]
-        return sum(known) / len(known) if known else 0.0
+        whole_sizes = [size for size in sizes if isinstance(size, int)]
+        return sum(whole_sizes) / len(whole_sizes) if whole_sizes else 0.0
 
     def mean_sample_bytes(self) -> float:
         """The mean size of the samples that have arrived of the open shards; 0 if there are none."""
-        seen = [view.reader for view in self._views.values() if view.reader is not None and view.count]
-        arrived = (reader.size or int(reader.records["stop"][-1]) for reader in seen)
-        return sum(arrived) / sum(reader.count for reader in seen) if seen else 0.0
+        readers = [view.reader for view in self._views.values() if view.reader is not None and view.count]
+        arrived = (reader.size or int(reader.records["stop"][-1]) for reader in readers)
+        return sum(arrived) / sum(reader.count for reader in readers) if readers else 0.0
 
     def raise_if_unusable(self) -> None:
         """Raise if nothing usable was found: no more samples will come.
@@ -241,6 +244,15 @@ class ShardCache:
         for tombstone in self._tombstones.values():
             tombstone.close()
         self._tombstones.clear()
+
+    def _extend(self, shard: int, columns: Collection[Column], count: int) -> bool:
+        """Have the values of columns for the first samples of a shard; False while they can't be read."""
+        if not columns:
+            return True
+        if shard not in self._companions:
+            assert self._selection.open_companion is not None
+            self._companions[shard] = self._selection.open_companion(self.carrier)
+        return self._companions[shard].extend(self.view(shard), list(columns), count)
 
     def _count(self, name: str, shard: int, n: int = 1) -> None:
         if n and self._counted(shard):
@@ -336,8 +348,10 @@ class _UsableCheck:
             return
         causes = "; ".join(list(dict.fromkeys(self._given_up.values()))[:3])
         if not self._keys:
-            what = f"none of {len(self._given_up)} shards could be read: {causes}" if causes else "no samples"
-            raise errors.NoValidSamples(f"{what}. Check the URLs, and that the shards have samples")
+            problem = (
+                f"none of {len(self._given_up)} shards could be read: {causes}" if causes else "no samples"
+            )
+            raise errors.NoValidSamples(f"{problem}. Check the URLs, and that the shards have samples")
         raise errors.NoValidSamples(
             f"no usable sample in {len(self._read)} shards and {self._samples} samples "
             f"(first: {', '.join(sorted(self._read)[:2]) or 'unfinished'}). Seen: {'; '.join(self._keys)}"
@@ -347,7 +361,7 @@ class _UsableCheck:
         )
 
 
-def _known(sizes: npt.NDArray[np.uint32]) -> Values:
+def _nan_where_unknown(sizes: npt.NDArray[np.uint32]) -> Values:
     """Facts in index records, where 0 says that they are unknown."""
     values = sizes.astype(np.float64)
     values[sizes == 0] = np.nan

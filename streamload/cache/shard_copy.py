@@ -122,7 +122,7 @@ def checksum(descriptor: int, entry: Entry, take: Callable[[str, bytes], None]) 
 
 
 def _read_pieces(descriptor: int, entry: Entry, kept: Collection[str]) -> tuple[Entry, memoryview] | None:
-    asked = entry._replace(members=tuple(member for member in entry.members if member[0] in kept))
+    wanted_entry = entry._replace(members=tuple(member for member in entry.members if member[0] in kept))
     data = bytearray()
 
     def take(extension: str, piece: bytes) -> None:
@@ -130,13 +130,13 @@ def _read_pieces(descriptor: int, entry: Entry, kept: Collection[str]) -> tuple[
             data.extend(piece)
 
     # Without a checksum there is no reason to read the other members.
-    found = checksum(descriptor, asked if entry.checksum is None else entry, take)
-    if found is None or entry.checksum not in (None, found):
+    digest = checksum(descriptor, wanted_entry if entry.checksum is None else entry, take)
+    if digest is None or entry.checksum not in (None, digest):
         return None
-    members, at = [], entry.start
-    for extension, _, size in asked.members:
-        members.append((extension, at, size))
-        at += size
+    members, offset = [], entry.start
+    for extension, _, size in wanted_entry.members:
+        members.append((extension, offset, size))
+        offset += size
     return entry._replace(members=tuple(members)), memoryview(data)
 
 
@@ -247,15 +247,15 @@ class ShardCopy:
         Versions are compared, and the samples that both have: the output of a command has no version.
         """
         refuse_other(shard, self.version, other.version)
-        known, found = self.reader, other.reader
-        if known.meta.get("digest") != found.meta.get("digest"):
+        before, after = self.reader, other.reader
+        if before.meta.get("digest") != after.meta.get("digest"):
             return  # one is prepared, the other isn't
-        count = min(known.count, found.count)
+        count = min(before.count, after.count)
         for field in ("start", "stop", "checksum"):
-            if (known.records[field][:count] != found.records[field][:count]).any():
+            if (before.records[field][:count] != after.records[field][:count]).any():
                 raise DatasetChanged(
                     f"{shard.name} came with other bytes when it was fetched again; this run has begun "
-                    f"to read {known.count} samples of it"
+                    f"to read {before.count} samples of it"
                 )
 
     def sample(

@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from streamload import limits
+from streamload import descriptors, limits
 from streamload.cache.locks import PATIENCE_SECONDS, FileLock
-from streamload.cache.open_files import OpenFiles
 from streamload.cache.shard import Shard, is_of, is_outdated
 from streamload.cache.shard_copy import Needed, ReadMemory, ShardCopy, is_whole
 from streamload.cache.tier import Tier
@@ -41,6 +41,75 @@ Found = tuple[ShardCopy, Entry]
 
 Fetch = Callable[[Shard, Version, int, int], bytes]
 """Reads bytes `start` to `stop` of a version of a shard at its origin; raises OriginError, DatasetChanged."""
+_SPARE_FILES = 128
+"""Left to everything else in this process: fills, connections, batches, the training itself."""
+_SPARE_SHARE = 4
+"""But at most a quarter of the limit."""
+
+
+class Holder(Protocol):
+    """Something that keeps files open, and opens them again by itself."""
+
+    def release(self) -> int:
+        """Close what can be opened again as long as the rest is open; returns how many files that were."""
+
+    def rest(self) -> int:
+        """Close everything; returns how many files that were."""
+
+
+class OpenFiles:
+    """Files of a tier that one thread keeps open, within this process's limit of open files.
+
+    Those that were used least recently are closed first, and opened anew when they are needed. So a low limit
+    costs time, never samples. Half-way is enough at first: a shard whose data is closed stays pinned by its
+    lock; only if that doesn't do, shards are closed entirely, and may be evicted and fetched again.
+    """
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[Holder, None] = OrderedDict()
+        self._releasable: OrderedDict[Holder, None] = OrderedDict()  # those of them that may have data open
+        self._shortages = descriptors.shortages
+        descriptors.give_up_when_short(self.give_up)
+
+    def __repr__(self) -> str:
+        return f"<OpenFiles of {len(self._open)} holders, {len(self._releasable)} whole>"
+
+    def use(self, holder: Holder) -> None:
+        """Note that a holder is used: it is closed last, and not before another one is used."""
+        for holders in (self._open, self._releasable):
+            holders[holder] = None
+            holders.move_to_end(holder)
+        if descriptors.shortages != self._shortages:  # another thread couldn't open a file
+            self.give_up()
+
+    def forget(self, holder: Holder) -> None:
+        """Note that a holder is closed for good."""
+        self._open.pop(holder, None)
+        self._releasable.pop(holder, None)
+
+    def trim(self) -> None:
+        """Close files while this process has nearly as many open as it may; call it after opening some."""
+        most = limits.most_files()
+        ceiling = most - min(_SPARE_FILES, most // _SPARE_SHARE)
+        registered = descriptors.count()
+        if registered > ceiling // 2:
+            self._close(limits.open_files(at_least=registered) - ceiling)
+
+    def give_up(self) -> bool:
+        """Close half of the files; False if there are none."""
+        self._shortages = descriptors.shortages
+        return self._close(max(1, descriptors.count() // 2)) > 0
+
+    def _close(self, files: int) -> int:
+        """Close so many files if possible; returns how many were closed."""
+        closed = 0
+        while closed < files and len(self._releasable) > 1:
+            holder, _ = self._releasable.popitem(last=False)
+            closed += holder.release()
+        while closed < files and len(self._open) > 1:
+            holder, _ = self._open.popitem(last=False)
+            closed += holder.rest()
+        return closed
 
 
 class ShardView:
@@ -148,9 +217,9 @@ class ShardView:
         copy = self._data
         if copy is None or not copy.is_index_only:
             return []
-        known = [number for number in numbers if number < copy.reader.count]
+        indexed = [number for number in numbers if number < copy.reader.count]
         try:
-            return [(copy.version, entry.start, entry.stop) for entry in copy.reader.entries(known)]
+            return [(copy.version, entry.start, entry.stop) for entry in copy.reader.entries(indexed)]
         except CacheCorrupt:
             return []  # `find` handles it
 
@@ -159,7 +228,7 @@ class ShardView:
         number: int,
         needed: Needed | None = None,
         memory: ReadMemory | None = None,
-        found: Found | None = None,
+        entry_place: Found | None = None,
     ) -> tuple[Entry, memoryview] | None:
         """The entry of sample `number` and the bytes from `entry.start` on; None if they aren't there (yet).
 
@@ -170,18 +239,18 @@ class ShardView:
             needed: selects the members of a sample of more than AT_ONCE_BYTES: the entry then has only
                 those. None: all of them, however large.
             memory: where the bytes may be put.
-            found: the result of `find` for this sample, if it was called.
+            entry_place: the result of `find` for this sample, if it was called.
 
         Raises:
             DatasetChanged: a local file, or the copy that was fetched again, differs from what the run began
                 to read.
             OriginError: the copy is index-only, and the origin doesn't return the bytes.
         """
-        if found is None or found[0] is not self._data:  # that copy may have been closed since
-            (found,) = self.find((number,))
-            if found is None:
+        if entry_place is None or entry_place[0] is not self._data:  # that copy may have been closed since
+            (entry_place,) = self.find((number,))
+            if entry_place is None:
                 return None
-        copy, entry = found
+        copy, entry = entry_place
         if copy.is_index_only:
             return entry, self.fetched(copy, [entry])[0]
         try:
@@ -280,14 +349,14 @@ class ShardView:
         start, stop = entries[0].start, entries[-1].stop
         try:
             data = memoryview(self._fetch(self.shard, copy.version, start, stop))
-            found = [data[entry.start - start : entry.stop - start] for entry in entries]
-            for entry, own in zip(entries, found, strict=True):
-                if not is_whole(entry, own):
+            samples = [data[entry.start - start : entry.stop - start] for entry in entries]
+            for entry, sample in zip(entries, samples, strict=True):
+                if not is_whole(entry, sample):
                     raise DatasetChanged(
                         f"{self.shard.name} returns other bytes for sample {entry.key} than when it was "
                         f"indexed"
                     )
-            return found
+            return samples
         except DatasetChanged:  # the index is useless, to the next run as well
             for tier in self._tiers():
                 if copy.path == tier.index_only(self.shard.digest):
@@ -304,19 +373,19 @@ class ShardView:
         Raises:
             DatasetChanged: the shard has ended with fewer samples than have been read.
         """
-        for found in self._copies(None if self._is_resting else self._index):
-            better = self._index is None or found.reader.ended or found.reader.count > self.count
+        for copy in self._copies(None if self._is_resting else self._index):
+            better = self._index is None or copy.reader.ended or copy.reader.count > self.count
             better = better or self._is_resting
-            if better and found.reader.count >= self.count:
-                old, self._index = self._index, found
+            if better and copy.reader.count >= self.count:
+                old, self._index = self._index, copy
                 if self._data is None or self._data is old:
-                    self._data = found
+                    self._data = copy
                 if old is not None and old is not self._data:
                     old.close()
                 self._is_resting = False
                 return
-            reader = found.reader
-            found.close()
+            reader = copy.reader
+            copy.close()
             if reader.ended:
                 why = ": ".join(filter(None, (reader.status, reader.cause)))
                 raise DatasetChanged(
@@ -329,23 +398,23 @@ class ShardView:
         index_only = self._data if self._data is not None and self._data.reader.count > number else None
         if not self._may_look(_APPEAR_SECONDS if index_only is None else _STALLED_SECONDS):
             return index_only
-        for found in self._copies(index_only):
-            if found.reader.count > number and (index_only is None or not found.is_index_only):
-                old, self._data = self._data, found
+        for copy in self._copies(index_only):
+            if copy.reader.count > number and (index_only is None or not copy.is_index_only):
+                old, self._data = self._data, copy
                 if old is not None and old is not self._index:
                     old.close()
-                return found
-            found.close()
+                return copy
+            copy.close()
         return index_only
 
     def _may_look(self, interval_seconds: float) -> bool:
-        now = time.monotonic()
-        if now - self._looked_at < interval_seconds:
+        looked_at = time.monotonic()
+        if looked_at - self._looked_at < interval_seconds:
             return False
-        self._looked_at = now
+        self._looked_at = looked_at
         return True
 
-    def _copies(self, known: ShardCopy | None) -> Iterator[ShardCopy]:
+    def _copies(self, current: ShardCopy | None) -> Iterator[ShardCopy]:
         """Open the copies of the shard other than `known`, the best first.
 
         Raises:
@@ -355,10 +424,10 @@ class ShardView:
         for tier in self._tiers():
             try:
                 for path in self._paths(tier):
-                    found = self._open(path) if known is None or path != known.path else None
-                    if found is not None:
+                    copy = self._open(path) if current is None or path != current.path else None
+                    if copy is not None:
                         self._note_opened()
-                        yield found
+                        yield copy
             except StreamloadError:
                 raise
             except OSError as exc:  # for example too many open files, which may pass
@@ -411,33 +480,33 @@ class ShardView:
         prepared = self.shard.prepared
         shard = prepared if prepared is not None and path.name.startswith(prepared.digest) else self.shard
         try:
-            found = ShardCopy.open(path, shard)
+            copy = ShardCopy.open(path, shard)
         except (FileNotFoundError, CacheCorrupt):
-            found = None
+            copy = None
             if before is not None and before == _identity(path):  # else it was published just now
                 self._quarantine(path)
-        if found is None:
+        if copy is None:
             return None
         with contextlib.ExitStack() as unless_used:
-            unless_used.callback(found.close)
-            if found.is_index_only and self._fetch is None:
+            unless_used.callback(copy.close)
+            if copy.is_index_only and self._fetch is None:
                 return None
-            is_damaged = is_complete and not (found.reader.ended and is_of(found.reader, shard))
-            if is_damaged or (self._index is None and is_outdated(found.reader.meta, self.shard)):
+            is_damaged = is_complete and not (copy.reader.ended and is_of(copy.reader, shard))
+            if is_damaged or (self._index is None and is_outdated(copy.reader.meta, self.shard)):
                 unless_used.close()  # open files wouldn't be deleted
                 self._quarantine(path)
                 return None
             if self._index is not None:
-                self._index.refuse_other(found, self.shard)
-                before_rest = self._index.identity if self._is_resting and found.is_in_place else ()
-                if before_rest and found.identity != before_rest:
+                self._index.refuse_other(copy, self.shard)
+                before_rest = self._index.identity if self._is_resting and copy.is_in_place else ()
+                if before_rest and copy.identity != before_rest:
                     raise DatasetChanged(f"{self.shard.name} was replaced while it was being read")
             elif self._freshness is not None and path.parent.name != "gone":
-                self._freshness.agree(self.shard, found.version)
+                self._freshness.agree(self.shard, copy.version)
             unless_used.pop_all()
         with contextlib.suppress(OSError):
             os.utime(path)
-        return found
+        return copy
 
     def _quarantine(self, path: Path) -> None:
         """Remove a damaged copy, or avoid it if the disk doesn't allow that.

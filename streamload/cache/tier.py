@@ -108,12 +108,12 @@ class Tier(Directory):
             parts = self.parts(digest)  # listed first: if one is published meanwhile, that is seen below
             if self.published(digest).exists() or self._stands(self.tombstone(digest)):
                 return None
-            found = self._orphans(parts, stopped)
-            if found is None:
+            orphans = self._orphans(parts, stopped)
+            if orphans is None:
                 return None
-            orphan = max(found, key=lambda orphan: orphan.index_bytes, default=None)
+            orphan = max(orphans, key=lambda orphan: orphan.index_bytes, default=None)
             try:
-                for other in found:
+                for other in orphans:
                     if other is not orphan:
                         other.remove(self)
                 if usage.at_most_bytes is not None:
@@ -153,19 +153,19 @@ class Tier(Directory):
 
         A part that has vanished since it was listed had a live filler: its shard may be published by now.
         """
-        found: list[Orphan] = []
+        orphans: list[Orphan] = []
         with contextlib.ExitStack() as held:
             for path in parts:
                 lock = FileLock.acquire(path / "index")
                 if lock is None and path.exists() and not (path / "index").exists():
                     self.trash(path)  # its filler died before it began
                 elif lock is not None or path in stopped:
-                    found.append(Orphan(path, lock))
-                    held.callback(found[-1].let_go)
+                    orphans.append(Orphan(path, lock))
+                    held.callback(orphans[-1].let_go)
                 else:
                     return None
             held.pop_all()
-        return found
+        return orphans
 
     def sweep(self) -> None:
         """Remove what dead processes left: tombstones without a lock, parts of published shards, trash.

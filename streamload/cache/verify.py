@@ -82,7 +82,7 @@ class Verified:
 def verify(
     tier: Tier,
     *,
-    known: Mapping[str, Shard] | None = None,
+    by_digest: Mapping[str, Shard] | None = None,
     jobs: int = 2,
     take_out: bool = False,
     on_total: Callable[[int], None] = lambda count: None,
@@ -90,8 +90,8 @@ def verify(
     """Verify everything in a tier, some shards at once, with a megabyte of memory for each.
 
     Args:
-        known: shards that the caller has named, by digest: a local one is compared with its file, others with
-            the URL in their index. Nothing outside of the tier is opened for other shards.
+        by_digest: shards that the caller has named: a local one is compared with its file, others with the
+            URL in their index. Nothing outside of the tier is opened for other shards.
         jobs: how many shards are read at once.
         take_out: remove damaged shards at once.
         on_total: called with the number of shards, before the first is read.
@@ -105,7 +105,7 @@ def verify(
     halt = threading.Event()
 
     def work(shard: HeldShard) -> Verified | None:
-        return _verify(tier, shard, (known or {}).get(shard.digest), take_out, halt)
+        return _verify(tier, shard, (by_digest or {}).get(shard.digest), take_out, halt)
 
     with limits.Threads(jobs, "streamload-verify") as pool:
         line: deque[Future[Verified | None]] = deque()
@@ -127,7 +127,7 @@ class _Halted(Exception):
 
 
 def _verify(
-    tier: Tier, held: HeldShard, known: Shard | None, take_out: bool, halt: threading.Event
+    tier: Tier, held: HeldShard, shard: Shard | None, take_out: bool, halt: threading.Event
 ) -> Verified | None:
     for _ in range(_ATTEMPTS):
         try:
@@ -135,13 +135,13 @@ def _verify(
         except FileNotFoundError:
             return None
         except OSError as exc:
-            name = known.name if known is not None else ""
+            name = shard.name if shard is not None else ""
             return Verified(held, 0, 0, Damage(held.digest, held.kind, name, _describe(exc), 0))
         with directory:
-            reading = _Reading(held, known, take_out, halt)
+            reading = _Reading(held, shard, take_out, halt)
             with contextlib.suppress(_Halted):
                 reading.run()
-            url = url_of(held.path) or (known.name if known is not None else "")
+            url = url_of(held.path) or (shard.name if shard is not None else "")
             if reading.cause and not _is(held.path, directory):
                 continue  # it was being removed: look at what is there now
             damage = None
@@ -155,11 +155,11 @@ def _verify(
 class _Reading:
     """One reading of one directory of the tier; `cause` is what is wrong."""
 
-    def __init__(self, held: HeldShard, known: Shard | None, take_out: bool, halt: threading.Event):
+    def __init__(self, held: HeldShard, shard: Shard | None, take_out: bool, halt: threading.Event):
         self.cause = ""
         self.bad_facts = 0
         self._held = held
-        self._known = known
+        self._known = shard
         self._takes_out = take_out
         self._halt = halt
         self.samples = 0

@@ -11,6 +11,7 @@ import typer
 
 from streamload.cli.logs import progress_console
 from streamload.cli.options import StorageOptions, storage_options_of
+from streamload.cli.terminal import print_table
 from streamload.errors import OptionError
 
 if TYPE_CHECKING:
@@ -90,7 +91,6 @@ def bench(
 def show(report: "Report", console: Any) -> None:
     """Print the table, what was left out, and the verdict."""
     from rich.markup import escape
-    from rich.table import Table
 
     from streamload.metrics import format_bytes
 
@@ -102,13 +102,8 @@ def show(report: "Report", console: Any) -> None:
         f"{settings['samples']:,} samples\n",
         highlight=False,
     )
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    for title in ("images/s", "min–max", "× floor", "CPU µs per image", "MB/s"):
-        table.add_column(title, justify="right")
-    for cells in cells_of(report):
-        table.add_row(*cells)
-    console.print(table)
+    titles = ("", "images/s", "min–max", "× floor", "CPU µs per image", "MB/s")
+    print_table(titles, cells_of(report), console=console)
     for name, why in report.left_out.items():
         console.print(f"not measured: {name}: {escape(why)}", highlight=False)
     console.print()

@@ -177,8 +177,8 @@ def show_status(listen: str, as_json: bool = False) -> None:
     """
     import urllib3
 
-    from streamload.daemon.page_server import url_at
     from streamload.metrics import format_bytes
+    from streamload.observe.page_server import url_at
     from streamload.options import listen_at
 
     url = url_at(*listen_at(listen))

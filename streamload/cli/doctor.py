@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from streamload.cli.options import AsJson, StorageOptions, storage_options_of
+from streamload.cli.terminal import print_table
 
 if TYPE_CHECKING:
     from streamload.options import Option, Settings
@@ -86,16 +87,15 @@ def doctor(
 def _show(findings: list[Finding]) -> None:
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
+    from rich.text import Text
 
-    table = Table(box=None, pad_edge=False)
-    for title in ("", "", "value", "from"):
-        table.add_column(title, overflow="fold")
+    marks = {"✗": "red", "!": "yellow", "✓": "green"}
+    rows = []
     for finding in findings:
-        mark = "[red]✗[/]" if finding.unusable else "[yellow]![/]" if finding.advice else "[green]✓[/]"
-        table.add_row(mark, finding.subject, escape(finding.value), finding.source)
+        mark = "✗" if finding.unusable else "!" if finding.advice else "✓"
+        rows.append((Text(mark, marks[mark]), finding.subject, finding.value, finding.source))
+    print_table(("", "", "value", "from"), rows)
     console = Console()
-    console.print(table)
     for finding in findings:
         if finding.advice:
             console.print(f"\n[bold]{finding.subject}[/]: {escape(finding.advice)}")

@@ -33,7 +33,7 @@ def serve(
     The runs are found by their caches, started before or after this. A killed rank is gone at the next
     request. A daemon's /metrics has them, too.
     """
-    from streamload.daemon.metrics_server import MetricsServer
+    from streamload.observe.metrics_server import MetricsServer
 
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -10,7 +10,7 @@ from streamload.cli.options import AsJson
 from streamload.errors import OptionError
 
 if TYPE_CHECKING:
-    from streamload.metrics.recording import Recorded
+    from streamload.observe.recording import Recorded
 
 
 def report(
@@ -28,10 +28,10 @@ def report(
     The file needs no network and has its numbers inside, which --json prints instead. It can be made while
     the run goes on, too.
     """
-    from streamload.metrics.recording import Recorded, read_recording, recordings
-    from streamload.metrics.report import numbers
-    from streamload.metrics.report import report as drawn
-    from streamload.metrics.timeline import Timeline
+    from streamload.observe.recording import Recorded, read_recording, recordings
+    from streamload.observe.report import numbers
+    from streamload.observe.report import report as drawn
+    from streamload.observe.timeline import Timeline
 
     ranks_by_run: dict[str, list[Recorded]] = {}
     for path in recordings(place):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -66,18 +67,35 @@ def say(text: str) -> None:
     Console(highlight=False).print(text, markup=False, soft_wrap=True)
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table; nothing in its cells is markup. Columns of counts and sizes are to the right."""
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[Any]], *, head: bool = True, console: Any = None
+) -> None:
+    """Print a table; nothing in its cells is markup, except in a `rich.text.Text`.
+
+    Args:
+        columns: their names. Those of counts and sizes are to the right.
+        rows: their cells.
+        head: show the names.
+        console: of rich; None: standard output.
+    """
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, show_header=head)
     for name in columns:
-        table.add_column(name, overflow="fold", justify="right" if name in _COUNTS else "left")
+        table.add_column(Text(name), overflow="fold", justify="right" if name in _COUNTS else "left")
     for row in rows:
-        table.add_row(*map(escape, row))
-    Console(highlight=False).print(table)
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    (console or Console(highlight=False)).print(table)
 
 
-_COUNTS = ("rows", "shards", "size")
+_COUNTS = (
+    *("rows", "shards", "size", "samples", "disk", "count"),
+    *("images/s", "min–max", "× floor", "CPU µs per image", "MB/s"),
+)
+
+
+def print_json(values: Any) -> None:
+    """Print values for programs, as --json does."""
+    print(json.dumps(values, indent=2))

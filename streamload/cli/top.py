@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
-    from streamload.metrics.live import LiveRank, LiveSource
+    from streamload.observe.live import LiveRank, LiveSource
 
 _ONCE_SECONDS = 1.5
 """Time for which --once watches for rates: a rank publishes once a second."""
@@ -78,8 +78,8 @@ def top(
 
 def _looks(cache_dirs: list[str] | None, every: float, once: bool) -> Iterator[list[LiveRank]]:
     """The ranks at each look; the first look is for rates alone."""
-    from streamload.cache.runs import read_runs
-    from streamload.metrics.live import Watch
+    from streamload.observe.live import Watch
+    from streamload.observe.page_files import read_runs
 
     roots, watch = roots_of(cache_dirs), Watch()
     ranks = watch.look(read_runs(roots))

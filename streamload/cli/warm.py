@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from streamload.daemon.warm import WarmProgress, WarmReport
-    from streamload.shards.facts import Column
+    from streamload.shards.columns import Column
 
 
 Urls = Annotated[list[str], typer.Argument(help="As for make_loader: braces, '::', pipe:, s3:// …")]

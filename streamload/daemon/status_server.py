@@ -11,10 +11,10 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from streamload.cache.runs import read_runs
-from streamload.daemon.page_server import Page, PageServer
 from streamload.daemon.status import Status
-from streamload.metrics.exposition import CONTENT_TYPE, exposition
+from streamload.observe.exposition import CONTENT_TYPE, exposition
+from streamload.observe.page_files import read_runs
+from streamload.observe.page_server import Page, PageServer
 
 DEFAULT_LISTEN = "127.0.0.1:9433"
 _STALE_SECONDS = 300.0

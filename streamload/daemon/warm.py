@@ -37,7 +37,7 @@ from streamload.options import Settings, read_settings
 from streamload.options.storage import copy_options
 from streamload.origins.access import warn_of_shared_headers
 from streamload.origins.origin import OriginOptions
-from streamload.shards.facts import Column
+from streamload.shards.columns import Column
 from streamload.urls import UrlList, expand_urls
 
 _TICK_SECONDS = 0.1
@@ -308,7 +308,7 @@ class _WarmUp:
                 facts = ShardFacts(shared)
                 if view.ended and not view.gave_up and facts.extend(view, columns, view.count):
                     count += 1
-                    facts.share(columns, found=True)
+                    facts.share(columns, with_found=True)
             if shared is not None:
                 shared.wait()
         return count

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
+from streamload.device import is_initialized
 from streamload.errors import OptionError
 from streamload.loader.groups import Order
 from streamload.topology import read_topology
@@ -171,12 +172,6 @@ def auto_device(local_rank: Callable[[], int]) -> tuple[torch.device | None, str
     return torch.device(accelerator.type, rank % count), f"local rank {rank}, {count} devices"
 
 
-def is_accelerator_used() -> bool:
-    """True if this process has started its accelerator."""
-    accelerator = torch.accelerator.current_accelerator()
-    return accelerator is not None and _is_initialized(accelerator)
-
-
 def surroundings() -> Surroundings:
     """Find what iterates a loader, by the callers of `iter()`: frameworks don't tell a DataLoader."""
     pins = False
@@ -237,12 +232,7 @@ def _can_pin() -> bool:
 
 def _current_index(accelerator: torch.device) -> int:
     """The index of the current device; 0 if the accelerator wasn't started."""
-    if not _is_initialized(accelerator):
+    if not is_initialized(accelerator):
         return 0
     current: Callable[[], int] | None = getattr(torch.get_device_module(accelerator), "current_device", None)
     return 0 if current is None else current()
-
-
-def _is_initialized(accelerator: torch.device) -> bool:
-    is_initialized = getattr(torch.get_device_module(accelerator), "is_initialized", None)
-    return is_initialized is not None and bool(is_initialized())

@@ -393,7 +393,7 @@ class Ranks:
 
 
 class OwnWaits(Protocol):
-    """The part of this rank's meter that a RankMonitor needs (meter.Meter).
+    """The part of this rank's observer that a RankMonitor needs (observer.Observer).
 
     Attributes:
         slowest: the other rank that waits most for data.
@@ -416,11 +416,11 @@ class RankMonitor:
     Args:
         ranks: of the run.
         control: of the loader.
-        meter: of this rank; gets the rank that waits most, and ticks while the training stands still.
+        observer: of this rank; gets the rank that waits most, and ticks while the training stands still.
     """
 
-    def __init__(self, ranks: Ranks, control: ControlBlock, meter: OwnWaits) -> None:
-        self._ranks, self._control, self._meter = ranks, control, meter
+    def __init__(self, ranks: Ranks, control: ControlBlock, observer: OwnWaits) -> None:
+        self._ranks, self._control, self._observer = ranks, control, observer
         self._reported_wait_seconds = 0.0  # of the current wait; 0: not reported yet
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="streamload-ranks", daemon=True)
@@ -483,10 +483,10 @@ class RankMonitor:
                     self._ranks.report_silence()
                 self._report_wait()
                 if poll % _COMPARED_EVERY == 0:
-                    self._meter.slowest = self._ranks.compare_waits(self._meter.wait_ratio())
+                    self._observer.slowest = self._ranks.compare_waits(self._observer.wait_ratio())
                 if self._control.still_seconds() > _STILL_SECONDS:
                     self._ranks.read_reports(accepts_older=True)
-                    self._meter.tick()
+                    self._observer.tick()
 
     def _report_wait(self) -> None:
         """Report a long wait for data, again every half minute, and its end."""

@@ -20,43 +20,26 @@ from streamload.loader.options import MAIN_GUARD, LoaderOptions
 from streamload.worker import Batch
 
 if TYPE_CHECKING:
+    from streamload.loader.clock import LoopClock
     from streamload.loader.dataloader import AccelerateEpoch
     from streamload.loader.distributed import RankMonitor
+    from streamload.loader.observer import Observer
 
 _Pending = Callable[[], tuple[Batch, dict[str, Any]]]
 """Returns a batch as the worker made it, and its values on the device."""
-
-
-class TrainingMeter(Protocol):
-    """What is told of the training loop's calls (meter.Meter)."""
-
-    def asked(self) -> None:
-        """The training loop asks for its next batch."""
-        ...
-
-    def returned(self) -> None:
-        """The training loop has its batch."""
-        ...
-
-    def copying(self) -> AbstractContextManager[None]:
-        """Count a block as a wait for a batch's copy to the device."""
-        ...
-
-    def tick(self) -> None:
-        """Some time has gone by."""
-        ...
 
 
 class Owner(Protocol):
     """The part of a loader that an epoch needs (loader.Loader)."""
 
     options: LoaderOptions
+    observer: Observer
     waited_ns: int
     """Duration of the last `waiting` block."""
 
     @property
-    def meter(self) -> TrainingMeter:
-        """What is told of the training loop's calls."""
+    def clock(self) -> LoopClock:
+        """Of the training loop."""
         ...
 
     def received(self, count: int) -> None:
@@ -151,11 +134,12 @@ class Epoch:
         if self.done:
             self._release()
             raise StopIteration
-        meter = self._loader.meter
-        meter.asked()
+        clock = self._loader.clock
+        clock.asked()
+        self._loader.observer.tick()
         try:
             output = self._next_output()
-            meter.returned()
+            clock.returned()
             return output
         except StopIteration:
             self._release()
@@ -198,7 +182,7 @@ class Epoch:
             with self._loader.waiting(since):
                 pending, self._pending = self._pending or self._next_pending(), None
                 if pending is not None:
-                    with self._loader.meter.copying():
+                    with self._loader.clock.copying():
                         batch, values = pending()
             if pending is None:
                 self._refuse_if_closed()  # closed by a signal handler while this waited for a batch
@@ -283,7 +267,7 @@ class Epoch:
 
     def _next_or_none(self) -> Batch | None:
         try:
-            return self._batches.next(self._loader.meter.tick)
+            return self._batches.next(self._loader.observer.tick)
         except StopIteration:
             return None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 from streamload.torch_internals import abandon_workers
@@ -16,17 +15,6 @@ _iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 def protect_workers(batches: Any) -> None:
     """Keep forked processes from shutting down the workers that torch's iterator has started."""
     _iterators.add(batches)
-
-
-def in_this_process(act: Callable[..., object]) -> Callable[..., None]:
-    """A function that calls `act` in this process, and does nothing in processes forked from it."""
-    pid = os.getpid()
-
-    def act_unless_forked(*args: Any) -> None:
-        if os.getpid() == pid:
-            act(*args)
-
-    return act_unless_forked
 
 
 def _leave_workers_to_parent() -> None:

@@ -18,7 +18,6 @@ import torch
 from streamload.batches.assembly import Collate, MapSample
 from streamload.batches.tokenize import TEXT_COLUMNS
 from streamload.cache.selection import Keep, RateFunction
-from streamload.cache.shared.objects import refuse_url
 from streamload.derived.calls.features import Features
 from streamload.derived.prepare.preparation import AUTO, Preparation
 from streamload.errors import OptionError
@@ -253,6 +252,8 @@ class Cache(Group):
     def __post_init__(self) -> None:
         _check_settings(self, "cache")
         if self.shared:
+            from streamload.cache.shared.objects import refuse_url
+
             refuse_url(str(self.shared), "shared")
 
 

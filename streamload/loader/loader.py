@@ -17,6 +17,7 @@ from streamload.device import Feed, feed_for
 from streamload.errors import OptionError, OrderDiverged
 from streamload.loader import registered
 from streamload.loader.batch_info import BatchInfo
+from streamload.loader.clock import LoopClock
 from streamload.loader.dataloader import (
     AccelerateEpoch,
     DataLoaderInterface,
@@ -28,6 +29,7 @@ from streamload.loader.distributed import RankMonitor, gather, ranks_of
 from streamload.loader.epoch import Epoch, is_worker_death
 from streamload.loader.features import end_epoch, take_features
 from streamload.loader.lengths import EpochLengths
+from streamload.loader.observer import Observer, Trace
 from streamload.loader.options import LoaderOptions
 from streamload.loader.output import Outputs
 from streamload.loader.pool import WorkerPool
@@ -38,6 +40,8 @@ from streamload.loader.schedule import Schedule
 from streamload.loader.state import attempt_in, counts_in, joined_state, order_and_position, to_state
 from streamload.loader.worker_config import check_room
 from streamload.metrics import Snapshot
+from streamload.metrics.findings import OnAlert, Requests, Verdict
+from streamload.options import DEFAULT_METRICS_LISTEN
 from streamload.options.values import at_least
 from streamload.worker import Batch, EpochStart, SkippedSample, nothing_ready
 
@@ -49,6 +53,7 @@ class Loader(DataLoaderInterface):
 
     Attributes:
         options: as they were given.
+        observer: of this rank.
         waited_ns: for the epoch: of the last batch.
     """
 
@@ -71,7 +76,7 @@ class Loader(DataLoaderInterface):
         self._microbatching: registered.Microbatching | None = None
         if options.batches.microbatch == "auto":
             self._microbatching = registered.microbatching_of(options, schedule)
-        self._observer = registered.observer_of(options, schedule, process)
+        self.observer: Observer = registered.observer_of(self, options, schedule, process, Requests())
         self._destination = Destination(options.device, options.order)
         self._is_accelerated = False
         self._step = -1  # of the epoch, of the batch that was yielded last
@@ -115,14 +120,13 @@ class Loader(DataLoaderInterface):
                 f"classes at the top level of a module, or call make_loader() in the process that iterates "
                 f"it (with Lightning in train_dataloader() of a DataModule, or take strategy='ddp')"
             ) from exc
-        return type(self), (self.options,), (
-            self._schedule.tracker.epoch, self._observer.listeners, self._observer.record_in
-        )  # fmt: skip
+        return type(self), (self.options,), (self._schedule.tracker.epoch, self.observer.requests)
 
-    def __setstate__(self, called: tuple[int, list[registered.OnAlert], Path | None]) -> None:
+    def __setstate__(self, called: tuple[int, Requests]) -> None:
         """Take over what `set_epoch`, `on_alert` and `record` were called with."""
-        self._schedule.tracker.epoch, listeners, self._observer.record_in = called
-        self._observer.listeners += listeners
+        self._schedule.tracker.epoch, requests = called
+        self.observer.requests.listeners += requests.listeners
+        self.observer.requests.record_in = requests.record_in
 
     @property
     def _is_accelerate_prepared(self) -> bool:
@@ -399,15 +403,15 @@ class Loader(DataLoaderInterface):
         return self._events.set_batch_size(rows, {"reason": "set_batch_size"})
 
     @property
-    def meter(self) -> registered.Meter:
-        """Of what the training loop does, for the epoch."""
-        return self._observer.meter
+    def clock(self) -> LoopClock:
+        """Of the training loop, for the epoch."""
+        return self._process.clock
 
     def stats(self) -> Snapshot:
         """The counters of all processes of this rank so far. Cheap; at any time."""
         return self._process.stats()
 
-    def verdict(self, seconds: float = 60.0) -> registered.Verdict:
+    def verdict(self, seconds: float = 60.0) -> Verdict:
         """Verdict on what has limited the training over the last seconds: data, or the training itself.
 
         `print` it for a sentence. Cheap; at any time. The log has the same every five minutes, and after each
@@ -419,9 +423,9 @@ class Loader(DataLoaderInterface):
         Raises:
             OptionError: another number of seconds.
         """
-        return self._observer.verdict(seconds)
+        return self.observer.verdict(seconds)
 
-    def on_alert(self, call: registered.OnAlert) -> None:
+    def on_alert(self, call: OnAlert) -> None:
         """Call a function with each Alert that is raised or cleared, from now on (docs/guides/metrics.md).
 
         The training waits for data, its origin is slow or fails, the cache thrashes, a source starves, memory
@@ -435,9 +439,9 @@ class Loader(DataLoaderInterface):
         Raises:
             OptionError: it can't be called.
         """
-        self._observer.on_alert(call)
+        self.observer.on_alert(call)
 
-    def trace(self, steps: int = 20) -> registered.Trace:
+    def trace(self, steps: int = 20) -> Trace:
         """Record what the workers and the fills of this rank do, from now on for a number of steps.
 
         `Trace.merge` adds it to the trace that torch.profiler's `export_chrome_trace` wrote, as rows of their
@@ -446,7 +450,8 @@ class Loader(DataLoaderInterface):
         Args:
             steps: batches that the training loop takes until the recording ends.
         """
-        return self._observer.trace(steps)
+        at_least(1, steps=steps)
+        return self.observer.trace(steps)
 
     def metrics(self) -> dict[str, float]:
         """The numbers of this rank since the last call, as one flat dict for a tracker; {} before `iter()`.
@@ -454,7 +459,7 @@ class Loader(DataLoaderInterface):
         Rates, shares and levels: samples per second, the share of waiting for data, that of each stage in the
         workers' time, cache hits, and by source its share, weight and loss. Cheap; one caller at a time.
         """
-        return self._observer.metrics()
+        return self.observer.metrics()
 
     def record(self, folder: str | Path) -> None:
         """Record this rank's numbers for `streamload report`, from the next second on.
@@ -464,9 +469,9 @@ class Loader(DataLoaderInterface):
         Args:
             folder: is made if it is missing; ranks and runs have files of their own in it.
         """
-        self._observer.record(folder)
+        self.observer.record(Path(folder))
 
-    def serve_metrics(self, listen: str = registered.DEFAULT_LISTEN) -> str | None:
+    def serve_metrics(self, listen: str = DEFAULT_METRICS_LISTEN) -> str | None:
         """Serve the metrics of this node's runs to Prometheus, from this process, until the loader is closed.
 
         STREAMLOAD_METRICS does this on the first rank of a node. `streamload metrics serve` needs no port in
@@ -481,7 +486,7 @@ class Loader(DataLoaderInterface):
         Raises:
             OptionError: it isn't an address and port.
         """
-        return self._observer.serve_metrics(listen)
+        return self.observer.serve_metrics(listen)
 
     def close(self) -> None:
         """End the workers and release the cache. Idempotent; the loader can be iterated again.
@@ -489,7 +494,7 @@ class Loader(DataLoaderInterface):
         The iterator of an unfinished epoch raises LoaderClosed. The state stays that of the last batch.
         """
         self._end_epoch("the loader was closed")
-        self._observer.close()
+        self.observer.close()
         if self._pool is not None:
             self._pool.close()
         if self._feed is not None:
@@ -513,7 +518,8 @@ class Loader(DataLoaderInterface):
         """
         process = self._process
         process.checks.check_order(batch)
-        self._observer.took(batch, waited_ns)
+        process.clock.took(batch, waited_ns)
+        self.observer.took(batch)
         if batch.blocked:
             process.waits.add(batch.blocked, waited_ns, process.counts.value("data_wait_ns"))
         self._parts.taken(batch)
@@ -533,7 +539,7 @@ class Loader(DataLoaderInterface):
         """
         if self._pool is not None:
             end_epoch(self._pool.features, self._process.counts)
-        self.meter.end_epoch(self._epoch)
+        self.observer.end_epoch(self._epoch)
         self._schedule.tracker.finish()
         self._process.check_shards()
         self._check_pass()
@@ -542,16 +548,17 @@ class Loader(DataLoaderInterface):
         """A batch is asked for, and not yet waited for: extensions decide."""
         if self._parts:
             self._parts.before_batch()
-            self.meter.publisher.reported = list(self._parts.reported)
+            self.observer.reported = list(self._parts.reported)
 
     @contextlib.contextmanager
     def waiting(self, since: float) -> Iterator[None]:
         """Count the time since `since` as data wait, and signal the wait to the workers."""
-        self.meter.wait_began(since)
+        self.clock.wait_began(since)
         try:
             yield
         finally:
-            self.waited_ns = self._observer.wait_ended(since)
+            self.waited_ns = self.clock.wait_ended(since)
+            self.observer.waited(self.waited_ns)
 
     def _extension_state(self) -> dict[str, Any]:
         """The extensions' keys of a state."""
@@ -582,7 +589,9 @@ class Loader(DataLoaderInterface):
         if self._process.is_forked:
             self.close()
             self._process.reset()
-            self._observer.reset()
+            self.observer = registered.observer_of(
+                self, self.options, self._schedule, self._process, self.observer.requests
+            )
         pool, schedule, process = self._ready_pool(), self._schedule, self._process
         position = schedule.tracker.next()
         start = EpochStart(
@@ -615,18 +624,19 @@ class Loader(DataLoaderInterface):
         ranks = ranks_of(self.world_size)
         if ranks is not None and schedule.topology.nodes > 1:
             ranks.be_on(schedule.topology.node)
-        monitor = None if ranks is None else RankMonitor(ranks, process.control, self.meter)
+        monitor = None if ranks is None else RankMonitor(ranks, process.control, self.observer)
         epoch = Epoch(self, batches, self._feed, started, start.steps, expected, accelerate, monitor)
         events = self._events
         events.start_epoch(epoch)
-        self._observer.start_epoch(lambda: events.epoch is not None)
+        process.clock.start_epoch()
+        self.observer.start_epoch(lambda: events.epoch is not None)
         return epoch
 
     def _settle_device(self) -> None:
         """Where this epoch's batches go; workers that made images for another kind of place are ended."""
         if self._destination.settle():
             self.close()
-        device = self.meter.publisher.device = self._destination.device
+        device = self.observer.device = self._destination.device
         self.options = replace(self.options, device=device)
 
     def _end_epoch(self, why: str) -> None:
@@ -643,7 +653,7 @@ class Loader(DataLoaderInterface):
         if self._pool is None:
             self._pool = WorkerPool(self, self.options, self._schedule, self._process.control)
             pool = self._pool
-            self._observer.open(pool.tier, pool.run, pool.functions)
+            self.observer.open(pool.tier, pool.run, pool.functions)
         return self._pool
 
 

@@ -25,7 +25,7 @@ from streamload.options import Settings, options, read_settings
 from streamload.options.storage import copy_options
 from streamload.options.values import at_least, parse_choice
 from streamload.order.steps import StepTable
-from streamload.shards.facts import BUILT_IN, Column
+from streamload.shards.columns import BUILT_IN, Column
 from streamload.steering import Policy
 from streamload.steering.replay import Replay
 from streamload.torch_internals import is_importing_main

@@ -13,13 +13,13 @@ from streamload.cache import memory
 from streamload.cache.forecast import Measure, live_shards
 from streamload.cache.placement import Agreement, Answer, Placed, memory_root
 from streamload.cache.shard import Shard, ShardList, fingerprint, prepared_form, spread
-from streamload.cache.shared.sharing import SharedOptions
 from streamload.cache.tier import Tier
 from streamload.derived.prepare.choice import Room, choose, exact_recipes, measure
 from streamload.derived.prepare.preparation import AUTO, Preparation
 from streamload.derived.prepare.prepared import growth, images_of
 from streamload.errors import StreamloadError
 from streamload.loader.options import LoaderOptions
+from streamload.loader.registered import backing_of
 from streamload.loader.schedule import Schedule
 from streamload.metrics import format_bytes
 from streamload.options import Settings, file_system
@@ -90,7 +90,7 @@ def decide_preparation(
     shards, topology = ShardList(options.urls, options.storage_options), schedule.topology
     recipes = [possible.preparation for possible in possible_preparations(options, settings, transform)]
     recipes_by_name = {str(recipe): recipe for recipe in recipes if recipe is not None}
-    shared = SharedOptions.of(settings, options.cache.shared_options)
+    shared = backing_of(options, settings)
     if named.preparation is None and shared is not None:
         answer = Answer("", "nodes with a shared cache have to agree on a recipe: name one")
     elif named.preparation is not None and options.features:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from streamload import limits
 from streamload.ipc import ControlBlock
 from streamload.loader.checks import BatchChecks, ShardChecks, ShardWaits
+from streamload.loader.clock import LoopClock
 from streamload.loader.options import LoaderOptions
 from streamload.loader.pass_end import PassEnd
 from streamload.loader.state import BAD_IN_PASS, BAD_SAMPLES, BAD_SHARDS
@@ -25,6 +26,7 @@ class RankProcess:
     Attributes:
         control: shared with the workers.
         counts: of this process.
+        clock: of the training loop.
         checks: of each batch.
         waits: of the training, by shard.
         pass_end: compares the counts of a pass with the limits.
@@ -32,6 +34,7 @@ class RankProcess:
 
     control: ControlBlock
     counts: Counters
+    clock: LoopClock
     checks: BatchChecks
     waits: ShardWaits
     pass_end: PassEnd
@@ -47,6 +50,7 @@ class RankProcess:
         limits.allow_many_files()
         self.control = ControlBlock(1 + options.num_workers, len(options.sources))
         self.counts = Counters(self.control.counters[0])
+        self.clock = LoopClock(self.control, self.counts, options.num_workers > 0)
         self.checks = BatchChecks(self.counts, options.train, shards.max_bad_samples)
         self.waits = ShardWaits(options.urls.__getitem__)
         self._shard_checks = ShardChecks(shards.max_bad_shards)

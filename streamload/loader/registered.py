@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import platform
+from collections.abc import Collection, Mapping
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
-from streamload.daemon.metrics_server import DEFAULT_LISTEN
-from streamload.daemon.plan_file import PlannedSource
-from streamload.daemon.publication import PlanPublication
 from streamload.errors import OptionError
 from streamload.extension import Extension, RankPart
 from streamload.loader.batch_sizing import BatchSizes, BatchSizing
 from streamload.loader.bounds import AgreedBounds
 from streamload.loader.distributed import gather
 from streamload.loader.groups import Batches, Order
-from streamload.loader.meter import Meter, OnAlert
 from streamload.loader.microbatches import Microbatches, Microbatching
-from streamload.loader.observed import RunObserver
+from streamload.loader.observer import Observer
 from streamload.loader.options import LoaderOptions
 from streamload.loader.output import Cut
 from streamload.loader.rank_process import RankProcess
@@ -23,25 +22,25 @@ from streamload.loader.reported_means import ReportedMeans
 from streamload.loader.schedule import Schedule
 from streamload.loader.signals import Rows
 from streamload.loader.steering import Decisions, Mixing
-from streamload.loader.trace import Trace
-from streamload.metrics.verdict import Verdict
+from streamload.metrics.findings import Requests
+from streamload.observe.observer import ObservedRun, RunObserver
+from streamload.options import Settings
+from streamload.options import options as all_options
 from streamload.steering import Policy
 from streamload.steering.replay import Replay
 from streamload.weights import RowWeights
 from streamload.weights.sample import read_sample_weight
 from streamload.worker import WorkerConfig
 
+if TYPE_CHECKING:
+    from streamload.cache.shared.sharing import SharedOptions
+
 __all__ = [
     "BY_RANK",
-    "DEFAULT_LISTEN",
-    "Meter",
     "Microbatches",
     "Microbatching",
-    "OnAlert",
     "Rows",
-    "RunObserver",
-    "Trace",
-    "Verdict",
+    "backing_of",
     "cut_of",
     "extensions_of",
     "extensions_of_run",
@@ -74,6 +73,10 @@ def extensions_of(batches: Batches, order: Order, mixing: Policy | Replay | None
 
 def _check_own(extensions: Collection[Extension]) -> None:
     """Refuse what is no extension, and names that aren't of one extension alone."""
+    if not extensions:
+        return
+    from streamload.daemon.publication import PlanPublication
+
     names = {Mixing.name, BatchSizes.name, RowWeights.name, PlanPublication.name}
     for extension in extensions:
         if not isinstance(extension, Extension):
@@ -88,11 +91,6 @@ def _check_own(extensions: Collection[Extension]) -> None:
 def reports_of(options: LoaderOptions) -> RankPart:
     """The part that takes the training's reports where no policy does."""
     return ReportedMeans([source.name for source in options.sources])
-
-
-def observer_of(options: LoaderOptions, schedule: Schedule, process: RankProcess) -> RunObserver:
-    """The observer of a loader."""
-    return RunObserver(options, schedule, process)
 
 
 def cut_of(options: LoaderOptions, schedule: Schedule) -> Cut | None:
@@ -114,6 +112,11 @@ def extensions_of_run(config: WorkerConfig) -> tuple[Extension, ...]:
     """The extensions of a run, by what its workers read; they have no part in the rank."""
     if config.shared is None or not config.train:
         return ()
+    from streamload.cache.shared.sharing import SharedOptions
+    from streamload.daemon.plan_file import PlannedSource
+    from streamload.daemon.publication import PlanPublication
+
+    assert isinstance(config.shared, SharedOptions)
     preparation = config.assembly.preparation
     publication = PlanPublication(
         config.shared,
@@ -126,3 +129,58 @@ def extensions_of_run(config: WorkerConfig) -> tuple[Extension, ...]:
         prepared_by="" if preparation is None else preparation.name,
     )
     return (publication,)
+
+
+def backing_of(options: LoaderOptions, settings: Settings) -> SharedOptions | None:
+    """The backing store of a loader's tier: a shared cache; None: it has none.
+
+    Raises:
+        OptionError: its URL can't be one.
+    """
+    if settings.shared_cache is None:
+        return None
+    from streamload.cache.shared.sharing import SharedOptions
+
+    return SharedOptions.of(settings, options.cache.shared_options)
+
+
+def observer_of(
+    owner: object, options: LoaderOptions, schedule: Schedule, process: RankProcess, requests: Requests
+) -> Observer:
+    """The observer of a rank, in this process; what it opens ends with its owner."""
+    run = ObservedRun(
+        options.num_workers,
+        tuple(source.name for source in options.sources),
+        options.images.prepare or "",
+        options.urls.kinds,
+        options.settings,
+        lambda: _described(options),
+        schedule,
+    )
+    observer = RunObserver(owner, run, process.control, process.waits, process.clock, requests)
+    if not options.num_workers:  # the worker's waits for bytes are in this process
+        process.control.while_waiting = observer.tick
+    return observer
+
+
+def _described(loader: LoaderOptions) -> Mapping[str, Any]:
+    """The options of a loader, for people; without secrets, URLs and paths of the data."""
+    settings = loader.settings()
+    sources = ", ".join(f"{source.name}: {len(source.urls):,} shards" for source in loader.sources)
+    shown: dict[str, Any] = {
+        "sources": sources,
+        "batch_size": loader.batch_size,
+        "num_workers": loader.num_workers,
+        "train": loader.train,
+        "output": loader.output,
+        "device": "",  # known once the run begins
+        "seed": loader.seed,
+    }
+    for option in all_options():
+        if not option.is_secret and option.name not in ("metrics", "record"):
+            shown[option.name] = str(getattr(settings, option.name))
+    return shown | {
+        "streamload": version("streamload"),
+        "torch": version("torch"),
+        "python": platform.python_version(),
+    }

@@ -15,13 +15,13 @@ from streamload.batches.images import ImageAssembly, Preprocess
 from streamload.batches.modalities import Choose, Modalities
 from streamload.batches.padding import TextPadding
 from streamload.batches.tokenize import adapt_tokenizer
+from streamload.cache.facts import ShardFacts
 from streamload.cache.fallback_tier import remove_unused
 from streamload.cache.forecast import Measure, forecast
 from streamload.cache.placement import Placed, memory_root, place_tier
 from streamload.cache.selection import Selection
 from streamload.cache.shard import ShardList
 from streamload.cache.shard_cache import ShardCache
-from streamload.cache.shared.sharing import SharedOptions
 from streamload.cache.tier import Tier
 from streamload.derived.prepare.preparation import AUTO
 from streamload.errors import OptionError, StreamloadError
@@ -37,16 +37,17 @@ from streamload.loader.preparing import (
     named_preparation,
     possible_preparations,
 )
-from streamload.loader.registered import extensions_of_run
+from streamload.loader.registered import backing_of, extensions_of_run
 from streamload.loader.schedule import Schedule
 from streamload.metrics import Counters
+from streamload.observe.spans import SpanFile
 from streamload.options import Settings
 from streamload.order.plan import OrderOptions, pieces
 from streamload.order.repeats import uses, visit_key
 from streamload.origins.access import warn_of_shared_headers
 from streamload.origins.origin import OriginOptions
 from streamload.origins.unpacked import warn_of_compressed
-from streamload.shards.facts import TOKENS
+from streamload.shards.columns import TOKENS
 from streamload.shards.keys import KeySpec
 from streamload.topology import run_name
 from streamload.transforms import kernel
@@ -133,7 +134,7 @@ def _worker_config(
 ) -> WorkerConfig:
     topology, tier = schedule.topology, placed.tier
     remove_unused(tier.root)
-    shared = SharedOptions.of(settings, options.cache.shared_options)
+    shared = backing_of(options, settings)
     with Measure(tier, shared) as measure:
         schedule.fit(shards, measure)
     orders, split = schedule.source_orders(), schedule.split()
@@ -179,6 +180,7 @@ def _worker_config(
         multiple=schedule.order.multiple,
         extensions=options.extensions,
         in_flight=in_flight,
+        open_sink=SpanFile,
     )
     config = replace(config, extensions=(*config.extensions, *extensions_of_run(config)))
     return _with_agreed_bounds(config, schedule)
@@ -250,6 +252,8 @@ def _selection(options: LoaderOptions) -> Selection:
     if options.goes_by_tokens or any(TOKENS in extension.facts for extension in options.extensions):
         columns[TOKENS] = token_count(options.shards.text_key, options.tokenizer)
     selection = Selection(keys, options.shards.keep, reads_all, columns, options.repeat)
+    if columns:
+        selection = replace(selection, open_companion=ShardFacts)
     if not options.has_modalities:
         return selection
     keys_of = {"image-text": keys, "image": keys[:1], "text": keys[1:]}

@@ -1,7 +1,7 @@
 """The registry: each metric, declared once; rows of counters, `stats()`, exporters and docs follow from it.
 
 To add a counter: one `counted` line here, and a field of the same name in Snapshot. To add a value that isn't
-counted in rows, such as one that belongs to a source: one `given` line, and `Gauges.set` (gauges.py).
+counted in rows, such as one that belongs to a source: one `given` line, and `Gauges.set` (publishing.py).
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from streamload.options.directories import FileSystem, default_cache_dir, file_s
 from streamload.options.settings import (
     DEFAULT_FREE_DISK,
     DEFAULT_MAX_IMAGE_PIXELS,
+    DEFAULT_METRICS_LISTEN,
     DEFAULT_ORIGIN_WAIT_SECONDS,
     DEFAULT_SHARED_WAIT_SECONDS,
     Eviction,
@@ -27,6 +28,7 @@ from streamload.options.values import (
 __all__ = [
     "DEFAULT_FREE_DISK",
     "DEFAULT_MAX_IMAGE_PIXELS",
+    "DEFAULT_METRICS_LISTEN",
     "DEFAULT_ORIGIN_WAIT_SECONDS",
     "DEFAULT_SHARED_WAIT_SECONDS",
     "CacheSize",

@@ -2,8 +2,7 @@
 
 Every worker of a node runs one with the same requests: the first to claim a shard fills it, the others go on
 to the next (scheduler.py). A shard without room is stored index-only or in the fallback tier (fallback.py).
-A filler touches its parts as a heartbeat; without one for some seconds another process takes over
-(heartbeat.py).
+A filler touches its parts as a heartbeat; without one for some seconds another process takes over.
 """
 
 from __future__ import annotations
@@ -11,19 +10,19 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from streamload import limits
+from streamload.cache.backing import WaitingOrigin
 from streamload.cache.fallback_tier import FallbackTier
 from streamload.cache.fill import Filled, FillOptions, Outcome, fill
 from streamload.cache.freshness import Freshness
 from streamload.cache.locks import FileLock
 from streamload.cache.part import Part
 from streamload.cache.shard import Shard
-from streamload.cache.shared.sharing import ReadThrough
 from streamload.cache.tier import Tier
 from streamload.errors import (
     CacheError,
@@ -38,7 +37,6 @@ from streamload.metrics import Counts
 from streamload.origins.origin import Origin
 from streamload.origins.outages import remember
 from streamload.prefetch.fallback import FallbackPolicy, StorageMode
-from streamload.prefetch.heartbeat import Heartbeat
 from streamload.prefetch.scheduler import FillRequest, FillScheduler
 
 _HELD_SECONDS = 1.0
@@ -52,6 +50,74 @@ _FILES_PER_FILL = 48
 
 OpenOrigin = Callable[[Shard, threading.Event], Origin]
 """Opens the origin of a shard; the event ends its waits. It is closed after the fill and its result."""
+_TOUCHES = 5
+"""Heartbeats within the timeout after which a filler counts as stopped."""
+
+
+class Heartbeat:
+    """Touches the parts that this process fills, in a thread, and watches the touches of others.
+
+    Args:
+        stopped_seconds: after how long without a heartbeat a filler, of any process, is taken over from.
+    """
+
+    def __init__(self, stopped_seconds: float):
+        self._stopped_seconds = stopped_seconds
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        # Guarded by _lock:
+        self._parts: set[Part] = set()
+        self._touched: dict[str, dict[Path, tuple[int, float]]] = {}
+        # By digest, of others' parts: the last touch, and when it was seen first.
+        self._thread = threading.Thread(target=self._beat, name="streamload-heartbeat", daemon=True)
+        limits.start(self._thread)
+
+    @contextlib.contextmanager
+    def of(self, part: Part, digest: str) -> Iterator[None]:
+        """Touch a part regularly while the block runs."""
+        with self._lock:
+            self._parts.add(part)
+            self._touched.pop(digest, None)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._parts.discard(part)
+
+    def holds_room(self) -> bool:
+        """True if a running fill of this process holds a reservation, which it may give back."""
+        with self._lock:
+            return any(part.reserved_bytes for part in self._parts)
+
+    def stopped(self, tier: Tier, digest: str) -> list[Path]:
+        """The parts of a shard whose heartbeats have stopped.
+
+        A touch's time is compared with the last one seen, never with a clock: those of two machines differ.
+        """
+        now_seconds = time.monotonic()
+        with self._lock:
+            before = self._touched.get(digest, {})
+        parts: dict[Path, tuple[int, float]] = {}
+        for path in tier.parts(digest):
+            with contextlib.suppress(FileNotFoundError):
+                touched = (path / "index").stat().st_mtime_ns
+                last, since = before.get(path, (touched, now_seconds))
+                parts[path] = (touched, since if touched == last else now_seconds)
+        with self._lock:
+            self._touched[digest] = parts
+        return [path for path, (_, since) in parts.items() if now_seconds - since >= self._stopped_seconds]
+
+    def close(self) -> None:
+        """Stop the heartbeats. Idempotent."""
+        self._closing.set()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        while not self._closing.wait(self._stopped_seconds / _TOUCHES):
+            with self._lock:
+                parts = list(self._parts)
+            for part in parts:
+                part.touch()
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,6 +440,6 @@ class Prefetcher:
     def _origin(self, mode: StorageMode, shard: Shard, form: Shard, opened: contextlib.ExitStack) -> Origin:
         origin = self._open_origin(form, self._stop)
         opened.callback(origin.close)
-        if isinstance(origin, ReadThrough):
+        if isinstance(origin, WaitingOrigin):
             origin.is_kept, origin.yield_slot = not mode.index_only, self._scheduler.yield_slot
         return origin if self._freshness is None else self._freshness.watched(shard, origin)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from streamload.metrics import format_bytes
-from streamload.metrics.verdict import CONSUMER, FASTER_DISK, FILL
+from streamload.observe.verdict import CONSUMER, FASTER_DISK, FILL
 
 Limit = Literal["link", "disk", "decode", "hand-over", "consumer"]
 

@@ -1,4 +1,4 @@
-"""A column of facts: a number for each sample of a shard, and the format of its file beside the index.
+"""The format of a column's file beside the index of a shard.
 
 A file is a sequence of frames, appended in the order of the entries. A frame's checksum covers its values and
 the index records of its samples: values of other samples, or of another index, never pass. batches/facts.py
@@ -9,69 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
 from struct import Struct
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64
 
-from streamload.shards.samples import Entry
-
-Values = npt.NDArray[np.float64]
-"""Facts of samples in order; NaN: unknown."""
-
-BUILT_IN = ("width", "height", "caption_bytes", "image_bytes")
-"""Facts that every run has: the first three are in the index records."""
-IN_RECORDS = frozenset(BUILT_IN[:3])
-TOKENS = "tokens of the caption"
-"""The name of the column of token counts by which a run plans and weighs."""
+from streamload.shards.columns import Values
 
 _FORMAT = 1
 """Of the file, and of how columns of streamload's own are made."""
 _HEAD = Struct("<IIQ")
 """The number of a frame's first entry, how many there are, and the bytes of their values."""
 _CHECK = Struct("<Q")
-
-
-class FactSample(NamedTuple):
-    """A sample of which facts are made: its entry, and the bytes of the members that were asked for."""
-
-    entry: Entry
-    members: Mapping[str, bytes]
-
-
-class Column(Protocol):
-    """Recipe of one fact of a sample: from its members' bytes or its key alone, the same everywhere."""
-
-    @property
-    def digest(self) -> str:
-        """32 hex characters of all that the values depend on beside the sample; names the file."""
-        ...
-
-    @property
-    def dtype(self) -> str:
-        """The type of a stored value: "<u2", "<u4" or "<f8"."""
-        ...
-
-    @property
-    def from_members(self) -> bool:
-        """True if members' bytes are read for it: then values from another node are worth a request."""
-        ...
-
-    @property
-    def check_name(self) -> str:
-        """The name under which a few stored values are made again in each run; "": none are."""
-        ...
-
-    def needs(self, extensions: Collection[str]) -> Collection[str]:
-        """Select those of a sample's extensions whose bytes are needed; none of them an image's."""
-        ...
-
-    def make(self, samples: Sequence[FactSample]) -> Values:
-        """Return the value of each sample."""
-        ...
 
 
 def column_digest(definition: Any) -> str:

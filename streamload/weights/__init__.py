@@ -11,7 +11,7 @@ from typing import Any
 
 from streamload.errors import OptionError
 from streamload.extension import Extension, Run, WorkerProcess
-from streamload.shards.facts import TOKENS
+from streamload.shards.columns import TOKENS
 from streamload.weights.rank import RankWeights
 from streamload.weights.sample import SampleWeight
 from streamload.weights.worker import WorkerWeights

@@ -15,7 +15,7 @@ import numpy as np
 from streamload.cache.selection import RateFunction, number_of
 from streamload.errors import OptionError
 from streamload.extension import ShardRows
-from streamload.shards.facts import TOKENS, Values
+from streamload.shards.columns import TOKENS, Values
 from streamload.shards.samples import Entry
 
 _LEAST, _MOST = 0.2, 5.0

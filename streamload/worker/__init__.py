@@ -15,7 +15,6 @@ from streamload.worker.messages import (
     WorkerConfig,
     bytes_by_modality,
 )
-from streamload.worker.spans import Spans
 from streamload.worker.stages import nothing_ready
 
 __all__ = [
@@ -29,7 +28,6 @@ __all__ = [
     "InFlight",
     "SkippedSample",
     "SourceOrder",
-    "Spans",
     "StreamDataset",
     "WorkerConfig",
     "bytes_by_modality",

@@ -11,9 +11,10 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from streamload.cache.open_files import OpenFiles
+from streamload.cache.backing import BackingStore
 from streamload.cache.shard import Shard
 from streamload.cache.shard_copy import ShardCopy
+from streamload.cache.shard_view import OpenFiles
 from streamload.cache.shared.sharing import ReadThrough, Sharing
 from streamload.cache.tier import Tier
 from streamload.derived.calls.feature_rows import FeatureStart
@@ -43,18 +44,24 @@ class FeatureShards:
     Args:
         config: what is read.
         tier: of the node.
-        sharing: the shared cache that derived shards come from.
+        sharing: the shared cache that derived shards come from; None: there is none.
         counts: of this process.
         files: of the thread that reads them.
     """
 
     def __init__(
-        self, config: WorkerConfig, tier: Tier, sharing: Sharing, counts: Counters, files: OpenFiles
+        self,
+        config: WorkerConfig,
+        tier: Tier,
+        sharing: BackingStore | None,
+        counts: Counters,
+        files: OpenFiles,
     ):
         self._files = files
         self._shards = config.shards
         self._names = [one.name for one in config.assembly.features if one.has_derived_shards]
-        self._tier, self._sharing, self._counts = tier, sharing, counts
+        self._shared = sharing.tier if isinstance(sharing, Sharing) else None
+        self._tier, self._counts = tier, counts
         self._fingerprints: dict[str, str] = {}  # by feature
         self._open: dict[tuple[str, int], RowShard] = {}  # by feature and shard
         self._look_at: dict[tuple[str, int], float] = {}
@@ -62,7 +69,7 @@ class FeatureShards:
         self._answered: set[str] = set()  # digests of those that were fetched, or can't be; by any thread
         self._is_patient = True
         self._prefetcher: Prefetcher | None = None
-        if self._names and sharing.tier is not None:
+        if self._names and self._shared is not None:
             self._prefetcher = Prefetcher(
                 tier,
                 self._open_origin,
@@ -190,8 +197,8 @@ class FeatureShards:
         self._answered.add(result.shard.digest)
 
     def _open_origin(self, form: Shard, stop: threading.Event) -> Origin:
-        assert self._sharing.tier is not None
-        return ReadThrough(form, self._sharing.tier, _NotMadeHere(form), stop)
+        assert self._shared is not None
+        return ReadThrough(form, self._shared, _NotMadeHere(form), stop)
 
 
 class _NotMadeHere(Origin):

@@ -12,9 +12,8 @@ from collections.abc import Callable, Collection, Container, Iterable
 
 from streamload.cache.fallback_tier import FallbackTier
 from streamload.cache.freshness import Freshness, asker
-from streamload.cache.open_files import OpenFiles
 from streamload.cache.shard import Shard, shard_of
-from streamload.cache.shared.sharing import Sharing
+from streamload.cache.shard_view import OpenFiles
 from streamload.cache.tier import Tier
 from streamload.derived.prepare.prepared import PreparedOrigin
 from streamload.metrics import Counters
@@ -25,7 +24,7 @@ from streamload.prefetch.ranges import Range, Ranges
 from streamload.prefetch.scheduler import FillRequest
 from streamload.worker.feature_shards import FeatureShards
 from streamload.worker.messages import EpochStart, WorkerConfig
-from streamload.worker.spans import Spans
+from streamload.worker.stages import Spans
 
 
 class Fills:
@@ -40,7 +39,7 @@ class Fills:
 
     Attributes:
         features: derived shards, fetched and read.
-        shared_facts: see ShardCache.
+        carrier: see ShardCache.
         reads_ranges: whether samples have had to be read from their origin by range.
     """
 
@@ -59,9 +58,9 @@ class Fills:
         self.tier = _open_tier(config, counts)
         self.fallback_tier = FallbackTier(config.tier_root, counts)
         ask = None if config.revalidate == "never" else asker(config.origin, counts)
-        self._sharing = Sharing(config.shared, counts, ask)
+        self._backing = None if config.shared is None else config.shared.open(counts, ask)
         each_epoch = config.revalidate != "start"
-        self.shared_facts = self._sharing.facts
+        self.carrier = None if self._backing is None else self._backing.facts
         self.freshness = Freshness(self.tier, config.run, each_epoch=each_epoch, ask=ask, counts=counts)
         self.prefetcher = Prefetcher(
             self.tier,
@@ -69,7 +68,7 @@ class Fills:
             PrefetchOptions(threads=config.fills, index_only=True, prepares=config.prepare_share > 0),
             counts=counts,
             sink=self._after_fill,
-            has_prepared=self._sharing.has_prepared,
+            has_prepared=_has_none if self._backing is None else self._backing.has_prepared,
             fallback_tier=self.fallback_tier,
             freshness=self.freshness,
         )
@@ -85,8 +84,8 @@ class Fills:
                 share=config.prepare_share,
                 is_idle=is_idle,
             )
-        self.features = FeatureShards(config, self.tier, self._sharing, counts, files)
-        self._ranges = Ranges(lambda shard: self._open_origin(shard, self._closing))
+        self.features = FeatureShards(config, self.tier, self._backing, counts, files)
+        self._ranges: Ranges | None = None
         self.reads_ranges = False
         self._wanted: tuple[list[int], list[int]] = [], []
 
@@ -126,13 +125,18 @@ class Fills:
 
     def want_ranges(self, ranges: Iterable[Range]) -> None:
         """Request ranges of index-only shards that will be read soon."""
-        self._ranges.want(ranges)
+        self._open_ranges().want(ranges)
 
     def read_range(self, shard: Shard, version: Version, start: int, stop: int) -> bytes:
         """Bytes of an index-only shard, from its origin."""
         self._counts.add("range_reads")
         self.reads_ranges = True
-        return self._ranges.read(Range(shard, version, start, stop))
+        return self._open_ranges().read(Range(shard, version, start, stop))
+
+    def _open_ranges(self) -> Ranges:
+        if self._ranges is None:
+            self._ranges = Ranges(lambda shard: self._open_origin(shard, self._closing))
+        return self._ranges
 
     def are_refused(self, shards: Iterable[int]) -> bool:
         """True if there is no room for one of these shards."""
@@ -143,10 +147,12 @@ class Fills:
         self._closing.set()
         if self._idle_preparer is not None:
             self._idle_preparer.close()
-        self._sharing.close()
+        if self._backing is not None:
+            self._backing.close()
         self.prefetcher.close()
         self.features.stop()
-        self._ranges.close()
+        if self._ranges is not None:
+            self._ranges.close()
 
     def close(self) -> None:
         """Release the tier, once `stop` was called and no reader uses it. Idempotent."""
@@ -158,19 +164,25 @@ class Fills:
         """Store a shard that this process has filled in the shared cache, too."""
         if result.began_ns:
             self._spans.add("fill", result.began_ns, time.time_ns(), shard=result.shard.name)
-        if result.filled is not None and result.directory is not None:
-            self._sharing.published(result.filled, result.directory)
+        if self._backing is not None and result.filled is not None and result.directory is not None:
+            self._backing.published(result.filled, result.directory)
 
     def _open_origin(self, shard: Shard, stop: threading.Event) -> Origin:
         """The origin of a shard, behind the shared cache."""
-        config = self._config
+        config, backing = self._config, self._backing
         origin = open_origin(shard.url, shard.storage_options, config.origin, self._counts, stop)
         preparation = config.assembly.preparation
         if shard.recipe and preparation is not None:  # what the shared cache lacks is prepared here
-            source = shard_of(shard.url, shard.storage_options)
-            origin = self._sharing.through(source, origin, stop, single_flight=False)
+            if backing is not None:
+                source = shard_of(shard.url, shard.storage_options)
+                origin = backing.through(source, origin, stop, single_flight=False)
             origin = PreparedOrigin(origin, preparation)
-        return self._sharing.through(shard, origin, stop)
+        return origin if backing is None else backing.through(shard, origin, stop)
+
+
+def _has_none(form: Shard) -> bool:
+    """Without a backing store no prepared shard can be fetched as it is."""
+    return False
 
 
 def _open_tier(config: WorkerConfig, counts: Counters) -> Tier:

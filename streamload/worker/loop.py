@@ -60,8 +60,7 @@ from streamload.worker.messages import (
 from streamload.worker.reader import Reader
 from streamload.worker.replacements import Replacements
 from streamload.worker.sampler import Sampler, Step
-from streamload.worker.spans import Spans
-from streamload.worker.stages import Stages
+from streamload.worker.stages import Spans, Stages
 from streamload.worker.states import SealedStates
 
 _POLL_SECONDS = 0.002
@@ -148,7 +147,8 @@ class WorkerLoop:
         self._control = control
         self._worker, self._workers, self._ahead = worker, workers, ahead
         self._counts = Counters(control.counters[worker + 1 if workers else 0])
-        self._spans = Spans(control, f"worker {worker}" if workers else "training")
+        name = f"worker {worker}" if workers else "training"
+        self._spans = Spans(control, name, config.open_sink)
         self._reader = Reader(config, control, self._counts, self._spans, worker, workers)
         self._slots = buffers
         self._numbers: Numbers | None = None

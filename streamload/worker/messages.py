@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +13,12 @@ import torch
 
 from streamload.batches.assembly import BatchAssembly
 from streamload.batches.padding import RowWidths
+from streamload.cache.backing import Backing
 from streamload.cache.selection import Selection
 from streamload.cache.shard import ShardList
-from streamload.cache.shared.sharing import SharedOptions
 from streamload.derived.calls.feature_rows import FeatureStart
 from streamload.extension import Extension
+from streamload.ipc import ControlBlock
 from streamload.options import Eviction, FreeDisk, Revalidate
 from streamload.order.events import BATCH_SIZE, Event, from_json, of_kind
 from streamload.order.plan import OrderOptions, Pieces
@@ -45,6 +46,19 @@ class SourceOrder:
     """For each group that the rank reads; computed once, as that goes over all shards."""
 
 
+class SpanSink(Protocol):
+    """Takes the spans of a process while a trace runs (observe/spans.py)."""
+
+    @property
+    def is_on(self) -> bool:
+        """True if a trace runs."""
+        ...
+
+    def add(self, name: str, began_ns: int, ended_ns: int, **about: object) -> None:
+        """Take a span of this thread."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """Shards that the processes of a rank read, and how; the same for all of them."""
@@ -58,7 +72,7 @@ class WorkerConfig:
     """Space that the tier leaves free on its disk."""
     eviction: Eviction
     revalidate: Revalidate
-    shared: SharedOptions | None
+    shared: Backing | None
     """The shared cache, read before the origins."""
     run: str
     """The name of the run on this node, unique among runs."""
@@ -97,6 +111,8 @@ class WorkerConfig:
     prepare what arrives, where there is room. 0: neither."""
     in_flight: InFlight | None = None
     """The limits of batches that are made and not yet taken."""
+    open_sink: Callable[[ControlBlock, str], SpanSink] | None = None
+    """Opens what takes the spans of a process, by its name in a trace; None: there are no traces."""
 
 
 SEAT = np.dtype("<i4")

@@ -16,11 +16,10 @@ import numpy.typing as npt
 from streamload.batches.in_progress import Sample, Unread
 from streamload.cache.checkpoint import CheckedArrivals
 from streamload.cache.forecast import KNOWN_PART
-from streamload.cache.open_files import OpenFiles
 from streamload.cache.selection import Numbers
 from streamload.cache.shard_cache import Facts, ShardCache
 from streamload.cache.shard_copy import ReadMemory
-from streamload.cache.shard_view import Found
+from streamload.cache.shard_view import Found, OpenFiles
 from streamload.extension import ReadProgress
 from streamload.ipc import ControlBlock
 from streamload.metrics import Counters
@@ -36,7 +35,7 @@ from streamload.worker.fills import Fills
 from streamload.worker.messages import EpochStart, WorkerConfig
 from streamload.worker.reference_stream import ReferenceStream
 from streamload.worker.shortage import Shortage
-from streamload.worker.spans import Spans
+from streamload.worker.stages import Spans
 
 logger = logging.getLogger("streamload")
 
@@ -88,7 +87,7 @@ class Reader:
             freshness=self._fills.freshness,
             files=files,
         )
-        self._cache.shared_facts = self._fills.shared_facts
+        self._cache.carrier = self._fills.carrier
         self._shortage = Shortage(config, control, self._fills, self._cache)
         self._start: EpochStart | None = None
         self._row = worker + 1 if workers else 0  # of this process, in the control block

@@ -6,22 +6,67 @@ and resizing follows from one image of 16 (batches/images.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from time import monotonic_ns
+from time import monotonic_ns, time_ns
 
 import torch
 
 from streamload.batches.in_progress import Measured
-from streamload.ipc import spent_ns
+from streamload.ipc import ControlBlock, spent_ns
 from streamload.metrics import Counters
-from streamload.worker.messages import bytes_by_modality
+from streamload.worker.messages import SpanSink, bytes_by_modality
 
 
 def nothing_ready(counts: Counters) -> None:
     """Begin an epoch: none of its batches is made yet."""
     for name in ("ready_batches", *bytes_by_modality({})):
         counts.set(name, 0)
+
+
+class Spans:
+    """Notes what a process does, for a trace of the run.
+
+    Args:
+        control: of the loader; says whether there was a trace.
+        process: the name of this process in a trace.
+        open_sink: opens what takes spans, at the first trace; None: there are no traces.
+    """
+
+    def __init__(
+        self, control: ControlBlock, process: str, open_sink: Callable[[ControlBlock, str], SpanSink] | None
+    ):
+        self._control, self._process, self._open_sink = control, process, open_sink
+        self._sink: SpanSink | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """True if a trace runs."""
+        if self._sink is None:
+            if self._open_sink is None or not self._control.tracing.generation:
+                return False
+            self._sink = self._open_sink(self._control, self._process)
+        return self._sink.is_on
+
+    def add(self, name: str, began_ns: int, ended_ns: int, **about: object) -> None:
+        """Note a span of this thread, if a trace runs.
+
+        Args:
+            name: what was done.
+            began_ns, ended_ns: since the epoch, as of `time.time_ns()`.
+            about: JSON-able details.
+        """
+        if self.is_on and self._sink is not None:
+            self._sink.add(name, began_ns, ended_ns, **about)
+
+    @contextmanager
+    def of(self, name: str, **about: object) -> Iterator[None]:
+        """Note a span for the block, also if it raises."""
+        began_ns = time_ns()
+        try:
+            yield
+        finally:
+            self.add(name, began_ns, time_ns(), **about)
 
 
 class Stages:

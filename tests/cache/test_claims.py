@@ -13,7 +13,7 @@ from typing import cast
 
 import pytest
 
-from streamload.cache import claims
+from streamload.cache import budget
 from streamload.cache.demand import DemandFile
 from streamload.cache.fill import Filled, Outcome, fill
 from streamload.cache.part import Part, reserved_bytes
@@ -65,7 +65,7 @@ def plan(tmp_path: Path) -> Iterator[Plan]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A newcomer that waited for a claim would wait for ever."""
-    monkeypatch.setattr(claims, "PATIENCE_SECONDS", 1e9)
+    monkeypatch.setattr(budget, "PATIENCE_SECONDS", 1e9)
 
 
 @pytest.mark.usefixtures("patient")
@@ -160,7 +160,7 @@ def test_a_newcomer_goes_on_once_the_claim_takes_less_than_was_left_for_it(tmp_p
 def test_a_claim_that_never_learns_its_size_holds_up_nobody_for_good(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(budget, "PATIENCE_SECONDS", 0.05)
     sooner, later = plan.claim(A), plan.claim(B)
     while not later.reserve(SHARD_BYTES, 1):
         pass

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from streamload.batches.facts import read_facts
+from streamload.cache.facts import ShardFacts
 from streamload.cache.fill import Filled as FillResult
 from streamload.cache.fill import fill
 from streamload.cache.garbage import clear, collect_garbage
@@ -29,7 +30,7 @@ from streamload.cache.verify import verify
 from streamload.errors import DatasetChanged
 from streamload.metrics import Counters
 from streamload.origins.origin import open_origin
-from streamload.shards.facts import Column
+from streamload.shards.columns import Column
 from streamload.testing.shards import read_oracle, write_shards
 from streamload.urls import expand_urls
 from tests.support.tiers import SAMPLES, SHARDS, Filled, flip, until
@@ -66,7 +67,7 @@ def opened(
     tier: Tier, urls: Any, made: Mapping[str, Column] | None = None, **options: Any
 ) -> Iterator[ShardCache]:
     shards = ShardList(expand_urls(urls), None)
-    selection = Selection((), columns=columns() if made is None else made)
+    selection = Selection((), columns=columns() if made is None else made, open_companion=ShardFacts)
     cache = ShardCache(
         tier, shards, selection, skip=True, counts=Counters(), counted=lambda shard: True, **options
     )

@@ -24,7 +24,7 @@ from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt, CacheError, CacheFull, DatasetChanged
 from streamload.metrics import Counters
 from streamload.origins.origin import Origin, open_origin
-from streamload.shards.index_writer import IndexWriter
+from streamload.shards.index import IndexWriter
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import read_oracle, write_shards

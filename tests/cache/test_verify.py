@@ -22,7 +22,7 @@ from streamload.cache.tier import Tier
 from streamload.cache.verify import Damage, verify
 from streamload.daemon.warm import warm
 from streamload.origins.origin import OriginOptions
-from streamload.shards.index_writer import IndexWriter
+from streamload.shards.index import IndexWriter
 from streamload.shards.record import HEADER_START, RECORD, header_lengths
 from streamload.testing.faults import Fault
 from streamload.testing.shards import write_shards
@@ -43,7 +43,7 @@ def damages(tier: Tier, **options: object) -> list[Damage]:
 
 
 def repaired(tier: Tier, known: dict[str, Shard] | None = None) -> list[Repair]:
-    return list(repair(tier, damages(tier, known=known, take_out=True), known=known, options=QUICK))
+    return list(repair(tier, damages(tier, by_digest=known, take_out=True), by_digest=known, options=QUICK))
 
 
 def known(*urls: str) -> dict[str, Shard]:
@@ -297,7 +297,7 @@ def test_a_shard_under_another_name_than_its_own_is_found_by_its_url_where_its_i
     with IndexWriter(path, {"url": filled.urls[2]}) as index:
         index.finish(size=(path / "data").stat().st_size)
     assert not damages(filled.tier)
-    (found,) = damages(filled.tier, known=known(*filled.urls))
+    (found,) = damages(filled.tier, by_digest=known(*filled.urls))
     assert "another shard" in found.cause
 
 
@@ -453,10 +453,10 @@ def test_a_local_shard_is_compared_with_its_file_only_where_it_is_named(tmp_path
     flip(tier.published(shard_of(urls[1], None).digest) / "names", 30)
     (found,) = damages(tier)
     assert found.digest == shard_of(urls[1], None).digest
-    both = damages(tier, known=known(*urls))
+    both = damages(tier, by_digest=known(*urls))
     assert {one.cause for one in both} > {"its file was changed since it was indexed"}
     assert all(done.is_done for done in repaired(tier, known(*urls)))
-    assert not damages(tier, known=known(*urls))
+    assert not damages(tier, by_digest=known(*urls))
 
 
 def test_a_shard_that_another_process_fetches_meanwhile_is_left_to_it(filled: Filled) -> None:

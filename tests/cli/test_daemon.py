@@ -23,12 +23,12 @@ from urllib.parse import urlsplit
 import pytest
 
 from streamload.cli.options import storage_options_of
-from streamload.daemon import page_server as page_module
 from streamload.daemon.options import ServiceOptions
 from streamload.daemon.service import Service
 from streamload.daemon.status import Status
 from streamload.daemon.status_server import StatusServer, complaint, metrics_text
 from streamload.errors import OptionError
+from streamload.observe import page_server as page_module
 from streamload.options import listen_at
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards

@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 
-from streamload.cache.runs import PageFile, now
 from streamload.cache.tier import Tier
-from streamload.daemon.metrics_server import MetricsServer
 from streamload.daemon.status import Status
 from streamload.daemon.status_server import StatusServer
 from streamload.errors import OptionError
-from tests.metrics.test_exposition import full_page, series
+from streamload.observe.metrics_server import MetricsServer
+from streamload.observe.page_files import PageFile, now
+from tests.observe.test_exposition import full_page, series
 from tests.support import promtool
 from tests.support.pages import get
 from tests.support.tiers import until

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from streamload.errors import CacheCorrupt
-from streamload.shards.index import IndexReader
-from streamload.shards.index_writer import IndexWriter
+from streamload.shards.index import IndexReader, IndexWriter
 from streamload.shards.record import COMPLETE, HEADER_START, RECORD, pack_frame
 from streamload.shards.samples import Entry
 

@@ -1,7 +1,7 @@
 """The loader's numbers in TensorBoard's own files, by the Trainer, Lightning and a plain loop.
 
 W&B and MLflow aren't installed here: that names and values are such as they take is in
-tests/metrics/test_live.py.
+tests/observe/test_live.py.
 """
 
 from __future__ import annotations

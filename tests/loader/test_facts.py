@@ -22,7 +22,8 @@ from streamload.batches.facts import read_facts
 from streamload.batches.tokenize import adapt_tokenizer
 from streamload.cache import facts
 from streamload.errors import FeatureMismatch
-from streamload.shards.facts import Column, FactSample, pack_values, unpack_values
+from streamload.shards.columns import Column, FactSample
+from streamload.shards.facts import pack_values, unpack_values
 from streamload.shards.samples import Entry
 from streamload.testing.resume import Layout, assert_resumes_exactly
 from streamload.testing.server import ShardServer

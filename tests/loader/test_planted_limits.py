@@ -61,7 +61,7 @@ def make(urls: Any, cache: Path, **options: Any) -> streamload.Loader:
     )
 
 
-def verdict_of(loader: streamload.Loader, step_seconds: float) -> streamload.metrics.verdict.Verdict:
+def verdict_of(loader: streamload.Loader, step_seconds: float) -> streamload.observe.verdict.Verdict:
     for _ in loader:
         time.sleep(step_seconds)
     return loader.verdict(600)

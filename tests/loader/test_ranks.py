@@ -84,7 +84,7 @@ def train(rank: int, urls: list[str], place: Path) -> None:
                 (place / f"trains-{rank}").touch()
     except Exception as exc:
         ends.append([type(exc).__name__, str(exc)])
-    said.append(f"outages: {loader.stats().origin_outages}, slowest: {loader.meter.slowest}")
+    said.append(f"outages: {loader.stats().origin_outages}, slowest: {loader.observer.slowest}")
     (place / f"{rank}.json").write_text(json.dumps([said, ends]))
     if rank == 0:  # the all-reduce has ended by the other's end, and the training asks for another batch
         with pytest.raises(RankFailed) as caught:
@@ -203,7 +203,7 @@ def test_while_a_training_stands_still_its_thread_looks_at_the_alerts(
     monkeypatch.setattr(distributed, "_STILL_SECONDS", 0.0)
     with watched(ranks[0], monkeypatch) as (watch, control):
         control.want(False)
-        waits = watch._meter
+        waits = watch._observer
         assert isinstance(waits, Waits)
         assert waits.ticked.wait(60)
 

@@ -21,8 +21,8 @@ from streamload.metrics import (
     Snapshot,
     format_bytes,
 )
-from streamload.metrics.gauges import Gauges
 from streamload.metrics.registry import BUCKET_NS
+from streamload.observe.publishing import Gauges
 
 
 @given(

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from streamload.errors import CacheCorrupt
-from streamload.shards.index import IndexReader
-from streamload.shards.index_writer import IndexWriter
+from streamload.shards.index import IndexReader, IndexWriter
 from streamload.shards.record import COMPLETE, OWN_LAYOUT, RECORD
 from streamload.shards.samples import Entry
 
@@ -122,7 +121,7 @@ def test_a_reader_follows_a_writer_in_another_process(tmp_path):
     script = f"""
 from pathlib import Path
 from tests.shards.test_index import META, entries_of
-from streamload.shards.index_writer import IndexWriter
+from streamload.shards.index import IndexWriter
 entries = entries_of(4000)
 with IndexWriter(Path({str(tmp_path)!r}), META) as writer:
     print("ready", flush=True)

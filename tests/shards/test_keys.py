@@ -3,8 +3,7 @@
 import pytest
 
 from streamload.errors import OptionError
-from streamload.shards.index import IndexReader
-from streamload.shards.index_writer import IndexWriter
+from streamload.shards.index import IndexReader, IndexWriter
 from streamload.shards.keys import KeySpec, usable
 from streamload.shards.samples import Entry
 

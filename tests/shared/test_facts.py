@@ -16,7 +16,7 @@ from streamload.cache.facts import ShardFacts
 from streamload.cache.shard_view import ShardView
 from streamload.cache.tier import Tier
 from streamload.daemon.warm import WarmReport, warm
-from streamload.shards.facts import Column
+from streamload.shards.columns import Column
 from streamload.shards.samples import Entry
 from streamload.testing.shards import read_oracle, write_shards
 from tests.support import flat

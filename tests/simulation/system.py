@@ -25,7 +25,7 @@ from typing import Any
 
 from streamload import descriptors
 from streamload.cache import fallback_tier, part, shard_copy
-from streamload.prefetch import fallback, heartbeat, prefetcher, scheduler
+from streamload.prefetch import fallback, prefetcher, scheduler
 
 from .disk import Disk
 from .engine import Engine, Killed, Process, Task, TaskThread
@@ -306,7 +306,6 @@ def installed(system: System) -> Iterator[None]:
         (prefetcher, "threading", threads),
         (scheduler, "threading", threads),
         (fallback, "threading", threads),
-        (heartbeat, "threading", threads),
         (fallback_tier, "threading", threads),
         (threading.Thread, "start", _start_of_no_task(engine)),
         # Each simulated process would have its own.

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 sys.path.append(str(Path(__file__).parents[2]))
 from streamload.errors import OptionError
-from streamload.loader import meter
+from streamload.observe import observer
 from streamload.testing.shards import write_shards
 from tests.support import flat, simulated_device
 
@@ -94,12 +94,12 @@ def plain(place: Path) -> dict[str, Any]:
             return sorted({str(images.device) for _ in range(2) for images, _ in loader})
 
     def slow_steps(**options: Any) -> dict[str, Any]:
-        meter._SHORTEST_EPOCH_SECONDS = 1.0  # shorter epochs have no line in the log
+        observer._SHORTEST_EPOCH_SECONDS = 1.0  # shorter epochs have no line in the log
         with make(place, **options) as loader:
             for _ in range(2):
                 for _ in loader:
                     time.sleep(0.25)
-            return {"limit": loader.meter.verdict(60).limit, "advice": loader.meter.verdict(60).advice}
+            return {"limit": loader.observer.verdict(60).limit, "advice": loader.observer.verdict(60).advice}
 
     def full_memory(failures: int) -> dict[str, Any]:
         images = []

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from streamload.metrics import COUNTERS, WIDTH
-from streamload.metrics.figures import Sample
+from streamload.observe.figures import Sample
 
 PLACES = {name: place for place, name in enumerate(COUNTERS)}
 

@@ -19,7 +19,8 @@ from streamload.cache.shared.objects import OBJECT_LIMIT_BYTES
 from streamload.cache.shared.tier import SharedTier
 from streamload.cache.shared.write_back import WriteBack
 from streamload.errors import OriginStopped
-from streamload.shards.facts import Column, Values, pack_each
+from streamload.shards.columns import Column, Values
+from streamload.shards.facts import pack_each
 
 _MAGIC = b"SLFACTS1"
 

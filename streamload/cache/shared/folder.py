@@ -81,12 +81,12 @@ class Folder:
 
     def names(self, folder: str) -> list[str]:
         """List all regular files below, except temporary ones."""
-        found = []
+        names = []
         for where, folders, files in os.walk(self._root / folder, onerror=_raise_unless_missing):
             folders[:] = [name for name in folders if not name.startswith(".")]
-            at = Path(where).relative_to(self._root)
-            found += [(at / name).as_posix() for name in files if not name.startswith(".")]
-        return found
+            folder_path = Path(where).relative_to(self._root)
+            names += [(folder_path / name).as_posix() for name in files if not name.startswith(".")]
+        return names
 
     def delete(self, name: str) -> None:
         """Unlink a file; its folder stays."""
@@ -131,20 +131,20 @@ class Folder:
                 write(file)
                 file.flush()
                 os.fsync(file.fileno())  # a file server may report only now that it is full
-                now = os.fstat(file.fileno()).st_mtime
+                server_time = os.fstat(file.fileno()).st_mtime
             move(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
         if not self._is_swept:
             self._is_swept = True
-            self._sweep(now)
+            self._sweep(server_time)
 
-    def _sweep(self, now: float) -> None:
+    def _sweep(self, server_time: float) -> None:
         """Remove temporary files that were left, by the clock of the file server."""
-        with os.scandir(self._root / _INCOMING) as found:
-            for left in found:
+        with os.scandir(self._root / _INCOMING) as entries:
+            for left in entries:
                 with contextlib.suppress(OSError):  # its writer has just moved it
-                    if now - left.stat(follow_symlinks=False).st_mtime > _LEFT_SECONDS:
+                    if server_time - left.stat(follow_symlinks=False).st_mtime > _LEFT_SECONDS:
                         Path(left.path).unlink()
 
 

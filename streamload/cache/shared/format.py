@@ -43,12 +43,12 @@ class BlockSums:
 
     def update(self, chunk: bytes | memoryview) -> None:
         """Take the next bytes."""
-        view, at = memoryview(chunk), 0
-        while at < len(view):
-            piece = view[at : at + BLOCK_BYTES - self._filled]
+        view, offset = memoryview(chunk), 0
+        while offset < len(view):
+            piece = view[offset : offset + BLOCK_BYTES - self._filled]
             self._hash.update(piece)
             self._filled += len(piece)
-            at += len(piece)
+            offset += len(piece)
             if self._filled == BLOCK_BYTES:
                 self._end_block()
 
@@ -76,20 +76,20 @@ def verified(chunks: Iterable[bytes], sums: Sums, start: int, size: int) -> Iter
     Raises:
         CacheCorrupt: the bytes aren't those that were stored; what was yielded before is right.
     """
-    block, position, begun = start // BLOCK_BYTES, start, xxhash.xxh3_64()
+    block, position, block_hash = start // BLOCK_BYTES, start, xxhash.xxh3_64()
     waiting: list[bytes] = []
     for chunk in chunks:
-        view, at, good, is_good = memoryview(chunk), 0, 0, True
-        while at < len(view) and is_good:
+        view, offset, good, is_good = memoryview(chunk), 0, 0, True
+        while offset < len(view) and is_good:
             border = min((block + 1) * BLOCK_BYTES, size)
-            piece = view[at : at + border - position]
-            begun.update(piece)
-            at += len(piece)
+            piece = view[offset : offset + border - position]
+            block_hash.update(piece)
+            offset += len(piece)
             position += len(piece)
             if position == border:
-                is_good = len(piece) > 0 and begun.intdigest() == int(sums[block])
-                good = at if is_good else good
-                begun.reset()
+                is_good = len(piece) > 0 and block_hash.intdigest() == int(sums[block])
+                good = offset if is_good else good
+                block_hash.reset()
                 block += 1
         if good:
             yield from waiting
@@ -189,7 +189,7 @@ class SharedShard:
         text, index, names, sums = (packed[start:stop] for start, stop in itertools.pairwise(stops))
         facts: dict[str, Any] = json.loads(text)
         meta: dict[str, Any] = _meta_of(index)
-        found = cls(
+        shard = cls(
             str(meta["digest"]),
             Version(
                 meta.get("size") if "prepared" in meta else facts["size"],
@@ -203,11 +203,11 @@ class SharedShard:
             index,
             names,
         )
-        if facts["block_bytes"] != BLOCK_BYTES or len(found.sums) != -(-found.size // BLOCK_BYTES):
-            raise CacheCorrupt(f"its index has {len(found.sums)} checksums for {found.size} bytes")
-        if not _DATA.fullmatch(found.data):
-            raise CacheCorrupt(f"its index names {found.data!r:.50} as its data")
-        return found
+        if facts["block_bytes"] != BLOCK_BYTES or len(shard.sums) != -(-shard.size // BLOCK_BYTES):
+            raise CacheCorrupt(f"its index has {len(shard.sums)} checksums for {shard.size} bytes")
+        if not _DATA.fullmatch(shard.data):
+            raise CacheCorrupt(f"its index names {shard.data!r:.50} as its data")
+        return shard
 
 
 def index_files(source: ShardCopy) -> tuple[bytes, bytes]:

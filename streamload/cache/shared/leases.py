@@ -165,14 +165,14 @@ class Leases:
         with self._change:
             if task in self._mine:
                 return True
-        now = self._clock()
-        held = _Held(now, self._first_beat_seconds, now + self._first_beat_seconds)
+        tried_at = self._clock()
+        held = _Held(tried_at, self._first_beat_seconds, tried_at + self._first_beat_seconds)
         name, content = _name(task), self._content(held)
-        found = self._objects.read(name, _LIMIT_BYTES)
-        is_foreign = found is not None and holder_of(found) != self.holder
-        if found is None:
+        lease = self._objects.read(name, _LIMIT_BYTES)
+        is_foreign = lease is not None and holder_of(lease) != self.holder
+        if lease is None:
             self._objects.write_new(name, content)
-        elif is_foreign and self._has_expired(task, found, writes=True):
+        elif is_foreign and self._has_expired(task, lease, writes=True):
             self._objects.write(name, content)
             self._stop.wait(self._settle_seconds)
         elif is_foreign:
@@ -217,8 +217,8 @@ class Leases:
         if holder_of(content) == self.holder or self._has_expired(task, content):
             return None
         with self._change:
-            seen = self._seen.get(task)
-        unchanged = 0.0 if seen is None else self._clock() - seen.since
+            sighting = self._seen.get(task)
+        unchanged = 0.0 if sighting is None else self._clock() - sighting.since
         values = _parsed(content)
         seconds, due = _number(values, "seconds"), _number(values, "due")
         return Holder(
@@ -255,7 +255,7 @@ class Leases:
         """
         busy = set(leased(self._objects.names("leases"))) - self.held()
         with self._change:
-            self._seen = {task: seen for task, seen in self._seen.items() if task in busy}
+            self._seen = {task: sighting for task, sighting in self._seen.items() if task in busy}
         return busy
 
     def tidy(self, tasks: Iterable[str]) -> None:
@@ -265,8 +265,8 @@ class Leases:
             SharedTierError: they can't be read or removed.
         """
         for task in tasks:
-            found = self._objects.read(_name(task), _LIMIT_BYTES)
-            if found is not None and self._has_expired(task, found):
+            lease = self._objects.read(_name(task), _LIMIT_BYTES)
+            if lease is not None and self._has_expired(task, lease):
                 self._objects.delete(_name(task))
 
     def held(self) -> set[str]:
@@ -300,21 +300,21 @@ class Leases:
         attempt = _attempt_in(values)
         if self._attempt is not None and self._attempt.is_after(attempt):
             return True
-        now = self._clock()
+        looked_at = self._clock()
         with self._change:
-            seen = self._seen.get(task)
-            if seen is None:
-                seen = self._seen[task] = _Seen(content, now, asks_store=writes)
-            elif seen.content != content:  # its holder lives
-                seen = self._seen[task] = _Seen(content, now, asks_store=False)
+            sighting = self._seen.get(task)
+            if sighting is None:
+                sighting = self._seen[task] = _Seen(content, looked_at, asks_store=writes)
+            elif sighting.content != content:  # its holder lives
+                sighting = self._seen[task] = _Seen(content, looked_at, asks_store=False)
             is_own_run = (
                 self._attempt is not None and attempt is not None and attempt.run == self._attempt.run
             )
-            asks = seen.asks_store and (not is_own_run or _is_late(values, now - seen.since))
-            seen.asks_store = seen.asks_store and not asks
+            asks = sighting.asks_store and (not is_own_run or _is_late(values, looked_at - sighting.since))
+            sighting.asks_store = sighting.asks_store and not asks
         if asks:
-            seen.since = min(seen.since, self._clock() - self._silent_seconds(task))
-        return self._clock() - seen.since >= self._lease_seconds
+            sighting.since = min(sighting.since, self._clock() - self._silent_seconds(task))
+        return self._clock() - sighting.since >= self._lease_seconds
 
     def _silent_seconds(self, task: str) -> float:
         """Least time since a lease changed, by the store's own times; 0: unknown."""
@@ -337,20 +337,20 @@ class Leases:
 
     def _until_due(self) -> float:
         """Seconds until the next heartbeat; leases that are taken meanwhile are looked at in time."""
-        now = self._clock()
+        looked_at = self._clock()
         with self._change:
             dues = [held.due for held in self._mine.values()]
-        return max(0.0, min([now + self._first_beat_seconds, *dues]) - now)
+        return max(0.0, min([looked_at + self._first_beat_seconds, *dues]) - looked_at)
 
     def _due(self) -> list[str]:
         """The tasks whose leases need a heartbeat now."""
-        now = self._clock()
+        looked_at = self._clock()
         with self._change:
-            due = [task for task, held in self._mine.items() if held.due <= now]
+            due = [task for task, held in self._mine.items() if held.due <= looked_at]
             for task in due:
                 held = self._mine[task]
                 held.interval = min(self._beat_seconds, 2 * held.interval)
-                held.due = now + held.interval
+                held.due = looked_at + held.interval
         return due
 
     def _renew(self, task: str) -> None:
@@ -373,8 +373,8 @@ class Leases:
             self._objects.delete(_name(task))
 
     def _is_mine(self, task: str) -> bool:
-        found = self._objects.read(_name(task), _LIMIT_BYTES)
-        return found is not None and holder_of(found) == self.holder
+        lease = self._objects.read(_name(task), _LIMIT_BYTES)
+        return lease is not None and holder_of(lease) == self.holder
 
     def _content(self, held: _Held) -> bytes:
         with self._change:

@@ -245,8 +245,8 @@ class Objects:
         if modified is None:
             return None
         with self._translated("write", "probes"):
-            now = self._backend.now()
-        return None if now is None else now - modified
+            store_time = self._backend.now()
+        return None if store_time is None else store_time - modified
 
     def _created(self, name: str, data: bytes) -> bool:
         try:
@@ -256,7 +256,7 @@ class Objects:
         return True
 
     @contextlib.contextmanager
-    def _translated(self, what: str, name: str) -> Iterator[None]:
+    def _translated(self, action: str, name: str) -> Iterator[None]:
         with urls.scrubbed_errors(lambda: urls.secrets_of(*self._made_of[:2])):
             try:
                 yield
@@ -266,7 +266,7 @@ class Objects:
                 meant = calls.translate("", exc)
                 kind = SharedTierDenied if isinstance(meant, OriginDenied) else SharedTierError
                 cause = str(meant).removeprefix(": ")
-                raise kind(f"the shared cache {self.url} can't {what} {name}: {cause}") from exc
+                raise kind(f"the shared cache {self.url} can't {action} {name}: {cause}") from exc
 
 
 def refuse_url(url: str, name: str = "shared_cache") -> None:

@@ -7,7 +7,6 @@ there. If nothing identifies a version (the output of a command), a failed trans
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -15,13 +14,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from streamload.cache.backing import WaitingOrigin
 from streamload.cache.fill import Outdated
 from streamload.cache.freshness import Ask
 from streamload.cache.shard import Shard
 from streamload.cache.shared.facts import SharedFacts
 from streamload.cache.shared.format import SharedShard
 from streamload.cache.shared.objects import Objects, refuse_url
-from streamload.cache.shared.single_flight import SingleFlight, YieldSlot, spare_of
+from streamload.cache.shared.single_flight import SingleFlight, spare_of
 from streamload.cache.shared.tier import SharedStream, SharedTier
 from streamload.cache.shared.write_back import WriteBack
 from streamload.errors import CacheCorrupt, DatasetChanged, OriginError, OriginStopped, ShardError
@@ -91,6 +91,14 @@ class SharedOptions:
         stop = threading.Event()
         return SharedTier(self.open_objects(stop, timeout_seconds), counts, stop=stop)
 
+    def open(self, counts: Counts, ask: Ask | None = None) -> Sharing:
+        """See Backing."""
+        return Sharing(self, counts, ask)
+
+    def open_read_only(self, counts: Counts) -> Sharing:
+        """See Backing."""
+        return Sharing(replace(self, write_back=False, wait_seconds=0.0), counts)
+
 
 class Sharing:
     """The shared cache as one process uses it. Thread-safe; made in the process that uses it.
@@ -148,16 +156,21 @@ class Sharing:
         """True if the shared cache holds a prepared shard; the answer is cached for some seconds."""
         if self.tier is None or form.local is not None:
             return False
-        tier, now = self.tier, time.monotonic()
-        known, until = self._prepared.get(form.digest, (False, 0.0))
-        if now < until:
-            return known
+        tier, asked_at = self.tier, time.monotonic()
+        is_held, until = self._prepared.get(form.digest, (False, 0.0))
+        if asked_at < until:
+            return is_held
         try:
-            found = tier.attempt(lambda: tier.look(form), form) is not None
+            is_stored = tier.attempt(lambda: tier.look(form), form) is not None
         except OriginStopped:
             return False
-        self._prepared[form.digest] = found, now + _LOOK_SECONDS
-        return found
+        self._prepared[form.digest] = is_stored, asked_at + _LOOK_SECONDS
+        return is_stored
+
+    def size(self, shard: Shard) -> int | None:
+        """The size of a shard in the shared cache; None: it isn't there, or no answer comes."""
+        held = None if self.tier is None else self.tier.held(shard)
+        return None if held is None else held.size
 
     def published(self, shard: Shard, directory: Path) -> None:
         """After this process has filled a shard: queue it for write-back if the shared cache lacked it."""
@@ -180,7 +193,7 @@ class Sharing:
         return self.write_back is not None and self.write_back.takes
 
 
-class ReadThrough(Origin):
+class ReadThrough(WaitingOrigin):
     """A shard's origin, with a shared cache in front of it.
 
     Args:
@@ -190,10 +203,6 @@ class ReadThrough(Origin):
         stop: ends every wait.
         ask: asks the origin for its version, so that no old copy is used; None: copies are used as they are.
         single_flight: which node asks the origin for what is missing; None: each node for itself.
-
-    Attributes:
-        is_kept: whether the whole shard is kept here, so that it can be stored for others.
-        yield_slot: entered while `open` waits for another node.
     """
 
     def __init__(
@@ -206,8 +215,6 @@ class ReadThrough(Origin):
         single_flight: SingleFlight | None = None,
     ):
         self.url = origin.url
-        self.is_kept = True
-        self.yield_slot: YieldSlot = contextlib.nullcontext
         self._single_flight = single_flight
         self._has_turn = False
         self._shard, self._tier, self._origin = shard, tier, origin
@@ -278,10 +285,10 @@ class ReadThrough(Origin):
         self._held = self._tier.attempt(lambda: self._tier.look(self._shard), self._shard)
         return self._usable(expected or self._current())
 
-    def _usable(self, wanted: Version | None) -> SharedShard | None:
+    def _usable(self, version: Version | None) -> SharedShard | None:
         """The shared copy, unless it is another version than the wanted one."""
         held = self._look()
-        if held is not None and wanted is not None and wanted.difference(held.version) is not None:
+        if held is not None and version is not None and version.difference(held.version) is not None:
             self._tier.lacks(self._shard)
             return None
         return held

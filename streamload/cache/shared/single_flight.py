@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from streamload.cache.backing import YieldSlot
 from streamload.cache.shard import Shard
 from streamload.cache.shared.breaker import CircuitBreaker
 from streamload.cache.shared.leases import Holder, Leases, second
@@ -64,8 +65,6 @@ _SAID_AFTER_SECONDS, _SAID_EVERY_SECONDS = 5.0, 30.0
 
 _GOODBYE_SECONDS = 2.0
 
-YieldSlot = Callable[[], contextlib.AbstractContextManager[object]]
-"""Returns a context manager that is entered while a fill waits."""
 _Found = TypeVar("_Found")
 _Answer = TypeVar("_Answer")
 
@@ -159,10 +158,10 @@ class SingleFlight:
         """
         if self._wait_seconds <= 0 or not self._tier.is_absent(shard):
             return None
-        began = self._clock()
-        deadline = began + self._budget(began)
+        start = self._clock()
+        deadline = start + self._budget(start)
         overtaken_at = self._leases.overtaken_at
-        if overtaken_at is not None and began - overtaken_at < _GIVES_WAY_FOR_SECONDS:
+        if overtaken_at is not None and start - overtaken_at < _GIVES_WAY_FOR_SECONDS:
             with yield_slot():
                 self._pause(shard, _GIVES_WAY_SECONDS, stop)
         while True:
@@ -171,17 +170,17 @@ class SingleFlight:
             if is_mine is None:
                 return None
             if is_mine:
-                found = look()  # another node may have stored it meanwhile
-                if found is not None:
+                held = look()  # another node may have stored it meanwhile
+                if held is not None:
                     self.end(shard)
-                return found
+                return held
             since = self._clock()
             waited = self._wait(shard, deadline, stop, yield_slot, look if may_take else None)
-            found = look() if waited is _Wait.OVER else None
-            if found is None and waited in (_Wait.OVER, _Wait.IN_VAIN):
+            held = look() if waited is _Wait.OVER else None
+            if held is None and waited in (_Wait.OVER, _Wait.IN_VAIN):
                 self._spend(shard, since, waited)
-            if found is not None or not may_take or waited is not _Wait.OVER:
-                return found
+            if held is not None or not may_take or waited is not _Wait.OVER:
+                return held
 
     def keep(self, shard: Shard) -> None:
         """Note that a fetched shard will be stored: its turn lasts until `stored`."""
@@ -254,7 +253,7 @@ class SingleFlight:
             yield_slot: entered meanwhile.
             look: looks it up in the shared cache; None: this process overtakes nobody.
         """
-        began, waited = self._clock(), _Wait.NONE
+        start, waited = self._clock(), _Wait.NONE
         with contextlib.ExitStack() as stack:
             while True:
                 answer = self._asked(shard, lambda: (self._leases.holder_at(shard.digest),))
@@ -263,22 +262,24 @@ class SingleFlight:
                 (holder,) = answer
                 if holder is None:
                     return waited
-                now = self._clock()
+                looked_at = self._clock()
                 if look is not None and self._is_much_slower(holder):
                     if self._overtakes(shard, holder):
                         return _Wait.OVERTAKES
                     if look() is not None:
                         return _Wait.OVER
-                if now - began >= _SAID_AFTER_SECONDS:
-                    self._say(shard, holder, now)
-                if now >= deadline:
+                if looked_at - start >= _SAID_AFTER_SECONDS:
+                    self._say(shard, holder, looked_at)
+                if looked_at >= deadline:
                     return _Wait.IN_VAIN
                 if waited is _Wait.NONE:
                     waited = _Wait.OVER
                     self._tier.counts.add("shared_waits")
                     stack.enter_context(yield_slot())
-                pause = min(max(_LEAST_PAUSE_SECONDS, _PAUSE_SHARE * (now - began)), _MOST_PAUSE_SECONDS)
-                self._pause(shard, min(deadline - now, pause * self._rng.uniform(0.5, 1.0)), stop)
+                pause = min(
+                    max(_LEAST_PAUSE_SECONDS, _PAUSE_SHARE * (looked_at - start)), _MOST_PAUSE_SECONDS
+                )
+                self._pause(shard, min(deadline - looked_at, pause * self._rng.uniform(0.5, 1.0)), stop)
 
     def _is_much_slower(self, holder: Holder) -> bool:
         """True if a holder on another node will need several times as long as this process would."""
@@ -308,37 +309,39 @@ class SingleFlight:
         logger.info("%s: %s, so that it is fetched here as well", shard.name, _progress_of(holder))
         return True
 
-    def _say(self, shard: Shard, holder: Holder, now: float) -> None:
+    def _say(self, shard: Shard, holder: Holder, clock_seconds: float) -> None:
         """Log which shard is waited for, whose fill that is, and for how long that has been going on."""
         with self._lock:
-            if now < self._silent_until:
+            if clock_seconds < self._silent_until:
                 return
-            self._silent_until = now + _SAID_EVERY_SECONDS
+            self._silent_until = clock_seconds + _SAID_EVERY_SECONDS
         logger.warning("waiting for %s in the shared cache: %s", shard.name, _progress_of(holder))
 
     def _pause(self, shard: Shard, seconds: float, stop: threading.Event) -> None:
-        began = time.monotonic_ns()
+        start_ns = time.monotonic_ns()
         is_stopped = stop.wait(seconds) or self._closing.is_set()
-        self._tier.counts.add("shared_wait_ns", time.monotonic_ns() - began)
+        self._tier.counts.add("shared_wait_ns", time.monotonic_ns() - start_ns)
         if is_stopped:
             raise OriginStopped(f"{shard.name}: the wait for another node was stopped")
 
-    def _budget(self, now: float) -> float:
+    def _budget(self, clock_seconds: float) -> float:
         """Seconds for which a shard may be waited for now."""
         with self._lock:
-            left = self._wait_seconds - max(0.0, self._vain_seconds - (now - self._vain_at) / _REFILL_TIMES)
+            left = self._wait_seconds - max(
+                0.0, self._vain_seconds - (clock_seconds - self._vain_at) / _REFILL_TIMES
+            )
         return left if left >= _LEAST_SHARE * self._wait_seconds else 0.0
 
     def _spend(self, shard: Shard, since: float, waited: _Wait) -> None:
         """Charge a wait in vain to the budget; seconds of concurrent waits count once."""
-        now = self._clock()
+        clock_seconds = self._clock()
         with self._lock:
-            gained = (now - self._vain_at) / _REFILL_TIMES
-            spent = now - max(since, self._vain_at)
-            self._vain_seconds, self._vain_at = max(0.0, self._vain_seconds - gained) + spent, now
-            is_new = waited is _Wait.IN_VAIN and now >= self._warned_until
+            gained = (clock_seconds - self._vain_at) / _REFILL_TIMES
+            spent = clock_seconds - max(since, self._vain_at)
+            self._vain_seconds, self._vain_at = max(0.0, self._vain_seconds - gained) + spent, clock_seconds
+            is_new = waited is _Wait.IN_VAIN and clock_seconds >= self._warned_until
             if is_new:
-                self._warned_until = now + _REFILL_TIMES * self._wait_seconds
+                self._warned_until = clock_seconds + _REFILL_TIMES * self._wait_seconds
         if is_new:
             logger.warning(
                 "%s: another node has been fetching it for %g s (STREAMLOAD_SHARED_WAIT) without storing it "
@@ -366,30 +369,30 @@ class Pace:
 
     def began(self) -> float:
         """A stream is open; returns when."""
-        now = self._clock()
+        start = self._clock()
         with self._lock:
             self._streams += 1
-            self._began += now
-        return now
+            self._began += start
+        return start
 
     def add(self, count: int) -> None:
         """Bytes have arrived."""
         with self._lock:
             self._arrived += count
 
-    def ended(self, began: float) -> None:
+    def ended(self, start: float) -> None:
         """A stream has ended that had begun then."""
-        now = self._clock()
+        end = self._clock()
         with self._lock:
             self._streams -= 1
-            self._began -= began
-            self._seconds += now - began
+            self._began -= start
+            self._seconds += end - start
 
     def rate(self) -> float | None:
         """Bytes a second; None: nothing has arrived yet."""
-        now = self._clock()
+        clock_seconds = self._clock()
         with self._lock:
-            seconds = self._seconds + self._streams * now - self._began
+            seconds = self._seconds + self._streams * clock_seconds - self._began
             return self._arrived / seconds if self._arrived and seconds > 0 else None
 
 
@@ -433,8 +436,8 @@ def spare_of(shards: int, here: Topology, workers: int) -> int:
     if here.nodes == 1:
         return 0
     workers = max(1, workers)
-    each, left = divmod(shards // here.nodes, here.world_size * workers)
-    return each + ((here.rank + 1) * workers <= left)
+    quota, left = divmod(shards // here.nodes, here.world_size * workers)
+    return quota + ((here.rank + 1) * workers <= left)
 
 
 def _progress_of(holder: Holder) -> str:

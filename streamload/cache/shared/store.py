@@ -97,10 +97,10 @@ class Store:
         files, path = self._at(folder)
         root = self._at("")[1].rstrip("/") + "/"
         try:
-            found = self._do(files, "find", path)
+            paths = self._do(files, "find", path)
         except FileNotFoundError:
             return []
-        within = (files._strip_protocol(name) for name in found)
+        within = (files._strip_protocol(name) for name in paths)
         return [name.removeprefix(root) for name in within if name.startswith(root)]
 
     def delete(self, name: str) -> None:
@@ -175,29 +175,31 @@ class Store:
 
     def _files(self) -> Any:
         """The file system; a forked child makes its own, as event loops aren't inherited."""
-        made = self._made
-        if made is None or made[0] != os.getpid():
+        opened = self._made
+        if opened is None or opened[0] != os.getpid():
             import fsspec
 
             try:
-                made = (os.getpid(), fsspec.filesystem(self._protocol, **self._options()))
+                opened = (os.getpid(), fsspec.filesystem(self._protocol, **self._options()))
             except (ImportError, TypeError, ValueError, KeyError) as exc:
                 raise OptionError(f"shared_cache: its file system can't be opened: {exc}") from exc
             if self._protocol in {"s3", "s3a"}:
-                made[1].retries, made[1].max_concurrency = 3, 2
-            self._made = made
-        return made[1]
+                opened[1].retries, opened[1].max_concurrency = 3, 2
+            self._made = opened
+        return opened[1]
 
     def _make_folder(self, files: Any, path: str) -> None:
         """Make a folder, except in object stores: those have none, and would take it for a bucket."""
         if not files.async_impl:
             self._do(files, "makedirs", path.rpartition("/")[0], exist_ok=True)
 
-    def _do(self, files: Any, what: str, *given: Any, seconds: float | None = None, **more: Any) -> Any:
+    def _do(
+        self, files: Any, operation: str, *arguments: Any, seconds: float | None = None, **more: Any
+    ) -> Any:
         """Call the file system, with a deadline; again if its credentials have been renewed."""
         limit = self._timeout_seconds if seconds is None else seconds
         try:
-            return calls.result(calls.begin(files, what, *given, **more), files, limit, self._check)
+            return calls.result(calls.begin(files, operation, *arguments, **more), files, limit, self._check)
         except OriginTimeout:
             self._made = None
             raise
@@ -205,7 +207,7 @@ class Store:
             if not self._renews(files, exc):
                 raise
         files = self._files()
-        return calls.result(calls.begin(files, what, *given, **more), files, limit, self._check)
+        return calls.result(calls.begin(files, operation, *arguments, **more), files, limit, self._check)
 
     def _renews(self, files: Any, exc: Exception) -> bool:
         """Replace a file system whose credentials have ended; return False if no others are found."""

@@ -99,12 +99,12 @@ class SharedTier:
         if text is None:
             return False
         try:
-            found = json.loads(text)["format"]
+            recorded = json.loads(text)["format"]
         except (ValueError, TypeError, KeyError, RecursionError):
-            found = None
-        if found != FORMAT:
+            recorded = None
+        if recorded != FORMAT:
             raise SharedTierError(
-                f"the shared cache {self.objects.url} has format {found!r}; this version uses {FORMAT}: "
+                f"the shared cache {self.objects.url} has format {recorded!r}; this version uses {FORMAT}: "
                 "choose another folder, or clear this one"
             )
         self._has_format = True
@@ -114,11 +114,11 @@ class SharedTier:
         """The shared copy of a shard; None if there is none, or the shared cache doesn't answer."""
         if shard.local is not None or self._is_invalid(shard):
             return None
-        found, answered = self.attempt(lambda: (self.look(shard), True), shard) or (None, False)
-        if answered and found is None:
+        held, answered = self.attempt(lambda: (self.look(shard), True), shard) or (None, False)
+        if answered and held is None:
             self.counts.add("shared_misses", 1)
             self.lacks(shard)
-        return found
+        return held
 
     def lacks(self, shard: Shard) -> None:
         """Note that a shard should be stored: it is missing, or has another version."""
@@ -154,10 +154,10 @@ class SharedTier:
         packed = self._read(self._name(shard, "index")) if self.check_format() else None
         if packed is None:
             return None
-        found = SharedShard.unpack(packed)
-        if found.digest != shard.digest:
+        held = SharedShard.unpack(packed)
+        if held.digest != shard.digest:
             raise CacheCorrupt(f"the index stored for {shard.name} is another shard's")
-        return found
+        return held
 
     def read(self, shard: Shard, held: SharedShard, start: int, stop: int) -> bytes:
         """Read a range of a shared copy, verified.
@@ -301,8 +301,8 @@ class SharedTier:
     def _has_same(self, shard: Shard, source: ShardCopy) -> bool:
         """True if it holds a shard with the same index, hence the same checksums of all samples."""
         with contextlib.suppress(CacheCorrupt):
-            now = self.look(shard)
-            return now is not None and (now.index, now.names) == index_files(source)
+            held = self.look(shard)
+            return held is not None and (held.index, held.names) == index_files(source)
         return False
 
     def _is_invalid(self, shard: Shard) -> bool:

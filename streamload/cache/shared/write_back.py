@@ -113,7 +113,7 @@ class WriteBack:
             pack: returns its content; called in a thread. Nothing is stored if that is empty.
         """
         with self._change:
-            waiting = sum(isinstance(what, _Beside) for _, what in self._waiting)
+            waiting = sum(isinstance(content, _Beside) for _, content in self._waiting)
             if self._takes() and waiting < _WAITING_BESIDE:
                 self._waiting.appendleft((shard, _Beside(name, pack)))
                 self._change.notify_all()
@@ -146,30 +146,30 @@ class WriteBack:
                 self._change.wait_for(lambda: self._waiting or self._is_closed)
                 if self._is_closed:
                     return
-                shard, what = self._waiting.popleft()
+                shard, content = self._waiting.popleft()
                 self._busy += 1
-            trouble = self._store(shard, what)
-            ended = [shard] if isinstance(what, Path) else []
+            trouble = self._store(shard, content)
+            ended = [shard] if isinstance(content, Path) else []
             with self._change:
                 if trouble is None:
                     self._breaker.succeed()
                 else:
-                    note = self._note if isinstance(what, Path) else self._remember
+                    note = self._note if isinstance(content, Path) else self._remember
                     note(shard, str(trouble))
                     ended += self._rest(self._breaker.fail())
-            for each in ended:
-                self._ended(each)
+            for ended_shard in ended:
+                self._ended(ended_shard)
             with self._change:
                 self._busy -= 1
                 self._change.notify_all()
 
-    def _store(self, shard: Shard, what: Path | _Beside) -> Exception | None:
+    def _store(self, shard: Shard, entry: Path | _Beside) -> Exception | None:
         """Store a shard, or what is beside it; returns an error that may affect others, too."""
         try:
-            if isinstance(what, Path):
-                self._tier.store(shard, what)
-            elif content := what.pack():
-                self._tier.store_beside(shard, what.name, content)
+            if isinstance(entry, Path):
+                self._tier.store(shard, entry)
+            elif content := entry.pack():
+                self._tier.store_beside(shard, entry.name, content)
         except FileNotFoundError:
             with self._change:
                 self._note(shard, "it was evicted before its turn")
@@ -194,7 +194,7 @@ class WriteBack:
 
     def _drop(self, why: str) -> list[Shard]:
         """Drop the queue; returns the shards in it."""
-        left = [shard for shard, what in self._waiting if isinstance(what, Path)]
+        left = [shard for shard, content in self._waiting if isinstance(content, Path)]
         for shard in left:
             self._note(shard, why)
         self._waiting.clear()

@@ -1,11 +1,11 @@
 """`streamload cache ls`: the shards of a tier. Read-only."""
 
-import json
 from contextlib import closing
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from streamload.cli.cache.options import AsJson, CacheDir, tier_at
+from streamload.cli.terminal import print_json, print_table, say
 
 if TYPE_CHECKING:
     from streamload.cache.eviction import HeldShard
@@ -23,12 +23,12 @@ def list_shards(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
 
     tier = tier_at(cache_dir)
     rows = sorted((_describe(shard) for shard in tier.shards()), key=lambda row: (row["url"], row["digest"]))
+    rows_bytes = reserved_for_rows(tier.root)
     if as_json:
-        used = {"used_bytes": tier.used_bytes, "rows_bytes": reserved_for_rows(tier.root)}
-        report = {"cache_dir": str(tier.root), **used, "limit_bytes": tier.limit_bytes}
-        print(json.dumps(report | {"shards": rows}, indent=2))
+        used = {"used_bytes": tier.used_bytes, "rows_bytes": rows_bytes}
+        print_json({"cache_dir": str(tier.root), **used, "limit_bytes": tier.limit_bytes, "shards": rows})
     else:
-        _print_table(tier, rows)
+        _print(tier, rows, rows_bytes)
 
 
 def _describe(shard: "HeldShard") -> dict[str, Any]:
@@ -62,38 +62,24 @@ def _describe(shard: "HeldShard") -> dict[str, Any]:
     }
 
 
-def _print_table(tier: "Tier", rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    from streamload.cache.directory import reserved_for_rows
+def _print(tier: "Tier", rows: list[dict[str, Any]], rows_bytes: int) -> None:
     from streamload.metrics import format_bytes
 
-    table = Table(box=None, pad_edge=False)
-    table.add_column("shard", overflow="fold")
-    table.add_column("state")
-    table.add_column("samples", justify="right")
-    table.add_column("disk", justify="right")
-    table.add_column("last used")
-    for row in rows:
-        table.add_row(
-            escape(row["url"]),
+    cells = (
+        (
+            row["url"],
             _state(row),
             f"{row['samples']:,}",
             format_bytes(row["disk_bytes"]),
             row["last_used"] or "superseded by its prepared form",
         )
-    console = Console()
-    console.print(table)
-    console.print(
-        f"{len(rows)} shards in {tier.root}: "
-        f"{format_bytes(tier.used_bytes)} of at most {format_bytes(tier.limit_bytes)}",
-        highlight=False,
-        markup=False,
+        for row in rows
     )
-    if rows_bytes := reserved_for_rows(tier.root):
-        console.print(f"rows of modules beside them: {format_bytes(rows_bytes)}", highlight=False)
+    print_table(("shard", "state", "samples", "disk", "last used"), cells)
+    used, limit = format_bytes(tier.used_bytes), format_bytes(tier.limit_bytes)
+    say(f"{len(rows)} shards in {tier.root}: {used} of at most {limit}")
+    if rows_bytes:
+        say(f"rows of modules beside them: {format_bytes(rows_bytes)}")
 
 
 def _state(row: dict[str, Any]) -> str:

@@ -1,13 +1,13 @@
 """Options and output that the cache commands share, and the tier they select."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from streamload.cli.terminal import say
 
+if TYPE_CHECKING:
     from streamload.cache.inventory import Foreign
     from streamload.cache.tier import Tier
 
@@ -42,9 +42,7 @@ def tier_at(cache_dir: str | None) -> "Tier":
     raise CacheError(f"there is no streamload cache at {first}, but one at {other}: --cache-dir={other}")
 
 
-def print_foreign(console: "Console", foreign: Sequence["Foreign"]) -> None:
+def print_foreign(foreign: Iterable["Foreign"]) -> None:
     """Print what is in the tier's directory, but isn't part of the tier."""
     for entry in foreign:
-        console.print(
-            f"not part of the cache, left alone: {entry.path} ({entry.what})", markup=False, soft_wrap=True
-        )
+        say(f"not part of the cache, left alone: {entry.path} ({entry.what})")

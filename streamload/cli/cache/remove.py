@@ -1,12 +1,12 @@
 """`streamload cache gc` and `cache clear`: remove garbage, what is over a new limit, or everything unused."""
 
-import json
 import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from streamload.cli.cache.options import AsJson, CacheDir, DryRun, print_foreign, tier_at
+from streamload.cli.terminal import print_json, print_table, say
 
 if TYPE_CHECKING:
     from streamload.cache.garbage import Removal
@@ -67,31 +67,21 @@ def clear(
 
 def _show(removal: "Removal", as_json: bool) -> None:
     """Print what was removed, or would be, and what was kept."""
-    if as_json:
-        print(json.dumps(removal.as_dict(), indent=2))
-        return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
     from streamload.metrics import format_bytes
 
-    console = Console(highlight=False)
+    if as_json:
+        print_json(removal.as_dict())
+        return
     removed, takes = ("would remove", "would take") if removal.dry_run else ("removed", "takes")
-    table = Table(box=None, pad_edge=False)
-    table.add_column(removed, overflow="fold")
-    table.add_column("disk", justify="right")
-    table.add_column("reason")
-    for item in removal.removed:
-        table.add_row(escape(item.url or item.path), format_bytes(item.size_bytes), escape(item.why))
     if removal.removed:
-        console.print(table)
+        rows = ((item.url or item.path, format_bytes(item.size_bytes), item.why) for item in removal.removed)
+        print_table((removed, "disk", "reason"), rows)
     for item in removal.kept:
-        console.print(f"kept: {item.url or item.path}: {item.why}", markup=False, soft_wrap=True)
-    print_foreign(console, removal.foreign)
-    console.print(
+        say(f"kept: {item.url or item.path}: {item.why}")
+    print_foreign(removal.foreign)
+    say(
         f"{removed} {len(removal.removed):,} items, {format_bytes(removal.removed_bytes)}; the cache {takes} "
         f"{format_bytes(removal.used_bytes)} of at most {format_bytes(removal.limit_bytes)}"
     )
     if removal.used_bytes > removal.limit_bytes:
-        console.print("still over the limit: the rest is in use, but will not grow")
+        say("still over the limit: the rest is in use, but will not grow")

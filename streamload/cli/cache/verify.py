@@ -1,6 +1,5 @@
 """`streamload cache verify`: read a tier, compare it with its checksums, and repair it."""
 
-import json
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +9,7 @@ import typer
 from streamload.cli.cache.options import AsJson, CacheDir, print_foreign, tier_at
 from streamload.cli.logs import progress_console
 from streamload.cli.options import StorageOptions, storage_options_of
+from streamload.cli.terminal import print_json, print_table, say
 
 if TYPE_CHECKING:
     from streamload.cache.repair import Repair
@@ -69,11 +69,11 @@ def verify(
     tally = _read_all(tier, shards, jobs, take_out=repair)
     repairs: list[Repair] = []
     if repair:
-        repairs = list(fetch_again(tier, tally.damages, known=shards, storage_options=storage, jobs=jobs))
+        repairs = list(fetch_again(tier, tally.damages, by_digest=shards, storage_options=storage, jobs=jobs))
     if as_json:
         _print_json(tier, tally, repairs)
     else:
-        _print_table(tier, tally, repairs)
+        _print(tier, tally, repairs)
     if len(tally.damages) > sum(done.is_done for done in repairs):
         raise typer.Exit(1)
 
@@ -110,7 +110,7 @@ def _read_all(tier: "Tier", shards: "dict[str, Shard]", jobs: int, *, take_out: 
             bar.update(task, total=count)
 
         with closing(
-            look_at_all(tier, known=shards, jobs=jobs, take_out=take_out, on_total=begin)
+            look_at_all(tier, by_digest=shards, jobs=jobs, take_out=take_out, on_total=begin)
         ) as results:
             for look in results:
                 tally.add(look)
@@ -136,34 +136,24 @@ def _print_json(tier: "Tier", tally: _Tally, repairs: "list[Repair]") -> None:
         "bad": bad,
         "foreign": [{"path": str(entry.path), "what": entry.what} for entry in foreign(tier)],
     }
-    print(json.dumps(report, indent=2))
+    print_json(report)
 
 
-def _print_table(tier: "Tier", tally: _Tally, repairs: "list[Repair]") -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
+def _print(tier: "Tier", tally: _Tally, repairs: "list[Repair]") -> None:
     from streamload.cache.inventory import foreign
     from streamload.metrics import format_bytes
 
-    console = Console(highlight=False)
-    table = Table(box=None, pad_edge=False)
-    for title in ("damaged", "cause", "repair")[: 3 if repairs else 2]:
-        table.add_column(title, overflow="fold")
-    for place, damage in enumerate(tally.damages):
-        fate = [repairs[place].fate] if repairs else []
-        table.add_row(*map(escape, [damage.url or damage.digest, damage.cause, *fate]))
     if tally.damages:
-        console.print(table)
-    print_foreign(console, list(foreign(tier)))
+        rows = [[damage.url or damage.digest, damage.cause] for damage in tally.damages]
+        for row, done in zip(rows, repairs, strict=False):
+            row.append(done.fate)
+        print_table(("damaged", "cause", "repair")[: 3 if repairs else 2], rows)
+    print_foreign(foreign(tier))
     if tally.bad_facts:
-        console.print(f"{tally.bad_facts:,} files of facts fail their checksums: a run makes them again")
+        say(f"{tally.bad_facts:,} files of facts fail their checksums: a run makes them again")
     repaired = f", {sum(done.is_done for done in repairs):,} of them repaired" if repairs else ""
     result = f"{len(tally.damages):,} damaged{repaired}" if tally.damages else "no damage"
-    console.print(
+    say(
         f"{tally.shards:,} shards and {tally.parts:,} parts with {tally.samples:,} samples "
-        f"({format_bytes(tally.read_bytes)}) in {tier.root}: {result}",
-        markup=False,
-        soft_wrap=True,
+        f"({format_bytes(tally.read_bytes)}) in {tier.root}: {result}"
     )

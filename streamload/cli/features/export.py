@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from streamload.cli.features.options import AsJson, Directory, Fingerprint, rows_at
+from streamload.cli.terminal import print_json
 
 
 def export(
@@ -35,7 +36,7 @@ def export(
         exported = write(catalog, chosen, out, None if keys is None else _lines_by_name(keys, chosen))
     if as_json:
         about = {"fingerprint": chosen.hex(), "out": str(out), "layouts": exported.layouts}
-        print(json.dumps({**about, "named": exported.named, "damaged": exported.damaged}, indent=2))
+        print_json({**about, "named": exported.named, "damaged": exported.damaged})
     else:
         layouts = f"{len(exported.layouts):,} layout{'s' if len(exported.layouts) > 1 else ''}"
         print(f"{sum(exported.layouts):,} rows of {layouts}: {out}")

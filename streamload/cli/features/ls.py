@@ -1,12 +1,11 @@
 """`streamload features ls`: the fingerprints in a directory of rows. Read-only."""
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from streamload.cli.features.options import SHORT, AsJson, Directory, SharedCache, as_dict, minute, rows_at
 from streamload.cli.features.shards import as_dict_of_shards, fingerprints_in, places_of, print_shards
 from streamload.cli.options import SharedCacheOptions
-from streamload.cli.terminal import print_table, say
+from streamload.cli.terminal import print_json, print_table, say
 
 if TYPE_CHECKING:
     from streamload.derived.store.catalog import Catalog
@@ -30,7 +29,7 @@ def list_fingerprints(
         if as_json:
             about = {"path": str(catalog.root), "used_bytes": catalog.used_bytes}
             listed = [as_dict_of_shards(entry) for entry in shards]
-            print(json.dumps({**about, "fingerprints": rows, "derived": listed}, indent=2))
+            print_json({**about, "fingerprints": rows, "derived": listed})
         else:
             _print_table(catalog, rows)
             print_shards(shards)

@@ -1,6 +1,5 @@
 """`streamload features gc` and `features clear`: delete the rows of old fingerprints, of a label, or all."""
 
-import json
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,7 +24,7 @@ from streamload.cli.features.shards import (
     remove_shards,
 )
 from streamload.cli.options import SharedCacheOptions
-from streamload.cli.terminal import print_table, say
+from streamload.cli.terminal import print_json, print_table, say
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,7 +70,7 @@ def gc(
             "size_bytes": garbage.size_bytes,
             "derived": as_dict_of_removed(removed),
         }
-        print(json.dumps(report, indent=2))
+        print_json(report)
     else:
         _print(root, garbage, dry_run=dry_run)
         print_shards(old, "stale derived shards of")
@@ -141,7 +140,7 @@ def clear(
     if as_json:
         about = {"path": str(root), "label": label, "dry_run": dry_run}
         derived = as_dict_of_removed(removed)
-        print(json.dumps({**about, "rows": count, "size_bytes": size_bytes, "derived": derived}, indent=2))
+        print_json({**about, "rows": count, "size_bytes": size_bytes, "derived": derived})
     else:
         print(f"{'would delete' if dry_run else 'deleted'} {count:,} rows{owner} in {root}")
         print_removed(removed, dry_run=dry_run)

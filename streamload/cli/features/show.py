@@ -16,7 +16,7 @@ from streamload.cli.features.options import (
 )
 from streamload.cli.features.shards import as_dict_of_shards, fingerprints_in, places_of
 from streamload.cli.options import SharedCacheOptions
-from streamload.cli.terminal import print_table, say
+from streamload.cli.terminal import print_json, print_table, say
 
 if TYPE_CHECKING:
     from streamload.derived.store.catalog import Catalog
@@ -55,7 +55,7 @@ def show(
     if as_json:
         listed = [as_dict_of_shards(entry) for entry in shards]
         report = {"fingerprint": chosen.hex(), "rows": rows, "derived": listed, "parts": values}
-        print(json.dumps(report, indent=2))
+        print_json(report)
     else:
         _print(chosen.hex(), rows, shards, values)
 
@@ -109,7 +109,7 @@ def why(
     differing = compared(*(described or {} for described in parts))
     if as_json:
         differences = [{"part": name, "a": before, "b": after} for name, before, after in differing]
-        print(json.dumps({"a": first.hex(), "b": second.hex(), "differences": differences}, indent=2))
+        print_json({"a": first.hex(), "b": second.hex(), "differences": differences})
     elif first == second:
         print(f"{first.hex()} is both: they are equal")
     else:

@@ -1,6 +1,5 @@
 """`streamload features verify`: read all rows, and compare them with their checksums and layouts."""
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,7 +8,7 @@ from streamload.cli.features.options import SHORT, AsJson, Directory, SharedCach
 from streamload.cli.features.shards import VerifiedShards, places_of, print_verified, verify_shards
 from streamload.cli.logs import progress_console
 from streamload.cli.options import SharedCacheOptions
-from streamload.cli.terminal import print_table, say
+from streamload.cli.terminal import print_json, print_table, say
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -95,7 +94,7 @@ def _print_json(
         "broken": broken,
         "derived": shards.as_dict(),
     }
-    print(json.dumps(report, indent=2))
+    print_json(report)
 
 
 def _print_table(root: "Path", verified: "Verified", deleted: int, broken: str) -> None:

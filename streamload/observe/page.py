@@ -1,0 +1,221 @@
+"""The page that a rank publishes about itself: its numbers at one moment, for exporters, `top` and reports.
+
+Pure: bytes to values and back, and ages by clocks that are given. page_files.py has the files. A page holds
+names of sources, cut and without secrets, and numbers; never keys, URLs or anything else of the data, but
+for the name of the file of a slow shard in a verdict.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from streamload.metrics.registry import BUCKET_NS, BUCKETS, BY_NAME, COUNTERS, GIVEN, METRICS, ROWS, Metric
+from streamload.metrics.snapshot import Snapshot
+from streamload.urls import redact_text
+
+Labels = tuple[str, ...]
+
+FORMAT = 1
+MOST_SOURCES = 256
+"""Sources with values of their own on a page; those after them are counted in the rank's sums only."""
+MOST_BYTES = 1 << 20
+_NAME_LENGTH = 64
+_SECONDS = 1e9
+_HEAD_BYTES = 16
+"""Length and checksum of the text."""
+
+
+class Clock(NamedTuple):
+    """A moment.
+
+    Attributes:
+        boot: of the machine; two moments of one boot are compared by `monotonic_ns`, which no one sets.
+        monotonic_ns: since then.
+        unix: seconds since 1970, as the machine believes.
+    """
+
+    boot: str
+    monotonic_ns: int
+    unix: float
+
+    def seconds_since(self, earlier: Clock) -> float:
+        """Seconds since an earlier moment; 0 if it seems to be later."""
+        if self.boot == earlier.boot:
+            return max(0.0, (self.monotonic_ns - earlier.monotonic_ns) / _SECONDS)
+        return max(0.0, self.unix - earlier.unix)
+
+
+@dataclass(frozen=True, slots=True)
+class RunPage:
+    """One rank of a run, as it published itself last.
+
+    Attributes:
+        run: the name of the run, the same for the ranks of a node; it means nothing.
+        rank, world_size: the rank among how many.
+        pid: of its process.
+        host: its host.
+        began: when the loader was made.
+        written: when the page was written: about once a second, by next() and while that waits for data. In a
+            long step of the training itself nothing is written.
+        workers: its worker processes; 0: the training process makes batches.
+        sources: as they are named here: at most 256, of at most 64 printable characters, all different.
+        counters: by the names of COUNTERS, those that aren't 0.
+        wait_buckets: the histogram of data waits: int[24], not cumulative (registry.BUCKET_NS).
+        gauges: by the names of GIVEN, and by labels.
+        verdict: what limits the training, in a sentence; "": it doesn't wait.
+        run_verdict: the same, over the whole run.
+        alerts: the alerts that are raised: their names and messages.
+        reader: when the page was read.
+    """
+
+    run: str
+    rank: int
+    world_size: int
+    pid: int
+    host: str
+    began: Clock
+    written: Clock
+    workers: int = 0
+    sources: tuple[str, ...] = ()
+    counters: Mapping[str, int] = field(default_factory=dict)
+    wait_buckets: tuple[int, ...] = (0,) * BUCKETS
+    gauges: Mapping[str, Mapping[Labels, float]] = field(default_factory=dict)
+    verdict: str = ""
+    run_verdict: str = ""
+    alerts: Mapping[str, str] = field(default_factory=dict)
+    reader: Clock | None = None
+
+    @property
+    def age_seconds(self) -> float:
+        """Age of the page when it was read."""
+        return 0.0 if self.reader is None else self.reader.seconds_since(self.written)
+
+    @property
+    def run_seconds(self) -> float:
+        """Age of the loader when the page was written."""
+        return self.written.seconds_since(self.began)
+
+    @property
+    def still_seconds(self) -> float:
+        """Time since the training loop moved when the page was read; 0 between epochs."""
+        still = self.gauge("still_seconds")
+        return still + self.age_seconds if still else 0.0
+
+    def gauge(self, name: str, *labels: str) -> float | None:
+        """One value that was given; None: it wasn't."""
+        return self.gauges.get(name, {}).get(labels)
+
+    def values(self) -> Iterator[tuple[Metric, dict[Labels, float]]]:
+        """Every metric that has values, by its labels, in the metric's unit; of a histogram its sum."""
+        for metric in METRICS:
+            scale = _SECONDS if metric.unit == "seconds" else 1
+            yield metric, {row.labels: self.counters.get(row.name, 0) / scale for row in metric.rows}
+        for metric in GIVEN:
+            if values := self.gauges.get(metric.name):
+                yield metric, dict(values)
+
+    def cumulative_buckets(self) -> list[tuple[float, int]]:
+        """The histogram of data waits as exporters want it: upper bounds in seconds, and waits up to them."""
+        bounds = [(BUCKET_NS << place) / _SECONDS for place in range(BUCKETS - 1)]
+        sums = np.cumsum(self.wait_buckets).tolist()
+        return list(zip([*bounds, float("inf")], sums, strict=True))
+
+    def snapshot(self) -> Snapshot:
+        """The counters as a Snapshot, of which differences can be taken."""
+        row = [self.counters.get(name, 0) for name in COUNTERS]
+        samples, waits = (self.gauges.get(name, {}) for name in ("samples", "source_wait_seconds"))
+        by_source = {
+            name: (int(n), round(waits.get((name,), 0.0) * _SECONDS)) for (name,), n in samples.items()
+        }
+        return Snapshot.of(np.array([[*row, *self.wait_buckets]], np.int64), by_source)
+
+    def encode(self) -> bytes:
+        """The page as bytes, which `decode` knows for whole ones."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "reader"}
+        values["counters"] = {name: n for name, n in self.counters.items() if n}
+        values["gauges"] = {
+            name: [[*labels, round(value, 9)] for labels, value in by_label.items()]
+            for name, by_label in self.gauges.items()
+        }
+        text = json.dumps({"format": FORMAT, **values}, separators=(",", ":")).encode()
+        return len(text).to_bytes(8, "little") + xxhash.xxh3_64_digest(text) + text
+
+    @classmethod
+    def decode(cls, content: bytes, reader: Clock) -> RunPage | None:
+        """The page in a file; None: it is being written, is damaged, or is of another version.
+
+        Args:
+            content: of the file, which may have more after the page.
+            reader: when it was read.
+        """
+        length = int.from_bytes(content[:8], "little")
+        text = content[_HEAD_BYTES : _HEAD_BYTES + length]
+        if not length or len(text) != length or content[8:_HEAD_BYTES] != xxhash.xxh3_64_digest(text):
+            return None
+        try:
+            return _page(json.loads(text), reader)
+        except (ValueError, TypeError, KeyError):
+            return None
+
+
+def _page(values: dict[str, Any], reader: Clock) -> RunPage:
+    """A page from JSON; names that this version doesn't know are left out."""
+    if values.pop("format") != FORMAT:
+        raise ValueError("a page of another version")
+    gauges = {
+        name: {tuple(labels): float(value) for *labels, value in rows}
+        for name, rows in values["gauges"].items()
+        if name in BY_NAME
+    }
+    plain = {f.name: values[f.name] for f in fields(RunPage) if f.name in values}
+    return RunPage(
+        **plain
+        | {
+            "began": Clock(*values["began"]),
+            "written": Clock(*values["written"]),
+            "sources": tuple(values["sources"]),
+            "counters": {name: int(n) for name, n in values["counters"].items() if name in ROWS},
+            "wait_buckets": _buckets(values["wait_buckets"]),
+            "gauges": gauges,
+            "reader": reader,
+        }
+    )
+
+
+def _buckets(counts: Iterable[int]) -> tuple[int, ...]:
+    buckets = tuple(int(n) for n in counts)
+    if len(buckets) != BUCKETS:
+        raise ValueError(f"a histogram of {len(buckets)} buckets")
+    return buckets
+
+
+def names_of_sources(names: Iterable[str]) -> tuple[str, ...]:
+    """The sources' names as a page has them: short, printable, without secrets, and all different."""
+    shown: dict[str, None] = {}
+    for name in list(names)[:MOST_SOURCES]:
+        text = redact_text(name)
+        text = "".join(c if c.isprintable() else "�" for c in text)
+        text = text if len(text) <= _NAME_LENGTH else f"{text[: _NAME_LENGTH - 1]}…"
+        place = 1
+        unique = text
+        while unique in shown:
+            place += 1
+            unique = f"{text[: _NAME_LENGTH - 5]}~{place}"
+        shown[unique] = None
+    return tuple(shown)
+
+
+def as_dict(page: RunPage) -> dict[str, Any]:
+    """A page as plain values, for JSON; labels are joined by commas."""
+    values = asdict(page)
+    values["gauges"] = {
+        name: {",".join(labels): value for labels, value in by_label.items()}
+        for name, by_label in page.gauges.items()
+    }
+    return values | {"age_seconds": page.age_seconds, "still_seconds": page.still_seconds}

@@ -1,0 +1,241 @@
+"""Page that a rank publishes, with its values that aren't counted in rows: tier, sources, memory."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from streamload.cache.locks import usage_of
+from streamload.cache.memory import taken_ratio
+from streamload.cache.tier import Tier
+from streamload.descriptors import Descriptor
+from streamload.device import memory_of
+from streamload.metrics import COUNTERS
+from streamload.metrics.findings import Verdict
+from streamload.metrics.registry import BY_NAME
+from streamload.observe.figures import Figures, Sample
+from streamload.observe.page import Labels, RunPage
+from streamload.observe.page_files import PageFile, now
+from streamload.observe.verdict import LITTLE, judge
+from streamload.options import file_system
+from streamload.order.events import UNIT, WEIGHTS
+from streamload.topology import Topology
+
+_YIELDED = list(COUNTERS).index("batches_yielded")
+_SELDOM_SECONDS = 10.0
+"""Interval of measurements that take more than some microseconds."""
+
+
+class Gauges:
+    """The latest values of metrics, by name and labels. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, dict[Labels, float]] = {}
+
+    def set(self, name: str, value: float, *labels: str) -> None:
+        """Set a value; one that isn't a number takes the value away.
+
+        Args:
+            name: of a metric whose values the loader gives (registry.py).
+            value: in the metric's unit.
+            labels: the values of its labels.
+
+        Raises:
+            KeyError: no metric has this name.
+            ValueError: the metric has other labels.
+        """
+        metric = BY_NAME[name]
+        if len(labels) != len(metric.labels) or metric.rows:
+            raise ValueError(f"{name} is given with {len(metric.labels)} labels, not {len(labels)}")
+        values = self._values.setdefault(name, {})
+        if math.isfinite(value):
+            values[labels] = float(value)
+        else:
+            values.pop(labels, None)
+
+    def values(self) -> dict[str, dict[Labels, float]]:
+        """A copy of all of them, by name and labels."""
+        return {name: dict(values) for name, values in list(self._values.items())}
+
+
+class Schedule(Protocol):
+    """The schedule of a rank's epochs."""
+
+    @property
+    def topology(self) -> Topology:
+        """Of the run."""
+        ...
+
+    @property
+    def tracker(self) -> Any:
+        """The position of the rank, and its sources' weights."""
+        ...
+
+
+class Publisher:
+    """The page of one rank.
+
+    Args:
+        schedule: of its epochs.
+        workers: its worker processes.
+        sources: names of its sources.
+        names: the same, as they are shown.
+
+    Attributes:
+        gauges: the values that aren't counted in rows; anyone in this process may set more.
+        memory_ratio: how much of the machine's memory is taken, or of the container's, or of the device's if
+            that is more.
+        device: of the batches; None: nothing says that they leave host memory.
+        readers: called with each page that is published.
+        passes: of each source, the pass of the samples that were taken last; none: there is one source.
+    """
+
+    def __init__(self, schedule: Schedule, workers: int, sources: Sequence[str], names: tuple[str, ...]):
+        self.gauges = Gauges()
+        self.memory_ratio = 0.0
+        self.device: torch.device | None = None
+        self.readers: list[Callable[[RunPage], None]] = []
+        self.reported: Sequence[Mapping[str, Any]] = ()
+        self.passes: Sequence[int] = ()
+        self._schedule, self._workers, self._sources, self._names = schedule, workers, sources, names
+        self._file: PageFile | None = None
+        self._tier: Tier | None = None
+        self._next_seldom = 0.0
+        self._fixed: dict[str, Any] = {}
+
+    def open(self, file: PageFile, tier: Tier, run: str) -> None:
+        """Publish in this file from now on.
+
+        Args:
+            file: of the page; its owner closes it.
+            tier: that the rank reads.
+            run: its name.
+        """
+        topology = self._schedule.topology
+        self._file, self._tier = file, tier
+        self._fixed = {
+            "run": run,
+            "rank": topology.rank,
+            "world_size": topology.world_size,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "began": now(),
+            "workers": self._workers,
+            "sources": self._names,
+        }
+
+    def put_by_source(self, metric: str, values: Mapping[str, float]) -> None:
+        """Set a metric of sources.
+
+        Args:
+            metric: such as "source_loss"; see the registry.
+            values: by the sources' names as they were given; a NaN takes the value away.
+        """
+        for source, name in zip(self._sources, self._names, strict=False):
+            if source in values:
+                self.gauges.set(metric, values[source], name)
+
+    def look(self, sample: Sample, figures: Figures) -> None:
+        """Set the gauges.
+
+        Args:
+            sample: the counters now.
+            figures: of the last minute.
+        """
+        put, tracker = self.gauges.set, self._schedule.tracker
+        put("data_wait_ratio", figures.wait)
+        put("waiting_seconds", figures.waiting_seconds)
+        put("still_seconds", figures.waiting_seconds or figures.still_seconds)
+        put("workers", self._workers)
+        put("epoch", tracker.now().epoch)
+        for name, (samples, waited_ns) in zip(self._names, sample.by_source.tolist(), strict=False):
+            put("samples", samples, name)
+            put("source_wait_seconds", waited_ns / 1e9, name)
+        latest = tracker.latest.get(WEIGHTS)
+        if latest is not None:
+            weights, shares = latest.value["weights"], latest.value["shares"]
+            for name, weight, share in zip(self._names, weights, shares, strict=False):
+                put("source_weight", weight, name)
+                put("source_share", share / UNIT, name)
+        for metric, name in (("source_loss", "loss"), ("source_alignment", "alignment")):
+            by_source = {means["name"]: means[name] for means in self.reported if means.get(name) is not None}
+            self.put_by_source(metric, by_source)
+        if time.monotonic() >= self._next_seldom:
+            self._next_seldom = time.monotonic() + _SELDOM_SECONDS
+            self._look_at_tier()
+            self._look_at_passes()
+            self._look_at_memory(has_batches=sample.row[_YIELDED] > 0)
+
+    def publish(self, sample: Sample, figures: Figures, run: Figures, alerts: Mapping[str, str]) -> None:
+        """Write the page, if there is a file for it; as for `page`."""
+        if self._file is None:
+            return
+        page = self.page(sample, figures, run, alerts)
+        self._file.write(page)
+        for read in self.readers:
+            read(page)
+
+    @property
+    def is_open(self) -> bool:
+        """True if there is a run to publish."""
+        return bool(self._fixed)
+
+    def page(self, sample: Sample, figures: Figures, run: Figures, alerts: Mapping[str, str]) -> RunPage:
+        """The page of this moment, once it is open.
+
+        Args:
+            sample: the counters now.
+            figures: of the last minute.
+            run: of the whole run.
+            alerts: those that are raised.
+        """
+        sums = sample.row.tolist()
+        return RunPage(
+            **self._fixed,
+            written=now(),
+            counters=dict(zip(COUNTERS, sums, strict=False)),
+            wait_buckets=tuple(sums[len(COUNTERS) :]),
+            gauges=self.gauges.values(),
+            verdict=_said(judge(figures)),
+            run_verdict=_said(judge(run)),
+            alerts=alerts,
+        )
+
+    def _look_at_tier(self) -> None:
+        tier = self._tier
+        if tier is None:
+            return
+        kind = "memory" if file_system(tier.root).is_memory else "disk"
+        self.gauges.set("tier_limit_bytes", tier.limit_bytes, kind)
+        with contextlib.suppress(OSError), Descriptor.open(tier.root / "lock", os.O_RDONLY) as lock:
+            used_bytes = usage_of(lock)
+            if used_bytes is not None:
+                self.gauges.set("tier_bytes", used_bytes, kind)
+
+    def _look_at_passes(self) -> None:
+        passes = self.passes
+        if not passes:  # a cursor is up to a window behind
+            groups = self._schedule.tracker.now().groups.values()
+            passes = [group.sources[0].cursor.pass_ for group in groups][:1]
+        for name, number in zip(self._names, passes, strict=False):
+            self.gauges.set("source_passes", number, name)
+
+    def _look_at_memory(self, has_batches: bool) -> None:
+        self.memory_ratio = taken_ratio()
+        memory = memory_of(self.device)
+        if memory is not None and has_batches:  # this must not be what starts the device
+            ratio = memory.peak_bytes() / max(1, memory.limit_bytes())
+            self.gauges.set("device_memory_ratio", ratio)
+            self.memory_ratio = max(self.memory_ratio, ratio)
+
+
+def _said(verdict: Verdict) -> str:
+    """A verdict in words; "" if the training doesn't wait."""
+    return str(verdict) if verdict.wait >= LITTLE else ""

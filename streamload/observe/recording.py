@@ -1,0 +1,234 @@
+"""A recording: a rank's numbers over the whole run, one file, from which `streamload report` draws.
+
+Each line is JSON: a head, then what the rank's page said at one moment. When there are MOST moments every
+second one goes, and later ones come half as often, so the file stays below a megabyte however long the run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from streamload.errors import OptionError
+from streamload.metrics.registry import BUCKETS, BY_NAME, COUNTERS
+from streamload.observe.page import RunPage
+
+logger = logging.getLogger("streamload")
+
+FORMAT = 1
+MOST = 512
+"""Moments in a file."""
+_FIRST_SECONDS = 1.0
+_SUFFIX = ".recording.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Figures of a rank at one moment.
+
+    Attributes:
+        seconds: since the rank's loader was made.
+        counters: since then, by the names of COUNTERS.
+        gauges: by the names of GIVEN, then by labels joined by commas.
+        wait_buckets: of the histogram of data waits, since then.
+        verdict: in words; "": the training didn't wait.
+        run_verdict: the same, over the run so far.
+        alerts: those that were raised.
+    """
+
+    seconds: float
+    counters: Mapping[str, int] = field(default_factory=dict)
+    gauges: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    wait_buckets: tuple[int, ...] = (0,) * BUCKETS
+    verdict: str = ""
+    alerts: Mapping[str, str] = field(default_factory=dict)
+    run_verdict: str = ""
+
+    @classmethod
+    def of(cls, page: RunPage) -> Moment:
+        """The moment at which a page was written."""
+        gauges = {
+            name: {",".join(labels): value for labels, value in by_label.items()}
+            for name, by_label in page.gauges.items()
+        }
+        return cls(
+            page.run_seconds,
+            dict(page.counters),
+            gauges,
+            page.wait_buckets,
+            page.verdict,
+            page.alerts,
+            page.run_verdict,
+        )
+
+    def as_line(self) -> str:
+        """The moment as JSON, as short as it can be."""
+        gauges = {
+            name: {label: float(f"{value:.5g}") for label, value in by_label.items()}
+            for name, by_label in self.gauges.items()
+        }
+        counters = {name: n for name, n in self.counters.items() if n}
+        values: dict[str, Any] = {
+            "t": round(self.seconds, 2),
+            "c": counters,
+            "g": gauges,
+        }
+        values |= {"w": list(self.wait_buckets)} if any(self.wait_buckets) else {}
+        values |= {"v": self.verdict} if self.verdict else {}
+        values |= {"r": self.run_verdict} if self.run_verdict else {}
+        values |= {"a": dict(self.alerts)} if self.alerts else {}
+        return json.dumps(values, separators=(",", ":"))
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A recording that was read.
+
+    Attributes:
+        about: of the rank: run, rank, world_size, host, began (seconds since 1970), workers, sources,
+            settings.
+        moments: in their order.
+    """
+
+    about: Mapping[str, Any]
+    moments: tuple[Moment, ...]
+
+
+class Recording:
+    """Records a rank's pages. Not thread-safe.
+
+    A disk that doesn't take it is logged once, and ends the recording; that harms nothing else.
+
+    Args:
+        folder: is made if it is missing.
+        settings: JSON-able, for the report; without secrets.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]):
+        self._folder = folder
+        self._settings = settings
+        self._path: Path | None = None
+        self._lines: list[str] = []
+        self._every_seconds = _FIRST_SECONDS
+        self._next_seconds = 0.0
+        self._left_out: RunPage | None = None
+        self._has_failed = False
+
+    def finish(self) -> None:
+        """Record the last page, if it wasn't time for it. Idempotent."""
+        if self._left_out is not None:
+            self._next_seconds = 0.0
+            self.add(self._left_out)
+
+    def add(self, page: RunPage) -> None:
+        """Record a page of this rank, if it is time for one."""
+        if self._has_failed:
+            return
+        self._left_out = page if page.run_seconds < self._next_seconds else None
+        if self._left_out is not None:
+            return
+        self._next_seconds = page.run_seconds + self._every_seconds
+        try:
+            self._append(Moment.of(page).as_line(), page)
+        except OSError as exc:
+            self._has_failed = True
+            logger.warning(
+                "this run isn't recorded any further, as %s can't be written: %s; the training goes on",
+                *(self._path or self._folder, exc.strerror or exc),
+            )
+
+    def _append(self, line: str, page: RunPage) -> None:
+        if self._path is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._path = self._folder / f"{_plain(page.run)}-{page.rank}-{page.pid}{_SUFFIX}"
+            self._lines = [self._head(page)]
+            self._rewrite()
+        self._lines.append(line)
+        if len(self._lines) > MOST:
+            head, *moments = self._lines
+            self._lines = [head, *moments[1::2]]
+            self._every_seconds *= 2
+            self._rewrite()
+            return
+        with self._path.open("a") as file:
+            file.write(f"{line}\n")
+
+    def _head(self, page: RunPage) -> str:
+        about = {
+            "run": page.run,
+            "rank": page.rank,
+            "world_size": page.world_size,
+            "host": page.host,
+            "began": page.began.unix,
+            "workers": page.workers,
+            "sources": list(page.sources),
+            "settings": dict(self._settings),
+        }
+        return json.dumps({"format": FORMAT, **about})
+
+    def _rewrite(self) -> None:
+        """Put all lines in place of the file's."""
+        assert self._path is not None
+        half = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        try:
+            half.write_text("\n".join([*self._lines, ""]))
+            half.replace(self._path)
+        except OSError:
+            half.unlink(missing_ok=True)
+            raise
+
+
+def read_recording(path: Path) -> Recorded:
+    """Read a recording; lines that a full disk or a kill has cut are left out.
+
+    Raises:
+        OptionError: it is none.
+    """
+    try:
+        first, *lines = path.read_text().splitlines()
+        about = json.loads(first)
+        if about.pop("format") != FORMAT:
+            raise ValueError("it has another format")
+        moments = [moment for line in lines if (moment := _moment(line)) is not None]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise OptionError(
+            f"{path} is no recording of a run ({exc!r}): give a file or folder that STREAMLOAD_RECORD wrote"
+        ) from exc
+    return Recorded(about, tuple(sorted(moments, key=lambda moment: moment.seconds)))
+
+
+def recordings(place: Path) -> list[Path]:
+    """The recordings at a path: a file, or all in a folder."""
+    return sorted(place.glob(f"*{_SUFFIX}")) if place.is_dir() else [place]
+
+
+def _moment(line: str) -> Moment | None:
+    """A line's moment, without names that this version doesn't know; None: it was cut."""
+    try:
+        values = json.loads(line)
+        buckets = tuple(int(n) for n in values.get("w", (0,) * BUCKETS))
+        return Moment(
+            float(values["t"]),
+            {name: int(n) for name, n in values["c"].items() if name in COUNTERS},
+            {
+                name: {label: float(value) for label, value in by_label.items()}
+                for name, by_label in values["g"].items()
+                if name in BY_NAME
+            },
+            buckets if len(buckets) == BUCKETS else (0,) * BUCKETS,
+            str(values.get("v", "")),
+            {str(name): str(message) for name, message in values.get("a", {}).items()},
+            str(values.get("r", "")),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:64] or "run"

@@ -1,0 +1,267 @@
+"""Recordings and the report of a run: bounded, one file, the recorded numbers, and whole in a real browser.
+
+How it shows that it works: curves of known rate, share and level are recorded, at other paces by several
+ranks, and what is drawn is compared with them; a browser lays the page out, and tells what overlaps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from streamload.errors import OptionError
+from streamload.observe.charts import Chart, drawn, duration
+from streamload.observe.page import RunPage
+from streamload.observe.recording import MOST, Recording, read_recording, recordings
+from streamload.observe.report import numbers, report
+from streamload.observe.timeline import Timeline
+from tests.observe.test_exposition import full_page
+from tests.support import browser
+
+RATES = {
+    "samples_yielded": 400,
+    "data_wait_ns": 10**8,
+    "decode_ns": 3 * 10**9,
+    "tier_hits": 3,
+    "tier_misses": 1,
+}
+SETTINGS = {"batch_size": 64, "shards": "<script>alert(1)</script>"}
+
+
+def page_at(seconds: float, rank: int = 0, **changes: object) -> RunPage:
+    """A rank whose counters grow steadily, from the first second on."""
+    page = full_page(sources=3, rank=rank, world_size=2)
+    written = page.began._replace(
+        monotonic_ns=page.began.monotonic_ns + int(seconds * 1e9), unix=page.began.unix + seconds
+    )
+    shares = {"source 0": 0.7, "source 1": 0.2, "source 2": 0.1}
+    gauges = dict(page.gauges) | {
+        "samples": {(name,): 400 * share * seconds for name, share in shares.items()},
+        "source_loss": {(name,): 10 / (1 + seconds / 100) for name in shares},
+        "tier_bytes": {("disk",): 50.0},
+        "tier_limit_bytes": {("disk",): 200.0},
+    }
+    counters = {name: int(rate * seconds) for name, rate in RATES.items()} | {"ready_batches": 5}
+    buckets = (0,) * 5 + (int(seconds),) + (0,) * 18
+    page = dataclasses.replace(
+        page, written=written, counters=counters, gauges=gauges, wait_buckets=buckets, verdict="", alerts={}
+    )
+    return dataclasses.replace(page, **changes)  # type: ignore[arg-type]
+
+
+def record(folder: Path, seconds: int, ranks: int = 1, every: float = 1.0) -> None:
+    for rank in range(ranks):
+        recording = Recording(folder, SETTINGS)
+        for step in range(1, int(seconds / every) + 1):
+            recording.add(page_at(step * every, rank))
+
+
+def timeline(folder: Path) -> Timeline:
+    return Timeline(tuple(read_recording(path) for path in recordings(folder)))
+
+
+def test_a_recording_has_what_pages_said_and_a_report_the_rates_and_shares_of_it(tmp_path: Path) -> None:
+    record(tmp_path, 300, ranks=2, every=1.7)
+    found = numbers(timeline(tmp_path))
+    charts = found["charts"]
+    assert found["totals"]["samples_yielded"] == 2 * int(400 * 1.7 * 176)
+    np.testing.assert_allclose(charts["Samples per second"]["all ranks"], 800, rtol=0.02)
+    np.testing.assert_allclose(charts["Data wait"]["rank 1"], 0.1, rtol=0.02)
+    np.testing.assert_allclose(charts["Where workers' time goes"]["decode"], 6, rtol=0.02)
+    np.testing.assert_allclose(charts["Cache"]["hits"], 0.75, rtol=0.1)
+    np.testing.assert_allclose(charts["Cache"]["fill of the cache (disk)"], 0.25)
+    np.testing.assert_allclose(charts["Share of each source"]["source 0"], 0.7, rtol=0.02)
+    np.testing.assert_allclose(charts["Ready batches"]["rank 0"], 5, rtol=0.5)
+    losses = np.array(charts["Loss by source"]["source 1"], float)
+    np.testing.assert_allclose(losses, 10 / (1 + np.array(found["seconds"]) / 100), rtol=0.05)
+
+
+@pytest.mark.deep
+def test_a_recording_stays_bounded_however_long_the_run_and_the_report_small(tmp_path: Path) -> None:
+    record(tmp_path, 20_000)
+    (path,) = recordings(tmp_path)
+    lines = path.read_text().splitlines()
+    assert MOST / 2 <= len(lines) <= MOST + 1
+    assert path.stat().st_size < 1 << 20
+    found = read_recording(path)
+    assert found.moments[-1].seconds > 19_900
+    gaps = np.diff([moment.seconds for moment in found.moments])
+    assert gaps.max() <= 2 * gaps.min()
+    assert len(report(timeline(tmp_path))) < 200_000
+
+
+def test_a_run_in_trouble_says_so_first_and_lists_its_alerts(tmp_path: Path) -> None:
+    recording = Recording(tmp_path, {})
+    for second in range(1, 101):
+        late = 30 <= second < 60
+        alerts = {"data wait": "waited <80 %>"} if late else {}
+        counters = {"data_wait_ns": int(5e8 * second), "samples_yielded": second, "batches_yielded": second}
+        verdict = "the origin gives 38 MB/s" if late else ""
+        whole = f"waited 50% of the last {second} s for data: <bytes> don't arrive"
+        recording.add(page_at(second, alerts=alerts, verdict=verdict, run_verdict=whole, counters=counters))
+    text = report(timeline(tmp_path))
+    assert "The training waited 50% of the time for data: it could be 2.00× as fast." in text
+    assert (
+        "Over the whole run: waited 50% of the last 100 s for data: &lt;bytes&gt; don&#x27;t arrive" in text
+    )
+    assert "The last verdict: the origin gives 38 MB/s" in text
+    assert "<td>30 s<td>30 s<td>0<td>data wait<td>waited &lt;80 %&gt;" in text
+    calm = report(timeline_of_calm(tmp_path / "calm"))
+    assert "Data was hardly ever late" in calm
+    assert "<h2>Alerts" not in calm
+
+
+def test_verdicts_and_alerts_of_a_run_on_several_hosts_name_the_rank_and_its_host(tmp_path: Path) -> None:
+    for rank, host in enumerate(["node-a", "node-b"]):
+        counters = {"data_wait_ns": int(5e9 * (rank + 1))}
+        said = {
+            "verdict": f"verdict {rank}",
+            "run_verdict": f"in all {rank}",
+            "alerts": {"data wait": "late"},
+        }
+        recording = Recording(tmp_path, {})
+        for second in (10, 20):
+            recording.add(page_at(second, rank, host=host, counters=counters, **said))
+    text = report(timeline(tmp_path))
+    assert "Over the whole run: rank 1 on node-b: in all 1<" in text
+    assert "The last verdict: rank 1 on node-b: verdict 1<" in text
+    assert "<td>0 on node-a<td>data wait" in text
+    assert "<td>1 on node-b<td>data wait" in text
+
+
+def timeline_of_calm(folder: Path) -> Timeline:
+    recording = Recording(folder, {})
+    for second in range(1, 11):
+        recording.add(page_at(second, counters={"samples_yielded": second}))
+    return timeline(folder)
+
+
+def test_a_report_is_one_file_without_network_with_its_numbers_and_hostile_names_as_text(
+    tmp_path: Path,
+) -> None:
+    recording = Recording(tmp_path, SETTINGS)
+    names = ("</script><script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "a&b")
+    for second in range(1, 20):
+        gauges = {"samples": {(name,): second * (place + 1.0) for place, name in enumerate(names)}}
+        recording.add(page_at(second, run="<b>run", sources=names, gauges=gauges))
+    text = report(timeline(tmp_path))
+    assert not re.findall(r"<script(?! type=\"application/json\")|<img|<b>run|<[^>]*(?:src|href)=", text)
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert json.loads(data) == numbers(timeline(tmp_path))
+
+
+LOOK = """
+const overlaps=[], outside=[];
+for (const svg of document.querySelectorAll('svg')) {
+  const frame = svg.getBoundingClientRect(), boxes = [...svg.querySelectorAll('text')].map(
+    text => [text.textContent, text.getBoundingClientRect()]);
+  for (const [text, box] of boxes)
+    if (box.left < frame.left - 1 || box.right > frame.right + 1 || box.bottom > frame.bottom + 1)
+      outside.push(svg.ariaLabel + ': ' + text);
+  for (const [i, [one, a]] of boxes.entries()) for (const [other, b] of boxes.slice(i + 1))
+    if (a.left < b.right && b.left < a.right && a.top < b.bottom - 1 && b.top < a.bottom - 1)
+      overlaps.push(svg.ariaLabel + ': ' + one + ' and ' + other);
+}
+const data = JSON.parse(document.getElementById('data').textContent);
+return JSON.stringify({overlaps, outside, samples: data.totals.samples_yielded,
+  charts: document.querySelectorAll('svg').length,
+  wide: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+  fetched: performance.getEntriesByType('resource').length,
+  empty: [...document.querySelectorAll('svg')].filter(
+    svg => ![...svg.querySelectorAll('path:not(.rule),rect')].some(shape => shape.getBBox().width > 100
+      || shape.tagName == 'rect')).map(svg => svg.ariaLabel)});
+"""
+
+
+@browser.needs_browser
+@pytest.mark.parametrize("width", [1240, pytest.param(500, marks=pytest.mark.deep)])
+def test_a_browser_shows_every_chart_and_nothing_overlaps_or_is_cut(width: int, tmp_path: Path) -> None:
+    record(tmp_path, 4000, ranks=2, every=4.0)
+    page = tmp_path / "run.html"
+    page.write_text(report(timeline(tmp_path)))
+    seen = json.loads(browser.evaluated(page, LOOK, width))
+    assert seen.pop("charts") >= 10
+    assert seen == {
+        "overlaps": [],
+        "outside": [],
+        "samples": 2 * 400 * 4000,
+        "wide": 0,
+        "fetched": 0,
+        "empty": [],
+    }
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "streamload", "report", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.deep
+def test_the_command_draws_the_run_with_the_most_samples_or_the_one_that_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "records"
+    record(folder, 40, ranks=2)
+    recording = Recording(folder, {})
+    for second in range(1, 9):
+        recording.add(page_at(second, run="evaluation"))
+    out = tmp_path / "run.html"
+    done = run(folder, "-o", out)
+    assert done.stdout == f"{out}: run a1, 2 ranks; other runs there: evaluation (--run)\n"
+    assert "streamload run a1" in out.read_text()
+    asked = run(folder, "--run", "evaluation", "--json")
+    assert json.loads(asked.stdout)["about"][0]["run"] == "evaluation"
+    missing = run(folder, "--run", "b")
+    assert (missing.returncode, "only a1, evaluation" in missing.stderr) == (2, True)
+
+
+def test_what_is_no_recording_is_an_error_and_a_cut_line_is_left_out(tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    for content in ("", "{}", '{"format": 9}', "[1]\n", "\x00"):
+        other.write_text(content)
+        with pytest.raises(OptionError, match="is no recording"):
+            read_recording(other)
+    assert run(tmp_path / "empty").returncode == 2
+    record(tmp_path, 20)
+    (path,) = recordings(tmp_path)
+    path.write_text(path.read_text()[:-30])
+    assert len(read_recording(path).moments) == 19
+    (tmp_path / "one").mkdir()
+    Recording(tmp_path / "one", {}).add(page_at(1))
+    with pytest.raises(OptionError, match="no two moments"):
+        timeline(tmp_path / "one")
+
+
+def test_a_full_disk_ends_the_recording_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recording = Recording(tmp_path, {})
+    recording.add(page_at(1))
+    (path,) = recordings(tmp_path)
+    path.unlink()
+    path.symlink_to("/dev/full")
+    for second in range(2, 9):
+        recording.add(page_at(second))
+    (said,) = caplog.records
+    assert "No space left on device" in said.message
+    assert "the training goes on" in said.message
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    Recording(blocked / "folder", {}).add(page_at(1))
+    assert len(caplog.records) == 2
+
+
+def test_an_axis_has_round_numbers_and_the_largest_value_on_it() -> None:
+    for largest in (1e-6, 0.34, 1.0, 7.3, 99.9, 1234.5, 3e9):
+        values = np.array([0.0, largest])
+        svg = drawn(Chart("", "", {"a": values}, repr), np.array([0.0, 1.0]), 1.0)
+        ticks = [float(tick) for tick in re.findall(r'text-anchor="end">([-.e\d]+)<', svg)]
+        assert 3 <= len(ticks) <= 7
+        assert ticks[0] == 0
+        assert largest <= ticks[-1] * 1.001 <= 2.5 * largest
+    assert [duration(seconds) for seconds in (5, 90, 7200, 36000)] == ["5 s", "1.5 min", "2 h", "10 h"]
