@@ -195,6 +195,13 @@ class RankPart:
         """
         return {}
 
+    def metrics(self) -> Mapping[str, float]:
+        """Numbers by name for the page that the rank publishes: gauges that are read about once a second.
+
+        Cheap: the training's next() or, where that stands still, another thread of its process calls it.
+        """
+        return {}
+
     def state(self, position: int) -> dict[str, Any]:
         """Its keys of the loader's state: JSON-able, alike on all ranks.
 

@@ -76,7 +76,9 @@ class Loader(DataLoaderInterface):
         self._microbatching: registered.Microbatching | None = None
         if options.batches.microbatch == "auto":
             self._microbatching = registered.microbatching_of(options, schedule)
-        self.observer: Observer = registered.observer_of(self, options, schedule, process, Requests())
+        self.observer: Observer = registered.observer_of(
+            self, options, schedule, process, self._parts, Requests()
+        )
         self._destination = Destination(options.device, options.order)
         self._is_accelerated = False
         self._step = -1  # of the epoch, of the batch that was yielded last
@@ -590,7 +592,7 @@ class Loader(DataLoaderInterface):
             self.close()
             self._process.reset()
             self.observer = registered.observer_of(
-                self, self.options, self._schedule, self._process, self.observer.requests
+                self, self.options, self._schedule, self._process, self._parts, self.observer.requests
             )
         pool, schedule, process = self._ready_pool(), self._schedule, self._process
         position = schedule.tracker.next()

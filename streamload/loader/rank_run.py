@@ -126,6 +126,14 @@ class RankParts:
         """The values that they add to a batch."""
         return {name: value for part in self._parts.values() for name, value in part.values(info).items()}
 
+    def metrics(self) -> dict[str, float]:
+        """Their numbers for the published page, each by its name after that of its extension."""
+        return {
+            f"{extension}.{name}": value
+            for extension, part in self._parts.items()
+            for name, value in part.metrics().items()
+        }
+
     def state(self, position: int) -> dict[str, Any]:
         """Their keys of a state."""
         parts = [part.state(position) for part in self._parts.values()]

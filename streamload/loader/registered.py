@@ -18,6 +18,7 @@ from streamload.loader.observer import Observer
 from streamload.loader.options import LoaderOptions
 from streamload.loader.output import Cut
 from streamload.loader.rank_process import RankProcess
+from streamload.loader.rank_run import RankParts
 from streamload.loader.reported_means import ReportedMeans
 from streamload.loader.schedule import Schedule
 from streamload.loader.signals import Rows
@@ -145,7 +146,12 @@ def backing_of(options: LoaderOptions, settings: Settings) -> SharedOptions | No
 
 
 def observer_of(
-    owner: object, options: LoaderOptions, schedule: Schedule, process: RankProcess, requests: Requests
+    owner: object,
+    options: LoaderOptions,
+    schedule: Schedule,
+    process: RankProcess,
+    parts: RankParts,
+    requests: Requests,
 ) -> Observer:
     """The observer of a rank, in this process; what it opens ends with its owner."""
     run = ObservedRun(
@@ -156,6 +162,7 @@ def observer_of(
         options.settings,
         lambda: _described(options),
         schedule,
+        parts.metrics,
     )
     observer = RunObserver(owner, run, process.control, process.waits, process.clock, requests)
     if not options.num_workers:  # the worker's waits for bytes are in this process

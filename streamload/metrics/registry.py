@@ -372,6 +372,7 @@ GIVEN: tuple[Metric, ...] = (
     ),
     given("workers", "worker processes that make this rank's batches"),
     given("epoch", "the epoch that the loader is in"),
+    given("extension_value", "a number of an extension, by its name after that of the extension", ("name",)),
     given("tier_bytes", "bytes of the tier that are in use, by all runs", ("tier",), unit="bytes"),
     given("tier_limit_bytes", "its limit", ("tier",), unit="bytes"),
     given(

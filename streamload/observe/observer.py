@@ -70,6 +70,7 @@ class ObservedRun:
         settings: returns those of the loader.
         described: returns its options for people, without secrets, URLs and paths of the data.
         schedule: of its epochs.
+        extension_metrics: returns the numbers of extensions by name.
     """
 
     workers: int
@@ -79,6 +80,7 @@ class ObservedRun:
     settings: Callable[[], Settings]
     described: Callable[[], Mapping[str, Any]]
     schedule: Schedule
+    extension_metrics: Callable[[], Mapping[str, float]]
 
 
 class Waits(Protocol):
@@ -130,7 +132,9 @@ class RunObserver:
         self._run, self._control, self._waits, self._clock = run, control, waits, clock
         self._functions: Mapping[str, str] = {}
         self._names = names_of_sources(run.sources)
-        self._publisher = Publisher(run.schedule, run.workers, run.sources, self._names)
+        self._publisher = Publisher(
+            run.schedule, run.workers, run.sources, self._names, run.extension_metrics
+        )
         self._is_in_epoch: Callable[[], bool] = bool
         self._next_tick = 0.0
         self._machine: Machine | None = None

@@ -21,7 +21,7 @@ from streamload.metrics import COUNTERS
 from streamload.metrics.findings import Verdict
 from streamload.metrics.registry import BY_NAME
 from streamload.observe.figures import Figures, Sample
-from streamload.observe.page import Labels, RunPage
+from streamload.observe.page import Labels, RunPage, names_of_sources
 from streamload.observe.page_files import PageFile, now
 from streamload.observe.verdict import LITTLE, judge
 from streamload.options import file_system
@@ -87,6 +87,7 @@ class Publisher:
         workers: its worker processes.
         sources: names of its sources.
         names: the same, as they are shown.
+        extension_metrics: returns the numbers of extensions by name.
 
     Attributes:
         gauges: the values that aren't counted in rows; anyone in this process may set more.
@@ -97,7 +98,14 @@ class Publisher:
         passes: of each source, the pass of the samples that were taken last; none: there is one source.
     """
 
-    def __init__(self, schedule: Schedule, workers: int, sources: Sequence[str], names: tuple[str, ...]):
+    def __init__(
+        self,
+        schedule: Schedule,
+        workers: int,
+        sources: Sequence[str],
+        names: tuple[str, ...],
+        extension_metrics: Callable[[], Mapping[str, float]],
+    ):
         self.gauges = Gauges()
         self.memory_ratio = 0.0
         self.device: torch.device | None = None
@@ -105,6 +113,7 @@ class Publisher:
         self.reported: Sequence[Mapping[str, Any]] = ()
         self.passes: Sequence[int] = ()
         self._schedule, self._workers, self._sources, self._names = schedule, workers, sources, names
+        self._extension_metrics = extension_metrics
         self._file: PageFile | None = None
         self._tier: Tier | None = None
         self._next_seldom = 0.0
@@ -167,6 +176,9 @@ class Publisher:
         for metric, name in (("source_loss", "loss"), ("source_alignment", "alignment")):
             by_source = {means["name"]: means[name] for means in self.reported if means.get(name) is not None}
             self.put_by_source(metric, by_source)
+        numbers = self._extension_metrics()
+        for name, value in zip(names_of_sources(numbers), numbers.values(), strict=False):
+            put("extension_value", value, name)
         if time.monotonic() >= self._next_seldom:
             self._next_seldom = time.monotonic() + _SELDOM_SECONDS
             self._look_at_tier()

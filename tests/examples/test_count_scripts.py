@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 import streamload
 from streamload.errors import OptionError
+from streamload.observe.exposition import exposition
 from streamload.testing.resume import Layout
 from tests.support.extension_contract import ExtensionContract
 
@@ -58,7 +60,14 @@ def test_a_run_with_two_workers_counts_scripts_and_resumes_its_counts(urls, tmp_
             scripts = [count_scripts.SCRIPTS[place] for place in batch["script"].tolist()]
             assert scripts == [names[caption] for caption in batch["text"]]
         state = json.loads(json.dumps(loader.state_dict()))
-        assert sum(state["count_scripts"].values()) == 60
+        counts = state["count_scripts"]
+        assert sum(counts.values()) == 60
+        shown = exposition([loader.observer.page()])
+        for name, count in counts.items():
+            values = re.findall(
+                rf'^streamload_extension_value{{.*name="count_scripts.{name}"}} (\d+)$', shown, re.MULTILINE
+            )
+            assert values == ([str(count)] if count else [])
     with make(urls, tmp_path / "second", 1) as loader:
         loader.load_state_dict(state)
         assert len(list(loader)) == 3

@@ -231,7 +231,7 @@ class Watch:
         code: digests of code by name, which its classes had.
         reached: from there, by `Describer.reached`.
         patches: of packages, then.
-        began: before the module was described for its fingerprint, `time.monotonic()`.
+        start: before the module was described for its fingerprint, `time.monotonic()`.
 
     Attributes:
         looked_at: when the last look at the whole began that has found nothing.
