@@ -7,7 +7,7 @@ and one back isn't; both are counted.
 
 Command: python -m benchmarks.mixing_policies
 
-The worlds are those of streamload/steering/worlds.py: 3 to 8 sources whose loss falls by a power of their own
+The worlds are those of benchmarks/worlds/: 3 to 8 sources whose loss falls by a power of their own
 samples (by exponentials in "abrupt"), 20,000 steps of 1,024 rows, of each kind as many as there are seeds;
 drawn again where equal shares lose less than 3 % of what is learned. "noise" is eight times as much of it;
 "restarts" are of the learning rate. Rows' losses are noisy, and whole steps' are, too. No model is trained.
@@ -37,10 +37,10 @@ import numpy as np
 
 from benchmarks import turns
 from benchmarks.turns import Row
+from benchmarks.worlds.simulate import Simulated, run
+from benchmarks.worlds.world import KINDS, world
 from streamload.steering import Decided, Policy, Summary
 from streamload.steering.progress import Progress
-from streamload.steering.simulate import Simulated, run
-from streamload.steering.worlds import KINDS, world
 
 WORLDS, OTHERS_FROM = 20, 4_000
 AT_LEAST_MEAN, AT_LEAST_WORST, AT_MOST_MOVES = 0.6, -0.05, 1

@@ -45,47 +45,21 @@ def show(
 @mixing.command()
 def simulate(
     record: Annotated[
-        Path | None,
+        Path,
         typer.Argument(help="Reports to decide from: decisions.jsonl, or a CSV with step, source and loss."),
-    ] = None,
+    ],
     policy: Annotated[
         str,
         typer.Option(help='"progress", "schedule=FILE", "target=FILE" (JSON), or "package.module:name".'),
     ] = "progress",
-    world: Annotated[
-        str, typer.Option(help="Without a record: the kind of a simulated training.", show_default=True)
-    ] = "plain",
-    seed: Annotated[int, typer.Option(min=0, help="Of the simulated training.")] = 0,
     svg: _Svg = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a policy would do, in a simulated training or with a run's reports.
-
-    A simulated training has sources whose loss falls by a known law, so that the best mix is known; the score
-    says how far the policy gets from equal shares (0) to the best (1). A recorded run's losses stay as they
-    were, whatever the policy decides.
-    """
-    chosen = policy_of(policy)
-    if record is None:
-        from streamload.steering import simulate as simulation
-        from streamload.steering.worlds import world as drawn
-
-        done = simulation.run(drawn(world, seed), chosen)
-        names = done.world.names
-        course: Course = {
-            "steps": done.steps,
-            "shares": _columns(names, done.shares.tolist()),
-            "losses": _columns(names, done.losses.tolist()),
-            "reasons": done.reasons,
-            "score": done.score,
-            "best": dict(zip(names, (done.world.best() / done.world.total).tolist(), strict=True)),
-        }
-        _tell(course, f"{policy} in a simulated training ({world}, seed {seed})", svg, as_json)
-        return
+    """Show what a policy would do with a run's reports; its losses stay as they were whatever it decides."""
     from streamload.steering.recorded import ask, read_points
 
     points = read_points(record)
-    answers = ask(chosen, points)
+    answers = ask(policy_of(policy), points)
     course = _course(points, [shares for shares, _ in answers])
     course["reasons"] = [reason for _, reason in answers]
     _tell(course, f"{policy} with the reports of {record.name}", svg, as_json)
@@ -143,10 +117,6 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
 
-def _columns(names: tuple[str, ...], rows: list[list[float]]) -> dict[str, list[float]]:
-    return {name: [row[place] for row in rows] for place, name in enumerate(names)}
-
-
 def _tell(course: Course, title: str, svg: Path | None, as_json: bool) -> None:
     from streamload.steering.picture import drawing
 
@@ -170,9 +140,6 @@ def _tell(course: Course, title: str, svg: Path | None, as_json: bool) -> None:
     for place in kept:
         shares = "  ".join(f"{values[place]:>{width}.1%}" for values in course["shares"].values())
         print(f"{course['steps'][place]:>9,}  {shares}  {course['reasons'][place]}")
-    if "score" in course:
-        best = "  ".join(f"{share:>{width}.1%}" for share in course["best"].values())
-        print(f"{'best':>9}  {best}\nscore: {course['score']:+.2f} (0: as equal shares, 1: as the best)")
     if svg is not None:
         print(f"picture: {svg}")
 

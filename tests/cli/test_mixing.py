@@ -1,4 +1,4 @@
-"""`streamload mixing`: what a policy would do in a simulated training, and with what a run has reported."""
+"""`streamload mixing`: what was decided in a run, and what a policy would decide from its reports."""
 
 import json
 import sys
@@ -69,15 +69,6 @@ def log(tmp_path):
     return path
 
 
-def test_a_simulated_training_is_shown_with_its_score_and_drawn(streamload, tmp_path):
-    code, out, _ = streamload("mixing", "simulate", "--world", "unlearnable", "--svg", tmp_path / "out.svg")
-    assert code == 0
-    assert "score: +0." in out
-    assert "best" in out
-    root = ElementTree.fromstring((tmp_path / "out.svg").read_text())
-    assert len(root.findall("{http://www.w3.org/2000/svg}polyline")) >= 6  # shares and losses of each source
-
-
 def test_names_of_sources_move_no_cursor_and_turn_no_text(streamload, tmp_path):
     name = "\x1b[2J\x1b]0;title\x07cat\u202egod"
     losses = "".join(f"{step},{name},{5 / step}\n{step},b,1\n" for step in (1, 2, 3))
@@ -91,8 +82,10 @@ def test_names_of_sources_move_no_cursor_and_turn_no_text(streamload, tmp_path):
 
 
 def test_a_policy_is_asked_with_the_losses_of_a_csv(streamload, reports):
-    code, out, _ = streamload("mixing", "simulate", reports, "--json")
+    code, out, _ = streamload("mixing", "simulate", reports, "--svg", reports.with_suffix(".svg"), "--json")
     assert code == 0
+    root = ElementTree.fromstring(reports.with_suffix(".svg").read_text())
+    assert len(root.findall("{http://www.w3.org/2000/svg}polyline")) >= 4  # shares and losses of each source
     found = json.loads(out)
     assert found["steps"][-1] == 20_000
     assert found["shares"]["a"][-1] > 0.7 > found["shares"]["a"][0]
@@ -158,16 +151,10 @@ def test_a_csv_that_can_not_be_read_fails(streamload, tmp_path, text, problem):
 @pytest.mark.parametrize(
     "policy", ["softmax", "schedule=", "schedule=none.json", "target=none.json", "no.such:one"]
 )
-def test_a_policy_that_is_not_there_fails(streamload, policy):
-    code, _, error = streamload("mixing", "simulate", "--policy", policy)
+def test_a_policy_that_is_not_there_fails(streamload, reports, policy):
+    code, _, error = streamload("mixing", "simulate", reports, "--policy", policy)
     assert code == 2
     assert "expected" in error or "no.such" in error
-
-
-def test_a_kind_of_world_that_is_not_there_fails(streamload):
-    code, _, error = streamload("mixing", "simulate", "--world", "flat")
-    assert code == 2
-    assert "plain" in error
 
 
 def test_a_picture_without_points_has_no_panel():

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.worlds.simulate import run
+from benchmarks.worlds.world import KINDS, world
 from streamload.errors import OptionError
 from streamload.mixing import Progress
 from streamload.steering import Signal, SourceSummary, Summary
 from streamload.steering.limits import bounded, caps
 from streamload.steering.progress import wanted_shares
-from streamload.steering.simulate import run
 from streamload.steering.trend import BINS, Gain, gain_at, joined, no_less_than_nothing, parts_of
-from streamload.steering.worlds import KINDS, world
 
 STEPS = 4_000
 ROWS = 100

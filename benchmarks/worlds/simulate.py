@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.worlds.world import World
 from streamload.order.events import UNIT
 from streamload.order.portions import shares_of
 from streamload.steering.policy import Policy, weights_of
 from streamload.steering.summary import NOTHING, PARTS, Signal, SourceSummary, Summary
-from streamload.steering.worlds import World
 
 Floats = NDArray[np.float64]
 IN_FLIGHT_STEPS = 32
