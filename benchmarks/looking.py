@@ -26,8 +26,7 @@ from benchmarks.contenders.job import versions
 from streamload.cache.tier import Tier
 from streamload.metrics import COUNTERS, GIVEN
 from streamload.observe.metrics_server import MetricsServer
-from streamload.observe.page import RunPage, names_of_sources
-from streamload.observe.page_files import PageFile, now
+from streamload.observe.page import PageFile, RunPage, names_of_sources, now
 from streamload.observe.recording import MOST, Recording
 
 RANKS, WORKERS, SOURCES, SCRAPES = 8, 8, 4, 200

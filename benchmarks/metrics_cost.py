@@ -40,7 +40,7 @@ from streamload.batches.tokenize import BatchTokenizer
 from streamload.loader.clock import LoopClock
 from streamload.loader.loader import Loader
 from streamload.observe.observer import RunObserver
-from streamload.observe.page_files import read_runs
+from streamload.observe.page import read_runs
 from streamload.worker.stages import Stages
 
 SAMPLES, BATCH = 640, 64

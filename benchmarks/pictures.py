@@ -20,7 +20,7 @@ from rich.console import Console
 import streamload
 from streamload.cli.top import shown
 from streamload.observe.live import Watch
-from streamload.observe.page_files import read_runs
+from streamload.observe.page import read_runs
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards

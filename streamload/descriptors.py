@@ -14,7 +14,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _Opened = TypeVar("_Opened")
 _change = threading.RLock()  # reentrant: a signal handler may fork or close a file at any point
@@ -120,3 +120,14 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(before=_change.acquire, after_in_parent=_change.release, after_in_child=_close_in_child)
+
+
+def in_this_process(act: Callable[..., object]) -> Callable[..., None]:
+    """A function that calls `act` in this process, and does nothing in processes forked from it."""
+    pid = os.getpid()
+
+    def act_unless_forked(*args: Any) -> None:
+        if os.getpid() == pid:
+            act(*args)
+
+    return act_unless_forked

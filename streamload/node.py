@@ -12,9 +12,8 @@ import hashlib
 import os
 import re
 import socket
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _PROC = Path("/proc")
 _DEAD_STATES = frozenset("ZXx")
@@ -61,17 +60,6 @@ def is_dead(address: str) -> bool:
 def is_dead_or_stopped(address: str) -> bool:
     """True if the process at an address is dead or stopped; False if that isn't known here."""
     return _state(address) in _DEAD_STATES | _STOPPED_STATES
-
-
-def in_this_process(act: Callable[..., object]) -> Callable[..., None]:
-    """A function that calls `act` in this process, and does nothing in processes forked from it."""
-    pid = os.getpid()
-
-    def act_unless_forked(*args: Any) -> None:
-        if os.getpid() == pid:
-            act(*args)
-
-    return act_unless_forked
 
 
 @functools.lru_cache(maxsize=1)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import multiprocessing.process
+import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,8 @@ from torch.autograd import profiler
 from torch.utils.data import DataLoader
 
 _LOOK_SECONDS = 1.0
+_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+"""torch's iterators over the workers of all loaders."""
 _ITERATORS = "torch.utils.data.dataloader"
 NAMES = (
     "torch._utils.ExceptionWrapper",
@@ -194,3 +198,17 @@ def next_if_arrived(batches: Any) -> Any | None:
         return None
     finally:
         del batches._get_data
+
+
+def protect_workers(batches: Any) -> None:
+    """Keep forked processes from shutting down the workers that torch's iterator has started."""
+    _iterators.add(batches)
+
+
+def _leave_workers_to_parent() -> None:
+    """Keep torch and Python from ending the workers at the end of a process that didn't start them."""
+    for batches in list(_iterators):
+        abandon_workers(batches)
+
+
+os.register_at_fork(after_in_child=_leave_workers_to_parent)

@@ -27,7 +27,7 @@ from streamload.cache.tier import Tier
 from streamload.descriptors import Descriptor
 from streamload.errors import CacheCorrupt
 from streamload.metrics import Counters
-from streamload.observe.page_files import PageFile
+from streamload.observe.page import PageFile
 from streamload.shards.index import IndexReader
 
 LETTERS = {

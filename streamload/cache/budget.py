@@ -55,6 +55,18 @@ PATIENCE_SECONDS = 1.0
 """Time for which a process leaves room for a claim, from the moment when it sees it first."""
 
 
+def allowed_bytes(limit_bytes: int, stored_bytes: int, free_bytes: int, floor_bytes: int) -> int:
+    """The most that a tier may hold now: its limit, or less if that would leave too little of the disk free.
+
+    Args:
+        limit_bytes: of the tier.
+        stored_bytes: what it has on disk.
+        free_bytes: free on that disk.
+        floor_bytes: what has to stay free.
+    """
+    return min(limit_bytes, max(0, stored_bytes + free_bytes - floor_bytes))
+
+
 class Claim(NamedTuple):
     """A live part whose size isn't known.
 
@@ -485,7 +497,7 @@ class Budget:
         floor = self._free_disk.floor_bytes(disk.total, disk.free + stored)
         root = self._directory.root
         floor += reserved_for_rows(root) - rows_bytes(root)
-        return eviction.allowed_bytes(self._for_shards_bytes(), stored, disk.free, floor)
+        return allowed_bytes(self._for_shards_bytes(), stored, disk.free, floor)
 
     def _is_surely_within(self) -> bool:
         """True if nothing has to be evicted for certain; takes no lock."""

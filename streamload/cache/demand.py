@@ -201,7 +201,7 @@ def version_logs(directory: Path) -> list[Path]:
 
 
 def pages(directory: Path) -> list[Path]:
-    """The pages that ranks publish (observe/page_files.py), of live or dead processes."""
+    """The pages that ranks publish (observe/page.py), of live or dead processes."""
     return _matching(directory, _PAGE)
 
 

@@ -6,7 +6,7 @@
     shards/<digest>/          a published shard: the same directory, renamed
     bare/<digest>/            index-only: the data had no space, its samples are read from the origin
     gone/<digest>/            the tombstone of a shard that was given up, with the samples before the failure
-    runs/                     what the live runs will read (demand.py); their metrics (observe/page_files.py)
+    runs/                     what the live runs will read (demand.py); their metrics (observe/page.py)
     rows/                     what modules computed (derived/store/); `reserved`: its room beside shards
     trash/                    being deleted
 

@@ -69,15 +69,3 @@ def victims(
             chosen.append(shard)
             excess_bytes -= shard.size_bytes
     return chosen
-
-
-def allowed_bytes(limit_bytes: int, stored_bytes: int, free_bytes: int, floor_bytes: int) -> int:
-    """The most that a tier may hold now: its limit, or less if that would leave too little of the disk free.
-
-    Args:
-        limit_bytes: of the tier.
-        stored_bytes: what it has on disk.
-        free_bytes: free on that disk.
-        floor_bytes: what has to stay free.
-    """
-    return min(limit_bytes, max(0, stored_bytes + free_bytes - floor_bytes))

@@ -79,7 +79,7 @@ def top(
 def _looks(cache_dirs: list[str] | None, every: float, once: bool) -> Iterator[list[LiveRank]]:
     """The ranks at each look; the first look is for rates alone."""
     from streamload.observe.live import Watch
-    from streamload.observe.page_files import read_runs
+    from streamload.observe.page import read_runs
 
     roots, watch = roots_of(cache_dirs), Watch()
     ranks = watch.look(read_runs(roots))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from streamload.daemon.status import Status
 from streamload.observe.exposition import CONTENT_TYPE, exposition
-from streamload.observe.page_files import read_runs
+from streamload.observe.page import read_runs
 from streamload.observe.page_server import Page, PageServer
 
 DEFAULT_LISTEN = "127.0.0.1:9433"

@@ -15,17 +15,16 @@ import torch
 from torch.utils.data import DataLoader
 
 from streamload import limits
+from streamload.descriptors import in_this_process
 from streamload.errors import StreamloadError
 from streamload.ipc import ControlBlock, buffers_for, context_with_queues
 from streamload.loader.features import bound_features
-from streamload.loader.fork_safety import protect_workers
 from streamload.loader.in_order import InOrder
 from streamload.loader.options import LoaderOptions
 from streamload.loader.schedule import Schedule
 from streamload.loader.worker_config import batches_ahead, worker_config_for
-from streamload.node import in_this_process
 from streamload.origins.origin import import_origins
-from streamload.torch_internals import running_iterator, shut_down_workers
+from streamload.torch_internals import protect_workers, running_iterator, shut_down_workers
 from streamload.transforms.plan import Statistics
 from streamload.worker import Batch, Failed, StreamDataset, WorkerConfig
 

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from streamload.observe.exposition import CONTENT_TYPE, exposition
-from streamload.observe.page import as_dict
-from streamload.observe.page_files import read_runs
+from streamload.observe.page import as_dict, read_runs
 from streamload.observe.page_server import Page, PageServer
 from streamload.options import DEFAULT_METRICS_LISTEN
 

@@ -23,18 +23,18 @@ import torch
 
 from streamload.cache.placement import memory_root
 from streamload.cache.tier import Tier
+from streamload.descriptors import in_this_process
 from streamload.device import is_accelerator_used
 from streamload.errors import OptionError
 from streamload.ipc import ControlBlock
 from streamload.metrics import COUNTERS
 from streamload.metrics.findings import Alert, OnAlert, Requests, Verdict
-from streamload.node import SlowestRank, in_this_process
+from streamload.node import SlowestRank
 from streamload.observe.alerts import WINDOW_SECONDS, Alerts
 from streamload.observe.figures import Figures, History, Machine, Sample
 from streamload.observe.live import live_rank
 from streamload.observe.metrics_server import MetricsServer
-from streamload.observe.page import RunPage, names_of_sources
-from streamload.observe.page_files import PageFile
+from streamload.observe.page import PageFile, RunPage, names_of_sources
 from streamload.observe.publishing import Publisher, Schedule
 from streamload.observe.recording import Recording
 from streamload.observe.trace import Trace

@@ -1,23 +1,37 @@
 """The page that a rank publishes about itself: its numbers at one moment, for exporters, `top` and reports.
 
-Pure: bytes to values and back, and ages by clocks that are given. page_files.py has the files. A page holds
-names of sources, cut and without secrets, and numbers; never keys, URLs or anything else of the data, but
-for the name of the file of a slow shard in a verdict.
+A page holds names of sources, cut and without secrets, and numbers; never keys, URLs or anything else of the
+data, but for the name of the file of a slow shard in a verdict. Its file is in `runs/` of the tier, beside
+the rank's demand file: the rank holds a lock on it and writes it in place, about once a second. Readers show
+no page whose lock is gone, so what a killed rank published vanishes with it; the next run deletes the file.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import functools
 import json
+import logging
+import os
+import secrets
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
+from streamload.cache import demand
+from streamload.cache.locks import FileLock, is_locked
+from streamload.descriptors import Descriptor
 from streamload.metrics.registry import BUCKET_NS, BUCKETS, BY_NAME, COUNTERS, GIVEN, METRICS, ROWS, Metric
 from streamload.metrics.snapshot import Snapshot
 from streamload.urls import redact_text
+
+logger = logging.getLogger("streamload")
 
 Labels = tuple[str, ...]
 
@@ -29,6 +43,11 @@ _NAME_LENGTH = 64
 _SECONDS = 1e9
 _HEAD_BYTES = 16
 """Length and checksum of the text."""
+_ATTEMPTS = 100
+_RESERVED_BYTES = 8 << 10
+"""Taken at once, so that a disk that fills up later still takes the page."""
+_LOOKS, _LOOK_SECONDS = 5, 0.002
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Clock(NamedTuple):
@@ -159,12 +178,12 @@ class RunPage:
         if not length or len(text) != length or content[8:_HEAD_BYTES] != xxhash.xxh3_64_digest(text):
             return None
         try:
-            return _page(json.loads(text), reader)
+            return _parsed(json.loads(text), reader)
         except (ValueError, TypeError, KeyError):
             return None
 
 
-def _page(values: dict[str, Any], reader: Clock) -> RunPage:
+def _parsed(values: dict[str, Any], reader: Clock) -> RunPage:
     """A page from JSON; names that this version doesn't know are left out."""
     if values.pop("format") != FORMAT:
         raise ValueError("a page of another version")
@@ -219,3 +238,145 @@ def as_dict(page: RunPage) -> dict[str, Any]:
         for name, by_label in page.gauges.items()
     }
     return values | {"age_seconds": page.age_seconds, "still_seconds": page.still_seconds}
+
+
+class PageFile:
+    """The file of a page, which lives as long as its process; a forked child doesn't have it.
+
+    A disk that doesn't take it is logged once, and nothing is published; that harms nothing else.
+
+    Args:
+        root: of the tier.
+    """
+
+    def __init__(self, root: Path):
+        self._lock: FileLock | None = None
+        self._path = root / "runs"
+        self._is_logged = False
+        try:
+            for path in files(root):
+                _remove_if_dead(path)
+            for _ in range(_ATTEMPTS):
+                self._path = root / "runs" / f"{os.getpid()}.{secrets.token_hex(4)}.metrics"
+                self._lock = FileLock.acquire(self._path, create=True)
+                if self._lock is not None and self._lock.is_of(self._path):
+                    _reserve(self._lock.file.number)
+                    return
+                self._unlock()  # deleted as a dead process's before it was locked: make another
+        except OSError as exc:
+            self.close()
+            self._log(exc)
+
+    @property
+    def path(self) -> Path:
+        """The path of the file."""
+        return self._path
+
+    def write(self, page: RunPage) -> None:
+        """Publish a page in place of the last one."""
+        if self._lock is None:
+            return
+        content = page.encode()
+        try:
+            if len(content) <= MOST_BYTES and os.pwrite(self._lock.file.number, content, 0) == len(content):
+                self._is_logged = False
+        except OSError as exc:
+            self._log(exc)
+
+    def close(self) -> None:
+        """Delete the file. Idempotent."""
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _log(self, error: OSError) -> None:
+        if not self._is_logged:
+            self._is_logged = True
+            logger.warning(
+                "this run can't be seen by `streamload top` and exporters, as its page can't be written: "
+                "%s: %s; the training goes on",
+                *(self._path, error.strerror or error),
+            )
+
+
+def read_runs(roots: Iterable[Path | str]) -> list[RunPage]:
+    """The pages of all live ranks, by run and rank; about 0.1 ms each.
+
+    A page says how old it is (`age_seconds`). Pages of killed processes aren't among them.
+
+    Args:
+        roots: of tiers: cache directories, and the one in memory (placement.memory_root). Those that don't
+            exist, or aren't tiers, have none.
+    """
+    found = [page for root in dict.fromkeys(map(Path, roots)) for page in _read(root)]
+    return sorted(found, key=lambda page: (page.run, page.rank, page.pid))
+
+
+def files(root: Path) -> list[Path]:
+    """The files of pages in a tier, of live or dead processes."""
+    try:
+        return sorted(demand.pages(root / "runs"))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def lives(path: Path) -> bool:
+    """True if the process that writes a page is alive: it holds the lock."""
+    return is_locked(path, shared=True)
+
+
+def now() -> Clock:
+    """This moment, on this machine."""
+    return Clock(_boot(), time.monotonic_ns(), time.time())
+
+
+@functools.cache
+def _boot() -> str:
+    try:
+        return _BOOT.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _read(root: Path) -> Iterator[RunPage]:
+    for path in files(root):
+        with contextlib.suppress(OSError):  # deleted meanwhile, or another user's
+            if lives(path):
+                page = _page_in(path)
+                if page is not None:
+                    yield page
+
+
+def _page_in(path: Path) -> RunPage | None:
+    """The page in a file; looks again while it is being written. None: it isn't written yet."""
+    with Descriptor.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as file:
+        for _ in range(_LOOKS):
+            page = RunPage.decode(os.pread(file.number, MOST_BYTES, 0), now())
+            if page is not None:
+                return page
+            time.sleep(_LOOK_SECONDS)
+    return None
+
+
+def _reserve(file: int) -> None:
+    """Take the page's space, where the file system can."""
+    try:
+        os.posix_fallocate(file, 0, _RESERVED_BYTES)
+    except OSError as exc:
+        if exc.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+
+
+def _remove_if_dead(path: Path) -> None:
+    """Delete a file that no process has locked."""
+    with contextlib.suppress(OSError):
+        dead = FileLock.acquire(path)
+        if dead is not None:
+            path.unlink(missing_ok=True)
+            dead.close()

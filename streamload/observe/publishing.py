@@ -18,11 +18,9 @@ from streamload.cache.tier import Tier
 from streamload.descriptors import Descriptor
 from streamload.device import memory_of
 from streamload.metrics import COUNTERS
-from streamload.metrics.findings import Verdict
 from streamload.metrics.registry import BY_NAME
 from streamload.observe.figures import Figures, Sample
-from streamload.observe.page import Labels, RunPage, names_of_sources
-from streamload.observe.page_files import PageFile, now
+from streamload.observe.page import Labels, PageFile, RunPage, names_of_sources, now
 from streamload.observe.verdict import LITTLE, judge
 from streamload.options import file_system
 from streamload.order.events import UNIT, WEIGHTS
@@ -215,8 +213,8 @@ class Publisher:
             counters=dict(zip(COUNTERS, sums, strict=False)),
             wait_buckets=tuple(sums[len(COUNTERS) :]),
             gauges=self.gauges.values(),
-            verdict=_said(judge(figures)),
-            run_verdict=_said(judge(run)),
+            verdict=_verdict_on(figures),
+            run_verdict=_verdict_on(run),
             alerts=alerts,
         )
 
@@ -248,6 +246,6 @@ class Publisher:
             self.memory_ratio = max(self.memory_ratio, ratio)
 
 
-def _said(verdict: Verdict) -> str:
+def _verdict_on(figures: Figures) -> str:
     """A verdict in words; "" if the training doesn't wait."""
-    return str(verdict) if verdict.wait >= LITTLE else ""
+    return str(judge(figures)) if figures.wait >= LITTLE else ""

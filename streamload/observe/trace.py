@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from streamload.descriptors import in_this_process
 from streamload.errors import OptionError
 from streamload.ipc import ControlBlock
-from streamload.node import in_this_process
 from streamload.observe.spans import SpanFile
 
 _ADJACENT_NS = 20_000_000

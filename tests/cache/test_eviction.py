@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamload.cache.eviction import HeldShard, allowed_bytes, victims
+from streamload.cache.budget import allowed_bytes
+from streamload.cache.eviction import HeldShard, victims
 from streamload.options import Eviction
 
 

@@ -23,7 +23,7 @@ from streamload.daemon.status import Status
 from streamload.daemon.status_server import StatusServer
 from streamload.errors import OptionError
 from streamload.observe.metrics_server import MetricsServer
-from streamload.observe.page_files import PageFile, now
+from streamload.observe.page import PageFile, now
 from tests.observe.test_exposition import full_page, series
 from tests.support import promtool
 from tests.support.pages import get

@@ -27,8 +27,7 @@ from streamload import torch_internals
 from streamload.loader import batch_info
 from streamload.loader.output import Outputs
 from streamload.observe import alerts, observer, publishing, verdict
-from streamload.observe.page import RunPage, as_dict
-from streamload.observe.page_files import files, read_runs
+from streamload.observe.page import RunPage, as_dict, files, read_runs
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards

@@ -22,9 +22,17 @@ from streamload.cache.garbage import collect_garbage
 from streamload.cache.inventory import foreign
 from streamload.cache.tier import Tier
 from streamload.metrics import COUNTERS, GIVEN, METRICS
-from streamload.observe import page_files
-from streamload.observe.page import MOST_SOURCES, Clock, RunPage, as_dict, names_of_sources
-from streamload.observe.page_files import PageFile, files, read_runs
+from streamload.observe import page
+from streamload.observe.page import (
+    MOST_SOURCES,
+    Clock,
+    PageFile,
+    RunPage,
+    as_dict,
+    files,
+    names_of_sources,
+    read_runs,
+)
 
 BEGAN = Clock("boot", 5 * 10**9, 1000.0)
 PAGE = RunPage(
@@ -198,7 +206,7 @@ def test_a_full_disk_is_logged_once_and_publishing_goes_on_once_there_is_room(
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(page_files.os, "pwrite", full)
+    monkeypatch.setattr(page.os, "pwrite", full)
     for _ in range(3):
         file.write(dataclasses.replace(PAGE, rank=2))
     assert len([r for r in caplog.records if "can't be written" in r.message]) == 1
@@ -214,7 +222,7 @@ def test_a_disk_that_is_full_from_the_start_takes_no_page_and_stops_nobody(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(page_files.os, "posix_fallocate", full)
+    monkeypatch.setattr(page.os, "posix_fallocate", full)
     file = PageFile(tier.root)
     file.write(PAGE)
     assert len(caplog.records) == 1

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from streamload.shards.image_header import HEADER_BYTES, image_size
+from streamload.shards.samples import HEADER_BYTES, image_size
 
 SIZES = [(1, 1), (3, 257), (640, 480), (4097, 2)]
 
