@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks import turns
 from benchmarks.buckets import RANKS, ROWS, Costs, web
 from benchmarks.turns import Row
-from streamload.order.buckets import cells, dealt
+from streamload.buckets.cells import cells, dealt
 
 SAMPLES, QUICK_SAMPLES, BLOCK, QUICK_BLOCK = 200_000, 20_000, 16_384, 2048
 GROUPS = (1, 2, 4, 8)

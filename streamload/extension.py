@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from streamload.metrics import Counts
 from streamload.order.events import Event
 from streamload.shards.samples import Entry
 
@@ -23,6 +24,7 @@ __all__ = [
     "ReadProgress",
     "Run",
     "ShardRows",
+    "StepsAhead",
     "TakenBatch",
     "WorkerPart",
     "WorkerProcess",
@@ -51,6 +53,11 @@ class BatchRows(Protocol):
 
     def __len__(self) -> int: ...
 
+    @property
+    def step(self) -> Any:
+        """The step that has them, a worker.sampler.RankStep."""
+        ...
+
     def by_shard(self) -> Iterator[ShardRows]:
         """The rows of each shard."""
         ...
@@ -73,12 +80,47 @@ class ReadProgress(NamedTuple):
     mean_bytes: float
 
 
+class StepsAhead(Protocol):
+    """The steps of an epoch that workers begin before the training loop takes them, by their numbers."""
+
+    def rows(self, number: int) -> int:
+        """Rows of this rank in a step."""
+        ...
+
+    def seq_len(self, number: int) -> int:
+        """The most patches of an image in a step; 0: it has none."""
+        ...
+
+    def taken(self, number: int) -> int:
+        """Steps that the training loop has taken, or won't get before this one as the data ends."""
+        ...
+
+    def stop_if_superseded(self) -> None:
+        """Raise if the rank has started another epoch, or has died."""
+        ...
+
+
 class WorkerProcess(Protocol):
     """A worker process, for an extension's part in it."""
 
     @property
     def number(self) -> int:
         """Among the rank's workers; 0 where the rank reads itself."""
+        ...
+
+    @property
+    def workers(self) -> int:
+        """Number of the rank's workers; 0: the rank reads itself, step by step."""
+        ...
+
+    @property
+    def reader(self) -> Any:
+        """What reads its samples, a worker.reader.Reader."""
+        ...
+
+    @property
+    def steps_ahead(self) -> StepsAhead | None:
+        """The steps of the current epoch; None: none was started."""
         ...
 
     @property
@@ -133,6 +175,26 @@ class WorkerPart:
         """
         return True
 
+    def sampler(self, start: Any) -> Any:
+        """The steps of an epoch, a worker.sampler.Sampler, if they aren't those of the plain order.
+
+        Args:
+            start: of the epoch, a worker.messages.EpochStart.
+        """
+        return None
+
+    def before_step(self, number: int) -> None:
+        """Return when a step may begin, by its number in the epoch; its events are known by now."""
+
+    def columns(self, size: int, allocate: Callable[..., Any]) -> Sequence[Any]:
+        """Values of an empty batch that aren't decoded from its samples: batches.in_progress.Column.
+
+        Args:
+            size: its capacity, in samples.
+            allocate: makes their tensors.
+        """
+        return ()
+
     def finish(self, values: dict[str, Any], rows: BatchRows) -> bytes:
         """Message to the rank's part with a batch.
 
@@ -179,8 +241,12 @@ class RankPart:
     def taken(self, batch: TakenBatch) -> None:
         """A batch is taken from its worker, also one without any sample, which isn't yielded."""
 
-    def yielded(self, part: bytes, values: Mapping[str, Any]) -> dict[str, Any]:
+    def yielded(self, part: bytes, values: dict[str, Any]) -> dict[str, Any]:
         """Take what the worker's part returned of the batch that is yielded now.
+
+        Args:
+            part: what it returned.
+            values: of the batch; what the worker's part left there for this one may be taken out.
 
         Returns:
             The fields of the batch's info (`BatchInfo`) that follow from it.
@@ -201,6 +267,13 @@ class RankPart:
         Cheap: the training's next() or, where that stands still, another thread of its process calls it.
         """
         return {}
+
+    def shaped(self, values: dict[str, Any]) -> dict[str, Any]:
+        """A batch's values by name as the training loop gets them, in order."""
+        return values
+
+    def end_epoch(self) -> None:
+        """End an epoch, after its last batch was yielded."""
 
     def state(self, position: int) -> dict[str, Any]:
         """Its keys of the loader's state: JSON-able, alike on all ranks.
@@ -259,6 +332,11 @@ class Run(Protocol):
         ...
 
     @property
+    def counts(self) -> Counts:
+        """Counters of the rank."""
+        ...
+
+    @property
     def can_agree(self) -> bool:
         """True if the ranks are joined, or there is only one."""
         ...
@@ -288,9 +366,11 @@ class Extension:
 
     Attributes:
         name: the key of its part of messages.
+        most_steps: how many steps of a rank its workers make ahead at most; None: any number.
     """
 
     name: ClassVar[str]
+    most_steps: int | None = None
 
     @property
     def facts(self) -> Collection[str]:

@@ -6,26 +6,29 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from time import monotonic_ns
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from streamload.batches.captions import read_caption, read_label
 from streamload.batches.collate import Allocate, collate, named
-from streamload.batches.features import DerivedRows, FeatureAssembly, FeatureInProgress, ParsedFeature
-from streamload.batches.images import ImageAssembly, Images
-from streamload.batches.in_progress import BatchFactory, Measured, Members, Sample
-from streamload.batches.modalities import Choose, Modalities, with_rows
-from streamload.batches.padding import Bounds, TextPadding, widths_of
-from streamload.batches.tokenize import BatchTokenizer
-from streamload.derived.calls.feature_rows import FeatureStart
-from streamload.derived.prepare.preparation import Preparation
+from streamload.batches.images import ImageAssembly, Images, PixelRecipe
+from streamload.batches.in_progress import (
+    BatchFactory,
+    Bounds,
+    Choose,
+    Column,
+    MakeColumns,
+    Measured,
+    Members,
+    RowKinds,
+    Sample,
+    Trim,
+)
+from streamload.batches.tokenize import BatchTokenizer, Texts
 from streamload.errors import BlankCaption, add_note
 from streamload.transforms.user import SeededGenerators
 
-WIDTHS = "__widths__"
-"""The RowWidths among the values of a batch."""
 _KEYS_SHOWN = 16
 _MAP_SAMPLE_SEED, _COLLATE_SEED = 0x9E37_79B9_7F4A_7C15, 0xD1B5_4A32_D192_ED03
 """XORed into seeds, so that each function draws its own random numbers."""
@@ -50,9 +53,9 @@ class BatchAssembly:
         collate: the results of `map_sample` for a batch to the batch: a dict or a tuple of values; None:
             values are stacked.
         as_model_inputs: keep all values that the tokenizer returns (such as an `attention_mask`).
-        text_padding: how captions are cut to the longest of the batch; None: they all have one length.
-        features: what comes from stored rows.
-        modalities: of the shards' sources, if not all rows have an image and a text; None: they have.
+        trim: cuts rows of several lengths, and measures them; None: all have one length.
+        preparation: of its images, and of what columns decode; None: there is none.
+        kinds: of rows, if not all have an image and a text; None: they have.
     """
 
     image: Choose
@@ -64,22 +67,14 @@ class BatchAssembly:
     map_sample: MapSample | None = None
     collate: Collate | None = None
     as_model_inputs: bool = False
-    text_padding: TextPadding | None = None
-    features: tuple[FeatureAssembly, ...] = ()
-    modalities: Modalities | None = None
-
-    @property
-    def preparation(self) -> Preparation | None:
-        """The preparation of the images; None: there is none."""
-        for images in (self.images, *(feature.images for feature in self.features)):
-            if images is not None:
-                return images.preparation
-        return None
+    trim: Trim | None = None
+    preparation: PixelRecipe | None = None
+    kinds: RowKinds | None = None
 
     def members_of(self, sample: Sample) -> Members:
         """The members to use; a sample without them isn't usable by its index entry, and doesn't get here."""
-        if self.modalities is not None:
-            chosen = self.modalities.chosen(sample.shard, sample.members, self.image, self.text)
+        if self.kinds is not None:
+            chosen = self.kinds.chosen(sample.shard, sample.members, self.image, self.text)
             if chosen is None:
                 raise KeyError(f"{sample.key} has only {', '.join(sample.members)}")
             return Members(*chosen, None)
@@ -92,35 +87,24 @@ class BatchAssembly:
         return Members(image[0], text, label)
 
     @property
-    def reads_only_features(self) -> bool:
-        """True if batches have nothing of samples but features, of which derived shards may have all."""
-        values = self.images, self.text, self.label, self.map_sample
-        return (
-            bool(self.features)
-            and not any(values)
-            and all(feature.has_derived_shards for feature in self.features)
-        )
+    def uses_members(self) -> bool:
+        """True if batches have values of samples' members, beside columns."""
+        return any((self.images, self.text, self.label, self.map_sample))
 
-    def batch_factory(
-        self,
-        features: Mapping[str, FeatureStart] = MappingProxyType({}),
-        derived: DerivedRows | None = None,
-    ) -> BatchFactory:
+    def batch_factory(self, columns: MakeColumns | None = None) -> BatchFactory:
         """A function that makes empty batches, one at a time; what they share is set up once.
 
         Args:
-            features: what is known of the features in this epoch, by name.
-            derived: rows in derived shards; None: there are none.
+            columns: makes those of a batch; None: it has none.
         """
         images, map_sample = None if self.images is None else self.images.batch_factory(), self.map_sample
         if map_sample is not None:
             return lambda size, allocate, seq_len=0: _MappedBatch(
                 map_sample, self, None if images is None else images(size, allocate), allocate
             )
-        factories = [feature.batch_factory(features[feature.name], derived) for feature in self.features]
         return lambda size, allocate, seq_len=0: _CaptionedBatch(
             None if images is None else images(size, allocate, seq_len),
-            [feature(size, allocate) for feature in factories],
+            () if columns is None else columns(size, allocate),
             self,
             allocate,
         )
@@ -135,31 +119,32 @@ class _Captioned(NamedTuple):
     label: int | None
     image: Any
     seed: int
-    features: list[ParsedFeature | None]
+    columns: list[Any]
 
 
 class _CaptionedBatch:
-    """Images with captions and labels: `image`, `text`, `label`, the tokenizer's other values, features."""
+    """Images with captions and labels: `image`, `text`, `label`, the tokenizer's other values, columns."""
 
     def __init__(
         self,
         images: Images | None,
-        features: Sequence[FeatureInProgress],
+        columns: Sequence[Column],
         assembly: BatchAssembly,
         allocate: Allocate,
     ):
         self._images = images
-        self._features = features
+        self._columns = columns
         self._assembly = assembly
         self._allocate = allocate
         self._allows_blank = assembly.blank_captions
         self._members: dict[tuple[str, ...], Members] = {}  # by the sample's extensions
-        self._modalities = assembly.modalities
+        self._kinds = assembly.kinds
         self._added: list[_Captioned] = []
         self._tokenize_ns = 0
         self._ids = 0, 0  # real and padding
         self._is_to_be_prepared = assembly.preparation is not None
         self._unprepared = 0
+        self._image_names: tuple[str, ...] = ()
 
     def parse(self, sample: Sample, seed: int) -> _Captioned:
         """The caption first: if it is bad, that is cheaper to find out."""
@@ -178,38 +163,33 @@ class _CaptionedBatch:
         if self._images is not None and members.image:
             image = self._images.parse(sample.members[members.image], is_prepared, seed)
             self._unprepared += self._is_to_be_prepared and not is_prepared
-        features = [
-            feature.parse(
-                *(sample.key, sample.checksum, sample.members, members.image, is_prepared, seed, sample.shard)
-            )
-            for feature in self._features
-        ]
-        return _Captioned(sample.key, sample.url, caption, label, image, seed, features)
+        columns = [column.parse(sample, members.image, is_prepared, seed) for column in self._columns]
+        return _Captioned(sample.key, sample.url, caption, label, image, seed, columns)
 
     def add(self, parsed: _Captioned) -> None:
         """See BatchInProgress."""
         if self._images is not None and parsed.image is not None:
             self._images.add(parsed.image)
-        if self._features:
-            self._add_features(parsed.features)
+        if self._columns:
+            self._add_to_columns(parsed.columns)
         self._added.append(parsed)
 
-    def _add_features(self, parsed: Sequence[ParsedFeature | None]) -> None:
-        added: list[FeatureInProgress] = []
+    def _add_to_columns(self, parsed: Sequence[Any]) -> None:
+        added: list[Column] = []
         try:
-            for feature, parsed_row in zip(self._features, parsed, strict=True):
-                feature.add(parsed_row)
-                added.append(feature)
+            for column, value in zip(self._columns, parsed, strict=True):
+                column.add(value)
+                added.append(column)
         except BaseException:
-            for feature in added:
-                feature.drop_last()
+            for column in added:
+                column.drop_last()
             if self._images is not None:
                 self._images.drop_last()
             raise
 
     def _members_of(self, sample: Sample) -> Members:
         extensions = tuple(sample.members)
-        if self._modalities is not None:
+        if self._kinds is not None:
             return self._assembly.members_of(sample)
         members = self._members.get(extensions)
         if members is None:
@@ -217,37 +197,39 @@ class _CaptionedBatch:
         return members
 
     def finish(self, bounds: Bounds | None = None) -> dict[str, Any]:
-        keys, urls = [row.key for row in self._added], [one.url for one in self._added]
+        keys, urls = [row.key for row in self._added], [row.url for row in self._added]
         try:
             values = self._values(keys, bounds)
         except Exception as exc:
             add_note(exc, _in_batch(keys))
             raise
-        if self._modalities is not None:
+        if self._kinds is not None:
             images, texts = zip(
                 *((row.image is not None, row.caption is not None) for row in self._added), strict=True
             )
-            values = with_rows(values, images, texts, self._allocate)
+            values = self._kinds.with_rows(values, self._image_names, images, texts, self._allocate)
         return {**values, "__key__": keys, "__url__": urls}
 
     def _values(self, keys: Sequence[str], bounds: Bounds | None) -> dict[str, Any]:
         assembly = self._assembly
         values: dict[str, Any] = {}
         if self._images is not None:
-            if self._modalities is not None:
+            if self._kinds is not None:
                 keys = [row.key for row in self._added if row.image is not None]
             values = self._images.finish(keys)
-        whole: Any = None  # texts before they are cut: features are found by them
-        widths = widths_of(values, None) if self._modalities is None else None
+            self._image_names = tuple(values)
+        whole: Any = None  # texts before they are cut: rows of columns are found by them
+        trim = assembly.trim
+        texts: Texts | None = None
         if assembly.text is not None:
             values["text"] = whole = [row.caption for row in self._added if row.caption is not None]
         if assembly.tokenizer is not None and whole:
             start_ns = monotonic_ns()
             seeds = [row.seed for row in self._added if row.caption is not None]
             texts = assembly.tokenizer(whole, seeds)
-            whole, padding = texts.ids, assembly.text_padding
-            if padding is not None:
-                texts = texts.cut_to_longest(padding.multiple, bounds)
+            whole = texts.ids
+            if trim is not None:
+                texts = trim.cut(texts, bounds)
             values["text"] = texts.ids
             self._tokenize_ns, self._ids = (
                 monotonic_ns() - start_ns,
@@ -255,25 +237,24 @@ class _CaptionedBatch:
             )
             if assembly.as_model_inputs:
                 values |= texts.others
-            if padding is not None and padding.with_valid:
-                values["text_valid"] = texts.valid
-            if self._modalities is None:  # else no part of the batch has the same rows of both
-                valid = None if padding is None else texts.valid
-                widths = widths_of(values, valid, whole.shape[1], texts.columns())
+            if trim is not None:
+                values |= trim.beside(texts)
         if assembly.label is not None:
             labels = torch.tensor([row.label for row in self._added], dtype=torch.int64, device="cpu")
             values["label"] = self._allocate(labels.shape, torch.int64).copy_(labels)
-        for feature in self._features:
-            values |= feature.finish(whole)
-        return values if widths is None else {**values, WIDTHS: widths.with_room(bounds)}
+        for column in self._columns:
+            values |= column.finish(whole)
+        if trim is not None and self._kinds is None:  # else no part of the batch has the same rows of both
+            values |= trim.measured(values, texts, 0 if texts is None else whole.shape[1], bounds)
+        return values
 
     def measured(self) -> Measured:
         timed = (0, 0) if self._images is None else self._images.timed_ns
         return Measured(*timed, self._tokenize_ns, *self._ids, self._unprepared)
 
     def close(self) -> None:
-        for feature in self._features:
-            feature.close()
+        for column in self._columns:
+            column.close()
         if self._images is not None:
             self._images.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -14,8 +13,8 @@ import torch
 from PIL import Image
 
 from streamload.batches.collate import Allocate, collate_images
-from streamload.batches.image_memory import ImageMemory, PatchMemory, Places
-from streamload.derived.prepare.preparation import Preparation
+from streamload.batches.image_memory import ImageMemory, Places
+from streamload.origins.origin import Origin
 from streamload.transforms.decode import (
     Pixels,
     decode_jpeg_or_image,
@@ -24,10 +23,9 @@ from streamload.transforms.decode import (
 )
 from streamload.transforms.execute import PlannedTransform, Put
 from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
-from streamload.transforms.patches import GivenPatches, PlannedPatches
-from streamload.transforms.plan import ImagePlan, PatchPlan, Statistics
+from streamload.transforms.plan import ImagePlan, Statistics
+from streamload.transforms.ppm import PPM_START, ppm_pixels
 from streamload.transforms.processors import GivenProcessor, image_processor_of
-from streamload.transforms.stored import is_stored, stored_pixels
 from streamload.transforms.user import SeededGenerators, UserTransform
 
 Preprocess = Callable[[Any], Any]
@@ -88,13 +86,45 @@ class ImagesFactory(Protocol):
         ...
 
 
+class PixelRecipe(Protocol):
+    """Preparation of images in advance, after which a training has the same pixels as from the originals."""
+
+    @property
+    def name(self) -> str:
+        """A name for all that the pixels depend on beside the image."""
+        ...
+
+    def derive(self, origin: Origin) -> Origin:
+        """The prepared form of an origin's shard."""
+        ...
+
+    def pixels(self, data: bytes | memoryview) -> Pixels:
+        """The pixels of a prepared image, of the original; valid until this thread decodes another image."""
+        ...
+
+
+class ImageMaker:
+    """Another way to make images than a plan to one size, or a function as given. Picklable."""
+
+    __slots__ = ()
+
+    @property
+    def statistics(self) -> Statistics | None:
+        """The statistics for images that are left as uint8; None: they can't be."""
+        raise NotImplementedError
+
+    def batch_factory(self, assembly: ImageAssembly) -> ImagesFactory:
+        """A function that makes the images of an empty batch."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True)
 class ImageAssembly:
     """Options of decoding and transforming the images of a batch.
 
     Attributes:
-        preprocess: a plan from pixels to an image of the batch, or a function from PIL image to value; or a
-            plan or functions to patches.
+        preprocess: a plan from pixels to an image of the batch, or a function from PIL image to value; or
+            another way.
         as_bytes: leave a plan's images as uint8, to be normalised later.
         preparation: by which images are prepared; None: none are.
         changes_pixels: whether the preparation does, so that it is applied to images that aren't prepared.
@@ -103,9 +133,9 @@ class ImageAssembly:
             tensors.
     """
 
-    preprocess: ImagePlan | PatchPlan | GivenPatches | Preprocess
+    preprocess: ImagePlan | ImageMaker | Preprocess
     as_bytes: bool = False
-    preparation: Preparation | None = None
+    preparation: PixelRecipe | None = None
     changes_pixels: bool = True
     most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS
     as_model_inputs: bool = False
@@ -113,17 +143,17 @@ class ImageAssembly:
     @property
     def unnormalised(self) -> Statistics | None:
         """The statistics for images that are left as uint8; None: nothing is left to normalise."""
-        if self.as_bytes and isinstance(self.preprocess, ImagePlan | PatchPlan):
+        if self.as_bytes and isinstance(self.preprocess, ImagePlan | ImageMaker):
             return self.preprocess.statistics
         return None
 
     @property
     def runs_as_given(self) -> bool:
         """True if the user's own function makes the images."""
-        return not isinstance(self.preprocess, ImagePlan | PatchPlan | GivenPatches)
+        return not isinstance(self.preprocess, ImagePlan | ImageMaker)
 
     @property
-    def resizing(self) -> Preparation | None:
+    def resizing(self) -> PixelRecipe | None:
         """The preparation to apply to images that aren't prepared; None: none."""
         return self.preparation if self.changes_pixels else None
 
@@ -132,20 +162,12 @@ class ImageAssembly:
         preprocess = self.preprocess
         if isinstance(preprocess, ImagePlan):
             transform, places = PlannedTransform(preprocess, self.as_bytes), Places()
-            return lambda size, allocate, seq_len=0: _PlannedImages(
+            return lambda size, allocate, seq_len=0: PlannedImages(
                 transform, self, ImageMemory(transform.plan, self.as_bytes, places, size, allocate)
             )
-        if isinstance(preprocess, PatchPlan):
-            planned = functools.cache(functools.partial(PlannedPatches, preprocess, as_bytes=self.as_bytes))
-            dtype = torch.uint8 if self.as_bytes else torch.float32
-            return lambda size, allocate, seq_len=0: _PlannedImages(
-                planned(seq_len), self, PatchMemory(size, allocate, seq_len, preprocess.patch_size, dtype)
-            )
-        if isinstance(preprocess, GivenPatches):
-            return lambda size, allocate, seq_len=0: _GivenPatchImages(
-                preprocess, self, size, allocate, seq_len
-            )
-        return lambda size, allocate, seq_len=0: _GivenImages(preprocess, self, allocate)
+        if isinstance(preprocess, ImageMaker):
+            return preprocess.batch_factory(self)
+        return lambda size, allocate, seq_len=0: GivenImages(preprocess, self, allocate)
 
     def pixels(self, data: memoryview, is_prepared: bool) -> Pixels:
         """The input of the transform, valid until the next call."""
@@ -173,16 +195,46 @@ class _Planned(NamedTuple):
     put: Put | None
 
 
-class _PlannedImages:
+class Transform(Protocol):
+    """A plan that is run on pixels; see PlannedTransform."""
+
+    @property
+    def plan(self) -> Any:
+        """The plan, which has functions that run as `given`."""
+        ...
+
+    def draw(self, height: int, width: int, seed: int) -> Any:
+        """Make the random choices for an image."""
+        ...
+
+    def put(self, pixels: Pixels, choices: Any) -> Put:
+        """Return a function that transforms pixels, which may not be decoded yet, into a place."""
+        ...
+
+
+class Memory(Protocol):
+    """The memory of a batch's images."""
+
+    @property
+    def places(self) -> Sequence[Any]:
+        """The place of each image."""
+        ...
+
+    def values(self, count: int) -> dict[str, Any]:
+        """The values of the first `count` images."""
+        ...
+
+
+class PlannedImages:
     """Images by a plan, each written straight into its place in the batch."""
 
     def __init__(
         self,
-        transform: PlannedTransform | PlannedPatches,
+        transform: Transform,
         assembly: ImageAssembly,
-        memory: ImageMemory | PatchMemory,
+        memory: Memory,
     ):
-        self._transform: Any = transform
+        self._transform = transform
         self._memory, self._places = memory, memory.places
         self._pixels = assembly.pixels
         self._resizing = assembly.resizing
@@ -198,8 +250,8 @@ class _PlannedImages:
         """See Images."""
         if self._resizing is not None and not is_prepared:
             return _Planned(data, is_prepared, seed, None, None)
-        if is_stored(data):
-            pixels = stored_pixels(data, True, self._most_pixels)
+        if data[:2] == PPM_START:
+            pixels = ppm_pixels(data, True, self._most_pixels)
             return _Planned(None, is_prepared, seed, pixels, self._put(pixels, seed))
         place = place_in_scratch(data, self._most_pixels)
         put = None if place is None else self._put(place, seed)
@@ -227,32 +279,35 @@ class _PlannedImages:
 
     def last_image(self) -> torch.Tensor:
         """See Images. Not a view of the batch: torch would copy the whole batch to send one."""
-        assert isinstance(self._memory, ImageMemory)  # map_sample isn't given patches
-        image = torch.from_numpy(self._memory.batch.numpy()[self._count - 1])
+        batch: torch.Tensor = self._memory.values(self._count)["image"]
+        image = torch.from_numpy(batch.numpy()[-1])
         del self._given[self._count - 1 :]
         self._given.append(image)
         return image
 
     def drop_last(self) -> None:
+        """Remove the last image: its memory is written again."""
         self._count -= 1
 
     def as_batch(self, images: list[Any]) -> torch.Tensor | None:
+        """The batch's memory if these are its images."""
         are_ours = len(images) == len(self._given) and all(map(operator.is_, images, self._given))
         return self._memory.values(self._count)["image"] if are_ours else None
 
     def _put(self, pixels: Pixels, seed: int) -> Put:
         height, width, _ = pixels.shape
-        put: Put = self._transform.put(pixels, self._transform.draw(height, width, seed))
-        return put
+        return self._transform.put(pixels, self._transform.draw(height, width, seed))
 
     def finish(self, keys: Sequence[str]) -> dict[str, Any]:
+        """The values of the images that were added."""
         return self._memory.values(self._count)
 
     def close(self) -> None:
+        """Restore the random generators. Idempotent."""
         self._exit.close()
 
 
-class _GivenImages:
+class GivenImages:
     """The user's own transform, run as given."""
 
     def __init__(self, preprocess: Preprocess, assembly: ImageAssembly, allocate: Allocate):
@@ -287,15 +342,19 @@ class _GivenImages:
         self.timed_ns = before[0] + decoded - start_ns, before[1] + monotonic_ns() - decoded
 
     def last_image(self) -> Any:
+        """The last result of the function."""
         return self._values[-1]["image"] if self._is_processor else self._values[-1]
 
     def drop_last(self) -> None:
+        """Remove the last result."""
         del self._values[-1]
 
     def as_batch(self, images: list[Any]) -> torch.Tensor | None:
+        """None: results aren't in one tensor."""
         return None
 
     def finish(self, keys: Sequence[str]) -> dict[str, Any]:
+        """The results, collated."""
         if not self._values:
             return {"image": []}
         return {
@@ -317,27 +376,5 @@ class _GivenImages:
         return {name: [value[name] for value in self._values] for name in names}
 
     def close(self) -> None:
+        """Restore the random generators. Idempotent."""
         self._exit.close()
-
-
-class _GivenPatchImages(_GivenImages):
-    """The user's own transform to patches, run as given; its results are written into the batch at once."""
-
-    def __init__(
-        self, given: GivenPatches, assembly: ImageAssembly, size: int, allocate: Allocate, seq_len: int
-    ):
-        super().__init__(given.transforms[seq_len], assembly, allocate)
-        self._patch_size, self._count = given.patch_size, 0
-        self._memory = PatchMemory(size, allocate, seq_len, given.patch_size, torch.float32)
-
-    def add(self, parsed: tuple[memoryview, bool, int]) -> None:
-        """See Images."""
-        super().add(parsed)
-        self._memory.places[self._count].put_given(self._values.pop(), self._patch_size)
-        self._count += 1
-
-    def drop_last(self) -> None:
-        self._count -= 1
-
-    def finish(self, keys: Sequence[str]) -> dict[str, Any]:
-        return self._memory.values(self._count)

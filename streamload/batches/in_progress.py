@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+import torch
+
 from streamload.batches.collate import Allocate
-from streamload.batches.padding import Bounds
+from streamload.batches.tokenize import Texts
+
+Bounds = npt.NDArray[np.int32]
+"""int32[N, 2]: the most tokens and the most patches of each row of a batch."""
+
+
+Choose = Callable[[Collection[str]], "tuple[str, str | None] | None"]
+"""Chooses a member of a sample by its extension, and its field if it is JSON; None: the sample has none."""
 
 
 class Sample(NamedTuple):
@@ -79,6 +90,102 @@ class Measured(NamedTuple):
     unprepared: int = 0
 
 
+class Column(Protocol):
+    """Values of a batch that aren't decoded from its samples, each of which is parsed and then added."""
+
+    def parse(self, sample: Sample, image: str, is_prepared: bool, seed: int) -> Any:
+        """Do what can be done before the sample's pixels.
+
+        Args:
+            sample: its bytes have to stay valid until it has been added.
+            image: the extension of its image.
+            is_prepared: whether that is a prepared image.
+            seed: uint64, of the sample's random choices in this pass.
+        """
+        ...
+
+    def add(self, parsed: Any) -> None:
+        """Add a sample, given the result of `parse`.
+
+        Raises:
+            SampleError: it can't be used; the batch is unchanged.
+        """
+        ...
+
+    def drop_last(self) -> None:
+        """Remove the sample that was added last."""
+        ...
+
+    def finish(self, texts: Any) -> dict[str, Any]:
+        """The values of the samples that were added.
+
+        Args:
+            texts: of the batch: a tensor of ids that isn't cut, or a list; None: it has none.
+        """
+        ...
+
+    def close(self) -> None:
+        """Restore the random generators. Idempotent."""
+        ...
+
+
+MakeColumns = Callable[[int, Allocate], Sequence[Column]]
+"""Makes the columns of an empty batch, by its capacity."""
+
+
+class Trim(Protocol):
+    """Cuts the columns of a batch to what its rows need, and measures these."""
+
+    def cut(self, texts: Texts, bounds: Bounds | None) -> Texts:
+        """Leave out columns that no row needs, here or elsewhere."""
+        ...
+
+    def beside(self, texts: Texts) -> dict[str, torch.Tensor]:
+        """More values of a batch, beside its ids."""
+        ...
+
+    def measured(
+        self, values: Mapping[str, Any], texts: Texts | None, length: int, bounds: Bounds | None
+    ) -> dict[str, Any]:
+        """More values of a batch, by the lengths of its rows.
+
+        Args:
+            values: of the batch.
+            texts: as `cut` returned them; None: there are no ids.
+            length: of texts that aren't cut.
+            bounds: as for BatchInProgress.
+        """
+        ...
+
+
+class RowKinds(Protocol):
+    """Rows of a batch of which some have only an image, or only a text."""
+
+    def chosen(
+        self, shard: int, extensions: Collection[str], image: Choose, text: Choose | None
+    ) -> tuple[str, tuple[str, str | None] | None] | None:
+        """The members to use of a sample: its image or "", and its text or None; None if one is missing."""
+        ...
+
+    def with_rows(
+        self,
+        values: Mapping[str, Any],
+        images: Collection[str],
+        has_image: Sequence[bool],
+        has_text: Sequence[bool],
+        allocate: Allocate,
+    ) -> dict[str, Any]:
+        """The values of a batch, with the rows that they belong to.
+
+        Args:
+            values: of the images and texts that there are.
+            images: the names of those of images.
+            has_image, has_text: of each row of the batch.
+            allocate: makes tensors.
+        """
+        ...
+
+
 class BatchInProgress(Protocol):
     """A batch to which samples are added one by one, each parsed first."""
 
@@ -103,7 +210,7 @@ class BatchInProgress(Protocol):
         ...
 
     def finish(self, bounds: Bounds | None = None) -> dict[str, Any]:
-        """The values of the samples that were added, with the lists `__key__` and `__url__`, and WIDTHS.
+        """The values of the samples that were added, with the lists `__key__` and `__url__`.
 
         Args:
             bounds: int32[N, 2], room for the tokens and patches of each row, on other ranks as here.

@@ -6,17 +6,15 @@ Images and texts then have rows of their own, and the batch says to which of its
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from streamload.batches.collate import Allocate
+from streamload.batches.in_progress import Choose
 from streamload.shards.keys import Modality
-from streamload.transforms.patches import NAMES
-
-Choose = Callable[[Collection[str]], "tuple[str, str | None] | None"]
 
 _TEXTS = ("text", "text_valid")
 
@@ -48,20 +46,23 @@ class Modalities:
             return None
         return ("" if image_member is None else image_member[0]), text_member
 
+    def with_rows(
+        self,
+        values: Mapping[str, Any],
+        images: Collection[str],
+        has_image: Sequence[bool],
+        has_text: Sequence[bool],
+        allocate: Allocate,
+    ) -> dict[str, Any]:
+        """The values of a batch with `image_rows` and `text_rows`, int64[M]: the row of each image and text.
 
-def with_rows(
-    values: Mapping[str, Any], has_image: Sequence[bool], has_text: Sequence[bool], allocate: Allocate
-) -> dict[str, Any]:
-    """The values of a batch with `image_rows` and `text_rows`, int64[M]: the row of each image and text.
-
-    Args:
-        values: of the images and texts that there are. Without any, the value is dropped.
-        has_image, has_text: of each row of the batch.
-        allocate: makes tensors.
-    """
-    images, texts = (torch.tensor(has, dtype=torch.bool).nonzero().flatten() for has in (has_image, has_text))
-    lacking = (*(("image", *NAMES) if not len(images) else ()), *(_TEXTS if not len(texts) else ()))
-    present = {name: value for name, value in values.items() if name not in lacking}
-    for name, rows in (("image_rows", images), ("text_rows", texts)):
-        present[name] = allocate(rows.shape, torch.int64).copy_(rows)
-    return present
+        Values of images or texts of which there are none are dropped. See RowKinds.
+        """
+        image_rows, text_rows = (
+            torch.tensor(has, dtype=torch.bool).nonzero().flatten() for has in (has_image, has_text)
+        )
+        lacking = {*(images if not len(image_rows) else ()), *(_TEXTS if not len(text_rows) else ())}
+        present = {name: value for name, value in values.items() if name not in lacking}
+        for name, rows in (("image_rows", image_rows), ("text_rows", text_rows)):
+            present[name] = allocate(rows.shape, torch.int64).copy_(rows)
+        return present

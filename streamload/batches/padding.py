@@ -1,38 +1,57 @@
-"""Padding of captions: which ids are padding, and a batch cut to its longest caption (part of step I).
+"""Rows of several lengths: a batch cut to its longest caption, and the columns that each row needs (step I).
 
-Tokenizers pad to one length on one side. What is padding is read from what the tokenizer itself reports,
-never guessed from ids: many tokenizers pad with an id that captions also have.
+Tokenizers pad to one length on one side (valid_ids.py). Only loaders with `text_padding="longest"` or patches
+have a `Trimming`.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from streamload.batches.simple_tokenizer import CachingTokenizer
-from streamload.errors import OptionError
+from streamload.batches.in_progress import Bounds
+from streamload.batches.tokenize import Texts
+from streamload.extension import BatchRows, Extension, RankPart, Run, WorkerPart, WorkerProcess
 
-_END_TOKENS = ("eos_token_id", "eot_token_id", "eot_token", "sep_token_id")
-
-
-Bounds = npt.NDArray[np.int32]
-"""int32[N, 2]: the most tokens and the most patches of each row of a batch."""
+WIDTHS = "__widths__"
+"""The RowWidths among the values of a batch."""
 
 
-class TextPadding(NamedTuple):
-    """Options of cutting captions to the longest of their batch.
+@dataclass(frozen=True, slots=True)
+class Trimming:
+    """Cutting of captions to the longest of their batch; see Trim.
 
     Attributes:
-        multiple: of the columns that remain, up to the tokenizer's length.
+        multiple: of the columns that remain, up to the tokenizer's length; None: captions aren't cut.
         with_valid: whether the batch says which ids are padding, as `text_valid` bool[N, L].
     """
 
-    multiple: int
-    with_valid: bool
+    multiple: int | None
+    with_valid: bool = False
+
+    def cut(self, texts: Texts, bounds: Bounds | None) -> Texts:
+        """See Trim."""
+        return texts if self.multiple is None else cut_to_longest(texts, self.multiple, bounds)
+
+    def beside(self, texts: Texts) -> dict[str, torch.Tensor]:
+        """See Trim."""
+        return {"text_valid": texts.valid} if self.with_valid and texts.valid is not None else {}
+
+    def measured(
+        self, values: Mapping[str, Any], texts: Texts | None, length: int, bounds: Bounds | None
+    ) -> dict[str, Any]:
+        """See Trim."""
+        if texts is None:
+            widths = widths_of(values, None)
+        else:
+            valid = None if self.multiple is None else texts.valid
+            widths = widths_of(values, valid, length, texts.columns())
+        return {} if widths is None else {WIDTHS: widths.with_room(bounds)}
 
 
 class RowWidths(NamedTuple):
@@ -55,53 +74,6 @@ class RowWidths(NamedTuple):
     def with_room(self, bounds: Bounds | None) -> RowWidths:
         """The same with room for rows of other ranks."""
         return self if bounds is None else self._replace(bounds=np.maximum(self.bounds, bounds))
-
-
-class RecordingTokenizer:
-    """A tokenizer of transformers within another tokenizer: keeps the ids and the mask of its last call."""
-
-    def __init__(self, tokenizer: Any):
-        self.inner = tokenizer
-        self.last: Mapping[str, Any] = {}
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        """Call the inner tokenizer, which also returns its mask."""
-        result = self.inner(*args, **{**options, "return_attention_mask": True})
-        self.last = result
-        return result
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "inner":  # asked for by copy and pickle, before there is one
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-
-def up_to_last(ids: torch.Tensor, end: int) -> torch.Tensor:
-    """Mark each row's ids up to its last `end` token: bool[N, L], from int64[N, L]."""
-    return (ids == end).flip(1).cumsum(1).flip(1) > 0
-
-
-def recorded(ids: torch.Tensor, recorder: RecordingTokenizer) -> torch.Tensor | None:
-    """Return the mask of the inner tokenizer's last call; None if its ids aren't these.
-
-    Ids that the outer tokenizer has replaced by padding (open_clip's `strip_sep_token`) are padding, too.
-    """
-    inner, mask = (recorder.last.get(name) for name in ("input_ids", "attention_mask"))
-    if not isinstance(inner, torch.Tensor) or mask is None or inner.shape != ids.shape:
-        return None
-    is_kept = ids == inner
-    if not torch.isin(ids[~is_kept], torch.tensor([0, recorder.inner.pad_token_id or 0])).all():
-        return None
-    valid: torch.Tensor = mask.bool() & is_kept
-    return valid
-
-
-def declared(ids: torch.Tensor, tokenizer: Any) -> torch.Tensor | None:
-    """Mark all but a tokenizer's `pad_token_id`; None if it has none, or ends captions with the same id."""
-    pad = getattr(tokenizer, "pad_token_id", None)
-    if not isinstance(pad, int) or pad in [getattr(tokenizer, name, None) for name in _END_TOKENS]:
-        return None
-    return ids != pad
 
 
 def widths_of(
@@ -137,6 +109,22 @@ def widths_of(
     return RowWidths(bounds, full, varies, tuple(texts), pads_left)
 
 
+def cut_to_longest(texts: Texts, multiple: int, bounds: Bounds | None = None) -> Texts:
+    """Leave out columns that are padding in all rows.
+
+    Args:
+        texts: of a batch.
+        multiple: of the number of columns that remain, unless there aren't as many.
+        bounds: int32[N, 2], room for the ids and patches of each row.
+    """
+    if texts.valid is None:
+        return texts
+    least = 1 if bounds is None or not len(bounds) else int(bounds[:, 0].max())
+    columns, length = columns_for(texts.valid, multiple, least), texts.ids.shape[1]
+    others = {name: cut(value, columns, length) for name, value in texts.others.items()}
+    return Texts(cut(texts.ids, columns, length), others, cut(texts.valid, columns, length))
+
+
 def columns_for(valid: torch.Tensor, multiple: int, least: int = 1) -> slice:
     """Find the columns that hold all valid ids of a batch, rounded up to a multiple, at least one.
 
@@ -160,43 +148,32 @@ def cut(tensor: torch.Tensor, columns: slice, length: int) -> torch.Tensor:
     return tensor[:, columns].contiguous()
 
 
-def known_valid(tokenizer: Any, ids: torch.Tensor, others: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """As `valid_ids`, but None where nothing says what is padding."""
-    recorder = getattr(tokenizer, "tokenizer", None)
-    simple = tokenizer.original if isinstance(tokenizer, CachingTokenizer) else tokenizer
-    if "attention_mask" in others:
-        mask: torch.Tensor = others["attention_mask"]
-        return mask.bool()
-    if isinstance(recorder, RecordingTokenizer):
-        return recorded(ids, recorder)
-    if _is_simple(simple):
-        return up_to_last(ids, simple.eot_token_id)
-    return declared(ids, tokenizer)
+@dataclass(frozen=True)
+class RowLengths(Extension):
+    """The extension of a loader whose rows have several lengths: the rank gets each batch's RowWidths."""
+
+    name = "row_lengths"
+
+    def in_worker(self, process: WorkerProcess) -> WorkerPart:
+        """See Extension."""
+        return WorkerLengths()
+
+    def in_rank(self, run: Run) -> RankPart | None:
+        """See Extension."""
+        return RankLengths()
 
 
-def valid_ids(tokenizer: Any, ids: torch.Tensor, others: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Mark the ids that aren't padding: bool[N, L].
+class WorkerLengths(WorkerPart):
+    """The worker's part."""
 
-    Args:
-        tokenizer: which returned them; one that holds another has a RecordingTokenizer in its place.
-        ids: int64[N, L].
-        others: all else that it returned.
-
-    Raises:
-        OptionError: nothing says for certain what is padding.
-    """
-    valid = known_valid(tokenizer, ids, others)
-    if valid is None or valid.shape != ids.shape:
-        name = getattr(tokenizer, "__name__", type(tokenizer).__name__)
-        raise OptionError(
-            f"nothing says for certain which ids of tokenizer {name} are padding, which "
-            f'text_padding="longest" and text_columns= need to know: return a dict of input_ids and '
-            f"attention_mask, both [N, L], or give it a pad_token_id that is no other token's"
-        )
-    return valid
+    def finish(self, values: dict[str, Any], rows: BatchRows) -> bytes:
+        """The RowWidths of a batch, pickled; None: rows have one length."""
+        return pickle.dumps(values.pop(WIDTHS, None))
 
 
-def _is_simple(tokenizer: Any) -> bool:
-    """True if it is open_clip's SimpleTokenizer in any of its modes: each row ends with an end token."""
-    simple = "open_clip.tokenizer", "SimpleTokenizer"
-    return any((kind.__module__, kind.__name__) == simple for kind in type(tokenizer).__mro__)
+class RankLengths(RankPart):
+    """The rank's part."""
+
+    def yielded(self, part: bytes, values: dict[str, Any]) -> dict[str, Any]:
+        """The RowWidths of a batch, as `widths`."""
+        return {"widths": pickle.loads(part)}

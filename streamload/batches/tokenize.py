@@ -11,15 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from streamload.batches.padding import (
-    Bounds,
-    RecordingTokenizer,
-    columns_for,
-    cut,
-    known_valid,
-    valid_ids,
-)
 from streamload.batches.simple_tokenizer import CachingTokenizer, is_simple_tokenizer
+from streamload.batches.valid_ids import RecordingTokenizer, known_valid, valid_ids
 from streamload.errors import OptionError
 from streamload.transforms.user import SeededGenerators
 
@@ -57,23 +50,6 @@ class Texts(NamedTuple):
         """The names of a batch's values that have a column for each token."""
         same = [name for name, value in self.others.items() if value.shape[1:2] == self.ids.shape[1:]]
         return ["text", "text_valid", *same]
-
-    def cut_to_longest(self, multiple: int, bounds: Bounds | None = None) -> Texts:
-        """Leave out columns that are padding in all rows.
-
-        Args:
-            multiple: of the number of columns that remain, unless there aren't as many.
-            bounds: int32[N, 2], room for the ids and patches of each row.
-        """
-        if self.valid is None:
-            return self
-        columns, length = columns_for(self.valid, multiple, _most_ids(bounds)), self.ids.shape[1]
-        others = {name: cut(value, columns, length) for name, value in self.others.items()}
-        return Texts(cut(self.ids, columns, length), others, cut(self.valid, columns, length))
-
-
-def _most_ids(bounds: Bounds | None) -> int:
-    return 1 if bounds is None or not len(bounds) else int(bounds[:, 0].max())
 
 
 def tokenizer_in(tokenizer: Any) -> Any:

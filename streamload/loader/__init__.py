@@ -21,10 +21,10 @@ from streamload.loader.destination import read_device
 from streamload.loader.groups import Batches, Cache, Images, Order, Shards, Workers, with_moved
 from streamload.loader.loader import Loader, gather_state
 from streamload.loader.options import LoaderOptions, Output, sizes_of_epoch, whole_number
-from streamload.loader.patches import Patches
 from streamload.loader.refusals import refuse_arguments, refuse_other_groups, refuse_unusable
 from streamload.loader.registered import extensions_of
 from streamload.loader.sources import Source, read_sources
+from streamload.patches.options import Patches
 from streamload.steering import as_policy
 from streamload.steering.replay import Replay
 from streamload.urls import Urls

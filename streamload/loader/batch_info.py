@@ -53,7 +53,7 @@ class Widths(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Yielded:
     """A batch as the training loop got it.
 

@@ -7,25 +7,33 @@ follows from the data, not from what ranks do: a resumed run finds the same. It 
 
 from __future__ import annotations
 
+import pickle
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
-from streamload.batches.padding import Bounds, RowWidths, cut
-from streamload.loader.distributed import forget, largest
+from streamload.batches.assembly import BatchAssembly
+from streamload.batches.in_progress import Bounds
+from streamload.batches.padding import RankLengths, RowWidths, cut
+from streamload.buckets.costs import RowCosts
+from streamload.buckets.steps import BlockBounds
+from streamload.errors import OptionError
+from streamload.loader.distributed import can_compare, forget, largest
 from streamload.loader.options import LoaderOptions
 from streamload.loader.schedule import Schedule
-from streamload.worker import Batch, BlockBounds
+from streamload.shards.columns import TOKENS
 
+_LONG_TEXT = "word " * 4096
 _KEPT = 64
 """Blocks whose bounds stay in the ranks' store: no rank is so far behind another."""
 
 
-class AgreedBounds:
-    """The widths of rows that all ranks have agreed on.
+class AgreedBounds(RankLengths):
+    """The rank's part of the widths of rows that all ranks have agreed on.
 
     Args:
         options: of the loader.
@@ -38,27 +46,25 @@ class AgreedBounds:
         self._block: BlockBounds | None = None
         self._names: deque[str] = deque()
 
-    def cut(self, batch: Batch, values: dict[str, Any]) -> RowWidths | None:
-        """Cut the texts of a batch to what its step has on any rank; returns the widths of its rows there.
+    def yielded(self, part: bytes, values: dict[str, Any]) -> dict[str, Any]:
+        """Cut the texts of a batch, of full width, to what its step has on any rank.
 
         Every rank has to call this for each batch.
-
-        Args:
-            batch: as the worker made it: with texts of full width, if ranks are to agree.
-            values: its values, which are replaced.
 
         Raises:
             RankFailed: another rank has ended, or didn't come to this block in half an hour.
         """
-        if batch.block is not None:
-            self._block = self._agreed(batch.block)
-        bounds = None if self._block is None else self._block.at(batch.position)
-        if batch.widths is None or bounds is None:
-            return batch.widths
-        widths = batch.widths.with_room(np.minimum(bounds, np.array(batch.widths.full, np.int32)))
-        if widths.varies[0]:
-            self._cut_texts(values, widths, bounds)
-        return widths
+        widths: RowWidths | None
+        block: BlockBounds | None
+        widths, position, block = pickle.loads(part)
+        if block is not None:
+            self._block = self._agreed(block)
+        bounds = None if self._block is None else self._block.at(position)
+        if widths is not None and bounds is not None:
+            widths = widths.with_room(np.minimum(bounds, np.array(widths.full, np.int32)))
+            if widths.varies[0]:
+                self._cut_texts(values, widths, bounds)
+        return {"widths": widths}
 
     def _cut_texts(self, values: dict[str, Any], widths: RowWidths, bounds: Bounds) -> None:
         length = widths.full[0]
@@ -86,3 +92,30 @@ class AgreedBounds:
             if len(self._names) > _KEPT:
                 forget(self._names.popleft(), split.ranks)
         return own._replace(rows=largest(name, own.rows, rank, tellers, split.ranks))
+
+
+def are_bounds_agreed(schedule: Schedule) -> bool:
+    """True if the run's groups are to agree on how wide rows are: then ranks cut texts, not workers."""
+    order, topology = schedule.order, schedule.topology
+    is_alone = order.groups == 1 or topology.world_size == 1
+    return order.blocks is not None and not is_alone and can_compare(topology.world_size)
+
+
+def row_costs(options: LoaderOptions, assembly: BatchAssembly) -> RowCosts:
+    """Options of the lengths of rows, by which blocks of steps are planned.
+
+    Raises:
+        OptionError: a row may be longer than a part of a batch.
+    """
+    text, most, patches = None, 0, options.images.patches
+    if options.goes_by_tokens and assembly.tokenizer is not None:
+        text, most = TOKENS, assembly.tokenizer([_LONG_TEXT], [0]).ids.shape[1]
+    room, longest = options.batches.max_tokens, most + (max(patches.seq_lens) if patches is not None else 0)
+    if room is not None and room < longest:
+        raise OptionError(f"max_tokens={room}; expected at least {longest}, what the longest row may have")
+    costs = RowCosts(text, most, options.batches.text_pad_multiple)
+    if patches is None:
+        return costs
+    return replace(
+        costs, patches_most=max(patches.seq_lens), patch_size=patches.sides, max_ratio=patches.max_ratio
+    )

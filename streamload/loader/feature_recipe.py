@@ -15,11 +15,12 @@ from typing import Any
 
 from streamload.batches.in_progress import BatchFactory, Sample
 from streamload.derived.prepare.preparation import AUTO
-from streamload.derived.prepare.prepared import PreparedOrigin, whole
+from streamload.derived.prepare.prepared import whole
 from streamload.derived.store.shard import RowShardWriter, SampleKey, rows_recipe
 from streamload.errors import DatasetChanged, FeatureMismatch, OptionError, SampleError
+from streamload.features.rank import take_features
 from streamload.ipc import own_empty
-from streamload.loader.features import bound_features, take_features
+from streamload.loader.features import bound_features
 from streamload.loader.named_features import NAME, NamedFeatures
 from streamload.loader.options import LoaderOptions
 from streamload.loader.worker_config import assembly_of
@@ -67,9 +68,10 @@ class FeatureRecipe:
         arguments = named.arguments(features)
         options: LoaderOptions = make_loader("unread.tar", cache_dir=cache_dir, **arguments).options
         self.named = named
-        self._assembly = assembly_of(options)
-        self._bound = bound_features(options, self._assembly.features)[NAME]
-        images = self._assembly.features[0].images
+        self._assembly, assemblies = assembly_of(options)
+        self._bound = bound_features(options, assemblies)[NAME]
+        (self._feature,) = assemblies
+        images = self._feature.images
         assert images is not None
         is_compiled = isinstance(images.preprocess, ImagePlan)
         self.counts = Counters()
@@ -104,12 +106,13 @@ class FeatureRecipe:
     def derive(self, origin: Origin) -> Origin:
         """See Recipe."""
         preparation = self._assembly.preparation
-        return _RowsOrigin(origin if preparation is None else PreparedOrigin(origin, preparation), self)
+        return _RowsOrigin(origin if preparation is None else preparation.derive(origin), self)
 
     def batches(self) -> BatchFactory:
         """Makes empty batches, for one thread."""
         with self._computing:
-            return self._assembly.batch_factory({NAME: self._bound.start()})
+            make = self._feature.batch_factory(self._bound.start(), None)
+        return self._assembly.batch_factory(lambda size, allocate: [make(size, allocate)])
 
     def compute(self, begin: BatchFactory, samples: list[Sample], writer: RowShardWriter) -> None:
         """Add the rows of samples to a derived shard; samples that can't be used get none.

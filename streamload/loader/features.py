@@ -1,23 +1,20 @@
-"""Features of a loader: how workers make them, and how a batch's values become FeatureRows in the rank."""
+"""Features of a loader by its options: how workers make them, and what computes their rows in the rank."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from streamload.batches.features import INPUTS, READ, ROWS, FeatureAssembly
 from streamload.batches.images import ImageAssembly
 from streamload.batches.tokenize import adapt_tokenizer
-from streamload.derived.calls.feature_rows import FeatureRows, FeaturesRead
 from streamload.derived.calls.features import BoundFeatures, Features
 from streamload.derived.prepare.preparation import pixels_name
 from streamload.derived.proof.code import Describer
-from streamload.errors import FeatureNotCacheable, OptionError
+from streamload.errors import FeatureNotCacheable
+from streamload.features.columns import FeatureAssembly
 from streamload.loader.options import LoaderOptions
-from streamload.metrics import Counts
 from streamload.transforms.compile import plan_or_given
 from streamload.transforms.plan import ImagePlan, clip_plan
 
@@ -98,41 +95,3 @@ def _parts_of(feature: FeatureAssembly, options: LoaderOptions) -> dict[str, Any
         parts["tokenizer"] = describer.value(ids, "the tokenizer's result")
         parts["text_key"] = options.shards.text_key
     return parts
-
-
-def end_epoch(features: Mapping[str, BoundFeatures], counts: Counts) -> None:
-    """Store the rows that are on their way, and count them; wait for what is being checked.
-
-    Raises:
-        FeatureMismatch: rows of the epoch aren't what their module computes.
-    """
-    for feature in features.values():
-        feature.count(counts, at_end=True)
-        feature.refuse_stale(wait=True)
-
-
-def take_features(
-    values: dict[str, Any], features: Mapping[str, BoundFeatures], counts: Counts
-) -> dict[str, FeatureRows]:
-    """Take what belongs to features out of a batch's values, and put it together, by name.
-
-    Raises:
-        OptionError: the batch has a value of a feature's name.
-    """
-    rows: dict[str, FeatureRows] = {}
-    for name, feature in features.items():
-        if name in values:
-            raise OptionError(
-                f"features={{{name!r}: …}}: the batch has a {name!r} already; give another name"
-            )
-        read: FeaturesRead = values.pop(f"{name}{READ}")
-        bodies, inputs = values.pop(f"{name}{ROWS}", None), values.pop(f"{name}{INPUTS}", None)
-        if feature.features.inputs == "sample" and inputs is not None:
-            inputs = {"image": inputs, "text": values.pop(f"{name}{INPUTS} text")}
-        stored = read.samples - len(read.missing)
-        counts.add("feature_rows_read", stored)
-        counts.add("feature_bytes_read", 0 if bodies is None else stored * bodies.shape[1])
-        feature.count(counts, stored)
-        counts.add("feature_read_ns", read.read_ns)
-        rows[name] = FeatureRows(feature, read, bodies, inputs, counts)
-    return rows

@@ -22,11 +22,11 @@ from streamload.derived.calls.features import Features
 from streamload.derived.prepare.preparation import AUTO, Preparation
 from streamload.errors import OptionError
 from streamload.extension import Extension
-from streamload.loader.patches import Patches
 from streamload.loader.sources import Factors
 from streamload.loader.words import Group
 from streamload.options import Eviction, Option, Revalidate, Where, options
 from streamload.options.values import at_least, parse_choice, parse_size
+from streamload.patches.options import Patches
 from streamload.steering import Policy
 from streamload.steering.batch_size import as_batch_policy
 from streamload.steering.policy import PlainFunction

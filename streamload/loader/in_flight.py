@@ -14,9 +14,9 @@ from streamload.errors import OptionError
 from streamload.loader.options import LoaderOptions
 from streamload.metrics import format_bytes
 from streamload.options.values import parse_size
-from streamload.transforms.patches import GivenPatches
-from streamload.transforms.plan import ImagePlan, PatchPlan
-from streamload.worker import InFlight
+from streamload.patches.images import PatchImages
+from streamload.transforms.plan import ImagePlan
+from streamload.worker.in_flight import InFlight
 
 logger = logging.getLogger("streamload")
 
@@ -102,8 +102,8 @@ def _text_bytes(assembly: BatchAssembly) -> int:
     text_bytes = texts.ids.nbytes
     if assembly.as_model_inputs:
         text_bytes += sum(value.nbytes for value in texts.others.values())
-    if assembly.text_padding is not None and assembly.text_padding.with_valid and texts.valid is not None:
-        text_bytes += texts.valid.nbytes
+    if assembly.trim is not None:
+        text_bytes += sum(value.nbytes for value in assembly.trim.beside(texts).values())
     return text_bytes
 
 
@@ -116,10 +116,11 @@ def _image_bytes(images: ImageAssembly | None) -> tuple[int, int]:
         if images.as_bytes or preprocess.statistics is None:
             item_bytes = 1
         return 3 * math.prod(preprocess.size) * item_bytes, 0
-    if isinstance(preprocess, PatchPlan | GivenPatches):
-        if images.as_bytes and isinstance(preprocess, PatchPlan):
+    if isinstance(preprocess, PatchImages):
+        if images.unnormalised is not None:
             item_bytes = 1
-        return 0, 3 * math.prod(preprocess.patch_size) * item_bytes + 2 * 8 + 1  # with place and mask
+        values = 3 * math.prod(preprocess.transform.patch_size)
+        return 0, values * item_bytes + 2 * 8 + 1  # with place and mask
     raise OptionError(
         'memory={"image": …} is for images whose size is known before they are made: give a preprocess= that '
         'can be compiled (docs/guides/transforms.md), or patches=, or leave "image" out'

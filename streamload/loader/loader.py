@@ -27,7 +27,6 @@ from streamload.loader.dataloader import (
 from streamload.loader.destination import Destination
 from streamload.loader.distributed import RankMonitor, gather, ranks_of
 from streamload.loader.epoch import Epoch, is_worker_death
-from streamload.loader.features import end_epoch, take_features
 from streamload.loader.lengths import EpochLengths
 from streamload.loader.observer import Observer, Trace
 from streamload.loader.options import LoaderOptions
@@ -72,7 +71,7 @@ class Loader(DataLoaderInterface):
             lambda: registered.reports_of(options),
         )
         events.listeners.append(self._parts.event_set)
-        self._outputs = Outputs(options, self._parts, registered.cut_of(options, schedule))
+        self._outputs = Outputs(options, self._parts)
         self._microbatching: registered.Microbatching | None = None
         if options.batches.microbatch == "auto":
             self._microbatching = registered.microbatching_of(options, schedule)
@@ -530,8 +529,7 @@ class Loader(DataLoaderInterface):
         process.count(batch)
         if not batch.samples:
             return None
-        features = {} if self._pool is None else take_features(values, self._pool.features, process.counts)
-        return self._outputs.form(batch, values, features, self._step)
+        return self._outputs.form(batch, values, self._step)
 
     def finish_epoch(self) -> None:
         """The last batch of the epoch was accepted.
@@ -539,8 +537,7 @@ class Loader(DataLoaderInterface):
         Raises:
             TooManyBadSamples, TooManyBadShards, NoValidSamples: see pass_end.PassEnd.check.
         """
-        if self._pool is not None:
-            end_epoch(self._pool.features, self._process.counts)
+        self._parts.end_epoch()
         self.observer.end_epoch(self._epoch)
         self._schedule.tracker.finish()
         self._process.check_shards()
@@ -597,15 +594,11 @@ class Loader(DataLoaderInterface):
         pool, schedule, process = self._ready_pool(), self._schedule, self._process
         position = schedule.tracker.next()
         start = EpochStart(
-            position.sequence,
-            position.position,
+            position.step_start,
             schedule.steps(position),
             [*position.events, *self._parts.start_epoch(position.position)],
             dict(position.groups),
             changes_generation=process.control.changes.generation,
-            features={name: feature.start() for name, feature in pool.features.items()},
-            blocks_from=position.blocks_from,
-            table_from=(position.epoch, position.position - position.start),
         )
         nothing_ready(process.counts)  # before any worker starts on this epoch
         process.control.take(0)
@@ -655,6 +648,7 @@ class Loader(DataLoaderInterface):
         if self._pool is None:
             self._pool = WorkerPool(self, self.options, self._schedule, self._process.control)
             pool = self._pool
+            self._parts.add(pool.extensions)
             self.observer.open(pool.tier, pool.run, pool.functions)
         return self._pool
 

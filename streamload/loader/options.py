@@ -13,25 +13,27 @@ from typing import Any, Literal, get_args
 import torch
 
 from streamload.batches.images import Preprocess
+from streamload.buckets.cells import BlockOptions
 from streamload.cache.selection import Repeat
 from streamload.derived.calls.features import Features
 from streamload.errors import OptionError
 from streamload.extension import Extension
 from streamload.loader.destination import DeviceOption
 from streamload.loader.groups import Batches, Cache, Images, Order, Shards, Workers, check_flag
-from streamload.loader.patches import Patches
 from streamload.loader.sources import SourceOptions
 from streamload.options import Settings, options, read_settings
 from streamload.options.storage import copy_options
 from streamload.options.values import at_least, parse_choice
-from streamload.order.steps import StepTable
+from streamload.order.split import Split
+from streamload.order.steps import StepOptions
+from streamload.patches.compile import patch_plan_or_given
+from streamload.patches.options import Patches
+from streamload.patches.plan import GivenPatches, PatchPlan, clip_patch_plan
+from streamload.patches.steps import StepTable, TableOptions
 from streamload.shards.columns import BUILT_IN, Column
 from streamload.steering import Policy
 from streamload.steering.replay import Replay
 from streamload.torch_internals import is_importing_main
-from streamload.transforms.compile import patch_plan_or_given
-from streamload.transforms.patches import GivenPatches
-from streamload.transforms.plan import PatchPlan, clip_patch_plan
 from streamload.urls import UrlList
 
 Output = Literal["tuple", "dict", "hf"]
@@ -234,6 +236,22 @@ class LoaderOptions:
         if patches is None or patches.steps is None or not self.train:
             return None
         return StepTable(tuple(patches.steps), self.num_batches or len(patches.steps), self.seed)
+
+    def step_options(self, split: Split, block_steps: int | None) -> StepOptions:
+        """Options of the steps of a run.
+
+        Args:
+            split: of a step, or of the largest.
+            block_steps: the steps of a block; None: they aren't planned by block.
+
+        Raises:
+            OptionError: ranks can't share the groups of steps of several sizes.
+        """
+        patches, table = self.images.patches, self.step_table
+        if table is not None:
+            return TableOptions(split, table=table)
+        seq_lens = None if patches is None else patches.lengths(self.train, self.seed)
+        return StepOptions(split, seq_lens, None if block_steps is None else BlockOptions(block_steps))
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -18,11 +18,11 @@ from streamload import limits
 from streamload.descriptors import in_this_process
 from streamload.errors import StreamloadError
 from streamload.ipc import ControlBlock, buffers_for, context_with_queues
-from streamload.loader.features import bound_features
 from streamload.loader.in_order import InOrder
 from streamload.loader.options import LoaderOptions
 from streamload.loader.schedule import Schedule
-from streamload.loader.worker_config import batches_ahead, worker_config_for
+from streamload.loader.worker_config import worker_config_for
+from streamload.node import in_this_process
 from streamload.origins.origin import import_origins
 from streamload.torch_internals import protect_workers, running_iterator, shut_down_workers
 from streamload.transforms.plan import Statistics
@@ -46,7 +46,7 @@ class WorkerPool:
     Attributes:
         order: by which the workers read.
         statistics: by which images that arrive as bytes are to be normalised, if any.
-        features: of its batches, by name.
+        extensions: of the run, beside those of the options.
         tier: that they read.
         run: its name on this node.
         shards: how many this rank reads in a pass; one that it shares counts on the rank with its beginning.
@@ -65,7 +65,7 @@ class WorkerPool:
         self._continued = [config.shards[number] for number in continued]
         self._close_tier = weakref.finalize(owner, in_this_process(placed.close))
         self.order = schedule.order
-        self.features = bound_features(options, config.assembly.features)
+        self.extensions = config.extensions[len(options.extensions) :]
         images = config.assembly.images if options.images.dtype == "float32" else None
         self.statistics: Statistics | None = None if images is None else images.unnormalised
         self.functions = _functions(options, config)
@@ -120,7 +120,11 @@ def _data_loader(
     import_origins(
         options.urls.kinds(), options.storage_options, config.shared.url if config.shared else None
     )
-    buffers = buffers_for(options.num_workers, batches_ahead(options, config) + _BATCHES_HELD)
+    ahead = options.workers.prefetch_factor
+    for extension in config.extensions:
+        if extension.most_steps is not None and options.num_workers:
+            ahead = min(ahead, -(-extension.most_steps // options.num_workers))
+    buffers = buffers_for(options.num_workers, ahead + _BATCHES_HELD)
     several = options.num_workers > 0
     dataset = StreamDataset(
         config, control, buffers, ahead=options.workers.prefetch_factor * options.num_workers

@@ -18,6 +18,7 @@ from streamload.order.events import (
     of_kind,
     shares_at,
 )
+from streamload.order.steps import StepStart
 from streamload.worker.states import GroupState
 
 logger = logging.getLogger("streamload")
@@ -49,6 +50,12 @@ class Position:
     blocks_from: int = 0
     base_batch: int | None = None
     steps: int = 0
+
+    @property
+    def step_start(self) -> StepStart:
+        """The start of the steps from here on."""
+        offset = self.position - self.start
+        return StepStart(self.sequence, self.position, self.blocks_from, self.epoch, offset)
 
     @property
     def shares(self) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from streamload.extension import Event, Extension, RankPart, TakenBatch
@@ -12,6 +12,7 @@ from streamload.loader.options import LoaderOptions
 from streamload.loader.rank_process import RankProcess
 from streamload.loader.run_events import RunEvents
 from streamload.loader.schedule import Schedule
+from streamload.metrics import Counts
 
 
 class RankRun:
@@ -34,6 +35,11 @@ class RankRun:
         self.options, self.schedule, self.process, self.events = options, schedule, process, events
         self._name = name
         self._agreement: Agreement | None = None
+
+    @property
+    def counts(self) -> Counts:
+        """See extension.Run."""
+        return self.process.counts
 
     @property
     def can_agree(self) -> bool:
@@ -78,18 +84,18 @@ class RankParts:
     ):
         self._parts: dict[str, RankPart] = {}
         self._reports = reports
-        for extension in extensions:
-            part = extension.in_rank(run(extension.name))
-            if part is not None:
-                self._parts[extension.name] = part
+        self._run = run
+        self.add(extensions)
 
     def __bool__(self) -> bool:
         return bool(self._parts)
 
-    @property
-    def adds(self) -> Iterator[str]:
-        """The names of the values that they add to batches."""
-        return (name for part in self._parts.values() for name in part.adds)
+    def add(self, extensions: Sequence[Extension]) -> None:
+        """Add the parts of more extensions, in place of those of their names."""
+        for extension in extensions:
+            part = extension.in_rank(self._run(extension.name))
+            if part is not None:
+                self._parts[extension.name] = part
 
     @property
     def reported(self) -> Sequence[Mapping[str, Any]]:
@@ -110,7 +116,7 @@ class RankParts:
         for part in self._parts.values():
             part.taken(batch)
 
-    def yielded(self, messages: Mapping[str, bytes], values: Mapping[str, Any]) -> dict[str, Any]:
+    def yielded(self, messages: Mapping[str, bytes], values: dict[str, Any]) -> dict[str, Any]:
         """The fields of a batch's info that follow from its messages.
 
         Args:
@@ -133,6 +139,17 @@ class RankParts:
             for extension, part in self._parts.items()
             for name, value in part.metrics().items()
         }
+
+    def shaped(self, values: dict[str, Any]) -> dict[str, Any]:
+        """A batch's values as the training loop gets them."""
+        for part in self._parts.values():
+            values = part.shaped(values)
+        return values
+
+    def end_epoch(self) -> None:
+        """End an epoch."""
+        for part in self._parts.values():
+            part.end_epoch()
 
     def state(self, position: int) -> dict[str, Any]:
         """Their keys of a state."""

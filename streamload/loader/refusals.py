@@ -10,9 +10,9 @@ from streamload.errors import OptionError
 from streamload.loader.groups import GROUPS
 from streamload.loader.options import LoaderOptions
 from streamload.loader.words import instead_of
+from streamload.patches.plan import GivenPatches
 from streamload.steering.replay import Replay
 from streamload.transforms.compile import compile_transform
-from streamload.transforms.patches import GivenPatches
 from streamload.transforms.plan import NotRecognised
 
 

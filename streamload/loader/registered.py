@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from streamload.batches.padding import RowLengths
+from streamload.buckets import Buckets
+from streamload.buckets.bounds import AgreedLengths
 from streamload.errors import OptionError
 from streamload.extension import Extension, RankPart
+from streamload.features import RowFeatures
+from streamload.features.columns import FeatureAssembly
 from streamload.loader.batch_sizing import BatchSizes, BatchSizing
-from streamload.loader.bounds import AgreedBounds
+from streamload.loader.bounds import AgreedBounds, are_bounds_agreed, row_costs
 from streamload.loader.distributed import gather
+from streamload.loader.features import bound_features
 from streamload.loader.groups import Batches, Order
+from streamload.loader.in_flight import check_step, in_flight_of, report
 from streamload.loader.microbatches import Microbatches, Microbatching
 from streamload.loader.observer import Observer
 from streamload.loader.options import LoaderOptions
-from streamload.loader.output import Cut
 from streamload.loader.rank_process import RankProcess
 from streamload.loader.rank_run import RankParts
 from streamload.loader.reported_means import ReportedMeans
@@ -27,11 +35,13 @@ from streamload.metrics.findings import Requests
 from streamload.observe.observer import ObservedRun, RunObserver
 from streamload.options import Settings
 from streamload.options import options as all_options
+from streamload.patches.rank import PatchedImages
 from streamload.steering import Policy
 from streamload.steering.replay import Replay
 from streamload.weights import RowWeights
 from streamload.weights.sample import read_sample_weight
 from streamload.worker import WorkerConfig
+from streamload.worker.in_flight import InFlight
 
 if TYPE_CHECKING:
     from streamload.cache.shared.sharing import SharedOptions
@@ -42,7 +52,6 @@ __all__ = [
     "Microbatching",
     "Rows",
     "backing_of",
-    "cut_of",
     "extensions_of",
     "extensions_of_run",
     "microbatching_of",
@@ -78,7 +87,8 @@ def _check_own(extensions: Collection[Extension]) -> None:
         return
     from streamload.daemon.publication import PlanPublication
 
-    names = {Mixing.name, BatchSizes.name, RowWeights.name, PlanPublication.name}
+    of_runs = (PlanPublication, RowFeatures, PatchedImages, RowLengths, Buckets, InFlight)
+    names = {Mixing.name, BatchSizes.name, RowWeights.name, *(extension.name for extension in of_runs)}
     for extension in extensions:
         if not isinstance(extension, Extension):
             raise OptionError(f"extensions has {extension!r:.100}; expected a streamload.extension.Extension")
@@ -94,11 +104,6 @@ def reports_of(options: LoaderOptions) -> RankPart:
     return ReportedMeans([source.name for source in options.sources])
 
 
-def cut_of(options: LoaderOptions, schedule: Schedule) -> Cut | None:
-    """Cuts batches to the widths that ranks agree on; None: they don't."""
-    return None if options.batches.bucketing is None else AgreedBounds(options, schedule).cut
-
-
 def microbatching_of(options: LoaderOptions, schedule: Schedule) -> Microbatching:
     """The microbatches of a loader; its ranks agree on the size of parts."""
 
@@ -109,8 +114,40 @@ def microbatching_of(options: LoaderOptions, schedule: Schedule) -> Microbatchin
     return Microbatching(options, least)
 
 
-def extensions_of_run(config: WorkerConfig) -> tuple[Extension, ...]:
-    """The extensions of a run, by what its workers read; they have no part in the rank."""
+def extensions_of_run(
+    options: LoaderOptions, config: WorkerConfig, schedule: Schedule, features: tuple[FeatureAssembly, ...]
+) -> tuple[Extension, ...]:
+    """The extensions of a run, by what its workers read.
+
+    Args:
+        options: of the loader.
+        config: of its workers.
+        schedule: of its epochs.
+        features: how they make its features.
+
+    Raises:
+        OptionError: a step of the loader has no room, or rows of it.
+    """
+    extensions: list[Extension] = []
+    if features:
+        extensions.append(RowFeatures(features, bound_features(options, features)))
+    if options.images.patches is not None:
+        extensions.append(PatchedImages())
+    if config.assembly.trim is not None and are_bounds_agreed(schedule):
+        extensions.append(AgreedLengths(functools.partial(AgreedBounds, options, schedule)))
+    elif config.assembly.trim is not None:
+        extensions.append(RowLengths())
+    if schedule.order.blocks is not None:
+        extensions.append(Buckets(row_costs(options, config.assembly)))
+    in_flight = in_flight_of(options, config.assembly)
+    if in_flight is not None:
+        report(options, in_flight, schedule.most_rows)
+        extensions.append(replace(in_flight, most_steps=check_step(options, in_flight, options.batch_size)))
+    return (*extensions, *_publication(config))
+
+
+def _publication(config: WorkerConfig) -> tuple[Extension, ...]:
+    """The plan of a training that shares a cache."""
     if config.shared is None or not config.train:
         return ()
     from streamload.cache.shared.sharing import SharedOptions

@@ -13,10 +13,8 @@ from streamload.loader.options import LoaderOptions
 from streamload.loader.order_spec import OrderSpec, block_steps, split_for
 from streamload.loader.position import Position
 from streamload.options.values import at_least
-from streamload.order.buckets import Blocks
 from streamload.order.events import BATCH_SIZE, Event, new_batch_size
 from streamload.order.split import Split
-from streamload.order.steps import Steps
 from streamload.topology import Topology
 
 logger = logging.getLogger("streamload")
@@ -48,12 +46,6 @@ def resized(options: LoaderOptions, split: Split, rows: int, position: int) -> E
     return new_batch_size(position, batch, block_steps(options, batch) or 1)
 
 
-def blocks_of(blocks: tuple[int, int], position: Position) -> Blocks:
-    """The blocks of a sequence by its options: the steps of one and the samples of a step."""
-    steps, batch = blocks
-    return Blocks.of_sequence(batch, steps, position.sequence, position.blocks_from)
-
-
 def from_block(options: LoaderOptions, saved: OrderSpec, ours: OrderSpec, position: Position) -> Position:
     """Where to resume with other blocks than the state's.
 
@@ -70,8 +62,8 @@ def from_block(options: LoaderOptions, saved: OrderSpec, ours: OrderSpec, positi
         return position
     place, sizes = position.position, position.batch_sizes
     if saved.blocks is not None:
-        batch = saved.blocks[1]
-        steps = Steps(Split(batch, 1, 1), place, None, blocks_of(saved.blocks, position), sizes)
+        count, batch = saved.blocks
+        steps = options.step_options(Split(batch, 1, 1), count).steps(position.step_start, sizes)
         block, batch = steps.block(place), steps.at(place).batch
         if block is not None and block.begin != place:
             raise StateMismatch(

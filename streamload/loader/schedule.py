@@ -29,7 +29,7 @@ from streamload.loader.order_spec import (
     split_for,
 )
 from streamload.loader.position import EpochTracker, Position
-from streamload.loader.resizing import blocks_of, from_block, of_ranks, resized
+from streamload.loader.resizing import from_block, of_ranks, resized
 from streamload.loader.sizes import agree_on_sizes, estimate_samples, read_sizes, sizes_digest
 from streamload.loader.state import (
     attempt_in,
@@ -43,7 +43,7 @@ from streamload.order.events import BATCH_SIZE, WEIGHTS, Event, new_weights
 from streamload.order.plan import OrderOptions
 from streamload.order.portions import shares_of
 from streamload.order.split import Split
-from streamload.order.steps import Steps, refuse_uneven
+from streamload.order.steps import StepOptions, Steps
 from streamload.topology import RunAttempt, Topology, read_rank, read_topology
 
 logger = logging.getLogger("streamload")
@@ -215,13 +215,7 @@ class Schedule:
 
     def steps_from(self, position: Position) -> Steps:
         """The steps from a position on."""
-        split, table, blocks = self.split(), self._options.step_table, None
-        if self.order.blocks is not None:
-            blocks = blocks_of(self.order.blocks, position)
-        remaining = None
-        if table is not None:
-            remaining = table.remaining(position.epoch, position.position - position.start, split.ranks)
-        return Steps(split, position.position, remaining, blocks, position.batch_sizes)
+        return self.step_options.steps(position.step_start, position.batch_sizes)
 
     def step_of(self, position: Position, later: int | None = None) -> int:
         """The number in its epoch of the step that begins at a position.
@@ -291,12 +285,15 @@ class Schedule:
         self._groups_cut_by = sizes_digest(sizes) if is_cut else ""
         return source_orders(order, sizes)
 
+    @property
+    def step_options(self) -> StepOptions:
+        """Options of the steps of the run."""
+        split, blocks = split_for(self._options, self.topology, self.order.groups), self.order.blocks
+        return self._options.step_options(split, None if blocks is None else blocks[0])
+
     def split(self) -> Split:
         """Split of steps among ranks."""
-        split = split_for(self._options, self.topology, self.order.groups)
-        if self._options.step_table is not None:
-            refuse_uneven(split.groups, split.ranks)
-        return split
+        return self.step_options.split
 
     def weights(self, changed: Mapping[str, float], position: int = 0) -> Event:
         """The weights of the sources, with some of them changed, from a position on.

@@ -387,7 +387,7 @@ def _sizes_in(values: Any, base: int, position: int) -> list[Event]:
     ]
     if not events:
         raise OptionError("no sizes of steps")
-    Steps(Split(base, 1, 1), position, None, None, events)  # raises where a size changes within a step
+    Steps(Split(base, 1, 1), position, None, events)  # raises where a size changes within a step
     return events
 
 

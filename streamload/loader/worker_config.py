@@ -11,9 +11,10 @@ from dataclasses import replace
 
 from streamload.batches.assembly import BatchAssembly
 from streamload.batches.facts import token_count
-from streamload.batches.images import ImageAssembly, Preprocess
-from streamload.batches.modalities import Choose, Modalities
-from streamload.batches.padding import TextPadding
+from streamload.batches.images import ImageAssembly, ImageMaker, Preprocess
+from streamload.batches.in_progress import Choose
+from streamload.batches.modalities import Modalities
+from streamload.batches.padding import Trimming
 from streamload.batches.tokenize import adapt_tokenizer
 from streamload.cache.facts import ShardFacts
 from streamload.cache.fallback_tier import remove_unused
@@ -24,12 +25,13 @@ from streamload.cache.shard import ShardList
 from streamload.cache.shard_cache import ShardCache
 from streamload.cache.tier import Tier
 from streamload.derived.prepare.preparation import AUTO
-from streamload.errors import OptionError, StreamloadError
-from streamload.loader.distributed import can_compare, first_value
+from streamload.errors import StreamloadError
+from streamload.features.columns import FeatureAssembly
+from streamload.loader.bounds import are_bounds_agreed, row_costs
+from streamload.loader.distributed import first_value
 from streamload.loader.features import feature_assemblies
-from streamload.loader.in_flight import check_step, in_flight_of, report
+from streamload.loader.in_flight import check_step, in_flight_of
 from streamload.loader.options import LoaderOptions
-from streamload.loader.order_spec import OrderSpec
 from streamload.loader.preparing import (
     RunPreparation,
     decide_preparation,
@@ -47,18 +49,17 @@ from streamload.order.repeats import uses, visit_key
 from streamload.origins.access import warn_of_shared_headers
 from streamload.origins.origin import OriginOptions
 from streamload.origins.unpacked import warn_of_compressed
+from streamload.patches.images import PatchImages
 from streamload.shards.columns import TOKENS
 from streamload.shards.keys import KeySpec
 from streamload.topology import run_name
 from streamload.transforms import kernel
 from streamload.transforms.compile import plan_or_given
-from streamload.transforms.patches import GivenPatches
-from streamload.transforms.plan import ImagePlan, PatchPlan, clip_plan
-from streamload.worker import Bucketing, SourceOrder, WorkerConfig
+from streamload.transforms.plan import ImagePlan, clip_plan
+from streamload.worker import SourceOrder, WorkerConfig
 
 logger = logging.getLogger("streamload")
 
-_LONG_TEXT = "word " * 4096
 _MIN_FILLS = 4
 _REPLACEMENTS = 64
 
@@ -84,8 +85,8 @@ def worker_config_for(options: LoaderOptions, schedule: Schedule) -> tuple[Worke
         if options.images.prepare is not None:
             prepared = decide_preparation(options, settings, transform, placed, schedule)
             shards = prepared.of(shards)
-        assembly = _assembly(options, transform, prepared, settings.max_image_pixels)
-        config = _worker_config(options, schedule, settings, shards, placed, assembly)
+        made = _assembly(options, transform, prepared, settings.max_image_pixels)
+        config = _worker_config(options, schedule, settings, shards, placed, *made)
         if prepared.is_made:
             config = replace(config, prepare_share=idle_share(schedule.topology, options.num_workers))
         return config, placed
@@ -94,8 +95,11 @@ def worker_config_for(options: LoaderOptions, schedule: Schedule) -> tuple[Worke
         raise
 
 
-def assembly_of(options: LoaderOptions) -> BatchAssembly:
-    """Recipe of a loader's workers for batches; of one without `prepare="auto"`, as that depends on data."""
+def assembly_of(options: LoaderOptions) -> tuple[BatchAssembly, tuple[FeatureAssembly, ...]]:
+    """Recipe of a loader's workers for batches and features.
+
+    Of one without `prepare="auto"`, as that depends on data.
+    """
     settings = options.settings()
     prepared = named_preparation(options, settings)
     return _assembly(options, _transform(options), prepared, settings.max_image_pixels)
@@ -111,17 +115,9 @@ def check_room(options: LoaderOptions, rows: int) -> None:
     Raises:
         OptionError: a step is larger than a limit.
     """
-    in_flight = None if options.workers.memory is None else in_flight_of(options, assembly_of(options))
+    in_flight = None if options.workers.memory is None else in_flight_of(options, assembly_of(options)[0])
     if in_flight is not None:
         check_step(options, in_flight, rows)
-
-
-def batches_ahead(options: LoaderOptions, config: WorkerConfig) -> int:
-    """The most batches of one worker that aren't taken yet."""
-    ahead = options.workers.prefetch_factor
-    if config.in_flight is None or not options.num_workers:
-        return ahead
-    return min(ahead, -(-check_step(options, config.in_flight, options.batch_size) // options.num_workers))
 
 
 def _worker_config(
@@ -131,6 +127,7 @@ def _worker_config(
     shards: ShardList,
     placed: Placed,
     assembly: BatchAssembly,
+    features: tuple[FeatureAssembly, ...],
 ) -> WorkerConfig:
     topology, tier = schedule.topology, placed.tier
     remove_unused(tier.root)
@@ -142,12 +139,11 @@ def _worker_config(
     rank, first_group = (topology.rank, 0) if options.train else (0, topology.rank)
     processes = topology.local_world_size * max(1, options.num_workers)
     logger.info("cache %s: %s", tier.root, forecast(tier, shards, lanes, window, topology.nodes))
-    groups, patches, reads = orders[0].groups, options.images.patches, options.urls.fingerprint()
+    groups, reads = orders[0].groups, options.urls.fingerprint()
     # Of Lightning's launcher the first rank is the others' parent: their own names would differ.
     run = first_value(f"run {topology.node} {reads}", run_name(topology, reads), topology.world_size)
-    in_flight = in_flight_of(options, assembly)
-    if in_flight is not None:
-        report(options, in_flight, schedule.most_rows)
+    if are_bounds_agreed(schedule):
+        assembly = _whole_texts(assembly, options)
     if shared is not None and shared.write_back and shared.wait_seconds > 0:
         attempt = schedule.agree_on_attempt()
         shared = shared.in_run(attempt, len(shards), topology, options.num_workers)
@@ -164,7 +160,7 @@ def _worker_config(
         fills=-(-max(lanes, _MIN_FILLS) // processes),
         ahead_bytes=settings.ahead,
         sources=_sources(options, orders, [first_group + group for group in split.groups_of(rank)]),
-        split=split,
+        steps=schedule.step_options,
         rank=rank,
         first_group=first_group,
         one_pass=not options.epochs_continue and (groups == 1 or not options.train),
@@ -173,17 +169,13 @@ def _worker_config(
         replacements=None if options.shards.max_bad_samples is None else _REPLACEMENTS,
         selection=_selection(options),
         assembly=assembly,
-        bucketing=_bucketing(options, schedule.order, assembly),
-        seq_lens=None if patches is None else patches.lengths(options.train, options.seed),
-        step_table=options.step_table,
         with_keys=options.batches.with_keys or options.batches.microbatch is not None,
         multiple=schedule.order.multiple,
         extensions=options.extensions,
-        in_flight=in_flight,
         open_sink=SpanFile,
     )
-    config = replace(config, extensions=(*config.extensions, *extensions_of_run(config)))
-    return _with_agreed_bounds(config, schedule)
+    own_extensions = extensions_of_run(options, config, schedule, features)
+    return replace(config, extensions=(*config.extensions, *own_extensions))
 
 
 def counted_samples(options: LoaderOptions, counts: Counters, epoch: int) -> int | None:
@@ -266,43 +258,21 @@ def _firsts(options: LoaderOptions) -> list[int]:
     return list(itertools.accumulate((len(source.urls) for source in options.sources[:-1]), initial=0))
 
 
-def _with_agreed_bounds(config: WorkerConfig, schedule: Schedule) -> WorkerConfig:
-    """The same, if the run's groups are to agree on how wide rows are: then ranks cut texts, not workers."""
-    topology, bucketing, padding = schedule.topology, config.bucketing, config.assembly.text_padding
-    is_alone = schedule.order.groups == 1 or topology.world_size == 1
-    if bucketing is None or is_alone or not can_compare(topology.world_size):
-        return config
-    whole = None if padding is None else padding._replace(multiple=max(1, bucketing.text_most))
-    return replace(
-        config,
-        bucketing=replace(bucketing, are_agreed=True),
-        assembly=replace(config.assembly, text_padding=whole),
-    )
-
-
-def _bucketing(options: LoaderOptions, order: OrderSpec, assembly: BatchAssembly) -> Bucketing | None:
-    if order.blocks is None:
-        return None
-    text, most, patches = None, 0, options.images.patches
-    if options.goes_by_tokens and assembly.tokenizer is not None:
-        text, most = TOKENS, assembly.tokenizer([_LONG_TEXT], [0]).ids.shape[1]
-    room, longest = options.batches.max_tokens, most + (max(patches.seq_lens) if patches is not None else 0)
-    if room is not None and room < longest:
-        raise OptionError(f"max_tokens={room}; expected at least {longest}, what the longest row may have")
-    bucketing = Bucketing(order.blocks[0], text, most, options.batches.text_pad_multiple)
-    if patches is None:
-        return bucketing
-    return replace(
-        bucketing, patches_most=max(patches.seq_lens), patch_size=patches.sides, max_ratio=patches.max_ratio
-    )
+def _whole_texts(assembly: BatchAssembly, options: LoaderOptions) -> BatchAssembly:
+    """The same without cutting texts, which ranks do."""
+    trim = assembly.trim
+    if not isinstance(trim, Trimming) or trim.multiple is None:
+        return assembly
+    most = row_costs(options, assembly).text_most
+    return replace(assembly, trim=replace(trim, multiple=max(1, most)))
 
 
 def _assembly(
     options: LoaderOptions,
-    transform: ImagePlan | PatchPlan | GivenPatches | Preprocess | None,
+    transform: ImagePlan | ImageMaker | Preprocess | None,
     prepared: RunPreparation,
     most_pixels: int,
-) -> BatchAssembly:
+) -> tuple[BatchAssembly, tuple[FeatureAssembly, ...]]:
     is_mapped = options.workers.map_sample is not None
     device = options.settled_device
     on_device = device is not None and device.type != "cpu" and not is_mapped
@@ -324,29 +294,33 @@ def _assembly(
             most_pixels=most_pixels,
             as_model_inputs=options.output == "hf",
         )
-    shards, batches, text_padding = options.shards, options.batches, None
+    shards, batches, trim = options.shards, options.batches, None
     if batches.text_padding == "longest":
-        text_padding = TextPadding(batches.text_pad_multiple, options.output == "dict")
+        trim = Trimming(batches.text_pad_multiple, options.output == "dict")
+    elif options.images.patches is not None:
+        trim = Trimming(None)
     features = feature_assemblies(options, images)
     need_images = [feature.images for feature in options.features.values()]
     if True not in need_images and (
         False in need_images or any(feature.images is not None for feature in features)
     ):
         images = None
-    return BatchAssembly(
+    have_images = images is not None or any(feature.images is not None for feature in features)
+    assembly = BatchAssembly(
         image=KeySpec.parse(shards.image_key).choose,
         images=images,
         text=_choose(shards.text_key),
-        tokenizer=adapt_tokenizer(options.tokenizer, text_padding is not None, batches.text_columns),
+        tokenizer=adapt_tokenizer(options.tokenizer, batches.text_padding == "longest", batches.text_columns),
         blank_captions=shards.blank_captions,
         label=_choose(shards.label_key),
         map_sample=options.workers.map_sample,
         collate=options.workers.collate,
         as_model_inputs=options.output == "hf",
-        text_padding=text_padding,
-        features=features,
-        modalities=_modalities(options),
+        trim=None if is_mapped else trim,
+        preparation=preparation if have_images else None,
+        kinds=_modalities(options),
     )
+    return assembly, features
 
 
 def _modalities(options: LoaderOptions) -> Modalities | None:
@@ -367,12 +341,12 @@ def _choose(key: str | None) -> Choose | None:
     return None if key is None else KeySpec.parse(key).choose
 
 
-def _transform(options: LoaderOptions) -> ImagePlan | PatchPlan | GivenPatches | Preprocess | None:
+def _transform(options: LoaderOptions) -> ImagePlan | ImageMaker | Preprocess | None:
     """The plan of preprocess=, or the function itself if it isn't compiled; None: images stay bytes."""
     if options.workers.map_sample is None or options.preprocess is not None:
         _warn_of_missing_kernel()
     if options.images.patches is not None:
-        return options.patch_transform(options.images.compile)
+        return PatchImages(options.patch_transform(options.images.compile))
     if options.preprocess is None:
         return None if options.workers.map_sample is not None else clip_plan(options.train)
     return plan_or_given(options.preprocess, options.images.compile)

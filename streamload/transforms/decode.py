@@ -1,8 +1,7 @@
 """Image bytes → RGB pixels (step I), identical to Pillow's `convert("RGB")`; no rotation or scaling.
 
 libjpeg-turbo decodes valid 8-bit JPEGs with the GIL released. Pillow decodes everything else, including
-JPEGs that cause decoder warnings, so Pillow decides what is accepted. Raw pixels (stored.py) need no
-decoding.
+JPEGs that cause decoder warnings, so Pillow decides what is accepted. Raw pixels (ppm.py) need no decoding.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from streamload.transforms.limits import (
     check_run_lengths,
     check_scans,
 )
-from streamload.transforms.stored import MOST_INFO_BYTES, Info, is_stored, stored_info, stored_pixels
-from streamload.transforms.stored import Pixels as Pixels
+from streamload.transforms.ppm import MOST_INFO_BYTES, PPM_START, Info, ppm_info, ppm_pixels
+from streamload.transforms.ppm import Pixels as Pixels
 
 _Result = TypeVar("_Result")
 
@@ -144,8 +143,8 @@ def decode_jpeg_or_image(
         DecodeError: cut, corrupt, or another format.
         ImageTooLarge: decoding it would take too much memory or time, by its header.
     """
-    if is_stored(data):
-        return stored_pixels(data, in_scratch, most_pixels)
+    if data[:2] == PPM_START:
+        return ppm_pixels(data, in_scratch, most_pixels)
     size = jpeg_size(data, most_pixels)
     if size is None:
         return _by_pillow(data, most_pixels, _pixels_of)
@@ -203,10 +202,10 @@ def decode_to_pillow(data: bytes | memoryview, most_pixels: int = DEFAULT_MAX_IM
 
     Args and Raises: as for `decode_jpeg_or_image`.
     """
-    if is_stored(data):
-        pixels = stored_pixels(data, False, most_pixels)
+    if data[:2] == PPM_START:
+        pixels = ppm_pixels(data, False, most_pixels)
         image = Image.fromarray(pixels)
-        for key, value in stored_info(data, pixels.size).items():
+        for key, value in ppm_info(data, pixels.size).items():
             image.info[key] = value
         return image
     return _by_pillow(data, most_pixels, _as_rgb)

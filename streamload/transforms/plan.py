@@ -16,7 +16,6 @@ from PIL import Image
 
 from streamload.transforms.augment import CLIP_RATIO, CLIP_SCALE, Draws
 from streamload.transforms.normalise import OPENAI_MEAN, OPENAI_STD, Channels
-from streamload.transforms.patch_grid import PatchCrop
 from streamload.transforms.resize import Filter
 
 Size = tuple[int, int]
@@ -169,35 +168,9 @@ class ImagePlan:
         return isinstance(self.fit, RandomCrop) or any(0 < step.probability < 1 for step in drawn)
 
 
-@dataclass(frozen=True, slots=True)
-class PatchPlan:
-    """A transform of RGB pixels to patches; how many at most is given with each image.
-
-    Attributes:
-        patch_size: of each patch.
-        crop: the random crop; None: all of the image.
-        by: the filter of the resizing; of several, each image draws one.
-        colour, given, statistics: as of an ImagePlan.
-        max_ratio: by which factor sides are enlarged at most; None: until the patches fill the sequence.
-    """
-
-    patch_size: Size
-    crop: PatchCrop | None
-    by: tuple[Filter, ...] = ("bicubic",)
-    colour: tuple[Flip | Grey, ...] = ()
-    given: tuple[Given, ...] = ()
-    statistics: Statistics = OPENAI
-    max_ratio: float | None = None
-
-
 def clip_plan(train: bool, size: int = 224) -> ImagePlan:
     """Return open_clip's default: in training a random crop of most of the image, otherwise a centre crop."""
     return ImagePlan((size, size), RandomCrop() if train else ShortSide(size))
-
-
-def clip_patch_plan(train: bool, patch_size: Size) -> PatchPlan:
-    """Return the default of open_clip's main branch: in training a random crop of most of the image."""
-    return PatchPlan(patch_size, PatchCrop() if train else None)
 
 
 def _float32(value: float) -> float:

@@ -1,12 +1,9 @@
 """Work of a DataLoader worker: the loop over its batches, sampler, reader, and the messages to its rank."""
 
-from streamload.worker.bucketing import Bucketing
-from streamload.worker.in_flight import InFlight
 from streamload.worker.loop import StreamDataset
 from streamload.worker.messages import (
     SEAT,
     Batch,
-    BlockBounds,
     EpochChange,
     EpochStart,
     Failed,
@@ -20,12 +17,9 @@ from streamload.worker.stages import nothing_ready
 __all__ = [
     "SEAT",
     "Batch",
-    "BlockBounds",
-    "Bucketing",
     "EpochChange",
     "EpochStart",
     "Failed",
-    "InFlight",
     "SkippedSample",
     "SourceOrder",
     "StreamDataset",

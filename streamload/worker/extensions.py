@@ -9,12 +9,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from streamload.batches.collate import Allocate
+from streamload.batches.in_progress import Column
 from streamload.cache.selection import with_facts
 from streamload.extension import Event, Extension, ReadProgress, WorkerPart
 from streamload.ipc import ControlBlock
 from streamload.order.events import of_kind
+from streamload.order.steps import Steps
 from streamload.shards.samples import Entry
+from streamload.worker.messages import EpochStart
 from streamload.worker.reader import Reader
+from streamload.worker.sampler import RankStep, Sampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +48,13 @@ class RowsOfBatch:
     """See extension.BatchRows.
 
     Args:
+        step: that has them.
         samples: shard and number of each row's sample.
         reader: has their facts and entries.
         columns: the names of the facts that users' functions get.
     """
 
+    step: RankStep
     samples: Sequence[tuple[int, int]]
     reader: Reader
     columns: Sequence[str]
@@ -64,12 +71,43 @@ class RowsOfBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class EpochSteps:
+    """See extension.StepsAhead."""
+
+    steps: Steps
+    rank: int
+    generation: int
+    reader: Reader
+    control: ControlBlock
+
+    def rows(self, number: int) -> int:
+        """See extension.StepsAhead."""
+        split = self.steps.at(self.steps.begin(number))
+        return (self.rank + 1) * split.batch // split.ranks - self.rank * split.batch // split.ranks
+
+    def seq_len(self, number: int) -> int:
+        """See extension.StepsAhead."""
+        return self.steps.seq_len(self.steps.begin(number))
+
+    def taken(self, number: int) -> int:
+        """See extension.StepsAhead."""
+        is_past_end = self.control.is_past_end(self.generation, number)
+        return number if is_past_end else self.control.taken
+
+    def stop_if_superseded(self) -> None:
+        """See extension.StepsAhead."""
+        self.reader.stop_if_superseded()
+
+
+@dataclass(slots=True)
 class ThisProcess:
     """See extension.WorkerProcess."""
 
     number: int
+    workers: int
     reader: Reader
     control: ControlBlock
+    steps_ahead: EpochSteps | None = None
 
     @property
     def decided(self) -> int:
@@ -90,6 +128,7 @@ class WorkerParts:
     """
 
     def __init__(self, extensions: Sequence[Extension], process: ThisProcess):
+        self._process = process
         self._parts: dict[str, WorkerPart] = {}
         for extension in extensions:
             part = extension.in_worker(process)
@@ -98,8 +137,14 @@ class WorkerParts:
         self._pending: dict[str, list[Event]] = {}
         self._received: dict[str, int] = {}  # events since the start of the epoch
 
-    def start_epoch(self, events: Sequence[Event], position: int) -> None:
+    def sampler(self, start: EpochStart) -> Sampler | None:
+        """The steps of an epoch; None: they are those of the plain order."""
+        samplers = (part.sampler(start) for part in self._parts.values())
+        return next((sampler for sampler in samplers if sampler is not None), None)
+
+    def start_epoch(self, events: Sequence[Event], position: int, steps_ahead: EpochSteps) -> None:
         """Start an epoch at a position with the events of all extensions."""
+        self._process.steps_ahead = steps_ahead
         self._pending = {name: of_kind(events, name) for name in self._parts}
         self._received = dict.fromkeys(self._parts, 0)
         for part in self._parts.values():
@@ -122,6 +167,15 @@ class WorkerParts:
         for name, events in self._pending.items():
             while events and events[0].position <= position:
                 self._parts[name].apply(events.pop(0))
+
+    def before_step(self, number: int) -> None:
+        """Return when all parts let a step begin."""
+        for part in self._parts.values():
+            part.before_step(number)
+
+    def columns(self, size: int, allocate: Allocate) -> list[Column]:
+        """The columns of an empty batch."""
+        return [column for part in self._parts.values() for column in part.columns(size, allocate)]
 
     def finish(self, values: dict[str, Any], rows: RowsOfBatch) -> dict[str, bytes]:
         """Messages of the parts with a batch; see extension.WorkerPart."""

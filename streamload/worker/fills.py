@@ -8,23 +8,33 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from typing import Protocol
 
 from streamload.cache.fallback_tier import FallbackTier
 from streamload.cache.freshness import Freshness, asker
 from streamload.cache.shard import Shard, shard_of
-from streamload.cache.shard_view import OpenFiles
 from streamload.cache.tier import Tier
-from streamload.derived.prepare.prepared import PreparedOrigin
 from streamload.metrics import Counters
 from streamload.origins.origin import Origin, Version, open_origin
 from streamload.prefetch.idle import IdlePreparer
 from streamload.prefetch.prefetcher import FillResult, Prefetcher, PrefetchOptions
 from streamload.prefetch.ranges import Range, Ranges
 from streamload.prefetch.scheduler import FillRequest
-from streamload.worker.feature_shards import FeatureShards
 from streamload.worker.messages import EpochStart, WorkerConfig
 from streamload.worker.stages import Spans
+
+
+class ShardFollower(Protocol):
+    """Follows which shards a process reads, for what belongs to them."""
+
+    def want(self, requests: Sequence[FillRequest]) -> None:
+        """Take the shards that are needed, in order of need."""
+        ...
+
+    def keep_open(self, shards: Collection[int]) -> None:
+        """Take the shards that are in use: what belongs to others may be evicted."""
+        ...
 
 
 class Fills:
@@ -34,11 +44,11 @@ class Fills:
         config: what is read.
         counts: of this process.
         spans: of its fills, while a trace runs.
-        files: of the thread that reads, for derived shards.
         is_idle: whether the training loop doesn't wait for data now.
 
     Attributes:
-        features: derived shards, fetched and read.
+        backing: the backing store; None: there is none.
+        followers: of the shards that are read.
         carrier: see ShardCache.
         reads_ranges: whether samples have had to be read from their origin by range.
     """
@@ -48,7 +58,6 @@ class Fills:
         config: WorkerConfig,
         counts: Counters,
         spans: Spans,
-        files: OpenFiles,
         is_idle: Callable[[], bool],
     ):
         self._config = config
@@ -58,9 +67,9 @@ class Fills:
         self.tier = _open_tier(config, counts)
         self.fallback_tier = FallbackTier(config.tier_root, counts)
         ask = None if config.revalidate == "never" else asker(config.origin, counts)
-        self._backing = None if config.shared is None else config.shared.open(counts, ask)
+        self.backing = None if config.shared is None else config.shared.open(counts, ask)
         each_epoch = config.revalidate != "start"
-        self.carrier = None if self._backing is None else self._backing.facts
+        self.carrier = None if self.backing is None else self.backing.facts
         self.freshness = Freshness(self.tier, config.run, each_epoch=each_epoch, ask=ask, counts=counts)
         self.prefetcher = Prefetcher(
             self.tier,
@@ -68,7 +77,7 @@ class Fills:
             PrefetchOptions(threads=config.fills, index_only=True, prepares=config.prepare_share > 0),
             counts=counts,
             sink=self._after_fill,
-            has_prepared=_has_none if self._backing is None else self._backing.has_prepared,
+            has_prepared=_has_none if self.backing is None else self.backing.has_prepared,
             fallback_tier=self.fallback_tier,
             freshness=self.freshness,
         )
@@ -84,7 +93,7 @@ class Fills:
                 share=config.prepare_share,
                 is_idle=is_idle,
             )
-        self.features = FeatureShards(config, self.tier, self._backing, counts, files)
+        self.followers: list[ShardFollower] = []
         self._ranges: Ranges | None = None
         self.reads_ranges = False
         self._wanted: tuple[list[int], list[int]] = [], []
@@ -93,7 +102,6 @@ class Fills:
         """Begin an epoch: what is known of shards may be outdated."""
         self.freshness.begin(f"{start.epoch}-{start.position}-{start.generation}")
         self.prefetcher.look_again()
-        self.features.begin(start.features)
         self._wanted = [], []
 
     def want(
@@ -121,7 +129,8 @@ class Fills:
         ]
         requests += [FillRequest(shards[shard], float(next(position))) for shard in by_urgency[1]]
         self.prefetcher.want(requests)
-        self.features.want(requests)
+        for follower in self.followers:
+            follower.want(requests)
 
     def want_ranges(self, ranges: Iterable[Range]) -> None:
         """Request ranges of index-only shards that will be read soon."""
@@ -147,16 +156,14 @@ class Fills:
         self._closing.set()
         if self._idle_preparer is not None:
             self._idle_preparer.close()
-        if self._backing is not None:
-            self._backing.close()
+        if self.backing is not None:
+            self.backing.close()
         self.prefetcher.close()
-        self.features.stop()
         if self._ranges is not None:
             self._ranges.close()
 
     def close(self) -> None:
         """Release the tier, once `stop` was called and no reader uses it. Idempotent."""
-        self.features.close()
         self.freshness.close()
         self.fallback_tier.close()
 
@@ -164,19 +171,19 @@ class Fills:
         """Store a shard that this process has filled in the shared cache, too."""
         if result.began_ns:
             self._spans.add("fill", result.began_ns, time.time_ns(), shard=result.shard.name)
-        if self._backing is not None and result.filled is not None and result.directory is not None:
-            self._backing.published(result.filled, result.directory)
+        if self.backing is not None and result.filled is not None and result.directory is not None:
+            self.backing.published(result.filled, result.directory)
 
     def _open_origin(self, shard: Shard, stop: threading.Event) -> Origin:
         """The origin of a shard, behind the shared cache."""
-        config, backing = self._config, self._backing
+        config, backing = self._config, self.backing
         origin = open_origin(shard.url, shard.storage_options, config.origin, self._counts, stop)
         preparation = config.assembly.preparation
         if shard.recipe and preparation is not None:  # what the shared cache lacks is prepared here
             if backing is not None:
                 source = shard_of(shard.url, shard.storage_options)
                 origin = backing.through(source, origin, stop, single_flight=False)
-            origin = PreparedOrigin(origin, preparation)
+            origin = preparation.derive(origin)
         return origin if backing is None else backing.through(shard, origin, stop)
 
 

@@ -11,22 +11,32 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from streamload.extension import Extension, WorkerPart, WorkerProcess
+
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 0.0005, 0.008
 
 
 @dataclass(frozen=True, slots=True)
-class InFlight:
+class InFlight(Extension):
     """The limits of what is made and not yet taken, and what rows take of them.
 
     Attributes:
         limits: bytes by modality, over the rank's workers.
         row_bytes: of a row at most, by modality; with patches, without those of the image.
         patch_bytes: of a patch of an image.
+        most_steps: how many steps of the dearest kind are in flight at most; None: unknown.
     """
 
     limits: Mapping[str, int]
     row_bytes: Mapping[str, int]
     patch_bytes: int = 0
+    most_steps: int | None = None
+
+    name = "in_flight"
+
+    def in_worker(self, process: WorkerProcess) -> WorkerPart | None:
+        """See Extension; a rank that reads itself makes no batch ahead."""
+        return WorkerInFlight(self, process) if process.workers else None
 
     def step_bytes(self, rows: int, seq_len: int = 0) -> dict[str, int]:
         """Return the most bytes of a step, by modality.
@@ -44,6 +54,35 @@ class InFlight:
         """Return how many steps of one kind are in flight at most; 0: not even one fits."""
         needed = self.step_bytes(rows, seq_len)
         return min(self.limits[name] // bytes_ for name, bytes_ in needed.items() if bytes_)
+
+
+class WorkerInFlight(WorkerPart):
+    """The worker's part.
+
+    Args:
+        in_flight: the limits.
+        process: has the steps of each epoch.
+    """
+
+    def __init__(self, in_flight: InFlight, process: WorkerProcess):
+        self._in_flight, self._process = in_flight, process
+        self._admission: Admission | None = None  # of the epoch
+
+    def start_epoch(self) -> None:
+        """See WorkerPart."""
+        self._admission = None
+
+    def before_step(self, number: int) -> None:
+        """Wait until a step fits."""
+        steps = self._process.steps_ahead
+        assert steps is not None
+        if self._admission is None:
+            self._admission = Admission(
+                self._in_flight,
+                lambda step: self._in_flight.step_bytes(steps.rows(step), steps.seq_len(step)),
+                steps.taken,
+            )
+        self._admission.wait(number, steps.stop_if_superseded)
 
 
 class Admission:

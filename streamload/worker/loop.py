@@ -13,7 +13,7 @@ import gc
 import multiprocessing.util
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,6 @@ import numpy.random
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from streamload.batches.assembly import WIDTHS
 from streamload.batches.in_progress import BatchFactory, BatchInProgress, Sample
 from streamload.cache.shard_copy import ReadMemory
 from streamload.errors import (
@@ -38,17 +37,13 @@ from streamload.ipc import BufferPool, ControlBlock, Numbers, own_empty, shared_
 from streamload.limits import allow_many_files
 from streamload.metrics import Counters
 from streamload.order.hashing import sample_seed
-from streamload.order.steps import Steps
 from streamload.torch_internals import ExceptionWrapper
 from streamload.worker import process
 from streamload.worker.blocked import Superseded
-from streamload.worker.buckets import PlannedStep
-from streamload.worker.extensions import RowsOfBatch, ThisProcess, WorkerParts
-from streamload.worker.in_flight import Admission
+from streamload.worker.extensions import EpochSteps, RowsOfBatch, ThisProcess, WorkerParts
 from streamload.worker.messages import (
     SEAT,
     Batch,
-    BlockBounds,
     EpochChange,
     EpochStart,
     Failed,
@@ -59,7 +54,7 @@ from streamload.worker.messages import (
 )
 from streamload.worker.reader import Reader
 from streamload.worker.replacements import Replacements
-from streamload.worker.sampler import Sampler, Step
+from streamload.worker.sampler import RankStep, Sampler
 from streamload.worker.stages import Spans, Stages
 from streamload.worker.states import SealedStates
 
@@ -155,7 +150,7 @@ class WorkerLoop:
         self._replacements = Replacements(config, self._reader)
         self._parts: WorkerParts | None = None
         if config.extensions:
-            self._parts = WorkerParts(config.extensions, ThisProcess(worker, self._reader, control))
+            self._parts = WorkerParts(config.extensions, ThisProcess(worker, workers, self._reader, control))
         self._placed: list[tuple[int, int]] = []  # shard and number of the sample of each row
         self._memory = ReadMemory(_READ_AHEAD_BYTES)
         self._stages = Stages(self._counts)
@@ -167,13 +162,17 @@ class WorkerLoop:
         self._stages.begin()
         if self._slots is not None:
             self._slots.take_back()
-        sampler = Sampler(self._config, self._reader, start)
-        begin = self._config.assembly.batch_factory(start.features, self._reader.feature_rows)
-        steps, changes_generation = start.steps, start.changes_generation
-        admission = self._admission(sampler.steps, start)
         parts = self._parts
+        sampler = None if parts is None else parts.sampler(start)
+        if sampler is None:
+            sampler = Sampler(self._config, self._reader, start)
+        self._sampler = sampler
+        steps, changes_generation = start.steps, start.changes_generation
         if parts is not None:
-            parts.start_epoch(start.events, start.position)
+            generation, rank = start.generation, self._config.rank
+            ahead = EpochSteps(sampler.steps, rank, generation, self._reader, self._control)
+            parts.start_epoch(start.events, start.position, ahead)
+        begin = self._config.assembly.batch_factory(None if parts is None else parts.columns)
         claims = self._control.claims if self._workers else None
         numbers = self._numbers = Numbers(claims, start.generation, self._ahead + 2, self._numbers)
         number = 0
@@ -192,29 +191,27 @@ class WorkerLoop:
                         parts.receive(latest.events)
                 if steps is not None and number >= steps:
                     return
-                if admission is not None:
-                    admission.wait(number, self._reader.stop_if_superseded)
+                if parts is not None:
+                    parts.before_step(number)
                 position = sampler.steps.begin(number)
                 step = sampler.at(position)  # E
                 if self._reader.reads_ranges and (coming := numbers.coming()) is not None:
                     self._reader.want_ranges(sampler.coming(sampler.steps.begin(coming)))
-                seq_len = self._seq_len(sampler.steps, start.epoch, position)
                 if parts is not None:
                     parts.begin(position)
                 with self._spans.of(f"batch {number}"):  # B, C, D while F, G go on; H, I, J
-                    outcome = self._make(begin, start.epoch, seq_len, step)
+                    outcome = self._make(begin, start.epoch, sampler.steps.seq_len(position), step)
                 if outcome is None:
-                    if admission is not None:
+                    if self._workers:
                         self._control.end(self._worker + 1, start.generation, number)
                     self._check_end(number, start)
                     return
                 values, skipped = outcome
                 origins = {name: values.pop(name) for name in ("__key__", "__url__")}
-                widths = values.pop(WIDTHS, None)
                 extras: dict[str, bytes] = {}
                 if parts is not None:
                     columns = self._config.selection.of_entries
-                    extras = parts.finish(values, RowsOfBatch(self._placed, self._reader, columns))
+                    extras = parts.finish(values, RowsOfBatch(step, self._placed, self._reader, columns))
                 states, spans = SealedStates(step.states()), step.spans()
                 self._reader.let_go()
                 ready = bytes_by_modality(values)
@@ -234,8 +231,7 @@ class WorkerLoop:
                 self._stages.ready(ready)
                 yield Batch(
                     values, position, stop, number, states, skipped, spans, samples, taken, start.generation,
-                    blocked, widths, packed, extras, self._block(step, number),
-                    passes,
+                    blocked, packed, extras, passes,
                 )  # fmt: skip
                 self._stages.handed_over()
         except Superseded:
@@ -266,13 +262,6 @@ class WorkerLoop:
         """True if the training loop has taken so many batches that this one isn't too far ahead."""
         return not self._workers or number < self._control.taken + self._ahead
 
-    def _block(self, step: Step | PlannedStep, number: int) -> BlockBounds | None:
-        """Agreed values before a step: the bounds of its block, at its or an epoch's begin."""
-        bucketing = self._config.bucketing
-        if bucketing is None or not bucketing.are_agreed or not isinstance(step, PlannedStep):
-            return None
-        return step.block_bounds() if number == 0 or step.is_first else None
-
     def _check_end(self, number: int, start: EpochStart) -> None:
         """Raise if the sequence should not have ended before this step.
 
@@ -298,7 +287,7 @@ class WorkerLoop:
             )
 
     def _make(
-        self, begin: BatchFactory, epoch: int, seq_len: int, step: Step | PlannedStep
+        self, begin: BatchFactory, epoch: int, seq_len: int, step: RankStep
     ) -> tuple[dict[str, Any], list[SkippedSample]] | None:
         """Turn samples into the tensors of a batch, each as soon as it is known; None: no batch."""
         self._reader.want()
@@ -319,37 +308,10 @@ class WorkerLoop:
             if not rows:
                 return None
             with self._stages.finish():
-                bounds = step.bounds
-                if bounds is not None:
-                    bounds[:, 1] = np.minimum(bounds[:, 1], seq_len)
-                values = batch.finish(bounds)
+                values = batch.finish(step.bounds)
             self._stages.made(batch.measured(), values.get("patch_valid"))
         self._reader.fill_ahead()
         return values, skipped
-
-    def _admission(self, steps: Steps, start: EpochStart) -> Admission | None:
-        """Limits on the memory of batches made ahead; None: there are none, or no batch is made ahead."""
-        in_flight, control = self._config.in_flight, self._control
-        if in_flight is None or not self._workers:
-            return None
-
-        def step_bytes(number: int) -> Mapping[str, int]:
-            position, rank = steps.begin(number), self._config.rank
-            split = steps.at(position)
-            rows = (rank + 1) * split.batch // split.ranks - rank * split.batch // split.ranks
-            return in_flight.step_bytes(rows, self._seq_len(steps, start.epoch, position))
-
-        def taken(number: int) -> int:
-            return number if control.is_past_end(start.generation, number) else control.taken
-
-        return Admission(in_flight, step_bytes, taken)
-
-    def _seq_len(self, steps: Steps, epoch: int, position: int) -> int:
-        """The most patches of an image in a step; 0: images aren't made into patches."""
-        seq_lens = self._config.seq_lens
-        if seq_lens is None:
-            return 0
-        return steps.seq_len(position) or seq_lens.at(epoch, position)
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory for a tensor of a batch: in a shared buffer if one is free."""
@@ -412,7 +374,7 @@ class WorkerLoop:
         if not self._config.train:
             return skipped
         tried = 0
-        for shard, number in self._replacements.of(visit, seed):
+        for shard, number in self._replacements.of(visit, seed, self._sampler.fits):
             tried += 1
             with contextlib.suppress(SampleError):
                 batch.add(batch.parse(self._reader.sample(shard, number), seed))

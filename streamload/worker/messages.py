@@ -8,27 +8,21 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from streamload.batches.assembly import BatchAssembly
-from streamload.batches.padding import RowWidths
 from streamload.cache.backing import Backing
 from streamload.cache.selection import Selection
 from streamload.cache.shard import ShardList
-from streamload.derived.calls.feature_rows import FeatureStart
 from streamload.extension import Extension
 from streamload.ipc import ControlBlock
 from streamload.options import Eviction, FreeDisk, Revalidate
-from streamload.order.events import BATCH_SIZE, Event, from_json, of_kind
+from streamload.order.events import Event, from_json
 from streamload.order.plan import OrderOptions, Pieces
-from streamload.order.seq_lens import SeqLens
 from streamload.order.split import Split
-from streamload.order.steps import Steps, StepTable
+from streamload.order.steps import StepOptions, StepStart
 from streamload.origins.origin import OriginOptions
 from streamload.torch_internals import ExceptionWrapper
-from streamload.worker.bucketing import Bucketing
-from streamload.worker.in_flight import InFlight
 from streamload.worker.states import GroupState, SealedStates
 
 
@@ -81,10 +75,10 @@ class WorkerConfig:
     ahead_bytes: int
     sources: tuple[SourceOrder, ...]
     """In the order of their shards in `shards`."""
-    split: Split
+    steps: StepOptions
     rank: int
     first_group: int
-    """The number of the first group of `split`."""
+    """The number of the first group of the steps' split."""
     one_pass: bool
     """An epoch is a pass: it ends where the shards end."""
     train: bool
@@ -94,14 +88,8 @@ class WorkerConfig:
     selection: Selection
     """The samples that are used, decided from the index alone."""
     assembly: BatchAssembly
-    seq_lens: SeqLens | None
-    """Largest number of patches of the images of a step; None: images aren't made into patches."""
-    step_table: StepTable | None
-    """The steps of an epoch, if they differ in size."""
     with_keys: bool
     """True if a batch carries the keys and URLs of its samples."""
-    bucketing: Bucketing | None = None
-    """The plan of steps by block; None: samples come in the order of the sequence."""
     multiple: int = 1
     """Of the rows that a step takes of each source."""
     extensions: tuple[Extension, ...] = ()
@@ -109,10 +97,13 @@ class WorkerConfig:
     prepare_share: float = 0.0
     """Of a processor, which each process may use to prepare in idle time what the cache has as it is; fills
     prepare what arrives, where there is room. 0: neither."""
-    in_flight: InFlight | None = None
-    """The limits of batches that are made and not yet taken."""
     open_sink: Callable[[ControlBlock, str], SpanSink] | None = None
     """Opens what takes the spans of a process, by its name in a trace; None: there are no traces."""
+
+    @property
+    def split(self) -> Split:
+        """The split of a step among ranks."""
+        return self.steps.split
 
 
 SEAT = np.dtype("<i4")
@@ -140,10 +131,8 @@ class Visit(NamedTuple):
 class EpochStart(NamedTuple):
     """Where the workers start and end; the rank writes it into the control block before each epoch."""
 
-    epoch: int
-    """Of the sequence; an epoch that resumes another keeps its number."""
-    position: int
-    """Global samples of the sequence before the first step."""
+    start: StepStart
+    """Of the steps; an epoch that resumes another is of the same sequence."""
     steps: int | None
     """Number of steps; None: to the end of the pass."""
     events: Sequence[Event]
@@ -152,45 +141,35 @@ class EpochStart(NamedTuple):
     """Of each group, by its number among all; none at the beginning of a sequence."""
     changes_generation: int
     """The generation of the control block's changes that are among the events."""
-    features: dict[str, FeatureStart]
-    """Figures of each feature, by its name."""
-    blocks_from: int = 0
-    """The position at which the blocks of bucketing begin."""
-    table_from: tuple[int, int] = (0, 0)
-    """With a table of steps: the epoch in the training loop, and its samples before the first step."""
     generation: int = 0
     """The generation of this start in the control block."""
 
-    def steps_of(self, config: WorkerConfig) -> Steps:
-        """The steps from the first one on."""
-        table = config.step_table
-        remaining = None if table is None else table.remaining(*self.table_from, config.split.ranks)
-        blocks = None
-        if config.bucketing is not None:
-            blocks = config.bucketing.blocks(config.split.batch, self.epoch, self.blocks_from)
-        return Steps(config.split, self.position, remaining, blocks, of_kind(self.events, BATCH_SIZE))
+    @property
+    def epoch(self) -> int:
+        """The epoch of the sequence."""
+        return self.start.sequence
+
+    @property
+    def position(self) -> int:
+        """Global samples of the sequence before the first step."""
+        return self.start.position
 
     def to_json(self) -> dict[str, Any]:
         """The start as JSON-able values, without its generation."""
         return {
-            "epoch": self.epoch,
-            "position": self.position,
+            "start": self.start,
             "steps": self.steps,
             "events": self.events,
             "groups": {str(number): state.to_json() for number, state in self.groups.items()},
             "changes_generation": self.changes_generation,
-            "features": self.features,
-            "blocks_from": self.blocks_from,
-            "table_from": self.table_from,
         }
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> EpochStart:
         """The start that `to_json` wrote, with the control block's generation."""
         groups = {int(number): GroupState.from_json(state) for number, state in value["groups"].items()}
-        features = {name: FeatureStart(*start) for name, start in value["features"].items()}
-        parsed = {"groups": groups, "features": features, "events": from_json(value["events"])}
-        return cls(**{**value, **parsed})
+        start, events = StepStart(*value["start"]), from_json(value["events"])
+        return cls(**{**value, "start": start, "events": events, "groups": groups})
 
 
 class EpochChange(NamedTuple):
@@ -246,27 +225,6 @@ def bytes_by_modality(values: Mapping[str, Any]) -> dict[str, int]:
     return sizes
 
 
-class BlockBounds(NamedTuple):
-    """Widths of the rows of a block's steps, where the groups of a run have to agree on that.
-
-    Attributes:
-        begin, end: the global positions of the block.
-        rows: int32[steps, N, 2]: the most tokens of text and image of each row of a rank in each step.
-    """
-
-    begin: int
-    end: int
-    rows: npt.NDArray[np.int32]
-
-    def at(self, position: int) -> npt.NDArray[np.int32] | None:
-        """Those of the step at a global position; None outside of the block."""
-        if not self.begin <= position < self.end:
-            return None
-        number = (position - self.begin) * len(self.rows) // (self.end - self.begin)
-        bounds: npt.NDArray[np.int32] = self.rows[number]
-        return bounds
-
-
 class Batch(NamedTuple):
     """A batch from a worker: its values, and the state of the order after it."""
 
@@ -292,14 +250,10 @@ class Batch(NamedTuple):
     """The generation of the EpochStart that it was made for."""
     blocked: tuple[tuple[int, int], ...] = ()
     """The shards that the training loop waited for, and for how many nanoseconds."""
-    widths: RowWidths | None = None
-    """The columns that each row needs; None: all of them."""
     seats: bytes = b""
     """SEAT[samples]: the source of each row; empty: there is one source."""
     extras: Mapping[str, bytes] = {}
     """Messages of extensions to their part in the rank, by name."""
-    block: BlockBounds | None = None
-    """With the first step of a block, and of an epoch: the bounds to agree on; None: nothing is left to."""
     passes: tuple[int, ...] = ()
     """The latest pass of each source that its rows are of; empty: there is one source."""
 

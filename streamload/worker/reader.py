@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,7 @@ from streamload.origins.outages import listen, outages
 from streamload.prefetch.ranges import Range
 from streamload.shards.samples import Entry
 from streamload.worker.blocked import Action, Blocked, Superseded, Wait, decide, poll_seconds
-from streamload.worker.fills import Fills
+from streamload.worker.fills import Fills, ShardFollower
 from streamload.worker.messages import EpochStart, WorkerConfig
 from streamload.worker.reference_stream import ReferenceStream
 from streamload.worker.shortage import Shortage
@@ -55,6 +55,14 @@ class Reader:
         counts: of this process.
         spans: of this process, while a trace runs.
         worker, workers: the index of this process among how many; 0 workers: the rank itself.
+
+    Attributes:
+        config: what is read.
+        counts: of this process.
+        shards: of the run.
+        files: of the thread that reads.
+        fills: of this process.
+        uses_members: whether batches have values of samples' members.
     """
 
     def __init__(
@@ -67,28 +75,28 @@ class Reader:
         workers: int,
     ):
         self._parent = os.getppid() if workers else None
-        self._config = config
+        self.config = config
         self._control = control
         self._counts = counts
         self._spans = spans
-        files = OpenFiles()
-        self._fills = Fills(config, counts, spans, files, lambda: not control.wanted_seconds())
-        self.feature_rows = self._fills.features.rows
-        self._reads_only_features = config.assembly.reads_only_features
-        self._tier = self._fills.tier
+        self.counts, self.shards, self.files = counts, config.shards, OpenFiles()
+        self.uses_members = config.assembly.uses_members
+        self.fills = Fills(config, counts, spans, lambda: not control.wanted_seconds())
+        self._is_read_lazily: Callable[[int, Entry], bool] | None = None
+        self._tier = self.fills.tier
         self._cache = ShardCache(
-            functools.partial(self._fills.fallback_tier.beside, self._tier),
+            functools.partial(self.fills.fallback_tier.beside, self._tier),
             config.shards,
             config.selection,
             skip=config.skip,
             counts=counts,
             counted=lambda shard: shard % max(1, workers) == worker,
-            fetch=self._fills.read_range,
-            freshness=self._fills.freshness,
-            files=files,
+            fetch=self.fills.read_range,
+            freshness=self.fills.freshness,
+            files=self.files,
         )
-        self._cache.carrier = self._fills.carrier
-        self._shortage = Shortage(config, control, self._fills, self._cache)
+        self._cache.carrier = self.fills.carrier
+        self._shortage = Shortage(config, control, self.fills, self._cache)
         self._start: EpochStart | None = None
         self._row = worker + 1 if workers else 0  # of this process, in the control block
         self._streams: dict[tuple[int, int], ReferenceStream] = {}
@@ -110,7 +118,7 @@ class Reader:
         self._blocked_ns.clear()
         self._blocked_by = None
         self._report()
-        self._fills.begin(start)
+        self.fills.begin(start)
 
     def references(self, group: int, source: int) -> ReferenceStream:
         """The reference stream of a group and source, from the start of the epoch."""
@@ -130,9 +138,9 @@ class Reader:
             if not stream.follow(self._known_ahead):
                 if stream.reads_everything and (group, source) not in self._without_samples:
                     self._without_samples.add((group, source))
-                    logger.warning(_WITHOUT_SAMPLES, group, self._config.split.groups)
+                    logger.warning(_WITHOUT_SAMPLES, group, self.config.split.groups)
                 needed = stream.blocked()
-                if self._fills.are_refused(needed):  # shards that the batch has read by now may be evicted
+                if self.fills.are_refused(needed):  # shards that the batch has read by now may be evicted
                     self._cache.keep_open(self._in_use().union(needed))
                 is_held_back = wait.is_held_back((group, source), *stream.progress)
                 self._pause(wait, needed, source, is_held_back, looked_ns)
@@ -196,15 +204,15 @@ class Reader:
     @property
     def reads_ranges(self) -> bool:
         """True if samples have had to be read from their origin."""
-        return self._fills.reads_ranges
+        return self.fills.reads_ranges
 
     def want_ranges(self, samples: Iterable[tuple[int, int]]) -> None:
         """Request those samples, by shard and number, that have to be read from their origin."""
         by_shard: dict[int, list[int]] = {}
         for shard, number in samples:
             by_shard.setdefault(shard, []).append(number)
-        self._fills.want_ranges(
-            Range(self._config.shards[shard], *place)
+        self.fills.want_ranges(
+            Range(self.config.shards[shard], *place)
             for shard, numbers in by_shard.items()
             for place in self._cache.ranges(shard, numbers)
         )
@@ -214,16 +222,15 @@ class Reader:
     ) -> Sample:
         """A sample's bytes, in `memory` if given; waits where they have to be fetched again.
 
-        Where nothing but features is wanted, and derived shards have them, its bytes are read only if they
-        are used nevertheless.
+        Where its values come from elsewhere, its bytes are read only if they are used nevertheless.
         """
-        if found is not None and self._reads_only_features:
+        if found is not None and self._is_read_lazily is not None:
             entry = found[1]
-            if self._fills.features.has_all(shard, (entry.key, entry.checksum)):
+            if self._is_read_lazily(shard, entry):
                 names = [name for name, _, _ in entry.members]
                 unread = Unread(names, lambda: self.sample(shard, number).members)
                 prepared = "" if entry.prepared is None else entry.prepared[0]
-                url = self._config.shards[shard].name
+                url = self.config.shards[shard].name
                 return Sample(entry.key, url, unread, prepared, entry.checksum, shard)
         read = self._cache.read(shard, number, memory, found)
         if read is None:
@@ -236,7 +243,15 @@ class Reader:
             extension: data[start - first : start - first + size] for extension, start, size in entry.members
         }
         prepared = "" if entry.prepared is None else entry.prepared[0]
-        return Sample(entry.key, self._config.shards[shard].name, members, prepared, entry.checksum, shard)
+        return Sample(entry.key, self.config.shards[shard].name, members, prepared, entry.checksum, shard)
+
+    def follow(self, follower: ShardFollower) -> None:
+        """Tell a follower from now on which shards are read."""
+        self.fills.followers.append(follower)
+
+    def read_lazily_if(self, is_read_lazily: Callable[[int, Entry], bool]) -> None:
+        """Read samples, by shard and entry, for which this holds when their bytes are first used."""
+        self._is_read_lazily = is_read_lazily
 
     def raise_if_unusable(self) -> None:
         """Raise NoValidSamples if no usable sample has been seen: no more will come."""
@@ -267,7 +282,8 @@ class Reader:
             self._known_ahead = max(_FEWEST_KNOWN, int(self._tier.limit_bytes / KNOWN_PART / mean_bytes))
         in_use = self._in_use()
         self._cache.keep_open(in_use)
-        self._fills.features.keep_open(in_use)
+        for follower in self.fills.followers:
+            follower.keep_open(in_use)
         for stream in self._streams.values():
             stream.tell_progress()
 
@@ -280,10 +296,10 @@ class Reader:
     def close(self) -> None:
         """Stop the fills and release the tier. Idempotent."""
         self._end_listening()
-        self._fills.stop()
+        self.fills.stop()
         self._forget_streams()
         self._cache.close()
-        self._fills.close()
+        self.fills.close()
 
     def _forget_streams(self) -> None:
         for stream in self._streams.values():
@@ -291,7 +307,7 @@ class Reader:
         self._streams = {}
 
     def _begin(self, start: EpochStart, group: int, source: int) -> ReferenceStream:
-        config, source_order = self._config, self._config.sources[source]
+        config, source_order = self.config, self.config.sources[source]
         number = config.first_group + group
         pieces = source_order.pieces[number]
         state = start.groups[number].sources[source] if number in start.groups else None
@@ -328,7 +344,7 @@ class Reader:
 
     def _source_of(self, shard: int) -> int:
         """The source of a shard."""
-        return bisect.bisect_right(self._config.sources, shard, key=lambda source: source.first) - 1
+        return bisect.bisect_right(self.config.sources, shard, key=lambda source: source.first) - 1
 
     def _pause(
         self,
@@ -350,7 +366,7 @@ class Reader:
         start_ns = time.monotonic_ns() if looked_ns is None else looked_ns
         self.stop_if_superseded()
         self.want(needed)
-        self._fills.prefetcher.check()
+        self.fills.prefetcher.check()
         blocked = self._blocked(wait, needed)
         for action in decide(blocked):
             self._act(action, blocked, wait)
@@ -359,7 +375,7 @@ class Reader:
             self._control.while_waiting()
         waited_ns = time.monotonic_ns() - start_ns
         if self._spans.is_on:
-            now_ns, shard = time.time_ns(), self._config.shards[needed[0]].name if needed else ""
+            now_ns, shard = time.time_ns(), self.config.shards[needed[0]].name if needed else ""
             self._spans.add("wait for bytes", now_ns - waited_ns, now_ns, shard=shard)
         self._counts.add("shuffle_wait_ns" if is_held_back else "bytes_wait_ns", waited_ns)
         self._control.by_source[self._row, source, 1] += waited_ns
@@ -381,14 +397,14 @@ class Reader:
             tuple(needed),
             wait.seconds(),
             is_stuck=self._cache.view(needed[0]).is_stuck,
-            is_refused=self._fills.are_refused(needed),
-            is_reported=self._blocked_by == self._config.shards[needed[0]].name,
+            is_refused=self.fills.are_refused(needed),
+            is_reported=self._blocked_by == self.config.shards[needed[0]].name,
             warnings=wait.warnings,
         )
 
     def _act(self, action: Action, blocked: Blocked, wait: Wait) -> None:
         """Do what the policy has decided about a blocked batch."""
-        prefetcher, first = self._fills.prefetcher, self._config.shards[blocked.shards[0]]
+        prefetcher, first = self.fills.prefetcher, self.config.shards[blocked.shards[0]]
         if action is Action.USE_FALLBACK:
             prefetcher.store_in_fallback(first)
         elif action is Action.FIND_ROOM:
@@ -425,7 +441,7 @@ class Reader:
             needed.update(dict.fromkeys(open_shards))
             if self._fills_ahead and source not in self._idle:
                 later.update(dict.fromkeys(stream.coming(self._shards_ahead()).tolist()))
-        self._fills.want(needed, later, in_use, most_open)
+        self.fills.want(needed, later, in_use, most_open)
 
     def _in_use(self) -> set[int]:
         """The shards that have to stay readable."""
@@ -436,4 +452,4 @@ class Reader:
         if not mean:
             return 1
         room = self._tier.limit_bytes / 4
-        return max(1, int(min(self._config.ahead_bytes, room) / mean))
+        return max(1, int(min(self.config.ahead_bytes, room) / mean))

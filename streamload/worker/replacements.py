@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from streamload.order.hashing import pick
 from streamload.worker.messages import Visit, WorkerConfig
@@ -26,27 +26,25 @@ class Replacements:
     def __init__(self, config: WorkerConfig, reader: Reader):
         self._config, self._reader = config, reader
 
-    def of(self, visit: Visit, seed: int) -> Iterator[tuple[int, int]]:
+    def of(
+        self, visit: Visit, seed: int, fits: Callable[[Visit, int, int], bool]
+    ) -> Iterator[tuple[int, int]]:
         """The shards and numbers of samples that may take its place, at most as many as are to be tried.
 
-        Where steps are planned, first those that aren't longer than the place is wide. Where any number may
-        be tried, all of its shard in the end.
+        Where its width is known, first those that fit. Where any number may be tried, all of its shard in the
+        end.
+
+        Args:
+            visit: of a sample that can't be used.
+            seed: uint64, of its random choices.
+            fits: see Sampler.
         """
         tried = self._config.replacements
-        yield from itertools.islice(
-            filter(lambda place: self._fits(visit, *place), self._near(visit, seed)), tried
-        )
+        yield from itertools.islice(filter(lambda place: fits(visit, *place), self._near(visit, seed)), tried)
         if visit.most is not None:
             yield from itertools.islice(self._near(visit, seed), tried)
         if tried is None:
             yield from self._usable_after(visit.shard, -1, None)
-
-    def _fits(self, visit: Visit, shard: int, number: int) -> bool:
-        bucketing = self._config.bucketing
-        if visit.most is None or bucketing is None:
-            return True
-        costs = bucketing.costs(self._reader.facts(shard, [number], bucketing.facts), 1)[0]
-        return bool(costs[0] <= visit.most[0] and costs[1] <= visit.most[1])
 
     def _near(self, visit: Visit, seed: int) -> Iterator[tuple[int, int]]:
         """1. Earlier samples of its shard, 2. later ones, 3. some of each of the source's next shards."""

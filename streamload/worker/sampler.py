@@ -5,23 +5,64 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from streamload.batches.in_progress import Bounds
 from streamload.errors import NoValidSamples
 from streamload.order.events import BATCH_SIZE, WEIGHTS, Event, in_effect, joined, of_kind
 from streamload.order.portions import Portion, Portions
 from streamload.order.split import Share
+from streamload.order.steps import Steps
 from streamload.worker.blocked import Wait
-from streamload.worker.buckets import BlockPlanner, PlannedStep
 from streamload.worker.messages import EpochStart, Span, Visit, WorkerConfig
 from streamload.worker.reader import Reader
 from streamload.worker.states import GroupState, SourceState
 
 
+class RankStep(Protocol):
+    """A rank's part of one step. Its references can be taken once.
+
+    Attributes:
+        position: the global position where it begins.
+        bounds: the most tokens and patches of each row on any rank; None: unknown. Valid after `visits`.
+        passes: by source the latest pass of its samples; after `visits`.
+    """
+
+    position: int
+    bounds: Bounds | None
+    passes: dict[int, int]
+
+    @property
+    def size(self) -> int:
+        """The number of samples that this rank computes."""
+        ...
+
+    @property
+    def seats(self) -> npt.NDArray[np.int64]:
+        """The source of each sample: int64[size]; valid after `visits`."""
+        ...
+
+    def visits(self) -> Iterator[list[Visit] | None]:
+        """The samples, in parts as they become known; fewer where the sequence ends.
+
+        In training a step that isn't full on all ranks is skipped by all: then the last item is None.
+        """
+        ...
+
+    def states(self) -> dict[int, GroupState]:
+        """The state of each group after the step; valid after `visits`."""
+        ...
+
+    def spans(self) -> dict[str, Span]:
+        """The hashes before and after the step, by group and source; valid after `visits`."""
+        ...
+
+
 class Sampler:
-    """The steps of one epoch, in ascending order.
+    """The steps of one epoch, in ascending order, each by its own part of the order.
 
     Args:
         config: what is read.
@@ -38,11 +79,8 @@ class Sampler:
         self._start = start
         self._events: Sequence[Event] = start.events
         self._groups = config.split.groups_of(config.rank)
-        self.steps = start.steps_of(config)
+        self.steps: Steps = config.steps.steps(start.start, of_kind(start.events, BATCH_SIZE))
         self._mixtures: dict[int, Portions] = {}
-        self._planner: BlockPlanner | None = None
-        if config.bucketing is not None:
-            self._planner = BlockPlanner(config, reader, self.steps, self._mixture)
 
     def receive(self, events: Sequence[Event]) -> None:
         """Go by events of later steps; those of earlier ones may be left out."""
@@ -52,24 +90,16 @@ class Sampler:
         for mixture in self._mixtures.values():
             mixture.events = self._events
 
-    def at(self, position: int) -> Step | PlannedStep:
+    def at(self, position: int) -> RankStep:
         """The step at a global position."""
-        if len(self._config.sources) > 1:
-            self._reader.give_shares(in_effect(of_kind(self._events, WEIGHTS), position))
-        shares = self.steps.at(position).shares(position, self._config.rank, self._groups)
-        if self._planner is not None and self.steps.is_planned(position):
-            groups = {share.group: share.size for share in shares}
-            return PlannedStep(self._config, self._planner, position, groups)
-        parts = [_Part(share, self._mixture(share.group).at(position)) for share in shares]
-        return Step(self._config, self._reader, parts)
+        parts = [_Part(share, self._mixture(share.group).at(position)) for share in self._shares(position)]
+        return Step(self._config, self._reader, position, parts)
 
     def coming(self, position: int) -> list[tuple[int, int]]:
         """This rank's samples of a later step, by shard and number, as far as they are known."""
         samples: list[tuple[int, int]] = []
         if position not in self.steps:
             return samples
-        if self._planner is not None and self.steps.is_planned(position):
-            return self._coming_of_block(self._planner, position)
         for share in self.steps.at(position).shares(position, self._config.rank, self._groups):
             # A copy, as weights may still change before that step.
             part = _Part(share, copy.copy(self._mixture(share.group)).at(position))
@@ -80,11 +110,15 @@ class Sampler:
                 samples += [(int(shard), int(number)) for _, shard, number in rows]
         return samples
 
-    def _coming_of_block(self, planner: BlockPlanner, position: int) -> list[tuple[int, int]]:
-        if any(planner.known(group, position) is None for group in self._groups):
-            return []
-        step = self.at(position)
-        return [(visit.shard, visit.number) for part in step.visits() for visit in part or ()]
+    def fits(self, visit: Visit, shard: int, number: int) -> bool:
+        """True if a sample isn't longer than the place of a visit is wide."""
+        return True
+
+    def _shares(self, position: int) -> list[Share]:
+        """This rank's shares of the groups' parts of a step, which is the next one."""
+        if len(self._config.sources) > 1:
+            self._reader.give_shares(in_effect(of_kind(self._events, WEIGHTS), position))
+        return self.steps.at(position).shares(position, self._config.rank, self._groups)
 
     def _mixture(self, group: int) -> Portions:
         mixture = self._mixtures.get(group)
@@ -120,13 +154,14 @@ class _Part:
 
 @dataclass(slots=True)
 class Step:
-    """A rank's part of one step. Its references can be taken once."""
+    """The part of one step that consists of parts of groups; see RankStep."""
 
     config: WorkerConfig
     reader: Reader
+    position: int
     parts: list[_Part]
+    bounds: Bounds | None = None
     passes: dict[int, int] = field(default_factory=dict)
-    """By source the latest pass of its samples; after `visits`."""
     _wait: Wait = field(default_factory=Wait)
     _before: dict[tuple[int, int], int] = field(default_factory=dict)
 
@@ -134,12 +169,6 @@ class Step:
     def size(self) -> int:
         """The number of samples that this rank computes."""
         return sum(part.seats.size for part in self.parts)
-
-    @property
-    def bounds(self) -> npt.NDArray[np.int32] | None:
-        """With bucketing, room for rows of any length: nothing is known of those of other ranks."""
-        bucketing = self.config.bucketing
-        return None if bucketing is None else bucketing.any_row(self.size)
 
     @property
     def seats(self) -> npt.NDArray[np.int64]:

@@ -11,7 +11,7 @@ from webdataset import TarWriter
 
 import streamload
 from streamload import Batches, Shards
-from streamload.batches.padding import widths_of
+from streamload.batches.padding import cut_to_longest, widths_of
 from streamload.batches.tokenize import adapt_tokenizer
 from streamload.errors import OptionError
 from streamload.testing.shards import write_shards
@@ -45,7 +45,7 @@ def test_ids_and_masks_are_those_of_the_tokenizers_own_longest(side):
     tokenizer = of_transformers(model_max_length=12, padding_side=side)
     texts = adapt_tokenizer(tokenizer, finds_padding=True)(CAPTIONS, SEEDS)
     assert texts.ids.shape == (4, 12)
-    own, cut = expected(tokenizer), texts.cut_to_longest(1)
+    own, cut = expected(tokenizer), cut_to_longest(texts, 1)
     assert cut.ids.tolist() == own.input_ids.tolist()
     assert cut.valid.tolist() == own.attention_mask.bool().tolist()
     assert {name: value.tolist() for name, value in cut.others.items()} == {
@@ -59,14 +59,14 @@ def test_ids_and_masks_are_those_of_the_tokenizers_own_longest(side):
 def test_the_width_is_a_multiple_and_at_most_the_tokenizers_length(side, multiple, width):
     tokenizer = of_transformers(model_max_length=12, padding_side=side)
     texts = adapt_tokenizer(tokenizer, finds_padding=True)(CAPTIONS, SEEDS)
-    cut = texts.cut_to_longest(multiple)
+    cut = cut_to_longest(texts, multiple)
     assert cut.ids.shape == cut.valid.shape == cut.others["attention_mask"].shape == (4, width)
     assert cut.ids[cut.valid].tolist() == texts.ids[texts.valid].tolist()
 
 
 def test_a_batch_of_captions_without_ids_keeps_a_column():
     texts = adapt_tokenizer(of_transformers(model_max_length=12), finds_padding=True)(["", ""], [1, 2])
-    assert texts.cut_to_longest(1).ids.tolist() == [[0], [0]]
+    assert cut_to_longest(texts, 1).ids.tolist() == [[0], [0]]
 
 
 def test_a_mask_that_the_tokenizer_does_not_give_by_default_is_not_in_the_batch():
@@ -87,7 +87,7 @@ def test_a_tokenizer_that_holds_one_of_transformers_is_asked_for_its_mask(copied
     texts = tokenizer(CAPTIONS, SEEDS)
     assert texts.ids.tolist() == wrapping(CAPTIONS).tolist()
     assert texts.valid.sum(1).tolist() == [2, 7, 0, 3]
-    assert texts.cut_to_longest(1).ids.tolist() == wrapping(CAPTIONS)[:, :7].tolist()
+    assert cut_to_longest(texts, 1).ids.tolist() == wrapping(CAPTIONS)[:, :7].tolist()
     assert wrapping.tokenizer is inner  # the user's own is as it was
 
 
@@ -95,7 +95,7 @@ def test_what_such_a_tokenizer_strips_is_padding():
     tokenizer = adapt_tokenizer(Wrapping(of_transformers(), strips=True), finds_padding=True)
     texts = tokenizer(CAPTIONS, SEEDS)
     assert texts.valid.tolist()[1] == [True] * 5 + [False] + [True] + [False] * 3
-    assert texts.cut_to_longest(1).ids.shape == (4, 7)
+    assert cut_to_longest(texts, 1).ids.shape == (4, 7)
 
 
 def test_ids_that_are_not_those_of_the_inner_tokenizer_are_refused():
@@ -122,7 +122,7 @@ def test_a_function_says_what_is_padding_by_a_mask_or_an_id_of_its_own():
     for tokenizer in (masked, declared):
         texts = adapt_tokenizer(tokenizer, finds_padding=True)(CAPTIONS, SEEDS)
         assert texts.valid.sum(1).tolist() == [2, 7, 0, 3]
-        assert texts.cut_to_longest(1).ids.tolist() == [row[:7] for row in ids(CAPTIONS)]
+        assert cut_to_longest(texts, 1).ids.tolist() == [row[:7] for row in ids(CAPTIONS)]
     for unclear in (lambda captions: ids(captions), declared):
         declared.eos_token_id = 3
         with pytest.raises(

@@ -18,13 +18,14 @@ from streamload import Images, Patches
 from streamload.device import feed_for
 from streamload.errors import OptionError
 from streamload.order.hashing import sample_seed
-from streamload.order.seq_lens import SeqLens
+from streamload.patches.execute import PlannedPatches
+from streamload.patches.grid import patch_grid
+from streamload.patches.plan import clip_patch_plan
+from streamload.patches.seq_lens import SeqLens
 from streamload.shards import samples
 from streamload.transforms import kernel
 from streamload.transforms.normalise import OPENAI_MEAN, OPENAI_STD
-from streamload.transforms.patch_grid import patch_grid
-from streamload.transforms.patches import PlannedPatches
-from streamload.transforms.plan import OPENAI, clip_patch_plan
+from streamload.transforms.plan import OPENAI
 from tests.support import flat
 from tests.support.photographs import photograph
 

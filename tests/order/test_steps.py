@@ -4,11 +4,12 @@ import random
 
 import pytest
 
+from streamload.buckets.cells import Blocks
 from streamload.errors import OptionError
-from streamload.order.buckets import Block, Blocks
 from streamload.order.events import new_batch_size
 from streamload.order.split import Split
-from streamload.order.steps import Steps, StepTable, refuse_uneven
+from streamload.order.steps import Block, Steps
+from streamload.patches.steps import StepTable, TableSteps, refuse_uneven
 
 STEPS = ((128, 16), (576, 3), (1024, 2), (128, 16), (128, 5))
 
@@ -18,11 +19,11 @@ def test_steps_that_are_alike_follow_each_other_without_end():
     assert [steps.begin(number) for number in range(3)] == [24, 36, 48]
     assert steps.at(36) == Split(12, groups=2, ranks=4)
     assert 10**9 in steps
-    assert steps.seq_len(36) is None
+    assert steps.seq_len(36) == 0
 
 
 def test_steps_of_a_table_begin_where_the_ones_before_end():
-    steps = Steps(Split(64, groups=2, ranks=4), 100, STEPS)
+    steps = TableSteps(Split(64, groups=2, ranks=4), 100, STEPS)
     begins = [steps.begin(number) for number in range(7)]
     assert begins == [100, 164, 176, 184, 248, 268, 268]
     assert [steps.at(begin).batch for begin in begins[:5]] == [64, 12, 8, 64, 20]
@@ -79,7 +80,7 @@ def test_steps_follow_their_sizes_however_these_become_known(number):
         batch = rng.randint(1, 9)
         resizes.append(new_batch_size(place, batch))
     expected = followed(first, position, resizes, 40)
-    at_once = Steps(Split(first, 1, 1), position, None, None, resizes)
+    at_once = Steps(Split(first, 1, 1), position, None, resizes)
     learned = Steps(Split(first, 1, 1), position)
     for known in range(1, len(resizes) + 1):
         learned.resize(resizes[rng.randrange(known) : known])  # those that are over may be left out
@@ -99,7 +100,7 @@ def test_an_epoch_ends_where_its_next_step_would_not_be_full_in_the_size_until_t
         place += rng.randint(1, 4) * batch
         batch = rng.randint(1, 9)
         resizes.append(new_batch_size(place, batch))
-    steps = Steps(Split(first, 1, 1), 0, None, None, resizes)
+    steps = Steps(Split(first, 1, 1), 0, None, resizes)
     for samples in range(60):
         count, before = 0, first
         for begin, size in followed(first, 0, resizes, 70):
@@ -110,8 +111,8 @@ def test_an_epoch_ends_where_its_next_step_would_not_be_full_in_the_size_until_t
 
 
 def test_blocks_begin_again_where_steps_have_another_size():
-    blocks = Blocks.of_sequence(8, 6, 0, 0)
-    steps = Steps(Split(8, 1, 1), 0, None, blocks, [new_batch_size(64, 16, 3), new_batch_size(160, 4, 12)])
+    blocks = Blocks(8, 6, are_growing=True)
+    steps = Steps(Split(8, 1, 1), 0, blocks, [new_batch_size(64, 16, 3), new_batch_size(160, 4, 12)])
     assert [steps.block(begin) for begin in (0, 8, 24, 56, 64, 96, 112, 159, 160, 207)] == [
         Block(0, 8), Block(8, 16), Block(16, 32), Block(32, 64), Block(64, 112), Block(64, 112),
         Block(112, 160), Block(112, 160), Block(160, 208), Block(160, 208),
@@ -121,7 +122,7 @@ def test_blocks_begin_again_where_steps_have_another_size():
 
 def test_a_size_that_changes_within_a_step_is_refused():
     with pytest.raises(OptionError, match="change in size at 30, where no step begins"):
-        Steps(Split(12, 1, 1), 0, None, None, [new_batch_size(30, 6)])
+        Steps(Split(12, 1, 1), 0, None, [new_batch_size(30, 6)])
 
 
 def test_groups_that_ranks_cannot_share_evenly_are_refused():

@@ -14,13 +14,14 @@ import torch
 from PIL import Image
 
 from benchmarks.torchvision_stub import define_torchvision_schemas
-from streamload.batches.image_memory import PatchMemory
 from streamload.ipc import own_empty
+from streamload.patches.compile import compile_patches, patch_plan_or_given
+from streamload.patches.execute import PlannedPatches
+from streamload.patches.grid import PatchCrop, patch_grid
+from streamload.patches.images import PatchMemory
+from streamload.patches.plan import GivenPatches, clip_patch_plan
 from streamload.transforms import kernel
-from streamload.transforms.compile import compile_patches, patch_plan_or_given
-from streamload.transforms.patch_grid import PatchCrop, patch_grid
-from streamload.transforms.patches import GivenPatches, PlannedPatches
-from streamload.transforms.plan import NotRecognised, clip_patch_plan
+from streamload.transforms.plan import NotRecognised
 from streamload.transforms.user import SeededGenerators
 from tests.support.photographs import photograph
 

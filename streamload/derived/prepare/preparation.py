@@ -23,8 +23,8 @@ from streamload.origins.origin import Origin
 from streamload.transforms.augment import Box
 from streamload.transforms.decode import Pixels, decode_jpeg_or_image, kept_info
 from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
+from streamload.transforms.ppm import to_ppm
 from streamload.transforms.resize import resize_box
-from streamload.transforms.stored import to_stored
 
 RAW = "raw"
 AUTO = "auto"
@@ -113,7 +113,7 @@ class Preparation:
         if not self._is_changed(pixels):
             return None
         small = self._shrunk(pixels)
-        return to_stored(small, info) if self.quality is None else self._encoded(small)
+        return to_ppm(small, info) if self.quality is None else self._encoded(small)
 
     def pixels(self, data: bytes | memoryview) -> Pixels:
         """The pixels of `prepare(data)`, for an image that isn't prepared.

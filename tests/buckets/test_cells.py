@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamload.buckets.cells import Blocks, cells, dealt, ordered
 from streamload.errors import OptionError
-from streamload.order.buckets import Blocks, cells, dealt, ordered
 
 
 @given(batch=st.integers(1, 50), steps=st.integers(1, 70), origin=st.integers(0, 99), growing=st.booleans())

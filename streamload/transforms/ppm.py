@@ -1,4 +1,4 @@
-"""Raw pixels as binary PPM, as in prepared shards (step I): read in place, nothing is decoded.
+"""Images as binary PPM, such as prepared ones (step I): raw pixels, read in place; nothing is decoded.
 
 What a function of Pillow images may need besides pixels (EXIF, colour profile) follows them, where no reader
 of PPM looks.
@@ -20,25 +20,21 @@ Info = dict[str, bytes | str]
 """Entries of the `info` of a Pillow image."""
 
 MOST_INFO_BYTES = 1 << 20
-_PPM_START = b"P6"
+PPM_START = b"P6"
+"""The beginning of an image with raw pixels, which need no decoding."""
 _PPM_HEADER = re.compile(rb"P6\s([0-9]{1,8})\s([0-9]{1,8})\s255\s")
 """Plain binary PPM, 8 bits and no comments, as written by Pillow, OpenCV and netpbm."""
 _PPM_HEADER_BYTES = 32
 _INFO_MARK = b"\nSTREAMLOAD.info "
 
 
-def is_stored(data: bytes | memoryview) -> bool:
-    """Return whether an image has raw pixels (binary PPM), which need no decoding."""
-    return data[:2] == _PPM_START
-
-
-def stored_pixels(
+def ppm_pixels(
     data: bytes | memoryview, in_place: bool, most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS
 ) -> Pixels:
     """Return the pixels of a binary PPM.
 
     Args:
-        data: for which `is_stored` is true.
+        data: that begins with PPM_START.
         in_place: return a view if `data` is writable, as torch requires; otherwise a copy.
         most_pixels: allowed.
 
@@ -58,8 +54,8 @@ def stored_pixels(
     return pixels if in_place and pixels.flags.writeable else pixels.copy()
 
 
-def stored_info(data: bytes | memoryview, pixel_bytes: int) -> Info:
-    """Return what follows the pixels of a binary PPM by `to_stored`; empty if that is anything else."""
+def ppm_info(data: bytes | memoryview, pixel_bytes: int) -> Info:
+    """Return what follows the pixels of a binary PPM by `to_ppm`; empty if that is anything else."""
     header = _PPM_HEADER.match(bytes(data[:_PPM_HEADER_BYTES]))
     start = (header.end() if header is not None else 0) + pixel_bytes
     if data[start : start + len(_INFO_MARK)] != _INFO_MARK:
@@ -74,7 +70,7 @@ def stored_info(data: bytes | memoryview, pixel_bytes: int) -> Info:
         return {}
 
 
-def to_stored(pixels: Pixels, info: Info) -> bytes:
+def to_ppm(pixels: Pixels, info: Info) -> bytes:
     """Return a binary PPM of uint8[H, W, 3], with info of at most MOST_INFO_BYTES."""
     height, width = pixels.shape[:2]
     values = {

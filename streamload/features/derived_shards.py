@@ -11,22 +11,18 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from streamload.cache.backing import BackingStore
 from streamload.cache.shard import Shard
 from streamload.cache.shard_copy import ShardCopy
-from streamload.cache.shard_view import OpenFiles
 from streamload.cache.shared.sharing import ReadThrough, Sharing
-from streamload.cache.tier import Tier
-from streamload.derived.calls.feature_rows import FeatureStart
 from streamload.derived.store.results import layout_of
 from streamload.derived.store.sealed import Row
 from streamload.derived.store.shard import RowShard, SampleKey, rows_form
 from streamload.errors import CacheCorrupt, OriginNotFound
-from streamload.metrics import Counters
 from streamload.origins.origin import Origin, Stream, Version
 from streamload.prefetch.prefetcher import FillResult, Prefetcher, PrefetchOptions
 from streamload.prefetch.scheduler import FillRequest
-from streamload.worker.messages import WorkerConfig
+from streamload.shards.samples import Entry
+from streamload.worker.reader import Reader
 
 _FETCHES = 2
 _LOOK_SECONDS = 1.0
@@ -38,30 +34,20 @@ _PATIENCE_SECONDS = 5.0
 _POLL_SECONDS = 0.005
 
 
-class FeatureShards:
+class DerivedShards:
     """The derived shards that a process reads. It lasts from epoch to epoch; for one thread.
 
     Args:
-        config: what is read.
-        tier: of the node.
-        sharing: the shared cache that derived shards come from; None: there is none.
-        counts: of this process.
-        files: of the thread that reads them.
+        names: of the features that have some.
+        reader: of the process, which reads their shards; its shared cache has derived shards.
     """
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        tier: Tier,
-        sharing: BackingStore | None,
-        counts: Counters,
-        files: OpenFiles,
-    ):
-        self._files = files
-        self._shards = config.shards
-        self._names = [one.name for one in config.assembly.features if one.has_derived_shards]
-        self._shared = sharing.tier if isinstance(sharing, Sharing) else None
-        self._tier, self._counts = tier, counts
+    def __init__(self, names: Sequence[str], reader: Reader):
+        self._names = names
+        self._shards, self._files, self._counts = reader.shards, reader.files, reader.counts
+        backing = reader.fills.backing
+        self._shared = backing.tier if isinstance(backing, Sharing) else None
+        self._tier = reader.fills.tier
         self._fingerprints: dict[str, str] = {}  # by feature
         self._open: dict[tuple[str, int], RowShard] = {}  # by feature and shard
         self._look_at: dict[tuple[str, int], float] = {}
@@ -69,19 +55,19 @@ class FeatureShards:
         self._answered: set[str] = set()  # digests of those that were fetched, or can't be; by any thread
         self._is_patient = True
         self._prefetcher: Prefetcher | None = None
-        if self._names and self._shared is not None:
+        if names and self._shared is not None:
             self._prefetcher = Prefetcher(
-                tier,
+                self._tier,
                 self._open_origin,
                 PrefetchOptions(_FETCHES, tombstones=False, retry_seconds=_ASK_SECONDS),
-                counts=counts,
+                counts=self._counts,
                 sink=self._settle,
             )
 
-    def begin(self, features: Mapping[str, FeatureStart]) -> None:
-        """Begin an epoch: by these fingerprints rows are found."""
+    def begin(self, fingerprints: Mapping[str, str]) -> None:
+        """Begin an epoch: by these fingerprints rows are row_shard, by feature."""
         self.keep_open(())
-        self._fingerprints = {name: features[name].fingerprint for name in self._names}
+        self._fingerprints = {name: fingerprints[name] for name in self._names}
         self._look_at.clear()
         self._answered.clear()
         self._is_patient = True
@@ -96,51 +82,48 @@ class FeatureShards:
         ]
         self._request(wanted)
 
-    def has_all(self, shard: int, key: tuple[str, int | None]) -> bool:
+    def has_all(self, shard: int, entry: Entry) -> bool:
         """True if derived shards have a sample's rows of all features, so that its bytes aren't needed."""
-        found = [self._at(name, shard) for name in self._names]
-        return all(one is not None and key in one for one in found)
+        key, row_shards = (entry.key, entry.checksum), [self._at(name, shard) for name in self._names]
+        return all(row_shard is not None and key in row_shard for row_shard in row_shards)
 
     def rows(self, feature: str, shard: int, keys: Sequence[SampleKey]) -> list[Row | None]:
         """The rows of samples of a shard; None for those that no derived shard has.
 
         It waits while the derived shard is being fetched, but only for some seconds.
         """
-        found = self._at(feature, shard)
-        if found is None:
+        row_shard = self._at(feature, shard)
+        if row_shard is None:
             return [None] * len(keys)
-        damaged = found.damaged
-        rows = found.read(keys)
-        if found.damaged > damaged:
-            self._counts.add("feature_rows_damaged", found.damaged - damaged)
+        damaged = row_shard.damaged
+        rows = row_shard.read(keys)
+        if row_shard.damaged > damaged:
+            self._counts.add("feature_rows_damaged", row_shard.damaged - damaged)
         return rows
 
     def keep_open(self, shards: Collection[int]) -> None:
         """Close the derived shards of all other shards: they may be evicted."""
         for feature, shard in [key for key in self._open if key[1] not in shards]:
-            found = self._open.pop((feature, shard))
-            self._files.forget(found)
-            found.close()
-            if found.damaged and self._prefetcher is not None:  # to be fetched again
-                self._tier.quarantine(found.copy.path)
-
-    def stop(self) -> None:
-        """Stop all transfers where they are. Idempotent."""
-        if self._prefetcher is not None:
-            self._prefetcher.close()
+            row_shard = self._open.pop((feature, shard))
+            self._files.forget(row_shard)
+            row_shard.close()
+            if row_shard.damaged and self._prefetcher is not None:  # to be fetched again
+                self._tier.quarantine(row_shard.copy.path)
 
     def close(self) -> None:
-        """Close all that is open. Idempotent."""
+        """Stop all transfers where they are, and close all that is open. Idempotent."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
         self.keep_open(())
 
     def _at(self, feature: str, shard: int) -> RowShard | None:
         """The derived shard of a feature and shard, opened if it isn't; None: there is none."""
-        found = self._open.get((feature, shard))
-        if found is None or found.copy.is_closed:  # to make room for others
-            found = self._find(feature, shard)
-        if found is not None:
-            self._files.use(found)
-        return found
+        row_shard = self._open.get((feature, shard))
+        if row_shard is None or row_shard.copy.is_closed:  # to make room for others
+            row_shard = self._find(feature, shard)
+        if row_shard is not None:
+            self._files.use(row_shard)
+        return row_shard
 
     def _find(self, feature: str, shard: int) -> RowShard | None:
         """Open a derived shard, if the tier has it by now."""
@@ -152,17 +135,17 @@ class FeatureShards:
             self._request([FillRequest(form, 0.0), *self._wanted.values()])
         self._await(form)
         try:
-            found = self._opened(form, fingerprint)
+            row_shard = self._opened(form, fingerprint)
         except CacheCorrupt:
             self._counts.add("checksum_failures")
             self._tier.quarantine(self._tier.published(form.digest))
-            found = None
-        if found is None:
+            row_shard = None
+        if row_shard is None:
             self._look_at[key] = time.monotonic() + _LOOK_SECONDS
         else:
-            self._open[key] = found
+            self._open[key] = row_shard
             self._files.trim()
-        return found
+        return row_shard
 
     def _opened(self, form: Shard, fingerprint: str) -> RowShard | None:
         with contextlib.ExitStack() as unless_used, contextlib.suppress(OSError):
@@ -170,11 +153,11 @@ class FeatureShards:
             if copy is None:
                 return None
             unless_used.callback(copy.close)
-            found = RowShard(copy, fingerprint)
-            if len(found):
-                layout_of(found.layout)  # the rank makes results by it
+            row_shard = RowShard(copy, fingerprint)
+            if len(row_shard):
+                layout_of(row_shard.layout)  # the rank makes results by it
             unless_used.pop_all()
-            return found
+            return row_shard
         return None
 
     def _request(self, wanted: Sequence[FillRequest]) -> None:
@@ -193,7 +176,7 @@ class FeatureShards:
         return form.digest in self._wanted and form.digest not in self._answered
 
     def _settle(self, result: FillResult) -> None:
-        """Note that a fetch has ended, whether it found something or not; called by its thread."""
+        """Note that a fetch has ended, whether it row_shard something or not; called by its thread."""
         self._answered.add(result.shard.digest)
 
     def _open_origin(self, form: Shard, stop: threading.Event) -> Origin:

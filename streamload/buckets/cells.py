@@ -10,23 +10,17 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from math import isqrt
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamload.errors import OptionError
+from streamload.order.events import Event
 from streamload.order.hashing import stream
+from streamload.order.steps import Block, StepStart
 
 _CELLS_OF_A_STEP = 32
 """Within a step rows are sorted as into so many cells."""
-
-
-class Block(NamedTuple):
-    """The global positions of a block: from `begin` to before `end`."""
-
-    begin: int
-    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +44,10 @@ class Blocks:
         if self.batch < 1 or self.steps < 1 or self.origin < 0:
             raise OptionError(f"blocks of {self.steps} steps of {self.batch} samples from {self.origin}")
 
-    @classmethod
-    def of_sequence(cls, batch: int, steps: int, epoch: int, origin: int) -> Blocks:
-        """The blocks of a sequence, by the epoch in which it began: those of a run's first one grow."""
-        return cls(batch, steps, origin, are_growing=epoch == 0 and origin == 0)
+    def resized(self, size: Event) -> Blocks:
+        """The blocks from an event on that sets another size of steps."""
+        grow = self.are_growing and size.position == 0
+        return Blocks(size.value["batch"], size.value["block"], size.position, grow)
 
     def is_planned(self, position: int) -> bool:
         """True if the step that begins at a global position is planned: all but the first of a run."""
@@ -71,6 +65,18 @@ class Blocks:
             count = max(1, first)
         begin = self.origin + first * self.batch
         return Block(begin, begin + count * self.batch)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOptions:
+    """Options of blocks of so many steps each."""
+
+    steps: int
+
+    def blocks(self, batch: int, start: StepStart) -> Blocks:
+        """The blocks of a sequence, by the epoch in which it began: those of a run's first one grow."""
+        origin = start.blocks_from
+        return Blocks(batch, self.steps, origin, are_growing=start.sequence == 0 and origin == 0)
 
 
 def cells(costs: NDArray[np.float64], steps: int, key: int) -> NDArray[np.int64]:

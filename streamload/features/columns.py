@@ -13,6 +13,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from streamload.batches.collate import Allocate
 from streamload.batches.images import ImageAssembly, Images
+from streamload.batches.in_progress import Sample
 from streamload.derived.calls.feature_rows import FeaturesRead, FeatureStart, RowKey, stacked
 from streamload.derived.calls.features import FeatureInputs
 from streamload.derived.store.keys import Naming
@@ -57,10 +58,13 @@ class FeatureAssembly:
         """True if its rows can be in derived shards: those of samples, with one row each."""
         return self.images is not None and self.variants == 1
 
-    def batch_factory(
-        self, start: FeatureStart, derived: DerivedRows | None
-    ) -> Callable[[int, Allocate], FeatureInProgress]:
-        """A function that makes the feature of an empty batch, for an epoch."""
+    def batch_factory(self, start: FeatureStart, derived: DerivedRows | None) -> MakeFeature:
+        """A function that makes the feature of an empty batch, for an epoch.
+
+        Args:
+            start: what is known of it in this epoch.
+            derived: rows in derived shards; None: there are none.
+        """
         images = None if self.images is None else self.images.batch_factory()
         reading = _Reading(self, start, derived)
         return lambda size, allocate: FeatureInProgress(self, reading, images, size, allocate)
@@ -172,32 +176,20 @@ class FeatureInProgress:
         self._rows: list[Row | None] = []
         self._places: list[int] = []  # of those whose inputs are made
 
-    def parse(
-        self, key: str, checksum: int | None, members: Mapping[str, memoryview], image: str,
-        is_prepared: bool, seed: int, shard: int,
-    ) -> ParsedFeature | None:  # fmt: skip
-        """Key of a sample's row; None where that is known only with the whole batch.
-
-        Args:
-            key: of the sample.
-            checksum: of its payloads, xxh3_64; None: it wasn't computed.
-            members: their payloads by extension, in order.
-            image: the extension of its image.
-            is_prepared: whether that is a prepared image.
-            seed: uint64, of the sample's random choices in this pass.
-            shard: its shard's place in the list of the run.
-        """
+    def parse(self, sample: Sample, image: str, is_prepared: bool, seed: int) -> ParsedFeature | None:
+        """Key of a sample's row; None where that is known only with the whole batch. See Column."""
         if self._make_images is None:
             return None
+        checksum = sample.checksum
         if checksum is None:
             digest = xxh3_64()
-            for payload in members.values():
+            for payload in sample.members.values():
                 digest.update(payload)
             checksum = digest.intdigest()
         variant = seed % self._variants
-        row_key = (key, checksum) if self._variants == 1 else (key, checksum, variant)
+        row_key = (sample.key, checksum) if self._variants == 1 else (sample.key, checksum, variant)
         fixed = xxh3_64_intdigest(f"{checksum} {variant}".encode())
-        parsed = ParsedFeature(row_key, members, image, is_prepared, fixed, shard)
+        parsed = ParsedFeature(row_key, sample.members, image, is_prepared, fixed, sample.shard)
         self._parsed.append(parsed)
         return parsed
 
@@ -313,6 +305,10 @@ class FeatureInProgress:
                     f"for ever; give Features a preprocess= without random steps, or variants=K for rows of "
                     f"K draws"
                 )
+
+
+MakeFeature = Callable[[int, Allocate], FeatureInProgress]
+"""Makes the feature of an empty batch, by its size."""
 
 
 def _key_of_text(text: Any) -> RowKey:

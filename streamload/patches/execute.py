@@ -9,37 +9,21 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from streamload.errors import DecodeError
+from streamload.patches.grid import Grid, patch_grid
+from streamload.patches.plan import NAMES, PatchPlan
 from streamload.transforms.augment import Box, Draws
 from streamload.transforms.decode import Pixels
 from streamload.transforms.execute import run_given
 from streamload.transforms.normalise import Channels
-from streamload.transforms.patch_grid import Grid, patch_grid
-from streamload.transforms.plan import PatchPlan, Size, Statistics
+from streamload.transforms.plan import Size, Statistics
 from streamload.transforms.resize import Filter, Place, Put, resizing
 from streamload.transforms.user import SeededGenerators
-
-NAMES = ("patches", "patch_coord", "patch_valid")
-"""The values of an image as patches, or of a batch; a training loop has them in one dict, with `seq_len`."""
-
-
-@dataclass(frozen=True, slots=True)
-class GivenPatches:
-    """Functions that run as given: from a Pillow image to a float image of whole patches, or to its patches.
-
-    Attributes:
-        patch_size: of each patch.
-        transforms: the function for each sequence length.
-    """
-
-    patch_size: Size
-    transforms: Mapping[int, Callable[[Any], Any]]
 
 
 class PatchRow(NamedTuple):

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamload.transforms.patch_grid import PatchCrop, most_patches, patch_grid
+from streamload.patches.grid import PatchCrop, most_patches, patch_grid
 
 SIDES = st.integers(1, 3000)
 

@@ -8,37 +8,28 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from streamload.order.buckets import Blocks
-from streamload.transforms.patch_grid import most_patches
+from streamload.patches.grid import most_patches
 
 
 @dataclass(frozen=True, slots=True)
-class Bucketing:
-    """Options of the plan of blocks of steps (order/buckets.py).
+class RowCosts:
+    """Options of the lengths of rows, by which blocks of steps are planned (cells.py).
 
     Attributes:
-        steps: of a block.
         text: the name of the fact that says how long a sample's text is; None: texts don't count.
         text_most: tokens of the longest text, and of those of which nothing is known.
         text_multiple: of the tokens of a place in a batch.
-        are_agreed: whether several groups agree on bounds, so that texts are cut by the rank.
         patches_most: of an image, and of those of which nothing is known; 0: images have no patches.
         patch_size: of each patch.
         max_ratio: by which factor images are enlarged at most; None: all have the most patches.
     """
 
-    steps: int
     text: str | None
     text_most: int
     text_multiple: int
-    are_agreed: bool = False
     patches_most: int = 0
     patch_size: tuple[int, int] = (1, 1)
     max_ratio: float | None = None
-
-    def blocks(self, batch: int, epoch: int, origin: int) -> Blocks:
-        """The blocks of a sequence, by the epoch in which it began."""
-        return Blocks.of_sequence(batch, self.steps, epoch, origin)
 
     @property
     def facts(self) -> list[str]:

@@ -11,19 +11,43 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from streamload.batches.in_progress import Bounds
+from streamload.buckets.cells import cells, dealt
+from streamload.buckets.costs import RowCosts
 from streamload.errors import NoValidSamples
-from streamload.order.buckets import Block, cells, dealt
 from streamload.order.hashing import BUCKETS, key
 from streamload.order.portions import Portion, Portions
 from streamload.order.split import Split
-from streamload.order.steps import Steps
+from streamload.order.steps import Block, Steps
 from streamload.worker.blocked import Wait
-from streamload.worker.messages import BlockBounds, Span, Visit, WorkerConfig
+from streamload.worker.messages import EpochStart, Span, Visit, WorkerConfig
 from streamload.worker.reader import Reader
+from streamload.worker.sampler import RankStep, Sampler
 from streamload.worker.states import GroupState, SourceState
 
 Rows = npt.NDArray[np.int64]
 """int64[N, 4]: source, pass, shard and number of samples."""
+
+
+class BlockBounds(NamedTuple):
+    """Widths of the rows of a block's steps, where the groups of a run have to agree on that.
+
+    Attributes:
+        begin, end: the global positions of the block.
+        rows: int32[steps, N, 2]: the most tokens of text and image of each row of a rank in each step.
+    """
+
+    begin: int
+    end: int
+    rows: npt.NDArray[np.int32]
+
+    def at(self, position: int) -> Bounds | None:
+        """Those of the step at a global position; None outside of the block."""
+        if not self.begin <= position < self.end:
+            return None
+        number = (position - self.begin) * len(self.rows) // (self.end - self.begin)
+        bounds: Bounds = self.rows[number]
+        return bounds
 
 
 class BlockPlan(NamedTuple):
@@ -56,18 +80,22 @@ class BlockPlanner:
 
     Args:
         config: what is read.
+        costs: of rows.
         reader: has the reference streams and facts.
         steps: of the epoch, planned by block.
         mixture: gives the portions of a group's blocks.
     """
 
     def __init__(
-        self, config: WorkerConfig, reader: Reader, steps: Steps, mixture: Callable[[int], Portions]
+        self,
+        config: WorkerConfig,
+        costs: RowCosts,
+        reader: Reader,
+        steps: Steps,
+        mixture: Callable[[int], Portions],
     ):
-        assert config.bucketing is not None
-        self.steps = steps
+        self.costs, self.steps = costs, steps
         self._config, self._reader, self._mixture = config, reader, mixture
-        self._bucketing = config.bucketing
         self._plans: dict[int, BlockPlan] = {}
 
     def at(self, group: int, position: int, wait: Wait) -> BlockPlan:
@@ -156,8 +184,8 @@ class BlockPlanner:
         for begin, end in itertools.pairwise(borders):
             if begin < end:
                 of_shard = order[begin:end]
-                facts = self._reader.facts(int(shards[begin]), rows[of_shard, 3], self._bucketing.facts)
-                costs[of_shard] = self._bucketing.costs(facts, end - begin)
+                facts = self._reader.facts(int(shards[begin]), rows[of_shard, 3], self.costs.facts)
+                costs[of_shard] = self.costs.costs(facts, end - begin)
         return costs
 
 
@@ -170,17 +198,18 @@ class PlannedStep:
         groups: those that the rank reads in it, with how many samples of each.
         seats: int64[size]: the source of each sample; valid after `visits`.
         passes: by source the latest pass of its samples; after `visits`, if there are several sources.
-        bounds: int32[N, 2], for each row the most tokens of text and image of that row on any rank; valid
-            after `visits`.
+        begins_epoch: whether it is the first one since the epoch began or was resumed.
+        bounds: for each row the most tokens of text and image of that row on any rank; valid after `visits`.
     """
 
     config: WorkerConfig
     planner: BlockPlanner
     position: int
     groups: dict[int, int]
+    begins_epoch: bool
     seats: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     passes: dict[int, int] = field(default_factory=dict)
-    bounds: npt.NDArray[np.int32] | None = None
+    bounds: Bounds | None = None
     _wait: Wait = field(default_factory=Wait)
 
     @property
@@ -200,18 +229,20 @@ class PlannedStep:
         if any(number >= len(plan.steps) for plan in plans):
             yield None
             return
-        rows, self.bounds = self._rows(plans, number)
+        rows, bounds = self._rows(plans, number)
         self.seats = rows[:, 0]
         if len(self.config.sources) > 1:
             latest = np.zeros(len(self.config.sources), np.int64)
             np.maximum.at(latest, self.seats, rows[:, 1])
             self.passes = dict(enumerate(latest.tolist()))
-        yield [
+        visits = [
             Visit(source, pass_, shard, number, (tokens, patches))
             for (source, pass_, shard, number), (tokens, patches) in zip(
-                rows.tolist(), self.bounds.tolist(), strict=True
+                rows.tolist(), bounds.tolist(), strict=True
             )
         ]
+        self.bounds = fitted(bounds, self.planner.steps.seq_len(self.position))
+        yield visits
 
     def block_bounds(self) -> BlockBounds:
         """The bounds of all steps of the block; valid after `visits`."""
@@ -221,15 +252,14 @@ class PlannedStep:
         missing = (end - begin) // self._split.batch - len(steps)  # where a sequence ends
         return BlockBounds(begin, end, np.stack([*steps, *[np.zeros_like(steps[0])] * missing]))
 
-    def _rows(self, plans: Sequence[BlockPlan], number: int) -> tuple[Rows, npt.NDArray[np.int32]]:
+    def _rows(self, plans: Sequence[BlockPlan], number: int) -> tuple[Rows, Bounds]:
         """The rows that this rank computes in a step of the block, and their bounds."""
         parts = [self._dealt(group, plan, number) for group, plan in zip(self.groups, plans, strict=True)]
         times = [(np.arange(len(rows)) + 0.5) / max(1, len(rows)) for rows, _ in parts]
         order = np.argsort(np.concatenate(times), kind="stable")
         rows = np.concatenate([rows for rows, _ in parts])[order]
-        assert self.config.bucketing is not None
         most = np.concatenate([most for _, most in parts])[order]
-        return rows, self.config.bucketing.rounded(most)
+        return rows, self.planner.costs.rounded(most)
 
     def states(self) -> dict[int, GroupState]:
         """The state of each group after the step; valid after `visits`."""
@@ -257,3 +287,49 @@ class PlannedStep:
         sizes = np.array(self._split.sizes(self.position, group))
         places, bounds = dealt(plan.costs[cell], sizes, self.config.rank)
         return plan.rows[cell[places]], bounds
+
+
+class BucketSampler(Sampler):
+    """The steps of one epoch, in ascending order, most of them planned by block.
+
+    Args:
+        config, reader, start: see Sampler.
+        costs: of rows.
+    """
+
+    def __init__(self, config: WorkerConfig, reader: Reader, start: EpochStart, costs: RowCosts):
+        super().__init__(config, reader, start)
+        self._costs = costs
+        self._planner = BlockPlanner(config, costs, reader, self.steps, self._mixture)
+
+    def at(self, position: int) -> RankStep:
+        """The step at a global position; one that isn't planned has room for rows of any length."""
+        if not self.steps.is_planned(position):
+            step = super().at(position)
+            step.bounds = fitted(self._costs.any_row(step.size), self.steps.seq_len(position))
+            return step
+        shares = self._shares(position)
+        groups = {share.group: share.size for share in shares}
+        return PlannedStep(self._config, self._planner, position, groups, position == self._start.position)
+
+    def coming(self, position: int) -> list[tuple[int, int]]:
+        """See Sampler."""
+        if position not in self.steps or not self.steps.is_planned(position):
+            return super().coming(position)
+        if any(self._planner.known(group, position) is None for group in self._groups):
+            return []
+        return [(visit.shard, visit.number) for part in self.at(position).visits() for visit in part or ()]
+
+    def fits(self, visit: Visit, shard: int, number: int) -> bool:
+        """See Sampler."""
+        if visit.most is None:
+            return True
+        facts = self._reader.facts(shard, [number], self._costs.facts)
+        tokens, patches = self._costs.costs(facts, 1)[0].tolist()
+        return bool(tokens <= visit.most[0] and patches <= visit.most[1])
+
+
+def fitted(bounds: Bounds, seq_len: int) -> Bounds:
+    """Limit bounds to the most patches of an image in a step, in place."""
+    bounds[:, 1] = np.minimum(bounds[:, 1], seq_len)
+    return bounds
