@@ -22,7 +22,6 @@ from streamload.loader.in_order import InOrder
 from streamload.loader.options import LoaderOptions
 from streamload.loader.schedule import Schedule
 from streamload.loader.worker_config import worker_config_for
-from streamload.node import in_this_process
 from streamload.origins.origin import import_origins
 from streamload.torch_internals import protect_workers, running_iterator, shut_down_workers
 from streamload.transforms.plan import Statistics
