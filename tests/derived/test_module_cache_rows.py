@@ -1,6 +1,7 @@
 """The store of rows: bounded, shared by processes, whole after kills, and never fooled by damaged bytes."""
 
 import contextlib
+import gc
 import logging
 import multiprocessing
 import multiprocessing.forkserver
@@ -29,6 +30,7 @@ from streamload.cache.garbage import clear
 from streamload.cache.inventory import foreign
 from streamload.cache.tier import Tier
 from streamload.derived.log_once import log_once
+from streamload.derived.proof import packages
 from streamload.derived.store import disk, row_store
 from streamload.derived.store.catalog import collect_garbage
 from streamload.derived.store.disk import DiskRows, RowCounts
@@ -635,6 +637,21 @@ def test_memory_stays_within_its_limit(shm):
 class Widens(nn.Module):
     def forward(self, x):
         return x.expand(len(x), 768)
+
+
+@pytest.mark.parametrize("is_worker", [True, False])
+def test_only_a_forked_worker_takes_what_its_parent_found_in_libraries(is_worker, monkeypatch):
+    module = cache_module(Widens)()
+
+    def work():
+        monkeypatch.setattr(packages, "_functions_in", lambda package: pytest.fail(package))
+        module(torch.ones(2, 1), cache_key=["a", "b"])
+        assert gc.get_freeze_count()
+
+    process = multiprocessing.get_context("fork").Process(target=work, daemon=is_worker)
+    process.start()
+    process.join(60)
+    assert process.exitcode == (0 if is_worker else 1)
 
 
 def test_too_little_memory_is_said_and_the_disk_is_used(shm, monkeypatch, caplog):

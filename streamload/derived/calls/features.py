@@ -19,7 +19,6 @@ from streamload.derived.proof.fingerprint import Fingerprint, device_of
 from streamload.derived.proof.lazy import build, is_pending
 from streamload.derived.proof.module_checks import check_elsewhere, refuse_stale
 from streamload.derived.proof.module_proof import (
-    CANARIES,
     Description,
     Options,
     fingerprint_of,
@@ -218,13 +217,10 @@ class BoundFeatures:
 
     def _canaries(self, fingerprint: Fingerprint) -> int:
         """Of how many stored rows a worker sends the inputs as well."""
-        proof = proof_of(self.module)
-        if not self.features.is_checked:
-            return 0
-        if not is_pending(self.module):
-            return proof.canaries
-        is_begun = proof.checked is not None and proof.checked[0].digest == fingerprint.digest
-        return 0 if is_begun else CANARIES
+        is_built = not is_pending(self.module)
+        return (
+            proof_of(self.module).unchecked(fingerprint, is_built=is_built) if self.features.is_checked else 0
+        )
 
     def fingerprint(self) -> str:
         """Under which rows are found now; "": rows are neither read nor stored."""

@@ -13,6 +13,7 @@ import functools
 import inspect
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,8 @@ from streamload.derived.proof.builds import Generators
 _PENDING = "_streamload_pending"
 _BUILDING = "_streamload_building"
 _building = threading.RLock()
+not_built: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The modules of this process that weren't built when they were made."""
 _metaclasses: dict[type, type] = {}
 _PROBED = (
     torch.float64,
@@ -96,6 +99,7 @@ def pending_instance(
     """An instance that isn't built, see `Pending`; and the name of that in its `__dict__`."""
     make: Any = cls.__new__
     module = make(cls, *args, **kwargs)
+    not_built.add(module)
     module.__dict__[_PENDING] = Pending(args, kwargs, generators, list(asked))
     module.__dict__["training"] = True
     return module, _PENDING

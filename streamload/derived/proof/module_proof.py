@@ -6,8 +6,10 @@ or by records of earlier builds (builds.py).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import os
 import sys
 import time
 import weakref
@@ -40,7 +42,7 @@ from streamload.derived.proof.fingerprint import (
     device_of,
     torch_settings,
 )
-from streamload.derived.proof.lazy import Pending, build, is_pending, pending_of, unbuilt
+from streamload.derived.proof.lazy import Pending, build, is_pending, not_built, pending_of, unbuilt
 from streamload.derived.proof.row_check import CannotCheck, CheckProcess, RowCheck, remade
 from streamload.derived.store.row_store import Place, RowStore, open_store
 from streamload.errors import FeatureMismatch, FeatureNotCacheable
@@ -137,6 +139,18 @@ def description_of(module: Any) -> Description:
             description = Description({}, set(), f"how this {type(module).__name__} was made isn't known")
         module.__dict__["_streamload_description"] = description
     return description
+
+
+def _describe_before_fork() -> None:
+    """Describe modules once for all workers: a look at an object copies its page in each."""
+    for module in list(not_built):
+        options = module._streamload_options
+        if is_pending(module) and options.place is not None and options.place.mapped is None:
+            with contextlib.suppress(Exception):  # the call that describes it raises it, too
+                description_of(module)
+
+
+os.register_at_fork(before=_describe_before_fork)
 
 
 @dataclass

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import multiprocessing
+import os
 import pathlib
 import sys
 import sysconfig
@@ -83,14 +85,12 @@ def patches(packages: set[str], names: set[str]) -> Iterator[tuple[str, Any]]:
         packages: those whose code was reached.
         names: in the code that was reached: of custom ops only those count that it may call.
     """
-    for module in _modules(packages):
-        for key, member in list(vars(module).items()):
-            place = f"{module.__name__}.{key}"
-            if _is_of_project(member):
-                yield place, member
-            elif isinstance(member, type) and member.__module__ == module.__name__:
-                inside = list(vars(member).items())
-                yield from ((f"{place}.{name}", value) for name, value in inside if _is_of_project(value))
+    for package in sorted(packages - {"streamload"} - sys.stdlib_module_names):
+        process, functions = _functions.get(package, (0, []))
+        if process in (0, os.getpid()) or not multiprocessing.current_process().daemon:
+            functions = list(_functions_in(package))
+            _functions[package] = os.getpid(), functions
+        yield from functions
     for number, hook in enumerate(global_hooks()):
         if package_of(hook) is None:
             yield f"global hook {number}", hook
@@ -108,15 +108,25 @@ def functions_of_op(op: Any) -> list[Any]:
     return list(functions.values())
 
 
-def _modules(packages: set[str]) -> list[types.ModuleType]:
-    tops = packages - {"streamload"} - sys.stdlib_module_names
-    modules = []
+_functions: dict[str, tuple[int, list[tuple[str, Any]]]] = {}
+"""By package the process that has looked, and the functions of the project in it. A forked worker takes what
+its parent has found: looking would copy each page on which a function of the package is."""
+
+
+def _functions_in(package: str) -> Iterator[tuple[str, Any]]:
+    """The functions of the project in a package, each with where it stands."""
     for name, module in list(sys.modules.items()):
-        top = name.partition(".")[0]
-        is_looked_at = top != "torch" or name in _OF_TORCH or name.startswith("torch.nn.")
-        if top in tops and is_looked_at and isinstance(module, types.ModuleType):
-            modules.append(module)
-    return modules
+        if name.partition(".")[0] != package or not isinstance(module, types.ModuleType):
+            continue
+        if package == "torch" and name not in _OF_TORCH and not name.startswith("torch.nn."):
+            continue
+        for key, member in list(vars(module).items()):
+            place = f"{module.__name__}.{key}"
+            if _is_of_project(member):
+                yield place, member
+            elif isinstance(member, type) and member.__module__ == module.__name__:
+                inside = list(vars(member).items())
+                yield from ((f"{place}.{name}", value) for name, value in inside if _is_of_project(value))
 
 
 def _is_of_project(value: Any) -> bool:

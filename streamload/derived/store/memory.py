@@ -19,6 +19,7 @@ from streamload.cache import memory
 from streamload.cache.directory import check_owner
 from streamload.cache.locks import FileLock, exclusive
 from streamload.derived.store.database import FINGERPRINT_BYTES
+from streamload.derived.store.queue import return_memory
 from streamload.derived.store.sealed import Row
 from streamload.errors import CacheError
 from streamload.shards.record import write_at
@@ -27,6 +28,9 @@ _ROW_BYTES = 400
 """Bytes of a row beside its body: its key, its object, its place in the dictionary."""
 _BLOCK_BYTES, _BLOCKS = 1 << 20, 64
 _FULL_SECONDS = 1.0
+_RETURNED_PARTS = 8
+"""Memory of rows that went is given back when they were one of so many parts of all: a thread that has ended
+may have taken it, and then it isn't used again."""
 _numbers = itertools.count()
 
 
@@ -47,6 +51,7 @@ class MemoryRows:
 
     def __init__(self, name: str, limit: Callable[[int], int]):
         self.size_bytes = 0
+        self._freed_bytes = 0
         self._share = _Share(name, limit)
         self._rows: OrderedDict[bytes, Row] = OrderedDict()
         self._layouts: dict[bytes, bytes] = {}
@@ -87,6 +92,10 @@ class MemoryRows:
                     self._drop(next(iter(self._rows)))
                 self._rows[key] = Row(layout, bytes(row.body), row.input_digest)
                 self.size_bytes += size
+            is_due = self._freed_bytes > self._share.size_bytes // _RETURNED_PARTS
+            self._freed_bytes = 0 if is_due else self._freed_bytes
+        if is_due:
+            return_memory()
 
     def clear(self, label: str | None = None) -> None:
         """Hold no rows of a label, or none at all."""
@@ -104,6 +113,7 @@ class MemoryRows:
         row = self._rows.pop(key, None)
         if row is not None:
             self.size_bytes -= len(row.body) + _ROW_BYTES
+            self._freed_bytes += len(row.body) + _ROW_BYTES
 
 
 class _Share:

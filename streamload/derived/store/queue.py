@@ -37,7 +37,7 @@ Material = tuple["np.ndarray[Any, Any]", Sequence[int]]
 """The bytes of each row, uint8[N, bytes], and the digest of each row's input."""
 
 
-def _return_memory() -> None:
+def return_memory() -> None:
     """Give memory that is free back to the system: the C library keeps what a thread had for the next one."""
     with contextlib.suppress(OSError, AttributeError):  # another library than glibc
         ctypes.CDLL(None).malloc_trim(0)
@@ -191,7 +191,7 @@ class RowQueue:
                     self._changed.notify_all()
                     break
             self._store_all()
-        _return_memory()
+        return_memory()
 
     def _store_all(self) -> None:
         with self._writing:
