@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import mixing_tables, overview, peer_tables, spot_tables
+from benchmarks import mixing_tables, overview, peer_tables
 from benchmarks.markdown import Result, filled, number, spread, table, when
 from benchmarks.turns import RESULTS, ROOT
 
@@ -22,7 +22,6 @@ PAGES = tuple(
     for page in (
         "README.md",
         "docs/results/performance.md",
-        "docs/results/spot-nodes.md",
         "docs/results/mixing.md",
         "benchmarks/README.md",
     )
@@ -41,14 +40,13 @@ def main() -> None:
 
 
 def write(given: argparse.Namespace) -> None:
-    found = {name: _read(given.results / f"{name}.json") for name in (*TABLES, "spot")}
+    found = {name: _read(given.results / f"{name}.json") for name in TABLES}
     results = {name: result for name, result in found.items() if result is not None}
     tables = tables_of(results)
     given.images.mkdir(parents=True, exist_ok=True)
     drawn = {
         **peer_tables.charts_of(results),
         **overview.charts_of(results),
-        **spot_tables.charts_of(results.get("spot")),
         **mixing_tables.charts_of(results),
     }
     for name, (_, drawing) in drawn.items():
@@ -60,10 +58,6 @@ def write(given: argparse.Namespace) -> None:
 def tables_of(results: dict[str, Result]) -> dict[str, str]:
     if store := results.get("scale", {}).get("store"):
         results = {**results, "scale_store": store}
-    spot = spot_tables.tables(results.get("spot"))
-    results = {
-        name: result for name, result in results.items() if name != "spot"
-    }  # nothing is measured in it
     tables = {name: TABLES[name](result) for name, result in results.items()}
     tables |= {
         f"{name}_chart": f"![{title}](images/{name}.svg)"
@@ -81,7 +75,7 @@ def tables_of(results: dict[str, Result]) -> dict[str, str]:
         tables["preparing"] = preparing(results["prepared"])
     if "daemons" in results:
         tables["daemons_trainers"] = daemons_trainers(results["daemons"])
-    return {"targets": targets(results), "machine": machine(results), **tables, **spot}
+    return {"targets": targets(results), "machine": machine(results), **tables}
 
 
 def targets(results: dict[str, Result]) -> str:
