@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -ec
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo quick test deep lint docs pytest pytest-openclip times ranges fuzz faults peers bench pins wheel clean
+.PHONY: help demo quick test deep lint docs pytest pytest-openclip deep-pytest deep-openclip times ranges fuzz faults peers bench pins wheel clean
 
 # The first Python on the path that is new enough.
 PYTHON ?= $(shell for python in python3 python3.{14,13,12,11,10}; do \
@@ -26,7 +26,10 @@ help:  ## Show this list
 demo: $(READY)  ## Train a small CLIP while its shards arrive (about 3 minutes)
 	$(BIN)/python examples/demo.py
 
-test: lint docs pytest pytest-openclip  ## Check everything (style, types, import contract, docs, tests) but what `make deep` does
+# Two at a time, each to its end, whatever fails; what one says is shown when it ends.
+TOGETHER := --no-print-directory --keep-going --jobs=2 --output-sync=target
+test: $(READY) $(OPENCLIP_READY) $(DOCS_READY)  ## Check everything (style, types, import contract, docs, tests) but what `make deep` does
+	$(MAKE) $(TOGETHER) pytest lint docs pytest-openclip
 
 # Compared with BASE, or those of one room: ROOM=cache.
 BASE ?= main
@@ -47,26 +50,29 @@ docs: $(DOCS_READY)  ## Build the documentation into docs/_build/html (warnings 
 
 # Many tests wait for processes, disks and servers: four at a time keep two cores busy. Their deadlines can be missed by
 # a busy machine: what fails is run once more, by itself, and has to pass then; the output shows both.
-TESTED = $(1) --numprocesses 4 --dist worksteal || \
-	{ [ $$? = 1 ] && $(1) --last-failed --last-failed-no-failures none; }
+TESTED = run() { env -u MAKEFLAGS -u MAKELEVEL $(2) -o cache_dir=.pytest_cache/$@ "$$@"; }; \
+	run --numprocesses $(1) --dist worksteal || { [ $$? = 1 ] && run --last-failed --last-failed-no-failures none; }
 # Torch has one thread in each of the many processes: two wait for each other on two busy cores.
-quick pytest pytest-openclip deep: export OMP_NUM_THREADS = 1
+quick pytest pytest-openclip deep-pytest deep-openclip ranges: export OMP_NUM_THREADS = 1
 
 # Prometheus' own parser reads what is exported, and a browser shows what is drawn.
 pytest: $(READY)
 	@for package in prometheus chromium; do \
 		bash .ci/need $$package || echo "The tests that need $$package are skipped." >&2; done
-	$(call TESTED,$(BIN)/python -u -m pytest -m "not deep")
+	$(call TESTED,4,$(BIN)/python -u -m pytest -m "not deep")
 
 # Tests with open_clip in their name run its own code, which needs an older webdataset; the others leave them out.
 pytest-openclip: $(OPENCLIP_READY)
-	$(call TESTED,.venv-openclip/bin/python -u -m pytest -m "not deep" $(OPENCLIP_TESTS))
+	$(call TESTED,2,.venv-openclip/bin/python -u -m pytest -m "not deep" $(OPENCLIP_TESTS))
 
 # Those marked deep, and no other file is imported.
 DEEP_TESTS = $(shell grep -lE 'mark\.(deep|sampled)' $(wildcard tests/*/test_*.py))
 deep: $(READY) $(OPENCLIP_READY)  ## Run the tests that are long by nature: benchmarks' quick forms, faults, simulation, long trainings
-	$(call TESTED,$(BIN)/python -u -m pytest -m deep $(filter-out $(OPENCLIP_TESTS),$(DEEP_TESTS)))
-	$(call TESTED,.venv-openclip/bin/python -u -m pytest -m deep $(filter $(OPENCLIP_TESTS),$(DEEP_TESTS)))
+	$(MAKE) $(TOGETHER) deep-pytest deep-openclip
+deep-pytest: $(READY)
+	$(call TESTED,4,$(BIN)/python -u -m pytest -m deep $(filter-out $(OPENCLIP_TESTS),$(DEEP_TESTS)))
+deep-openclip: $(OPENCLIP_READY)
+	$(call TESTED,2,.venv-openclip/bin/python -u -m pytest -m deep $(filter $(OPENCLIP_TESTS),$(DEEP_TESTS)))
 
 TARGETS ?= test deep demo
 times: $(READY) $(OPENCLIP_READY) $(DOCS_READY)  ## Time TARGETS="test deep demo", and write that into CONTRIBUTING.md
@@ -77,7 +83,7 @@ times: $(READY) $(OPENCLIP_READY) $(DOCS_READY)  ## Time TARGETS="test deep demo
 define TESTED_WITH
 	$(BIN)/uv venv --quiet --clear --seed --python $(BIN)/python .venv-$(1)
 	$(BIN)/uv pip install --quiet --python .venv-$(1)/bin/python --resolution $(1) --editable '.[dev]'
-	$(call TESTED,.venv-$(1)/bin/python -u -m pytest -m "not deep")
+	$(call TESTED,4,.venv-$(1)/bin/python -u -m pytest -m "not deep")
 endef
 
 ranges: $(READY)  ## Run the tests with the oldest and with the newest dependencies (25 minutes, and gigabytes)

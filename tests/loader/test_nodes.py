@@ -154,8 +154,9 @@ def test_four_nodes_have_the_batches_of_one_process_and_fetch_each_shard_once(
     expected, results = in_switch(run)
     assert together([batches for batches, *_ in results]) == expected
     fetched = sum(count for _, count, _ in results)
-    if fault == "nothing":
-        assert fetched == sum(sizes)
+    if fault == "nothing":  # and once more where a busy machine made a holder so slow that it was overtaken
+        overtakes = sum(count for *_, count in results)
+        assert sum(sizes) <= fetched <= sum(sizes) + overtakes * max(sizes)
     else:
         assert fetched <= sum(sizes) * (1 + 1 / nodes) + max(sizes)
 

@@ -213,9 +213,11 @@ def test_several_nodes_read_with_the_least_that_fits_on_one_of_them(
 
 @pytest.mark.deep
 def test_with_half_of_the_data_fitting_a_few_lanes_never_wait_for_room(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shards that are kept from the last epoch make way for those that lanes wait for."""
+    for name in ("_NO_ROOM_SECONDS", "_STANDOFF_SECONDS"):  # a busy machine takes seconds to make room
+        monkeypatch.setattr(f"streamload.worker.shortage.{name}", 600.0)
     larger = ShardOptions(image_side=(8, 8), padding_bytes=(60_000, 62_000))
     paths = write_shards(tmp_path / "data", [32] * 20, seed=3, options=larger)
     with ShardServer(tmp_path / "data") as server:
