@@ -17,7 +17,7 @@ from streamload.cache import memory
 from streamload.cache.locks import is_locked
 from streamload.derived.store.catalog import open_catalog, verify
 from streamload.derived.store.database import DATABASE, FILES, KEY_BYTES
-from streamload.derived.store.row_store import CacheLevel, Place, RowStore
+from streamload.derived.store.row_store import CacheLevel, RowPlace, RowStore
 from streamload.derived.store.sealed import seal
 from tests.support.kills import Child, Moment, Stage
 
@@ -51,7 +51,7 @@ def writers(attempt: Attempt) -> None:
 
 def _kill_writers(attempt: Attempt) -> None:
     is_little, is_copied = attempt.variant == "little room", attempt.variant == "memory"
-    place = Place(
+    place = RowPlace(
         str(attempt.place),
         CacheLevel.MEMORY if is_copied else CacheLevel.DISK,
         memory_bytes=_LITTLE_BYTES if is_copied else None,
@@ -80,14 +80,14 @@ def _kill_writers(attempt: Attempt) -> None:
     _check_what_is_left(attempt, place)
 
 
-def _start(attempt: Attempt, place: Place, stack: ExitStack) -> Child:
+def _start(attempt: Attempt, place: RowPlace, stack: ExitStack) -> Child:
     doing = attempt.rng.choice(list(_LONGEST_SECONDS))
     moment = Moment(doing, attempt.rng.uniform(0, _LONGEST_SECONDS[doing]))
     seed = attempt.rng.random()
     return stack.enter_context(Child(lambda stage: _store_for_ever(stage, place, seed), kill_at=moment))
 
 
-def _store_for_ever(stage: Stage, place: Place, seed: float) -> None:
+def _store_for_ever(stage: Stage, place: RowPlace, seed: float) -> None:
     rng = random.Random(seed)
     stage.enter("opening")
     store = RowStore(place)
@@ -111,7 +111,7 @@ def _read(store: RowStore, numbers: Sequence[int]) -> tuple[set[int], list[int]]
     return there, [at for at in there if bytes(found[_key(at)].body) != _body(at)]
 
 
-def _finish(attempt: Attempt, place: Place) -> None:
+def _finish(attempt: Attempt, place: RowPlace) -> None:
     """Who comes after the kills stores and reads as if there had been none."""
 
     def work(stage: Stage) -> Any:
@@ -140,7 +140,7 @@ def _look(attempt: Attempt, reader: RowStore, seen: set[int], is_little: bool) -
     seen |= there
 
 
-def _check_what_is_left(attempt: Attempt, place: Place) -> None:
+def _check_what_is_left(attempt: Attempt, place: RowPlace) -> None:
     """T, C: only the database and two files for locks, which are free; all verifies."""
     root = place.root
     left = {str(path.relative_to(root)) for path in root.rglob("*")}

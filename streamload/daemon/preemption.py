@@ -85,7 +85,7 @@ def on_signals(notice: Notice, grace_seconds: float = GRACE_SECONDS) -> Iterator
             signal.signal(number, handler)
 
 
-class Watch(threading.Thread):
+class NoticeWatch(threading.Thread):
     """Polls a cloud's metadata service in a thread, and gives its notice.
 
     Args:

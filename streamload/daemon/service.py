@@ -28,7 +28,7 @@ from streamload.daemon.executor import LocalExecutor, LocalOptions
 from streamload.daemon.followed import FollowedDemand
 from streamload.daemon.metadata import Cloud
 from streamload.daemon.options import DaemonOptions, ServiceOptions
-from streamload.daemon.preemption import Notice, Watch, on_signals
+from streamload.daemon.preemption import Notice, NoticeWatch, on_signals
 from streamload.daemon.ray_executor import RayExecutor, connect
 from streamload.daemon.ray_task import Job
 from streamload.daemon.status import Status
@@ -93,7 +93,7 @@ class Service:
         """Work until a signal or a cloud's notice, or with `once` until all is held."""
         options = self._options
         bases, poll_seconds = options.metadata, options.poll_seconds
-        watch = Watch(self._notice, self._cloud, bases=bases, poll_seconds=poll_seconds)
+        watch = NoticeWatch(self._notice, self._cloud, bases=bases, poll_seconds=poll_seconds)
         with contextlib.closing(watch):
             return self._daemon.run(self._notice)
 

@@ -18,7 +18,7 @@ from streamload.derived.calls.feature_rows import FeaturesRead, FeatureStart, Ro
 from streamload.derived.calls.features import FeatureInputs
 from streamload.derived.store.keys import Naming
 from streamload.derived.store.results import layout_of
-from streamload.derived.store.row_store import Place, open_store
+from streamload.derived.store.row_store import RowPlace, open_store
 from streamload.derived.store.sealed import Row
 from streamload.errors import CacheCorrupt, FeatureNotCacheable, SampleError
 
@@ -49,7 +49,7 @@ class FeatureAssembly:
     name: str
     inputs: FeatureInputs
     images: ImageAssembly | None
-    place: Place | None
+    place: RowPlace | None
     label: str
     variants: int
 

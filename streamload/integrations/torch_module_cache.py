@@ -14,7 +14,7 @@ import sys
 from streamload.derived.calls.module_cache import cache_module as _cache_module
 from streamload.derived.calls.module_cache import places, switches
 from streamload.derived.store.disk import DiskRows
-from streamload.derived.store.row_store import CacheLevel, Place, stores_at
+from streamload.derived.store.row_store import CacheLevel, RowPlace, stores_at
 
 __all__ = [
     "CacheLevel",
@@ -87,7 +87,7 @@ def clear_disk_caches(cache_name: str | None = None) -> None:
     Args:
         cache_name: only those of this name.
     """
-    for place in {*places, Place("")}:
+    for place in {*places, RowPlace("")}:
         _clear(place, cache_name)
 
 
@@ -101,7 +101,7 @@ def clear_cache(
         cache_name: only those of this name.
         clear_memory: forget those in memory, too.
     """
-    _clear(Place(cache_path or ""), cache_name, in_memory=clear_memory)
+    _clear(RowPlace(cache_path or ""), cache_name, in_memory=clear_memory)
 
 
 def get_cache_size(cache_path: str | None = None, cache_name: str | None = None) -> int:
@@ -135,11 +135,11 @@ def list_cache_entries(cache_path: str | None = None, cache_name: str | None = N
 
 def _rows_on_disk(cache_path: str | None) -> list[DiskRows]:
     """The rows of a directory, once; none if there is no database."""
-    stores = stores_at(Place(cache_path or ""))
+    stores = stores_at(RowPlace(cache_path or ""))
     return [store.disk for store in stores[:1] if isinstance(store.disk, DiskRows)]
 
 
-def _clear(place: Place, cache_name: str | None, *, in_memory: bool = True) -> None:
+def _clear(place: RowPlace, cache_name: str | None, *, in_memory: bool = True) -> None:
     for store in stores_at(place):
         if in_memory:
             store.clear_memory(cache_name)

@@ -5,7 +5,7 @@ may be slightly out of date. Times are integer nanoseconds.
 """
 
 from streamload.metrics.counters import Counters, Counts, total
-from streamload.metrics.registry import CAUSES, COUNTERS, GIVEN, METRICS, ROWS, WIDTH, Metric, Row
+from streamload.metrics.registry import CAUSES, COUNTERS, GIVEN, METRICS, ROWS, WIDTH, CounterRow, Metric
 from streamload.metrics.snapshot import Snapshot, format_bytes
 
 __all__ = [
@@ -15,10 +15,10 @@ __all__ = [
     "METRICS",
     "ROWS",
     "WIDTH",
+    "CounterRow",
     "Counters",
     "Counts",
     "Metric",
-    "Row",
     "Snapshot",
     "format_bytes",
     "total",

@@ -28,7 +28,7 @@ BUCKET_NS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CounterRow:
     """A counter in each process's row.
 
     Attributes:
@@ -67,7 +67,7 @@ class Metric:
     help: str
     unit: Literal["", "bytes", "seconds", "ratio"] = ""
     labels: tuple[str, ...] = ()
-    rows: tuple[Row, ...] = ()
+    rows: tuple[CounterRow, ...] = ()
     low: str = ""
     high: str = ""
 
@@ -77,7 +77,7 @@ def counted(
 ) -> Metric:
     """Declare a counter without labels, whose row has its name; that of a time ends in _ns."""
     row = name.replace("_seconds", "_ns") if unit == "seconds" else name
-    return Metric(name, "counter", means, unit, (), (Row(row, means, (), low, high),), low, high)
+    return Metric(name, "counter", means, unit, (), (CounterRow(row, means, (), low, high),), low, high)
 
 
 def given(
@@ -95,14 +95,14 @@ def given(
 
 
 STAGES = (
-    Row(
+    CounterRow(
         "bytes_wait_ns",
         "time for which workers waited for bytes to arrive, summed over workers",
         ("bytes",),
         "bytes arrive before they are needed",
         "workers × duration: the origin is the bottleneck",
     ),
-    Row(
+    CounterRow(
         "shuffle_wait_ns",
         "time for which workers waited for bytes while the shuffle window held back most samples that "
         "arrived, summed over workers",
@@ -110,35 +110,37 @@ STAGES = (
         "samples come as their bytes arrive",
         "workers × duration: `shuffle=` is the bottleneck",
     ),
-    Row(
+    CounterRow(
         "read_ns",
         "time that workers spent reading samples from the cache, summed over workers",
         ("read",),
         "samples are in memory when they are read",
         "workers × duration: the disk is the bottleneck",
     ),
-    Row(
+    CounterRow(
         "decode_ns",
         "time that workers spent on samples up to decoded pixels; by one image of 16",
         ("decode",),
     ),
-    Row("resize_ns", "time that workers spent transforming decoded pixels; by one image of 16", ("resize",)),
-    Row("tokenize_ns", "time that workers spent tokenizing, summed over workers", ("tokenize",)),
-    Row("collate_ns", "time that workers spent on all else of making batches", ("collate",)),
-    Row(
+    CounterRow(
+        "resize_ns", "time that workers spent transforming decoded pixels; by one image of 16", ("resize",)
+    ),
+    CounterRow("tokenize_ns", "time that workers spent tokenizing, summed over workers", ("tokenize",)),
+    CounterRow("collate_ns", "time that workers spent on all else of making batches", ("collate",)),
+    CounterRow(
         "hand_over_ns",
         "time that workers and the training's process spent passing batches on",
         ("hand-over",),
         high="duration: values of a batch aren't tensors, and are pickled",
     ),
-    Row(
+    CounterRow(
         "device_ns",
         "time for which the training loop waited for a batch's copy to the device",
         ("device",),
         "copies overlap with the training",
         "duration: the copies are the bottleneck",
     ),
-    Row(
+    CounterRow(
         "step_ns",
         "time between two batches in which the training loop did its own work",
         ("training",),
@@ -207,7 +209,7 @@ METRICS: tuple[Metric, ...] = (
         "samples skipped, by cause",
         labels=("cause",),
         rows=tuple(
-            Row(f"samples_skipped_{cause}", f"samples skipped because {why}", (cause,))
+            CounterRow(f"samples_skipped_{cause}", f"samples skipped because {why}", (cause,))
             for cause, why in CAUSES.items()
         ),
     ),
@@ -217,7 +219,7 @@ METRICS: tuple[Metric, ...] = (
         "samples replaced by another of their shard, by cause",
         labels=("cause",),
         rows=tuple(
-            Row(f"samples_replaced_{cause}", f"samples replaced because {why}", (cause,))
+            CounterRow(f"samples_replaced_{cause}", f"samples replaced because {why}", (cause,))
             for cause, why in CAUSES.items()
         ),
     ),
@@ -260,7 +262,9 @@ METRICS: tuple[Metric, ...] = (
         "ready_batches",
         "gauge",
         "batches of this epoch that workers have made, and the training loop hasn't taken",
-        rows=(Row("ready_batches", "batches that workers have made, and the training loop hasn't taken"),),
+        rows=(
+            CounterRow("ready_batches", "batches that workers have made, and the training loop hasn't taken"),
+        ),
         low="the training takes each batch as soon as it is made",
         high="workers × prefetch_factor: data is never late",
     ),
@@ -271,7 +275,7 @@ METRICS: tuple[Metric, ...] = (
         "bytes",
         ("modality",),
         tuple(
-            Row(f"ready_{modality}_bytes", f"bytes of ready batches: {help_text}", (modality,))
+            CounterRow(f"ready_{modality}_bytes", f"bytes of ready batches: {help_text}", (modality,))
             for modality, help_text in (
                 ("image", "images and patches"),
                 ("text", "ids of captions, and what goes with them"),
@@ -285,7 +289,7 @@ METRICS: tuple[Metric, ...] = (
         "tokens of captions and patches of images, real and padding, where a batch knows them",
         labels=("modality", "kind"),
         rows=tuple(
-            Row(
+            CounterRow(
                 f"{modality}_tokens_{kind}",
                 f"{help_text} in batches that were made, {kind}",
                 (modality, kind),
@@ -300,7 +304,7 @@ METRICS: tuple[Metric, ...] = (
         "time for which the training loop waited for a batch",
         "seconds",
         rows=(
-            Row(
+            CounterRow(
                 "data_wait_ns",
                 "time for which the training loop waited for a batch",
                 (),
@@ -384,7 +388,7 @@ GIVEN: tuple[Metric, ...] = (
 )
 
 BY_NAME = {metric.name: metric for metric in (*METRICS, *GIVEN)}
-ROWS: dict[str, Row] = {row.name: row for metric in METRICS for row in metric.rows}
+ROWS: dict[str, CounterRow] = {row.name: row for metric in METRICS for row in metric.rows}
 COUNTERS: dict[str, str] = {name: row.help for name, row in ROWS.items()}
 """Descriptions of the counters of a row; the order is the layout of a row, which the buckets follow."""
 WIDTH = len(COUNTERS) + BUCKETS

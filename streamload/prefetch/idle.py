@@ -37,7 +37,7 @@ _NEXT_USE = float(VISITS_KEPT)
 """Only what no run has announced, or an old copy of what is prepared, is evicted for a prepared form."""
 
 
-class Pace:
+class IdlePace:
     """Keeps a thread to a share of a processor, and stops it while there is other work. For one thread.
 
     Args:
@@ -99,7 +99,7 @@ class IdlePreparer:
         self._tier, self._shards, self._derive = tier, shards, derive
         self._freshness, self._counts = freshness, counts
         self._stop = threading.Event()
-        self._pace = Pace(share, is_idle, self._stop)
+        self._pace = IdlePace(share, is_idle, self._stop)
         self._failed: set[str] = set()  # digests of those that couldn't be prepared
         self._looks = 0  # through all shards
         self._thread = threading.Thread(target=self._run, name="streamload-prepare", daemon=True)
@@ -164,7 +164,7 @@ class IdlePreparer:
 class _CopyOrigin(Origin):
     """A shard's copy in the tier as an origin, read at a pace."""
 
-    def __init__(self, shard: Shard, tier: Tier, freshness: Freshness, pace: Pace):
+    def __init__(self, shard: Shard, tier: Tier, freshness: Freshness, pace: IdlePace):
         self.url = shard.name
         self._shard, self._tier, self._freshness, self._pace = shard, tier, freshness, pace
 
@@ -195,7 +195,7 @@ class _CopyOrigin(Origin):
 class _CopyStream:
     """The bytes of a copy, as long as it stays where it is and the run reads its version."""
 
-    def __init__(self, copy: ShardCopy, tier: Tier, pace: Pace, is_current: Callable[[], bool]):
+    def __init__(self, copy: ShardCopy, tier: Tier, pace: IdlePace, is_current: Callable[[], bool]):
         self.version = copy.version
         self._copy, self._tier, self._pace, self._is_current = copy, tier, pace, is_current
         self._inode = _inode(copy.path)

@@ -18,11 +18,11 @@ from streamload.cli import main
 from streamload.cli.features.show import text_of
 from streamload.derived.proof.code import Describer
 from streamload.derived.store import database
-from streamload.derived.store.catalog import Damage, delete_damaged, open_catalog
+from streamload.derived.store.catalog import DamagedRow, delete_damaged, open_catalog
 from streamload.derived.store.keys import Naming
 from streamload.derived.store.parts import NOTE, digest_of_parts, flat
 from streamload.derived.store.results import Result
-from streamload.derived.store.row_store import Place, RowStore, close_stores
+from streamload.derived.store.row_store import RowPlace, RowStore, close_stores
 from streamload.derived.store.sealed import leaves_in, seal
 from streamload.errors import CacheError
 from streamload.testing.shards import write_shards
@@ -214,7 +214,7 @@ def test_show_has_the_parts_that_make_the_fingerprint(features, made):
         report = as_json(features, "show", of[:7].upper(), "--path", made.path)
         assert report["fingerprint"] == of
         assert [row["rows"] for row in report["rows"]] == [7]
-        with open_catalog(Place(made.path).root) as catalog:
+        with open_catalog(RowPlace(made.path).root) as catalog:
             parts = catalog.parts(bytes.fromhex(of))
         assert digest_of_parts(parts).hex() == of
         assert report["parts"] == flat(parts)
@@ -291,7 +291,7 @@ def test_verify_finds_the_rows_that_are_damaged_and_deletes_those(features, made
 
 def test_verify_changes_nothing_and_reads_what_is_stored_beside_it(features, made):
     before = content(made.path)
-    store, key = RowStore(Place(made.path)), bytes(32)
+    store, key = RowStore(RowPlace(made.path)), bytes(32)
     try:
         store.write([(key, seal(key, b'["v",null]', b"", 0))], "new")  # in the log, of a process that runs
         assert as_json(features, "verify", "--path", made.path)["rows"] == 19
@@ -330,7 +330,7 @@ def test_verify_finds_layouts_and_notes_that_are_of_something_else(features, mad
     names = [bytes.fromhex(key) + bytes([at]) * 16 for at in range(3)]
     layouts = [b'["t","float32",[3]]', b'["q",1]', b'["n","|O",[1]]']
     note = NOTE + bytes.fromhex(key)
-    store = RowStore(Place(made.path))
+    store = RowStore(RowPlace(made.path))
     store.write(
         [(name, seal(name, layout, bytes(8), 0)) for name, layout in zip(names, layouts, strict=True)], "x"
     )
@@ -346,17 +346,17 @@ def test_verify_finds_layouts_and_notes_that_are_of_something_else(features, mad
 
 
 def test_a_row_that_was_stored_anew_since_it_was_looked_at_is_not_deleted(made):
-    with open_catalog(Place(made.path).root, writable=True) as catalog:
+    with open_catalog(RowPlace(made.path).root, writable=True) as catalog:
         ((place, stored_at),) = catalog.database.execute("SELECT place, stored FROM rows LIMIT 1")
-        assert delete_damaged(catalog, [Damage((place, stored_at - 1), b"", "", "")]) == 0
-        assert delete_damaged(catalog, [Damage((place, stored_at), b"", "", "")]) == 1
+        assert delete_damaged(catalog, [DamagedRow((place, stored_at - 1), b"", "", "")]) == 0
+        assert delete_damaged(catalog, [DamagedRow((place, stored_at), b"", "", "")]) == 1
 
 
 def test_what_was_opened_to_read_cannot_delete(made):
     before = content(made.path)
     with (
         pytest.raises(CacheError, match="attempt to write a readonly database"),
-        open_catalog(Place(made.path).root) as catalog,
+        open_catalog(RowPlace(made.path).root) as catalog,
     ):
         catalog.database.delete_fingerprint(catalog.fingerprints()[0])
     assert content(made.path) == before
@@ -530,7 +530,7 @@ def test_export_overwrites_nothing_and_leaves_nothing_when_it_fails(features, ma
     assert "exists already" in one_line(features("export", of, tmp_path / "full", "--path", made.path))
     assert os.listdir(tmp_path / "full") == ["file"]
     names = [bytes.fromhex(of) + at.to_bytes(16, "big") for at in range(70)]
-    store = RowStore(Place(made.path))
+    store = RowStore(RowPlace(made.path))
     store.write([(name, seal(name, b'["v",%d]' % at, b"", 0)) for at, name in enumerate(names)], "x")
     store.close()
     before = sorted(os.listdir(tmp_path))
@@ -540,7 +540,7 @@ def test_export_overwrites_nothing_and_leaves_nothing_when_it_fails(features, ma
 
 def test_commands_run_beside_a_process_that_stores_and_reads(features, made, tmp_path):
     def work(stage):
-        store = RowStore(Place(made.path))
+        store = RowStore(RowPlace(made.path))
         lost = 0
         for at in range(300):
             names = [

@@ -12,7 +12,7 @@ import pytest
 
 from streamload.daemon import metadata as clouds
 from streamload.daemon.metadata import Cloud
-from streamload.daemon.preemption import Notice, Watch, on_signals
+from streamload.daemon.preemption import Notice, NoticeWatch, on_signals
 from tests.support.metadata import MetadataServer
 
 TOLD = {"aws": 90.0, "gcp": 30.0, "azure": 25.0}
@@ -21,7 +21,7 @@ SLACK_SECONDS = 10.0
 
 def told(cloud: Cloud, server: MetadataServer) -> Notice:
     notice = Notice()
-    with closing(Watch(notice, cloud, bases=server.bases, poll_seconds=0.02)):
+    with closing(NoticeWatch(notice, cloud, bases=server.bases, poll_seconds=0.02)):
         assert notice.wait(30)
     return notice
 
@@ -68,7 +68,7 @@ def test_azure_is_known_while_it_takes_its_time_for_the_first_answer_about_event
 def test_a_machine_of_azures_whose_name_isnt_given_asks_for_it_again() -> None:
     with MetadataServer("azure") as server:
         notice = Notice()
-        with closing(Watch(notice, "azure", bases=server.bases, poll_seconds=0.02)):
+        with closing(NoticeWatch(notice, "azure", bases=server.bases, poll_seconds=0.02)):
             while not server.asked:
                 time.sleep(0.01)
             server.take_away(TOLD["azure"])
@@ -80,7 +80,7 @@ def test_a_machine_of_azures_whose_name_isnt_given_asks_for_it_again() -> None:
 def test_a_token_that_has_expired_is_renewed() -> None:
     with MetadataServer("aws") as server:
         notice = Notice()
-        with closing(Watch(notice, "aws", bases=server.bases, poll_seconds=0.02)):
+        with closing(NoticeWatch(notice, "aws", bases=server.bases, poll_seconds=0.02)):
             while len(server.asked) < 3:
                 time.sleep(0.01)
             server.forget_tokens()
@@ -92,7 +92,7 @@ def test_a_token_that_has_expired_is_renewed() -> None:
 def test_without_a_notice_nothing_is_said(cloud: Any) -> None:
     with MetadataServer("gcp" if cloud == "auto" else cloud) as server:
         notice = Notice()
-        with closing(Watch(notice, cloud, bases=server.bases, poll_seconds=0.01)):
+        with closing(NoticeWatch(notice, cloud, bases=server.bases, poll_seconds=0.01)):
             while len(server.asked) < 5:
                 time.sleep(0.01)
         assert not notice.is_given
@@ -102,7 +102,7 @@ def test_without_a_notice_nothing_is_said(cloud: Any) -> None:
 def test_where_no_cloud_answers_nobody_is_asked_any_more() -> None:
     notice = Notice()
     with MetadataServer("none") as server:
-        watch = Watch(notice, "auto", bases=server.bases, poll_seconds=0.01)
+        watch = NoticeWatch(notice, "auto", bases=server.bases, poll_seconds=0.01)
         watch.join(30)
         assert not watch.is_alive()
         watch.close()

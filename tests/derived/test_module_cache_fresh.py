@@ -604,7 +604,7 @@ def test_a_build_by_what_nothing_tells_is_found_out(run):
     assert [run(keys=keys)[:3] for keys in (KEYS, KEYS, KEYS)] == [FIRST, BUILT, LAZY]
     found = run(before=lambda: sys.argv.append("2"), keys=["a", "b"], after=lambda module: None)
     assert found[:3] == LAZY  # "c" and "d" are there, too
-    with open_catalog(row_store.Place("").root, writable=True) as catalog:
+    with open_catalog(row_store.RowPlace("").root, writable=True) as catalog:
         rows = catalog.database.execute("SELECT place, stored FROM rows ORDER BY key LIMIT -1 OFFSET 2")
         assert catalog.database.delete_places(rows) == 2
     found = run(before=lambda: sys.argv.append("2"))

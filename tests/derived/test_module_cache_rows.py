@@ -36,7 +36,7 @@ from streamload.derived.store.catalog import collect_garbage
 from streamload.derived.store.disk import DiskRows, RowCounts
 from streamload.derived.store.memory import MemoryRows
 from streamload.derived.store.results import Result, join, layout_of
-from streamload.derived.store.row_store import Place, RowStore
+from streamload.derived.store.row_store import RowPlace, RowStore
 from streamload.derived.store.sealed import seal, unseal
 from streamload.errors import CacheCorrupt, CacheError
 
@@ -666,7 +666,7 @@ def test_too_little_memory_is_said_and_the_disk_is_used(shm, monkeypatch, caplog
 @pytest.mark.parametrize(("free_bytes", "is_copied"), [(1 << 30, True), (1 << 20, False)])
 def test_auto_is_in_memory_where_the_rows_fit(shm, monkeypatch, free_bytes, is_copied):
     monkeypatch.setattr(memory, "available", lambda: memory.FreeMemory(free_bytes, "memory"))
-    store = RowStore(Place("", CacheLevel.AUTO))
+    store = RowStore(RowPlace("", CacheLevel.AUTO))
     assert (store.memory is not None) is is_copied
     store.close()
 
@@ -701,7 +701,7 @@ def test_rows_and_shards_share_a_directory(tmp_path):
 def test_a_directory_for_all_gets_one_of_the_user_s_own(tmp_path):
     tmp_path.chmod(0o777)
     if os.geteuid() == 0:
-        assert Place(str(tmp_path)).root == tmp_path / "streamload-0" / "rows"
+        assert RowPlace(str(tmp_path)).root == tmp_path / "streamload-0" / "rows"
     module = cache_module(cache_path=str(tmp_path))(Doubles)()
     module(torch.ones(2, 2), cache_key=["a", "b"])
     assert cache_info(module).stored == (2 if os.geteuid() == 0 else 0)

@@ -18,7 +18,7 @@ from torch import nn
 
 from streamload import cache_info, cache_module
 from streamload.derived.store import row_store
-from streamload.derived.store.row_store import Place, RowStore
+from streamload.derived.store.row_store import RowPlace, RowStore
 from streamload.derived.store.sealed import seal
 
 ROWS = 16
@@ -105,7 +105,7 @@ def _is_exact(row: Any, number: int, size: int) -> bool:
 
 @pytest.mark.deep
 def test_rows_that_are_evicted_while_others_read_are_whole_or_gone(tmp_path: Path) -> None:
-    place = Place(str(tmp_path), cache_size=1 << 20)
+    place = RowPlace(str(tmp_path), cache_size=1 << 20)
     writer, reader = RowStore(place), RowStore(place)
     is_done = threading.Event()
 

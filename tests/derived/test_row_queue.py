@@ -16,7 +16,7 @@ from streamload.derived.proof import fingerprint, module_proof
 from streamload.derived.store import queue as row_queue
 from streamload.derived.store import row_store
 from streamload.derived.store.queue import ComputedRows, RowQueue
-from streamload.derived.store.row_store import Place, RowStore
+from streamload.derived.store.row_store import RowPlace, RowStore
 from streamload.derived.store.sealed import seal, seal_rows, unseal
 
 X = torch.randn(8, 10, generator=torch.Generator().manual_seed(1))
@@ -32,7 +32,7 @@ def own_directory(tmp_path, monkeypatch):
 @pytest.fixture
 def no_looks(monkeypatch):
     """Nothing is looked at as a whole unless something asks for it."""
-    monkeypatch.setattr(module_proof.Pace, "is_due", property(lambda self: False))
+    monkeypatch.setattr(module_proof.LookPace, "is_due", property(lambda self: False))
     monkeypatch.setattr(fingerprint, "_SHARE", 1e-9)
 
 
@@ -55,7 +55,7 @@ def keys(count, start=0):
 
 def stored_now():
     """The rows that another process would find."""
-    store = RowStore(Place(""))
+    store = RowStore(RowPlace(""))
     try:
         return len(store.disk.labels().get("Plain", []))
     finally:

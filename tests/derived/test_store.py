@@ -21,7 +21,7 @@ from streamload.derived.log_once import log_once
 from streamload.derived.store import row_store
 from streamload.derived.store.catalog import open_catalog, verify
 from streamload.derived.store.disk import DiskRows, RowCounts
-from streamload.derived.store.row_store import Place
+from streamload.derived.store.row_store import RowPlace
 from streamload.errors import FeatureMismatch, OptionError
 from streamload.testing.shards import ShardOptions, write_shards
 from tests.support import flat
@@ -272,7 +272,7 @@ def test_rows_take_room_of_shards_that_are_needed_last_but_half_of_the_limit_at_
         (directory / "names").touch()
         os.utime(directory, (1000 + number, 1000 + number))
     tier.budget.count()
-    store = row_store.RowStore(Place(str(root)))
+    store = row_store.RowStore(RowPlace(str(root)))
     for start in range(0, 2000, 50):
         sealed = [(key(at), seal(key(at), b"layout", os.urandom(4000), 1)) for at in range(start, start + 50)]
         store.write(sealed, "it")

@@ -19,7 +19,7 @@ from streamload.daemon.warm import warm
 from streamload.derived.prepare.preparation import Preparation
 from streamload.metrics import Counters
 from streamload.origins.origin import Version
-from streamload.prefetch.idle import IdlePreparer, Pace
+from streamload.prefetch.idle import IdlePace, IdlePreparer
 from streamload.shards.index import IndexReader
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
@@ -136,7 +136,7 @@ def test_the_work_is_a_share_of_the_processor_at_most() -> None:
             return False
 
     def work(share: float) -> None:
-        pace = Pace(share, lambda: True, Stop())
+        pace = IdlePace(share, lambda: True, Stop())
         for _ in range(200):
             sum(range(20_000))
             pace.keep()

@@ -32,9 +32,9 @@ SHORT = 12
 
 def root_of(directory: str | None) -> Path:
     """The directory of the rows, which need not exist."""
-    from streamload.derived.store.row_store import Place
+    from streamload.derived.store.row_store import RowPlace
 
-    return Place(directory or "").root
+    return RowPlace(directory or "").root
 
 
 def rows_at(directory: str | None, *, writable: bool = False) -> "AbstractContextManager[Catalog]":

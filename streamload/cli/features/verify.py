@@ -13,7 +13,7 @@ from streamload.cli.terminal import print_json, print_table, say
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from streamload.derived.store.catalog import Verified
+    from streamload.derived.store.catalog import VerifiedRows
 
 
 def verify(
@@ -39,12 +39,12 @@ def verify(
     try:
         verified, deleted = _read(root, delete=delete)
     except CacheCorrupt as exc:
-        from streamload.derived.store.catalog import Verified, replace_broken
-        from streamload.derived.store.row_store import Place
+        from streamload.derived.store.catalog import VerifiedRows, replace_broken
+        from streamload.derived.store.row_store import RowPlace
 
-        verified, broken = Verified(), str(exc)
+        verified, broken = VerifiedRows(), str(exc)
         if delete:
-            replace_broken(Place(directory or ""))
+            replace_broken(RowPlace(directory or ""))
     shards = verify_shards(places, delete=delete)
     if as_json:
         _print_json(root, verified, deleted, broken, shards)
@@ -55,16 +55,16 @@ def verify(
         raise typer.Exit(1)
 
 
-def _read(root: "Path", *, delete: bool) -> "tuple[Verified, int]":
+def _read(root: "Path", *, delete: bool) -> "tuple[VerifiedRows, int]":
     """Verify all rows, with a progress line on a terminal."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from streamload.derived.store.catalog import Verified, delete_damaged, open_catalog
+    from streamload.derived.store.catalog import VerifiedRows, delete_damaged, open_catalog
     from streamload.derived.store.catalog import verify as look_at_all
     from streamload.metrics import format_bytes
 
     console = progress_console()
-    verified = Verified()
+    verified = VerifiedRows()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with (
         open_catalog(root, writable=delete) as catalog,
@@ -79,7 +79,7 @@ def _read(root: "Path", *, delete: bool) -> "tuple[Verified, int]":
 
 
 def _print_json(
-    root: "Path", verified: "Verified", deleted: int, broken: str, shards: VerifiedShards
+    root: "Path", verified: "VerifiedRows", deleted: int, broken: str, shards: VerifiedShards
 ) -> None:
     damaged = [
         {"label": damage.label, "name": damage.name, "cause": damage.cause} for damage in verified.damages
@@ -97,7 +97,7 @@ def _print_json(
     print_json(report)
 
 
-def _print_table(root: "Path", verified: "Verified", deleted: int, broken: str) -> None:
+def _print_table(root: "Path", verified: "VerifiedRows", deleted: int, broken: str) -> None:
     from streamload.metrics import format_bytes
 
     if verified.damages:

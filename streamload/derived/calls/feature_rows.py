@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from streamload.derived.proof.module_checks import is_close
-from streamload.derived.store.results import Layout, Result, dtype_of, layout_of, reordered
+from streamload.derived.store.results import Result, ResultLayout, dtype_of, layout_of, reordered
 from streamload.derived.store.sealed import Row, StoredLeaf
 from streamload.errors import CacheCorrupt, FeatureMismatch, FeatureNotCacheable
 from streamload.metrics import Counts
@@ -82,7 +82,7 @@ def stacked(rows: Sequence[Row | None], allocate: Allocate) -> tuple[bytes, torc
     return text, bodies
 
 
-def leaves_in(bodies: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+def leaves_in(bodies: torch.Tensor, layout: ResultLayout) -> list[torch.Tensor]:
     """The tensors of stacked rows, each [N, …]; of arrays their bytes."""
     leaves = []
     for leaf in layout.leaves:
@@ -293,7 +293,7 @@ class FeatureRows:
             )
 
 
-def _built(layout: Layout, leaves: Sequence[torch.Tensor], samples: int) -> Any:
+def _built(layout: ResultLayout, leaves: Sequence[torch.Tensor], samples: int) -> Any:
     return layout.build(
         [_typed(leaf, stored_leaf, samples) for leaf, stored_leaf in zip(leaves, layout.leaves, strict=True)]
     )

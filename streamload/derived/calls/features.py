@@ -29,7 +29,7 @@ from streamload.derived.proof.module_proof import (
 from streamload.derived.proof.row_check import Rows, on_cpu
 from streamload.derived.store.mapping import Mapped
 from streamload.derived.store.results import leaves_of
-from streamload.derived.store.row_store import Place, RowStore, open_store
+from streamload.derived.store.row_store import RowPlace, RowStore, open_store
 from streamload.errors import FeatureMismatch, OptionError
 from streamload.metrics import Counts
 from streamload.torch_internals import tree_map
@@ -104,7 +104,7 @@ class Features:
             raise OptionError("preprocess= and variants= are for features of images, not of texts")
         self.module: Any = module if isinstance(module, Cached) else _Built(module)
         if store is not None:
-            place = Place("", mapped=Mapped(store))
+            place = RowPlace("", mapped=Mapped(store))
             self.module.__dict__["_streamload_options"] = replace(self.options, place=place)
         self.inputs: FeatureInputs = inputs
         self.preprocess = preprocess
@@ -176,7 +176,7 @@ class _Built(Cached):
         super().__init__()
         self.module = module
         label = type(module).__name__
-        self.__dict__["_streamload_options"] = Options(Place(""), label, None, None, "error")
+        self.__dict__["_streamload_options"] = Options(RowPlace(""), label, None, None, "error")
         self.__dict__["_streamload_description"] = Description(
             {"arguments": {}, "code": {}, "class": label}, set()
         )

@@ -31,7 +31,7 @@ from streamload.derived.proof.lazy import (
 from streamload.derived.proof.module_proof import Options, describe, record_build
 from streamload.derived.store.disk import RowCounts
 from streamload.derived.store.mapping import Mapped
-from streamload.derived.store.row_store import CacheLevel, Place, open_store
+from streamload.derived.store.row_store import CacheLevel, RowPlace, open_store
 from streamload.errors import OptionError
 
 __all__ = ["CacheLevel", "cache_info", "cache_module"]
@@ -53,7 +53,7 @@ class Switches:
 
 
 switches = Switches()
-places: set[Place] = set()
+places: set[RowPlace] = set()
 """Where the rows of this process's decorated classes go."""
 
 
@@ -124,8 +124,8 @@ def cache_module(
     """
     caller = sys._getframe(1).f_locals
     if isinstance(cache_path, type):
-        places.add(Place(""))
-        options = Options(Place(""), cache_name, version, weights, on_mismatch, check)
+        places.add(RowPlace(""))
+        options = Options(RowPlace(""), cache_name, version, weights, on_mismatch, check)
         return _decorated(cache_path, options, caller)
     if not (cache_path is None or isinstance(cache_path, str) or hasattr(cache_path, "__fspath__")):
         raise OptionError(f"cache_path={cache_path!r}: expected a directory, or None")
@@ -141,11 +141,11 @@ def cache_module(
     place = None
     if cache_path is not None:  # of a process that changes its directory, all forks have one store
         path = str(Path(cache_path).expanduser().absolute()) if str(cache_path) else ""
-        place = Place(path, cache_level, memory_bytes, cache_size)
+        place = RowPlace(path, cache_level, memory_bytes, cache_size)
     if store is not None:
         if place is None or place.path:
             raise OptionError("store= has the rows in place of a directory: leave out cache_path")
-        place = Place("", cache_level, memory_bytes, mapped=Mapped(store))
+        place = RowPlace("", cache_level, memory_bytes, mapped=Mapped(store))
     if place is not None:
         place.settings()  # what can't be read is said here
         places.add(place)

@@ -190,7 +190,7 @@ def _named(process: int) -> str:
     return f"{process}-{uuid.uuid4().hex}"
 
 
-class Inputs:
+class BuildInputs:
     """Inputs of a build.
 
     Attributes:
@@ -253,11 +253,11 @@ class _NotedEnviron(type(os.environ)):  # type: ignore[misc]
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[Inputs]:
+def watched() -> Iterator[BuildInputs]:
     """Note what this thread reads in the block; one thread at a time (lazy.py)."""
     _listen()
     before, plain = getattr(_watched, "inputs", None), os.environ.__class__
-    inputs = _watched.inputs = Inputs()
+    inputs = _watched.inputs = BuildInputs()
     os.environ.__class__ = _NotedEnviron
     try:
         yield inputs

@@ -119,7 +119,7 @@ class Stamp:
 
     It is of what the objects are, not of what they hold: about 0.3 µs a module and 0.1 µs a tensor, as all
     loops are the interpreter's own. What is written through `.data` or into a list isn't seen; that is for
-    `Watch`.
+    `ModuleWatch`.
     """
 
     def __init__(self, module: torch.nn.Module):
@@ -201,7 +201,7 @@ def _has_version(tensor: torch.Tensor) -> bool:
     return not tensor.is_inference()
 
 
-class Pace:
+class LookPace:
     """When to look at something again, so that looking takes no more than a share of the time."""
 
     def __init__(self, share: float = _SHARE):
@@ -218,7 +218,7 @@ class Pace:
         self._due = end + (end - start) / self._share
 
 
-class Watch:
+class ModuleWatch:
     """Notices what changes unseen by torch: weights through `.data`, attributes in place, code and globals.
 
     What takes little time to look at is looked at in every call. The rest (large weights, of which a sample
@@ -277,7 +277,7 @@ class Watch:
         most = _FEW_BYTES if self._are_plain else _FEW_CHARACTERS
         is_short = len(self._attributes) <= most and size_bytes <= _SMALL_BYTES
         self._has_few_attributes = bool(self._mutable) and is_short
-        self._small_pace, self._pace = Pace(_SMALL_SHARE), Pace()
+        self._small_pace, self._pace = LookPace(_SMALL_SHARE), LookPace()
 
     def is_unchanged(self, *, whole: bool) -> bool:
         """True if all is as it was.
@@ -304,7 +304,7 @@ class Watch:
             self.looked_at = start
             self._pace.looked(start)
         else:
-            self._pace = Pace()  # who looks next finds it, too
+            self._pace = LookPace()  # who looks next finds it, too
         return same
 
     def _attributes_now(self) -> str | bytes:

@@ -17,7 +17,7 @@ from streamload.derived.log_once import log_once, logger
 from streamload.derived.proof.fingerprint import Fingerprint
 from streamload.derived.proof.lazy import pending_of
 from streamload.derived.proof.module_proof import Options, description_of, label_of, proof_of, refuse_rows
-from streamload.derived.proof.row_check import CannotCheck, RowCheck, Rows, Verdict, remade
+from streamload.derived.proof.row_check import CannotCheck, RowCheck, Rows, RowVerdict, remade
 from streamload.derived.store.results import Result
 from streamload.derived.store.row_store import RowStore
 from streamload.errors import FeatureMismatch, FeatureNotCacheable
@@ -138,7 +138,7 @@ def check_elsewhere(
     """Let another process compute some rows again of a module that isn't built; `key` is of the first."""
     proof, parts = proof_of(module), fingerprint.parts
 
-    def at_exit(verdict: Verdict) -> None:
+    def at_exit(verdict: RowVerdict) -> None:
         if verdict.is_same is False and fingerprint.digest not in proof.refused:
             logger.error("%s", refuse_rows(module, options, store, fingerprint, key))
 

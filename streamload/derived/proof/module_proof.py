@@ -22,8 +22,8 @@ import torch
 from streamload.derived.log_once import logger
 from streamload.derived.proof.builds import (
     Build,
+    BuildInputs,
     Generators,
-    Inputs,
     believed,
     may_agree,
     process_name,
@@ -35,16 +35,16 @@ from streamload.derived.proof.code import ARRANGEMENT, Describer, digest_of
 from streamload.derived.proof.fingerprint import (
     FORMAT,
     Fingerprint,
-    Pace,
+    LookPace,
+    ModuleWatch,
     Stamp,
-    Watch,
     built_parts,
     device_of,
     torch_settings,
 )
 from streamload.derived.proof.lazy import Pending, build, is_pending, not_built, pending_of, unbuilt
 from streamload.derived.proof.row_check import CannotCheck, CheckProcess, RowCheck, remade
-from streamload.derived.store.row_store import Place, RowStore, open_store
+from streamload.derived.store.row_store import RowPlace, RowStore, open_store
 from streamload.errors import FeatureMismatch, FeatureNotCacheable
 
 CANARIES = 4
@@ -70,7 +70,7 @@ class Options:
         check: whether stored rows are computed again in each run, a few, unless there is a version.
     """
 
-    place: Place | None
+    place: RowPlace | None
     label: str | None
     version: str | None
     weights: str | None
@@ -158,7 +158,7 @@ class Built:
     """Last record of a built module."""
 
     stamp: Stamp
-    watch: Watch
+    watch: ModuleWatch
     parts: dict[str, Any]
     code: dict[str, str]
     device: torch.device
@@ -194,7 +194,7 @@ class Proof:
         """True if the module has computed since it was built."""
         self.are_rows_apart = False
         self.is_chance_harmless = False
-        self.looks, self.beliefs = Pace(), Pace()
+        self.looks, self.beliefs = LookPace(), LookPace()
         self.computed_rows, self.compute_seconds = 0, 0.0
         self.refused_at: Any = None
 
@@ -358,7 +358,7 @@ def _recipe(description: Description, pending: Pending) -> bytes:
 
 
 def record_build(
-    module: Any, pending: Pending, description: Description, before: dict[str, str], inputs: Inputs
+    module: Any, pending: Pending, description: Description, before: dict[str, str], inputs: BuildInputs
 ) -> None:
     """Count a build, and remember how the module came out, for those that aren't built."""
     options = module._streamload_options
@@ -430,7 +430,7 @@ def built_state(module: Any, description: Description, proof: Proof) -> Built:
         proof.canaries, proof.are_rows_apart, proof.is_chance_harmless = CANARIES, False, False
     proof.built = Built(
         stamp,
-        Watch(module, stamp, code, describer.reached, parts["patches"], start),
+        ModuleWatch(module, stamp, code, describer.reached, parts["patches"], start),
         parts,
         code,
         device_of(module),

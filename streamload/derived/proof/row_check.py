@@ -106,7 +106,7 @@ class CannotCheck(Exception):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RowVerdict:
     """The result of a check.
 
     Attributes:
@@ -267,10 +267,10 @@ class RowCheck:
         rows: Rows,
         fingerprint: bytes,
         process: CheckProcess | None,
-        at_exit: Callable[[Verdict], None],
+        at_exit: Callable[[RowVerdict], None],
     ):
-        self.verdict: Verdict | None = None
-        self.at_exit: Callable[[Verdict], None] | None = at_exit
+        self.verdict: RowVerdict | None = None
+        self.at_exit: Callable[[RowVerdict], None] | None = at_exit
         self._module, self._data = module, module_bytes(rows)
         self._fingerprint, self._process = fingerprint, process
         self._is_done = threading.Event()
@@ -288,9 +288,9 @@ class RowCheck:
         try:
             verdict = self._found()
         except CannotCheck as exc:
-            verdict = Verdict(None, str(exc))
+            verdict = RowVerdict(None, str(exc))
         except Exception as exc:
-            verdict = Verdict(None, repr(exc))
+            verdict = RowVerdict(None, repr(exc))
         finally:
             self.verdict = verdict
             if self._process is not None:
@@ -300,11 +300,11 @@ class RowCheck:
                 self.at_exit = None
             self._is_done.set()
 
-    def _found(self) -> Verdict:
+    def _found(self) -> RowVerdict:
         """The verdict of another process of the node that checked since this run began; or one's own."""
         if self._process is not None:
             self._process.send(self._data)
-            return Verdict(self._process.answer()["is_same"])
+            return RowVerdict(self._process.answer()["is_same"])
         ends = time.monotonic() + MOST_SECONDS
         path = _home() / self._fingerprint.hex()
         while True:
@@ -319,7 +319,7 @@ class RowCheck:
             time.sleep(_POLL_SECONDS)
         _remove_old(path.parent)
         self._process.answer()
-        return Verdict(self._process.answer()["is_same"])
+        return RowVerdict(self._process.answer()["is_same"])
 
 
 _running: list[RowCheck] = []
@@ -378,9 +378,9 @@ def _home() -> Path:
     return home
 
 
-def _read_verdict(path: Path) -> Verdict | None:
+def _read_verdict(path: Path) -> RowVerdict | None:
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return Verdict(**json.loads(path.read_bytes()))
+        return RowVerdict(**json.loads(path.read_bytes()))
     return None
 
 

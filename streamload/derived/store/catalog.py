@@ -32,7 +32,7 @@ from streamload.derived.store.database import (
 )
 from streamload.derived.store.disk import DiskRows
 from streamload.derived.store.parts import NOTE, kind_of, read_parts
-from streamload.derived.store.row_store import Place, RowStore
+from streamload.derived.store.row_store import RowPlace, RowStore
 from streamload.derived.store.sealed import read_row, unseal
 from streamload.errors import CacheCorrupt, CacheError, OptionError
 
@@ -137,7 +137,7 @@ def open_catalog(root: Path, *, writable: bool = False) -> Iterator[Catalog]:
 
 
 @dataclass(frozen=True, slots=True)
-class Damage:
+class DamagedRow:
     """A row or note that can't be used: it counts as not there.
 
     Attributes:
@@ -158,23 +158,23 @@ class Damage:
 
 
 @dataclass(slots=True)
-class Verified:
+class VerifiedRows:
     """Progress of the verification."""
 
     rows: int = 0
     notes: int = 0
     read_bytes: int = 0
-    damages: list[Damage] = field(default_factory=list)
+    damages: list[DamagedRow] = field(default_factory=list)
 
     def _add(self, place: tuple[int, Any] | None, key: Any, label: str, data: Any) -> None:
         self.read_bytes += len(data) if type(data) is bytes else 0
         if cause := _cause(key, data):
-            self.damages.append(Damage(place, key, label, cause))
+            self.damages.append(DamagedRow(place, key, label, cause))
 
 
-def verify(catalog: Catalog) -> Iterator[Verified]:
+def verify(catalog: Catalog) -> Iterator[VerifiedRows]:
     """Compare all rows and notes with their checksums and layouts; yields the counts after every few MB."""
-    verified = Verified()
+    verified = VerifiedRows()
     labels = {rows.number: rows.label for rows in catalog.fingerprints()}
     for key, label, _, data in catalog.database.notes():
         verified.notes += 1
@@ -203,7 +203,7 @@ def _cause(key: Any, data: Any) -> str:
     return ""
 
 
-def delete_damaged(catalog: Catalog, damages: Sequence[Damage]) -> int:
+def delete_damaged(catalog: Catalog, damages: Sequence[DamagedRow]) -> int:
     """Delete what is damaged, unless it was stored anew since it was looked at; return how many went."""
     notes = [damage.key for damage in damages if damage.place is None]
     catalog.database.delete_notes(notes)
@@ -211,7 +211,7 @@ def delete_damaged(catalog: Catalog, damages: Sequence[Damage]) -> int:
     return catalog.database.delete_places(places) + len(notes)
 
 
-def replace_broken(place: Place) -> None:
+def replace_broken(place: RowPlace) -> None:
     """Begin an empty database in place of one that can't be read, as a module would that meets it."""
     store = RowStore(place)
     if isinstance(store.disk, DiskRows):

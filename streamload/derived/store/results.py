@@ -36,7 +36,7 @@ Builder = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ResultLayout:
     """Layout of a result: its leaves in the order of their bytes, and how they become the result.
 
     Attributes:
@@ -201,7 +201,7 @@ def copied(value: torch.Tensor | NDArray[Any]) -> Callable[[], Bytes]:
 
 
 @functools.lru_cache(maxsize=256)
-def layout_of(text: bytes) -> Layout:
+def layout_of(text: bytes) -> ResultLayout:
     """Read a stored layout.
 
     Raises:
@@ -214,7 +214,7 @@ def layout_of(text: bytes) -> Layout:
         build = _builder(json.loads(text), itertools.count())
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as exc:
         raise CacheCorrupt(f"a row's layout can't be read: {exc}") from exc
-    return Layout(leaves, leaves[-1].stop if leaves else 0, build)
+    return ResultLayout(leaves, leaves[-1].stop if leaves else 0, build)
 
 
 def _builder(node: Any, places: Iterator[int]) -> Builder:
@@ -248,7 +248,7 @@ def _builder(node: Any, places: Iterator[int]) -> Builder:
     return lambda leaves: cls(**{name: part(leaves) for name, part in named})
 
 
-def join(rows: Sequence[Row], device: torch.device, *, is_row: bool) -> tuple[Layout, list[Any]]:
+def join(rows: Sequence[Row], device: torch.device, *, is_row: bool) -> tuple[ResultLayout, list[Any]]:
     """The leaves of rows of one layout, each stacked along a new dimension 0; or those of one whole result.
 
     Raises:

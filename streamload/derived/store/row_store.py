@@ -53,7 +53,7 @@ class CacheLevel(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Place:
+class RowPlace:
     """Where the rows of a module go, and how much they may take.
 
     Attributes:
@@ -91,7 +91,7 @@ class Place:
     @property
     def others(self) -> list[Path]:
         """Where rows are looked for as well."""
-        default = Place("").root
+        default = RowPlace("").root
         return [default] if self.reads_default and default != self.root else []
 
 
@@ -111,7 +111,7 @@ class RowStore:
         CacheError: the directory can't be used.
     """
 
-    def __init__(self, place: Place):
+    def __init__(self, place: RowPlace):
         self.counts = RowCounts()
         self._taken = RowCounts()
         self._place = place
@@ -221,7 +221,7 @@ class RowStore:
             return limit_bytes
         return min(limit_bytes, self._tier.budget.reserve_rows(min(wanted_bytes, limit_bytes)))
 
-    def _open_memory(self, place: Place) -> None:
+    def _open_memory(self, place: RowPlace) -> None:
         def limit(used_bytes: int) -> int:
             free_bytes = memory.available().free_bytes
             asked_bytes = place.memory_bytes
@@ -240,10 +240,10 @@ class RowStore:
         self.memory = MemoryRows(name, limit)
 
 
-_stores: dict[Place, RowStore | None] = {}
+_stores: dict[RowPlace, RowStore | None] = {}
 
 
-def open_store(place: Place) -> RowStore | None:
+def open_store(place: RowPlace) -> RowStore | None:
     """The store of a place in this process; None: it can't be used, which is said once."""
     if place in _stores:
         return _stores[place]
@@ -262,7 +262,7 @@ def open_store(place: Place) -> RowStore | None:
     return store
 
 
-def stores_at(place: Place) -> list[RowStore]:
+def stores_at(place: RowPlace) -> list[RowStore]:
     """The stores of this process at a place's directory, whatever their level; of what is there already."""
     opened = {
         store_place: store
