@@ -19,7 +19,7 @@ from rich.console import Console
 
 import streamload
 from streamload.cli.top import shown
-from streamload.observe.live import Watch
+from streamload.observe.live import RunWatch
 from streamload.observe.page import read_runs
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
@@ -81,7 +81,7 @@ def train(url: str, place: Path) -> None:
 
 def show_top(server: ShardServer, place: Path) -> None:
     """Slow the origin down for some time, and take a picture while it is."""
-    watch, began = Watch(), time.monotonic()
+    watch, began = RunWatch(), time.monotonic()
     slow = [f"{name}/{shard:05d}.tar" for name in ("photos", "drawings") for shard in range(SHARDS)]
     console = Console(record=True, width=128, quiet=False, file=io.StringIO(), force_terminal=True)
     is_slow = is_taken = False

@@ -18,7 +18,7 @@ from benchmarks.faults.rows import Row
 from streamload.cache import fallback_tier, memory
 from streamload.cache.directory import Directory
 from streamload.cache.locks import FileLock
-from streamload.cache.placement import Answer, agreement_on
+from streamload.cache.placement import Choice, agreement_on
 from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
 from streamload.metrics import Counters
@@ -69,7 +69,7 @@ def planted(attempt: Attempt) -> None:
             return {"error": None}
         if attempt.variant == "the answer of auto":
             agreement = agreement_on(read_settings(cache_dir=root, cache="auto", environ={}), data.shards)
-            agreement.join(lambda: Answer("disk", "by this process"))
+            agreement.join(lambda: Choice("disk", "by this process"))
             agreement.close()
             return {"error": None}
         below = link / "cache" if attempt.variant == "above the cache" else link

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from streamload.cache.companion import Carrier
+from streamload.cache.companion import FactsCarrier
 from streamload.cache.freshness import Ask
 from streamload.cache.shard import Shard
 from streamload.metrics import Counts
@@ -38,7 +38,7 @@ class BackingStore(Protocol):
     """A backing store as one process uses it. Thread-safe."""
 
     @property
-    def facts(self) -> Carrier | None:
+    def facts(self) -> FactsCarrier | None:
         """Carries facts of samples between nodes."""
         ...
 

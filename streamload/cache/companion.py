@@ -13,7 +13,7 @@ from streamload.cache.shard_view import ShardView
 from streamload.shards.columns import Column, Values
 
 
-class Carrier(Protocol):
+class FactsCarrier(Protocol):
     """Carries the values of whole shards between nodes; its answers are checked by who asks."""
 
     def read(self, shard: Shard, column: Column) -> bytes:
@@ -53,5 +53,5 @@ class Companion(Protocol):
         ...
 
 
-OpenCompanion = Callable[["Carrier | None"], Companion]
+OpenCompanion = Callable[["FactsCarrier | None"], Companion]
 """Opens the companion of a shard; None: nothing carries its values to other nodes."""

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from streamload.cache.companion import Carrier
+from streamload.cache.companion import FactsCarrier
 from streamload.cache.facts_file import FactsFile
 from streamload.cache.locks import PATIENCE_SECONDS
 from streamload.cache.shard import Shard, is_of
@@ -47,7 +47,7 @@ class ShardFacts:
         shared: has what other nodes made, and takes what is made here; None: there is no shared cache.
     """
 
-    def __init__(self, shared: Carrier | None = None) -> None:
+    def __init__(self, shared: FactsCarrier | None = None) -> None:
         self._values: dict[str, Values] = {}
         self._files: dict[str, FactsFile] = {}
         self._shared = shared

@@ -46,7 +46,7 @@ class Foreign:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class KindShare:
     """The number of entries of one kind, and the bytes of the budget that they take."""
 
     count: int = 0
@@ -86,13 +86,13 @@ class Inventory:
     limit_bytes: int
     used_bytes: int
     free_bytes: int
-    published: Share
-    live_parts: Share
-    orphaned_parts: Share
-    index_only: Share
-    tombstones: Share
-    trash: Share
-    run_files: Share
+    published: KindShare
+    live_parts: KindShare
+    orphaned_parts: KindShare
+    index_only: KindShare
+    tombstones: KindShare
+    trash: KindShare
+    run_files: KindShare
     rows_bytes: int
     samples: int
     open_shards: tuple[str, ...]
@@ -137,7 +137,7 @@ def take_inventory(tier: Tier) -> Inventory:
     trash = [(path, bytes_below(path)) for path in tier.own("trash")]
     files = demand.files(tier.root / "runs")
     shares = {
-        name: Share(len(sized_paths), sum(size for _, size in sized_paths))
+        name: KindShare(len(sized_paths), sum(size for _, size in sized_paths))
         for name, sized_paths in rooms.items()
     }
     return Inventory(
@@ -145,8 +145,8 @@ def take_inventory(tier: Tier) -> Inventory:
         limit_bytes=tier.limit_bytes,
         used_bytes=sum(share.size_bytes for share in shares.values()) + sum(size for _, size in trash),
         free_bytes=shutil.disk_usage(tier.root).free,
-        trash=Share(len(trash), sum(size for _, size in trash)),
-        run_files=Share(len(files), sum(_size_of(path) for path in files)),
+        trash=KindShare(len(trash), sum(size for _, size in trash)),
+        run_files=KindShare(len(files), sum(_size_of(path) for path in files)),
         rows_bytes=reserved_for_rows(tier.root),
         samples=samples,
         open_shards=tuple(sorted(open_shards)),

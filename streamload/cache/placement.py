@@ -55,10 +55,10 @@ class Placed:
     """A run's tier, and where it is. `close()` when the run is over: then another run may decide again."""
 
     tier: Tier
-    answer: Answer
+    answer: Choice
     free_disk: FreeDisk
     """Bytes that stay free on its disk."""
-    agreements: list[Agreement] = field(default_factory=list)
+    agreements: list[SharedDecision] = field(default_factory=list)
     """Decisions that hold as long as the run."""
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ def place_tier(settings: Settings, shards: Sequence[Shard], nodes: int = 1) -> P
         ask = _origin_size
         answer = agreement.join(lambda: decide(settings, shards, ask, nodes))
     else:
-        answer = Answer(settings.cache, settings.sources["cache"])
+        answer = Choice(settings.cache, settings.sources["cache"])
     try:
         tier = open_memory(settings) if answer.chosen == "memory" else _bounded(open_tier(settings), settings)
     except BaseException:
@@ -98,37 +98,37 @@ def place_tier(settings: Settings, shards: Sequence[Shard], nodes: int = 1) -> P
     return Placed(tier, answer, free_disk, [] if agreement is None else [agreement])
 
 
-def agreement_on(settings: Settings, shards: Sequence[Shard]) -> Agreement:
+def agreement_on(settings: Settings, shards: Sequence[Shard]) -> SharedDecision:
     """The agreement of all processes that read the same shards with the same settings."""
-    return Agreement(memory_root(settings), [str(settings.cache_dir), fingerprint(shards)])
+    return SharedDecision(memory_root(settings), [str(settings.cache_dir), fingerprint(shards)])
 
 
-def decide(settings: Settings, shards: Sequence[Shard], ask: SizeOf, nodes: int = 1) -> Answer:
+def decide(settings: Settings, shards: Sequence[Shard], ask: SizeOf, nodes: int = 1) -> Choice:
     """Choice of "auto" now. Of a long list some shards stand for all."""
     try:
         budget_bytes = memory_budget(settings)
     except CacheError as exc:
-        return Answer("disk", f"auto: {exc}")
+        return Choice("disk", f"auto: {exc}")
     if memory_root(settings) == settings.cache_dir:
-        return Answer("memory", "auto: cache_dir is in memory")
+        return Choice("memory", "auto: cache_dir is in memory")
     no_disk = why_no_disk(settings.cache_dir)
     if no_disk:
-        return Answer("memory", f"auto: {no_disk}")
+        return Choice("memory", f"auto: {no_disk}")
     probed = spread(shards)
     digests = {digest for shard in probed for digest in shard.digests}
     on_disk, in_memory = _published(settings.cache_dir), _published(memory_root(settings))
     count_on_disk = len(digests & on_disk.keys())
     if count_on_disk > len(digests & in_memory.keys()):
-        return Answer("disk", f"auto: {count_on_disk} of {len(probed)} shards are on disk")
+        return Choice("disk", f"auto: {count_on_disk} of {len(probed)} shards are on disk")
     probed_bytes = _data_bytes(probed, {**on_disk, **in_memory}, ask)
     if probed_bytes is None:
-        return Answer("disk", "auto: the size of the data is unknown")
+        return Choice("disk", "auto: the size of the data is unknown")
     data_bytes = probed_bytes * len(shards) // len(probed)
     free_bytes = budget_bytes - _needed_by_others(memory_root(settings), digests)
     sizes = (
         f"{format_bytes(data_bytes // nodes)} of data, {format_bytes(max(0, free_bytes))} of memory for it"
     )
-    return Answer("memory" if data_bytes <= free_bytes * nodes else "disk", f"auto: {sizes}")
+    return Choice("memory" if data_bytes <= free_bytes * nodes else "disk", f"auto: {sizes}")
 
 
 def memory_root(settings: Settings) -> Path:
@@ -286,7 +286,7 @@ def _origin_size(shard: Shard) -> int | None:
     return None
 
 
-class Answer(NamedTuple):
+class Choice(NamedTuple):
     """The decision and its reason, for messages.
 
     Attributes:
@@ -298,7 +298,7 @@ class Answer(NamedTuple):
     why: str
 
 
-class Agreement:
+class SharedDecision:
     """A decision that all processes that ask the same share, as long as one of them lives.
 
     Args:
@@ -312,7 +312,7 @@ class Agreement:
         self._path = beside.with_name(name)
         self._lock: FileLock | None = None
 
-    def join(self, decide: Callable[[], Answer]) -> Answer:
+    def join(self, decide: Callable[[], Choice]) -> Choice:
         """The decision in force; if there is none, `decide` makes it now.
 
         If it can't be written down, or the deciding process makes no progress, this process decides for
@@ -324,7 +324,7 @@ class Agreement:
                 self._decide_if_first(decide)
                 self._lock = FileLock.acquire(self._path, shared=True)
                 if self._lock is not None and self._lock.is_of(self._path):
-                    return Answer(**json.loads(self._path.read_text()))
+                    return Choice(**json.loads(self._path.read_text()))
             except (OSError, ValueError, TypeError):
                 break
             self._release()
@@ -338,7 +338,7 @@ class Agreement:
             self._release()
             _remove_if_unheld(self._path)
 
-    def _decide_if_first(self, decide: Callable[[], Answer]) -> None:
+    def _decide_if_first(self, decide: Callable[[], Choice]) -> None:
         for other in self._beside.parent.glob(f"{self._beside.name}.{'[0-9a-f]' * 16}"):
             if other != self._path:
                 _remove_if_unheld(other)  # of a run that was killed

@@ -17,7 +17,7 @@ from streamload.cache import demand
 from streamload.cache.fill import Filled, FillOptions, fill
 from streamload.cache.shard import Shard, shard_of
 from streamload.cache.tier import Tier
-from streamload.cache.verify import Damage
+from streamload.cache.verify import ShardDamage
 from streamload.errors import StreamloadError
 from streamload.options.storage import copy_options
 from streamload.origins.origin import Origin, OriginOptions, open_origin
@@ -35,14 +35,14 @@ class Repair:
         is_done: whether the tier holds, or another process is about to fetch, all that it should.
     """
 
-    damage: Damage
+    damage: ShardDamage
     fate: str
     is_done: bool
 
 
 def repair(
     tier: Tier,
-    damages: Iterable[Damage],
+    damages: Iterable[ShardDamage],
     *,
     by_digest: Mapping[str, Shard] | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -66,7 +66,7 @@ def repair(
     storage = copy_options(storage_options) or None
     stop = threading.Event()
 
-    def work(damage: Damage) -> Repair:
+    def work(damage: ShardDamage) -> Repair:
         shard = (by_digest or {}).get(damage.digest) or _from_index(damage, storage)
         if damage.kind != "shards" or not damage.taken_out or shard is None:
             return _without_fetching(damage)
@@ -83,7 +83,7 @@ def repair(
             stop.set()
 
 
-def _from_index(damage: Damage, storage: dict[str, Any] | None) -> Shard | None:
+def _from_index(damage: ShardDamage, storage: dict[str, Any] | None) -> Shard | None:
     """The shard by the URL in its index; None if that URL is incomplete, or not to be trusted."""
     if urls.scheme(damage.url) not in _OPENED_FROM_AN_INDEX:
         return None
@@ -91,7 +91,7 @@ def _from_index(damage: Damage, storage: dict[str, Any] | None) -> Shard | None:
     return shard if shard.digest == damage.digest else None
 
 
-def _without_fetching(damage: Damage) -> Repair:
+def _without_fetching(damage: ShardDamage) -> Repair:
     if not damage.taken_out:
         return Repair(
             damage,
@@ -104,7 +104,7 @@ def _without_fetching(damage: Damage) -> Repair:
 
 
 def _fetch(
-    tier: Tier, damage: Damage, shard: Shard, origin: Callable[[], Origin], stop: threading.Event
+    tier: Tier, damage: ShardDamage, shard: Shard, origin: Callable[[], Origin], stop: threading.Event
 ) -> Repair:
     part = tier.claim(shard.digest)
     if part is None:

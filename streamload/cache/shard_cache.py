@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamload import errors, limits
-from streamload.cache.companion import Carrier, Companion
+from streamload.cache.companion import Companion, FactsCarrier
 from streamload.cache.freshness import Freshness
 from streamload.cache.locks import FileLock
 from streamload.cache.selection import Numbers, Selection
@@ -73,7 +73,7 @@ class ShardCache:
         carrier: of facts between nodes; None: each makes its own.
     """
 
-    carrier: Carrier | None = None
+    carrier: FactsCarrier | None = None
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ _SPARE_SHARE = 4
 """But at most a quarter of the limit."""
 
 
-class Holder(Protocol):
+class FileHolder(Protocol):
     """Something that keeps files open, and opens them again by itself."""
 
     def release(self) -> int:
@@ -66,15 +66,15 @@ class OpenFiles:
     """
 
     def __init__(self) -> None:
-        self._open: OrderedDict[Holder, None] = OrderedDict()
-        self._releasable: OrderedDict[Holder, None] = OrderedDict()  # those of them that may have data open
+        self._open: OrderedDict[FileHolder, None] = OrderedDict()
+        self._releasable: OrderedDict[FileHolder, None] = OrderedDict()  # of these, data may be open
         self._shortages = descriptors.shortages
         descriptors.give_up_when_short(self.give_up)
 
     def __repr__(self) -> str:
         return f"<OpenFiles of {len(self._open)} holders, {len(self._releasable)} whole>"
 
-    def use(self, holder: Holder) -> None:
+    def use(self, holder: FileHolder) -> None:
         """Note that a holder is used: it is closed last, and not before another one is used."""
         for holders in (self._open, self._releasable):
             holders[holder] = None
@@ -82,7 +82,7 @@ class OpenFiles:
         if descriptors.shortages != self._shortages:  # another thread couldn't open a file
             self.give_up()
 
-    def forget(self, holder: Holder) -> None:
+    def forget(self, holder: FileHolder) -> None:
         """Note that a holder is closed for good."""
         self._open.pop(holder, None)
         self._releasable.pop(holder, None)
@@ -304,7 +304,7 @@ class ShardView:
         self._is_resting = False
 
     def release(self) -> int:
-        """Close the data of its copies, which stay pinned; returns how many files. See `Holder`."""
+        """Close the data of its copies, which stay pinned; returns how many files. See `FileHolder`."""
         return sum(copy.release() for copy in self._copies_open())
 
     def rest(self) -> int:

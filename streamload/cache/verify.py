@@ -41,7 +41,7 @@ _UNREADABLE = (OSError, StreamloadError, ValueError, TypeError, LookupError, Ari
 
 
 @dataclass(frozen=True, slots=True)
-class Damage:
+class ShardDamage:
     """A shard, or an orphaned part of one, that differs from what arrived.
 
     Attributes:
@@ -61,7 +61,7 @@ class Damage:
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class VerifiedShard:
     """One shard, or orphaned part, that has been verified.
 
     Attributes:
@@ -75,7 +75,7 @@ class Verified:
     held: HeldShard
     samples: int
     size_bytes: int
-    damage: Damage | None
+    damage: ShardDamage | None
     bad_facts: int = 0
 
 
@@ -86,7 +86,7 @@ def verify(
     jobs: int = 2,
     take_out: bool = False,
     on_total: Callable[[int], None] = lambda count: None,
-) -> Generator[Verified | None, None, None]:
+) -> Generator[VerifiedShard | None, None, None]:
     """Verify everything in a tier, some shards at once, with a megabyte of memory for each.
 
     Args:
@@ -104,11 +104,11 @@ def verify(
     on_total(len(shards))
     halt = threading.Event()
 
-    def work(shard: HeldShard) -> Verified | None:
+    def work(shard: HeldShard) -> VerifiedShard | None:
         return _verify(tier, shard, (by_digest or {}).get(shard.digest), take_out, halt)
 
     with limits.Threads(jobs, "streamload-verify") as pool:
-        line: deque[Future[Verified | None]] = deque()
+        line: deque[Future[VerifiedShard | None]] = deque()
         try:
             for shard in shards:
                 line.append(pool.submit(work, shard))
@@ -128,7 +128,7 @@ class _Halted(Exception):
 
 def _verify(
     tier: Tier, held: HeldShard, shard: Shard | None, take_out: bool, halt: threading.Event
-) -> Verified | None:
+) -> VerifiedShard | None:
     for _ in range(_ATTEMPTS):
         try:
             directory = Descriptor.open(held.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -136,9 +136,9 @@ def _verify(
             return None
         except OSError as exc:
             name = shard.name if shard is not None else ""
-            return Verified(held, 0, 0, Damage(held.digest, held.kind, name, _describe(exc), 0))
+            return VerifiedShard(held, 0, 0, ShardDamage(held.digest, held.kind, name, _describe(exc), 0))
         with directory:
-            reading = _Reading(held, shard, take_out, halt)
+            reading = _ShardCheck(held, shard, take_out, halt)
             with contextlib.suppress(_Halted):
                 reading.run()
             url = url_of(held.path) or (shard.name if shard is not None else "")
@@ -147,12 +147,14 @@ def _verify(
             damage = None
             if reading.cause:
                 taken_out = take_out and _take_out(tier, held, directory)
-                damage = Damage(held.digest, held.kind, url, reading.cause, reading.size_bytes, taken_out)
-            return Verified(held, reading.samples, reading.read_bytes, damage, reading.bad_facts)
+                damage = ShardDamage(
+                    held.digest, held.kind, url, reading.cause, reading.size_bytes, taken_out
+                )
+            return VerifiedShard(held, reading.samples, reading.read_bytes, damage, reading.bad_facts)
     return None
 
 
-class _Reading:
+class _ShardCheck:
     """One reading of one directory of the tier; `cause` is what is wrong."""
 
     def __init__(self, held: HeldShard, shard: Shard | None, take_out: bool, halt: threading.Event):

@@ -78,10 +78,10 @@ def top(
 
 def _looks(cache_dirs: list[str] | None, every: float, once: bool) -> Iterator[list[LiveRank]]:
     """The ranks at each look; the first look is for rates alone."""
-    from streamload.observe.live import Watch
+    from streamload.observe.live import RunWatch
     from streamload.observe.page import read_runs
 
-    roots, watch = roots_of(cache_dirs), Watch()
+    roots, watch = roots_of(cache_dirs), RunWatch()
     ranks = watch.look(read_runs(roots))
     time.sleep(_ONCE_SECONDS if ranks else 0)
     while True:

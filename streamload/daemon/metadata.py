@@ -48,7 +48,7 @@ class Metadata(Protocol):
 
 
 @dataclass(slots=True)
-class _Answer:
+class _MetadataAnswer:
     status: int
     body: bytes
     headers: Mapping[str, str]
@@ -62,7 +62,7 @@ class _Answer:
         return (when - current_time).total_seconds()
 
 
-class _Service:
+class _MetadataService:
     """Requests to one metadata service."""
 
     name = ""
@@ -75,7 +75,7 @@ class _Service:
         """Close its connections."""
         self._pool.clear()
 
-    def _ask(self, method: str, path: str, headers: Mapping[str, str]) -> _Answer:
+    def _ask(self, method: str, path: str, headers: Mapping[str, str]) -> _MetadataAnswer:
         url = self._base + path
         try:
             answer = self._pool.request(
@@ -83,16 +83,16 @@ class _Service:
             )
         except urllib3.exceptions.HTTPError as exc:
             raise OSError(f"{self.name}'s metadata service at {self._base}: {exc}") from exc
-        return _Answer(answer.status, answer.data[:65536], answer.headers)
+        return _MetadataAnswer(answer.status, answer.data[:65536], answer.headers)
 
-    def _fail(self, answer: _Answer) -> OSError:
+    def _fail(self, answer: _MetadataAnswer) -> OSError:
         return OSError(
             f"{self.name}'s metadata service answered with something unexpected: "
             f"{answer.status}, {answer.body[:100]!r}"
         )
 
 
-class Aws(_Service):
+class Aws(_MetadataService):
     """EC2's instance metadata, version 2: spot/instance-action."""
 
     name = "aws"
@@ -136,7 +136,7 @@ class Aws(_Service):
         return bool(self._token) and self._token.isprintable()
 
 
-class Gcp(_Service):
+class Gcp(_MetadataService):
     """Compute Engine's metadata: instance/preempted."""
 
     name = "gcp"
@@ -156,11 +156,11 @@ class Gcp(_Service):
         return USUAL_SECONDS["gcp"] if answer.body.strip() == b"TRUE" else None
 
     @staticmethod
-    def _is_google(answer: _Answer) -> bool:
+    def _is_google(answer: _MetadataAnswer) -> bool:
         return answer.status == 200 and answer.headers.get("Metadata-Flavor") == "Google"
 
 
-class Azure(_Service):
+class Azure(_MetadataService):
     """Azure's Scheduled Events: a Preempt of this machine.
 
     All machines of a scale set or availability set get each other's events; `Resources` names the machines an
@@ -211,7 +211,7 @@ class Azure(_Service):
         return self._machine
 
     @staticmethod
-    def _left(answer: _Answer, event: Mapping[str, Any]) -> float:
+    def _left(answer: _MetadataAnswer, event: Mapping[str, Any]) -> float:
         """The seconds until an event; one that has started has no time."""
         when = event.get("NotBefore")
         if not when:

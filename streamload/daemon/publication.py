@@ -8,7 +8,7 @@ from typing import Any
 
 from streamload.cache.shared.sharing import SharedOptions
 from streamload.daemon.plan_file import PlannedSource, PlanProgress, plan_of
-from streamload.daemon.publisher import Publisher
+from streamload.daemon.publisher import PlanPublisher
 from streamload.extension import BatchRows, Extension, WorkerPart, WorkerProcess
 from streamload.urls import UrlList
 
@@ -53,7 +53,7 @@ class PublishingPart(WorkerPart):
 
     def __init__(self, publication: PlanPublication, process: WorkerProcess):
         self._publication, self._process = publication, process
-        self._publisher = Publisher(
+        self._publisher = PlanPublisher(
             publication.shared.open_objects(),
             lambda: plan_of(
                 publication.sources,

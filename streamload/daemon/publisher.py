@@ -23,7 +23,7 @@ EVERY_SECONDS = 10.0
 _MOST_PAUSE_SECONDS = 600.0
 
 
-class Publisher:
+class PlanPublisher:
     """Publishes a run's plan, then the progress of its groups, in a thread.
 
     Args:
@@ -49,7 +49,7 @@ class Publisher:
         self._change = threading.Condition()
         # Guarded by _change:
         self._news: dict[int, PlanProgress] = {}
-        self._paces: dict[int, _Pace] = {}
+        self._paces: dict[int, _OpeningRate] = {}
         self._has_failed = False
         self._thread = threading.Thread(target=self._work, name="streamload-publish", daemon=True)
         limits.start(self._thread)
@@ -59,7 +59,7 @@ class Publisher:
         with self._change:
             pace = self._paces.get(progress.group)
             if pace is None or pace.began_with.epoch != progress.epoch:
-                pace = self._paces[progress.group] = _Pace(progress, self._clock())
+                pace = self._paces[progress.group] = _OpeningRate(progress, self._clock())
             self._news[progress.group] = replace(
                 progress, shards_per_second=pace.at(progress, self._clock()), told=pace.told
             )
@@ -121,7 +121,7 @@ class Publisher:
         logger.info("the plan of this run can't be published, so daemons can't follow it: %s", error)
 
 
-class _Pace:
+class _OpeningRate:
     """The rate at which a group opens shards, since its first progress of an epoch."""
 
     def __init__(self, began_with: PlanProgress, now_seconds: float):

@@ -96,13 +96,13 @@ def own_version() -> str:
     return importlib.metadata.version("streamload")
 
 
-_carriers: dict[bytes, _Carrier] = {}  # by job; a Ray worker process runs one task at a time
+_carriers: dict[bytes, _TaskActor] = {}  # by job; a Ray worker process runs one task at a time
 
 
-def _carrier(job: bytes) -> _Carrier:
+def _carrier(job: bytes) -> _TaskActor:
     if job not in _carriers:
         _drop_carriers()
-        _carriers[job] = _Carrier(pickle.loads(job))
+        _carriers[job] = _TaskActor(pickle.loads(job))
     return _carriers[job]
 
 
@@ -111,7 +111,7 @@ def _drop_carriers() -> None:
         _carriers.popitem()[1].close()
 
 
-class _Carrier:
+class _TaskActor:
     """Runs tasks one at a time, as long as its process lives.
 
     Raises:

@@ -89,7 +89,7 @@ class WarmReport:
     shards_with_facts: int
 
 
-class _WarmTarget(LocalTarget):
+class _NodeTarget(LocalTarget):
     """The tier of this node, and the shared cache where shards are to be stored there, too.
 
     Each shard is delivered once, so that those in the tier are checked and stored as well.
@@ -247,7 +247,7 @@ class _WarmUp:
             if ask is not None:
                 freshness.begin("")
             sharing = stack.enter_context(closing(Sharing(shared, counts, ask, uploads=min(4, concurrency))))
-            self._target = _WarmTarget(tier, sharing)
+            self._target = _NodeTarget(tier, sharing)
             origins = TaskOrigins(
                 counts,
                 storage,

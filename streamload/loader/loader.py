@@ -28,7 +28,7 @@ from streamload.loader.destination import Destination
 from streamload.loader.distributed import RankMonitor, gather, ranks_of
 from streamload.loader.epoch import Epoch, is_worker_death
 from streamload.loader.lengths import EpochLengths
-from streamload.loader.observer import Observer, Trace
+from streamload.loader.observer import Observer, RunTrace
 from streamload.loader.options import LoaderOptions
 from streamload.loader.output import Outputs
 from streamload.loader.pool import WorkerPool
@@ -442,7 +442,7 @@ class Loader(DataLoaderInterface):
         """
         self.observer.on_alert(call)
 
-    def trace(self, steps: int = 20) -> Trace:
+    def trace(self, steps: int = 20) -> RunTrace:
         """Record what the workers and the fills of this rank do, from now on for a number of steps.
 
         `Trace.merge` adds it to the trace that torch.profiler's `export_chrome_trace` wrote, as rows of their

@@ -18,7 +18,7 @@ from streamload.node import SlowestRank
 from streamload.worker import Batch
 
 
-class Trace(Protocol):
+class RunTrace(Protocol):
     """Spans of a loader's processes for a number of steps.
 
     Attributes:
@@ -116,7 +116,7 @@ class Observer(Protocol):
         """Call a function with each alert from now on."""
         ...
 
-    def trace(self, steps: int) -> Trace:
+    def trace(self, steps: int) -> RunTrace:
         """Record spans for a number of steps."""
         ...
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from streamload.cache import memory
 from streamload.cache.forecast import Measure, live_shards
-from streamload.cache.placement import Agreement, Answer, Placed, memory_root
+from streamload.cache.placement import Choice, Placed, SharedDecision, memory_root
 from streamload.cache.shard import Shard, ShardList, fingerprint, prepared_form, spread
 from streamload.cache.tier import Tier
 from streamload.derived.prepare.choice import Room, choose, exact_recipes, measure
@@ -92,16 +92,16 @@ def decide_preparation(
     recipes_by_name = {str(recipe): recipe for recipe in recipes if recipe is not None}
     shared = backing_of(options, settings)
     if named.preparation is None and shared is not None:
-        answer = Answer("", "nodes with a shared cache have to agree on a recipe: name one")
+        answer = Choice("", "nodes with a shared cache have to agree on a recipe: name one")
     elif named.preparation is not None and options.features:
-        answer = Answer("", _KEPT_BY_BYTES)
+        answer = Choice("", _KEPT_BY_BYTES)
     else:
         recipe_names = [recipe.name for recipe in recipes_by_name.values()]
         question = [options.images.prepare or "", str(placed.tier.root), fingerprint(shards), *recipe_names]
-        agreement = Agreement(memory_root(settings), question)
+        agreement = SharedDecision(memory_root(settings), question)
         placed.agreements.append(agreement)
 
-        def decide() -> Answer:
+        def decide() -> Choice:
             with Measure(placed.tier, shared) as sizes:
                 if named.preparation is not None:
                     return _fits(named.preparation, named.of(shards), sizes, schedule)
@@ -129,7 +129,7 @@ def idle_share(topology: Topology, workers: int) -> float:
     return min(1.0, IDLE_SHARE * len(os.sched_getaffinity(0)) / (topology.local_world_size * max(1, workers)))
 
 
-def _log(recipe: Preparation, shards: ShardList, tier: Tier, answer: Answer) -> None:
+def _log(recipe: Preparation, shards: ShardList, tier: Tier, answer: Choice) -> None:
     """Say what a run prepares, and how much of its data is prepared."""
     looked_at = spread(shards)
     count = sum(tier.published(shard.prepared.digest).is_dir() for shard in looked_at if shard.prepared)
@@ -139,7 +139,7 @@ def _log(recipe: Preparation, shards: ShardList, tier: Tier, answer: Answer) -> 
     logger.log(level, "prepare: %s: %s; %s%s", recipe, share, answer.why, rest)
 
 
-def _fits(recipe: Preparation, forms: ShardList, sizes: Measure, schedule: Schedule) -> Answer:
+def _fits(recipe: Preparation, forms: ShardList, sizes: Measure, schedule: Schedule) -> Choice:
     """True if the tier has room for all data, prepared, beside the shards that are open at once.
 
     Args:
@@ -160,14 +160,14 @@ def _fits(recipe: Preparation, forms: ShardList, sizes: Measure, schedule: Sched
     if estimate is None:
         size = f"{math.ceil(limit_bytes / 1e9)}GB"
         why = "as the size of the data is unknown, this run prepares no more"
-        return Answer("", f"{why}. To prepare all, with a limit that is large enough: {command} {size}")
+        return Choice("", f"{why}. To prepare all, with a limit that is large enough: {command} {size}")
     prepared_bytes, open_bytes = estimate
     whole = f"prepared, all of it takes about {format_bytes(prepared_bytes)}{' on each node' * (nodes > 1)}"
     room = f"{format_bytes(limit_bytes)} of the cache at {tier.root}"
     if prepared_bytes + open_bytes <= limit_bytes:
-        return Answer(str(recipe), f"{whole} of the {room}")
+        return Choice(str(recipe), f"{whole} of the {room}")
     size = f"{math.ceil((prepared_bytes + open_bytes) / 1e8) / 10:g}GB"
-    return Answer(
+    return Choice(
         "",
         f"{whole}, and the shards open at once {format_bytes(open_bytes)}, which is more than the {room}: "
         f"this run prepares no more, and each image that isn't prepared whenever it is used. "
@@ -197,18 +197,18 @@ def _prepared_and_open_bytes(
 
 def _cheapest(
     recipes: Sequence[Preparation], shards: ShardList, sizes: Measure, nodes: int, processes: int
-) -> Answer:
+) -> Choice:
     """The recipe that the tier mostly has already; else the cheapest."""
     tier, looked_at = sizes.tier, spread(shards)[:_SHARDS_LOOKED_AT]
     for recipe in recipes:
         forms = [prepared_form(shard, recipe.name) for shard in looked_at]
         whole = sum(tier.has_whole(form) for form in forms)
         if 2 * whole > len(forms):
-            return Answer(str(recipe), f"{whole} of {len(forms)} shards looked for are in the cache so")
+            return Choice(str(recipe), f"{whole} of {len(forms)} shards looked for are in the cache so")
     try:
         costs = measure(images_of(_head(shards, sizes))[:_SAMPLES_TIMED], recipes, tier.root)
     except OSError as exc:
-        return Answer("", f"{tier.root} can't be written, to measure reading: {exc}")
+        return Choice("", f"{tier.root} can't be written, to measure reading: {exc}")
     room = Room(
         data_bytes=_data_bytes(shards, sizes, nodes),
         cache_bytes=tier.budget.allowed_bytes,

@@ -19,7 +19,7 @@ _MANY = 1.5
 """A history keeps samples of this many times the longest interval that is asked for."""
 
 
-class Sample(NamedTuple):
+class CounterSample(NamedTuple):
     """A rank's counters at one moment.
 
     Attributes:
@@ -128,7 +128,7 @@ class Figures:
         return min(1.0, sum(self.stages.get(stage, 0.0) for stage in stages) / time) if time > 0 else 0.0
 
     @classmethod
-    def between(cls, first: Sample, last: Sample, machine: Machine) -> Figures:
+    def between(cls, first: CounterSample, last: CounterSample, machine: Machine) -> Figures:
         """The figures of the interval between two samples."""
 
         def count(name: str) -> int:
@@ -176,9 +176,9 @@ class History:
 
     def __init__(self, longest_seconds: float):
         self._longest_ns = int(longest_seconds * _MANY * 1e9)
-        self._samples: deque[Sample] = deque()
+        self._samples: deque[CounterSample] = deque()
 
-    def add(self, sample: Sample) -> None:
+    def add(self, sample: CounterSample) -> None:
         """Add a sample, later than all others; those that are too old go."""
         self._samples.append(sample)
         while sample.at_ns - self._samples[0].at_ns > self._longest_ns:
@@ -189,11 +189,11 @@ class History:
         self._samples.clear()
 
     @property
-    def first(self) -> Sample | None:
+    def first(self) -> CounterSample | None:
         """The oldest sample."""
         return self._samples[0] if self._samples else None
 
-    def last(self, seconds: float, until: Sample) -> Sample:
+    def last(self, seconds: float, until: CounterSample) -> CounterSample:
         """The latest sample that is at least so many seconds older than `until`, else the oldest one."""
         earlier = self._samples[0] if self._samples else until
         for sample in reversed(self._samples):

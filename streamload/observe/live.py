@@ -105,7 +105,7 @@ class LiveRank:
         return {f"loader/{name}": float(value) for name, value in values_shown.items() if value is not None}
 
 
-class Watch:
+class RunWatch:
     """Follows live ranks from look to look."""
 
     def __init__(self) -> None:

@@ -31,11 +31,11 @@ from streamload.metrics import COUNTERS
 from streamload.metrics.findings import Alert, OnAlert, Requests, Verdict
 from streamload.node import SlowestRank
 from streamload.observe.alerts import WINDOW_SECONDS, Alerts
-from streamload.observe.figures import Figures, History, Machine, Sample
+from streamload.observe.figures import CounterSample, Figures, History, Machine
 from streamload.observe.live import live_rank
 from streamload.observe.metrics_server import MetricsServer
 from streamload.observe.page import PageFile, RunPage, names_of_sources
-from streamload.observe.publishing import Publisher, Schedule
+from streamload.observe.publishing import Publisher, RankSchedule
 from streamload.observe.recording import Recording
 from streamload.observe.trace import Trace
 from streamload.observe.verdict import LITTLE, ON_HOST, judge
@@ -79,7 +79,7 @@ class ObservedRun:
     kinds: Callable[[], Iterable[str]]
     settings: Callable[[], Settings]
     described: Callable[[], Mapping[str, Any]]
-    schedule: Schedule
+    schedule: RankSchedule
     extension_metrics: Callable[[], Mapping[str, float]]
 
 
@@ -95,7 +95,7 @@ class Waits(Protocol):
         ...
 
 
-class Clock(Protocol):
+class WaitClock(Protocol):
     """The clock of the training loop.
 
     Attributes:
@@ -123,7 +123,7 @@ class RunObserver:
         run: ObservedRun,
         control: ControlBlock,
         waits: Waits,
-        clock: Clock,
+        clock: WaitClock,
         requests: Requests,
     ) -> None:
         self.requests = requests
@@ -147,9 +147,9 @@ class RunObserver:
         self._lock = threading.Lock()  # of tick, which another thread may call, too
         # Guarded by it:
         self._history = History(LONGEST_SECONDS)
-        self._line_from: Sample | None = None  # the last line in the log is about the time up to here
-        self._epoch_from: Sample | None = None  # the first batch of the epoch was taken here
-        self._run_from: Sample | None = None  # and that of the run
+        self._line_from: CounterSample | None = None  # the last line in the log is about the time up to here
+        self._epoch_from: CounterSample | None = None  # the first batch of the epoch was taken here
+        self._run_from: CounterSample | None = None  # and that of the run
         self._alerts = Alerts()
         self._is_failure_logged = False
         self._is_host_logged = False
@@ -335,16 +335,16 @@ class RunObserver:
         """The share of the last minute in which the training loop waited for data."""
         return self._figures(self._sample(), _MINUTE).wait
 
-    def _sample(self) -> Sample:
+    def _sample(self) -> CounterSample:
         """The counters now; the current wait counts up to now."""
         at_ns, rows = time.monotonic_ns(), self._control.counters
         row, wait_began_ns = rows.sum(axis=0), self._clock.wait_began_ns
         if wait_began_ns:
             row[_DATA_WAIT] += max(0, at_ns - wait_began_ns)
         by_source = self._control.by_source.sum(axis=0)
-        return Sample(at_ns, row, rows[0].copy(), by_source, self._waits.by_shard())
+        return CounterSample(at_ns, row, rows[0].copy(), by_source, self._waits.by_shard())
 
-    def _figures(self, sample: Sample, seconds: float) -> Figures:
+    def _figures(self, sample: CounterSample, seconds: float) -> Figures:
         """The figures of the last seconds."""
         waiting, still = self._control.wanted_seconds(), self._control.still_seconds()
         if not self._is_in_epoch():
@@ -357,7 +357,7 @@ class RunObserver:
             slowest=self.slowest,
         )
 
-    def _run_figures(self, sample: Sample) -> Figures:
+    def _run_figures(self, sample: CounterSample) -> Figures:
         """The figures since the run's first batch."""
         return Figures.between(self._run_from or sample, sample, self._about())
 

@@ -50,7 +50,7 @@ _LOOKS, _LOOK_SECONDS = 5, 0.002
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Clock(NamedTuple):
+class Instant(NamedTuple):
     """A moment.
 
     Attributes:
@@ -63,7 +63,7 @@ class Clock(NamedTuple):
     monotonic_ns: int
     unix: float
 
-    def seconds_since(self, earlier: Clock) -> float:
+    def seconds_since(self, earlier: Instant) -> float:
         """Seconds since an earlier moment; 0 if it seems to be later."""
         if self.boot == earlier.boot:
             return max(0.0, (self.monotonic_ns - earlier.monotonic_ns) / _SECONDS)
@@ -98,8 +98,8 @@ class RunPage:
     world_size: int
     pid: int
     host: str
-    began: Clock
-    written: Clock
+    began: Instant
+    written: Instant
     workers: int = 0
     sources: tuple[str, ...] = ()
     counters: Mapping[str, int] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class RunPage:
     verdict: str = ""
     run_verdict: str = ""
     alerts: Mapping[str, str] = field(default_factory=dict)
-    reader: Clock | None = None
+    reader: Instant | None = None
 
     @property
     def age_seconds(self) -> float:
@@ -166,7 +166,7 @@ class RunPage:
         return len(text).to_bytes(8, "little") + xxhash.xxh3_64_digest(text) + text
 
     @classmethod
-    def decode(cls, content: bytes, reader: Clock) -> RunPage | None:
+    def decode(cls, content: bytes, reader: Instant) -> RunPage | None:
         """The page in a file; None: it is being written, is damaged, or is of another version.
 
         Args:
@@ -183,7 +183,7 @@ class RunPage:
             return None
 
 
-def _parsed(values: dict[str, Any], reader: Clock) -> RunPage:
+def _parsed(values: dict[str, Any], reader: Instant) -> RunPage:
     """A page from JSON; names that this version doesn't know are left out."""
     if values.pop("format") != FORMAT:
         raise ValueError("a page of another version")
@@ -196,8 +196,8 @@ def _parsed(values: dict[str, Any], reader: Clock) -> RunPage:
     return RunPage(
         **plain
         | {
-            "began": Clock(*values["began"]),
-            "written": Clock(*values["written"]),
+            "began": Instant(*values["began"]),
+            "written": Instant(*values["written"]),
             "sources": tuple(values["sources"]),
             "counters": {name: int(n) for name, n in values["counters"].items() if name in ROWS},
             "wait_buckets": _buckets(values["wait_buckets"]),
@@ -331,9 +331,9 @@ def lives(path: Path) -> bool:
     return is_locked(path, shared=True)
 
 
-def now() -> Clock:
+def now() -> Instant:
     """This moment, on this machine."""
-    return Clock(_boot(), time.monotonic_ns(), time.time())
+    return Instant(_boot(), time.monotonic_ns(), time.time())
 
 
 @functools.cache

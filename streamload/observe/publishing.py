@@ -19,7 +19,7 @@ from streamload.descriptors import Descriptor
 from streamload.device import memory_of
 from streamload.metrics import COUNTERS
 from streamload.metrics.registry import BY_NAME
-from streamload.observe.figures import Figures, Sample
+from streamload.observe.figures import CounterSample, Figures
 from streamload.observe.page import Labels, PageFile, RunPage, names_of_sources, now
 from streamload.observe.verdict import LITTLE, judge
 from streamload.options import file_system
@@ -63,7 +63,7 @@ class Gauges:
         return {name: dict(values) for name, values in list(self._values.items())}
 
 
-class Schedule(Protocol):
+class RankSchedule(Protocol):
     """The schedule of a rank's epochs."""
 
     @property
@@ -98,7 +98,7 @@ class Publisher:
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedule: RankSchedule,
         workers: int,
         sources: Sequence[str],
         names: tuple[str, ...],
@@ -149,7 +149,7 @@ class Publisher:
             if source in values:
                 self.gauges.set(metric, values[source], name)
 
-    def look(self, sample: Sample, figures: Figures) -> None:
+    def look(self, sample: CounterSample, figures: Figures) -> None:
         """Set the gauges.
 
         Args:
@@ -183,7 +183,9 @@ class Publisher:
             self._look_at_passes()
             self._look_at_memory(has_batches=sample.row[_YIELDED] > 0)
 
-    def publish(self, sample: Sample, figures: Figures, run: Figures, alerts: Mapping[str, str]) -> None:
+    def publish(
+        self, sample: CounterSample, figures: Figures, run: Figures, alerts: Mapping[str, str]
+    ) -> None:
         """Write the page, if there is a file for it; as for `page`."""
         if self._file is None:
             return
@@ -197,7 +199,9 @@ class Publisher:
         """True if there is a run to publish."""
         return bool(self._fixed)
 
-    def page(self, sample: Sample, figures: Figures, run: Figures, alerts: Mapping[str, str]) -> RunPage:
+    def page(
+        self, sample: CounterSample, figures: Figures, run: Figures, alerts: Mapping[str, str]
+    ) -> RunPage:
         """The page of this moment, once it is open.
 
         Args:

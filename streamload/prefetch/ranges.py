@@ -31,7 +31,7 @@ _ORIGINS_KEPT = 32
 """Idle origins, each of which may keep a connection open."""
 
 
-class Range(NamedTuple):
+class ShardRange(NamedTuple):
     """The bytes `start` to `stop` of a shard in one version."""
 
     shard: Shard
@@ -41,7 +41,7 @@ class Range(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Block:
+class _RangeRequest:
     """One request for neighbouring ranges of a shard."""
 
     digest: str
@@ -63,12 +63,12 @@ class Ranges:
     def __init__(self, open_origin: Callable[[Shard], Origin]):
         self._open_origin = open_origin
         self._pool: limits.Threads | None = None  # made in the process that uses it
-        self._blocks: list[_Block] = []  # in the order of their requests
+        self._blocks: list[_RangeRequest] = []  # in the order of their requests
         self._turn = 0
         self._lock = threading.Lock()
         self._idle: deque[tuple[str, Origin]] = deque()  # guarded by _lock
 
-    def want(self, ranges: Iterable[Range]) -> None:
+    def want(self, ranges: Iterable[ShardRange]) -> None:
         """Request ranges that will be read soon; only some of them if much is on its way."""
         self._turn += 1
         self._blocks = [block for block in self._blocks if self._turn - block.turn < _TURNS_KEPT]
@@ -81,9 +81,9 @@ class Ranges:
                 self._pool = self._pool or limits.Threads(_AT_ONCE, "streamload-range")
                 data = self._pool.submit(self._read, whole)
                 place = whole.shard.digest, whole.start, whole.stop
-                self._blocks.append(_Block(*place, data, len(group), self._turn))
+                self._blocks.append(_RangeRequest(*place, data, len(group), self._turn))
 
-    def read(self, part: Range) -> bytes:
+    def read(self, part: ShardRange) -> bytes:
         """The bytes of a range, by an earlier request if there was one.
 
         Raises:
@@ -106,14 +106,14 @@ class Ranges:
         while self._idle:
             self._idle.pop()[1].close()
 
-    def _holding(self, part: Range) -> _Block | None:
+    def _holding(self, part: ShardRange) -> _RangeRequest | None:
         digest, start, stop = part.shard.digest, part.start, part.stop
         for block in self._blocks:
             if block.digest == digest and block.start <= start and stop <= block.stop:
                 return block
         return None
 
-    def _read(self, part: Range) -> bytes:
+    def _read(self, part: ShardRange) -> bytes:
         with self._origin(part.shard) as origin:
             return origin.read(part.start, part.stop, part.version)
 
@@ -137,9 +137,9 @@ class Ranges:
             surplus.close()
 
 
-def _joined(ranges: Iterable[Range]) -> list[list[Range]]:
+def _joined(ranges: Iterable[ShardRange]) -> list[list[ShardRange]]:
     """Ascending ranges of one shard, grouped into requests."""
-    groups: list[list[Range]] = []
+    groups: list[list[ShardRange]] = []
     for part in ranges:
         last = groups[-1] if groups else []
         is_near = last and part.start - last[-1].stop <= _GAP_BYTES

@@ -19,7 +19,7 @@ from streamload.metrics import Counters
 from streamload.origins.origin import Origin, Version, open_origin
 from streamload.prefetch.idle import IdlePreparer
 from streamload.prefetch.prefetcher import FillResult, Prefetcher, PrefetchOptions
-from streamload.prefetch.ranges import Range, Ranges
+from streamload.prefetch.ranges import Ranges, ShardRange
 from streamload.prefetch.scheduler import FillRequest
 from streamload.worker.messages import EpochStart, WorkerConfig
 from streamload.worker.stages import Spans
@@ -132,7 +132,7 @@ class Fills:
         for follower in self.followers:
             follower.want(requests)
 
-    def want_ranges(self, ranges: Iterable[Range]) -> None:
+    def want_ranges(self, ranges: Iterable[ShardRange]) -> None:
         """Request ranges of index-only shards that will be read soon."""
         self._open_ranges().want(ranges)
 
@@ -140,7 +140,7 @@ class Fills:
         """Bytes of an index-only shard, from its origin."""
         self._counts.add("range_reads")
         self.reads_ranges = True
-        return self._open_ranges().read(Range(shard, version, start, stop))
+        return self._open_ranges().read(ShardRange(shard, version, start, stop))
 
     def _open_ranges(self) -> Ranges:
         if self._ranges is None:

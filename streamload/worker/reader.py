@@ -28,7 +28,7 @@ from streamload.order.group import GroupOrder
 from streamload.order.plan import pass_order
 from streamload.order.repeats import RepeatedArrivals
 from streamload.origins.outages import listen, outages
-from streamload.prefetch.ranges import Range
+from streamload.prefetch.ranges import ShardRange
 from streamload.shards.samples import Entry
 from streamload.worker.blocked import Action, Blocked, Superseded, Wait, decide, poll_seconds
 from streamload.worker.fills import Fills, ShardFollower
@@ -212,7 +212,7 @@ class Reader:
         for shard, number in samples:
             by_shard.setdefault(shard, []).append(number)
         self.fills.want_ranges(
-            Range(self.config.shards[shard], *place)
+            ShardRange(self.config.shards[shard], *place)
             for shard, numbers in by_shard.items()
             for place in self._cache.ranges(shard, numbers)
         )

@@ -20,8 +20,8 @@ from streamload.cache import fallback_tier, memory, placement
 from streamload.cache.fallback_tier import FallbackTier
 from streamload.cache.locks import FileLock
 from streamload.cache.placement import (
-    Agreement,
-    Answer,
+    Choice,
+    SharedDecision,
     agreement_on,
     decide,
     memory_root,
@@ -153,7 +153,7 @@ def test_sizes_are_asked_of_a_few_shards_and_the_rest_taken_to_be_as_large(tmp_p
 
 def test_a_size_that_is_not_known_means_disk(tmp_path: Path) -> None:
     answer = decide(settings(tmp_path), shards(3), lambda shard: None if "1" in shard.name else 1000)
-    assert answer == Answer("disk", "auto: the size of the data is unknown")
+    assert answer == Choice("disk", "auto: the size of the data is unknown")
 
 
 def test_of_local_shards_only_the_indexes_take_memory(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_cache_dir_in_memory_is_the_place_of_the_tier_in_memory(shm: Path) -> 
     assert placed.tier.root == shm / "mine"
     assert placed.tier.limit_bytes == 70_000_000
     auto = read_settings(cache_dir=shm / "mine", cache="auto", memory_size="70MB")
-    assert decide(auto, shards(1), lambda shard: 10**12) == Answer("memory", "auto: cache_dir is in memory")
+    assert decide(auto, shards(1), lambda shard: 10**12) == Choice("memory", "auto: cache_dir is in memory")
 
 
 def test_no_more_than_what_is_free_is_taken_whatever_was_asked_for(shm: Path) -> None:
@@ -308,7 +308,7 @@ def test_an_answer_that_another_user_has_written_is_none(tmp_path: Path, shm: Pa
         there.chmod(0o666)
         os.chown(there, OTHER_USER, OTHER_USER)
     before = there.lstat()
-    assert agreement.join(lambda: Answer("disk", "ours")) == Answer("disk", "ours")
+    assert agreement.join(lambda: Choice("disk", "ours")) == Choice("disk", "ours")
     agreement.close()
     assert there.lstat() == before
 
@@ -355,7 +355,7 @@ def test_a_cache_in_a_directory_that_is_opened_to_all_afterwards_is_refused(tmp_
 def test_without_a_disk_auto_is_in_memory_whatever_the_size(tmp_path: Path) -> None:
     (tmp_path / "disk").touch()
     answer = decide(settings(tmp_path), shards(3), lambda shard: None)
-    assert answer == Answer("memory", f"auto: {tmp_path / 'disk'} is not a directory")
+    assert answer == Choice("memory", f"auto: {tmp_path / 'disk'} is not a directory")
 
 
 @needs_mounts
@@ -398,8 +398,8 @@ def test_a_container_with_64_mb_of_shared_memory(
         assert "auto: there is too little memory" in why
 
 
-def answer_of(agreement: Agreement, where: Any) -> Answer:
-    return agreement.join(lambda: Answer(where, "said so"))
+def answer_of(agreement: SharedDecision, where: Any) -> Choice:
+    return agreement.join(lambda: Choice(where, "said so"))
 
 
 def test_as_long_as_one_stands_by_an_answer_all_get_it(tmp_path: Path, shm: Path) -> None:
@@ -424,11 +424,11 @@ def test_processes_that_start_at_once_decide_once(tmp_path: Path, shm: Path) -> 
     go = tmp_path / "go"
 
     def work(stage: object) -> str:
-        def decide_slowly() -> Answer:
+        def decide_slowly() -> Choice:
             with log.open("a") as lines:
                 lines.write(f"{os.getpid()}\n")
             time.sleep(0.2)
-            return Answer("memory" if os.getpid() % 2 else "disk", str(os.getpid()))
+            return Choice("memory" if os.getpid() % 2 else "disk", str(os.getpid()))
 
         while not go.exists():
             time.sleep(0.001)
@@ -484,7 +484,7 @@ def test_who_does_not_come_to_an_answer_is_not_waited_for_for_ever(
     deciding = FileLock.acquire(path, create=True)
     assert deciding is not None
     waits = agreement_on(settings(tmp_path), shards(3))
-    assert answer_of(waits, "disk") == Answer("disk", "said so")
+    assert answer_of(waits, "disk") == Choice("disk", "said so")
     waits.close()
     deciding.close()
 

@@ -19,7 +19,7 @@ from streamload.cache.locks import FileLock
 from streamload.cache.repair import Repair, repair
 from streamload.cache.shard import Shard, shard_of
 from streamload.cache.tier import Tier
-from streamload.cache.verify import Damage, verify
+from streamload.cache.verify import ShardDamage, verify
 from streamload.daemon.warm import warm
 from streamload.origins.origin import OriginOptions
 from streamload.shards.index import IndexWriter
@@ -38,7 +38,7 @@ def filled(tmp_path: Path) -> Iterator[Filled]:
     filled.close()
 
 
-def damages(tier: Tier, **options: object) -> list[Damage]:
+def damages(tier: Tier, **options: object) -> list[ShardDamage]:
     return [look.damage for look in verify(tier, **options) if look is not None and look.damage is not None]  # type: ignore[arg-type]
 
 
@@ -340,13 +340,13 @@ def test_damage_that_somebody_else_has_mended_meanwhile_is_not_taken_out(
     from streamload.cache import verify as module
 
     flipped_in_data(filled)
-    read, look_into = module._Reading.run, module.foreign_in
+    read, look_into = module._ShardCheck.run, module.foreign_in
 
     def mend() -> None:
         filled.tier.quarantine(filled.shard(1))
         assert warm(filled.urls, cache_dir=filled.root).shards_complete == SHARDS
 
-    def run_and_mend(look: module._Reading) -> None:
+    def run_and_mend(look: module._ShardCheck) -> None:
         read(look)
         if look.cause:
             mend()
@@ -358,7 +358,7 @@ def test_damage_that_somebody_else_has_mended_meanwhile_is_not_taken_out(
     if at == "the decision":
         monkeypatch.setattr(module, "foreign_in", look_and_mend)
     else:
-        monkeypatch.setattr(module._Reading, "run", run_and_mend)
+        monkeypatch.setattr(module._ShardCheck, "run", run_and_mend)
     assert not any(damage.taken_out for damage in damages(filled.tier, take_out=True))
     assert filled.is_whole(1)
     assert filled.shard(1).exists()
@@ -370,11 +370,11 @@ def test_a_shard_is_pinned_while_it_is_read(filled: Filled, monkeypatch: pytest.
 
     cleared = []
 
-    def check(look: module._Reading, *_: object) -> None:
+    def check(look: module._ShardCheck, *_: object) -> None:
         if not cleared:
             cleared.append(clear(filled.tier))
 
-    monkeypatch.setattr(module._Reading, "_check_samples", check)
+    monkeypatch.setattr(module._ShardCheck, "_check_samples", check)
     list(verify(filled.tier, jobs=1))
     (kept,) = cleared[0].kept
     assert kept.why == "a process has it open"

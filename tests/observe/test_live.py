@@ -19,7 +19,7 @@ from rich.console import Console
 
 from streamload.cache.tier import Tier
 from streamload.cli.top import line, shown
-from streamload.observe.live import Watch, live_rank
+from streamload.observe.live import RunWatch, live_rank
 from streamload.observe.page import RunPage
 from tests.cli.test_metrics import ranks
 from tests.observe.test_exposition import full_page
@@ -46,7 +46,7 @@ def test_rates_are_differences_over_the_time_between_two_pages() -> None:
 
 
 def test_a_rank_that_is_seen_first_has_its_rates_since_it_began_and_an_old_page_keeps_its_rates() -> None:
-    watch, page = Watch(), full_page(counters={"samples_yielded": 600})
+    watch, page = RunWatch(), full_page(counters={"samples_yielded": 600})
     (found,) = watch.look([page])
     assert found.samples_per_second == pytest.approx(600 / page.run_seconds)
     newer = later(page, 1.0, 50)
@@ -61,7 +61,7 @@ def test_a_rank_that_is_seen_first_has_its_rates_since_it_began_and_an_old_page_
 
 
 def test_rates_are_those_of_the_last_ten_seconds() -> None:
-    watch, page = Watch(), full_page(counters={"samples_yielded": 0})
+    watch, page = RunWatch(), full_page(counters={"samples_yielded": 0})
     for second in range(40):
         (found,) = watch.look(
             [later(page, second, 100 * second if second < 20 else 2000 + 10 * (second - 20))]
@@ -90,7 +90,7 @@ def test_the_table_has_every_rank_source_verdict_and_alert_and_hostile_names_are
     ]
     console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     with contextlib.closing(console.file):
-        console.print(shown(Watch().look(pages), "w"))
+        console.print(shown(RunWatch().look(pages), "w"))
         console.print(shown([]))
     text = console.export_text()
     assert "run [bold]a1  3 of 8 ranks on node" in text

@@ -25,7 +25,7 @@ from streamload.metrics import COUNTERS, GIVEN, METRICS
 from streamload.observe import page
 from streamload.observe.page import (
     MOST_SOURCES,
-    Clock,
+    Instant,
     PageFile,
     RunPage,
     as_dict,
@@ -34,7 +34,7 @@ from streamload.observe.page import (
     read_runs,
 )
 
-BEGAN = Clock("boot", 5 * 10**9, 1000.0)
+BEGAN = Instant("boot", 5 * 10**9, 1000.0)
 PAGE = RunPage(
     run="a1",
     rank=1,
@@ -42,7 +42,7 @@ PAGE = RunPage(
     pid=17,
     host="node",
     began=BEGAN,
-    written=Clock("boot", 65 * 10**9, 1060.0),
+    written=Instant("boot", 65 * 10**9, 1060.0),
     workers=4,
     sources=("laion", "cc"),
     counters={"origin_bytes": 7, "data_wait_ns": 3_000_000_000, "samples_skipped_decode": 2},
@@ -104,7 +104,7 @@ def test_a_page_of_every_counter_and_many_sources_takes_a_few_kilobytes() -> Non
 
 @given(seconds=st.floats(0, 10**6), set_back=st.floats(-(10**6), 10**6))
 def test_an_age_goes_by_the_clock_that_nobody_sets(seconds: float, set_back: float) -> None:
-    later = Clock("boot", BEGAN.monotonic_ns + int(seconds * 1e9), BEGAN.unix + seconds - set_back)
+    later = Instant("boot", BEGAN.monotonic_ns + int(seconds * 1e9), BEGAN.unix + seconds - set_back)
     assert later.seconds_since(BEGAN) == pytest.approx(seconds, abs=1e-6)
     elsewhere = later._replace(boot="another machine")
     assert elsewhere.seconds_since(BEGAN) == pytest.approx(max(0.0, seconds - set_back), abs=1e-6)

@@ -15,7 +15,7 @@ import pytest
 
 from streamload.metrics import COUNTERS, WIDTH
 from streamload.node import SlowestRank
-from streamload.observe.figures import Figures, History, Machine, Sample
+from streamload.observe.figures import CounterSample, Figures, History, Machine
 from streamload.observe.verdict import Limit, Verdict, judge
 from tests.support.pipeline import Rank, Speeds, run
 
@@ -55,7 +55,7 @@ def planted(limit: Limit, seed: int) -> tuple[Rank, float]:
     return Rank(speeds, seed, workers, cores), factor
 
 
-def verdict_of(rank: Rank, first: Sample, slowest: SlowestRank | None = None) -> Verdict:
+def verdict_of(rank: Rank, first: CounterSample, slowest: SlowestRank | None = None) -> Verdict:
     figures = Figures.between(first, rank.sample(), Machine(rank.workers, rank.cores))
     return judge(dataclasses.replace(figures, slowest=slowest))
 
@@ -263,9 +263,9 @@ def test_an_interval_is_named_as_one_would(seconds: float, says: str) -> None:
     assert f"of the last {says} for data" in str(judge(Figures(seconds=seconds, batches=9)))
 
 
-def sample(at_seconds: float) -> Sample:
+def sample(at_seconds: float) -> CounterSample:
     zeros = np.zeros(WIDTH, np.int64)
-    return Sample(int(at_seconds * 1e9), zeros, zeros, np.zeros((1, 2), np.int64))
+    return CounterSample(int(at_seconds * 1e9), zeros, zeros, np.zeros((1, 2), np.int64))
 
 
 def test_a_history_gives_the_latest_sample_that_is_old_enough_and_forgets_the_rest() -> None:

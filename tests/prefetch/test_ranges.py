@@ -13,7 +13,7 @@ import pytest
 from streamload.cache.shard import Shard, shard_of
 from streamload.errors import DatasetChanged, OriginNotFound
 from streamload.origins.origin import Origin, Version, open_origin
-from streamload.prefetch.ranges import Range, Ranges
+from streamload.prefetch.ranges import Ranges, ShardRange
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 
@@ -30,16 +30,16 @@ def server(tmp_path: Path) -> Iterator[ShardServer]:
         yield server
 
 
-def wanted(server: ShardServer, name: str, start: int, stop: int) -> Range:
+def wanted(server: ShardServer, name: str, start: int, stop: int) -> ShardRange:
     shard = shard_of(f"{server.url}/{name}.tar", None)
-    return Range(shard, open_origin(shard.url).version(), start, stop)
+    return ShardRange(shard, open_origin(shard.url).version(), start, stop)
 
 
 def opened(shard: Shard) -> Origin:
     return open_origin(shard.url, stop=threading.Event())
 
 
-def content(server: ShardServer, one: Range) -> bytes:
+def content(server: ShardServer, one: ShardRange) -> bytes:
     return (server.root / Path(one.shard.name).name).read_bytes()[one.start : one.stop]
 
 
@@ -65,7 +65,7 @@ def test_what_was_asked_for_and_is_not_read_is_forgotten(server: ShardServer) ->
     places = itertools.cycle(range(0, SIZE, 256 << 10))
     with closing(Ranges(opened)) as ranges:
         for turn, at in zip(range(8), places, strict=False):
-            ranges.want([Range(shard, version, at, at + 10)])
+            ranges.want([ShardRange(shard, version, at, at + 10)])
             assert len(ranges._blocks) <= min(turn + 1, 4)
 
 

@@ -317,7 +317,7 @@ def test_without_times_of_the_stores_own_a_lease_is_watched(
     elif reason == "none":
         monkeypatch.setattr(folder, "modified", unavailable)
     else:
-        monkeypatch.setattr(folder_module.Folder, "now", unavailable)
+        monkeypatch.setattr(folder_module.SharedFolder, "now", unavailable)
     assert not make(folder, lease_seconds=30.0).take("task")
 
 
@@ -325,7 +325,7 @@ def test_who_writes_nothing_there_asks_nothing_fails(
     folder: Objects, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave_lease(folder, seconds_ago=3600.0)
-    monkeypatch.setattr(folder_module.Folder, "now", lambda self: pytest.fail("it wrote"))
+    monkeypatch.setattr(folder_module.SharedFolder, "now", lambda self: pytest.fail("it wrote"))
     assert make(folder, lease_seconds=30.0).is_held("task")
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from streamload.metrics import COUNTERS, WIDTH
-from streamload.observe.figures import Sample
+from streamload.observe.figures import CounterSample
 
 PLACES = {name: place for place, name in enumerate(COUNTERS)}
 
@@ -112,14 +112,14 @@ class Rank:
         self.now = since + self._time(self.speeds.step)
         self._count(step_ns=(self.now - since) * 1e9)
 
-    def sample(self) -> Sample:
+    def sample(self) -> CounterSample:
         """The counters now."""
         row = np.zeros(WIDTH, np.int64)
         row[: len(COUNTERS)] = list(self.row.values())
         rank_row = np.zeros(WIDTH, np.int64)
         rank_row[PLACES["hand_over_ns"]] = self._received_ns
         by_source = np.array([[self.row["samples_yielded"], self.row["bytes_wait_ns"]]], np.int64)
-        return Sample(int(self.now * 1e9), row, rank_row, by_source)
+        return CounterSample(int(self.now * 1e9), row, rank_row, by_source)
 
     def count(self, **more: float) -> None:
         """Count something else."""

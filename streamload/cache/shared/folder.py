@@ -28,7 +28,7 @@ Clients of Lustre, Ceph, GPFS and many FUSE file systems write times of their ow
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
 
-class Folder:
+class SharedFolder:
     """A folder of files; it need not exist before the first write.
 
     Args:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from streamload import urls
-from streamload.cache.shared.folder import Folder
+from streamload.cache.shared.folder import SharedFolder
 from streamload.errors import OptionError, OriginDenied, SharedTierDenied, SharedTierError
 from streamload.options.storage import copy_options
 from streamload.origins import calls
@@ -98,7 +98,7 @@ class Objects:
         self._made_of = (url, copy_options(storage_options), timeout_seconds)
         self._backend: Backend
         if urls.is_local(url):
-            self._backend = Folder(urls.local_path(url), stop)
+            self._backend = SharedFolder(urls.local_path(url), stop)
         else:
             from streamload.cache.shared.store import Store  # asyncio comes with it
 

@@ -69,7 +69,7 @@ _Found = TypeVar("_Found")
 _Answer = TypeVar("_Answer")
 
 
-class _Wait(enum.Enum):
+class _WaitOutcome(enum.Enum):
     NONE = "nobody fetches it, as far as is known"
     OVER = "the holder has ended, or the shard is there"
     OVERTAKES = "the holder is much slower than this process"
@@ -119,7 +119,7 @@ class SingleFlight:
             clock=clock,
         )
         self._breaker = CircuitBreaker(clock=clock)
-        self._pace = Pace(clock)
+        self._pace = FetchPace(clock)
         self._machine = own_address().partition(".")[0]
         self._lock = threading.Lock()
         # Guarded by _lock:
@@ -176,10 +176,10 @@ class SingleFlight:
                 return held
             since = self._clock()
             waited = self._wait(shard, deadline, stop, yield_slot, look if may_take else None)
-            held = look() if waited is _Wait.OVER else None
-            if held is None and waited in (_Wait.OVER, _Wait.IN_VAIN):
+            held = look() if waited is _WaitOutcome.OVER else None
+            if held is None and waited in (_WaitOutcome.OVER, _WaitOutcome.IN_VAIN):
                 self._spend(shard, since, waited)
-            if held is not None or not may_take or waited is not _Wait.OVER:
+            if held is not None or not may_take or waited is not _WaitOutcome.OVER:
                 return held
 
     def keep(self, shard: Shard) -> None:
@@ -243,7 +243,7 @@ class SingleFlight:
         stop: threading.Event,
         yield_slot: YieldSlot,
         look: Callable[[], object] | None,
-    ) -> _Wait:
+    ) -> _WaitOutcome:
         """Wait while a live process holds the lease of a shard.
 
         Args:
@@ -253,27 +253,27 @@ class SingleFlight:
             yield_slot: entered meanwhile.
             look: looks it up in the shared cache; None: this process overtakes nobody.
         """
-        start, waited = self._clock(), _Wait.NONE
+        start, waited = self._clock(), _WaitOutcome.NONE
         with contextlib.ExitStack() as stack:
             while True:
                 answer = self._asked(shard, lambda: (self._leases.holder_at(shard.digest),))
                 if answer is None:
-                    return _Wait.NONE
+                    return _WaitOutcome.NONE
                 (holder,) = answer
                 if holder is None:
                     return waited
                 looked_at = self._clock()
                 if look is not None and self._is_much_slower(holder):
                     if self._overtakes(shard, holder):
-                        return _Wait.OVERTAKES
+                        return _WaitOutcome.OVERTAKES
                     if look() is not None:
-                        return _Wait.OVER
+                        return _WaitOutcome.OVER
                 if looked_at - start >= _SAID_AFTER_SECONDS:
                     self._say(shard, holder, looked_at)
                 if looked_at >= deadline:
-                    return _Wait.IN_VAIN
-                if waited is _Wait.NONE:
-                    waited = _Wait.OVER
+                    return _WaitOutcome.IN_VAIN
+                if waited is _WaitOutcome.NONE:
+                    waited = _WaitOutcome.OVER
                     self._tier.counts.add("shared_waits")
                     stack.enter_context(yield_slot())
                 pause = min(
@@ -332,14 +332,14 @@ class SingleFlight:
             )
         return left if left >= _LEAST_SHARE * self._wait_seconds else 0.0
 
-    def _spend(self, shard: Shard, since: float, waited: _Wait) -> None:
+    def _spend(self, shard: Shard, since: float, waited: _WaitOutcome) -> None:
         """Charge a wait in vain to the budget; seconds of concurrent waits count once."""
         clock_seconds = self._clock()
         with self._lock:
             gained = (clock_seconds - self._vain_at) / _REFILL_TIMES
             spent = clock_seconds - max(since, self._vain_at)
             self._vain_seconds, self._vain_at = max(0.0, self._vain_seconds - gained) + spent, clock_seconds
-            is_new = waited is _Wait.IN_VAIN and clock_seconds >= self._warned_until
+            is_new = waited is _WaitOutcome.IN_VAIN and clock_seconds >= self._warned_until
             if is_new:
                 self._warned_until = clock_seconds + _REFILL_TIMES * self._wait_seconds
         if is_new:
@@ -351,7 +351,7 @@ class SingleFlight:
             )
 
 
-class Pace:
+class FetchPace:
     """Speed at which this process gets bytes from origins: of one stream, on average. Thread-safe.
 
     Args:
@@ -399,7 +399,7 @@ class Pace:
 class _Paced:
     """A stream from an origin, whose bytes are counted as they arrive."""
 
-    def __init__(self, stream: Stream, pace: Pace, progress: Callable[[int], None]):
+    def __init__(self, stream: Stream, pace: FetchPace, progress: Callable[[int], None]):
         self.version = stream.version
         self._stream, self._pace, self._progress = stream, pace, progress
         self._began: float | None = pace.began()

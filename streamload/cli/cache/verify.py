@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from streamload.cache.repair import Repair
     from streamload.cache.shard import Shard
     from streamload.cache.tier import Tier
-    from streamload.cache.verify import Damage, Verified
+    from streamload.cache.verify import ShardDamage, VerifiedShard
 
 
 @dataclass(slots=True)
@@ -28,9 +28,9 @@ class _Tally:
     samples: int = 0
     read_bytes: int = 0
     bad_facts: int = 0
-    damages: "list[Damage]" = field(default_factory=list)
+    damages: "list[ShardDamage]" = field(default_factory=list)
 
-    def add(self, look: "Verified | None") -> None:
+    def add(self, look: "VerifiedShard | None") -> None:
         if look is None:
             self.gone += 1
             return

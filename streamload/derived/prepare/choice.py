@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 from PIL import Image
 
-from streamload.cache.placement import Answer
+from streamload.cache.placement import Choice
 from streamload.derived.prepare.preparation import SIZES, Preparation
 from streamload.metrics import format_bytes
 from streamload.transforms.compile import leading_resize
@@ -91,13 +91,13 @@ def exact_recipes(transform: Any, most_pixels: int) -> list[Preparation]:
     return recipes
 
 
-def choose(costs: Costs, room: Room) -> Answer:
+def choose(costs: Costs, room: Room) -> Choice:
     """The recipe that pays, and why; "": images stay as they are.
 
     A recipe has to fit into the cache for all of the data, and to make an image at least twice as cheap.
     """
     if room.data_bytes is None:
-        return Answer("", "the size of the data is unknown")
+        return Choice("", "the size of the data is unknown")
     seconds: dict[str, float] = {}
     described: list[str] = []
     for form in costs.forms:
@@ -114,7 +114,7 @@ def choose(costs: Costs, room: Room) -> Answer:
         described.append(takes)
     best = min(seconds, key=lambda recipe: seconds[recipe])
     pays = seconds[best] * _LEAST_GAIN <= seconds[""]
-    return Answer(
+    return Choice(
         best if pays else "",
         f"decoding and reading an image takes {', '.join(described)} for all of the data",
     )
