@@ -16,21 +16,21 @@ from streamload.errors import OptionError
 from streamload.extension import Extension, RankPart
 from streamload.features import RowFeatures
 from streamload.features.columns import FeatureAssembly
-from streamload.loader.batch_sizing import BatchSizes, BatchSizing
 from streamload.loader.bounds import AgreedBounds, are_bounds_agreed, row_costs
 from streamload.loader.distributed import gather
 from streamload.loader.features import bound_features
 from streamload.loader.groups import Batches, Order
 from streamload.loader.in_flight import check_step, in_flight_of, report
 from streamload.loader.microbatches import Microbatches, Microbatching
+from streamload.loader.mixing.batch_size import BatchSizes, BatchSizing
+from streamload.loader.mixing.decisions import Decisions, Mixing
+from streamload.loader.mixing.means import ReportedMeans
+from streamload.loader.mixing.reports import Rows
 from streamload.loader.observer import Observer
 from streamload.loader.options import LoaderOptions
 from streamload.loader.rank_process import RankProcess
 from streamload.loader.rank_run import RankParts
-from streamload.loader.reported_means import ReportedMeans
 from streamload.loader.schedule import Schedule
-from streamload.loader.signals import Rows
-from streamload.loader.steering import Decisions, Mixing
 from streamload.metrics.findings import Requests
 from streamload.observe.observer import ObservedRun, RunObserver
 from streamload.options import Settings

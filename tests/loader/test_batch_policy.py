@@ -17,7 +17,7 @@ from streamload import Images, Patches, Source
 from streamload.batching import Measured, SizeDecided, ThroughputBalanced
 from streamload.errors import OptionError, PolicyError
 from streamload.extension import TakenBatch
-from streamload.loader.batch_sizing import BatchSizes, BatchSizing
+from streamload.loader.mixing.batch_size import BatchSizes, BatchSizing
 from streamload.loader.rank_run import RankRun
 from streamload.mixing import Replay
 from streamload.testing.shards import write_shards

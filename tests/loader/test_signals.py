@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamload.errors import OptionError
 from streamload.loader.batch_info import BatchInfo, Yielded
-from streamload.loader.signals import ALIGNMENT, LOSS, Reported, Reports, bad_of, merged, signal_of
+from streamload.loader.mixing.reports import ALIGNMENT, LOSS, Reported, Reports, bad_of, merged, signal_of
 
 SOURCES = 3
 

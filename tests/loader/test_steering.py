@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import streamload
 from streamload.errors import DecisionsError, OptionError, PolicyError, StateMismatch
-from streamload.loader.signals import Rows
+from streamload.loader.mixing.reports import Rows
 from streamload.mixing import Replay
 from streamload.steering import Decided, Summary
 from streamload.testing.server import Fault, ShardServer

@@ -17,10 +17,8 @@ import torch
 from streamload.errors import DataError, OptionError, OrderDiverged, OriginError, PolicyError
 from streamload.extension import Event, Extension, RankPart, Run, TakenBatch, WorkerPart, WorkerProcess
 from streamload.loader.batch_info import BatchInfo
-from streamload.loader.options import LoaderOptions
-from streamload.loader.rank_run import RankRun
-from streamload.loader.run_log import RunLog
-from streamload.loader.signals import (
+from streamload.loader.mixing.log import RunLog
+from streamload.loader.mixing.reports import (
     ALIGNMENT,
     LOSS,
     TOKENS,
@@ -31,7 +29,9 @@ from streamload.loader.signals import (
     merged,
     signal_of,
 )
-from streamload.loader.steering_state import REPORTS, SteeringState
+from streamload.loader.mixing.state import REPORTS, SteeringState
+from streamload.loader.options import LoaderOptions
+from streamload.loader.rank_run import RankRun
 from streamload.order.events import UNIT, new_weights
 from streamload.order.portions import shares_of
 from streamload.steering import Decided, Policy, SourceSummary, Summary, weights_of

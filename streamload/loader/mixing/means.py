@@ -7,7 +7,7 @@ from typing import Any
 
 from streamload.extension import RankPart
 from streamload.loader.batch_info import BatchInfo
-from streamload.loader.signals import ALIGNMENT, LOSS, Reports, Rows, signal_of
+from streamload.loader.mixing.reports import ALIGNMENT, LOSS, Reports, Rows, signal_of
 
 _EVERY = 200
 """So many steps apart the sums are read, for which their device is waited for."""

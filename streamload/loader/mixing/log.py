@@ -12,10 +12,10 @@ from typing import Any
 
 from streamload.errors import OptionError
 from streamload.loader.distributed import gather
+from streamload.loader.mixing.state import LogState
 from streamload.loader.position import Position
 from streamload.loader.schedule import Schedule
 from streamload.loader.state import sizes_to, weights_to
-from streamload.loader.steering_state import LogState
 from streamload.order.events import WEIGHTS, Event
 from streamload.steering.decisions import SEQUENCE, DecisionLog
 
