@@ -12,8 +12,13 @@ import numpy as np
 import torch
 
 from streamload import complexity
+from streamload.batching import Measured, SizeDecided
 from streamload.errors import StateMismatch
 from streamload.extension import BatchRows, Event, Extension, RankPart, Run, WorkerPart, WorkerProcess
+from streamload.loader.mixing.batch_size import BatchSizes
+from streamload.loader.mixing.decisions import Mixing
+from streamload.mixing import Summary
+from streamload.steering import as_policy
 from streamload.testing.resume import Layout
 from streamload.testing.shards import read_oracle
 from streamload.weights import RowWeights
@@ -26,6 +31,36 @@ class TestRowWeights(ExtensionContract):
     state_keys = ("mean_weight",)
     damaged = ([1, 2], ["complexity", 0], ["complexity", "much"], "x", ["complexity", math.inf])
     options = MappingProxyType({"num_samples": 50})
+
+
+def equal_weights(summary: Summary) -> dict[str, float] | None:
+    """Decides twice, and remembers nothing."""
+    return {source.name: 1.0 for source in summary.sources} if summary.step < 8 else None
+
+
+class TestMixing(ExtensionContract):
+    extension = Mixing(as_policy(equal_weights, ["0"]).every)
+    adds = ()
+    state_keys = ("steering", "reports")
+    damaged = (3, {"steps": -1}, "x", {"0.0": {"sums": "x"}})
+    options = MappingProxyType({"mixing": equal_weights})
+
+
+class SameSize:
+    """Is asked every other step, and leaves the size as it is."""
+
+    every = 2
+
+    def decide(self, measured: Measured, memory: Any) -> SizeDecided:
+        return SizeDecided(None, (memory or 0) + 1, "as it is")
+
+
+class TestBatchSizes(ExtensionContract):
+    extension = BatchSizes()
+    adds = ()
+    state_keys = ("batch_policy", "step_times")
+    damaged = (3, {"steps": 1, "decided": 2, "memory": None}, {"0": [1]}, {"0": [1, 1, 1, "x"]})
+    options = MappingProxyType({"batch_policy": SameSize()})
 
 
 LIMITS = (1984, 2500, 3000, 3200, 3300, 3400)
