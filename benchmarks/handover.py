@@ -45,6 +45,7 @@ from streamload.ipc import BufferPool, ControlBlock, Numbers, buffers_for, conte
 from streamload.loader.in_order import InOrder
 from streamload.metrics import Counters
 from streamload.worker import Batch, Failed
+from streamload.worker.messages import OrderStep, RowSources
 from streamload.worker.states import SealedStates
 
 SHAPE, QUICK_SHAPE = (512, 224, 224, 3), (64, 224, 224, 3)
@@ -110,7 +111,12 @@ class Blank(IterableDataset[Batch | Failed]):
             )
             since = time.monotonic()
             yield Batch(
-                values, number, number + 1, number, SealedStates({}), [], {}, self.shape[0], [], GENERATION
+                values,
+                number,
+                GENERATION,
+                OrderStep(number, number + 1, SealedStates({}), {}),
+                RowSources(self.shape[0], []),
+                [],
             )
 
 

@@ -72,7 +72,7 @@ class BatchChecks:
                 f"a worker returned a batch of order {batch.generation}, but this epoch has order "
                 f"{self.generation}"
             )
-        for name, span in batch.digests.items():
+        for name, span in batch.step.digests.items():
             end, after = self._last.get(name, (span.begin, span.before))
             if end == span.begin and after != span.before:
                 raise OrderDiverged(

@@ -524,7 +524,7 @@ class Loader(DataLoaderInterface):
         if batch.blocked:
             process.waits.add(batch.blocked, waited_ns, process.counts.value("data_wait_ns"))
         self._parts.taken(batch)
-        self._schedule.tracker.advance(batch.stop, batch.groups)
+        self._schedule.tracker.advance(batch.stop, batch.step.groups)
         self._step += 1
         process.count(batch)
         if not batch.samples:

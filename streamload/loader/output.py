@@ -52,7 +52,7 @@ class Outputs:
         }
         device = next((value.device for value in values.values() if isinstance(value, torch.Tensor)), None)
         yielded = Yielded(step, batch.samples, (), widths, keys)
-        self.last = BatchInfo(yielded, self._sources, batch.seats, shapes, device, **fields)
+        self.last = BatchInfo(yielded, self._sources, batch.rows.seats, shapes, device, **fields)
         values = self._parts.shaped(values | self._parts.values(self.last))
         yielded.names = tuple(values)
         output = self._shaped(values, extra if self._options.batches.with_keys else {})

@@ -84,7 +84,7 @@ class RankProcess:
         if batch.samples:
             self.counts.add("batches_yielded")
             self.counts.add("samples_yielded", batch.samples)
-            self.control.by_source[0, :, 0] += batch.source_samples
+            self.control.by_source[0, :, 0] += batch.rows.by_source
 
     def check_shards(self) -> None:
         """Compare the shards that were given up with the limit.

@@ -57,6 +57,7 @@ from streamload.transforms import kernel
 from streamload.transforms.compile import plan_or_given
 from streamload.transforms.plan import ImagePlan, clip_plan
 from streamload.worker import SourceOrder, WorkerConfig
+from streamload.worker.messages import AheadConfig, TierConfig
 
 logger = logging.getLogger("streamload")
 
@@ -88,7 +89,8 @@ def worker_config_for(options: LoaderOptions, schedule: Schedule) -> tuple[Worke
         made = _assembly(options, transform, prepared, settings.max_image_pixels)
         config = _worker_config(options, schedule, settings, shards, placed, *made)
         if prepared.is_made:
-            config = replace(config, prepare_share=idle_share(schedule.topology, options.num_workers))
+            share = idle_share(schedule.topology, options.num_workers)
+            config = replace(config, ahead=config.ahead._replace(prepare_share=share))
         return config, placed
     except BaseException:
         placed.close()
@@ -150,15 +152,12 @@ def _worker_config(
     config = WorkerConfig(
         shards=shards,
         origin=OriginOptions(outage_seconds=settings.origin_wait),
-        tier_root=tier.root,
-        tier_limit_bytes=tier.limit_bytes,
-        free_disk=placed.free_disk,
-        eviction=settings.eviction,
-        revalidate=settings.revalidate,
+        tier=TierConfig(
+            tier.root, tier.limit_bytes, placed.free_disk, settings.eviction, settings.revalidate
+        ),
         shared=shared,
         run=run,
-        fills=-(-max(lanes, _MIN_FILLS) // processes),
-        ahead_bytes=settings.ahead,
+        ahead=AheadConfig(-(-max(lanes, _MIN_FILLS) // processes), settings.ahead),
         sources=_sources(options, orders, [first_group + group for group in split.groups_of(rank)]),
         steps=schedule.step_options,
         rank=rank,

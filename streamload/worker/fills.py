@@ -65,16 +65,18 @@ class Fills:
         self._spans = spans
         self._closing = threading.Event()
         self.tier = _open_tier(config, counts)
-        self.fallback_tier = FallbackTier(config.tier_root, counts)
-        ask = None if config.revalidate == "never" else asker(config.origin, counts)
+        self.fallback_tier = FallbackTier(config.tier.root, counts)
+        ask = None if config.tier.revalidate == "never" else asker(config.origin, counts)
         self.backing = None if config.shared is None else config.shared.open(counts, ask)
-        each_epoch = config.revalidate != "start"
+        each_epoch = config.tier.revalidate != "start"
         self.carrier = None if self.backing is None else self.backing.facts
         self.freshness = Freshness(self.tier, config.run, each_epoch=each_epoch, ask=ask, counts=counts)
         self.prefetcher = Prefetcher(
             self.tier,
             self._open_origin,
-            PrefetchOptions(threads=config.fills, index_only=True, prepares=config.prepare_share > 0),
+            PrefetchOptions(
+                threads=config.ahead.fills, index_only=True, prepares=config.ahead.prepare_share > 0
+            ),
             counts=counts,
             sink=self._after_fill,
             has_prepared=_has_none if self.backing is None else self.backing.has_prepared,
@@ -83,14 +85,14 @@ class Fills:
         )
         preparation = config.assembly.preparation
         self._idle_preparer: IdlePreparer | None = None
-        if config.prepare_share and preparation is not None:
+        if config.ahead.prepare_share and preparation is not None:
             self._idle_preparer = IdlePreparer(
                 self.tier,
                 config.shards,
                 preparation.derive,
                 self.freshness,
                 counts=counts,
-                share=config.prepare_share,
+                share=config.ahead.prepare_share,
                 is_idle=is_idle,
             )
         self.followers: list[ShardFollower] = []
@@ -194,11 +196,11 @@ def _has_none(form: Shard) -> bool:
 
 def _open_tier(config: WorkerConfig, counts: Counters) -> Tier:
     """The tier with its current limit: another run may have changed it since this one started."""
-    exists = (config.tier_root / "tier.json").is_file()
+    exists = (config.tier.root / "tier.json").is_file()
     return Tier(
-        config.tier_root,
-        None if exists else config.tier_limit_bytes,
+        config.tier.root,
+        None if exists else config.tier.limit_bytes,
         counts,
-        free_disk=config.free_disk,
-        eviction=config.eviction,
+        free_disk=config.tier.free_disk,
+        eviction=config.tier.eviction,
     )

@@ -47,6 +47,8 @@ from streamload.worker.messages import (
     EpochChange,
     EpochStart,
     Failed,
+    OrderStep,
+    RowSources,
     SkippedSample,
     Visit,
     WorkerConfig,
@@ -220,7 +222,7 @@ class WorkerLoop:
                         values = self._slots.hand_over(values, self._counts)
                 if self._config.with_keys:
                     values |= origins
-                samples, stop = len(origins["__key__"]), sampler.steps.begin(number + 1)
+                stop = sampler.steps.begin(number + 1)
                 blocked, seats = self._reader.blocked(), step.seats
                 taken = np.bincount(seats, minlength=len(self._config.sources)).tolist()
                 packed = b""
@@ -230,9 +232,15 @@ class WorkerLoop:
                     passes = tuple(step.passes.get(source, 0) for source in range(len(taken)))
                 self._stages.ready(ready)
                 yield Batch(
-                    values, position, stop, number, states, skipped, spans, samples, taken, start.generation,
-                    blocked, packed, extras, passes,
-                )  # fmt: skip
+                    values,
+                    number,
+                    start.generation,
+                    OrderStep(position, stop, states, spans),
+                    RowSources(len(origins["__key__"]), taken, packed, passes),
+                    skipped,
+                    blocked,
+                    extras,
+                )
                 self._stages.handed_over()
         except Superseded:
             return

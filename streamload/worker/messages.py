@@ -53,26 +53,42 @@ class SpanSink(Protocol):
         ...
 
 
+class TierConfig(NamedTuple):
+    """The node's tier, as each process opens it."""
+
+    root: Path
+    limit_bytes: int
+    """The limit of a new tier; an existing one keeps its own."""
+    free_disk: FreeDisk
+    """Space that it leaves free on its disk."""
+    eviction: Eviction
+    revalidate: Revalidate
+
+
+class AheadConfig(NamedTuple):
+    """What a process does ahead of its batches."""
+
+    fills: int
+    """Shards that it fills at once."""
+    bytes: int
+    """The most bytes that it fetches ahead."""
+    prepare_share: float = 0.0
+    """Of a processor, which it may use to prepare in idle time what the cache has as it is; fills prepare
+    what arrives, where there is room. 0: neither."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """Shards that the processes of a rank read, and how; the same for all of them."""
 
     shards: ShardList
     origin: OriginOptions
-    tier_root: Path
-    tier_limit_bytes: int
-    """The limit of a new tier; an existing one keeps its own."""
-    free_disk: FreeDisk
-    """Space that the tier leaves free on its disk."""
-    eviction: Eviction
-    revalidate: Revalidate
+    tier: TierConfig
     shared: Backing | None
     """The shared cache, read before the origins."""
     run: str
     """The name of the run on this node, unique among runs."""
-    fills: int
-    """Shards that each process fills at once."""
-    ahead_bytes: int
+    ahead: AheadConfig
     sources: tuple[SourceOrder, ...]
     """In the order of their shards in `shards`."""
     steps: StepOptions
@@ -94,9 +110,6 @@ class WorkerConfig:
     """Of the rows that a step takes of each source."""
     extensions: tuple[Extension, ...] = ()
     """The extensions of the loader."""
-    prepare_share: float = 0.0
-    """Of a processor, which each process may use to prepare in idle time what the cache has as it is; fills
-    prepare what arrives, where there is room. 0: neither."""
     open_sink: Callable[[ControlBlock, str], SpanSink] | None = None
     """Opens what takes the spans of a process, by its name in a trace; None: there are no traces."""
 
@@ -225,37 +238,71 @@ def bytes_by_modality(values: Mapping[str, Any]) -> dict[str, int]:
     return sizes
 
 
+class OrderStep(NamedTuple):
+    """A step of the order, and the order after it."""
+
+    position: int
+    """The global samples of the sequence before it."""
+    stop: int
+    """The position after it."""
+    groups: SealedStates
+    """The state after it of each group that contributed, by group number."""
+    digests: dict[str, Span]
+    """Hashes of all references before and after it, by group and source."""
+
+
+class RowSources(NamedTuple):
+    """The rows of a batch, and their sources."""
+
+    samples: int
+    """How many there are."""
+    by_source: list[int]
+    """How many its step takes of each source; in an evaluation some may be left out."""
+    seats: bytes = b""
+    """SEAT[rows]: the source of each; empty: there is one source."""
+    passes: tuple[int, ...] = ()
+    """The latest pass of each source that rows are of; empty: there is one source."""
+
+
 class Batch(NamedTuple):
-    """A batch from a worker: its values, and the state of the order after it."""
+    """A batch from a worker: its values, and the order after it."""
 
     values: dict[str, Any]
     """With the lists `__key__` and `__url__` if `with_keys`."""
-    position: int
-    """The position of its step: the global samples of the sequence before it."""
-    stop: int
-    """The position after its step."""
     number: int
     """Number of batches of the order before it."""
-    groups: SealedStates
-    """The state after this step of each group that contributed, by group number."""
-    skipped: list[SkippedSample]
-    """The samples that could not be used."""
-    digests: dict[str, Span]
-    """Hashes of all references before and after this step, by group and source."""
-    samples: int
-    """Its number of samples."""
-    source_samples: list[int]
-    """Its samples by source."""
     generation: int
     """The generation of the EpochStart that it was made for."""
+    step: OrderStep
+    """Its step."""
+    rows: RowSources
+    """Its rows."""
+    skipped: list[SkippedSample]
+    """The samples that could not be used."""
     blocked: tuple[tuple[int, int], ...] = ()
     """The shards that the training loop waited for, and for how many nanoseconds."""
-    seats: bytes = b""
-    """SEAT[samples]: the source of each row; empty: there is one source."""
     extras: Mapping[str, bytes] = {}
     """Messages of extensions to their part in the rank, by name."""
-    passes: tuple[int, ...] = ()
-    """The latest pass of each source that its rows are of; empty: there is one source."""
+
+    @property
+    def samples(self) -> int:
+        """Its number of samples."""
+        return self.rows.samples
+
+    @property
+    def position(self) -> int:
+        """The position of its step."""
+        return self.step.position
+
+    @property
+    def stop(self) -> int:
+        """The position after its step."""
+        return self.step.stop
+
+    @property
+    def passes(self) -> tuple[int, ...]:
+        """The latest pass of each source that its rows are of; empty: there is one source."""
+        return self.rows.passes
 
 
 class Failed(NamedTuple):

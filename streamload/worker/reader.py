@@ -452,4 +452,4 @@ class Reader:
         if not mean:
             return 1
         room = self._tier.limit_bytes / 4
-        return max(1, int(min(self.config.ahead_bytes, room) / mean))
+        return max(1, int(min(self.config.ahead.bytes, room) / mean))

@@ -45,6 +45,7 @@ from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
 from streamload.worker import Batch, loop
+from streamload.worker.messages import OrderStep, RowSources
 from streamload.worker.states import SealedStates
 from tests.support import flat
 from tests.support.tiers import flip, until
@@ -675,7 +676,7 @@ def test_inference_mode_is_nothing_to_a_loader(workers: int, server: ShardServer
 def test_a_batch_of_another_epoch_is_not_taken() -> None:
     checks = BatchChecks(Counters(), train=True, max_bad=None)
     checks.start_epoch(generation=6)
-    batch = Batch({}, 0, 0, 0, SealedStates({}), [], {}, samples=0, source_samples=[0], generation=6)
+    batch = Batch({}, 0, 6, OrderStep(0, 0, SealedStates({}), {}), RowSources(0, [0]), [])
     checks.check_order(batch)
     with pytest.raises(streamload.errors.OrderDiverged, match="order 4, but this epoch has order 6"):
         checks.check_order(batch._replace(generation=4))
