@@ -35,7 +35,7 @@ from benchmarks import machine, turns
 from benchmarks.contenders.job import versions
 from examples.photograph_shards import write_photograph_shards
 from streamload.batches import images
-from streamload.batches.in_progress import Measured
+from streamload.batches.in_progress import MakingCosts
 from streamload.batches.tokenize import BatchTokenizer
 from streamload.loader.clock import LoopClock
 from streamload.loader.loader import Loader
@@ -140,7 +140,7 @@ def cost_of_parts(loader: Loader, cache_dir: str) -> dict[str, float]:
     batch, _ = next(batches)
     clock, observer, stages = loader.clock, loader.observer, Stages(loader._process.counts)
     made = mock.Mock(values={"image": batch}, blocked=(), passes=())
-    measured = Measured(1000, 1000, 1000, 100, 100)
+    measured = MakingCosts(1000, 1000, 1000, 100, 100)
 
     def count() -> None:
         clock.asked()

@@ -187,7 +187,7 @@ class WorkerPart:
         """Return when a step may begin, by its number in the epoch; its events are known by now."""
 
     def columns(self, size: int, allocate: Callable[..., Any]) -> Sequence[Any]:
-        """Values of an empty batch that aren't decoded from its samples: batches.in_progress.Column.
+        """Values of an empty batch that aren't decoded from its samples: batches.in_progress.BatchColumn.
 
         Args:
             size: its capacity, in samples.

@@ -12,14 +12,14 @@ import torch
 
 from streamload.batches.captions import read_caption, read_label
 from streamload.batches.collate import Allocate, collate, named
-from streamload.batches.images import ImageAssembly, Images, PixelRecipe
+from streamload.batches.images import BatchImages, ImageAssembly, PixelRecipe
 from streamload.batches.in_progress import (
+    BatchColumn,
     BatchFactory,
     Bounds,
     Choose,
-    Column,
     MakeColumns,
-    Measured,
+    MakingCosts,
     Members,
     RowKinds,
     Sample,
@@ -127,8 +127,8 @@ class _CaptionedBatch:
 
     def __init__(
         self,
-        images: Images | None,
-        columns: Sequence[Column],
+        images: BatchImages | None,
+        columns: Sequence[BatchColumn],
         assembly: BatchAssembly,
         allocate: Allocate,
     ):
@@ -175,7 +175,7 @@ class _CaptionedBatch:
         self._added.append(parsed)
 
     def _add_to_columns(self, parsed: Sequence[Any]) -> None:
-        added: list[Column] = []
+        added: list[BatchColumn] = []
         try:
             for column, value in zip(self._columns, parsed, strict=True):
                 column.add(value)
@@ -248,9 +248,9 @@ class _CaptionedBatch:
             values |= trim.measured(values, texts, 0 if texts is None else whole.shape[1], bounds)
         return values
 
-    def measured(self) -> Measured:
+    def measured(self) -> MakingCosts:
         timed = (0, 0) if self._images is None else self._images.timed_ns
-        return Measured(*timed, self._tokenize_ns, *self._ids, self._unprepared)
+        return MakingCosts(*timed, self._tokenize_ns, *self._ids, self._unprepared)
 
     def close(self) -> None:
         for column in self._columns:
@@ -271,7 +271,7 @@ class _MappedBatch:
     """The results of the user's map_sample."""
 
     def __init__(
-        self, map_sample: MapSample, assembly: BatchAssembly, images: Images | None, allocate: Allocate
+        self, map_sample: MapSample, assembly: BatchAssembly, images: BatchImages | None, allocate: Allocate
     ):
         self._map_sample = map_sample
         self._choose_image = assembly.image
@@ -348,8 +348,8 @@ class _MappedBatch:
         unstacked = [{k: v for k, v in value.items() if k not in stacked} for value in self._values]
         return {**stacked, **collate(unstacked, self._allocate)}
 
-    def measured(self) -> Measured:
-        return Measured(*((0, 0) if self._images is None else self._images.timed_ns))
+    def measured(self) -> MakingCosts:
+        return MakingCosts(*((0, 0) if self._images is None else self._images.timed_ns))
 
     def close(self) -> None:
         self._exit.close()

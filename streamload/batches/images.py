@@ -34,7 +34,7 @@ _TIMED_OF, _TIMED = 16, 7
 """One image of 16 is timed, the eighth: the first ones of a batch are slower, after other code."""
 
 
-class Images(Protocol):
+class BatchImages(Protocol):
     """The images of a batch, added one by one; see BatchInProgress.
 
     Attributes:
@@ -75,7 +75,7 @@ class Images(Protocol):
 class ImagesFactory(Protocol):
     """Makes the images of an empty batch."""
 
-    def __call__(self, size: int, allocate: Allocate, seq_len: int = 0) -> Images:
+    def __call__(self, size: int, allocate: Allocate, seq_len: int = 0) -> BatchImages:
         """Make them.
 
         Args:
@@ -247,7 +247,7 @@ class PlannedImages:
             self._exit.enter_context(SeededGenerators())
 
     def parse(self, data: memoryview, is_prepared: bool, seed: int) -> _Planned:
-        """See Images."""
+        """See BatchImages."""
         if self._resizing is not None and not is_prepared:
             return _Planned(data, is_prepared, seed, None, None)
         if data[:2] == PPM_START:
@@ -258,7 +258,7 @@ class PlannedImages:
         return _Planned(data, is_prepared, seed, place, put)
 
     def add(self, parsed: _Planned) -> None:
-        """See Images. Written for few calls: between two images each costs a microsecond or two."""
+        """See BatchImages. Written for few calls: between two images each costs a microsecond or two."""
         data, is_prepared, seed, pixels, put = parsed
         is_timed = self._count % _TIMED_OF == _TIMED
         start_ns = monotonic_ns() if is_timed else 0
@@ -278,7 +278,7 @@ class PlannedImages:
             self.timed_ns = before[0] + done - start_ns, before[1] + monotonic_ns() - done
 
     def last_image(self) -> torch.Tensor:
-        """See Images. Not a view of the batch: torch would copy the whole batch to send one."""
+        """See BatchImages. Not a view of the batch: torch would copy the whole batch to send one."""
         batch: torch.Tensor = self._memory.values(self._count)["image"]
         image = torch.from_numpy(batch.numpy()[-1])
         del self._given[self._count - 1 :]
@@ -329,7 +329,7 @@ class GivenImages:
         return data, is_prepared, seed
 
     def add(self, parsed: tuple[memoryview, bool, int]) -> None:
-        """See Images."""
+        """See BatchImages."""
         data, is_prepared, seed = parsed
         start_ns = monotonic_ns()
         if self._resized is None:

@@ -72,7 +72,7 @@ class Members(NamedTuple):
     label: tuple[str, str | None] | None
 
 
-class Measured(NamedTuple):
+class MakingCosts(NamedTuple):
     """Record of a batch's making.
 
     Attributes:
@@ -90,7 +90,7 @@ class Measured(NamedTuple):
     unprepared: int = 0
 
 
-class Column(Protocol):
+class BatchColumn(Protocol):
     """Values of a batch that aren't decoded from its samples, each of which is parsed and then added."""
 
     def parse(self, sample: Sample, image: str, is_prepared: bool, seed: int) -> Any:
@@ -129,7 +129,7 @@ class Column(Protocol):
         ...
 
 
-MakeColumns = Callable[[int, Allocate], Sequence[Column]]
+MakeColumns = Callable[[int, Allocate], Sequence[BatchColumn]]
 """Makes the columns of an empty batch, by its capacity."""
 
 
@@ -217,7 +217,7 @@ class BatchInProgress(Protocol):
         """
         ...
 
-    def measured(self) -> Measured:
+    def measured(self) -> MakingCosts:
         """Record of its making, after `finish`."""
         ...
 

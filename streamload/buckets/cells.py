@@ -24,7 +24,7 @@ _CELLS_OF_A_STEP = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class CellBlocks:
     """Division of the steps of a sequence into blocks.
 
     Attributes:
@@ -44,10 +44,10 @@ class Blocks:
         if self.batch < 1 or self.steps < 1 or self.origin < 0:
             raise OptionError(f"blocks of {self.steps} steps of {self.batch} samples from {self.origin}")
 
-    def resized(self, size: Event) -> Blocks:
+    def resized(self, size: Event) -> CellBlocks:
         """The blocks from an event on that sets another size of steps."""
         grow = self.are_growing and size.position == 0
-        return Blocks(size.value["batch"], size.value["block"], size.position, grow)
+        return CellBlocks(size.value["batch"], size.value["block"], size.position, grow)
 
     def is_planned(self, position: int) -> bool:
         """True if the step that begins at a global position is planned: all but the first of a run."""
@@ -73,10 +73,10 @@ class BlockOptions:
 
     steps: int
 
-    def blocks(self, batch: int, start: StepStart) -> Blocks:
+    def blocks(self, batch: int, start: StepStart) -> CellBlocks:
         """The blocks of a sequence, by the epoch in which it began: those of a run's first one grow."""
         origin = start.blocks_from
-        return Blocks(batch, self.steps, origin, are_growing=start.sequence == 0 and origin == 0)
+        return CellBlocks(batch, self.steps, origin, are_growing=start.sequence == 0 and origin == 0)
 
 
 def cells(costs: NDArray[np.float64], steps: int, key: int) -> NDArray[np.int64]:

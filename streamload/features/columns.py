@@ -12,7 +12,7 @@ import torch
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from streamload.batches.collate import Allocate
-from streamload.batches.images import ImageAssembly, Images
+from streamload.batches.images import BatchImages, ImageAssembly
 from streamload.batches.in_progress import Sample
 from streamload.derived.calls.feature_rows import FeaturesRead, FeatureStart, RowKey, stacked
 from streamload.derived.calls.features import FeatureInputs
@@ -66,11 +66,11 @@ class FeatureAssembly:
             derived: rows in derived shards; None: there are none.
         """
         images = None if self.images is None else self.images.batch_factory()
-        reading = _Reading(self, start, derived)
+        reading = _ColumnReading(self, start, derived)
         return lambda size, allocate: FeatureInProgress(self, reading, images, size, allocate)
 
 
-class _Reading:
+class _ColumnReading:
     """The rows of an epoch, as a worker looks them up."""
 
     def __init__(self, assembly: FeatureAssembly, start: FeatureStart, derived: DerivedRows | None):
@@ -159,8 +159,8 @@ class FeatureInProgress:
     def __init__(
         self,
         assembly: FeatureAssembly,
-        reading: _Reading,
-        images: Callable[[int, Allocate], Images] | None,
+        reading: _ColumnReading,
+        images: Callable[[int, Allocate], BatchImages] | None,
         size: int,
         allocate: Allocate,
     ):
@@ -170,7 +170,7 @@ class FeatureInProgress:
         self._reading = reading
         self._make_images = images
         self._size, self._allocate = size, allocate
-        self._images: Images | None = None  # of the rows that are missing; made for the first
+        self._images: BatchImages | None = None  # of the rows that are missing; made for the first
         self._parsed: list[ParsedFeature] = []  # not looked up yet
         self._keys: list[RowKey] = []
         self._rows: list[Row | None] = []
@@ -286,7 +286,7 @@ class FeatureInProgress:
             self._reading.checks -= 1
             self._refuse_chance(images, parsed)
 
-    def _refuse_chance(self, images: Images, parsed: ParsedFeature) -> None:
+    def _refuse_chance(self, images: BatchImages, parsed: ParsedFeature) -> None:
         """Make the same input under other seeds; it has to be the same.
 
         Raises:

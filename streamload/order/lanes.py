@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from streamload.errors import OptionError
 from streamload.order.cursor import LaneState
-from streamload.order.plan import Part
+from streamload.order.plan import ShardPart
 
 EVEN_ROUNDS = 128
 EVEN_SHARDS = 10
@@ -87,7 +87,7 @@ class Lanes:
     def __init__(
         self,
         order: NDArray[np.int64],
-        parts: Mapping[int, Part],
+        parts: Mapping[int, ShardPart],
         count: int,
         state: LaneState | None = None,
         done: Mapping[int, int] = _NONE,

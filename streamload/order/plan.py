@@ -74,7 +74,7 @@ class OrderOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ShardPart:
     """A group's samples of a shared shard: the entries *i* with ``start <= i * step % size < stop``.
 
     The step is coprime to the size and near its golden section. So the entries of a part are spread over
@@ -109,7 +109,7 @@ class Pieces:
     """
 
     shards: NDArray[np.int64]
-    parts: Mapping[int, Part]
+    parts: Mapping[int, ShardPart]
 
 
 def pieces(options: OrderOptions, shard_count: int, group: int) -> Pieces:
@@ -145,7 +145,7 @@ def pieces(options: OrderOptions, shard_count: int, group: int) -> Pieces:
     for place in {first, last - 1} if first < last else ():
         start, stop, size = int(starts[place]), int(stops[place]), int(sizes[place])
         if start < low or stop > high:
-            parts[int(shards[place])] = Part(max(low, start) - start, min(high, stop) - start, size)
+            parts[int(shards[place])] = ShardPart(max(low, start) - start, min(high, stop) - start, size)
     nothing = [shard for shard, part in parts.items() if part.start == part.stop]
     owned = shards[first:last]
     return Pieces(owned[~np.isin(owned, nothing)], {s: p for s, p in parts.items() if s not in nothing})
@@ -164,7 +164,8 @@ def _equal_pieces(options: OrderOptions, shard_count: int, group: int) -> Pieces
     for place in {first, last - 1} if first < last else ():
         start, stop = place * size, (place + 1) * size
         if start < low or stop > high:
-            parts[int(owned[place - first])] = Part(max(low, start) - start, min(high, stop) - start, size)
+            part = ShardPart(max(low, start) - start, min(high, stop) - start, size)
+            parts[int(owned[place - first])] = part
     return Pieces(owned, parts)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamload.batches.collate import Allocate
-from streamload.batches.in_progress import Column
+from streamload.batches.in_progress import BatchColumn
 from streamload.cache.selection import with_facts
 from streamload.extension import Event, Extension, ReadProgress, WorkerPart
 from streamload.ipc import ControlBlock
@@ -173,7 +173,7 @@ class WorkerParts:
         for part in self._parts.values():
             part.before_step(number)
 
-    def columns(self, size: int, allocate: Allocate) -> list[Column]:
+    def columns(self, size: int, allocate: Allocate) -> list[BatchColumn]:
         """The columns of an empty batch."""
         return [column for part in self._parts.values() for column in part.columns(size, allocate)]
 

@@ -12,7 +12,7 @@ from time import monotonic_ns, time_ns
 
 import torch
 
-from streamload.batches.in_progress import Measured
+from streamload.batches.in_progress import MakingCosts
 from streamload.ipc import ControlBlock, spent_ns
 from streamload.metrics import Counters
 from streamload.worker.messages import SpanSink, bytes_by_modality
@@ -122,7 +122,7 @@ class Stages:
             self._finish_ns = monotonic_ns() - start_ns
             self._counts.add("transform_ns", self._finish_ns)
 
-    def made(self, measured: Measured, patch_valid: torch.Tensor | None) -> None:
+    def made(self, measured: MakingCosts, patch_valid: torch.Tensor | None) -> None:
         """A batch was made.
 
         Args:

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamload.buckets.cells import Blocks, cells, dealt, ordered
+from streamload.buckets.cells import CellBlocks, cells, dealt, ordered
 from streamload.errors import OptionError
 
 
 @given(batch=st.integers(1, 50), steps=st.integers(1, 70), origin=st.integers(0, 99), growing=st.booleans())
 def test_blocks_follow_one_another_without_gaps(batch: int, steps: int, origin: int, growing: bool) -> None:
-    blocks = Blocks(batch, steps, origin, growing)
+    blocks = CellBlocks(batch, steps, origin, growing)
     position, sizes = origin, []
     while len(sizes) < 12:
         block = blocks.at(position)
@@ -31,7 +31,7 @@ def test_blocks_follow_one_another_without_gaps(batch: int, steps: int, origin: 
 
 def test_blocks_of_nothing_are_refused() -> None:
     with pytest.raises(OptionError):
-        Blocks(8, 0)
+        CellBlocks(8, 0)
 
 
 def web(rows: int, seed: int = 0) -> np.ndarray:
