@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from benchmarks.faults.data import OpenOrigin, Samples, digest_of
 from streamload.cache.demand import DemandFile
-from streamload.cache.fallback_tier import FallbackTier
 from streamload.cache.shard import Shard
 from streamload.cache.shard_cache import tombstone_error
 from streamload.cache.shard_view import ShardView
@@ -22,6 +21,7 @@ from streamload.origins.origin import (
     Version,
     open_origin,
 )
+from streamload.prefetch.fallback import FallbackTier
 from streamload.prefetch.prefetcher import Prefetcher, PrefetchOptions
 from streamload.prefetch.scheduler import requests_for
 from streamload.shards.samples import Entry

@@ -15,7 +15,7 @@ from benchmarks.faults.data import Truth
 from benchmarks.faults.oracle import Attempt, DiskWatch
 from benchmarks.faults.readers import Reading, read, read_in_child
 from benchmarks.faults.rows import Row
-from streamload.cache import fallback_tier, memory
+from streamload.cache import memory
 from streamload.cache.directory import Directory
 from streamload.cache.locks import FileLock
 from streamload.cache.placement import Choice, agreement_on
@@ -23,6 +23,7 @@ from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
 from streamload.metrics import Counters
 from streamload.options import read_settings
+from streamload.prefetch import fallback
 from streamload.shards.index import IndexWriter
 from streamload.testing.server import ShardServer
 from tests.support.kills import Child, Stage
@@ -51,7 +52,7 @@ def planted(attempt: Attempt) -> None:
             case "above the cache":
                 return root.parent / "above"
             case "the spare":
-                found = fallback_tier.place(attempt.root)
+                found = fallback.place(attempt.root)
                 assert found is not None
                 return found
             case _:
@@ -59,13 +60,13 @@ def planted(attempt: Attempt) -> None:
                 return agreement_on(settings, data.shards)._path
 
     def work(stage: Stage) -> Any:
-        fallback_tier._MEMORY = open_to_all
+        fallback._MEMORY = open_to_all
         memory.PLACE = open_to_all
         link = place()
         link.symlink_to(mine if attempt.variant != "the answer of auto" else mine / "precious")
         os.chown(link, _OTHER_USER, _OTHER_USER, follow_symlinks=False)
         if attempt.variant == "the spare":
-            fallback_tier.FallbackTier(attempt.root, Counters()).open()
+            fallback.FallbackTier(attempt.root, Counters()).open()
             return {"error": None}
         if attempt.variant == "the answer of auto":
             agreement = agreement_on(read_settings(cache_dir=root, cache="auto", environ={}), data.shards)

@@ -17,7 +17,6 @@ from streamload.batches.modalities import Modalities
 from streamload.batches.padding import Trimming
 from streamload.batches.tokenize import adapt_tokenizer
 from streamload.cache.facts import ShardFacts
-from streamload.cache.fallback_tier import remove_unused
 from streamload.cache.forecast import Measure, forecast
 from streamload.cache.placement import Placed, memory_root, place_tier
 from streamload.cache.selection import Selection
@@ -50,6 +49,7 @@ from streamload.origins.access import warn_of_shared_headers
 from streamload.origins.origin import OriginOptions
 from streamload.origins.unpacked import warn_of_compressed
 from streamload.patches.images import PatchImages
+from streamload.prefetch.fallback import remove_unused
 from streamload.shards.columns import TOKENS
 from streamload.shards.keys import KeySpec
 from streamload.topology import run_name

@@ -19,8 +19,7 @@ from streamload.origins.renewal import Lookup
 from streamload.origins.signing import S3Access, SignedRequest, access_for, configured, place_of
 from streamload.origins.sockets import Pools
 from streamload.origins.web import HttpOrigin
-from streamload.origins.web_answer import error_facts
-from streamload.origins.web_client import HttpClient
+from streamload.origins.web_client import HttpClient, error_facts
 from streamload.urls import redact
 
 _Result = TypeVar("_Result")

@@ -23,8 +23,7 @@ from streamload.origins.credentials import WebCredentials
 from streamload.origins.protocol import Origin, ReadSize, Session, Version, no_crawl
 from streamload.origins.ranged import OrderedParts
 from streamload.origins.sockets import WAKE_SECONDS, Pools, receive
-from streamload.origins.web_answer import NoRanges, RangeIgnored, WebAnswer
-from streamload.origins.web_client import REDIRECTS, HttpClient
+from streamload.origins.web_client import REDIRECTS, HttpClient, NoRanges, RangeIgnored, WebAnswer
 
 
 class HttpOrigin(Origin):

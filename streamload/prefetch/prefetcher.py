@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from streamload import limits
 from streamload.cache.backing import WaitingOrigin
-from streamload.cache.fallback_tier import FallbackTier
 from streamload.cache.fill import Filled, FillOptions, Outcome, fill
 from streamload.cache.freshness import Freshness
 from streamload.cache.locks import FileLock
@@ -36,7 +35,7 @@ from streamload.errors import (
 from streamload.metrics import Counts
 from streamload.origins.origin import Origin
 from streamload.origins.outages import remember
-from streamload.prefetch.fallback import FallbackPolicy, StorageMode
+from streamload.prefetch.fallback import FallbackPolicy, FallbackTier, StorageMode
 from streamload.prefetch.scheduler import FillRequest, FillScheduler
 
 _HELD_SECONDS = 1.0

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import Protocol
 
-from streamload.cache.fallback_tier import FallbackTier
 from streamload.cache.freshness import Freshness, asker
 from streamload.cache.shard import Shard, shard_of
 from streamload.cache.tier import Tier
 from streamload.metrics import Counters
 from streamload.origins.origin import Origin, Version, open_origin
+from streamload.prefetch.fallback import FallbackTier
 from streamload.prefetch.idle import IdlePreparer
 from streamload.prefetch.prefetcher import FillResult, Prefetcher, PrefetchOptions
 from streamload.prefetch.ranges import Ranges, ShardRange

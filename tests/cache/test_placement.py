@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 import streamload
-from streamload.cache import fallback_tier, memory, placement
-from streamload.cache.fallback_tier import FallbackTier
+from streamload.cache import memory, placement
 from streamload.cache.locks import FileLock
 from streamload.cache.placement import (
     Choice,
@@ -34,6 +33,8 @@ from streamload.daemon.warm import warm
 from streamload.errors import CacheError
 from streamload.metrics import Counters
 from streamload.options import Settings, file_system, read_settings
+from streamload.prefetch import fallback
+from streamload.prefetch.fallback import FallbackTier
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import read_oracle, write_shards
@@ -283,14 +284,14 @@ def test_a_link_that_is_planted_at_the_last_moment_is_refused(
 def test_nothing_is_put_where_a_link_to_the_spare_of_a_tier_leads(
     tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fallback_tier, "_MEMORY", shm)
+    monkeypatch.setattr(fallback, "_MEMORY", shm)
     shm.chmod(0o1777)
-    there = fallback_tier.place(tmp_path / "tier")
+    there = fallback.place(tmp_path / "tier")
     assert there is not None
     assert there.parent == shm
     plant(there, tmp_path / "mine")
     assert FallbackTier(tmp_path / "tier", Counters()).open() is None
-    fallback_tier.remove_unused(tmp_path / "tier")
+    fallback.remove_unused(tmp_path / "tier")
     assert not list((tmp_path / "mine").iterdir())
     assert there.is_symlink()
 

@@ -35,12 +35,12 @@ import torch
 from PIL import Image
 
 import streamload
-from streamload.cache import fallback_tier
 from streamload.cache.tier import Tier
 from streamload.loader import worker_config
 from streamload.loader.checks import BatchChecks, ShardChecks
 from streamload.metrics import Counters
 from streamload.origins.origin import OriginOptions
+from streamload.prefetch import fallback
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
@@ -704,7 +704,7 @@ def test_workers_that_disagree_on_the_order_are_an_error(server: ShardServer, tm
 
 
 def spares(cache: Path) -> list[Path]:
-    found = fallback_tier.place(cache)
+    found = fallback.place(cache)
     assert found is not None
     return [found] if found.exists() else []
 
@@ -776,7 +776,7 @@ def test_what_has_no_room_and_cannot_be_read_by_range_is_kept_in_memory_or_is_an
             assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 1, 2, 3)
             assert disk_bytes(tmp_path / "cache") <= limit
     assert not spares(tmp_path / "cache")
-    monkeypatch.setattr("streamload.cache.fallback_tier._MEMORY", tmp_path / "nowhere")
+    monkeypatch.setattr("streamload.prefetch.fallback._MEMORY", tmp_path / "nowhere")
     with (
         make(commands, tmp_path, cache_size=limit, multiprocessing_context="fork") as loader,
         pytest.raises(streamload.errors.CacheFull, match=says),
@@ -860,7 +860,7 @@ def test_a_full_disk_is_an_error_only_where_there_is_no_other_place(
     with make(commands, tmp_path, cache_dir=small_disk / "cache") as loader:
         assert sorted(keys_of(loader)) == oracle(tmp_path, 0, 1, 2, 3)
     assert not spares(small_disk / "cache")
-    monkeypatch.setattr("streamload.cache.fallback_tier._MEMORY", tmp_path / "nowhere")
+    monkeypatch.setattr("streamload.prefetch.fallback._MEMORY", tmp_path / "nowhere")
     forked: Any = {"free_disk": 0, "multiprocessing_context": "fork"}
     with (
         make(commands, tmp_path, cache_dir=small_disk / "cache", **forked) as loader,

@@ -11,7 +11,6 @@ import pytest
 
 from streamload.cache import memory
 from streamload.cache.budget import part_bytes
-from streamload.cache.fallback_tier import FallbackTier
 from streamload.cache.part import reserved_bytes
 from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
@@ -20,7 +19,7 @@ from streamload.metrics import Counters
 from streamload.origins.abilities import learn_ranges
 from streamload.origins.outages import remember
 from streamload.prefetch import fallback as fallback_
-from streamload.prefetch.fallback import FallbackPolicy, StorageMode
+from streamload.prefetch.fallback import FallbackPolicy, FallbackTier, StorageMode
 
 ONE, OTHER = (shard_of(f"http://localhost:1/{name}.tar", None) for name in ("one", "other"))
 
@@ -37,7 +36,7 @@ def spare_of(tier: Tier, monkeypatch: Any) -> FallbackTier:
     """One that is in a directory beside the tier, where the tier itself may be in memory."""
     place = tier.root.parent / "memory"
     place.mkdir()
-    monkeypatch.setattr("streamload.cache.fallback_tier._MEMORY", place)
+    monkeypatch.setattr("streamload.prefetch.fallback._MEMORY", place)
     monkeypatch.setattr(memory, "free_memory", lambda _: SimpleNamespace(free_bytes=1 << 30))
     return FallbackTier(tier.root, Counters())
 

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from streamload import descriptors
-from streamload.cache import fallback_tier, part, shard_copy
+from streamload.cache import part, shard_copy
 from streamload.prefetch import fallback, prefetcher, scheduler
 
 from .disk import Disk
@@ -306,7 +306,6 @@ def installed(system: System) -> Iterator[None]:
         (prefetcher, "threading", threads),
         (scheduler, "threading", threads),
         (fallback, "threading", threads),
-        (fallback_tier, "threading", threads),
         (threading.Thread, "start", _start_of_no_task(engine)),
         # Each simulated process would have its own.
         (descriptors, "_open", set()),
