@@ -24,6 +24,7 @@ from streamload.batches.tokenize import BatchTokenizer, adapt_tokenizer
 from streamload.cache.selection import Repeat
 from streamload.derived.proof.code import Describer
 from streamload.errors import CaptionError, FeatureNotCacheable, OptionError, SampleError, add_note
+from streamload.order.repeats import RepeatedArrivals
 from streamload.shards.columns import BUILT_IN, IN_RECORDS, Column, FactSample, Values
 from streamload.shards.facts import column_digest
 from streamload.shards.keys import KeySpec
@@ -223,12 +224,13 @@ def read_repeat(repeat: Any, columns: Mapping[str, Column]) -> Repeat | None:
         return None
     if isinstance(repeat, str) and (repeat in columns or repeat in IN_RECORDS):
         definition = columns[repeat].digest if repeat in columns else repeat
-        return Repeat(repeat, None, column_digest(["repeat", definition]))
+        return Repeat(repeat, None, column_digest(["repeat", definition]), RepeatedArrivals)
     if isinstance(repeat, tuple) and len(repeat) == 2 and callable(repeat[0]) and isinstance(repeat[1], str):
-        return Repeat("", repeat[0], column_digest(["repeat", "version", repeat[1]]))
+        return Repeat("", repeat[0], column_digest(["repeat", "version", repeat[1]]), RepeatedArrivals)
     if callable(repeat):
         where = f"repeat={repeat!r:.60}"
-        return Repeat("", repeat, column_digest(["repeat", "function", *_described(repeat, where)]))
+        digest = column_digest(["repeat", "function", *_described(repeat, where)])
+        return Repeat("", repeat, digest, RepeatedArrivals)
     names = ", ".join(dict.fromkeys([*columns, *BUILT_IN]))
     raise OptionError(
         f"repeat={repeat!r:.60}; expected the name of a fact ({names}), a function of a sample's index "

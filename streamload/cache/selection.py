@@ -10,7 +10,7 @@ import bisect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,11 +38,13 @@ class Repeat:
         fact: its name; "" with a function.
         function: takes an entry. Its errors propagate.
         digest: 32 hex characters of the definition.
+        arrivals: makes of arrivals those in which samples come so often (order/repeats.py).
     """
 
     fact: str
     function: RateFunction | None
     digest: str
+    arrivals: Callable[..., Any]
 
 
 class Selected(NamedTuple):

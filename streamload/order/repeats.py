@@ -42,15 +42,6 @@ def visit_key(seed: int, epoch: int, pass_: int, shard: int) -> int:
     return key(seed, REPEAT, epoch, pass_, shard)
 
 
-def apart(rows: NDArray[np.int64]) -> None:
-    """Turn references of `RepeatedArrivals`, int64[N, 3], into those of samples, in place.
-
-    Which use of the sample it is moves from its number to the pass: each use is augmented anew.
-    """
-    rows[:, 0] += rows[:, 2] >> _COPY_SHIFT << _PASS_SHIFT
-    rows[:, 2] &= _NUMBERS - 1
-
-
 class RepeatedArrivals:
     """Arrivals in which samples come as often as their rates say; of one pass at a time.
 
@@ -92,6 +83,15 @@ class RepeatedArrivals:
         if not ended:
             self._growing[shard] = len(numbers), references
         return references, ended
+
+    @staticmethod
+    def apart(rows: NDArray[np.int64]) -> None:
+        """Turn references of these arrivals, int64[N, 3], into those of samples, in place.
+
+        Which use of the sample it is moves from its number to the pass: each use is augmented anew.
+        """
+        rows[:, 0] += rows[:, 2] >> _COPY_SHIFT << _PASS_SHIFT
+        rows[:, 2] &= _NUMBERS - 1
 
     def _references(self, shard: int, numbers: NDArray[np.int64], ended: bool) -> NDArray[np.int64]:
         if numbers.size and numbers[-1] >= _NUMBERS:

@@ -26,7 +26,6 @@ from streamload.metrics import Counters
 from streamload.order.events import Event
 from streamload.order.group import GroupOrder
 from streamload.order.plan import pass_order
-from streamload.order.repeats import RepeatedArrivals
 from streamload.origins.outages import listen, outages
 from streamload.prefetch.ranges import ShardRange
 from streamload.shards.samples import Entry
@@ -331,7 +330,7 @@ class Reader:
         arrivals = CheckedArrivals(self._cache, source_order.first, begun, lambda: order.pass_ == begun_in)
         repeated = None
         if config.selection.repeat is not None:
-            repeated = RepeatedArrivals(
+            repeated = config.selection.repeat.arrivals(
                 arrivals,
                 lambda shard: self._cache.rates(source_order.first + shard),
                 lambda: order.pass_,

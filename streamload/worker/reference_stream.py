@@ -7,6 +7,7 @@ must stay readable, the next shards, and this reader's progress.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,6 @@ from streamload.cache.shard import ShardList
 from streamload.cache.tier import Tier
 from streamload.order.cursor import Cursor
 from streamload.order.group import GroupOrder
-from streamload.order.repeats import RepeatedArrivals, apart
 
 NextPass = Callable[[], npt.NDArray[np.int64]]
 
@@ -26,6 +26,18 @@ _PLACE_BITS = 32
 _PLACE_MASK = (1 << _PLACE_BITS) - 1
 _SHARD = 1
 """The column of the shard in a row of references: pass, shard, sample."""
+
+
+class Repeated(Protocol):
+    """Arrivals in which samples come several times in a pass, or not at all."""
+
+    def arrived(self, shard: int) -> tuple[npt.NDArray[np.int64], bool]:
+        """See lanes.Arrivals; the numbers are those that `apart` takes."""
+        ...
+
+    def apart(self, rows: npt.NDArray[np.int64]) -> None:
+        """Turn references of these arrivals, int64[N, 3], into those of samples, in place."""
+        ...
 
 
 class ReferenceStream:
@@ -51,7 +63,7 @@ class ReferenceStream:
         first: int,
         arrivals: CheckedArrivals,
         tier: Tier,
-        repeated: RepeatedArrivals | None = None,
+        repeated: Repeated | None = None,
     ):
         self._order = order
         self._next_pass = next_pass
@@ -105,7 +117,7 @@ class ReferenceStream:
             rows = np.column_stack(fresh)
             rows[:, _SHARD] += self._first
             if self._repeated is not None:
-                apart(rows)
+                self._repeated.apart(rows)
             self._known = np.concatenate([self._known, rows])
         return len(fresh.shards) > 0
 
