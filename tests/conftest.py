@@ -50,6 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # crashes and time limits (pytest-timeout) print them by themselves.
     config.stash[_stderr] = os.dup(2)  # while a test runs, 2 is a file that holds what the test writes
     faulthandler.register(signal.SIGUSR1, file=config.stash[_stderr], all_threads=True)
+    # Names of semaphores tell which of the runs side by side made them, see `_is_anothers`.
+    multiprocessing.current_process()._config["semprefix"] = f"/mp-{os.getpid()}"  # type: ignore[attr-defined]
     # A shell's background job ignores Ctrl-C and so would what it starts: some tests are about Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -194,11 +196,11 @@ def _held() -> Held:
 def _is_anothers(path: Path) -> bool:
     """Whether a file or directory in /dev/shm is of a process that isn't of this test.
 
-    Tests run side by side. torch, loky and the tests put a process into the name of what they make; of what
-    is named otherwise whoever has it open is asked.
+    Tests run side by side. torch, loky and the tests, for semaphores too, put a process into the name of what
+    they make; of what is named otherwise whoever has it open is asked.
     """
     with contextlib.suppress(psutil.NoSuchProcess):
-        if named := re.match(r"(?:torch|streamload-test|sem\.loky)[_-](\d+)(?:[_-]|$)", path.name):
+        if named := re.match(r"(?:torch|streamload-test|sem\.loky|sem\.mp)[_-](\d+)(?:[_-]|$)", path.name):
             return not _is_of_this_test(psutil.Process(int(named[1])))
     of_this_test = [psutil.Process(), *psutil.Process().children(recursive=True)]
     if any(_has_open(process, path) for process in of_this_test):

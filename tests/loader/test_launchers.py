@@ -255,7 +255,7 @@ def test_an_unused_loader_is_copied_as_its_recipe(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     other = copied(loader)
-    assert (len(other), other._on_alert) == (5, [note])
+    assert (len(other), other.observer.requests.listeners) == (5, [note])
     expected = make(folder, num_workers=0)
     expected.set_epoch(3)
     assert keys(other) == keys(expected)

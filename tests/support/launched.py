@@ -21,7 +21,8 @@ SAVED_AFTER = 2
 
 
 def make(folder: Path, **options: Any) -> streamload.Loader:
-    options = {"batch_size": 4, "num_workers": 1, "num_samples": 40, "with_keys": True, **options}
+    options = {"batch_size": 4, "num_workers": 1, "num_samples": 40, **options}
+    options.setdefault("batches", streamload.Batches(with_keys=True))
     return streamload.make_loader(
         str(folder / "shards"), cache_dir=folder / "cache", cache_size="1GB", shuffle=20, **options
     )
