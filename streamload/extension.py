@@ -125,7 +125,7 @@ class WorkerProcess(Protocol):
 
     @property
     def decided(self) -> int:
-        """The step of the run up to which the rank has decided; see Run.decided."""
+        """The step of the run up to which the rank has made its decisions."""
         ...
 
     def progress(self) -> ReadProgress:

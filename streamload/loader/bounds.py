@@ -24,7 +24,7 @@ from streamload.buckets.steps import BlockBounds
 from streamload.errors import OptionError
 from streamload.loader.distributed import can_compare, forget, largest
 from streamload.loader.options import LoaderOptions
-from streamload.loader.schedule import Schedule
+from streamload.loader.schedule import RunSchedule
 from streamload.shards.columns import TOKENS
 
 _LONG_TEXT = "word " * 4096
@@ -40,7 +40,7 @@ class AgreedBounds(RankLengths):
         schedule: of its epochs.
     """
 
-    def __init__(self, options: LoaderOptions, schedule: Schedule):
+    def __init__(self, options: LoaderOptions, schedule: RunSchedule):
         self._multiple, self._batches = options.batches.text_pad_multiple, repr(options.batches)
         self._schedule = schedule
         self._block: BlockBounds | None = None
@@ -94,7 +94,7 @@ class AgreedBounds(RankLengths):
         return own._replace(rows=largest(name, own.rows, rank, tellers, split.ranks))
 
 
-def are_bounds_agreed(schedule: Schedule) -> bool:
+def are_bounds_agreed(schedule: RunSchedule) -> bool:
     """True if the run's groups are to agree on how wide rows are: then ranks cut texts, not workers."""
     order, topology = schedule.order, schedule.topology
     is_alone = order.groups == 1 or topology.world_size == 1

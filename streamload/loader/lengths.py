@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from streamload.loader.options import LoaderOptions
 from streamload.loader.position import Position
-from streamload.loader.schedule import Schedule
+from streamload.loader.schedule import RunSchedule
 from streamload.loader.worker_config import counted_samples
 from streamload.metrics import Counters
 
@@ -17,7 +17,7 @@ class EpochLengths:
         schedule: of its epochs.
     """
 
-    def __init__(self, options: LoaderOptions, schedule: Schedule):
+    def __init__(self, options: LoaderOptions, schedule: RunSchedule):
         self._options, self._schedule = options, schedule
         self._batches: int | None = None  # as of the last call of `batches`
         self._counted: tuple[int, int] | None = None  # epoch, samples by the indexes in the cache

@@ -35,7 +35,7 @@ from streamload.loader.pool import WorkerPool
 from streamload.loader.rank_process import RankProcess
 from streamload.loader.rank_run import RankParts, RankRun
 from streamload.loader.run_events import RunEvents
-from streamload.loader.schedule import Schedule
+from streamload.loader.schedule import RunSchedule
 from streamload.loader.state import attempt_in, counts_in, joined_state, order_and_position, to_state
 from streamload.loader.worker_config import check_room
 from streamload.metrics import Snapshot
@@ -61,7 +61,7 @@ class Loader(DataLoaderInterface):
     ):
         """Lightning creates a second loader for prediction; its last three arguments change nothing."""
         self.options = options
-        self._schedule = schedule = Schedule(options)
+        self._schedule = schedule = RunSchedule(options)
         self._process = process = RankProcess(options)
         self._lengths = EpochLengths(options, schedule)
         self._events = events = RunEvents(schedule, process, self._lengths.expected, _room_check(self))

@@ -20,7 +20,7 @@ from streamload.errors import StreamloadError
 from streamload.ipc import ControlBlock, buffers_for, context_with_queues
 from streamload.loader.in_order import InOrder
 from streamload.loader.options import LoaderOptions
-from streamload.loader.schedule import Schedule
+from streamload.loader.schedule import RunSchedule
 from streamload.loader.worker_config import worker_config_for
 from streamload.origins.origin import import_origins
 from streamload.torch_internals import protect_workers, running_iterator, shut_down_workers
@@ -56,7 +56,7 @@ class WorkerPool:
         OptionError: this process can't have workers.
     """
 
-    def __init__(self, owner: object, options: LoaderOptions, schedule: Schedule, control: ControlBlock):
+    def __init__(self, owner: object, options: LoaderOptions, schedule: RunSchedule, control: ControlBlock):
         options.refuse_to_start_workers()
         config, placed = worker_config_for(options, schedule)
         self.tier, self.run = placed.tier, config.run

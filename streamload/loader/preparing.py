@@ -20,7 +20,7 @@ from streamload.derived.prepare.prepared import growth, images_of
 from streamload.errors import StreamloadError
 from streamload.loader.options import LoaderOptions
 from streamload.loader.registered import backing_of
-from streamload.loader.schedule import Schedule
+from streamload.loader.schedule import RunSchedule
 from streamload.metrics import format_bytes
 from streamload.options import Settings, file_system
 from streamload.prefetch.idle import IDLE_SHARE
@@ -73,7 +73,7 @@ def possible_preparations(options: LoaderOptions, settings: Settings, transform:
 
 
 def decide_preparation(
-    options: LoaderOptions, settings: Settings, transform: Any, placed: Placed, schedule: Schedule
+    options: LoaderOptions, settings: Settings, transform: Any, placed: Placed, schedule: RunSchedule
 ) -> RunPreparation:
     """Decide how a run that gives `prepare=` has its images prepared, and whether its fills do it; log that.
 
@@ -139,7 +139,7 @@ def _log(recipe: Preparation, shards: ShardList, tier: Tier, answer: Choice) -> 
     logger.log(level, "prepare: %s: %s; %s%s", recipe, share, answer.why, rest)
 
 
-def _fits(recipe: Preparation, forms: ShardList, sizes: Measure, schedule: Schedule) -> Choice:
+def _fits(recipe: Preparation, forms: ShardList, sizes: Measure, schedule: RunSchedule) -> Choice:
     """True if the tier has room for all data, prepared, beside the shards that are open at once.
 
     Args:
@@ -176,7 +176,7 @@ def _fits(recipe: Preparation, forms: ShardList, sizes: Measure, schedule: Sched
 
 
 def _prepared_and_open_bytes(
-    recipe: Preparation, forms: ShardList, sizes: Measure, schedule: Schedule
+    recipe: Preparation, forms: ShardList, sizes: Measure, schedule: RunSchedule
 ) -> tuple[int, int] | None:
     """About what a node's data takes prepared, and what is open at once as it is; None: that isn't known."""
     nodes, order = schedule.topology.nodes, schedule.order

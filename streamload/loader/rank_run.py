@@ -11,7 +11,7 @@ from streamload.loader.distributed import can_compare
 from streamload.loader.options import LoaderOptions
 from streamload.loader.rank_process import RankProcess
 from streamload.loader.run_events import RunEvents
-from streamload.loader.schedule import Schedule
+from streamload.loader.schedule import RunSchedule
 from streamload.metrics import Counts
 
 
@@ -30,7 +30,12 @@ class RankRun:
     """
 
     def __init__(
-        self, name: str, options: LoaderOptions, schedule: Schedule, process: RankProcess, events: RunEvents
+        self,
+        name: str,
+        options: LoaderOptions,
+        schedule: RunSchedule,
+        process: RankProcess,
+        events: RunEvents,
     ):
         self.options, self.schedule, self.process, self.events = options, schedule, process, events
         self._name = name

@@ -30,7 +30,7 @@ from streamload.loader.observer import Observer
 from streamload.loader.options import LoaderOptions
 from streamload.loader.rank_process import RankProcess
 from streamload.loader.rank_run import RankParts
-from streamload.loader.schedule import Schedule
+from streamload.loader.schedule import RunSchedule
 from streamload.metrics.findings import Requests
 from streamload.observe.observer import ObservedRun, RunObserver
 from streamload.options import Settings
@@ -104,7 +104,7 @@ def reports_of(options: LoaderOptions) -> RankPart:
     return ReportedMeans([source.name for source in options.sources])
 
 
-def microbatching_of(options: LoaderOptions, schedule: Schedule) -> Microbatching:
+def microbatching_of(options: LoaderOptions, schedule: RunSchedule) -> Microbatching:
     """The microbatches of a loader; its ranks agree on the size of parts."""
 
     def least(value: float) -> float:
@@ -115,7 +115,7 @@ def microbatching_of(options: LoaderOptions, schedule: Schedule) -> Microbatchin
 
 
 def extensions_of_run(
-    options: LoaderOptions, config: WorkerConfig, schedule: Schedule, features: tuple[FeatureAssembly, ...]
+    options: LoaderOptions, config: WorkerConfig, schedule: RunSchedule, features: tuple[FeatureAssembly, ...]
 ) -> tuple[Extension, ...]:
     """The extensions of a run, by what its workers read.
 
@@ -185,7 +185,7 @@ def backing_of(options: LoaderOptions, settings: Settings) -> SharedOptions | No
 def observer_of(
     owner: object,
     options: LoaderOptions,
-    schedule: Schedule,
+    schedule: RunSchedule,
     process: RankProcess,
     parts: RankParts,
     requests: Requests,

@@ -15,7 +15,7 @@ from streamload.loader.distributed import gather
 from streamload.loader.epoch import Epoch
 from streamload.loader.position import Position
 from streamload.loader.rank_process import RankProcess
-from streamload.loader.schedule import Schedule
+from streamload.loader.schedule import RunSchedule
 from streamload.order.events import BATCH_SIZE, WEIGHTS, joined, of_kind
 from streamload.worker import EpochChange
 
@@ -35,7 +35,7 @@ class RunEvents:
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedule: RunSchedule,
         process: RankProcess,
         expected: Callable[[Position], int | None],
         check_size: Callable[[int], object],

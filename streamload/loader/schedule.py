@@ -49,7 +49,7 @@ from streamload.topology import RunAttempt, Topology, read_rank, read_topology
 logger = logging.getLogger("streamload")
 
 
-class Schedule:
+class RunSchedule:
     """The epochs of one loader.
 
     Args:

@@ -39,7 +39,7 @@ from streamload.loader.preparing import (
     possible_preparations,
 )
 from streamload.loader.registered import backing_of, extensions_of_run
-from streamload.loader.schedule import Schedule
+from streamload.loader.schedule import RunSchedule
 from streamload.metrics import Counters
 from streamload.observe.spans import SpanFile
 from streamload.options import Settings
@@ -65,7 +65,7 @@ _MIN_FILLS = 4
 _REPLACEMENTS = 64
 
 
-def worker_config_for(options: LoaderOptions, schedule: Schedule) -> tuple[WorkerConfig, Placed]:
+def worker_config_for(options: LoaderOptions, schedule: RunSchedule) -> tuple[WorkerConfig, Placed]:
     """The configuration of a rank's workers; and the node's tier, open, which the caller has to close.
 
     Args:
@@ -124,7 +124,7 @@ def check_room(options: LoaderOptions, rows: int) -> None:
 
 def _worker_config(
     options: LoaderOptions,
-    schedule: Schedule,
+    schedule: RunSchedule,
     settings: Settings,
     shards: ShardList,
     placed: Placed,

@@ -14,7 +14,7 @@ import pytest
 import streamload
 from streamload import Shards
 from streamload.errors import OriginDenied, UrlError
-from streamload.loader.schedule import Schedule
+from streamload.loader.schedule import RunSchedule
 from streamload.loader.worker_config import worker_config_for
 from streamload.origins.origin import OriginOptions, open_origin
 from streamload.testing.server import Fault, ShardServer
@@ -236,7 +236,7 @@ def test_a_secret_is_in_no_repr_or_metric(data: Path, tmp_path: Path) -> None:
             cache_dir=tmp_path / "cache",
             shards=Shards(storage_options=options),
         ) as loader:
-            schedule = Schedule(loader.options)
+            schedule = RunSchedule(loader.options)
             recipe, placed = worker_config_for(loader.options, schedule)
             for _ in loader:
                 shown = [

@@ -11,7 +11,7 @@ import streamload
 from streamload import Workers
 from streamload.cache.shard import LOOKED_THROUGH
 from streamload.loader.order_spec import SHARDS_DIGESTED
-from streamload.loader.schedule import Schedule
+from streamload.loader.schedule import RunSchedule
 from streamload.loader.worker_config import worker_config_for
 from streamload.order.plan import pieces
 from streamload.testing.faults import Fault
@@ -84,7 +84,7 @@ def test_the_last_of_a_thousand_ranks_reads_the_shards_of_its_group_and_looks_at
             found = read(loader, 20)
             _, peak_bytes = tracemalloc.get_traced_memory()
             seen = set(made)
-            schedule = Schedule(loader.options)
+            schedule = RunSchedule(loader.options)
             recipe, placed = worker_config_for(loader.options, schedule)
             placed.close()
     finally:

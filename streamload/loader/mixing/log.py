@@ -14,7 +14,7 @@ from streamload.errors import OptionError
 from streamload.loader.distributed import gather
 from streamload.loader.mixing.state import LogState
 from streamload.loader.position import Position
-from streamload.loader.schedule import Schedule
+from streamload.loader.schedule import RunSchedule
 from streamload.loader.state import sizes_to, weights_to
 from streamload.order.events import WEIGHTS, Event
 from streamload.steering.decisions import SEQUENCE, DecisionLog
@@ -33,7 +33,7 @@ class RunLog:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        schedule: Schedule,
+        schedule: RunSchedule,
         by: Mapping[str, Any],
         state: LogState | None,
     ):
