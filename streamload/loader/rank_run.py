@@ -14,6 +14,9 @@ from streamload.loader.run_events import RunEvents
 from streamload.loader.schedule import RunSchedule
 from streamload.metrics import Counts
 
+_REPORTS = "streamload.reports"
+"""The name of the part that takes reports where no extension does."""
+
 
 class RankRun:
     """The run, for one part (extension.Run). The loader's own extensions use more of it.
@@ -87,7 +90,7 @@ class RankParts:
         run: Callable[[str], RankRun],
         reports: Callable[[], RankPart],
     ):
-        self._parts: dict[str, RankPart] = {}
+        self._parts: dict[str, RankPart] = {}  # never changed, but replaced: another thread asks for metrics
         self._reports = reports
         self._run = run
         self.add(extensions)
@@ -97,10 +100,8 @@ class RankParts:
 
     def add(self, extensions: Sequence[Extension]) -> None:
         """Add the parts of more extensions, in place of those of their names."""
-        for extension in extensions:
-            part = extension.in_rank(self._run(extension.name))
-            if part is not None:
-                self._parts[extension.name] = part
+        parts = {extension.name: extension.in_rank(self._run(extension.name)) for extension in extensions}
+        self._parts = self._parts | {name: part for name, part in parts.items() if part is not None}
 
     @property
     def reported(self) -> Sequence[Mapping[str, Any]]:
@@ -179,7 +180,7 @@ class RankParts:
     def report(self, values: Mapping[str, Any], info: Any, rows: Any) -> None:
         """Take what the training reports of rows of a batch."""
         if not any(part.takes_reports for part in self._parts.values()):
-            self._parts["reports"] = self._reports()
+            self._parts = {**self._parts, _REPORTS: self._reports()}
         for part in self._parts.values():
             part.report(values, info, rows)
 
