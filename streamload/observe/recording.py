@@ -11,13 +11,13 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from streamload.errors import OptionError
 from streamload.metrics.registry import BUCKETS, BY_NAME, COUNTERS
-from streamload.observe.page import RunPage
+from streamload.observe.page import Instant, RunPage
 
 logger = logging.getLogger("streamload")
 
@@ -29,75 +29,17 @@ _SUFFIX = ".recording.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """Figures of a rank at one moment.
-
-    Attributes:
-        seconds: since the rank's loader was made.
-        counters: since then, by the names of COUNTERS.
-        gauges: by the names of GIVEN, then by labels joined by commas.
-        wait_buckets: of the histogram of data waits, since then.
-        verdict: in words; "": the training didn't wait.
-        run_verdict: the same, over the run so far.
-        alerts: those that were raised.
-    """
-
-    seconds: float
-    counters: Mapping[str, int] = field(default_factory=dict)
-    gauges: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    wait_buckets: tuple[int, ...] = (0,) * BUCKETS
-    verdict: str = ""
-    alerts: Mapping[str, str] = field(default_factory=dict)
-    run_verdict: str = ""
-
-    @classmethod
-    def of(cls, page: RunPage) -> Moment:
-        """The moment at which a page was written."""
-        gauges = {
-            name: {",".join(labels): value for labels, value in by_label.items()}
-            for name, by_label in page.gauges.items()
-        }
-        return cls(
-            page.run_seconds,
-            dict(page.counters),
-            gauges,
-            page.wait_buckets,
-            page.verdict,
-            page.alerts,
-            page.run_verdict,
-        )
-
-    def as_line(self) -> str:
-        """The moment as JSON, as short as it can be."""
-        gauges = {
-            name: {label: float(f"{value:.5g}") for label, value in by_label.items()}
-            for name, by_label in self.gauges.items()
-        }
-        counters = {name: n for name, n in self.counters.items() if n}
-        values: dict[str, Any] = {
-            "t": round(self.seconds, 2),
-            "c": counters,
-            "g": gauges,
-        }
-        values |= {"w": list(self.wait_buckets)} if any(self.wait_buckets) else {}
-        values |= {"v": self.verdict} if self.verdict else {}
-        values |= {"r": self.run_verdict} if self.run_verdict else {}
-        values |= {"a": dict(self.alerts)} if self.alerts else {}
-        return json.dumps(values, separators=(",", ":"))
-
-
-@dataclass(frozen=True, slots=True)
 class Recorded:
     """A recording that was read.
 
     Attributes:
         about: of the rank: run, rank, world_size, host, began (seconds since 1970), workers, sources,
             settings.
-        moments: in their order.
+        moments: its pages, in their order.
     """
 
     about: Mapping[str, Any]
-    moments: tuple[Moment, ...]
+    moments: tuple[RunPage, ...]
 
 
 class Recording:
@@ -135,7 +77,7 @@ class Recording:
             return
         self._next_seconds = page.run_seconds + self._every_seconds
         try:
-            self._append(Moment.of(page).as_line(), page)
+            self._append(_line(page), page)
         except OSError as exc:
             self._has_failed = True
             logger.warning(
@@ -195,12 +137,20 @@ def read_recording(path: Path) -> Recorded:
         about = json.loads(first)
         if about.pop("format") != FORMAT:
             raise ValueError("it has another format")
-        moments = [moment for line in lines if (moment := _moment(line)) is not None]
+        began = Instant("", 0, float(about["began"]))
+        head = RunPage(
+            **{name: about[name] for name in ("run", "rank", "world_size", "host", "workers")},
+            pid=0,
+            began=began,
+            written=began,
+            sources=tuple(about["sources"]),
+        )
+        moments = [moment for line in lines if (moment := _moment(line, head)) is not None]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
         raise OptionError(
             f"{path} is no recording of a run ({exc!r}): give a file or folder that STREAMLOAD_RECORD wrote"
         ) from exc
-    return Recorded(about, tuple(sorted(moments, key=lambda moment: moment.seconds)))
+    return Recorded(about, tuple(sorted(moments, key=lambda moment: moment.run_seconds)))
 
 
 def recordings(place: Path) -> list[Path]:
@@ -208,23 +158,40 @@ def recordings(place: Path) -> list[Path]:
     return sorted(place.glob(f"*{_SUFFIX}")) if place.is_dir() else [place]
 
 
-def _moment(line: str) -> Moment | None:
-    """A line's moment, without names that this version doesn't know; None: it was cut."""
+def _line(page: RunPage) -> str:
+    """What a page says, as JSON, as short as it can be; labels are joined by commas."""
+    gauges = {
+        name: {",".join(labels): float(f"{value:.5g}") for labels, value in by_label.items()}
+        for name, by_label in page.gauges.items()
+    }
+    counters = {name: n for name, n in page.counters.items() if n}
+    values: dict[str, Any] = {"t": round(page.run_seconds, 2), "c": counters, "g": gauges}
+    values |= {"w": list(page.wait_buckets)} if any(page.wait_buckets) else {}
+    values |= {"v": page.verdict} if page.verdict else {}
+    values |= {"r": page.run_verdict} if page.run_verdict else {}
+    values |= {"a": dict(page.alerts)} if page.alerts else {}
+    return json.dumps(values, separators=(",", ":"))
+
+
+def _moment(line: str, head: RunPage) -> RunPage | None:
+    """A line's page, without names that this version doesn't know; None: it was cut."""
     try:
         values = json.loads(line)
-        buckets = tuple(int(n) for n in values.get("w", (0,) * BUCKETS))
-        return Moment(
-            float(values["t"]),
-            {name: int(n) for name, n in values["c"].items() if name in COUNTERS},
-            {
-                name: {label: float(value) for label, value in by_label.items()}
+        seconds = float(values["t"])
+        buckets = tuple(int(n) for n in values.get("w", ()))
+        return replace(
+            head,
+            written=Instant("", round(seconds * 1e9), head.began.unix + seconds),
+            counters={name: int(n) for name, n in values["c"].items() if name in COUNTERS},
+            wait_buckets=buckets if len(buckets) == BUCKETS else head.wait_buckets,
+            gauges={
+                name: {(label,) if BY_NAME[name].labels else (): float(n) for label, n in by_label.items()}
                 for name, by_label in values["g"].items()
                 if name in BY_NAME
             },
-            buckets if len(buckets) == BUCKETS else (0,) * BUCKETS,
-            str(values.get("v", "")),
-            {str(name): str(message) for name, message in values.get("a", {}).items()},
-            str(values.get("r", "")),
+            verdict=str(values.get("v", "")),
+            run_verdict=str(values.get("r", "")),
+            alerts={str(name): str(message) for name, message in values.get("a", {}).items()},
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -105,7 +105,7 @@ def numbers(timeline: Timeline, charts: list[Chart] | None = None) -> dict[str, 
 
 def wait_share(timeline: Timeline) -> float:
     """The share of the run in which a training loop waited, on average over ranks."""
-    seconds = sum(rank.moments[-1].seconds for rank in timeline.ranks if rank.moments)
+    seconds = sum(rank.moments[-1].run_seconds for rank in timeline.ranks if rank.moments)
     waited = (timeline.total("data_wait_ns") - timeline.total("first_batch_ns")) / 1e9
     return min(1.0, max(0.0, waited / seconds)) if seconds else 0.0
 
@@ -122,7 +122,7 @@ def _line(timeline: Timeline) -> str:
 def _last_verdict(timeline: Timeline) -> str:
     """The last verdict that a rank gave; "": none ever waited."""
     verdicts = [
-        (moment.seconds, moment.verdict, rank)
+        (moment.run_seconds, moment.verdict, rank)
         for rank in timeline.ranks
         for moment in rank.moments
         if moment.verdict
@@ -321,9 +321,9 @@ def _alerts(timeline: Timeline) -> str:
         open_since: dict[str, tuple[float, str]] = {}
         for moment in rank.moments:
             for name, message in moment.alerts.items():
-                open_since.setdefault(name, (moment.seconds, message))
+                open_since.setdefault(name, (moment.run_seconds, message))
             over = open_since.keys() - moment.alerts.keys()
-            rows += [(*open_since.pop(name), name, *place, moment.seconds) for name in sorted(over)]
+            rows += [(*open_since.pop(name), name, *place, moment.run_seconds) for name in sorted(over)]
         rows += [(*since, name, *place, None) for name, since in open_since.items()]
     if not rows:
         return ""

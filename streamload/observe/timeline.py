@@ -44,7 +44,7 @@ class Timeline:
     @functools.cached_property
     def seconds(self) -> float:
         """From the making of the first loader to the last moment."""
-        ends = [self._start(rank) + rank.moments[-1].seconds for rank in self.ranks if rank.moments]
+        ends = [self._start(rank) + rank.moments[-1].run_seconds for rank in self.ranks if rank.moments]
         return float(max(ends))
 
     @functools.cached_property
@@ -78,14 +78,17 @@ class Timeline:
         """float64[ranks, steps]: the value of a gauge that is in rows, in the middle of each step."""
         by_rank = []
         for rank in self.ranks:
-            points = [(m.seconds, float(max(0, m.counters.get(row, 0)))) for m in rank.moments]
+            points = [(m.run_seconds, float(max(0, m.counters.get(row, 0)))) for m in rank.moments]
             by_rank.append(self._interpolated(rank, points, self.middles))
         return np.array(by_rank)
 
     def labels(self, name: str) -> list[str]:
         """The labels under which a gauge has values."""
         labels = (
-            label for rank in self.ranks for moment in rank.moments for label in moment.gauges.get(name, {})
+            ",".join(labels)
+            for rank in self.ranks
+            for moment in rank.moments
+            for labels in moment.gauges.get(name, {})
         )
         return list(dict.fromkeys(labels))
 
@@ -94,7 +97,7 @@ class Timeline:
         edges = self.edges
         sums = np.zeros(len(edges) - 1)
         for rank in self.ranks:
-            points = [(m.seconds, m.gauges.get(name, {}).get(label, 0.0)) for m in rank.moments]
+            points = [(m.run_seconds, m.gauge(name, label) or 0.0) for m in rank.moments]
             sums += np.nan_to_num(np.clip(np.diff(self._interpolated(rank, points, edges)), 0, None))
         return sums
 
@@ -126,7 +129,9 @@ class Timeline:
         return float(rank.about["began"]) - first
 
     def _counted(self, rank: Recorded, names: Sequence[str], edges: Numbers) -> Numbers:
-        points = [(m.seconds, float(sum(m.counters.get(name, 0) for name in names))) for m in rank.moments]
+        points = [
+            (m.run_seconds, float(sum(m.counters.get(name, 0) for name in names))) for m in rank.moments
+        ]
         grown: Numbers = np.clip(np.diff(self._interpolated(rank, points, edges)), 0, None)
         return grown
 
@@ -139,7 +144,9 @@ class Timeline:
         return values_at
 
     def _gauge(self, rank: Recorded, name: str, label: str) -> Numbers:
-        points = [(m.seconds, m.gauges[name][label]) for m in rank.moments if label in m.gauges.get(name, {})]
+        labels = (label,) if label else ()
+        values_by_time = ((m.run_seconds, m.gauge(name, *labels)) for m in rank.moments)
+        points = [(second, value) for second, value in values_by_time if value is not None]
         if not points:
             return np.full(len(self.middles), np.nan)
         seconds, values = map(np.array, zip(*points, strict=True))

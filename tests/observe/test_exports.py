@@ -136,7 +136,7 @@ def test_a_recording_has_the_run_to_its_end_and_its_settings_without_secrets(
     (path,) = recordings(folder)
     found = read_recording(path)
     assert found.moments[-1].counters["samples_yielded"] == 80
-    assert found.moments[-1].gauges["samples"] == {"photos": 60, "drawings": 20}
+    assert found.moments[-1].gauges["samples"] == {("photos",): 60, ("drawings",): 20}
     settings = found.about["settings"]
     assert settings["sources"] == "photos: 2 shards, drawings: 2 shards"
     assert (settings["batch_size"], settings["cache"]) == (4, "disk")
