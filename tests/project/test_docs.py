@@ -116,14 +116,6 @@ def test_a_guide_has_at_most_150_lines():
         assert len(path.read_text().splitlines()) <= 150, path.stem
 
 
-def test_the_architecture_has_each_lettered_step_and_the_modules_of_one_batch():
-    page = (ROOT / "docs/architecture.md").read_text()
-    for letter in "ABCDEFGHIJKL":
-        assert re.search(rf"^\| {letter} \| .*`streamload/", page, re.MULTILINE), letter
-    modules = re.findall(r"^\d+\. `(streamload/[\w/]+\.py)`", page, re.MULTILINE)
-    assert 15 < len(modules) <= 25
-
-
 def test_every_page_is_in_the_contents():
     listed = set(re.findall(r"^[a-z]+[\w/-]*$", (ROOT / "docs/index.md").read_text(), re.MULTILINE))
     there = {

@@ -1,14 +1,18 @@
-"""How many modules a batch of a loader without options runs: unused features have no part in it."""
+"""The modules that a batch of a loader without options runs, and the architecture page, which has them."""
 
+import ast
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
 
+ROOT = Path(__file__).parents[2]
 MOST = {"warm": 60, "cold": 123}
 """Modules that such a batch runs. They may only fall: lower them with the count."""
 SLACK = 3
@@ -29,3 +33,39 @@ def modules(tmp_path_factory):
 def test_a_plain_batch_runs_no_more_modules_than_it_did(modules, kind):
     count = len(modules[kind])
     assert MOST[kind] - SLACK <= count <= MOST[kind], "\n".join(modules[kind])
+
+
+@pytest.fixture(scope="module")
+def page():
+    return (ROOT / "docs" / "architecture.md").read_text()
+
+
+def listed(cells):
+    """The modules and the folders that cells of the page name."""
+    names = set(re.findall(r"`([\w/.]+)`", "".join(cells)))
+    return {name for name in names if name.endswith(".py")}, {name for name in names if name.endswith("/")}
+
+
+def test_the_journey_on_the_page_is_that_of_a_batch(modules, page):
+    made, cold, warm = (set(modules[kind]) for kind in ("made", "cold", "warm"))
+    rows = re.findall(r"^\| ([A-L]) \| [^|]+ \| ([^|]*) \| ([^|]*) \|$", page, re.MULTILINE)
+    assert [letter for letter, *_ in rows] == list("ABCDEFGHIJKL")
+    for_each, no_folders = listed([each for _, each, _ in rows])
+    before, folders = listed([first for *_, first in rows])
+    in_folders = {name for name in made | cold for folder in folders if name.startswith(folder)}
+    assert not no_folders
+    assert all(any(name.startswith(folder) for name in in_folders) for folder in folders)
+    assert not for_each & before
+    assert not warm - for_each - before - in_folders
+    assert not for_each - warm - cold
+    assert len((made | cold) - for_each - before - in_folders) <= SLACK, (made | cold) - for_each - before
+    assert len(before - made - cold) <= SLACK, before - made - cold
+
+
+def test_the_rooms_on_the_page_are_those_of_the_import_contract(page):
+    project = (ROOT / "pyproject.toml").read_text()
+    contract = re.search(r'name = "Imports go down only".*?layers = (\[.*?\])', project, re.DOTALL)
+    layers = [set(re.findall(r"\w+", layer)) for layer in ast.literal_eval(contract[1])]
+    drawing = re.search(r"^## The rooms\n.*?```text\n(.*?)```", page, re.MULTILINE | re.DOTALL)
+    drawn = [set(re.findall(r"\w+", line.partition("   ")[0])) for line in drawing[1].splitlines()]
+    assert [{"__main__"}, *drawn] == layers
