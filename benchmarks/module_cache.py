@@ -272,6 +272,8 @@ def caller(kind: str, directory: str, level: str, is_vit: bool, is_built: bool) 
             return found
 
     cls = Vit if is_vit else Linear
+    cls.__qualname__ = cls.__name__  # found by its name in another run, as a class of a script is
+    globals()[cls.__name__] = cls
     if kind == "streamload":
         import streamload
 

@@ -76,7 +76,8 @@ def stored_result(
         if digest not in (0, row.input_digest):
             return None
     try:
-        layout, leaves = join((row,), device_now(module), is_row=False)
+        device = proof.built.device if is_built and proof.built is not None else device_now(module)
+        layout, leaves = join((row,), device, is_row=False)
         value = layout.build(leaves)
     except (CacheCorrupt, TypeError, ValueError):
         return None

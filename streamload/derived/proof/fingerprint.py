@@ -34,7 +34,7 @@ _TINY_BYTES, _SMALL_BYTES = 1 << 15, 1 << 20
 """So many bytes of weights are digested in 4 µs: at every call; in 0.1 ms: for a twentieth of the time."""
 _SMALL_SHARE, _SHARE = 0.05, 0.01
 """Of the time, for digesting small weights and larger ones while rows are only read."""
-_SAMPLED_BYTES, _SAMPLED_TENSORS = 32, 32
+_SAMPLED_BYTES, _SAMPLED_TENSORS = 32, 16
 """Of the CPU's tensors so many of each of so many are looked at in a call: each byte is a cache line."""
 _DEVICE_BYTES = 128
 _FEW_BYTES, _FEW_CHARACTERS = 1 << 14, 2000
@@ -286,7 +286,8 @@ class ModuleWatch:
             whole: look at everything; else at what takes little time, unless the rest is due.
         """
         if not whole and not self._pace.is_due:
-            self._samples.compare()
+            if self._others:
+                self._samples.compare()
             if self._has_few_attributes and self._attributes_now() != self._attributes:
                 return False
             if not self._is_tiny and not (self._is_small and self._small_pace.is_due):

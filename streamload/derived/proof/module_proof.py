@@ -232,23 +232,21 @@ def fingerprint_of(
     Raises:
         FeatureNotCacheable: it can't be known.
     """
-    description = description_of(module)
-    if description.error:
-        raise FeatureNotCacheable(description.error)
     proof = proof_of(module)
     built = proof.built
     if built is not None and options.version is None and not is_pending(module) and built.holds():
         parts, code = built.parts, built.code
     else:
         with unbuilt(module):
-            parts, code = _state(module, options, store, description, proof)
+            parts, code = _state(module, options, store, proof)
     settings = torch_settings(parts["device"])
     covered = (id(parts), id(inputs), settings)
     entry = proof.fingerprints.get(covered)
     if entry is None:
         if len(proof.fingerprints) > _FINGERPRINTS_KEPT:
             proof.fingerprints.clear()
-        whole = {**description.parts, **parts, "code": code, "settings": list(settings), "format": FORMAT}
+        described = description_of(module).parts
+        whole = {**described, **parts, "code": code, "settings": list(settings), "format": FORMAT}
         whole |= {} if inputs is None else {"inputs": dict(inputs)}
         fingerprint, number = Fingerprint.of(whole), 0
         while fingerprint.digest not in proof.refused and store.read_note(_REFUSED + fingerprint.digest):
@@ -259,9 +257,12 @@ def fingerprint_of(
 
 
 def _state(
-    module: Any, options: Options, store: RowStore, description: Description, proof: Proof
+    module: Any, options: Options, store: RowStore, proof: Proof
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """State of a module, as parts of a fingerprint, and its code: the same objects until it changes."""
+    description = description_of(module)
+    if description.error:
+        raise FeatureNotCacheable(description.error)
     if options.version is not None:
         device = pending_of(module).device if is_pending(module) else device_of(module)
         return _parts_of_version(options.version, module.training, device.type), {}

@@ -256,7 +256,7 @@ def join(rows: Sequence[Row], device: torch.device, *, is_row: bool) -> tuple[Re
     """
     layout = layout_of(rows[0].layout)
     bodies = [row.body for row in rows]
-    if {len(body) for body in bodies} != {layout.body_bytes}:
+    if set(map(len, bodies)) != {layout.body_bytes}:
         raise CacheCorrupt("a row isn't as long as its layout says")
     return layout, [_joined(leaf, bodies, device, is_row=is_row) for leaf in layout.leaves]
 
