@@ -124,7 +124,7 @@ def prepared_tar(chunks: Iterable[bytes], recipe: ImageRecipe, name: str) -> Ite
     Raises:
         ShardError: not a tar, damaged or cut.
     """
-    samples = _Samples(recipe)
+    samples = _SamplesOfShard(recipe)
     for chunk in chunks:
         yield from samples.feed(chunk)
     yield from samples.finish(name)
@@ -172,7 +172,7 @@ def images_of(head: bytes) -> list[bytes]:
     return [head[start : start + size] for _, start, size in filter(None, members)]
 
 
-class _Samples:
+class _SamplesOfShard:
     """Buffers the bytes of each sample and returns them prepared."""
 
     def __init__(self, recipe: ImageRecipe):
