@@ -115,7 +115,7 @@ class WorkerProcess(Protocol):
 
     @property
     def reader(self) -> Any:
-        """What reads its samples, a worker.reader.Reader."""
+        """Reader of its samples, a worker.reader.Reader."""
         ...
 
     @property

@@ -167,7 +167,7 @@ class _CaptionedBatch:
         return _Captioned(sample.key, sample.url, caption, label, image, seed, columns)
 
     def add(self, parsed: _Captioned) -> None:
-        """See BatchInProgress."""
+        """Add a sample, given the result of `parse`."""
         if self._images is not None and parsed.image is not None:
             self._images.add(parsed.image)
         if self._columns:
@@ -298,7 +298,7 @@ class _MappedBatch:
         return _Mapped(sample, self._images.parse(sample.members[choice[0]], is_prepared, seed), seed)
 
     def add(self, parsed: _Mapped) -> None:
-        """See BatchInProgress."""
+        """Add a sample, given the result of `parse`."""
         sample, image, seed = parsed
         raw: dict[str, Any] = {"__key__": sample.key, "__url__": sample.url}
         raw.update((extension, bytes(data)) for extension, data in sample.members.items())

@@ -54,11 +54,11 @@ class TokenCount:
     check_name: str = ""
 
     def needs(self, extensions: Collection[str]) -> Collection[str]:
-        """See Column."""
+        """Select those of a sample's extensions whose bytes are needed; none of them an image's."""
         return _member(self.text, extensions)
 
     def make(self, samples: Sequence[FactSample]) -> Values:
-        """See Column."""
+        """Return the value of each sample."""
         captions = [self._caption(sample) for sample in samples]
         texts = [caption for caption in captions if caption is not None]
         values = np.full(len(samples), np.nan)
@@ -86,11 +86,11 @@ class JsonField:
     check_name: str = ""
 
     def needs(self, extensions: Collection[str]) -> Collection[str]:
-        """See Column."""
+        """Select those of a sample's extensions whose bytes are needed; none of them an image's."""
         return _member(self.key, extensions)
 
     def make(self, samples: Sequence[FactSample]) -> Values:
-        """See Column."""
+        """Return the value of each sample."""
         values = np.full(len(samples), np.nan)
         for place, sample in enumerate(samples):
             chosen = self.key.choose(sample.members)
@@ -111,11 +111,11 @@ class FunctionFact:
     check_name: str = ""
 
     def needs(self, extensions: Collection[str]) -> Collection[str]:
-        """See Column."""
+        """Select those of a sample's extensions whose bytes are needed; none of them an image's."""
         return [name for name in extensions if name.rpartition(".")[2] not in IMAGE_EXTENSIONS]
 
     def make(self, samples: Sequence[FactSample]) -> Values:
-        """See Column."""
+        """Return the value of each sample."""
         return np.array([self._value(sample) for sample in samples], np.float64)
 
     def _value(self, sample: FactSample) -> float:
@@ -146,11 +146,11 @@ class TableFact:
     check_name: str = ""
 
     def needs(self, extensions: Collection[str]) -> Collection[str]:
-        """See Column."""
+        """Select those of a sample's extensions whose bytes are needed; none of them an image's."""
         return ()
 
     def make(self, samples: Sequence[FactSample]) -> Values:
-        """See Column."""
+        """Return the value of each sample."""
         hashes = [
             xxh3_64_intdigest(sample.entry.key.encode("utf-8", "surrogateescape")) for sample in samples
         ]
@@ -172,11 +172,11 @@ class ImageBytes:
     check_name: str = ""
 
     def needs(self, extensions: Collection[str]) -> Collection[str]:
-        """See Column."""
+        """Select those of a sample's extensions whose bytes are needed; none of them an image's."""
         return ()
 
     def make(self, samples: Sequence[FactSample]) -> Values:
-        """See Column."""
+        """Return the value of each sample."""
         sizes = [sample.entry.sizes for sample in samples]
         chosen = [self.image.choose(members) for members in sizes]
         image_bytes = [

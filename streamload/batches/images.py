@@ -247,7 +247,7 @@ class PlannedImages:
             self._exit.enter_context(SeededGenerators())
 
     def parse(self, data: memoryview, is_prepared: bool, seed: int) -> _Planned:
-        """See BatchImages."""
+        """Do all of an image's work before its pixels: header and random choices."""
         if self._resizing is not None and not is_prepared:
             return _Planned(data, is_prepared, seed, None, None)
         if data[:2] == PPM_START:
@@ -329,7 +329,7 @@ class GivenImages:
         return data, is_prepared, seed
 
     def add(self, parsed: tuple[memoryview, bool, int]) -> None:
-        """See BatchImages."""
+        """Add an image, given the result of `parse`."""
         data, is_prepared, seed = parsed
         start_ns = monotonic_ns()
         if self._resized is None:

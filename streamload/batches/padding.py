@@ -35,17 +35,17 @@ class Trimming:
     with_valid: bool = False
 
     def cut(self, texts: Texts, bounds: Bounds | None) -> Texts:
-        """See Trim."""
+        """Leave out columns that no row needs, here or elsewhere."""
         return texts if self.multiple is None else cut_to_longest(texts, self.multiple, bounds)
 
     def beside(self, texts: Texts) -> dict[str, torch.Tensor]:
-        """See Trim."""
+        """More values of a batch, beside its ids."""
         return {"text_valid": texts.valid} if self.with_valid and texts.valid is not None else {}
 
     def measured(
         self, values: Mapping[str, Any], texts: Texts | None, length: int, bounds: Bounds | None
     ) -> dict[str, Any]:
-        """See Trim."""
+        """More values of a batch, by the lengths of its rows."""
         if texts is None:
             widths = widths_of(values, None)
         else:
@@ -155,11 +155,11 @@ class RowLengths(Extension):
     name = "row_lengths"
 
     def in_worker(self, process: WorkerProcess) -> WorkerPart:
-        """See Extension."""
+        """Its part in a worker process; None: it has none there."""
         return WorkerLengths()
 
     def in_rank(self, run: Run) -> RankPart | None:
-        """See Extension."""
+        """Its part in the rank; None: it has none."""
         return RankLengths()
 
 

@@ -31,7 +31,7 @@ class Buckets(Extension):
     name = "buckets"
 
     def in_worker(self, process: WorkerProcess) -> WorkerPart:
-        """See Extension."""
+        """Its part in a worker process; None: it has none there."""
         return WorkerBuckets(self.costs, process.reader)
 
 
@@ -47,6 +47,6 @@ class WorkerBuckets(WorkerPart):
         self._costs, self._reader = costs, reader
 
     def sampler(self, start: Any) -> BucketSampler:
-        """See WorkerPart."""
+        """The steps of an epoch, a worker.sampler.Sampler, if they aren't those of the plain order."""
         epoch: EpochStart = start
         return BucketSampler(self._reader.config, self._reader, epoch, self._costs)

@@ -26,11 +26,11 @@ class AgreedLengths(RowLengths):
         return type(self), ()
 
     def in_worker(self, process: WorkerProcess) -> WorkerPart:
-        """See Extension."""
+        """Its part in a worker process; None: it has none there."""
         return WorkerBounds()
 
     def in_rank(self, run: Run) -> RankPart | None:
-        """See Extension."""
+        """Its part in the rank; None: it has none."""
         return None if self.rank_part is None else self.rank_part()
 
 

@@ -313,7 +313,7 @@ class BucketSampler(Sampler):
         return PlannedStep(self._config, self._planner, position, groups, position == self._start.position)
 
     def coming(self, position: int) -> list[tuple[int, int]]:
-        """See Sampler."""
+        """This rank's samples of a later step, by shard and number, as far as they are known."""
         if position not in self.steps or not self.steps.is_planned(position):
             return super().coming(position)
         if any(self._planner.known(group, position) is None for group in self._groups):
@@ -321,7 +321,7 @@ class BucketSampler(Sampler):
         return [(visit.shard, visit.number) for part in self.at(position).visits() for visit in part or ()]
 
     def fits(self, visit: Visit, shard: int, number: int) -> bool:
-        """See Sampler."""
+        """True if a sample isn't longer than the place of a visit is wide."""
         if visit.most is None:
             return True
         facts = self._reader.facts(shard, [number], self._costs.facts)

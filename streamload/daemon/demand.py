@@ -145,11 +145,11 @@ class ListDemand:
         self._names: np.ndarray[Any, np.dtype[np.uint64]] | None = None
 
     def describe(self) -> str:
-        """See Demand."""
+        """The demand in words, for logs and status."""
         return f"{len(self._shards):,} listed shards{self._as_what}"
 
     def look(self, size_of: SizeOf) -> list[Shard]:
-        """See Demand."""
+        """The shards in order of need, each once, as of now."""
         needed = dict.fromkeys(self._needed())
         first = {task.digest: task for task in map(_wanted_form, (self._shards[place] for place in needed))}
         if self._window.size_bytes is None:

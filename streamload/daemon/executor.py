@@ -175,20 +175,20 @@ class LocalExecutor:
         )
 
     def want(self, tasks: Sequence[FillRequest]) -> None:
-        """See Executor."""
+        """Set the tasks to run, in order of need; replaces those set before."""
         with self._lock:
             self._tasks = {task.shard.digest: task for task in tasks}
             self._prefetcher.want(tasks)
 
     def capacity(self, due: Shard | None) -> int:
-        """See Executor."""
+        """Number of tasks that can run at once now, given the next task that is due."""
         threads, preparing = self._options.threads, self._options.preparing
         if due is not None and due.recipe and preparing is not None:
             threads = min(preparing, threads)
         return threads * self._options.queued
 
     def has_begun(self, task: Shard) -> bool:
-        """See Executor."""
+        """True if a task is running, and better finished than left."""
         return self._prefetcher.filling(task)
 
     def check(self) -> None:
@@ -202,7 +202,7 @@ class LocalExecutor:
             self._end(TaskResult(shard, error=_no_room(self._tier), is_refused=True))
 
     def close(self) -> None:
-        """See Executor."""
+        """Stop running tasks where they are; partial fills stay, to be taken over."""
         self._prefetcher.close()
 
     def _without_room(self) -> list[Shard]:

@@ -121,11 +121,11 @@ class FollowedDemand:
         self._description = "no run yet"
 
     def describe(self) -> str:
-        """See Demand."""
+        """The demand in words, for logs and status."""
         return self._description
 
     def look(self, size_of: SizeOf) -> list[Shard]:
-        """See Demand."""
+        """The shards in order of need, each once, as of now."""
         published = runs_in(self._objects.names("runs"))
         chosen = self._names or self._latest(published)
         by_group: list[list[Shard]] = []

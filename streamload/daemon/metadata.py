@@ -105,7 +105,7 @@ class Aws(_MetadataService):
         return False
 
     def notice_seconds(self) -> float | None:
-        """See Metadata."""
+        """Time that this machine has left; None without a notice."""
         if not self._token and not self._renew():
             raise OSError("aws's metadata service issues no token")
         headers = {"X-aws-ec2-metadata-token": self._token}
@@ -149,7 +149,7 @@ class Gcp(_MetadataService):
         return False
 
     def notice_seconds(self) -> float | None:
-        """See Metadata."""
+        """Time that this machine has left; None without a notice."""
         answer = self._ask("GET", "/computeMetadata/v1/instance/preempted", self._HEADERS)
         if not self._is_google(answer) or answer.body.strip() not in {b"TRUE", b"FALSE"}:
             raise self._fail(answer)
@@ -181,7 +181,7 @@ class Azure(_MetadataService):
         return False
 
     def notice_seconds(self) -> float | None:
-        """See Metadata."""
+        """Time that this machine has left; None without a notice."""
         answer = self._ask("GET", self._EVENTS, self._HEADERS)
         try:
             if answer.status != 200:

@@ -159,7 +159,7 @@ class RayExecutor:
                 raise self._error
 
     def close(self) -> None:
-        """See Executor. Submitted tasks are cancelled, running ones stopped."""
+        """Stop running tasks where they are. Submitted tasks are cancelled, running ones stopped."""
         self._stop.set()
         self._thread.join()
         with self._lock:

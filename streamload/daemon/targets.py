@@ -76,22 +76,22 @@ class LocalTarget:
         self._tier = tier
 
     def missing(self, shards: Sequence[Shard]) -> list[Shard]:
-        """See WarmTarget."""
+        """The shards that the target lacks, in the order given."""
         return [shard for shard in shards if not self.holds(shard)]
 
     def holds(self, shard: Shard) -> bool:
-        """See WarmTarget."""
+        """True if the target has a shard now."""
         return self._tier.published(shard.digest).exists()
 
     def deliver(self, shard: Shard, directory: Path) -> None:
         """See WarmTarget: the shard is there."""
 
     def is_busy(self) -> bool:
-        """See WarmTarget."""
+        """True if deliveries go on in the background, after which delivered shards may be evicted."""
         return False
 
     def task_name(self, shard: Shard) -> str:
-        """See WarmTarget."""
+        """The name of the task for a shard: the same in all daemons, for leases."""
         return shard.digest
 
 
@@ -112,7 +112,7 @@ class SharedTarget:
         self._pool = limits.Threads(_ASKED_AT_ONCE, "streamload-look")
 
     def missing(self, shards: Sequence[Shard]) -> list[Shard]:
-        """See WarmTarget."""
+        """The shards that the target lacks, in the order given."""
         since = self._clock() - _SEEN_SECONDS
         self._seen = {digest: seen_at for digest, seen_at in self._seen.items() if seen_at > since}
         unknown = [shard for shard in shards if shard.digest not in self._seen]
@@ -133,7 +133,7 @@ class SharedTarget:
         return self._tier.has(shard)
 
     def deliver(self, shard: Shard, directory: Path) -> None:
-        """See WarmTarget."""
+        """Deliver a shard that is published in the tier of this node, in `directory`."""
         if shard.local is not None:
             raise OptionError(f"{shard.name} is a file of this machine, and isn't stored for others")
         pin = FileLock.acquire(directory / "names", shared=True)  # keeps it from being evicted meanwhile
@@ -143,11 +143,11 @@ class SharedTarget:
             self._tier.store(shard, directory)
 
     def is_busy(self) -> bool:
-        """See WarmTarget."""
+        """True if deliveries go on in the background, after which delivered shards may be evicted."""
         return False
 
     def task_name(self, shard: Shard) -> str:
-        """See WarmTarget."""
+        """The name of the task for a shard: the same in all daemons, for leases."""
         return shard.digest
 
     def close(self) -> None:

@@ -55,15 +55,15 @@ class _Throttled(Origin):
         self._origin, self._throttle, self._stop = origin, throttle, stop
 
     def open(self, start: int = 0, expected: Version | None = None) -> Stream:
-        """See Origin."""
+        """Return the bytes from `start` to the end."""
         return _ThrottledStream(self._origin.open(start, expected), self._throttle, self._stop)
 
     def version(self) -> Version:
-        """See Origin."""
+        """Return the current version of the shard, for next to no bytes; empty if the origin knows none."""
         return self._origin.version()
 
     def close(self) -> None:
-        """See Origin."""
+        """Release what is kept between reads; idempotent."""
         self._origin.close()
 
 

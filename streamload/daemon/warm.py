@@ -108,7 +108,7 @@ class _NodeTarget(LocalTarget):
         return list(shards)
 
     def holds(self, shard: Shard) -> bool:
-        """See WarmTarget."""
+        """True if the target has a shard now."""
         return self._tier.has_whole(shard)
 
     def deliver(self, shard: Shard, directory: Path) -> None:
@@ -121,7 +121,7 @@ class _NodeTarget(LocalTarget):
         self._write_back.add(shard, directory)
 
     def is_busy(self) -> bool:
-        """See WarmTarget."""
+        """True if deliveries go on in the background, after which delivered shards may be evicted."""
         return self._write_back is not None and not self._write_back.wait(0)
 
     @property

@@ -37,9 +37,9 @@ class RowFeatures(Extension):
         return type(self), (self.assemblies,)
 
     def in_worker(self, process: WorkerProcess) -> WorkerFeatures:
-        """See Extension."""
+        """Its part in a worker process; None: it has none there."""
         return WorkerFeatures(self.assemblies, process)
 
     def in_rank(self, run: Run) -> RankFeatures:
-        """See Extension."""
+        """Its part in the rank; None: it has none."""
         return RankFeatures(self.bound, run)

@@ -40,7 +40,7 @@ class WorkerFeatures(WorkerPart):
         ]
 
     def columns(self, size: int, allocate: Allocate) -> list[FeatureInProgress]:
-        """See WorkerPart."""
+        """Values of an empty batch that aren't decoded from its samples: batches.in_progress.BatchColumn."""
         return [make(size, allocate) for make in self._makers]
 
     def close(self) -> None:

@@ -90,7 +90,7 @@ class FeatureRecipe:
 
     @property
     def name(self) -> str:
-        """See Recipe."""
+        """A name for all that the result depends on beside the shard (`Shard.recipe`)."""
         return rows_recipe(self.fingerprint)
 
     @property
@@ -104,7 +104,7 @@ class FeatureRecipe:
         return self._assembly.preparation is not None
 
     def derive(self, origin: Origin) -> Origin:
-        """See Recipe."""
+        """The derived shard of an origin's shard, under that shard's version."""
         preparation = self._assembly.preparation
         return _RowsOrigin(origin if preparation is None else preparation.derive(origin), self)
 

@@ -18,7 +18,7 @@ from streamload.worker import Batch
 
 
 class RankProcess:
-    """What a loader has in this process; anew in one that was forked from it, whose workers aren't its own.
+    """State of a loader in this process; anew in one that was forked from it, whose workers aren't its own.
 
     Args:
         options: of the loader.

@@ -46,7 +46,7 @@ class RankRun:
 
     @property
     def counts(self) -> Counts:
-        """See extension.Run."""
+        """Counters of the rank."""
         return self.process.counts
 
     @property

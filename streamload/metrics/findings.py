@@ -72,7 +72,7 @@ OnAlert = Callable[[Alert], object]
 
 @dataclass(slots=True)
 class Requests:
-    """What a loader was asked to show; a copy of it shows the same.
+    """Requests to show something of a loader; a copy of it shows the same.
 
     Attributes:
         listeners: called with each alert.

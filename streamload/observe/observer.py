@@ -175,24 +175,24 @@ class RunObserver:
         self._publisher.reported = means
 
     def open(self, tier: Tier, run: str, functions: Mapping[str, str]) -> None:
-        """See Observer."""
+        """A run begins: publish it."""
         self._functions = functions
         file = PageFile(tier.root)
         self._close_page = self._at_end(file.close)
         self._publisher.open(file, tier, run)
 
     def start_epoch(self, is_running: Callable[[], bool]) -> None:
-        """See Observer."""
+        """An epoch begins; its workers run."""
         self._is_in_epoch = is_running
         self._open_exports()
 
     def waited(self, waited_ns: int) -> None:
-        """See Observer."""
+        """The training loop has just waited for so long."""
         if self._trace is not None:
             self._trace.waited(waited_ns)
 
     def took(self, batch: Batch) -> None:
-        """See Observer."""
+        """The training loop gets a batch, as its worker made it."""
         publisher = self._publisher
         if batch.passes:
             publisher.passes = list(map(max, batch.passes, publisher.passes or batch.passes))
@@ -205,7 +205,7 @@ class RunObserver:
             self._trace = None
 
     def end_epoch(self, epoch: int) -> None:
-        """See Observer."""
+        """The last batch of an epoch was taken."""
         self.tick(is_due=True)
         with self._lock:
             self._line_from = self._epoch_from
@@ -226,13 +226,13 @@ class RunObserver:
     # What the training asks for.
 
     def verdict(self, seconds: float) -> Verdict:
-        """See Loader."""
+        """Verdict on what has limited the training over the last seconds: data, or the training itself."""
         if not 0 < seconds <= LONGEST_SECONDS:
             raise OptionError(f"seconds={seconds}; expected a number up to {LONGEST_SECONDS:g}")
         return judge(self._figures(self._sample(), seconds))
 
     def on_alert(self, call: OnAlert) -> None:
-        """See Loader."""
+        """Call a function with each Alert that is raised or cleared, from now on (docs/guides/metrics.md)."""
         if not callable(call):
             raise OptionError(
                 f"on_alert() was given a {type(call).__name__}; expected a function of one Alert"
@@ -240,14 +240,14 @@ class RunObserver:
         self.requests.listeners.append(call)
 
     def trace(self, steps: int) -> Trace:
-        """See Loader."""
+        """Record what the workers and the fills of this rank do, from now on for a number of steps."""
         if self._trace is not None:
             self._trace.stop()
         self._trace = Trace(self._control, steps)
         return self._trace
 
     def metrics(self) -> dict[str, float]:
-        """See Loader."""
+        """The numbers of this rank since the last call, as one flat dict for a tracker."""
         page = self.page()
         if page is None:
             return {}
@@ -255,7 +255,7 @@ class RunObserver:
         return live_rank(page, before).flat()
 
     def record(self, folder: Path) -> None:
-        """See Loader."""
+        """Record this rank's numbers for `streamload report`, from the next second on."""
         self.requests.record_in = folder
         self._are_exports_open = False
         if self._publisher.is_open:

@@ -159,7 +159,7 @@ def recordings(place: Path) -> list[Path]:
 
 
 def _line(page: RunPage) -> str:
-    """What a page says, as JSON, as short as it can be; labels are joined by commas."""
+    """Values of a page as JSON, as short as it can be; labels are joined by commas."""
     gauges = {
         name: {",".join(labels): float(f"{value:.5g}") for labels, value in by_label.items()}
         for name, by_label in page.gauges.items()

@@ -29,11 +29,11 @@ class PatchImages(ImageMaker):
 
     @property
     def statistics(self) -> Statistics | None:
-        """See ImageMaker."""
+        """The statistics for images that are left as uint8; None: they can't be."""
         return self.transform.statistics if isinstance(self.transform, PatchPlan) else None
 
     def batch_factory(self, assembly: ImageAssembly) -> ImagesFactory:
-        """See ImageMaker."""
+        """A function that makes the images of an empty batch."""
         transform, as_bytes = self.transform, assembly.as_bytes
         if isinstance(transform, GivenPatches):
             return lambda size, allocate, seq_len=0: _GivenPatchImages(

@@ -16,7 +16,7 @@ class PatchedImages(Extension):
     name = "patches"
 
     def in_rank(self, run: Run) -> RankPart:
-        """See Extension."""
+        """Its part in the rank; None: it has none."""
         return RankPatches()
 
 

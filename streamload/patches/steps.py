@@ -96,7 +96,7 @@ class TableSteps(Steps):
         self._splits = {rows: replace(split, batch=rows * split.ranks) for _, rows in table}
 
     def __contains__(self, position: int) -> bool:
-        """See Steps."""
+        """True if a step begins there, given a position from `begin`."""
         return position in self._by_position
 
     def begin(self, number: int) -> int:
@@ -104,11 +104,11 @@ class TableSteps(Steps):
         return self._begins[min(number, len(self._begins) - 1)]
 
     def at(self, position: int) -> Split:
-        """See Steps."""
+        """Return how the step that begins at a position is split."""
         return self._splits[self._by_position[position][1]]
 
     def seq_len(self, position: int) -> int:
-        """See Steps."""
+        """Return the most patches of an image in the step that begins at a position; 0: it has none."""
         return self._by_position[position][0]
 
 

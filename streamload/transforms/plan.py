@@ -63,7 +63,7 @@ class ShortSide:
     size: int
 
     def resized(self, height: int, width: int) -> Size:
-        """See Fit."""
+        """Return the resized size of an image of height × width."""
         long = int(self.size * max(height, width) / min(height, width))
         return (long, self.size) if width <= height else (self.size, long)
 
@@ -76,7 +76,7 @@ class KeepRatio:
     longest: float
 
     def resized(self, height: int, width: int) -> Size:
-        """See Fit."""
+        """Return the resized size of an image of height × width."""
         down, across = height / self.size[0], width / self.size[1]
         factor = max(down, across) * self.longest + min(down, across) * (1.0 - self.longest)
         return round(height / factor), round(width / factor)
@@ -89,7 +89,7 @@ class Squash:
     size: Size
 
     def resized(self, height: int, width: int) -> Size:
-        """See Fit."""
+        """Return the resized size of an image of height × width."""
         return self.size
 
 

@@ -33,7 +33,7 @@ class RowWeights(Extension):
 
     @property
     def facts(self) -> Collection[str]:
-        """See Extension."""
+        """The names of the built-in facts that it needs."""
         return self.sample_weight.facts
 
     def refuse_unusable(self, options: Any) -> None:
@@ -47,9 +47,9 @@ class RowWeights(Extension):
             )
 
     def in_worker(self, process: WorkerProcess) -> WorkerWeights:
-        """See Extension."""
+        """Its part in a worker process; None: it has none there."""
         return WorkerWeights(self.sample_weight)
 
     def in_rank(self, run: Run) -> RankWeights:
-        """See Extension."""
+        """Its part in the rank; None: it has none."""
         return RankWeights(self.sample_weight, run)

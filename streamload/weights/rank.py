@@ -64,11 +64,11 @@ class RankWeights(RankPart):
         return {"weight": info.weight}
 
     def state(self, position: int) -> dict[str, Any]:
-        """See RankPart."""
+        """Its keys of the loader's state: JSON-able, alike on all ranks."""
         return {} if self._mean is None else {_STATE: list(self._mean)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """See RankPart."""
+        """Continue after a state of the loader, which may be of one without this extension."""
         self._mean = None if state.get(_STATE) is None else _mean_in(state[_STATE])
 
     def _weights(self, values: npt.NDArray[np.float64]) -> Weights:

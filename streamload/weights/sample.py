@@ -66,17 +66,17 @@ class Complexity:
 
     @property
     def definition(self) -> str:
-        """See SampleWeight."""
+        """Dependencies of values beside the sample."""
         return f"complexity {self.image!r} {self.text!r}"
 
     @property
     def facts(self) -> Sequence[str]:
-        """See SampleWeight."""
+        """The names of the built-in facts that `of` needs."""
         image = ["image_bytes", "width", "height"] if self.image else []
         return [*image, TOKENS] if self.text else image
 
     def of(self, rows: ShardRows) -> Values:
-        """See SampleWeight."""
+        """The value of each of a shard's samples, NaN where it is unknown: float64[N]."""
         facts = rows.facts(self.facts)
         value: Values = np.zeros(len(rows.places))
         if self.image:
@@ -99,7 +99,7 @@ class WeightFunction:
     facts = ()
 
     def of(self, rows: ShardRows) -> Values:
-        """See SampleWeight."""
+        """The value of each of a shard's samples, NaN where it is unknown: float64[N]."""
         return np.array([self._value(entry) for entry in rows.entries()], np.float64)
 
     def _value(self, entry: Entry) -> float:

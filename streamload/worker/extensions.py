@@ -24,7 +24,7 @@ from streamload.worker.sampler import RankStep, Sampler
 
 @dataclass(frozen=True, slots=True)
 class RowsOfShard:
-    """See extension.ShardRows."""
+    """The rows of a batch whose samples are in one shard."""
 
     places: npt.NDArray[np.int64]
     _shard: int
@@ -33,11 +33,11 @@ class RowsOfShard:
     _columns: Sequence[str]
 
     def facts(self, names: Sequence[str]) -> Mapping[str, npt.NDArray[np.float64]]:
-        """See extension.ShardRows."""
+        """Facts of the samples by name: float64[N], NaN where unknown."""
         return self._reader.facts(self._shard, self._numbers, names)
 
     def entries(self) -> list[Entry]:
-        """See extension.ShardRows."""
+        """The samples' index entries, with the facts of the user's columns."""
         entries = self._reader.entries(self._shard, self._numbers.tolist())
         facts = self.facts(self._columns) if self._columns else {}
         return [with_facts(entry, self._columns, facts, place) for place, entry in enumerate(entries)]
@@ -63,7 +63,7 @@ class RowsOfBatch:
         return len(self.samples)
 
     def by_shard(self) -> Iterator[RowsOfShard]:
-        """See extension.BatchRows."""
+        """The rows of each shard."""
         shards, numbers = np.array(self.samples, np.int64).reshape(-1, 2).T
         for shard in dict.fromkeys(shards.tolist()):
             places = np.flatnonzero(shards == shard)
@@ -72,7 +72,7 @@ class RowsOfBatch:
 
 @dataclass(frozen=True, slots=True)
 class EpochSteps:
-    """See extension.StepsAhead."""
+    """The steps of an epoch that workers begin before the training loop takes them, by their numbers."""
 
     steps: Steps
     rank: int
@@ -81,27 +81,27 @@ class EpochSteps:
     control: ControlBlock
 
     def rows(self, number: int) -> int:
-        """See extension.StepsAhead."""
+        """Rows of this rank in a step."""
         split = self.steps.at(self.steps.begin(number))
         return (self.rank + 1) * split.batch // split.ranks - self.rank * split.batch // split.ranks
 
     def seq_len(self, number: int) -> int:
-        """See extension.StepsAhead."""
+        """The most patches of an image in a step; 0: it has none."""
         return self.steps.seq_len(self.steps.begin(number))
 
     def taken(self, number: int) -> int:
-        """See extension.StepsAhead."""
+        """Steps that the training loop has taken, or won't get before this one as the data ends."""
         is_past_end = self.control.is_past_end(self.generation, number)
         return number if is_past_end else self.control.taken
 
     def stop_if_superseded(self) -> None:
-        """See extension.StepsAhead."""
+        """Raise if the rank has started another epoch, or has died."""
         self.reader.stop_if_superseded()
 
 
 @dataclass(slots=True)
 class ThisProcess:
-    """See extension.WorkerProcess."""
+    """A worker process, for an extension's part in it."""
 
     number: int
     workers: int
@@ -111,11 +111,11 @@ class ThisProcess:
 
     @property
     def decided(self) -> int:
-        """See extension.WorkerProcess."""
+        """The step of the run up to which the rank has made its decisions."""
         return self.control.decided
 
     def progress(self) -> ReadProgress:
-        """See extension.WorkerProcess."""
+        """Progress of the process in reading."""
         return self.reader.progress()
 
 

@@ -69,7 +69,7 @@ class WorkerInFlight(WorkerPart):
         self._admission: Admission | None = None  # of the epoch
 
     def start_epoch(self) -> None:
-        """See WorkerPart."""
+        """Forget the events of the epoch before."""
         self._admission = None
 
     def before_step(self, number: int) -> None:

@@ -66,7 +66,7 @@ class TierConfig(NamedTuple):
 
 
 class AheadConfig(NamedTuple):
-    """What a process does ahead of its batches."""
+    """Work that a process does ahead of its batches."""
 
     fills: int
     """Shards that it fills at once."""

@@ -1,6 +1,7 @@
 """The modules that a batch of a loader without options runs, and the architecture page, which has them."""
 
 import ast
+import collections
 import json
 import re
 import subprocess
@@ -69,3 +70,13 @@ def test_the_rooms_on_the_page_are_those_of_the_import_contract(page):
     drawing = re.search(r"^## The rooms\n.*?```text\n(.*?)```", page, re.MULTILINE | re.DOTALL)
     drawn = [set(re.findall(r"\w+", line.partition("   ")[0])) for line in drawing[1].splitlines()]
     assert [{"__main__"}, *drawn] == layers
+
+
+def test_a_class_name_has_one_meaning():
+    places = collections.defaultdict(list)
+    for path in (ROOT / "streamload").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(path.name)
+    several = {name for name, files in places.items() if len(files) > 1}
+    assert several <= {"LoaderMetrics"}, several  # one in each integration

@@ -42,28 +42,28 @@ class Backend(Protocol):
         """See `Objects.read_range`; FileNotFoundError if there is no such object."""
 
     def write(self, name: str, data: bytes) -> None:
-        """See `Objects.write`."""
+        """Write an object, or replace it as a whole."""
 
     def create(self, name: str, data: bytes) -> None:
         """Write an object on condition that there is none; else FileExistsError."""
 
     def put_file(self, name: str, path: Path) -> None:
-        """See `Objects.put_file`."""
+        """Upload a file as an object, in parts if it is large."""
 
     def names(self, folder: str) -> list[str]:
-        """See `Objects.names`."""
+        """The names of all objects below a folder, sorted; foreign ones included."""
 
     def delete(self, name: str) -> None:
-        """See `Objects.delete`."""
+        """Delete an object, if it exists."""
 
     def modified(self, name: str) -> float | None:
-        """See `Objects.modified`."""
+        """When an object was written, in seconds by the clock of the store; None if there is none."""
 
     def now(self) -> float | None:
         """The time that an object written now gets; None: it may be another one for each writer."""
 
     def target(self, name: str) -> str:
-        """See `Objects.target`."""
+        """The URL of an object, secrets included, for another client."""
 
 
 class Objects:

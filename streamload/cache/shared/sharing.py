@@ -92,11 +92,11 @@ class SharedOptions:
         return SharedTier(self.open_objects(stop, timeout_seconds), counts, stop=stop)
 
     def open(self, counts: Counts, ask: Ask | None = None) -> Sharing:
-        """See Backing."""
+        """Open the store in the process that uses it; makes no request yet."""
         return Sharing(self, counts, ask)
 
     def open_read_only(self, counts: Counts) -> Sharing:
-        """See Backing."""
+        """Open the store for some reads, which wait for no other node."""
         return Sharing(replace(self, write_back=False, wait_seconds=0.0), counts)
 
 

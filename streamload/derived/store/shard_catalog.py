@@ -225,7 +225,7 @@ class NodeRowShards(RowShards):
         self._tier = tier
 
     def held(self) -> list[HeldRows]:
-        """See RowShards. Reads some bytes of each index."""
+        """All of them, by URL. Reads some bytes of each index."""
         rows_held = []
         for shard in self._tier.shards():
             fingerprint = (
@@ -278,7 +278,7 @@ class SharedRowShards(RowShards):
         self._tier = SharedTier(objects, Counters())
 
     def held(self) -> list[HeldRows]:
-        """See RowShards. Reads all of their indexes."""
+        """All of them, by URL. Reads all of their indexes."""
         if not self._tier.check_format():
             raise SharedTierError(f"there is no shared cache at {self.where}")
         objects: dict[tuple[str, str], list[str]] = {}
