@@ -222,7 +222,7 @@ def as_time(seconds: float) -> str:
 
 
 def _is_held(path: Path, *, shared: bool) -> bool:
-    """See `is_locked`."""
+    """True if a process holds the lock of a directory."""
     with contextlib.suppress(OSError):  # nothing that could be locked
         return is_locked(path, shared=shared)
     return False

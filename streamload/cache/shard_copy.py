@@ -261,7 +261,7 @@ class ShardCopy:
     def sample(
         self, entry: Entry, needed: Needed | None, memory: ReadMemory | None = None
     ) -> tuple[Entry, memoryview] | None:
-        """See `read_sample`.
+        """The entry and bytes of a sample; see `read_sample`.
 
         Raises:
             OSError: too many open files.

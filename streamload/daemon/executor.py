@@ -192,7 +192,7 @@ class LocalExecutor:
         return self._prefetcher.filling(task)
 
     def check(self) -> None:
-        """See Executor.
+        """Raise what has gone wrong; called again and again.
 
         Raises:
             CacheError: the tier of this node can't be used any more.

@@ -39,7 +39,7 @@ class PlanPublication(Extension):
     name = "plan"
 
     def in_worker(self, process: WorkerProcess) -> PublishingPart | None:
-        """See Extension: the first worker publishes."""
+        """Its part in the first worker, which publishes; None in the others."""
         return None if process.number else PublishingPart(self, process)
 
 

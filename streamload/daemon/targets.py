@@ -84,7 +84,7 @@ class LocalTarget:
         return self._tier.published(shard.digest).exists()
 
     def deliver(self, shard: Shard, directory: Path) -> None:
-        """See WarmTarget: the shard is there."""
+        """Do nothing: the shard is in its place."""
 
     def is_busy(self) -> bool:
         """True if deliveries go on in the background, after which delivered shards may be evicted."""
@@ -129,7 +129,7 @@ class SharedTarget:
         return [shard for shard in unknown if shard.digest not in self._seen]
 
     def holds(self, shard: Shard) -> bool:
-        """See WarmTarget: a shard's index is written last."""
+        """True if the target has a shard now: its index, which is written last."""
         return self._tier.has(shard)
 
     def deliver(self, shard: Shard, directory: Path) -> None:

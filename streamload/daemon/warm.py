@@ -104,7 +104,7 @@ class _NodeTarget(LocalTarget):
         self.has_copies = self._write_back is not None
 
     def missing(self, shards: Sequence[Shard]) -> list[Shard]:
-        """See WarmTarget: all of them, as there is one look."""
+        """All shards, in the order given, as there is one look."""
         return list(shards)
 
     def holds(self, shard: Shard) -> bool:
@@ -112,7 +112,7 @@ class _NodeTarget(LocalTarget):
         return self._tier.has_whole(shard)
 
     def deliver(self, shard: Shard, directory: Path) -> None:
-        """See WarmTarget: hands the shard to the write-back."""
+        """Hand a shard that is published in the tier of this node to the write-back."""
         if self._write_back is None:
             return
         self._sharing.kept(shard)

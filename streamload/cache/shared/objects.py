@@ -36,10 +36,10 @@ class Backend(Protocol):
     """A store of objects; raises the exceptions of its library. Thread-safe, and usable in a forked child."""
 
     def read(self, name: str, limit_bytes: int) -> bytes | None:
-        """See `Objects.read`; may cut anywhere beyond the limit."""
+        """Read an object; None if there is none. May cut anywhere beyond the limit."""
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
-        """See `Objects.read_range`; FileNotFoundError if there is no such object."""
+        """Read a range; FileNotFoundError if there is no such object."""
 
     def write(self, name: str, data: bytes) -> None:
         """Write an object, or replace it as a whole."""
