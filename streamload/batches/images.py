@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ import torch
 from PIL import Image
 
 from streamload.batches.collate import Allocate, collate_images
-from streamload.batches.image_memory import ImageMemory, Places
 from streamload.origins.origin import Origin
 from streamload.transforms.decode import (
     Pixels,
@@ -26,6 +26,7 @@ from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
 from streamload.transforms.plan import ImagePlan, Statistics
 from streamload.transforms.ppm import PPM_START, ppm_pixels
 from streamload.transforms.processors import GivenProcessor, image_processor_of
+from streamload.transforms.resize import Place
 from streamload.transforms.user import SeededGenerators, UserTransform
 
 Preprocess = Callable[[Any], Any]
@@ -193,6 +194,58 @@ class _Planned(NamedTuple):
     seed: int
     pixels: Pixels | None
     put: Put | None
+
+
+class Places:
+    """Where a batch's images lie in its memory; computed once for each pooled buffer."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], Sequence[Place]]] = {}
+
+    def of(
+        self, memory: torch.Tensor, split: Callable[[torch.Tensor], Sequence[torch.Tensor]]
+    ) -> Sequence[Place]:
+        """The places of a tensor's images; `split` (always the same) divides it into images."""
+        number = id(memory)  # forgotten when the tensor dies
+        if number not in self._known:
+            forget = weakref.ref(memory, lambda _: self._known.pop(number, None))
+            # Views keep their base alive: the detached tensor, not the one that is to be forgotten.
+            self._known[number] = forget, [Place.of(part) for part in split(memory.detach())]
+        return self._known[number][1]
+
+
+def _channels_first(levels: torch.Tensor) -> Sequence[torch.Tensor]:
+    """[N, H, W, 3] → N views [1, 3, H, W]."""
+    return torch.split(levels.permute(0, 3, 1, 2), 1)
+
+
+class ImageMemory:
+    """The images of a batch, all of one size.
+
+    Args:
+        plan: that makes them.
+        as_bytes: whether they are left as uint8.
+        known: the places in memory that was used before.
+        size: its capacity, in images.
+        allocate: makes its tensor.
+
+    Attributes:
+        batch: uint8 or float32[N, 3, H, W].
+        places: of the images.
+    """
+
+    def __init__(self, plan: ImagePlan, as_bytes: bool, known: Places, size: int, allocate: Allocate):
+        if as_bytes or plan.statistics is None:
+            memory = allocate((size, *plan.size, 3), torch.uint8)
+            self.batch = memory.permute(0, 3, 1, 2)
+            self.places = known.of(memory, _channels_first)
+        else:
+            self.batch = allocate((size, 3, *plan.size), torch.float32)
+            self.places = known.of(self.batch, torch.unbind)
+
+    def values(self, count: int) -> dict[str, Any]:
+        """The values of the first `count` images."""
+        return {"image": self.batch[:count]}
 
 
 class Transform(Protocol):

@@ -1,6 +1,6 @@
 """Rows of several lengths: a batch cut to its longest caption, and the columns that each row needs (step I).
 
-Tokenizers pad to one length on one side (valid_ids.py). Only loaders with `text_padding="longest"` or patches
+Tokenizers pad to one length on one side (tokenize.py). Only loaders with `text_padding="longest"` or patches
 have a `Trimming`.
 """
 

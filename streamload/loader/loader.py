@@ -523,7 +523,8 @@ class Loader(DataLoaderInterface):
         self.observer.took(batch)
         if batch.blocked:
             process.waits.add(batch.blocked, waited_ns, process.counts.value("data_wait_ns"))
-        self._parts.taken(batch)
+        if self._parts.by_name:
+            self._parts.taken(batch)
         self._schedule.tracker.advance(batch.stop, batch.step.groups)
         self._step += 1
         process.count(batch)
@@ -545,7 +546,7 @@ class Loader(DataLoaderInterface):
 
     def before_batch(self) -> None:
         """A batch is asked for, and not yet waited for: extensions decide."""
-        if self._parts:
+        if self._parts.by_name:
             self._parts.before_batch()
             self.observer.reported = list(self._parts.reported)
 
@@ -561,7 +562,7 @@ class Loader(DataLoaderInterface):
 
     def _extension_state(self) -> dict[str, Any]:
         """The extensions' keys of a state."""
-        if not self._parts:
+        if not self._parts.by_name:
             return {}
         self._schedule.settle()
         return self._parts.state(self._schedule.tracker.saved().position)

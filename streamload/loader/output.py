@@ -45,7 +45,8 @@ class Outputs:
         """
         keys = values.get("__key__", ())
         extra = {name: values.pop(name) for name in _ORIGINS if name in values}
-        fields = self._parts.yielded(batch.extras, values)
+        has_parts = bool(self._parts.by_name)
+        fields = self._parts.yielded(batch.extras, values) if has_parts else {}
         widths = fields.pop("widths", None)
         shapes = {
             name: tuple(value.shape) for name, value in values.items() if isinstance(value, torch.Tensor)
@@ -53,7 +54,8 @@ class Outputs:
         device = next((value.device for value in values.values() if isinstance(value, torch.Tensor)), None)
         yielded = Yielded(step, batch.samples, (), widths, keys)
         self.last = BatchInfo(yielded, self._sources, batch.rows.seats, shapes, device, **fields)
-        values = self._parts.shaped(values | self._parts.values(self.last))
+        if has_parts:
+            values = self._parts.shaped(values | self._parts.values(self.last))
         yielded.names = tuple(values)
         output = self._shaped(values, extra if self._options.batches.with_keys else {})
         self._known.add(output, self.last)

@@ -82,6 +82,9 @@ class RankParts:
         extensions: of the loader.
         run: gives the run as the extension of a name sees it.
         reports: makes the part that takes the training's reports where no other does.
+
+    Attributes:
+        by_name: the parts; empty in a plain loader.
     """
 
     def __init__(
@@ -90,36 +93,33 @@ class RankParts:
         run: Callable[[str], RankRun],
         reports: Callable[[], RankPart],
     ):
-        self._parts: dict[str, RankPart] = {}  # never changed, but replaced: another thread asks for metrics
+        self.by_name: dict[str, RankPart] = {}  # never changed, but replaced: another thread asks for metrics
         self._reports = reports
         self._run = run
         self.add(extensions)
 
-    def __bool__(self) -> bool:
-        return bool(self._parts)
-
     def add(self, extensions: Sequence[Extension]) -> None:
         """Add the parts of more extensions, in place of those of their names."""
         parts = {extension.name: extension.in_rank(self._run(extension.name)) for extension in extensions}
-        self._parts = self._parts | {name: part for name, part in parts.items() if part is not None}
+        self.by_name = self.by_name | {name: part for name, part in parts.items() if part is not None}
 
     @property
     def reported(self) -> Sequence[Mapping[str, Any]]:
         """The means of the training's reports by source, as they were read last."""
-        return next((part.reported for part in self._parts.values() if part.takes_reports), ())
+        return next((part.reported for part in self.by_name.values() if part.takes_reports), ())
 
     def start_epoch(self, start: int) -> list[Event]:
         """The events of an epoch that starts at a position; see extension.RankPart."""
-        return [event for part in self._parts.values() for event in part.start_epoch(start)]
+        return [event for part in self.by_name.values() for event in part.start_epoch(start)]
 
     def before_batch(self) -> None:
         """A batch is asked for, and not yet waited for: parts decide."""
-        for part in self._parts.values():
+        for part in self.by_name.values():
             part.before_batch()
 
     def taken(self, batch: TakenBatch) -> None:
         """A batch is taken from its worker."""
-        for part in self._parts.values():
+        for part in self.by_name.values():
             part.taken(batch)
 
     def yielded(self, messages: Mapping[str, bytes], values: dict[str, Any]) -> dict[str, Any]:
@@ -130,61 +130,61 @@ class RankParts:
             values: of the batch.
         """
         fields: dict[str, Any] = {}
-        for name, part in self._parts.items():
+        for name, part in self.by_name.items():
             fields |= part.yielded(messages.get(name, b""), values)
         return fields
 
     def values(self, info: Any) -> dict[str, Any]:
         """The values that they add to a batch."""
-        return {name: value for part in self._parts.values() for name, value in part.values(info).items()}
+        return {name: value for part in self.by_name.values() for name, value in part.values(info).items()}
 
     def metrics(self) -> dict[str, float]:
         """Their numbers for the published page, each by its name after that of its extension."""
         return {
             f"{extension}.{name}": value
-            for extension, part in self._parts.items()
+            for extension, part in self.by_name.items()
             for name, value in part.metrics().items()
         }
 
     def shaped(self, values: dict[str, Any]) -> dict[str, Any]:
         """A batch's values as the training loop gets them."""
-        for part in self._parts.values():
+        for part in self.by_name.values():
             values = part.shaped(values)
         return values
 
     def end_epoch(self) -> None:
         """End an epoch."""
-        for part in self._parts.values():
+        for part in self.by_name.values():
             part.end_epoch()
 
     def state(self, position: int) -> dict[str, Any]:
         """Their keys of a state."""
-        parts = [part.state(position) for part in self._parts.values()]
+        parts = [part.state(position) for part in self.by_name.values()]
         return {key: value for part in parts for key, value in part.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue after a state."""
-        for part in self._parts.values():
+        for part in self.by_name.values():
             part.load(state)
 
     def gathered(self, state: Mapping[str, Any], position: int) -> dict[str, Any]:
         """Their keys of the state of all ranks."""
-        parts = [part.gathered(state, position) for part in self._parts.values()]
+        parts = [part.gathered(state, position) for part in self.by_name.values()]
         return {key: value for part in parts for key, value in part.items()}
 
     def event_set(self, event: Event, reason: Mapping[str, Any]) -> None:
         """Weights or a batch size were set."""
-        for part in self._parts.values():
+        for part in self.by_name.values():
             part.event_set(event, reason)
 
     def report(self, values: Mapping[str, Any], info: Any, rows: Any) -> None:
         """Take what the training reports of rows of a batch."""
-        if not any(part.takes_reports for part in self._parts.values()):
-            self._parts = {**self._parts, _REPORTS: self._reports()}
-        for part in self._parts.values():
+        if not any(part.takes_reports for part in self.by_name.values()):
+            self.by_name = {**self.by_name, _REPORTS: self._reports()}
+        for part in self.by_name.values():
             part.report(values, info, rows)
 
     def report_eval(self, values: Mapping[str, Any]) -> None:
         """Take losses on held-out data, by source."""
-        for part in self._parts.values():
+        for part in self.by_name.values():
             part.report_eval(values)

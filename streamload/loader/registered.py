@@ -139,7 +139,7 @@ def extensions_of_run(
         extensions.append(RowLengths())
     if schedule.order.blocks is not None:
         extensions.append(Buckets(row_costs(options, config.assembly)))
-    in_flight = in_flight_of(options, config.assembly)
+    in_flight = None if options.workers.memory is None else in_flight_of(options, config.assembly)
     if in_flight is not None:
         report(options, in_flight, schedule.most_rows)
         extensions.append(replace(in_flight, most_steps=check_step(options, in_flight, options.batch_size)))

@@ -144,7 +144,7 @@ def _worker_config(
     groups, reads = orders[0].groups, options.urls.fingerprint()
     # Of Lightning's launcher the first rank is the others' parent: their own names would differ.
     run = first_value(f"run {topology.node} {reads}", run_name(topology, reads), topology.world_size)
-    if are_bounds_agreed(schedule):
+    if schedule.order.blocks is not None and are_bounds_agreed(schedule):
         assembly = _whole_texts(assembly, options)
     if shared is not None and shared.write_back and shared.wait_seconds > 0:
         attempt = schedule.agree_on_attempt()
@@ -298,7 +298,7 @@ def _assembly(
         trim = Trimming(batches.text_pad_multiple, options.output == "dict")
     elif options.images.patches is not None:
         trim = Trimming(None)
-    features = feature_assemblies(options, images)
+    features = feature_assemblies(options, images) if options.features else ()
     need_images = [feature.images for feature in options.features.values()]
     if True not in need_images and (
         False in need_images or any(feature.images is not None for feature in features)

@@ -149,7 +149,7 @@ class WorkerLoop:
         self._reader = Reader(config, control, self._counts, self._spans, worker, workers)
         self._slots = buffers
         self._numbers: Numbers | None = None
-        self._replacements = Replacements(config, self._reader)
+        self._replacements: Replacements | None = None  # made for the first bad sample
         self._parts: WorkerParts | None = None
         if config.extensions:
             self._parts = WorkerParts(config.extensions, ThisProcess(worker, workers, self._reader, control))
@@ -382,6 +382,8 @@ class WorkerLoop:
         if not self._config.train:
             return skipped
         tried = 0
+        if self._replacements is None:
+            self._replacements = Replacements(self._config, self._reader)
         for shard, number in self._replacements.of(visit, seed, self._sampler.fits):
             tried += 1
             with contextlib.suppress(SampleError):

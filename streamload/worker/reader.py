@@ -95,7 +95,7 @@ class Reader:
             files=self.files,
         )
         self._cache.carrier = self.fills.carrier
-        self._shortage = Shortage(config, control, self.fills, self._cache)
+        self._shortage: Shortage | None = None  # of room, for the first shard that is refused
         self._start: EpochStart | None = None
         self._row = worker + 1 if workers else 0  # of this process, in the control block
         self._streams: dict[tuple[int, int], ReferenceStream] = {}
@@ -407,6 +407,8 @@ class Reader:
         if action is Action.USE_FALLBACK:
             prefetcher.store_in_fallback(first)
         elif action is Action.FIND_ROOM:
+            if self._shortage is None:
+                self._shortage = Shortage(self.config, self._control, self.fills, self._cache)
             self._shortage.find_room(blocked, self._in_use())
         elif action is Action.REPORT:
             self._blocked_by = first.name
