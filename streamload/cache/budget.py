@@ -291,11 +291,6 @@ class Budget:
                 break
         return min(reserved, most)
 
-    def settle_rows(self) -> None:
-        """Give back room that was reserved for rows that have gone."""
-        with contextlib.suppress(OSError), exclusive(self._lock):
-            (self._directory.root / "rows" / "reserved").unlink(missing_ok=True)
-
     def _reserve(self, part: Path | None, reservation: Reservation, next_use: float) -> bool:
         deadline = time.monotonic() + PATIENCE_SECONDS
         rounds = 0
