@@ -7,7 +7,7 @@ import ast
 import sys
 from pathlib import Path
 
-MOST_PERCENT = 0.6  # may only fall
+MOST_PERCENT = 0.5  # may only fall
 FILLERS = """one own found known given some what who told wanted others rest now seen taken begun made began
     asked said each of by at"""
 

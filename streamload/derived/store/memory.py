@@ -28,7 +28,7 @@ _ROW_BYTES = 400
 """Bytes of a row beside its body: its key, its object, its place in the dictionary."""
 _BLOCK_BYTES, _BLOCKS = 1 << 20, 64
 _FULL_SECONDS = 1.0
-_RETURNED_PARTS = 8
+_RETURNED_PARTS, _LEAST_RETURNED_BYTES = 8, 4 << 20
 """Memory of rows that went is given back when they were one of so many parts of all: a thread that has ended
 may have taken it, and then it isn't used again."""
 _numbers = itertools.count()
@@ -92,7 +92,8 @@ class MemoryRows:
                     self._drop(next(iter(self._rows)))
                 self._rows[key] = Row(layout, bytes(row.body), row.input_digest)
                 self.size_bytes += size
-            is_due = self._freed_bytes > self._share.size_bytes // _RETURNED_PARTS
+            part_bytes = max(_LEAST_RETURNED_BYTES, self._share.size_bytes // _RETURNED_PARTS)
+            is_due = self._freed_bytes > part_bytes
             self._freed_bytes = 0 if is_due else self._freed_bytes
         if is_due:
             return_memory()
