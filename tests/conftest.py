@@ -45,7 +45,15 @@ _MADV_COLLAPSE = 25  # of linux/mman.h
 _stderr = pytest.StashKey[int]()
 
 
+_CHANGES_WORDS = {"CLICOLOR_FORCE", "COLUMNS", "FORCE_COLOR", "GITHUB_ACTIONS", "NO_COLOR", "PY_COLORS"}
+_CHANGES_REQUESTS = {"ALL_PROXY", "HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "HF_TOKEN"}
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    # What a CI or a user has set for other programs: some is read once, when a library is imported.
+    for name in list(os.environ):
+        if name.upper() in _CHANGES_WORDS | _CHANGES_REQUESTS or name.startswith("AWS_"):
+            del os.environ[name]
     # `kill -USR1` on a run that seems to hang, or on a process which it forked, prints all stacks;
     # crashes and time limits (pytest-timeout) print them by themselves.
     config.stash[_stderr] = os.dup(2)  # while a test runs, 2 is a file that holds what the test writes
