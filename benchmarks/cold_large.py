@@ -39,9 +39,8 @@ def main() -> None:
         total_bytes = sum(path.stat().st_size for path in (data / "shards").glob("*.tar"))
         for round_ in range(given.rounds):
             job = {"samples": names * per_shard, "epochs": 2, "seed": round_, **STREAMLOAD.job}
-            rows += cold.measure(
-                STREAMLOAD, job, places.of(STREAMLOAD), data, names, total_bytes, rates=(RATE,)
-            )
+            python, is_quick = places.of(STREAMLOAD), given.quick
+            rows += cold.measure(STREAMLOAD, job, python, data, names, total_bytes, (RATE,), is_quick)
     settings = cold.settings(names * per_shard, names, total_bytes, (RATE,))
     content = turns.content(given, settings, rows)
     targets = cold.targets(content["medians"], (RATE,))

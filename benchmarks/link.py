@@ -15,7 +15,7 @@ from streamload.testing.server import ShardServer
 _MARK = "what-time-is-it"
 _MARKS = 5
 _TRIES = 3
-_LEAST_SHARE = 0.95
+LEAST_SHARE = 0.95
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,20 @@ def _mark(url: str, trust: ssl.SSLContext | None) -> float:
     raise AssertionError(f"{url}/{_MARK} is there")
 
 
-def measured_bytes_per_second(url: str, rate: float) -> float:
+def measured_bytes_per_second(url: str, rate: float, *, least_share: float) -> float:
     """What one plain client gets.
+
+    Args:
+        url: a file to read.
+        rate: of the link.
+        least_share: of the rate that it has to get.
 
     Raises:
         RuntimeError: too little, three times: whoever reads over one connection would be at a disadvantage.
     """
     for _ in range(_TRIES):
         measured = _plain_client(url)
-        if measured >= _LEAST_SHARE * rate:
+        if measured >= least_share * rate:
             return measured
     raise RuntimeError(f"one connection gets {measured / 1e6:.1f} MB/s of a link of {rate / 1e6:.0f} MB/s")
 

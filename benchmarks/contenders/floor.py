@@ -35,8 +35,8 @@ def main() -> None:
         passes = run(job.epochs)
     epochs = [
         Epoch(
-            began=once.began,
-            first_batch=once.began,
+            began=once.started,
+            first_batch=once.started,
             ended=once.ended,
             batches=once.images // job.batch_size,
             images=once.images,
