@@ -56,7 +56,7 @@ class PageServer:
     def __init__(self, pages: Mapping[str, Callable[[], Page]], listen: str):
         host, port = listen_at(listen)
 
-        class Handler(_Handler):
+        class Handler(_PageHandler):
             pass
 
         Handler.pages = dict(pages)
@@ -86,7 +86,7 @@ class PageServer:
 class _Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int], handler: type[_Handler]):
+    def __init__(self, address: tuple[str, int], handler: type[_PageHandler]):
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._guard = threading.Lock()
         self._deadlines: dict[socket.socket, float] = {}  # of open connections
@@ -129,7 +129,7 @@ class _Server(http.server.ThreadingHTTPServer):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+class _PageHandler(http.server.BaseHTTPRequestHandler):
     """Serves the pages."""
 
     pages: Mapping[str, Callable[[], Page]]
