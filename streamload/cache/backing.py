@@ -43,7 +43,13 @@ class BackingStore(Protocol):
         ...
 
     def through(
-        self, shard: Shard, origin: Origin, stop: threading.Event, *, single_flight: bool = True
+        self,
+        shard: Shard,
+        origin: Origin,
+        stop: threading.Event,
+        *,
+        single_flight: bool = True,
+        revalidates: bool = True,
     ) -> Origin:
         """An origin that reads through the store.
 
@@ -53,6 +59,7 @@ class BackingStore(Protocol):
             stop: ends its waits.
             single_flight: wait for other nodes that fetch the same shard. Its `close` has to follow, and
                 before that `published` if the shard was fetched.
+            revalidates: ask the origin for its version before a copy is used, if this process does so at all.
         """
         ...
 

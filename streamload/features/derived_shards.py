@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from streamload.cache.shard import Shard
 from streamload.cache.shard_copy import ShardCopy
-from streamload.cache.shared.sharing import ReadThrough, Sharing
 from streamload.derived.store.results import layout_of
 from streamload.derived.store.sealed import Row
 from streamload.derived.store.shard import RowShard, SampleKey, rows_form
@@ -45,8 +44,7 @@ class DerivedShards:
     def __init__(self, names: Sequence[str], reader: Reader):
         self._names = names
         self._shards, self._files, self._counts = reader.shards, reader.files, reader.counts
-        backing = reader.fills.backing
-        self._shared = backing.tier if isinstance(backing, Sharing) else None
+        self._backing = reader.fills.backing
         self._tier = reader.fills.tier
         self._fingerprints: dict[str, str] = {}  # by feature
         self._open: dict[tuple[str, int], RowShard] = {}  # by feature and shard
@@ -55,7 +53,7 @@ class DerivedShards:
         self._answered: set[str] = set()  # digests of those that were fetched, or can't be; by any thread
         self._is_patient = True
         self._prefetcher: Prefetcher | None = None
-        if names and self._shared is not None:
+        if names and self._backing is not None:
             self._prefetcher = Prefetcher(
                 self._tier,
                 self._open_origin,
@@ -180,8 +178,9 @@ class DerivedShards:
         self._answered.add(result.shard.digest)
 
     def _open_origin(self, form: Shard, stop: threading.Event) -> Origin:
-        assert self._shared is not None
-        return ReadThrough(form, self._shared, _NotMadeHere(form), stop)
+        assert self._backing is not None
+        origin = _NotMadeHere(form)
+        return self._backing.through(form, origin, stop, single_flight=False, revalidates=False)
 
 
 class _NotMadeHere(Origin):

@@ -136,7 +136,13 @@ class Sharing:
             self.facts = SharedFacts(options.open_tier(counts, _FACTS_SECONDS), self.write_back)
 
     def through(
-        self, shard: Shard, origin: Origin, stop: threading.Event, *, single_flight: bool = True
+        self,
+        shard: Shard,
+        origin: Origin,
+        stop: threading.Event,
+        *,
+        single_flight: bool = True,
+        revalidates: bool = True,
     ) -> Origin:
         """An origin that reads through the shared cache.
 
@@ -146,11 +152,12 @@ class Sharing:
             stop: ends its waits.
             single_flight: wait for other nodes that fetch the same shard. Its `close` has to follow, and
                 before that `published` or `kept` if the shard was fetched.
+            revalidates: ask the origin for its version before a copy is used, if this process does so at all.
         """
         if self.tier is None or shard.local is not None:
             return origin
         flight = self._single_flight if single_flight else None
-        return ReadThrough(shard, self.tier, origin, stop, self._ask, flight)
+        return ReadThrough(shard, self.tier, origin, stop, self._ask if revalidates else None, flight)
 
     def has_prepared(self, form: Shard) -> bool:
         """True if the shared cache holds a prepared shard; the answer is cached for some seconds."""
