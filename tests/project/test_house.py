@@ -36,6 +36,13 @@ def test_a_plain_batch_runs_no_more_modules_than_it_did(modules, kind):
     assert MOST[kind] - SLACK <= count <= MOST[kind], "\n".join(modules[kind])
 
 
+def test_a_plain_loader_imports_no_shared_cache_and_no_daemon(modules):
+    assert "streamload.cache.tier" in modules["imported"]
+    assert not [
+        name for name in modules["imported"] if re.match(r"streamload\.(cache\.shared|daemon)\b", name)
+    ]
+
+
 @pytest.fixture(scope="module")
 def page():
     return (ROOT / "docs" / "architecture.md").read_text()

@@ -2,7 +2,7 @@
 
 Usage: python -m tests.support.traced URL FOLDER. Prints them as JSON: `made`, while the loader is made;
 `cold`, from iter() to the first batch in all threads, with bytes from a server; `warm`, for a batch from the
-cache, in the training's thread.
+cache, in the training's thread; `imported`, those that are imported by then, by their dotted names.
 """
 
 import json
@@ -62,6 +62,7 @@ def main(url: str, folder: str) -> None:
             next(batches)
         warm = [modules_run(lambda: next(batches), threads=False) for _ in range(10)]
     runs = {"made": made, "cold": cold, "warm": min(warm, key=len)}  # once a second, a batch counts more
+    runs["imported"] = {name for name in sys.modules if name.startswith("streamload.")}
     print(json.dumps({name: sorted(modules) for name, modules in runs.items()}))
 
 
