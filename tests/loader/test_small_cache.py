@@ -52,6 +52,13 @@ def make(server: ShardServer, cache: Path, limit: int, **options: Any) -> stream
     return flat.make_loader(urls, cache_dir=cache, **{**given, **options})
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room is waited for as long as it takes: a busy machine makes it in seconds."""
+    for name in ("_NO_ROOM_SECONDS", "_STANDOFF_SECONDS"):
+        monkeypatch.setattr(f"streamload.worker.shortage.{name}", 600.0)
+
+
 def keys(batches: Any) -> list[list[str]]:
     return [batch["key"] for batch in batches]
 
@@ -61,7 +68,7 @@ def expected(data: Path) -> list[str]:
 
 
 def test_lanes_and_window_that_werent_given_are_cut_to_the_room_and_nothing_is_read_by_range(
-    server: ShardServer, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    server: ShardServer, data: Path, tmp_path: Path, patient: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     total_bytes = sum(path.stat().st_size for path in data.glob("*.tar"))
     with make(server, tmp_path / "cache", room_for(data, 4.1)) as loader:
@@ -105,14 +112,8 @@ def test_a_run_that_goes_on_keeps_what_was_cut_whatever_room_there_is(
 
 
 def test_what_was_given_is_kept_and_read_by_range_at_once_where_it_is_certain_not_to_fit(
-    server: ShardServer,
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    server: ShardServer, data: Path, tmp_path: Path, patient: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in ("_NO_ROOM_SECONDS", "_STANDOFF_SECONDS"):
-        monkeypatch.setattr(f"streamload.worker.shortage.{name}", 600.0)
     given = {"lanes": 8, "shuffle": 100, "num_workers": 0}
     with make(server, tmp_path / "cache", room_for(data, 4.1), **given) as loader:
         narrow = keys(loader)
@@ -213,11 +214,9 @@ def test_several_nodes_read_with_the_least_that_fits_on_one_of_them(
 
 @pytest.mark.deep
 def test_with_half_of_the_data_fitting_a_few_lanes_never_wait_for_room(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, patient: None
 ) -> None:
     """Shards that are kept from the last epoch make way for those that lanes wait for."""
-    for name in ("_NO_ROOM_SECONDS", "_STANDOFF_SECONDS"):  # a busy machine takes seconds to make room
-        monkeypatch.setattr(f"streamload.worker.shortage.{name}", 600.0)
     larger = ShardOptions(image_side=(8, 8), padding_bytes=(60_000, 62_000))
     paths = write_shards(tmp_path / "data", [32] * 20, seed=3, options=larger)
     with ShardServer(tmp_path / "data") as server:
