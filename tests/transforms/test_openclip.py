@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from benchmarks.torchvision_stub import define_torchvision_schemas
+from streamload.batches.padding import cut_to_longest
 from streamload.batches.simple_tokenizer import CachingTokenizer, is_simple_tokenizer
 from streamload.batches.tokenize import adapt_tokenizer
 from streamload.transforms import kernel
@@ -278,7 +279,7 @@ def test_the_padding_of_the_simple_tokenizer_is_what_follows_its_last_end_token(
         assert ids[count - 1] == own.eot_token_id
         assert not any(ids[count:])
     few = adapt_tokenizer(own, finds_padding=True)(["a cat", "wow!!!?!"], [1, 2])
-    cut = few.cut_to_longest(1)
+    cut = cut_to_longest(few, 1)
     assert cut.ids.shape[1] < 20
     assert cut.ids.tolist() == few.ids[:, : cut.ids.shape[1]].tolist()
 
@@ -296,4 +297,4 @@ def test_the_padding_of_the_hf_tokenizer_is_that_of_the_one_within_it(tmp_path, 
     assert texts.valid.tolist() == (texts.ids != 0).tolist()  # as OpenCLIP's main branch says
     most = int(texts.valid.sum(1).max())
     assert 0 < most < 12
-    assert texts.cut_to_longest(1).ids.tolist() == texts.ids[:, :most].tolist()
+    assert cut_to_longest(texts, 1).ids.tolist() == texts.ids[:, :most].tolist()
