@@ -139,18 +139,13 @@ class Freshness:
         Raises:
             DatasetChanged: the run has begun with another one.
         """
-        current = None
         with self._lock:
-            if self._version_log is not None:
-                if self._version_log.version(shard.digest) is None:
-                    self._version_log.write(shard.digest, version)
-                current = self._version_log.version(shard.digest)
-        refuse_other(shard, current, version)
+            self._agree(shard, version)
 
     def fills(self, shard: Shard, version: Version) -> None:
         """Begin to fill this version, which its origin has just returned; see `agree`."""
-        self.agree(shard, version)
-        with self._lock:
+        with self._lock:  # for both: an epoch that begins in between has to count the fill
+            self._agree(shard, version)
             self._filling[shard.digest] = version
 
     def filled(self, shard: Shard) -> None:
@@ -202,6 +197,15 @@ class Freshness:
                 kept = kept or version
         if kept is not None:
             self._choose(shard, kept)
+
+    def _agree(self, shard: Shard, version: Version) -> None:
+        """Do what `agree` says, under the lock."""
+        current = None
+        if self._version_log is not None:
+            if self._version_log.version(shard.digest) is None:
+                self._version_log.write(shard.digest, version)
+            current = self._version_log.version(shard.digest)
+        refuse_other(shard, current, version)
 
     def _choose(self, shard: Shard, version: Version) -> None:
         with self._lock:

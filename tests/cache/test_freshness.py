@@ -15,6 +15,7 @@ import pytest
 
 import streamload
 from streamload import Cache, Order, Workers
+from streamload.cache import freshness
 from streamload.cache.fill import Filled, FillOptions, fill
 from streamload.cache.freshness import Freshness
 from streamload.cache.locks import FileLock
@@ -418,6 +419,24 @@ def test_a_fill_that_goes_on_over_the_end_of_an_epoch_counts_in_the_next(
     process.filled(node.shard)
     process.begin("2")
     assert not process.is_current(node.shard)
+    process.close()
+
+
+def test_a_fill_whose_version_is_known_as_an_epoch_ends_counts_in_the_next(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = node.process("a", each_epoch=True)
+    process.begin("0")
+    next_epoch = threading.Thread(target=process.begin, args=("1",))
+
+    def begin_next_epoch(*_: object) -> None:
+        next_epoch.start()
+        next_epoch.join(0.2)  # it may have to wait for this fill
+
+    monkeypatch.setattr(freshness, "refuse_other", begin_next_epoch)
+    process.fills(node.shard, Version(etag="one"))
+    next_epoch.join()
+    assert process.is_current(node.shard)
     process.close()
 
 
