@@ -353,6 +353,54 @@ def test_who_has_waited_takes_what_is_there(waiter: Make, place: Place, other: L
     assert (one.looks, leased(place)) == (1, [])
 
 
+def test_what_its_holder_stores_just_before_the_wait_is_not_fetched(
+    waiter: Make, place: Place, other: Leases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = waiter()
+    assert other.take(one.shard.digest)
+    take = one.turns._leases.take
+
+    def take_too_late(task: str) -> bool:
+        is_mine = take(task)
+        one.is_there = True
+        other.release(task)
+        return is_mine
+
+    monkeypatch.setattr(one.turns._leases, "take", take_too_late)
+    assert one.find() == "there"
+    assert one.looks == 1
+    assert (one.counts.snapshot().shared_waits, leased(place)) == (0, [])
+
+
+def test_the_turn_of_a_holder_that_gives_it_back_just_before_the_wait_is_taken(
+    waiter: Make, place: Place, other: Leases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = waiter()
+    assert other.take(one.shard.digest)
+    take, tries = one.turns._leases.take, []
+
+    def take_too_late(task: str) -> bool:
+        tries.append(task)
+        is_mine = take(task)
+        other.release(task)
+        return is_mine
+
+    monkeypatch.setattr(one.turns._leases, "take", take_too_late)
+    assert one.find() is None
+    assert len(tries) == 2
+    assert leased(place) == [f"leases/{one.shard.digest}.json"]
+
+
+def test_leases_that_are_never_seen_keep_no_shard_waiting(
+    waiter: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that takes what is written, and doesn't show it yet."""
+    one = waiter()
+    monkeypatch.setattr(one.turns._leases, "take", lambda task: False)
+    assert one.find() is None
+    assert one.counts.snapshot().shared_waits == 0
+
+
 def test_a_holder_that_is_too_slow_is_waited_for_once(
     waiter: Make, other: Leases, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -72,6 +72,7 @@ _Answer = TypeVar("_Answer")
 class _WaitOutcome(enum.Enum):
     NONE = "nobody fetches it, as far as is known"
     OVER = "the holder has ended, or the shard is there"
+    WAS_OVER = "the holder had ended before the wait"
     OVERTAKES = "the holder is much slower than this process"
     IN_VAIN = "it took too long"
 
@@ -164,6 +165,7 @@ class SingleFlight:
         if overtaken_at is not None and start - overtaken_at < _GIVES_WAY_FOR_SECONDS:
             with yield_slot():
                 self._pause(shard, _GIVES_WAY_SECONDS, stop)
+        was_over = False
         while True:
             may_take = takes and self._stores()
             is_mine = may_take and self._asked(shard, lambda: self._leases.take(shard.digest))
@@ -176,10 +178,12 @@ class SingleFlight:
                 return held
             since = self._clock()
             waited = self._wait(shard, deadline, stop, yield_slot, look if may_take else None)
-            held = look() if waited is _WaitOutcome.OVER else None
+            is_over = waited is _WaitOutcome.OVER or (waited is _WaitOutcome.WAS_OVER and not was_over)
+            was_over = waited is _WaitOutcome.WAS_OVER  # once: where leases can't be read it always is
+            held = look() if is_over else None
             if held is None and waited in (_WaitOutcome.OVER, _WaitOutcome.IN_VAIN):
                 self._spend(shard, since, waited)
-            if held is not None or not may_take or waited is not _WaitOutcome.OVER:
+            if held is not None or not may_take or not is_over:
                 return held
 
     def keep(self, shard: Shard) -> None:
@@ -246,6 +250,9 @@ class SingleFlight:
     ) -> _WaitOutcome:
         """Wait while a live process holds the lease of a shard.
 
+        One that may take the lease comes here as another process held it a moment ago: that one may have
+        stored the shard since then.
+
         Args:
             shard: which one.
             deadline: by the clock.
@@ -253,7 +260,8 @@ class SingleFlight:
             yield_slot: entered meanwhile.
             look: looks it up in the shared cache; None: this process overtakes nobody.
         """
-        start, waited = self._clock(), _WaitOutcome.NONE
+        start = self._clock()
+        waited = _WaitOutcome.NONE if look is None else _WaitOutcome.WAS_OVER
         with contextlib.ExitStack() as stack:
             while True:
                 answer = self._asked(shard, lambda: (self._leases.holder_at(shard.digest),))
@@ -272,7 +280,7 @@ class SingleFlight:
                     self._say(shard, holder, looked_at)
                 if looked_at >= deadline:
                     return _WaitOutcome.IN_VAIN
-                if waited is _WaitOutcome.NONE:
+                if waited is not _WaitOutcome.OVER:
                     waited = _WaitOutcome.OVER
                     self._tier.counts.add("shared_waits")
                     stack.enter_context(yield_slot())
