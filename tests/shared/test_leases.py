@@ -79,6 +79,28 @@ def test_a_unit_has_one_holder_until_it_is_given_back(objects: Objects, make: Ma
     assert objects.names("leases") == ["leases/task.json"]
 
 
+def test_a_heartbeat_that_is_on_its_way_replaces_no_lease_of_the_next_holder(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = Objects(str(tmp_path / "shared"))
+    one, other = make(objects, first_beat_seconds=0.01), make(Objects(str(tmp_path / "shared")))
+    write, release = objects.write, threading.Thread(target=one.release, args=("task",))
+
+    def write_late(name: str, data: bytes) -> None:
+        release.start()
+        release.join(0.2)  # it may have to wait for this heartbeat
+        other.take("task")
+        write(name, data)
+
+    monkeypatch.setattr(objects, "write", write_late)
+    assert one.take("task")
+    until(lambda: release.ident is not None)
+    release.join()
+    one.close()
+    assert other.take("task")
+    assert holder_of(objects.read("leases/task.json") or b"") == other.holder
+
+
 def test_a_later_attempt_of_a_run_has_the_leases_of_an_earlier_one_at_once(
     objects: Objects, make: Make
 ) -> None:

@@ -143,6 +143,9 @@ class Leases:
         self._settle_seconds = settle_seconds
         self._clock = clock
         self._stop = threading.Event()
+        self._sending = threading.Lock()
+        """Held while a heartbeat is sent or a lease released: between a heartbeat's look at the lease and its
+        write another process must not take it."""
         self._change = threading.Lock()
         # Guarded by _change:
         self._mine: dict[str, _Held] = {}
@@ -243,7 +246,7 @@ class Leases:
             if task not in self._mine:
                 return
             del self._mine[task]
-        with contextlib.suppress(SharedTierError):
+        with self._sending, contextlib.suppress(SharedTierError):
             if self._is_mine(task):
                 self._objects.delete(_name(task))
 
@@ -329,7 +332,8 @@ class Leases:
         while not self._stop.wait(self._until_due()):
             for task in self._due():
                 try:
-                    self._renew(task)
+                    with self._sending:
+                        self._renew(task)
                 except SharedTierError as exc:
                     logger.debug("a lease can't be renewed: %s", exc)
         for task in self.held():
@@ -367,10 +371,6 @@ class Leases:
         self._objects.write(_name(task), self._content(held))
         if self._tells_progress and self._objects.read(_name(second(task)), _LIMIT_BYTES) is not None:
             self.overtaken_at = self._clock()
-        with self._change:
-            is_released = task not in self._mine
-        if is_released:  # while it was written
-            self._objects.delete(_name(task))
 
     def _is_mine(self, task: str) -> bool:
         lease = self._objects.read(_name(task), _LIMIT_BYTES)
