@@ -95,9 +95,11 @@ class Shortage:
         parts = {part.name[:32]: granted_bytes(part) for part in tier.own("parts")}
         # An index-only part gives back most of what it was granted.
         arriving = {digest: size for digest, size in parts.items() if size > reserved_bytes(0)}
-        whole = (path for digest in digests for path in (tier.published(digest), tier.index_only(digest)))
-        held_bytes = sum(map(bytes_below, whole))
-        held_bytes += sum(size for digest, size in arriving.items() if digest in digests)
+        held_bytes = 0
+        for digest in digests:
+            stored_bytes = bytes_below(tier.published(digest)) + bytes_below(tier.index_only(digest))
+            # Not both: a part that was published since it was listed would count twice.
+            held_bytes += max(stored_bytes, arriving.get(digest, 0))
         free_bytes = tier.budget.allowed_bytes - held_bytes
         return _Room(free_bytes, some_arrive=max(parts.values(), default=0) > BLOCK_BYTES)
 

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,12 @@ import torch
 
 import streamload
 from streamload import Workers
+from streamload.cache.directory import granted_bytes
 from streamload.cache.part import reserved_bytes
+from streamload.cache.tier import Tier
 from streamload.testing.server import Fault, ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
+from streamload.worker import shortage
 from tests.support import flat
 from tests.support.tiers import until
 
@@ -229,3 +233,29 @@ def test_with_half_of_the_data_fitting_a_few_lanes_never_wait_for_room(
                 assert sum(len(batch["key"]) for batch in loader) == 640
             assert loader.stats().range_reads == 0
     assert "no room" not in caplog.text
+
+
+def test_a_shard_that_is_published_while_room_is_measured_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else lanes that fit would be taken for too many, and read by range from then on."""
+    tier = Tier(tmp_path / "tier", 10**8)
+    digest, size = "a" * 32, 10**6
+    part = tier.claim(digest)
+    assert part is not None
+    assert part.reserve(size, 0.0)
+    for name, length in (("names", 0), ("data", size)):
+        (part.path / name).write_bytes(bytes(length))
+    granted = granted_bytes(part.path)
+
+    def publish_after(path: Path) -> int:
+        size_bytes = granted_bytes(path)
+        part.publish()
+        return size_bytes
+
+    monkeypatch.setattr(shortage, "granted_bytes", publish_after)
+    fills: Any = SimpleNamespace(tier=tier, prefetcher=None)
+    nothing: Any = None
+    room = shortage.Shortage(nothing, nothing, fills, nothing)._room({digest})
+    assert tier.published(digest).exists()
+    assert room.free_bytes == tier.budget.allowed_bytes - granted
