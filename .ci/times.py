@@ -19,6 +19,7 @@ PAGE = Path("CONTRIBUTING.md")
 def main() -> None:
     """Time each target, in turn; a row is written when its target has ended."""
     targets = sys.argv[1:]
+    circumstances()  # what can't be known is said before the targets take their time
     for target in targets:
         with_time(PAGE.read_text(), target, "")
     for target in targets:
@@ -54,7 +55,10 @@ def circumstances() -> str:
 
 
 def _git(*command: str) -> str:
-    return subprocess.run(["git", *command], check=True, capture_output=True, text=True).stdout
+    answer = subprocess.run(["git", *command], check=False, stdout=subprocess.PIPE, text=True)
+    if answer.returncode:
+        raise SystemExit(f"git {command[0]} fails here, as it says above: times are of a commit")
+    return answer.stdout
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import shutil
 import subprocess
@@ -206,6 +207,29 @@ def test_times_are_written_into_the_rows_of_their_targets_until_one_fails(tmp_pa
     assert old.rsplit("|", 2)[0] == new.rsplit("|", 2)[0]
     assert old.startswith("| `make test` |")
     assert re.fullmatch(r" \d+ s \(\d+ cores, \d{4}-\d\d-\d\d, [0-9a-f]{7,}\) ", new.split("|")[-2])
+
+
+@pytest.mark.parametrize("command", [("quick.py", "main"), ("times.py", "demo")])
+def test_what_asks_git_shows_why_it_refuses_a_clone(command, tmp_path):
+    """As it does the clone of another user, before anything is run."""
+    (tmp_path / "CONTRIBUTING.md").write_text("| `make demo` | trains | |\n")
+    (tmp_path / "Makefile").write_text("demo:\n\t@touch made\n")
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    refused = {"GIT_TEST_ASSUME_DIFFERENT_OWNER": "1", "GIT_CONFIG_GLOBAL": "/dev/null"}
+    script, *arguments = command
+    result = subprocess.run(
+        [sys.executable, ROOT / ".ci" / script, *arguments],
+        cwd=tmp_path,
+        env={**os.environ, **refused, "GIT_CONFIG_SYSTEM": "/dev/null"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert "safe.directory" in result.stderr
+    assert "git " in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "made").exists()
 
 
 def test_ci_calls_make_test_and_make_deep():
