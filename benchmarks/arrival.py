@@ -44,8 +44,9 @@ from benchmarks.contenders.job import versions
 from benchmarks.following import epoch_of
 from benchmarks.order_measures import measures, shards_in_batches
 from streamload.order.group import GroupOrder
+from streamload.order.lanes import default_lanes
 from streamload.order.plan import WITH_ARRIVALS, OrderOptions
-from streamload.order.split import default_lanes, default_window
+from streamload.order.shuffle import default_window
 
 REMOTE, LOCAL, BEFORE, FORMAT_2 = "remote shards", "local shards", "states of format 3", "states of format 2"
 ORDERS = (REMOTE, LOCAL, BEFORE, FORMAT_2)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from benchmarks.order_measures import Epoch
 from streamload.order.group import GroupOrder, References
 from streamload.order.plan import OrderOptions
-from streamload.order.split import Split
+from streamload.order.steps import Split
 
 Slices = list[list[tuple[int, int, int]]]
 

@@ -66,8 +66,9 @@ from streamload.cache import demand
 from streamload.cache.shard import ShardList
 from streamload.cache.tier import Tier
 from streamload.order.group import GroupOrder
+from streamload.order.lanes import default_lanes
 from streamload.order.plan import OrderOptions, pieces
-from streamload.order.split import default_lanes, default_window
+from streamload.order.shuffle import default_window
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
 from streamload.urls import expand_urls

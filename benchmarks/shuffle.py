@@ -52,9 +52,9 @@ from benchmarks.contenders.job import versions
 from benchmarks.following import epoch_of, seconds_of
 from benchmarks.order_measures import Epoch, measures
 from streamload.order.hashing import DUE, key
+from streamload.order.lanes import default_lanes
 from streamload.order.plan import WITH_ARRIVALS, OrderOptions
-from streamload.order.shuffle import Opening, due_times
-from streamload.order.split import default_lanes, default_window
+from streamload.order.shuffle import Opening, default_window, due_times
 
 CONTENDERS = ("permutation", "open_clip", "streamload", "cost")
 EPOCHS = 2

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.worlds.world import World
-from streamload.order.events import UNIT
-from streamload.order.portions import shares_of
+from streamload.order.events import UNIT, shares_of
 from streamload.steering.policy import Policy, weights_of
 from streamload.steering.summary import NOTHING, PARTS, Signal, SourceSummary, Summary
 

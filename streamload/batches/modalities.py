@@ -14,7 +14,7 @@ import torch
 
 from streamload.batches.collate import Allocate
 from streamload.batches.in_progress import Choose
-from streamload.shards.keys import Modality
+from streamload.cache.selection import Modality
 
 _TEXTS = ("text", "text_valid")
 

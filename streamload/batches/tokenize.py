@@ -283,7 +283,8 @@ def adapt_tokenizer(
             f"tokenizer is a {type(tokenizer).__name__}; expected open_clip's, one of transformers, "
             f"a function from a list of str to ids [N, L], or None"
         )
-    tokenizer = CachingTokenizer(tokenizer) if is_simple_tokenizer(tokenizer) else tokenizer
+    if _is_simple(tokenizer) and is_simple_tokenizer(tokenizer):
+        tokenizer = CachingTokenizer(tokenizer)
     return BatchTokenizer(tokenizer, finds_padding or bool(columns), columns)
 
 

@@ -16,10 +16,7 @@ from streamload.buckets.cells import cells, dealt
 from streamload.buckets.costs import RowCosts
 from streamload.errors import NoValidSamples
 from streamload.order.hashing import BUCKETS, key
-from streamload.order.portions import Portion, Portions
-from streamload.order.split import Split
-from streamload.order.steps import Block, Steps
-from streamload.worker.blocked import Wait
+from streamload.order.steps import Block, Portion, Portions, Split, Steps
 from streamload.worker.messages import EpochStart, Span, Visit, WorkerConfig
 from streamload.worker.reader import Reader
 from streamload.worker.sampler import RankStep, Sampler
@@ -98,7 +95,7 @@ class BlockPlanner:
         self._config, self._reader, self._mixture = config, reader, mixture
         self._plans: dict[int, BlockPlan] = {}
 
-    def at(self, group: int, position: int, wait: Wait) -> BlockPlan:
+    def at(self, group: int, position: int) -> BlockPlan:
         """The plan of the block with the step at a global position; waits for the entries of its samples.
 
         Raises:
@@ -107,7 +104,7 @@ class BlockPlanner:
         plan = self.known(group, position)
         if plan is None:
             block = self.block(position)
-            plan = self._plans[group] = self._plan(group, block, self._mixture(group).at(block.begin), wait)
+            plan = self._plans[group] = self._plan(group, block, self._mixture(group).at(block.begin))
         return plan
 
     def known(self, group: int, position: int) -> BlockPlan | None:
@@ -139,11 +136,11 @@ class BlockPlanner:
             sources.append(SourceState(stream.cursor(position), stream.begun()))
         return GroupState(owed, tuple(sources))
 
-    def _plan(self, group: int, block: Block, portion: Portion, wait: Wait) -> BlockPlan:
+    def _plan(self, group: int, block: Block, portion: Portion) -> BlockPlan:
         for source, first in enumerate(portion.first):
-            self._reader.has(group, source, first, wait)
+            self._reader.has(group, source, first)
         before = self._state(group, portion.owed_before, portion.first)
-        rows, spans = self._references(group, portion, wait)
+        rows, spans = self._references(group, portion)
         costs = self._costs(rows)
         steps = (block.end - block.begin) // self.steps.at(block.begin).batch
         size = sum(portion.take) // steps
@@ -154,14 +151,14 @@ class BlockPlanner:
         digest = xxhash.xxh3_64_intdigest(costs.tobytes() + planned.tobytes())
         return BlockPlan(block, portion, rows, costs, planned, before, spans, digest)
 
-    def _references(self, group: int, portion: Portion, wait: Wait) -> tuple[Rows, dict[str, Span]]:
+    def _references(self, group: int, portion: Portion) -> tuple[Rows, dict[str, Span]]:
         """Wait for a block's references; fewer rows where the only source ends."""
         seats = portion.seats()
         spans = {}
         for source, (first, stop) in enumerate(zip(portion.first, portion.stop, strict=True)):
             stream = self._reader.references(group, source)
             before = stream.digest(first)
-            if not self._reader.has(group, source, stop, wait):
+            if not self._reader.has(group, source, stop):
                 if len(portion.take) > 1:
                     name = self._config.sources[source].name
                     raise NoValidSamples(f"no usable sample in source {name!r}, which has a share of a step")
@@ -210,7 +207,6 @@ class PlannedStep:
     seats: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     passes: dict[int, int] = field(default_factory=dict)
     bounds: Bounds | None = None
-    _wait: Wait = field(default_factory=Wait)
 
     @property
     def size(self) -> int:
@@ -224,7 +220,7 @@ class PlannedStep:
 
     def visits(self) -> Iterator[list[Visit] | None]:
         """The samples, all at once; None if the step isn't full, which all ranks skip then."""
-        plans = [self.planner.at(group, self.position, self._wait) for group in self.groups]
+        plans = [self.planner.at(group, self.position) for group in self.groups]
         number = (self.position - plans[0].block.begin) // self._split.batch
         if any(number >= len(plan.steps) for plan in plans):
             yield None
@@ -246,7 +242,7 @@ class PlannedStep:
 
     def block_bounds(self) -> BlockBounds:
         """The bounds of all steps of the block; valid after `visits`."""
-        plans = [self.planner.at(group, self.position, self._wait) for group in self.groups]
+        plans = [self.planner.at(group, self.position) for group in self.groups]
         begin, end = plans[0].block
         steps = [self._rows(plans, number)[1] for number in range(min(len(plan.steps) for plan in plans))]
         missing = (end - begin) // self._split.batch - len(steps)  # where a sequence ends
@@ -271,7 +267,7 @@ class PlannedStep:
         spans: dict[str, Span] = {}
         after = self.position + self._split.batch
         for group in self.groups:
-            plan = self.planner.at(group, self.position, self._wait)
+            plan = self.planner.at(group, self.position)
             next_ = after if after < plan.block.end else -1  # the next block has another plan
             spans |= plan.spans
             spans[f"{group}.plan"] = Span(self.position, plan.digest, next_, plan.digest)

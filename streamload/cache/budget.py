@@ -158,6 +158,9 @@ class Budget:
         disk_usage: total and free bytes of a path's disk.
         enforce_seconds: the interval of `enforce_limits`.
 
+    Attributes:
+        limit: of the tier, as this process last read it.
+
     Raises:
         CacheError: the tier is new and no limit is given, or its record can't be read.
     """
@@ -181,12 +184,7 @@ class Budget:
         self._enforce_seconds = enforce_seconds
         self._enforced_at = time.monotonic()
         self._claims = Claims(directory)
-        self._limit = Limit(directory.root, limit_bytes)
-
-    @property
-    def limit_bytes(self) -> int:
-        """The limit, as this process last read it."""
-        return self._limit.size_bytes
+        self.limit = Limit(directory.root, limit_bytes)
 
     @property
     def used_bytes(self) -> int:
@@ -210,11 +208,7 @@ class Budget:
         if self.is_bound_by_disk:
             allowed = f"{self.allowed_bytes:,} bytes, with {self._free_disk} kept free"
             return f"the free space of its disk ({allowed})"
-        return f"its limit of {self.limit_bytes:,} bytes"
-
-    def set_limit(self, limit_bytes: int) -> None:
-        """Change the tier's limit, for all processes that use it."""
-        self._limit.set(limit_bytes)
+        return f"its limit of {self.limit.size_bytes:,} bytes"
 
     def reserve(self, part: Path, size_bytes: int, next_use: float, *, grows: bool = False) -> bool:
         """Reserve space for a part, evicting what the live runs need latest.
@@ -233,11 +227,11 @@ class Budget:
             CacheFull: it would not even fit into the empty tier.
         """
         taken_bytes = part_bytes(size_bytes)
-        self._limit.follow()
+        self.limit.follow()
         if taken_bytes > self._for_shards_bytes():
             raise CacheFull(
-                f"a shard needs {taken_bytes:,} bytes in the cache, whose limit is {self.limit_bytes:,}: "
-                f"raise cache_size (STREAMLOAD_CACHE_SIZE)"
+                f"a shard needs {taken_bytes:,} bytes in the cache, whose limit is "
+                f"{self.limit.size_bytes:,}: raise cache_size (STREAMLOAD_CACHE_SIZE)"
             )
         return self._reserve(part, Reservation(taken_bytes, grows), next_use)
 
@@ -250,7 +244,7 @@ class Budget:
         Returns:
             False if not enough may be evicted now.
         """
-        self._limit.follow()
+        self.limit.follow()
         reservation = Reservation(size_bytes, grows=False)
         return size_bytes <= self._for_shards_bytes() and self._reserve(None, reservation, 0.0)
 
@@ -267,9 +261,9 @@ class Budget:
         Returns:
             what they may take.
         """
-        self._limit.follow()
-        most = self.limit_bytes // 2
-        block = max(BLOCK_BYTES, min(_ROWS_BLOCK_BYTES, self.limit_bytes // _ROWS_BLOCKS))
+        self.limit.follow()
+        most = self.limit.size_bytes // 2
+        block = max(BLOCK_BYTES, min(_ROWS_BLOCK_BYTES, self.limit.size_bytes // _ROWS_BLOCKS))
         rows_bytes = min(-(-size_bytes // block) * block, most)
         reserved = reserved_for_rows(self._directory.root)
         if rows_bytes <= reserved:
@@ -359,7 +353,7 @@ class Budget:
         try:
             self._enforced_at = time.monotonic()
             with contextlib.suppress(OSError):  # the next fill reports what is wrong with the tier
-                self._limit.follow()
+                self.limit.follow()
                 self._directory.empty_trash()
                 if not self._is_surely_within():
                     self._shrink()
@@ -385,7 +379,7 @@ class Budget:
         """Evict what exceeds the limit or the free disk space."""
         self._directory.scan()
         with exclusive(self._lock) as usage:
-            self._limit.follow()
+            self.limit.follow()
             noted_bytes = usage.at_most_bytes
             if noted_bytes is not None and noted_bytes <= self._allowed_bytes(noted_bytes):
                 return
@@ -507,7 +501,7 @@ class Budget:
         """The limit less what is beside shards: `tier.json`, its replacement, the lock, `runs/`, `rows/`."""
         root = self._directory.root
         beside = 3 * BLOCK_BYTES + bytes_below(root / "runs") + reserved_for_rows(root)
-        return max(0, self.limit_bytes - beside)
+        return max(0, self.limit.size_bytes - beside)
 
     def _noted_bytes(self) -> int | None:
         with contextlib.suppress(OSError), Descriptor.open(self._lock, os.O_RDONLY | os.O_NOFOLLOW) as file:

@@ -198,7 +198,7 @@ class _Sweep:
         """Set the tier's limit, and evict what exceeds it: first what the live runs need last."""
         self._limit_bytes = limit_bytes
         if not self._dry_run:
-            self._tier.budget.set_limit(limit_bytes)
+            self._tier.budget.limit.set(limit_bytes)
         for _ in range(_ROUNDS):
             chosen = self._tier.budget.excess(limit_bytes, _may_go, self._taken)
             for shard in chosen:

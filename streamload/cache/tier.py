@@ -95,7 +95,7 @@ class Tier(Directory):
     @property
     def limit_bytes(self) -> int:
         """The budget of all files together."""
-        return self.budget.limit_bytes
+        return self.budget.limit.size_bytes
 
     def claim(self, digest: str, stopped: Collection[Path] = ()) -> Part | None:
         """Create a part to fill; None if the shard is here, was given up, or has a live filler.

@@ -273,7 +273,8 @@ def _data(urls: list[str]) -> list[Finding]:
     from streamload.cache.shard import ShardList
     from streamload.cli.cache.options import tier_at
     from streamload.errors import StreamloadError
-    from streamload.order.split import default_lanes, default_window
+    from streamload.order.lanes import default_lanes
+    from streamload.order.shuffle import default_window
     from streamload.urls import expand_urls
 
     if not urls:
@@ -315,7 +316,7 @@ def _shards(urls: list[str], storage_options: str | None) -> list[Finding]:
 
 def _servers(urls: list[str]) -> list[Finding]:
     """Abilities of the web servers of these shards, as far as they have shown them."""
-    from streamload.origins.abilities import Abilities
+    from streamload.origins.endpoints import Abilities
     from streamload.origins.origin import abilities_of
     from streamload.urls import endpoint, redact
 

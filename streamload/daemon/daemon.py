@@ -27,7 +27,7 @@ from streamload.daemon.preemption import Notice
 from streamload.daemon.status import Failures, Status
 from streamload.daemon.targets import WarmTarget
 from streamload.errors import SharedTierDenied, SharedTierError
-from streamload.origins.outages import outages
+from streamload.origins.endpoints import outages
 from streamload.prefetch.scheduler import FillRequest
 
 logger = logging.getLogger("streamload")

@@ -27,7 +27,7 @@ from streamload.daemon.plan_file import (
 from streamload.derived.recipes import Recipes
 from streamload.errors import OptionError, PlanError, SharedTierError
 from streamload.order.plan import Pieces, pass_order, pieces
-from streamload.origins.access import Named
+from streamload.origins.protocol import Named
 from streamload.urls import UrlList, origin_of
 
 logger = logging.getLogger("streamload")

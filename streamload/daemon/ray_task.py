@@ -25,8 +25,8 @@ from streamload.derived.recipes import Recipe, Recipes
 from streamload.errors import FeatureError, OptionError, StreamloadError
 from streamload.metrics import Counters
 from streamload.options import read_settings
-from streamload.origins.access import Named
 from streamload.origins.origin import OriginOptions
+from streamload.origins.protocol import Named
 from streamload.prefetch.scheduler import FillRequest
 
 _TICK_SECONDS = 0.05

@@ -39,8 +39,9 @@ from streamload.derived.recipes import Recipes
 from streamload.errors import OptionError
 from streamload.metrics import Counters
 from streamload.options import parse_size, read_settings
-from streamload.origins.access import Named, warn_of_shared_headers
+from streamload.origins.access import warn_of_shared_headers
 from streamload.origins.origin import OriginOptions
+from streamload.origins.protocol import Named
 from streamload.urls import UrlList, expand_urls, is_local
 
 logger = logging.getLogger("streamload")

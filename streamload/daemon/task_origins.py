@@ -11,8 +11,8 @@ from typing import Any
 from streamload.cache.shard import Shard, shard_of
 from streamload.derived.recipes import Recipes
 from streamload.metrics import Counters
-from streamload.origins.access import Named
 from streamload.origins.origin import Origin, OriginOptions, Stream, Version, open_origin
+from streamload.origins.protocol import Named
 
 _BURST_SECONDS = 0.1
 Through = Callable[[Shard, Origin, threading.Event], Origin]

@@ -5,8 +5,7 @@ container's /dev/shm is no limit. The control block lives as long as the loader:
 """
 
 from streamload.ipc.buffers import BufferPool, buffers_for, is_plain, own_empty, shared_empty
-from streamload.ipc.claims import Numbers
-from streamload.ipc.control import ControlBlock
+from streamload.ipc.control import ControlBlock, Numbers
 from streamload.ipc.queues import context_with_queues, spent_ns
 
 __all__ = [

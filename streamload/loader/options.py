@@ -24,8 +24,7 @@ from streamload.loader.sources import SourceOptions
 from streamload.options import Settings, options, read_settings
 from streamload.options.storage import copy_options
 from streamload.options.values import at_least, parse_choice
-from streamload.order.split import Split
-from streamload.order.steps import StepOptions
+from streamload.order.steps import Split, StepOptions
 from streamload.patches.compile import patch_plan_or_given
 from streamload.patches.options import Patches
 from streamload.patches.plan import GivenPatches, PatchPlan, clip_patch_plan

@@ -26,8 +26,10 @@ from streamload.loader.options import LoaderOptions
 from streamload.metrics import format_bytes
 from streamload.order.events import UNIT
 from streamload.order.hashing import SOURCE, key
+from streamload.order.lanes import default_lanes
 from streamload.order.plan import WITH_ARRIVALS, OrderOptions
-from streamload.order.split import Split, default_lanes, default_window
+from streamload.order.shuffle import default_window
+from streamload.order.steps import Split
 from streamload.topology import Topology
 
 logger = logging.getLogger("streamload")

@@ -14,7 +14,7 @@ from streamload.loader.order_spec import OrderSpec, block_steps, split_for
 from streamload.loader.position import Position
 from streamload.options.values import at_least
 from streamload.order.events import BATCH_SIZE, Event, new_batch_size
-from streamload.order.split import Split
+from streamload.order.steps import Split
 from streamload.topology import Topology
 
 logger = logging.getLogger("streamload")

@@ -39,11 +39,9 @@ from streamload.loader.state import (
     order_and_position,
     to_state,
 )
-from streamload.order.events import BATCH_SIZE, WEIGHTS, Event, new_weights
+from streamload.order.events import BATCH_SIZE, WEIGHTS, Event, new_weights, shares_of
 from streamload.order.plan import OrderOptions
-from streamload.order.portions import shares_of
-from streamload.order.split import Split
-from streamload.order.steps import StepOptions, Steps
+from streamload.order.steps import Split, StepOptions, Steps
 from streamload.topology import RunAttempt, Topology, read_rank, read_topology
 
 logger = logging.getLogger("streamload")

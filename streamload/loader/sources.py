@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast, get_args
 
+from streamload.cache.selection import Modality
 from streamload.errors import OptionError
 from streamload.options.values import parse_choice
-from streamload.shards.keys import Modality
 from streamload.urls import UrlList, Urls, expand_urls, split_sources
 
 Factors = str | Sequence[float]

@@ -16,9 +16,7 @@ from streamload.loader.position import Position
 from streamload.order.events import UNIT, WEIGHTS, Event, new_batch_size, new_weights, of_kind
 from streamload.order.group import most_skipped
 from streamload.order.plan import WIDEST_LANES, WIDEST_WINDOW, WITH_ARRIVALS
-from streamload.order.portions import WIDEST_MULTIPLE
-from streamload.order.split import Split
-from streamload.order.steps import Steps
+from streamload.order.steps import WIDEST_MULTIPLE, Split, Steps
 from streamload.topology import RunAttempt
 from streamload.worker.states import GroupState
 

@@ -19,7 +19,7 @@ from streamload.batches.tokenize import adapt_tokenizer
 from streamload.cache.facts import ShardFacts
 from streamload.cache.forecast import Measure, forecast
 from streamload.cache.placement import Placed, memory_root, place_tier
-from streamload.cache.selection import Selection
+from streamload.cache.selection import KeySpec, Selection
 from streamload.cache.shard import ShardList
 from streamload.cache.shard_cache import ShardCache
 from streamload.cache.tier import Tier
@@ -46,12 +46,10 @@ from streamload.options import Settings
 from streamload.order.plan import OrderOptions, pieces
 from streamload.order.repeats import uses, visit_key
 from streamload.origins.access import warn_of_shared_headers
-from streamload.origins.origin import OriginOptions
-from streamload.origins.unpacked import warn_of_compressed
+from streamload.origins.origin import OriginOptions, warn_of_compressed
 from streamload.patches.images import PatchImages
 from streamload.prefetch.fallback import remove_unused
 from streamload.shards.columns import TOKENS
-from streamload.shards.keys import KeySpec
 from streamload.topology import run_name
 from streamload.transforms import kernel
 from streamload.transforms.compile import plan_or_given

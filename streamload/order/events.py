@@ -7,7 +7,11 @@ decisions, and what a replay goes by. The kernel knows two kinds; other kinds ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from math import isfinite
 from typing import Any, NamedTuple
+
+from streamload.errors import OptionError
 
 WEIGHTS, BATCH_SIZE = "weights", "batch_size"
 """The kinds of which the last event up to a position holds there."""
@@ -58,6 +62,45 @@ def in_effect(events: Sequence[Event], position: int) -> list[Event]:
     """The events that hold from a position on: of each kind the last one up to it, and all later ones."""
     last = {event.kind: event for event in events if event.position <= position}
     return [event for event in events if event.position > position or event is last[event.kind]]
+
+
+def shares_of(weights: Sequence[float], floors: Sequence[float]) -> tuple[int, ...]:
+    """Return weights as shares of UNIT, exactly proportional except for floors and the last unit.
+
+    Args:
+        weights: of each source, in any scale; 0 removes a source, if it has no floor.
+        floors: the minimum share of all samples, 0 to 1, of each source.
+
+    Raises:
+        OptionError: a weight that is negative or not a number, only zero weights, or floors that add up to
+            more than 1.
+    """
+    for kind, values in (("weights", weights), ("floors", floors)):
+        if any(not isfinite(value) or value < 0 for value in values):
+            raise OptionError(f"{kind} must be numbers from 0, not {list(values)}.")
+    if not any(weights):
+        raise OptionError(f"weights must not all be 0: {list(weights)} leaves nothing to read.")
+    parts, least = [Fraction(weight) for weight in weights], [Fraction(floor) for floor in floors]
+    if sum(least) > 1:
+        raise OptionError(f"floors must not add up to more than 1, and {list(floors)} do.")
+    raised: set[int] = set()
+    while True:
+        free, total = 1 - sum(least[i] for i in raised), sum(parts) - sum(parts[i] for i in raised)
+        shares = [
+            least[i] if i in raised else part * free / total if total else Fraction(0)
+            for i, part in enumerate(parts)
+        ]
+        below = {i for i in range(len(parts)) if shares[i] < least[i]}
+        if not below:
+            break
+        raised |= below
+    if sum(shares) < 1:  # all sources with weight are at their floors
+        shares = [share / sum(shares) for share in shares]
+    whole = [int(share * UNIT) for share in shares]
+    rests = sorted(range(len(whole)), key=lambda i: (whole[i] - shares[i] * UNIT, i))
+    for i in rests[: UNIT - sum(whole)]:
+        whole[i] += 1
+    return tuple(whole)
 
 
 def shares_at(events: Iterable[Event], position: int) -> tuple[int, ...]:

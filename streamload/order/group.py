@@ -5,27 +5,32 @@ arrives when. The only input is the numbers of usable entries.
 
 A group whose own shards give no sample in a pass (missing, or fewer shards than groups) takes the next pass
 from the shards of all groups. So every rank has batches as long as there is any sample.
+
+A cursor has a position, and a state of the lanes at least a window before it. Running the lanes from there
+and dropping `skip` references resumes exactly. The options are saved separately.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamload.errors import OptionError
-from streamload.order.cursor import Cursor, LaneState
 from streamload.order.hashing import DUE, key
-from streamload.order.lanes import EVEN_SHARDS, SAMPLE_BITS, SAMPLE_MASK, Arrivals, Lanes
+from streamload.order.lanes import EVEN_SHARDS, SAMPLE_BITS, SAMPLE_MASK, Arrivals, Lanes, LaneState
 from streamload.order.plan import WITH_ARRIVALS, OrderOptions, Pieces, pass_order
 from streamload.order.plan import pieces as pieces_of
 from streamload.order.shuffle import Opening, ShuffleWindow
 
 _FIRST_PORTION = 256
 _HISTORY = 65_536
+_MOST = 1 << 62
+_MOST_OF_A_PASS = 1 << 40
+"""Keeps the arithmetic of lanes.py within 64 bits."""
 
 
 def most_skipped(lanes: int, window: int) -> int:
@@ -42,6 +47,78 @@ def _most_taken(lanes: int, window: int) -> int:
 
 def _portion_of(window: int) -> int:
     return max(_FIRST_PORTION, window // 8)
+
+
+class Cursor(NamedTuple):
+    """A position in a group's sequence, and how to get there: a small value for a checkpoint.
+
+    Attributes:
+        position: references before it since the epoch began.
+        pass_: the pass of `lanes`.
+        skip: the number of references between that state and the position, including those of later passes.
+        lanes: a state at least a window before the position; None for the beginning of the pass.
+        done: of the shards that lanes read from that state on, the finished ones: place in the pass and
+            number of samples. They aren't needed to resume.
+        everything: whether that pass is over the shards of all groups.
+    """
+
+    position: int
+    pass_: int
+    skip: int
+    lanes: LaneState | None = None
+    done: tuple[tuple[int, int], ...] = ()
+    everything: bool = False
+
+    @classmethod
+    def at(cls, position: int) -> Cursor:
+        """Return a cursor with only a position.
+
+        Resuming from it costs O(shards) and needs the indexes of all shards that were begun before it.
+        """
+        return cls(position, 0, position)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the cursor as JSON-able values."""
+        value: dict[str, Any] = {"position": self.position, "pass": self.pass_, "skip": self.skip}
+        if self.lanes is not None:
+            state = self.lanes
+            lanes = [list(lane) for lane in state.lanes]
+            value["lanes"] = [state.given, state.round, state.slot, state.next, lanes]
+        if self.done:
+            value["done"] = [list(pair) for pair in self.done]
+        if self.everything:
+            value["everything"] = True
+        return value
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Cursor:
+        """Parse the output of `to_json`.
+
+        Raises:
+            OptionError: the value is not a cursor.
+        """
+        try:
+            position, pass_, skip = (_whole(value[name]) for name in ("position", "pass", "skip"))
+            state = None
+            if value.get("lanes") is not None:
+                *head, lanes = value["lanes"]
+                references, round_, slot, next_ = (_whole(number, most=_MOST_OF_A_PASS) for number in head)
+                triples = tuple(
+                    (_whole(o, -1, next_ - 1), _whole(t, most=references), _whole(s)) for o, t, s in lanes
+                )
+                state = LaneState(references, round_, slot, next_, triples)
+            done = tuple((_whole(place), _whole(samples)) for place, samples in value.get("done", ()))
+            if sum(samples for _, samples in done) > position:
+                raise ValueError("finished shards with more samples than there were")
+        except (KeyError, TypeError, ValueError, AttributeError) as exc:
+            raise OptionError("Not a cursor: pass what Cursor.to_json() returned.") from exc
+        return cls(position, pass_, skip, state, done, value.get("everything", False) is True)
+
+
+def _whole(number: Any, least: int = 0, most: int = _MOST) -> int:
+    if type(number) is not int or not least <= number <= most:
+        raise ValueError(f"not a whole number from {least} to {most}")
+    return number
 
 
 class References(NamedTuple):

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamload.errors import OptionError
-from streamload.order.cursor import LaneState
 from streamload.order.plan import ShardPart
 
 EVEN_ROUNDS = 128
@@ -28,6 +27,25 @@ SAMPLE_MASK = (1 << SAMPLE_BITS) - 1
 _NEVER = np.iinfo(np.int64).max
 _NOTHING = np.empty(0, np.int64)
 _NONE: Mapping[int, int] = MappingProxyType({})
+
+
+class LaneState(NamedTuple):
+    """The lanes of a group between two turns.
+
+    Attributes:
+        given: references that the lanes have given in this pass.
+        round: the current round. In each round every open lane gives a sample (a slow one may skip its turn).
+        slot: the lane whose turn is next.
+        next: place in the pass of the next shard that a lane takes.
+        lanes: for each lane the place in the pass of its shard (-1: none), the number of samples given from
+            it, and its slowness (0: one sample in every round).
+    """
+
+    given: int
+    round: int
+    slot: int
+    next: int
+    lanes: tuple[tuple[int, int, int], ...]
 
 
 class Arrivals(Protocol):
@@ -82,6 +100,7 @@ class Lanes:
         order: as given.
         given: references that the lanes have given in this pass.
         samples: int32[shards], the group's samples in each shard of the pass; -1: not known.
+        begun: how many shards of the pass the lanes have taken.
     """
 
     def __init__(
@@ -111,7 +130,7 @@ class Lanes:
         # Mutable state: given, the turn (round, slot, next), and for each lane: the place of its shard, the
         # value of `served` when it began the shard, its slowness, the known samples, whether they are all,
         # and `dry`: the first round in which it lacks a sample.
-        self._round, self._slot, self._next = state.round, state.slot, state.next
+        self._round, self._slot, self.begun = state.round, state.slot, state.next
         lanes = np.array(state.lanes, np.int64)
         self._place, references, self._slow = lanes[:, 0].copy(), lanes[:, 1], lanes[:, 2].copy()
         self._base = np.where(self._place < 0, 0, served(self._rounds_done(), self._slow, count) - references)
@@ -122,19 +141,14 @@ class Lanes:
     @property
     def finished(self) -> bool:
         """True if the pass is over: no lane has a shard, and none is left to take."""
-        return self._next == self.order.size and bool((self._dry == _NEVER).all())
-
-    @property
-    def begun(self) -> int:
-        """Number of shards of the pass that the lanes have taken."""
-        return self._next
+        return self.begun == self.order.size and bool((self._dry == _NEVER).all())
 
     def state(self) -> LaneState:
         """Return the current state, to resume from."""
         open_ = self._place >= 0
         references = np.where(open_, served(self._rounds_done(), self._slow, self._count) - self._base, 0)
         lanes = zip(self._place.tolist(), references.tolist(), self._slow.tolist(), strict=True)
-        return LaneState(self.given, self._round, self._slot, self._next, tuple(lanes))
+        return LaneState(self.given, self._round, self._slot, self.begun, tuple(lanes))
 
     def reading(self) -> NDArray[np.int64]:
         """Return the places in the pass of the shards that lanes are reading, int64."""
@@ -142,8 +156,8 @@ class Lanes:
 
     def coming(self, count: int) -> NDArray[np.int64]:
         """Return the places in the pass of the next shards to take, at most `count`, in order."""
-        places = np.arange(self._next, min(self._next + count + len(self._done), self.order.size))
-        if self._next <= self._last_done:
+        places = np.arange(self.begun, min(self.begun + count + len(self._done), self.order.size))
+        if self.begun <= self._last_done:
             places = places[[place not in self._done for place in places.tolist()]]
         return places[:count]
 
@@ -203,7 +217,7 @@ class Lanes:
                     self._look(lane, arrivals)
                     if self._dry[lane] <= self._round and not self._ended[lane]:
                         return int(lane)
-                elif self._next < self.order.size:
+                elif self.begun < self.order.size:
                     self._begin(lane)
                 else:
                     self._place[lane], self._dry[lane] = -1, _NEVER
@@ -211,12 +225,12 @@ class Lanes:
 
     def _begin(self, lane: int) -> None:
         """Give a lane the next shard of the pass."""
-        self._place[lane] = self._next
+        self._place[lane] = self.begun
         self._slow[lane] = lane if self._round == 0 and not self._are_even else 0
         self._base[lane] = self._round
         self._samples[lane] = _NOTHING
         self._ended[lane] = False
-        self._next += 1
+        self.begun += 1
 
     def _look(self, lane: int, arrivals: Arrivals) -> None:
         """Check what has arrived of a lane's shard."""
@@ -268,3 +282,8 @@ class Lanes:
     def _rounds_done(self) -> NDArray[np.int64]:
         """Return for each lane the number of rounds in which it has had its turn."""
         return self._round + (np.arange(self._count) < self._slot)
+
+
+def default_lanes(batch_slice: int) -> int:
+    """Return the default number of lanes for a group's slice of a global batch: 1/32, 8 to 64."""
+    return min(max(batch_slice // 32, 8), 64)

@@ -141,3 +141,8 @@ def _in_order(
     due = np.concatenate(dues)
     order = np.argsort(due, kind="stable")
     return due[order], np.concatenate(references)[order]
+
+
+def default_window(batch_slice: int) -> int:
+    """Return the default window for a group's slice of a global batch: 40 slices, 10,000 to 100,000."""
+    return min(max(40 * batch_slice, 10_000), 100_000)

@@ -1,18 +1,116 @@
-"""Where the steps of an epoch begin, and how large each is (step E). Arithmetic only.
+"""Steps of an epoch: where each begins, and how it is split among ranks and sources (step E): arithmetic.
 
-Steps are alike until their size is set anew. Extensions have others: blocks of steps that are planned
+Global position *p* is sample *p* div G of group *p* mod G. A step takes the next B positions, and a rank a
+part of the step. So a global batch doesn't depend on the number of ranks or workers, and B may change at any
+step: steps are alike until their size is set anew. Extensions have others: blocks of steps that are planned
 together (streamload/buckets), and steps that a table lists (streamload/patches).
+
+A step takes exactly the share of each source; rounding is carried over as credit. Integers only, so that all
+processes agree. Each source has its own sequence (group.py), which continues where the last step stopped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from streamload.errors import OptionError
-from streamload.order.events import Event
-from streamload.order.split import Split
+from streamload.order.events import UNIT, Event, shares_at
+
+WIDEST_MULTIPLE = 1 << 20
+
+
+class Share(NamedTuple):
+    """The part of a step that a rank computes from one group's sequence.
+
+    Attributes:
+        group: its number.
+        first, stop: the positions in the group's sequence that the rank computes.
+        begin, end: the positions that the whole step takes of the group.
+    """
+
+    group: int
+    first: int
+    stop: int
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """Number of samples that the rank computes."""
+        return self.stop - self.first
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Split of the sequences of the groups among steps and ranks.
+
+    Attributes:
+        batch: the global batch size, at least 1.
+        groups: at least 1; needn't divide `batch` or `ranks`.
+        ranks: at least 1.
+    """
+
+    batch: int
+    groups: int
+    ranks: int
+
+    def __post_init__(self) -> None:
+        for name, value in (("batch", self.batch), ("groups", self.groups), ("ranks", self.ranks)):
+            if value < 1:
+                raise OptionError(f"{name} must be at least 1, not {value}.")
+
+    def start(self, position: int, group: int) -> int:
+        """Return the number of a group's positions before a global position."""
+        return -((group - position) // self.groups)
+
+    def groups_of(self, rank: int) -> list[int]:
+        """Return the groups that a rank reads at any position; one, if groups divide ranks."""
+        positions = range(1 if self.batch % self.groups == 0 else self.groups)
+        return sorted(
+            {share.group for position in positions for share in self._shares(position, rank) if share.size}
+        )
+
+    def groups_told_by(self, rank: int) -> list[int]:
+        """Return the groups that a rank reads and no lower rank does: one rank reports on each group."""
+        before = {group for other in range(rank) for group in self.groups_of(other)} if rank else set()
+        return [group for group in self.groups_of(rank) if group not in before]
+
+    def shares(self, position: int, rank: int, groups: Collection[int]) -> list[Share]:
+        """Return what a rank computes of the step that begins at a global position.
+
+        Args:
+            position: global.
+            rank: its number.
+            groups: at least those that it reads; without samples in this step, a group has an empty share.
+
+        Returns:
+            One share for each of the groups, in their order.
+        """
+        return [share for share in self._shares(position, rank) if share.size or share.group in groups]
+
+    def sizes(self, position: int, group: int) -> list[int]:
+        """Return how many samples of a group each rank computes in the step at a global position."""
+        starts = [self.start(position, number) for number in range(group + 1)]
+        ends = [self.start(position + self.batch, number) for number in range(group + 1)]
+        before, count = sum(ends[:-1]) - sum(starts[:-1]), ends[-1] - starts[-1]
+        edges = [rank * self.batch // self.ranks - before for rank in range(self.ranks + 1)]
+        return [max(0, min(count, last) - max(0, first)) for first, last in itertools.pairwise(edges)]
+
+    def _shares(self, position: int, rank: int) -> Iterator[Share]:
+        first, last = rank * self.batch // self.ranks, (rank + 1) * self.batch // self.ranks
+        before = 0
+        for group in range(self.groups):
+            begin, end = self.start(position, group), self.start(position + self.batch, group)
+            low = min(end, begin + max(0, first - before))
+            high = max(low, min(end, begin + last - before))
+            yield Share(group, low, high, begin, end)
+            before += end - begin
 
 
 class Block(NamedTuple):
@@ -212,3 +310,114 @@ class Steps:
         """The steps around a position; one before the first step is within its block."""
         before = (stretch for stretch in reversed(self._stretches) if stretch.position <= position)
         return next(before, self._stretches[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """Part of a step that is of one group: from each source `take` samples, beginning at `first`.
+
+    Attributes:
+        first: for each source, the position in its sequence.
+        take: for each source, the number of samples.
+        owed: for each source, its credit after the step, in UNITs; the sum is 0.
+        owed_before: the same before the step.
+    """
+
+    first: tuple[int, ...]
+    take: tuple[int, ...]
+    owed: tuple[int, ...]
+    owed_before: tuple[int, ...]
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        """The position in each source's sequence after the step."""
+        return tuple(first + take for first, take in zip(self.first, self.take, strict=True))
+
+    def seats(self) -> NDArray[np.int64]:
+        """Return the source of each of the group's samples in the step, spread evenly: int64[sum(take)]."""
+        if len(self.take) == 1:
+            return np.zeros(self.take[0], np.int64)
+        times = [(np.arange(take) + 0.5) / take for take in self.take if take]
+        sources = np.repeat(np.arange(len(self.take)), self.take)
+        return sources[np.argsort(np.concatenate(times), kind="stable")]
+
+
+class Portions:
+    """The portions of one group, step by step.
+
+    Args:
+        steps: of the epoch; if they are planned by block, portions are those of whole blocks.
+        group: its number.
+        position: the global position of the first step or block.
+        events: of the run; the first new shares are in effect at `position`. May be replaced by a list that
+            is the same up to the last step that was asked for.
+        given: the position of each source in its own sequence.
+        owed: the credit of each source at that point, in UNITs.
+        multiple: of what a step takes of each source, where that divides the group's samples of the step.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        group: int,
+        position: int,
+        events: Sequence[Event],
+        given: Sequence[int],
+        owed: Sequence[int],
+        multiple: int = 1,
+    ) -> None:
+        self.events = events
+        self._steps, self._group = steps, group
+        self._position, self._multiple = position, multiple
+        self._given, self._owed = tuple(given), tuple(owed)
+
+    def at(self, position: int) -> Portion:
+        """Return the portion of the step or block that begins at a position; earlier ones are gone then.
+
+        Raises:
+            ValueError: no step begins there, or it is gone.
+        """
+        while self._position <= position:
+            begins, step = self._position, self._next()
+            if begins == position:
+                return step
+        raise ValueError(f"no step begins at {position}, or it is gone: the next is at {self._position}")
+
+    def _next(self) -> Portion:
+        position, split = self._position, self._steps.at(self._position)
+        block = self._steps.block(position)
+        self._position = position + split.batch if block is None else block.end
+        size = split.start(self._position, self._group) - split.start(position, self._group)
+        shares = shares_at(self.events, position) if len(self._given) > 1 else (UNIT,)
+        share = portion(self._given, self._owed, shares, size, self._multiple)
+        self._given, self._owed = share.stop, share.owed
+        return share
+
+
+def portion(
+    given: tuple[int, ...], owed: tuple[int, ...], shares: tuple[int, ...], size: int, multiple: int = 1
+) -> Portion:
+    """Return what the next `size` samples take of each source, within a sample or two of its share so far.
+
+    Where a multiple divides the size, it takes multiples, and is within one or two of these.
+    """
+    if len(shares) == 1:
+        return Portion(given, (size,), owed, owed)
+    due = [before + share * size for before, share in zip(owed, shares, strict=True)]
+    rows = multiple if size % multiple == 0 else 1
+    unit, size = rows * UNIT, size // rows
+    take = [max(0, units // unit) if share else 0 for units, share in zip(due, shares, strict=True)]
+
+    def rest(source: int) -> tuple[int, int]:
+        return due[source] - take[source] * unit, -source
+
+    while (missing := size - sum(take)) > 0:
+        most_due = sorted((s for s, share in enumerate(shares) if share), key=rest, reverse=True)
+        for source in most_due[:missing]:
+            take[source] += 1
+    while (excess := sum(take) - size) > 0:
+        least_due = sorted((s for s, many in enumerate(take) if many), key=rest)
+        for source in least_due[:excess]:
+            take[source] -= 1
+    left = tuple(units - many * unit for units, many in zip(due, take, strict=True))
+    return Portion(given, tuple(rows * many for many in take), left, owed)

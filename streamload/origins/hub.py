@@ -10,7 +10,7 @@ from typing import Any
 from streamload.errors import OptionError, OriginDenied
 from streamload.options.storage import FileOptions
 from streamload.origins import calls
-from streamload.origins.credentials import WebCredentials, read_again
+from streamload.origins.access import WebCredentials, read_again
 from streamload.origins.protocol import Origin, Session, Stream, Version
 from streamload.origins.web import HttpOrigin
 from streamload.urls import redact

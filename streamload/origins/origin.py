@@ -8,10 +8,10 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from streamload.origins.abilities import Abilities, abilities
-from streamload.origins.access import Named, granted
-from streamload.origins.outages import Endpoint
+from streamload.origins.access import granted
+from streamload.origins.endpoints import Abilities, Endpoint, abilities
 from streamload.origins.protocol import (
+    Named,
     Origin,
     OriginOptions,
     Session,
@@ -24,9 +24,11 @@ from streamload.origins.retrying import RetryingOrigin
 from streamload.urls import (
     CommandRequest,
     Opaque,
+    UrlList,
     compression,
     origin_of,
     parse_command,
+    redact,
     scheme,
     scrubbed_errors,
     secrets_of,
@@ -44,6 +46,7 @@ __all__ = [
     "import_origins",
     "open_origin",
     "serves_ranges",
+    "warn_of_compressed",
 ]
 
 _logger = logging.getLogger("streamload")
@@ -130,6 +133,18 @@ def import_origins(
             import_store(name)
 
 
+def warn_of_compressed(urls: UrlList) -> None:
+    """Log what compressed shards cost, if a run reads any."""
+    first = next((url for url in urls.kinds() if scheme(url) != "pipe" and compression(url)), None)
+    if first is not None:
+        _logger.warning(
+            "compressed shards, such as %s, are unpacked into the cache, local files too. They have no byte "
+            "ranges: an interrupted shard is fetched again from its first byte, and none is kept index-only "
+            "where the cache is too small. Plain .tar shards don't cost this, and images hardly shrink",
+            redact(first),
+        )
+
+
 def _opened_as(url: str) -> str:
     """Return the scheme of a URL, or of the URL that a curl or aws command requests."""
     return scheme(_requested(url))
@@ -159,7 +174,7 @@ def _of_command(url: str, session: Session) -> Origin:
     _log_once(f"pipe: {request.program} commands are opened natively: all of their flags are supported")
     if request.program == "aws":
         return _kind("s3")(request.url, dict(request.storage_options), session)
-    from streamload.origins.credentials import WebCredentials
+    from streamload.origins.access import WebCredentials
     from streamload.origins.web import HttpOrigin
 
     credentials = WebCredentials(request.url, {"headers": request.own_headers}, session)
@@ -198,7 +213,7 @@ def _kind(name: str) -> Callable[[str, dict[str, Any], Session], Origin]:
     """Return the constructor for a scheme, importing it on first use: fsspec and urllib3 take a while."""
     match name:
         case "http" | "https":
-            from streamload.origins.credentials import WebCredentials
+            from streamload.origins.access import WebCredentials
             from streamload.origins.web import HttpOrigin
 
             return lambda url, storage, session: HttpOrigin(

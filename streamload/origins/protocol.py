@@ -15,9 +15,11 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from streamload.errors import (
     DatasetChanged,
+    OptionError,
     OriginCut,
     OriginDenied,
     OriginError,
@@ -27,7 +29,8 @@ from streamload.errors import (
     OriginUnavailable,
     StreamloadError,
 )
-from streamload.origins.access import Named
+from streamload.urls import origin_of, redact
+from streamload.urls.identity import DEFAULT_PORTS
 
 ENDED = {
     "ExpiredToken": "the token has expired",
@@ -207,6 +210,55 @@ class OriginOptions:
     first_part_bytes: int = 256 * 1024
     part_limit_bytes: int = 8 * 1024 * 1024
     parts: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """The hosts, buckets and repositories that the user named, for shards that are listed by a plan.
+
+    Only these get credentials and headers, and only these may have non-public addresses. None in place of a
+    `Named` means that the user listed all shards.
+
+    Args:
+        origins: as returned by `origin_of`.
+    """
+
+    origins: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, texts: Iterable[str]) -> Named:
+        """Parse what the user wrote.
+
+        Raises:
+            OptionError: a text that isn't a web server, bucket or repository alone.
+        """
+        allowed = set()
+        for text in texts:
+            origin = origin_of(text)
+            if not origin or re.search("[?#]", text) or text.rstrip("/").count("/") != origin.count("/"):
+                raise OptionError(
+                    f"origin={redact(text)!r}: expected a web server, bucket or repository alone, as "
+                    "https://host, s3://bucket or hf://datasets/owner/name"
+                )
+            allowed.add(origin)
+        return cls(frozenset(allowed))
+
+    def has(self, url: str) -> bool:
+        """Return whether the user named the origin of a URL."""
+        return origin_of(url) in self.origins
+
+    def has_host(self, host: str, port: int | None) -> bool:
+        """Return whether the user named a host with this port."""
+        mine = host.strip("[]").rstrip(".").lower()
+        for parts in map(urlsplit, self.origins):
+            usual = DEFAULT_PORTS.get(parts.scheme)
+            if usual is not None and parts.hostname == mine and (parts.port or usual) == port:
+                return True
+        return False
+
+    def and_also(self, url: str) -> Named:
+        """Return these and the origin of another URL."""
+        return Named(self.origins | {origin_of(url)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Any
 from streamload.errors import OptionError, OriginDenied, OriginTimeout, StreamloadError
 from streamload.options.storage import FileOptions
 from streamload.origins import calls
-from streamload.origins.credentials import read_again
+from streamload.origins.access import read_again
 from streamload.origins.protocol import ENDED
 
 LOOK_SECONDS = 1.0

@@ -2,7 +2,7 @@
 
 If nothing proves that the next bytes are of the same version, the attempt starts at the first byte and
 compares. Exponential backoff with full jitter; obeys Retry-After; gives up after a number of attempts
-without progress, unless the whole endpoint is down (outages.py). Errors that a retry can't fix are raised
+without progress, unless the whole endpoint is down (endpoints.py). Errors that a retry can't fix are raised
 at once; so are unexpected exceptions, as an error of this shard.
 """
 
@@ -25,7 +25,7 @@ from streamload.errors import (
     OriginOutage,
     StreamloadError,
 )
-from streamload.origins.outages import RETRYABLE, Endpoint, may_be_renewed
+from streamload.origins.endpoints import RETRYABLE, Endpoint, may_be_renewed
 from streamload.origins.protocol import Origin, Session, Stream, Unproven, Version, no_crawl
 from streamload.urls import scrubbed_errors
 

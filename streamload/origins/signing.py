@@ -27,7 +27,7 @@ from botocore.exceptions import NoCredentialsError
 
 from streamload.options import Settings, value_of
 from streamload.origins import renewal
-from streamload.origins.credentials import OF_WEB
+from streamload.origins.access import OF_WEB
 from streamload.origins.renewal import Lookup
 from streamload.urls.identity import DEFAULT_PORTS
 

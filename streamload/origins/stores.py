@@ -27,7 +27,7 @@ from streamload.errors import (
     OriginTimeout,
 )
 from streamload.origins import calls, renewal
-from streamload.origins.credentials import OF_WEB
+from streamload.origins.access import OF_WEB
 from streamload.origins.protocol import (
     Origin,
     Session,

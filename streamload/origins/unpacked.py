@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from streamload.errors import ShardCut, ShardFormatError
 from streamload.origins.protocol import Origin, Stream, Unproven, Version
-from streamload.urls import ZSTD_MODULES, Compression, UrlList, compression, redact, scheme, zstd_module
+from streamload.urls import ZSTD_MODULES, Compression, zstd_module
 
 _logger = logging.getLogger("streamload")
 
@@ -60,18 +60,6 @@ class _Format(NamedTuple):
     begins: Callable[[bytes], bool]
     open: Callable[[], _Decompressor]
     failures: tuple[type[Exception], ...]
-
-
-def warn_of_compressed(urls: UrlList) -> None:
-    """Log what compressed shards cost, if a run reads any."""
-    first = next((url for url in urls.kinds() if scheme(url) != "pipe" and compression(url)), None)
-    if first is not None:
-        _logger.warning(
-            "compressed shards, such as %s, are unpacked into the cache, local files too. They have no byte "
-            "ranges: an interrupted shard is fetched again from its first byte, and none is kept index-only "
-            "where the cache is too small. Plain .tar shards don't cost this, and images hardly shrink",
-            redact(first),
-        )
 
 
 class UnpackedOrigin(Origin):

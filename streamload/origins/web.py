@@ -18,8 +18,8 @@ from urllib3.exceptions import HTTPError
 
 from streamload import limits
 from streamload.errors import OriginCut, OriginError, OriginStopped, OriginUnavailable
-from streamload.origins.abilities import abilities
-from streamload.origins.credentials import WebCredentials
+from streamload.origins.access import WebCredentials
+from streamload.origins.endpoints import abilities
 from streamload.origins.protocol import Origin, ReadSize, Session, Version, no_crawl
 from streamload.origins.ranged import OrderedParts
 from streamload.origins.sockets import WAKE_SECONDS, Pools, receive

@@ -23,9 +23,8 @@ from streamload.errors import (
     OriginUnavailable,
     ShardFormatError,
 )
-from streamload.origins.abilities import learn_ranges, learn_version
-from streamload.origins.access import refuse_host
-from streamload.origins.credentials import REFUSALS, Access, WebCredentials
+from streamload.origins.access import REFUSALS, Access, WebCredentials, refuse_host
+from streamload.origins.endpoints import learn_ranges, learn_version
 from streamload.origins.protocol import (
     ENDED,
     ReadSize,

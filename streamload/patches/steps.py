@@ -15,8 +15,7 @@ import xxhash
 
 from streamload.errors import OptionError
 from streamload.order.events import Event
-from streamload.order.split import Split
-from streamload.order.steps import StepOptions, Steps, StepStart
+from streamload.order.steps import Split, StepOptions, Steps, StepStart
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,8 @@ from streamload.errors import (
     StreamloadError,
 )
 from streamload.metrics import Counts
+from streamload.origins.endpoints import remember
 from streamload.origins.origin import Origin
-from streamload.origins.outages import remember
 from streamload.prefetch.fallback import FallbackPolicy, FallbackTier, StorageMode
 from streamload.prefetch.scheduler import FillRequest, FillScheduler
 

@@ -298,7 +298,7 @@ class WorkerLoop:
         self, begin: BatchFactory, epoch: int, seq_len: int, step: RankStep
     ) -> tuple[dict[str, Any], list[SkippedSample]] | None:
         """Turn samples into the tensors of a batch, each as soon as it is known; None: no batch."""
-        self._reader.want()
+        self._reader.begin_batch()
         batch = begin(step.size, self._empty, seq_len)
         self._placed.clear()
         skipped: list[SkippedSample] = []

@@ -19,8 +19,7 @@ from streamload.ipc import ControlBlock
 from streamload.options import Eviction, FreeDisk, Revalidate
 from streamload.order.events import Event, from_json
 from streamload.order.plan import OrderOptions, Pieces
-from streamload.order.split import Split
-from streamload.order.steps import StepOptions, StepStart
+from streamload.order.steps import Split, StepOptions, StepStart
 from streamload.origins.origin import OriginOptions
 from streamload.torch_internals import ExceptionWrapper
 from streamload.worker.states import GroupState, SealedStates

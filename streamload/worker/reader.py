@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from streamload.batches.in_progress import Sample, Unread
-from streamload.cache.checkpoint import CheckedArrivals
 from streamload.cache.forecast import KNOWN_PART
 from streamload.cache.selection import Numbers
 from streamload.cache.shard_cache import Facts, ShardCache
@@ -26,7 +25,7 @@ from streamload.metrics import Counters
 from streamload.order.events import Event
 from streamload.order.group import GroupOrder
 from streamload.order.plan import pass_order
-from streamload.origins.outages import listen, outages
+from streamload.origins.endpoints import listen, outages
 from streamload.prefetch.ranges import ShardRange
 from streamload.shards.samples import Entry
 from streamload.worker.blocked import Action, Blocked, Superseded, Wait, decide, poll_seconds
@@ -35,6 +34,7 @@ from streamload.worker.messages import EpochStart, WorkerConfig
 from streamload.worker.reference_stream import ReferenceStream
 from streamload.worker.shortage import Shortage
 from streamload.worker.stages import Spans
+from streamload.worker.states import CheckedArrivals
 
 logger = logging.getLogger("streamload")
 
@@ -82,7 +82,7 @@ class Reader:
         self.uses_members = config.assembly.uses_members
         self.fills = Fills(config, counts, spans, lambda: not control.wanted_seconds())
         self._is_read_lazily: Callable[[int, Entry], bool] | None = None
-        self._tier = self.fills.tier
+        self._tier, self._limit = self.fills.tier, self.fills.tier.budget.limit
         self._cache = ShardCache(
             functools.partial(self.fills.fallback_tier.beside, self._tier),
             config.shards,
@@ -95,6 +95,7 @@ class Reader:
             files=self.files,
         )
         self._cache.carrier = self.fills.carrier
+        self._wait: Wait | None = None  # of the current batch, from its first pause on
         self._shortage: Shortage | None = None  # of room, for the first shard that is refused
         self._start: EpochStart | None = None
         self._row = worker + 1 if workers else 0  # of this process, in the control block
@@ -127,7 +128,7 @@ class Reader:
             stream = self._streams[group, source] = self._begin(self._start, group, source)
         return stream
 
-    def has(self, group: int, source: int, position: int, wait: Wait) -> bool:
+    def has(self, group: int, source: int, position: int) -> bool:
         """Wait until all references before a position are known; False if there are fewer."""
         stream = self.references(group, source)
         while True:
@@ -141,8 +142,9 @@ class Reader:
                 needed = stream.blocked()
                 if self.fills.are_refused(needed):  # shards that the batch has read by now may be evicted
                     self._cache.keep_open(self._in_use().union(needed))
+                wait = self._wait = self._wait or Wait()
                 is_held_back = wait.is_held_back((group, source), *stream.progress)
-                self._pause(wait, needed, source, is_held_back, looked_ns)
+                self._pause(needed, source, is_held_back, looked_ns)
         return stream.has(position)
 
     def arrived(self, shard: int) -> Numbers:
@@ -151,7 +153,6 @@ class Reader:
 
     def next_usable(self, shard: int, after: int) -> int:
         """Wait for the first usable sample of a shard after number `after`; -1 if there is none."""
-        wait = Wait()
         while True:
             usable, ended = self._cache.arrived(shard)
             later = usable[usable > after]
@@ -159,23 +160,21 @@ class Reader:
                 return int(later[0])
             if ended:
                 return -1
-            self._pause(wait, [shard], self._source_of(shard))
+            self._pause([shard], self._source_of(shard))
 
     def facts(self, shard: int, numbers: Sequence[int] | Numbers, names: Sequence[str]) -> Facts:
         """Facts of samples that have arrived, by name; waits where they have to be fetched again.
 
         See `ShardCache.facts`.
         """
-        wait = Wait()
         while (facts := self._cache.facts(shard, numbers, names)) is None:
-            self._pause(wait, [shard], self._source_of(shard))
+            self._pause([shard], self._source_of(shard))
         return facts
 
     def entries(self, shard: int, numbers: Sequence[int]) -> list[Entry]:
         """The entries of samples that have arrived; waits where they have to be fetched again."""
-        wait = Wait()
         while None in (entries := self._cache.find(shard, numbers)):
-            self._pause(wait, [shard], self._source_of(shard))
+            self._pause([shard], self._source_of(shard))
         return [entry[1] for entry in entries if entry is not None]
 
     def find(self, shards: Sequence[int], numbers: Sequence[int]) -> list[Found | None]:
@@ -233,16 +232,15 @@ class Reader:
                 return Sample(entry.key, url, unread, prepared, entry.checksum, shard)
         read = self._cache.read(shard, number, memory, found)
         if read is None:
-            wait = Wait()
             while (read := self._cache.read(shard, number, memory)) is None:
-                self._pause(wait, [shard], self._source_of(shard))
+                self._pause([shard], self._source_of(shard))
         entry, data = read
         first = entry.start
         members = {
             extension: data[start - first : start - first + size] for extension, start, size in entry.members
         }
         prepared = "" if entry.prepared is None else entry.prepared[0]
-        return Sample(entry.key, self.config.shards[shard].name, members, prepared, entry.checksum, shard)
+        return Sample(entry.key, self._cache.view(shard).shard.name, members, prepared, entry.checksum, shard)
 
     def follow(self, follower: ShardFollower) -> None:
         """Tell a follower from now on which shards are read."""
@@ -261,6 +259,11 @@ class Reader:
         shares = zip(*(change.value["shares"] for change in changes), strict=True)
         self._idle = {source for source, source_shares in enumerate(shares) if not any(source_shares)}
 
+    def begin_batch(self) -> None:
+        """Begin a batch: it hasn't waited, and the prefetcher learns which shards it needs."""
+        self._wait = None
+        self._want()
+
     def fill_ahead(self) -> None:
         """Prefetch later shards from now on: the first batch had the link to itself."""
         self._fills_ahead = True
@@ -278,7 +281,7 @@ class Reader:
         """Close the shards that no known reference needs, and announce the progress."""
         mean_bytes = 0.0 if self._known_ahead else self._cache.mean_sample_bytes()
         if mean_bytes:
-            self._known_ahead = max(_FEWEST_KNOWN, int(self._tier.limit_bytes / KNOWN_PART / mean_bytes))
+            self._known_ahead = max(_FEWEST_KNOWN, int(self._limit.size_bytes / KNOWN_PART / mean_bytes))
         in_use = self._in_use()
         self._cache.keep_open(in_use)
         for follower in self.fills.followers:
@@ -347,7 +350,6 @@ class Reader:
 
     def _pause(
         self,
-        wait: Wait,
         needed: list[int],
         source: int,
         is_held_back: bool = False,
@@ -356,15 +358,15 @@ class Reader:
         """Wait a moment for bytes of a source, after making sure that they are being fetched.
 
         Args:
-            wait: of the batch.
-            needed: the shards that it waits for, the most urgent first.
+            needed: the shards that the batch waits for, the most urgent first.
             source: of these shards.
             is_held_back: whether the shuffle window is why it waits.
             looked_ns: when the look began that didn't find them, by the monotonic clock; None: now.
         """
         start_ns = time.monotonic_ns() if looked_ns is None else looked_ns
+        wait = self._wait = self._wait or Wait()
         self.stop_if_superseded()
-        self.want(needed)
+        self._want(needed)
         self.fills.prefetcher.check()
         blocked = self._blocked(wait, needed)
         for action in decide(blocked):
@@ -429,7 +431,7 @@ class Reader:
             report = {"shard": self._blocked_by, "away": away[:4]}
             self._control.block(self._row, report if self._blocked_by or away else None)
 
-    def want(self, blocked: Iterable[int] = ()) -> None:
+    def _want(self, blocked: Iterable[int] = ()) -> None:
         """Give the prefetcher the shards to fill, in order of need."""
         in_use: set[int] = set()
         needed = dict.fromkeys(blocked)
@@ -452,5 +454,5 @@ class Reader:
         mean = self._cache.mean_bytes()
         if not mean:
             return 1
-        room = self._tier.limit_bytes / 4
+        room = self._limit.size_bytes / 4
         return max(1, int(min(self.config.ahead.bytes, room) / mean))

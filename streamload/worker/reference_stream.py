@@ -13,12 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from streamload.cache.checkpoint import CheckedArrivals, CheckpointShard
 from streamload.cache.demand import VISITS_KEPT, DemandFile, short
 from streamload.cache.shard import ShardList
 from streamload.cache.tier import Tier
-from streamload.order.cursor import Cursor
-from streamload.order.group import GroupOrder
+from streamload.order.group import Cursor, GroupOrder
+from streamload.worker.states import CheckedArrivals, CheckpointShard
 
 NextPass = Callable[[], npt.NDArray[np.int64]]
 

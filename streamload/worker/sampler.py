@@ -13,10 +13,7 @@ import numpy.typing as npt
 from streamload.batches.in_progress import Bounds
 from streamload.errors import NoValidSamples
 from streamload.order.events import BATCH_SIZE, WEIGHTS, Event, in_effect, joined, of_kind
-from streamload.order.portions import Portion, Portions
-from streamload.order.split import Share
-from streamload.order.steps import Steps
-from streamload.worker.blocked import Wait
+from streamload.order.steps import Portion, Portions, Share, Steps
 from streamload.worker.messages import EpochStart, Span, Visit, WorkerConfig
 from streamload.worker.reader import Reader
 from streamload.worker.states import GroupState, SourceState
@@ -162,7 +159,6 @@ class Step:
     parts: list[_Part]
     bounds: Bounds | None = None
     passes: dict[int, int] = field(default_factory=dict)
-    _wait: Wait = field(default_factory=Wait)
     _before: dict[tuple[int, int], int] = field(default_factory=dict)
 
     @property
@@ -215,9 +211,7 @@ class Step:
     def _known(self, part: _Part) -> Iterator[list[Visit]]:
         """The visits of a part, in the order of its seats."""
         remaining, first = part.seats, list(part.first)
-        while remaining.size and self.reader.has(
-            part.group, int(remaining[0]), first[remaining[0]] + 1, self._wait
-        ):
+        while remaining.size and self.reader.has(part.group, int(remaining[0]), first[remaining[0]] + 1):
             many = remaining.size
             for source in _sources(remaining):
                 seats = np.flatnonzero(remaining == source)
@@ -257,7 +251,7 @@ class Step:
         """
         for part in self.parts:
             for source, stop in enumerate(part.portion.stop):
-                if not self.reader.has(part.group, source, stop, self._wait):
+                if not self.reader.has(part.group, source, stop):
                     if len(self.config.sources) > 1:
                         name = self.config.sources[source].name
                         raise NoValidSamples(

@@ -1,14 +1,60 @@
-"""The state of a group after a step, all that resuming needs: it travels with a batch, and in checkpoints."""
+"""The state of a group after a step, all that resuming needs: it travels with a batch, and in checkpoints.
+
+An order continues exactly only over the same samples. So a state records of each shard with samples to come
+how many were seen, where it was given up (if it was), its version, and a digest of the start of its index;
+whoever resumes compares.
+"""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from streamload.cache.checkpoint import CheckpointShard
-from streamload.errors import OptionError
-from streamload.order.cursor import Cursor
+import xxhash
+
+from streamload.cache.selection import Numbers
+from streamload.cache.shard import version_of
+from streamload.cache.shard_cache import ShardCache
+from streamload.cache.shard_view import ShardView
+from streamload.errors import CacheCorrupt, DatasetChanged, OptionError
+from streamload.order.group import Cursor
+
+_ENTRIES = 16
+"""A shard is identified by its first entries: their keys, members, sizes, widths and heights."""
+
+
+class CheckpointShard(NamedTuple):
+    """A shard as it was when a state was saved.
+
+    Attributes:
+        samples: the number of usable samples seen.
+        ended: whether there are no more.
+        given_up: the number of entries after which it was given up; -1: it wasn't.
+        version: a digest of its version; 0 if its origin has none.
+        entries: the number of index entries that `contents` covers; 0: unknown.
+        contents: a digest of the first entries; independent of where the shard is.
+    """
+
+    samples: int
+    ended: bool
+    given_up: int
+    version: int
+    entries: int = 0
+    contents: int = 0
+
+    @classmethod
+    def from_json(cls, value: Any) -> CheckpointShard:
+        """Parse what `list(begun)` has become in JSON.
+
+        Raises:
+            OptionError: it is something else.
+        """
+        is_known = isinstance(value, list) and len(value) in (4, 6)
+        if not is_known or not all(isinstance(part, int) for part in value):
+            raise OptionError("not a shard of a state: four or six whole numbers")
+        samples, ended, *digests = value
+        return cls(samples, bool(ended), *digests)
 
 
 class SourceState(NamedTuple):
@@ -23,7 +69,7 @@ class GroupState(NamedTuple):
     """The state of a group: all that resuming it needs."""
 
     owed: tuple[int, ...]
-    """Credits of each source (of order.portions.Portion)."""
+    """Credits of each source (of order.steps.Portion)."""
     sources: tuple[SourceState, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -98,6 +144,116 @@ class SealedStates(Mapping[int, GroupState]):
         }
 
 
+class CheckedArrivals:
+    """The arrivals of one source (see order.lanes.Arrivals), compared with what a state recorded.
+
+    Args:
+        cache: all shards of the run.
+        first: the position of the source's first shard among them.
+        recorded: what the state recorded, by the shard's position in the source.
+        holds: whether the pass of the state is still being read; it says nothing about later ones.
+    """
+
+    def __init__(
+        self,
+        cache: ShardCache,
+        first: int,
+        recorded: Mapping[int, CheckpointShard],
+        holds: Callable[[], bool],
+    ) -> None:
+        self._cache = cache
+        self._first = first
+        self._begun = recorded
+        self._holds = holds
+        self._settled: dict[int, CheckpointShard] = {}  # shards that have ended, as last recorded
+        self._same: set[int] = set()  # shards whose index starts as recorded
+        self._contents: dict[int, tuple[int, int]] = {}  # of open shards: number of entries, their digest
+
+    def arrived(self, shard: int) -> tuple[Numbers, bool]:
+        """The usable sample numbers of a shard so far, and whether no more will come.
+
+        Raises:
+            DatasetChanged: the shard differs from what the state recorded.
+            StreamloadError: as ShardCache.arrived.
+        """
+        numbers, ended = self._cache.arrived(self._first + shard)
+        recorded = self._known(shard)
+        if recorded is None:
+            return numbers, ended
+        view = self._cache.view(self._first + shard)
+        if view.gave_up and len(numbers) < recorded.samples and view.reader is not None:
+            raise DatasetChanged(
+                f"{view.shard.name} can't be read as far as when the state was saved ({len(numbers)} of "
+                f"{recorded.samples} usable samples): {view.reader.cause}. The epoch of the state needs the "
+                f"rest: restore the shard, or load no state and start the next epoch with set_epoch()"
+            )
+        versions = _digests_of(view)
+        if recorded.version and versions and recorded.version not in versions:
+            raise DatasetChanged(f"{view.shard.name} has another version than when the state was saved")
+        if shard not in self._same:
+            if not self._is_same(view, recorded, ended):
+                return numbers[:0], False
+            self._same.add(shard)
+        if recorded.given_up >= 0 and view.count >= recorded.given_up:
+            numbers, ended = numbers[numbers < recorded.given_up], True
+        if (ended and len(numbers) < recorded.samples) or (
+            recorded.ended and len(numbers) > recorded.samples
+        ):
+            raise DatasetChanged(
+                f"{view.shard.name} has {len(numbers)} usable samples{'' if ended else ' or more'}; when the "
+                f"state was saved it had {recorded.samples}{'' if recorded.ended else ' or more'}: it has "
+                f"changed, or can't be read to the same end, or keep, image_key, text_key or label_key "
+                f"select others"
+            )
+        return numbers, ended
+
+    def begun(self, shards: Collection[int]) -> dict[int, CheckpointShard]:
+        """Records of open shards for a state, by their position in the source."""
+        self._contents = {shard: self._contents[shard] for shard in shards if shard in self._contents}
+        if self._begun and self._holds():
+            return {shard: self._seen(shard) for shard in shards}
+        records = {shard: self._settled.get(shard) or self._seen(shard) for shard in shards}
+        self._settled = {shard: record for shard, record in records.items() if record.ended}
+        return records
+
+    def _is_same(self, view: ShardView, recorded: CheckpointShard, ended: bool) -> bool:
+        """True if the start of the index is as recorded; False: not known yet.
+
+        Raises:
+            DatasetChanged: it isn't.
+        """
+        if view.count < recorded.entries:
+            return ended  # with too few samples, which the comparison of their number reports
+        try:
+            contents = _contents_of(view, recorded.entries)
+        except CacheCorrupt:
+            view.invalidate()
+            return False
+        if contents != recorded.contents:
+            raise DatasetChanged(f"{view.shard.name} has other samples than when the state was saved")
+        return True
+
+    def _known(self, shard: int) -> CheckpointShard | None:
+        return self._begun.get(shard) if self._begun and self._holds() else None
+
+    def _seen(self, shard: int) -> CheckpointShard:
+        numbers, ended = self.arrived(shard)
+        view = self._cache.view(self._first + shard)
+        recorded = self._known(shard)
+        given_up = view.count if view.gave_up else -1
+        if recorded is not None and recorded.given_up >= 0 and ended:
+            given_up = recorded.given_up
+        entries = min(view.count, _ENTRIES)
+        if self._contents.get(shard, (-1, 0))[0] != entries:
+            try:
+                self._contents[shard] = entries, _contents_of(view, entries)
+            except CacheCorrupt:  # whatever finds this when it reads samples will fetch the shard again
+                self._contents[shard] = 0, 0
+        return CheckpointShard(
+            len(numbers), ended, given_up, next(iter(_digests_of(view)), 0), *self._contents[shard]
+        )
+
+
 def _plain(open_shards: Mapping[int, CheckpointShard]) -> dict[int, tuple[Any, ...]]:
     return {shard: tuple(checkpoint) for shard, checkpoint in open_shards.items()}
 
@@ -106,3 +262,33 @@ def _source_state(cursor: tuple[Any, ...], open_shards: Mapping[int, tuple[Any, 
     return SourceState(
         Cursor(*cursor), {shard: CheckpointShard(*checkpoint) for shard, checkpoint in open_shards.items()}
     )
+
+
+def _contents_of(view: ShardView, count: int) -> int:
+    """A digest of the first entries of an index, independent of where the shard is; 0 if there are none."""
+    view.wake()
+    if view.reader is None or not count:
+        return 0
+    entries = view.reader.entries(range(min(count, view.count)))
+    facts = [(entry.key, sorted(entry.sizes.items()), entry.width, entry.height) for entry in entries]
+    return xxhash.xxh3_64_intdigest(repr(facts).encode()) >> 1
+
+
+def _digests_of(view: ShardView) -> list[int]:
+    """Digests of what identifies a shard's version, the most reliable first.
+
+    For a local file that is its size: copies have other times. On a web server it is the date: the backends
+    of a load balancer may each have their own ETags.
+    """
+    if view.reader is None:
+        return []
+    version, names = version_of(view.reader), list[tuple[Any, ...]]()
+    if view.shard.local is not None:
+        names = [("size", version.size)]
+    elif version.etag is not None:
+        names = [("etag", version.etag)]
+    if view.shard.local is None and version.last_modified is not None:
+        dated = ("modified", version.last_modified, version.size)
+        if version.etag is None or view.shard.name.startswith(("http://", "https://")):
+            names.insert(0, dated)
+    return [xxhash.xxh3_64_intdigest(repr(name).encode()) >> 1 or 1 for name in names]

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
+from streamload.cache.selection import MEMBER_LIMIT_BYTES
 from streamload.derived.prepare import preparation
 from streamload.derived.prepare.preparation import Preparation
 from streamload.errors import DecodeError, OptionError
-from streamload.shards.keys import MEMBER_LIMIT_BYTES
 from streamload.transforms.decode import decode_jpeg_or_image, decode_to_pillow
 from tests.support.photographs import whole_photograph
 

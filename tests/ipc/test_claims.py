@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.utils.data import get_worker_info
 
-from streamload.ipc import claims
-from streamload.ipc.claims import Numbers, StepClaims
+from streamload.ipc import control
+from streamload.ipc.control import Numbers, StepClaims
 from streamload.testing.shards import ShardOptions, write_shards
 from tests.support import flat
 from tests.support.tiers import until
@@ -28,7 +28,7 @@ def claim(shared: StepClaims, count: int, answers: Any) -> None:
 
 
 def die_in_claim(shared: StepClaims) -> None:
-    claims.os.pwrite = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[attr-defined, assignment]
+    control.os.pwrite = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[attr-defined, assignment]
     shared.next(GENERATION)
 
 

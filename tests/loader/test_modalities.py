@@ -15,8 +15,8 @@ import torch
 import streamload
 from streamload import Source
 from streamload.errors import OptionError
-from streamload.order.events import UNIT
-from streamload.order.portions import portion, shares_of
+from streamload.order.events import UNIT, shares_of
+from streamload.order.steps import portion
 from streamload.steering import Decided
 from streamload.testing.resume import Layout, assert_resumes_exactly
 from streamload.testing.shards import read_oracle, write_shards

@@ -22,8 +22,8 @@ from streamload.daemon.plan_file import PlannedSource, PlanProgress, RunPlan, pl
 from streamload.daemon.service import Service
 from streamload.errors import OptionError
 from streamload.order.plan import OrderOptions
-from streamload.origins.access import Named
 from streamload.origins.origin import OriginOptions
+from streamload.origins.protocol import Named
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
 from streamload.urls import expand_urls

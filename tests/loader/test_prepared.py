@@ -375,7 +375,7 @@ def test_prepared_shards_count_as_needed(server: ShardServer, tmp_path: Path) ->
     with make(server.url, cache, prepare="raw-32", lanes=1, shuffle=0) as loader:
         rest = iter(loader)
         next(rest)
-        tier.budget.set_limit(tier.used_bytes - 1)
+        tier.budget.limit.set(tier.used_bytes - 1)
         assert (
             tier.budget.excess(tier.limit_bytes, lambda held: True, ())[0].digest
             == shard_of(other, None).digest

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from streamload.errors import OptionError
 from streamload.order import group
-from streamload.order.cursor import Cursor
-from streamload.order.group import GroupOrder
+from streamload.order.group import Cursor, GroupOrder
 from streamload.order.plan import OrderOptions
 from tests.support.order_oracle import Case, Given, drain, sequence
 

@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamload.errors import OptionError
-from streamload.order.events import UNIT, in_effect, new_weights
-from streamload.order.portions import Portions, portion, shares_of
-from streamload.order.split import Split
-from streamload.order.steps import Steps
+from streamload.order.events import UNIT, in_effect, new_weights, shares_of
+from streamload.order.steps import Portions, Split, Steps, portion
 
 
 def all_shares(sources):

@@ -7,8 +7,10 @@ import pytest
 
 from streamload.errors import OptionError
 from streamload.order.group import GroupOrder
+from streamload.order.lanes import default_lanes
 from streamload.order.plan import OrderOptions
-from streamload.order.split import Split, default_lanes, default_window
+from streamload.order.shuffle import default_window
+from streamload.order.steps import Split
 from tests.support.order_oracle import Case, Given, drain
 
 

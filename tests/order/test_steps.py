@@ -7,8 +7,7 @@ import pytest
 from streamload.buckets.cells import CellBlocks
 from streamload.errors import OptionError
 from streamload.order.events import new_batch_size
-from streamload.order.split import Split
-from streamload.order.steps import Block, Steps
+from streamload.order.steps import Block, Split, Steps
 from streamload.patches.steps import StepTable, TableSteps, refuse_uneven
 
 STEPS = ((128, 16), (576, 3), (1024, 2), (128, 16), (128, 5))

@@ -15,7 +15,6 @@ from streamload.daemon.warm import warm
 from streamload.errors import OptionError, OriginDenied, OriginError
 from streamload.origins import access
 from streamload.origins.access import (
-    Named,
     granted,
     headers_for,
     refuse_address,
@@ -23,6 +22,7 @@ from streamload.origins.access import (
     warn_of_shared_headers,
 )
 from streamload.origins.origin import OriginOptions, open_origin
+from streamload.origins.protocol import Named
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.urls import expand_urls, origin_of

@@ -31,7 +31,7 @@ from streamload.errors import (
     OriginUnavailable,
 )
 from streamload.loader import worker_config
-from streamload.origins import outages
+from streamload.origins import endpoints
 from streamload.origins.origin import Origin, OriginOptions, open_origin
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
@@ -48,12 +48,12 @@ QUICK = OriginOptions(
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known() -> Iterator[None]:
-    outages._served.clear()
-    outages._away.clear()
-    outages._failing.clear()
+    endpoints._served.clear()
+    endpoints._away.clear()
+    endpoints._failing.clear()
     yield
-    outages._served.clear()
-    outages._away.clear()
+    endpoints._served.clear()
+    endpoints._away.clear()
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_a_server_that_never_gave_anything_is_not_waited_for(server: ShardServer
 def test_where_nobody_is_and_nothing_has_come_from_is_said_and_soon_given_up(
     server: ShardServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str
 ) -> None:
-    monkeypatch.setattr(outages, "_FIRST_CONTACT_SECONDS", 0.2)
+    monkeypatch.setattr(endpoints, "_FIRST_CONTACT_SECONDS", 0.2)
     patient = replace(QUICK, attempts=10_000)
     url, storage = f"{server.url}/a.tar", None
     if way == "no such name":
@@ -228,7 +228,7 @@ def test_where_nobody_is_and_nothing_has_come_from_is_said_and_soon_given_up(
 def test_a_closed_port_of_a_server_that_gave_something_is_an_outage(
     server: ShardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outages, "_FIRST_CONTACT_SECONDS", 0.0)
+    monkeypatch.setattr(endpoints, "_FIRST_CONTACT_SECONDS", 0.0)
     assert read(open_origin(f"{server.url}/a.tar", options=QUICK)) == BODY
     server.close()
     with reading(f"{server.url}/b.tar") as future, ShardServer(server.root, port=server.port):
@@ -259,7 +259,7 @@ def test_an_outage_that_nothing_has_met_for_long_is_over(
     server.misbehave("*", Fault(status=503))
     with pytest.raises(OriginOutage):
         read(open_origin(f"{server.url}/b.tar", options=replace(QUICK, outage_seconds=0.1)))
-    monkeypatch.setattr(outages, "_FORGOTTEN_SECONDS", 0.0)
+    monkeypatch.setattr(endpoints, "_FORGOTTEN_SECONDS", 0.0)
     with reading(f"{server.url}/b.tar") as future:
         server.misbehave("*")
         assert future.result(60) == BODY
@@ -331,10 +331,10 @@ def test_what_an_outage_costs_a_training(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_what_is_known_of_servers_is_forgotten_with_the_last_who_remembers() -> None:
-    outages._served["http://host"] = ()
-    first, second = outages.remember(), outages.remember()
+    endpoints._served["http://host"] = ()
+    first, second = endpoints.remember(), endpoints.remember()
     first()
     first()
-    assert outages._served
+    assert endpoints._served
     second()
-    assert not outages._served
+    assert not endpoints._served

@@ -13,7 +13,7 @@ import streamload
 from streamload import Shards
 from streamload.cache.shared.store import Store
 from streamload.errors import OriginDenied, OriginOutage
-from streamload.origins import outages
+from streamload.origins import endpoints
 from streamload.origins.origin import OriginOptions, open_origin
 from streamload.testing.shards import write_shards
 from tests.support.signed_s3 import Keys, SignedS3
@@ -58,7 +58,7 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, s3: SignedS3) -> Itera
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    end = outages.remember()
+    end = endpoints.remember()
     yield tmp_path
     end()
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from streamload.errors import OriginCut, OriginError, OriginNotFound, OriginUnavailable, ShardFormatError
-from streamload.origins.outages import Endpoint
+from streamload.origins.endpoints import Endpoint
 from streamload.origins.protocol import OriginOptions, Session, Version
 from streamload.origins.retrying import RetryingOrigin
 

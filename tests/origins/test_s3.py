@@ -26,8 +26,8 @@ import pytest
 from streamload.errors import DatasetChanged, OriginDenied, OriginError, OriginUnavailable
 from streamload.origins import origin as origin_module
 from streamload.origins import signing, stores
-from streamload.origins.access import Named
 from streamload.origins.origin import OriginOptions, abilities_of, open_origin
+from streamload.origins.protocol import Named
 from streamload.origins.signing import reason_for_s3fs
 from tests.support.signed_s3 import Keys, SignedS3
 from tests.support.tally import Tally

@@ -15,7 +15,7 @@ import pytest
 from streamload.cache.shared.store import Store
 from streamload.cli.options import storage_options_of
 from streamload.errors import OriginDenied, OriginOutage
-from streamload.origins import outages
+from streamload.origins import endpoints
 from streamload.origins.origin import OriginOptions, open_origin
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
@@ -53,7 +53,7 @@ def cloud(tmp_path: Path) -> Iterator[Cloud]:
         (tmp_path / name).mkdir()
     for name in "abc":
         (tmp_path / "store" / f"{name}.tar").write_bytes(BODY)
-    end = outages.remember()
+    end = endpoints.remember()
     with ShardServer(tmp_path / "store") as store, ShardServer(tmp_path / "tokens") as tokens:
         cloud = Cloud(store, tokens)
         cloud.issue("token-1")

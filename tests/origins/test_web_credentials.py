@@ -17,9 +17,10 @@ from streamload.cache.shared.store import Store
 from streamload.cli.options import storage_options_of
 from streamload.errors import OptionError, OriginDenied, OriginError, OriginOutage
 from streamload.options.storage import FileOptions
-from streamload.origins import outages
-from streamload.origins.access import Named, warn_of_shared_headers
+from streamload.origins import endpoints
+from streamload.origins.access import warn_of_shared_headers
 from streamload.origins.origin import OriginOptions, open_origin
+from streamload.origins.protocol import Named
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.urls import digest, expand_urls
@@ -85,7 +86,7 @@ def server(tmp_path: Path) -> Iterator[ShardServer]:
 @pytest.fixture(autouse=True)
 def memory() -> Iterator[None]:
     """Nothing remembered of endpoints from one test to the next."""
-    end = outages.remember()
+    end = endpoints.remember()
     yield
     end()
 

@@ -16,8 +16,7 @@ from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
 from streamload.errors import CacheError, CacheFull
 from streamload.metrics import Counters
-from streamload.origins.abilities import learn_ranges
-from streamload.origins.outages import remember
+from streamload.origins.endpoints import learn_ranges, remember
 from streamload.prefetch import fallback as fallback_
 from streamload.prefetch.fallback import FallbackPolicy, FallbackTier, StorageMode
 

@@ -231,7 +231,7 @@ def test_a_version_that_the_run_no_longer_reads_is_not_published(place: Place) -
 
 def test_without_room_nothing_is_evicted_that_a_run_may_need_and_the_limit_holds(place: Place) -> None:
     tier = place.tier
-    tier.budget.set_limit(tier.used_bytes + 100_000)
+    tier.budget.limit.set(tier.used_bytes + 100_000)
     demand = DemandFile(tier.root / "runs")
     demand.announce([shard.digest for shard in place.shards])
     preparer = place.prepare()

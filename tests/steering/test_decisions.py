@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamload.errors import DecisionsError, OptionError
-from streamload.order.events import UNIT, WEIGHTS
-from streamload.order.portions import shares_of
+from streamload.order.events import UNIT, WEIGHTS, shares_of
 from streamload.steering.decisions import SEQUENCE, DecisionLog, LogPlace, read_lines
 from streamload.steering.replay import Replay
 

@@ -13,8 +13,7 @@ from math import gcd
 import numpy as np
 
 from streamload.order import plan
-from streamload.order.cursor import Cursor
-from streamload.order.group import GroupOrder
+from streamload.order.group import Cursor, GroupOrder
 from streamload.order.plan import WITH_ARRIVALS, OrderOptions
 
 WORD = 1 << 64

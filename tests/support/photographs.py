@@ -8,7 +8,7 @@ from PIL import Image
 
 from streamload.batches.assembly import BatchAssembly
 from streamload.batches.images import ImageAssembly
-from streamload.shards.keys import KeySpec
+from streamload.cache.selection import KeySpec
 from streamload.transforms.plan import clip_plan
 from streamload.transforms.resize import Place
 

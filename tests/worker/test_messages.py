@@ -4,9 +4,9 @@ import pickle
 
 import pytest
 
-from streamload.cache.checkpoint import CheckpointShard
-from streamload.order.cursor import Cursor, LaneState
-from streamload.worker.states import GroupState, SealedStates, SourceState
+from streamload.order.group import Cursor
+from streamload.order.lanes import LaneState
+from streamload.worker.states import CheckpointShard, GroupState, SealedStates, SourceState
 
 
 def state(position):

@@ -35,7 +35,7 @@ _QUALITIES = range(1, 101)
 _ARITHMETIC = 2
 """Version of this module's arithmetic, part of the recipes' names; to be raised when pixels change."""
 _LARGEST_BYTES = 48 << 20
-"""Larger raw pixels aren't stored: well below the limit of a member (shards/keys.py)."""
+"""Larger raw pixels aren't stored: well below the limit of a member (cache/selection.py)."""
 _JPEG_LONGEST = 65_500
 
 

@@ -13,12 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 from streamload import urls
+from streamload.cache.selection import KeySpec
 from streamload.cache.shared.objects import refuse_url
 from streamload.derived.prepare.preparation import AUTO, Preparation
 from streamload.errors import OptionError, StreamloadError
 from streamload.loader import Shards, make_loader
 from streamload.options import read_settings
-from streamload.shards.keys import KeySpec
 from streamload.shards.samples import Entry
 from streamload.steering.progress import Progress
 from streamload.steering.schedule import Schedule

@@ -32,8 +32,7 @@ from streamload.loader.mixing.reports import (
 from streamload.loader.mixing.state import REPORTS, SteeringState
 from streamload.loader.options import LoaderOptions
 from streamload.loader.rank_run import RankRun
-from streamload.order.events import UNIT, new_weights
-from streamload.order.portions import shares_of
+from streamload.order.events import UNIT, new_weights, shares_of
 from streamload.steering import Decided, Policy, SourceSummary, Summary, weights_of
 from streamload.steering.decisions import described
 from streamload.steering.policy import FunctionPolicy, kept_memory

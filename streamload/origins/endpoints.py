@@ -1,9 +1,12 @@
-"""Outages: tell a failing shard from a failing endpoint, a server or bucket (step F).
+"""Endpoints, which are servers and buckets: what they can do, and whether they are down (step F).
+
+Known to a process and its forks, for all shards of an endpoint, as long as the process fills shards. The
+latest answer about an ability holds: backends of one server may differ.
 
 A shard that fails alone is given up. If the whole endpoint is down, that would cost one shard for each
-transfer that runs out of retries. So the endpoint is probed for a byte of a shard that it served before
-(known to this process and its forks, as long as it fills shards). An outage belongs to the endpoint: all
-transfers that wait for it share one deadline, and after it none waits again.
+transfer that runs out of retries. So the endpoint is probed for a byte of a shard that it served before. An
+outage belongs to the endpoint: all transfers that wait for it share one deadline, and after it none waits
+again.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from streamload.errors import (
@@ -24,9 +28,8 @@ from streamload.errors import (
     OriginTimeout,
     OriginUnavailable,
 )
-from streamload.origins import abilities
-from streamload.origins.protocol import Origin, Session
-from streamload.urls import endpoint, scrubbed_errors
+from streamload.origins.protocol import Origin, Session, Version
+from streamload.urls import endpoint, redact, scrubbed_errors
 
 Reopen = Callable[[Session], Origin]
 """Creates the origin of a shard again, for another session."""
@@ -38,7 +41,30 @@ _FIRST_CONTACT_SECONDS = 5.0
 _FORGOTTEN_SECONDS = 180.0
 """An outage that no transfer has seen for this long counts as over."""
 _logger = logging.getLogger("streamload")
+_abilities: dict[str, Abilities] = {}  # by name
 _served: dict[str, tuple[Endpoint, ...]] = {}  # by name: the last two shards that were served
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """Abilities of a server; None: no answer has shown it yet.
+
+    Attributes:
+        ranges: it answers a request for a range with that range (206), so that a sample can be read alone.
+        sizes: it states the size of a shard.
+        versions: what tells two versions of a shard apart: "ETag", "date", or "" for nothing.
+    """
+
+    ranges: bool | None = None
+    sizes: bool | None = None
+    versions: str | None = None
+
+    def __str__(self) -> str:
+        """Describe the server for a person."""
+        ranges = {None: "byte ranges not tried", True: "byte ranges", False: "no byte ranges"}[self.ranges]
+        sizes = {None: "sizes not seen", True: "sizes", False: "no sizes"}[self.sizes]
+        versions = {None: "versions not seen", "": "nothing tells versions apart"}
+        return f"{ranges}, {sizes}, {versions.get(self.versions, f'versions by {self.versions}')}"
 
 
 class Outage(NamedTuple):
@@ -61,6 +87,23 @@ _away: dict[str, Outage] = {}  # by the name of the endpoint
 _failing: dict[str, float] = {}  # by name: when "can't be reached" was logged
 _listeners: list[tuple[int, Callable[[], None]]] = []  # with the process ID, as forks inherit the list
 _remembering: list[int] = []  # process IDs, for the same reason
+
+
+def abilities(url: str) -> Abilities:
+    """Return what is known of the server of a shard."""
+    return _abilities.get(_server(url), Abilities())
+
+
+def learn_ranges(url: str, has_ranges: bool) -> None:
+    """Note how a request for a range was answered."""
+    _abilities[_server(url)] = replace(abilities(url), ranges=has_ranges)
+
+
+def learn_version(url: str, version: Version) -> None:
+    """Note what an answer says about a shard's version."""
+    validator = "ETag" if version.etag else "date" if version.last_modified else ""
+    has_size = version.size is not None
+    _abilities[_server(url)] = replace(abilities(url), sizes=has_size, versions=validator)
 
 
 def outages() -> dict[str, Outage]:
@@ -96,9 +139,8 @@ def remember() -> Callable[[], None]:
         pid = 0
         _remembering.remove(os.getpid())
         if os.getpid() not in _remembering:
-            for by_endpoint in (_served, _away, _failing):
-                by_endpoint.clear()
-            abilities.forget()
+            for by_name in (_abilities, _served, _away, _failing):
+                by_name.clear()
 
     return end
 
@@ -202,6 +244,10 @@ class Endpoint:
             *(self._name, exc, seconds),
         )
         _notify()
+
+
+def _server(url: str) -> str:
+    return endpoint(redact(url))
 
 
 def _notify() -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 
+from streamload.cache.selection import KeySpec, usable
 from streamload.errors import OptionError
 from streamload.shards.index import IndexReader, IndexWriter
-from streamload.shards.keys import KeySpec, usable
 from streamload.shards.samples import Entry
 
 IMAGE = KeySpec.parse("jpg;png;jpeg;webp")
