@@ -69,7 +69,7 @@ def train(url: str, place: Path) -> None:
         num_workers=2,
         order=streamload.Order(num_batches=10**6),
         cache_dir=place / "cache",
-        cache_size="1GB",
+        cache_size="100MB",
     ) as loader:
         for number, _ in enumerate(loader):
             time.sleep(0.05)
