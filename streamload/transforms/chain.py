@@ -107,7 +107,7 @@ def after_resize(chain: Chain, last: Callable[[Any, tuple[str, str]], Any] | Non
     Raises:
         NotRecognised: one isn't supported, or not at its place.
     """
-    after = chain.all(lambda step, name: (step, _colour(step, name)) if _keeps_size(step, name) else None)
+    after = chain.all(lambda step, name: (step, colour_step(step, name)) if _keeps_size(step, name) else None)
     statistics = _statistics(chain)
     if last is not None:
         chain.next(last)
@@ -121,7 +121,13 @@ def after_resize(chain: Chain, last: Callable[[Any, tuple[str, str]], Any] | Non
     return AfterResize((), tuple(step for step, _ in after), statistics)
 
 
-def _colour(step: Any, name: tuple[str, str]) -> Flip | Grey | None:
+def colour_step(step: Any, name: tuple[str, str]) -> Flip | Grey | None:
+    """Return what a function does to colours or sides, if it is one of those that are compiled.
+
+    Args:
+        step: the function.
+        name: from `name_of`.
+    """
     if name == (TORCHVISION, "RandomHorizontalFlip"):
         return Flip(float(step.p))
     if name == (TORCHVISION, "RandomGrayscale"):
@@ -139,7 +145,7 @@ def _keeps_size(step: Any, name: tuple[str, str]) -> bool:
         return all(_keeps_size(inner, name_of(inner)) for inner in step.transforms)
     if name == (TORCHVISION, "RandomRotation"):
         return not step.expand
-    return name in _KEEP_SIZE or _colour(step, name) is not None
+    return name in _KEEP_SIZE or colour_step(step, name) is not None
 
 
 def _statistics(chain: Chain) -> Statistics | None:

@@ -53,7 +53,6 @@ class PlannedTransform:
         self._statistics = None if as_bytes else plan.statistics
         self._normalise = normalise_levels_into if plan.on_tensors else normalise_into
         self._levels: torch.Tensor | None = None
-        self._whole = Box(0, 0, *plan.size)
         self._boxes = RandomBox(plan.fit.scale, plan.fit.ratio) if isinstance(plan.fit, RandomCrop) else None
         self._is_random = self._boxes is not None or bool(plan.colour)
         self._draws = Draws()
@@ -91,7 +90,8 @@ class PlannedTransform:
             DecodeError: the image is so elongated that its short side would have no pixel.
         """
         plan, statistics = self.plan, self._statistics
-        box, size, part = self._fitted(pixels, choices.box)
+        height, width, _ = pixels.shape
+        box, size, part = fitted(plan, height, width, choices.box)
         is_all = not (plan.given or any(choices.colour)) and part[2:] == plan.size
         if plan.on_tensors:
             return functools.partial(
@@ -106,20 +106,6 @@ class PlannedTransform:
             return levels
         return functools.partial(self._finished, levels, part, choices)
 
-    def _fitted(self, pixels: Pixels, box: Box | None) -> tuple[Box, Size, Box]:
-        """Return the box to resize, its new size, and the part of that to use."""
-        plan = self.plan
-        if box is not None:
-            return box, plan.size, self._whole
-        height, width, _ = pixels.shape
-        assert not isinstance(plan.fit, RandomCrop)
-        size = plan.fit.resized(height, width)
-        if not all(size):
-            raise DecodeError(f"image of {width}×{height} can't be resized to {size[1]}×{size[0]}")
-        cut = _middle_rounded_down if plan.rounds_down else _middle
-        (top, down), (left, across) = map(cut, size, plan.size)
-        return Box(0, 0, height, width), size, Box(max(top, 0), max(left, 0), down, across)
-
     def _finished(self, put: Put, part: Box, choices: Choices, *, out: Place) -> None:
         """Pad, apply the colour steps that were drawn, and normalise, as far as the plan says."""
         plan = self.plan
@@ -129,10 +115,10 @@ class PlannedTransform:
         if part[2:] == plan.size:
             put(out=Place.of(levels))
         else:
-            put(out=Place.of(fitted := empty(*part[2:])))
+            put(out=Place.of(resized := empty(*part[2:])))
             levels.copy_(torch.tensor(plan.fill, dtype=torch.uint8, device="cpu").view(3, 1, 1))
-            above, before = ((side - there) // 2 for side, there in zip(plan.size, part[2:], strict=True))
-            levels[:, :, above : above + part.height, before : before + part.width] = fitted
+            above, before = padding(plan, part)
+            levels[:, :, above : above + part.height, before : before + part.width] = resized
         image = levels[0]
         for step, is_done in zip(plan.colour, choices.colour, strict=True):
             if is_done:
@@ -148,6 +134,34 @@ class PlannedTransform:
         """Run the functions as given on uint8[3, H, W], with the random numbers that they would draw."""
         self._generators.seed(choices.seed, choices.torch_taken)
         return run_given(self.plan.given, levels)
+
+
+def fitted(plan: ImagePlan, height: int, width: int, box: Box | None) -> tuple[Box, Size, Box]:
+    """Return the box of an image to resize, its new size, and the part of that to use.
+
+    Args:
+        plan: that says so.
+        height: of the image, in pixels.
+        width: of the image, in pixels.
+        box: that was drawn; None: given by the plan.
+
+    Raises:
+        DecodeError: the image is so elongated that its short side would have no pixel.
+    """
+    if box is not None:
+        return box, plan.size, Box(0, 0, *plan.size)
+    assert not isinstance(plan.fit, RandomCrop)
+    size = plan.fit.resized(height, width)
+    if not all(size):
+        raise DecodeError(f"image of {width}×{height} can't be resized to {size[1]}×{size[0]}")
+    cut = _middle_rounded_down if plan.rounds_down else _middle
+    (top, down), (left, across) = map(cut, size, plan.size)
+    return Box(0, 0, height, width), size, Box(max(top, 0), max(left, 0), down, across)
+
+
+def padding(plan: ImagePlan, part: Box) -> tuple[int, int]:
+    """Return the rows above and the columns before an image that is smaller than the plan's size."""
+    return (plan.size[0] - part.height) // 2, (plan.size[1] - part.width) // 2
 
 
 def run_given(functions: Sequence[Given], levels: torch.Tensor) -> torch.Tensor:

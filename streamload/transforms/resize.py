@@ -108,7 +108,7 @@ def resizing(
     if part is None and box[2:] == size:
         return functools.partial(_copied, crop(pixels, box))
     if fits_kernel(pixels, box):
-        return kernel_resizing(pixels, box, size, by, _goes_down_first(box, size), None, part)
+        return kernel_resizing(pixels, box, size, by, goes_down_first(box, size), None, part)
     image = crop(pixels, box)
     if part is None:
         return _by_torch(image, size, by)
@@ -126,7 +126,7 @@ def resizing_to_floats(
     """
     if not fits_kernel(pixels, box):
         return None
-    return kernel_resizing(pixels, box, size, by, _goes_down_first(box, size), statistics, part)
+    return kernel_resizing(pixels, box, size, by, goes_down_first(box, size), statistics, part)
 
 
 def resizing_tensor(pixels: Pixels, size: tuple[int, int], by: Filter, part: Box) -> Put:
@@ -195,7 +195,7 @@ def _layout(tensor: torch.Tensor) -> torch.memory_format:
 
 def _by_torch(image: torch.Tensor, size: tuple[int, int], by: Filter) -> Put:
     """Resize uint8[1, 3, H, W] by torch's kernel, in Pillow's order of passes."""
-    if _goes_down_first(Box(0, 0, *image.shape[2:]), size):
+    if goes_down_first(Box(0, 0, *image.shape[2:]), size):
         return functools.partial(_resize_down_first, image, size, by)
     return functools.partial(_resize, image, size, by)
 
@@ -248,7 +248,7 @@ def _resize_part(image: torch.Tensor, size: tuple[int, int], part: Box, by: Filt
     return torch.from_numpy(np.array(resized)).permute(2, 0, 1)[None]
 
 
-def _goes_down_first(box: Box, size: tuple[int, int]) -> bool:
+def goes_down_first(box: Box, size: tuple[int, int]) -> bool:
     """Return whether Pillow runs the vertical pass first: from 13.0 on, if that saves work."""
     (_, _, height, width), (new_height, new_width) = box, size
     return (

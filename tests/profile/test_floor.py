@@ -17,7 +17,7 @@ from streamload.profile import floor
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
 from streamload.transforms.augment import Box, Draws, RandomBox
 from streamload.transforms.normalise import normalise_into
-from streamload.transforms.resize import _goes_down_first, resize_box
+from streamload.transforms.resize import goes_down_first, resize_box
 from tests.support.photographs import SIZES, photograph
 
 NAMES = ["a.jpg", "a.txt", "deep/" * 25 + "b.jpg", "d" * 90 + "/" + "e" * 80 + ".txt", "f" * 100, "ü/ß.jpg"]
@@ -95,7 +95,7 @@ def test_pixels_are_those_of_the_default_transform(size):
         batch.resize(place, pixels[None, top : top + height, left : left + width])
         (expected,) = resize_box(pixels, Box(top, left, height, width), 224, 224)
         difference = (batch.images[place].int() - expected.int()).abs().float()
-        if _goes_down_first(Box(top, left, height, width), (224, 224)):
+        if goes_down_first(Box(top, left, height, width), (224, 224)):
             assert difference.mean() < 0.5
         else:
             assert difference.max() == 0

@@ -24,7 +24,7 @@ from streamload.transforms.plan import (
     Squash,
     clip_plan,
 )
-from streamload.transforms.resize import Place, _goes_down_first, resize_box, resizing
+from streamload.transforms.resize import Place, resize_box, resizing
 from tests.support.photographs import SIZES, photograph, transformed
 
 PILLOWS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
@@ -102,7 +102,7 @@ def test_boxes_of_any_shape_are_resized_in_pillows_order_of_axes(which, by, is_e
 
 
 def goes_down_first(shape, size):
-    return _goes_down_first(Box(0, 0, *shape), size)
+    return resize.goes_down_first(Box(0, 0, *shape), size)
 
 
 def test_a_tall_box_resized_in_the_other_order_fails_to_be_pillows(is_exact):
