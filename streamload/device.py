@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from streamload import limits
+from streamload.batches.images import MakeImages
 from streamload.ipc import is_plain
 from streamload.transforms.normalise import normalise_batch
 from streamload.transforms.plan import Statistics
@@ -30,7 +31,6 @@ from streamload.transforms.plan import Statistics
 logger = logging.getLogger("streamload")
 
 Values = dict[str, Any]
-
 _SLOTS = 2
 """One is filled while the copies from the other may still be running."""
 _ALIGNMENT_BYTES = 256
@@ -97,7 +97,11 @@ def memory_of(device: torch.device | None) -> CudaMemory | None:
 
 
 def feed_for(
-    device: torch.device | None, statistics: Statistics | None = None, *, is_pinned: bool = False
+    device: torch.device | None,
+    statistics: Statistics | None = None,
+    *,
+    is_pinned: bool = False,
+    make_images: MakeImages | None = None,
 ) -> Feed:
     """Return the feed to a device.
 
@@ -105,11 +109,14 @@ def feed_for(
         device: None leaves everything where it is.
         statistics: normalise uint8 images on the device by these; None: leave them unchanged.
         is_pinned: put batches into pinned host memory, and nowhere else.
+        make_images: makes the images of a batch before the rest of it is moved; None: workers made them.
     """
     if is_pinned:
-        return Pinned()
+        return Pinned(make_images)
     stream = None if device is None else _stream_of(device)
-    return Direct(device, statistics) if stream is None else Streamed(stream, statistics)
+    if stream is None:
+        return Direct(device, statistics, make_images)
+    return Streamed(stream, statistics, make_images)
 
 
 class Direct:
@@ -117,8 +124,13 @@ class Direct:
 
     runs_ahead = False
 
-    def __init__(self, device: torch.device | None, statistics: Statistics | None = None):
-        self._device, self._statistics = device, statistics
+    def __init__(
+        self,
+        device: torch.device | None,
+        statistics: Statistics | None = None,
+        make_images: MakeImages | None = None,
+    ):
+        self._device, self._statistics, self._make_images = device, statistics, make_images
 
     def send(self, values: Values) -> Callable[[], Values]:
         """Keep the batch until it is handed out."""
@@ -128,6 +140,8 @@ class Direct:
         """Do nothing: no resources are held."""
 
     def _moved(self, values: Values) -> Values:
+        if self._make_images is not None:
+            values = self._make_images(values)
         if self._device is None:
             return values
         moved = {
@@ -144,18 +158,21 @@ class Pinned:
 
     runs_ahead = True
 
-    def __init__(self) -> None:
+    def __init__(self, make_images: MakeImages | None = None) -> None:
+        self._make_images = make_images
         self._thread = limits.Threads(1, "streamload-pin")
         self.close = weakref.finalize(self, _end, self._thread, (), os.getpid())
         self.close.atexit = False  # at exit Python itself waits for the thread
 
     def send(self, values: Values) -> Callable[[], Values]:
         """Pass the batch to the thread."""
-        return self._thread.submit(_pin, values).result
+        return self._thread.submit(_pin, values, self._make_images).result
 
 
-def _pin(values: Values) -> Values:
+def _pin(values: Values, make_images: MakeImages | None) -> Values:
     """In the thread: copy a batch into pinned memory, which torch reuses once its tensors are dead."""
+    if make_images is not None:
+        values = make_images(values)
     return {name: value.pin_memory() if is_plain(value) else value for name, value in values.items()}
 
 
@@ -176,12 +193,18 @@ class Streamed:
     Args:
         stream: of the device; not used for anything else.
         statistics: normalise uint8 images on the device by these; None: leave them unchanged.
+        make_images: makes the images of a batch, on the stream; None: workers made them.
     """
 
     runs_ahead = True
 
-    def __init__(self, stream: torch.Stream, statistics: Statistics | None = None):
-        self._stream, self._statistics = stream, statistics
+    def __init__(
+        self,
+        stream: torch.Stream,
+        statistics: Statistics | None = None,
+        make_images: MakeImages | None = None,
+    ):
+        self._stream, self._statistics, self._make_images = stream, statistics, make_images
         slots = [_PinnedSlot() for _ in range(_SLOTS)]
         self._next_slot = itertools.cycle(slots)
         self._is_short = False  # of device memory, for a batch ahead
@@ -194,7 +217,8 @@ class Streamed:
         return functools.partial(self._hand_out, values, None if self._is_short else self._submit(values))
 
     def _submit(self, values: Values) -> Future[_Sent]:
-        return self._thread.submit(_send, values, next(self._next_slot), self._stream, self._statistics)
+        slot = next(self._next_slot)
+        return self._thread.submit(_send, values, slot, self._stream, self._statistics, self._make_images)
 
     def _hand_out(self, values: Values, sent: Future[_Sent] | None) -> Values:
         """In the training thread: the batch, for its stream."""
@@ -255,9 +279,17 @@ def _room_for(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     return memory[: tensor.nbytes].view(tensor.dtype).as_strided(tensor.shape, strides)
 
 
-def _send(values: Values, slot: _PinnedSlot, stream: torch.Stream, statistics: Statistics | None) -> _Sent:
-    """In the thread: start the copies to the device, and the normalisation."""
+def _send(
+    values: Values,
+    slot: _PinnedSlot,
+    stream: torch.Stream,
+    statistics: Statistics | None,
+    make_images: MakeImages | None,
+) -> _Sent:
+    """In the thread: start the images, the copies to the device, and the normalisation."""
     torch.accelerator.set_stream(stream)  # of this thread, with its device
+    if make_images is not None:
+        values = make_images(values)
     moved = dict(values)
     try:
         for name, copy in slot.copies({k: v for k, v in values.items() if is_plain(v)}).items():

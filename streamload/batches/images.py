@@ -30,6 +30,8 @@ from streamload.transforms.resize import Place
 from streamload.transforms.user import SeededGenerators, UserTransform
 
 Preprocess = Callable[[Any], Any]
+MakeImages = Callable[[dict[str, Any]], dict[str, Any]]
+"""Makes images of the values that a worker left in their place, and returns the batch's values with them."""
 
 _TIMED_OF, _TIMED = 16, 7
 """One image of 16 is timed, the eighth: the first ones of a batch are slower, after other code."""
@@ -118,6 +120,10 @@ class ImageMaker:
         """A function that makes the images of an empty batch."""
         raise NotImplementedError
 
+    def in_rank(self, assembly: ImageAssembly, device: torch.device) -> MakeImages | None:
+        """What makes a batch's images in the rank, on their device; None: the worker has made them."""
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class ImageAssembly:
@@ -147,6 +153,16 @@ class ImageAssembly:
         if self.as_bytes and isinstance(self.preprocess, ImagePlan | ImageMaker):
             return self.preprocess.statistics
         return None
+
+    def in_rank(self, device: torch.device | None) -> MakeImages | None:
+        """What makes a batch's images in the rank; None: workers make them.
+
+        Args:
+            device: of the batches; None: host memory.
+        """
+        if not isinstance(self.preprocess, ImageMaker):
+            return None
+        return self.preprocess.in_rank(self, device or torch.device("cpu"))
 
     @property
     def runs_as_given(self) -> bool:

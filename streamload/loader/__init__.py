@@ -187,7 +187,7 @@ def make_loader(
         columns=columns,
         mixing=mixing,
         repeat=read_repeat(shards.repeat, columns),
-        extensions=extensions_of(batches, order, mixing),
+        extensions=extensions_of(images, batches, order, mixing),
     )
     refuse_unusable(options)
     return Loader(options)

@@ -34,6 +34,7 @@ from streamload.steering.replay import Replay
 from streamload.weights.sample import Complexity, read_sample_weight
 
 ImageDtype = Literal["float32", "uint8"]
+Decode = Literal["host", "device"]
 OnError = Literal["skip", "raise"]
 _MODALITIES = ("image", "text")
 TextPaddingName = Literal["max", "longest"]
@@ -153,6 +154,10 @@ class Images(Group):
             (STREAMLOAD_MAX_IMAGE_PIXELS).
         patches: make images into patches, each in its own aspect and resolution
             (docs/guides/variable-resolution.md). None: batches have images of one size.
+        decode: where JPEGs become pixels (docs/guides/device-decoding.md). "host": in the workers. "device":
+            on the batches' `device`, by its JPEG engine, ahead of the step; workers do everything else. The
+            samples, their order and their random choices are the same, pixels nearly so. It needs
+            `streamload[gpu]`, and a `preprocess` that is compiled whole.
 
     Raises:
         OptionError: a value that can't be used.
@@ -163,9 +168,11 @@ class Images(Group):
     prepare: str | None = None
     max_pixels: int | None = None
     patches: Patches | None = None
+    decode: Decode = "host"
 
     def __post_init__(self) -> None:
         parse_choice(self.dtype, ("float32", "uint8"), "dtype")
+        parse_choice(self.decode, get_args(Decode), "decode")
         if self.prepare not in (None, AUTO):
             Preparation.parse(self.prepare)
         if not (self.patches is None or isinstance(self.patches, Patches)):

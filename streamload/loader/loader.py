@@ -243,6 +243,7 @@ class Loader(DataLoaderInterface):
         joined = joined_state(state, registered.BY_RANK)
         self._schedule.load(joined, moved or {})
         self._parts.load(joined)
+        registered.warn_of_decoder(joined, self.options)
         position = self._schedule.tracker.now()
         self._process.restore(counts_in(joined), position.position - position.start)
 
@@ -607,8 +608,12 @@ class Loader(DataLoaderInterface):
         process.checks.start_epoch(process.control.order.generation)
         batches = pool.start_epoch()
         if self._feed is None:  # made after the workers: forked ones must not inherit a device context
+            device, images = self._destination.device, pool.images
             self._feed = feed_for(
-                self._destination.device, pool.statistics, is_pinned=self._destination.is_pinned
+                device,
+                pool.statistics,
+                is_pinned=self._destination.is_pinned,
+                make_images=None if images is None else images.in_rank(device),
             )
         schedule.tracker.start()
         is_start = position.position == (position.start if schedule.epochs_are_passes else 0)

@@ -49,6 +49,7 @@ class WorkerPool:
         tier: that they read.
         run: its name on this node.
         shards: how many this rank reads in a pass; one that it shares counts on the rank with its beginning.
+        images: how they are made; None: batches have none.
         functions: the argument whose function has most of a stage's time, by stage.
 
     Raises:
@@ -67,6 +68,7 @@ class WorkerPool:
         self.extensions = config.extensions[len(options.extensions) :]
         images = config.assembly.images if options.images.dtype == "float32" else None
         self.statistics: Statistics | None = None if images is None else images.unnormalised
+        self.images = config.assembly.images
         self.functions = _functions(options, config)
         self._options = options
         try:

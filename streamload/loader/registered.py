@@ -19,7 +19,7 @@ from streamload.features.columns import FeatureAssembly
 from streamload.loader.bounds import AgreedBounds, are_bounds_agreed, row_costs
 from streamload.loader.distributed import gather
 from streamload.loader.features import bound_features
-from streamload.loader.groups import Batches, Order
+from streamload.loader.groups import Batches, Images, Order
 from streamload.loader.in_flight import check_step, in_flight_of, report
 from streamload.loader.microbatches import Microbatches, Microbatching
 from streamload.loader.mixing.batch_size import BatchSizes, BatchSizing
@@ -57,13 +57,16 @@ __all__ = [
     "microbatching_of",
     "observer_of",
     "reports_of",
+    "warn_of_decoder",
 ]
 
 BY_RANK = frozenset({*Decisions.by_rank, *BatchSizing.by_rank})
 """The keys of a state of which each rank has its part; see RankPart.by_rank."""
 
 
-def extensions_of(batches: Batches, order: Order, mixing: Policy | Replay | None) -> tuple[Extension, ...]:
+def extensions_of(
+    images: Images, batches: Batches, order: Order, mixing: Policy | Replay | None
+) -> tuple[Extension, ...]:
     """The extensions of a loader: those of its options, and the user's own.
 
     Raises:
@@ -74,6 +77,10 @@ def extensions_of(batches: Batches, order: Order, mixing: Policy | Replay | None
         extensions.append(Mixing(0 if mixing is None or isinstance(mixing, Replay) else mixing.every))
     if batches.batch_policy is not None:
         extensions.append(BatchSizes())
+    if images.decode == "device":
+        from streamload.pixels.rank import DeviceDecoding
+
+        extensions.append(DeviceDecoding())
     sample_weight = read_sample_weight(batches.sample_weight)
     if sample_weight is not None:
         extensions.append(RowWeights(sample_weight))
@@ -86,8 +93,9 @@ def _check_own(extensions: Collection[Extension]) -> None:
     if not extensions:
         return
     from streamload.daemon.publication import PlanPublication
+    from streamload.pixels.rank import DeviceDecoding
 
-    of_runs = (PlanPublication, RowFeatures, PatchedImages, RowLengths, Buckets, InFlight)
+    of_runs = (DeviceDecoding, PlanPublication, RowFeatures, PatchedImages, RowLengths, Buckets, InFlight)
     names = {Mixing.name, BatchSizes.name, RowWeights.name, *(extension.name for extension in of_runs)}
     for extension in extensions:
         if not isinstance(extension, Extension):
@@ -97,6 +105,19 @@ def _check_own(extensions: Collection[Extension]) -> None:
                 f"extensions has the name {extension.name!r} twice, or it is one of streamload's own"
             )
         names.add(extension.name)
+
+
+def warn_of_decoder(state: Mapping[str, Any], options: LoaderOptions) -> None:
+    """Warn where a run of images that a device decoded goes on with the host's decoder.
+
+    Args:
+        state: of the loader.
+        options: of the loader that continues it.
+    """
+    if "decoder" in state and options.images.decode == "host":
+        from streamload.pixels.rank import warn_of_other
+
+        warn_of_other(str(state["decoder"]), None)
 
 
 def reports_of(options: LoaderOptions) -> RankPart:

@@ -344,6 +344,14 @@ def _transform(options: LoaderOptions) -> ImagePlan | ImageMaker | Preprocess | 
         _warn_of_missing_kernel()
     if options.images.patches is not None:
         return PatchImages(options.patch_transform(options.images.compile))
-    if options.preprocess is None:
-        return None if options.workers.map_sample is not None else clip_plan(options.train)
-    return plan_or_given(options.preprocess, options.images.compile)
+    plan: ImagePlan | Preprocess | None
+    if options.preprocess is not None:
+        plan = plan_or_given(options.preprocess, options.images.compile)
+    else:
+        plan = None if options.workers.map_sample is not None else clip_plan(options.train)
+    if options.images.decode == "host":
+        return plan
+    from streamload.pixels.files import FileImages
+
+    assert isinstance(plan, ImagePlan)  # others are refused
+    return FileImages(plan)

@@ -46,6 +46,7 @@ def install(
     compile: bool = True,  # noqa: A002
     shared_cache: str | None = None,
     prepare: str | None = None,
+    decode: Literal["host", "device"] = "host",
     moved: Sequence[tuple[str, str]] = (),
     mixing: Schedule | Progress | None = None,
     on_device: bool = True,
@@ -62,6 +63,8 @@ def install(
             (docs/guides/transforms.md).
         shared_cache: as for make_loader; None: STREAMLOAD_SHARED_CACHE, if set.
         prepare: train on prepared images (`Images(prepare=…)`); validation never does.
+        decode: where the training's images are decoded (`Images(decode=…)`); those of validation always are
+            in workers, so that its results are comparable.
         moved: with --resume: (old, new) URL prefixes of shards that have moved (`Loader.load_state_dict`).
         mixing: how the weights of the sources of `--train-data a::b` change; they are named "0", "1", …. For
             Progress the training reports the loss of each row among those of its rank. Changes are logged to
@@ -115,7 +118,9 @@ def install(
                 shards, most_pixels = selected(args, legacy=is_legacy)
                 common |= {"shards": shards, **text_options(args, tokenizer, is_train=is_train)}
                 if is_train:
-                    common["images"] = Images(compile=compile, prepare=prepare, max_pixels=most_pixels)
+                    common["images"] = Images(
+                        compile=compile, prepare=prepare, decode=decode, max_pixels=most_pixels
+                    )
                     data = training(args, common, epoch, floor, moved, naflex, mixing)
                     if isinstance(mixing, Progress):
                         loaders[:] = [data.dataloader.loader]
@@ -181,6 +186,7 @@ def main(arguments: list[str]) -> None:
         compile=options.compile,
         shared_cache=options.shared_cache,
         prepare=options.prepare,
+        decode=options.decode,
         moved=moved,
         mixing=options.mixing,
         on_device=options.device != "none",

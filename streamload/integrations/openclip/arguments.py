@@ -81,6 +81,7 @@ _FLAGS = {
     "seed": "--seed",
     "device": "--device",
     "prepare": "--streamload-prepare",
+    "decode": "--streamload-decode",
     "shared_cache": "--streamload-shared-cache",
     "shared": "--streamload-shared-cache",
     "moved": "--streamload-moved",
@@ -121,6 +122,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="RECIPE",
         type=_told(lambda recipe: recipe if recipe == AUTO else str(Preparation.parse(recipe))),
         help="train on prepared images: raw, raw-256, jpeg-256-q90; auto: as pays, with the same pixels",
+    )
+    add(
+        f"{_OURS}decode",
+        dest="decode",
+        choices=["host", "device"],
+        default="host",
+        help="device: decode the training's JPEGs on the GPU, by its engine; needs streamload[gpu]",
     )
     add(
         f"{_OURS}moved",
@@ -164,7 +172,7 @@ def take_own(arguments: Iterable[str]) -> tuple[argparse.Namespace, list[str]]:
         SystemExit: a flag is unknown or its value invalid; the error was printed.
     """
     parse = parser()
-    values = {f"{_OURS}{name}": 1 for name in ("shared-cache", "prepare", "mixing", "device")}
+    values = {f"{_OURS}{name}": 1 for name in ("shared-cache", "prepare", "decode", "mixing", "device")}
     values[f"{_OURS}moved"] = 2
     own_words: list[str] = []
     other_words: list[str] = []

@@ -1,0 +1,218 @@
+"""A batch's images as files and random choices, from which the rank makes pixels (steps I, J).
+
+What the device's decoder refuses, and what the host's decoder might not take, is decoded and transformed by
+the worker, in the same batch. So damage is found, counted and replaced as where workers decode all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from streamload.batches.collate import Allocate
+from streamload.batches.images import (
+    ImageAssembly,
+    ImageMaker,
+    ImageMemory,
+    ImagesFactory,
+    Places,
+    PlannedImages,
+)
+from streamload.pixels.decoders import engine_refusal
+from streamload.pixels.rank import CHOICES, FILES, MADE, NO_FILE, ImagesOfFiles, packed
+from streamload.pixels.sound import doubt
+from streamload.transforms.decode import jpeg_size
+from streamload.transforms.execute import Choices, PlannedTransform, fitted
+from streamload.transforms.plan import ImagePlan, Statistics
+
+_FIRST_FILE_BYTES = 64 << 10
+_GROWTH = 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class FileImages(ImageMaker):
+    """The maker of images that the rank decodes.
+
+    Attributes:
+        plan: that makes images of pixels.
+        refuses: why the device's decoder doesn't take a file; see decoders.engine_refusal.
+    """
+
+    plan: ImagePlan
+    refuses: Callable[[memoryview, int], str | None] = engine_refusal
+
+    @property
+    def statistics(self) -> Statistics | None:
+        """The statistics for images that are left as uint8; None: they can't be."""
+        return self.plan.statistics
+
+    def batch_factory(self, assembly: ImageAssembly) -> ImagesFactory:
+        """A function that makes the images of an empty batch."""
+        transform, places, room = PlannedTransform(self.plan), Places(), _FileRoom()
+        return lambda size, allocate, seq_len=0: FilesInProgress(
+            self, assembly, transform, _FileMemory(room, size, allocate),
+            lambda: PlannedImages(transform, assembly, ImageMemory(self.plan, True, places, size, allocate)),
+        )  # fmt: skip
+
+    def in_rank(self, assembly: ImageAssembly, device: torch.device) -> ImagesOfFiles:
+        """What makes images of a batch's values, on their device."""
+        return ImagesOfFiles(self.plan, assembly.as_bytes, device, assembly.most_pixels)
+
+
+class _FileRoom:
+    """Room for the files of a batch, by those before.
+
+    Attributes:
+        row_bytes: mean bytes of a row's file.
+    """
+
+    row_bytes: float = _FIRST_FILE_BYTES
+
+
+class _FileMemory:
+    """The files of a batch, one after the other in one tensor.
+
+    Args:
+        room: what they need; the files of this batch are added to it.
+        size: capacity, in images.
+        allocate: makes tensors.
+    """
+
+    def __init__(self, room: _FileRoom, size: int, allocate: Allocate):
+        self._room, self._size, self._allocate = room, size, allocate
+        self._tensor: torch.Tensor | None = None
+        self._bytes = np.empty(0, np.uint8)
+        self.used = 0
+
+    def add(self, file: memoryview) -> None:
+        """Add a file."""
+        stop = self.used + len(file)
+        if stop > len(self._bytes):
+            self._grow(stop)
+        self._bytes[self.used : stop] = np.frombuffer(file, np.uint8)
+        self.used = stop
+
+    def files(self) -> torch.Tensor | None:
+        """The files: uint8[bytes]; None if there are none."""
+        if self._tensor is None or not self.used:
+            return None
+        self._room.row_bytes = max(self._room.row_bytes, self.used / self._size)
+        return self._tensor[: self.used]
+
+    def _grow(self, least: int) -> None:
+        size = int(max(self._room.row_bytes * self._size, least) * _GROWTH)
+        tensor = self._allocate((size,), torch.uint8)
+        grown = tensor.numpy()
+        grown[: self.used] = self._bytes[: self.used]
+        self._tensor, self._bytes = tensor, grown
+
+
+class _Row(NamedTuple):
+    """A parsed image.
+
+    Attributes:
+        file: None if the worker makes it.
+        choices: that were made for it.
+        parsed: by the worker's own transform, if that makes it.
+    """
+
+    file: memoryview | None
+    choices: Choices | None
+    parsed: Any
+
+
+class FilesInProgress:
+    """The images of a batch; see BatchImages.
+
+    Args:
+        maker: of these.
+        assembly: its limits are used.
+        transform: makes the random choices.
+        memory: of files.
+        make_host: makes the images of rows that the worker decodes.
+    """
+
+    def __init__(
+        self,
+        maker: FileImages,
+        assembly: ImageAssembly,
+        transform: PlannedTransform,
+        memory: _FileMemory,
+        make_host: Callable[[], PlannedImages],
+    ):
+        self._plan, self._refuses = maker.plan, maker.refuses
+        self._most_pixels = assembly.most_pixels
+        self._transform, self._memory, self._make_host = transform, memory, make_host
+        self._host: PlannedImages | None = None
+        self._rows: list[tuple[int, ...]] = []
+        self._made = 0
+        self.timed_ns = (0, 0)
+
+    def parse(self, data: memoryview, is_prepared: bool, seed: int) -> _Row:
+        """Judge a file by its header and its segments, and make the random choices."""
+        if self._refuses(data, self._most_pixels) is None and doubt(data) is None:
+            size = jpeg_size(data, self._most_pixels)
+            if size is not None:
+                choices = self._transform.draw(*size, seed)
+                fitted(self._plan, *size, choices.box)  # raises for an image that is too long
+                return _Row(data, choices, None)
+        return _Row(None, None, self._worker_images().parse(data, is_prepared, seed))
+
+    def add(self, parsed: _Row) -> None:
+        """Add an image, given the result of `parse`."""
+        file, choices, of_worker = parsed
+        if file is None:
+            host = self._worker_images()
+            host.add(of_worker)
+            self._made += 1
+            self._rows.append((NO_FILE, 0, 0, 0, 0, 0, 0, 0))
+            self.timed_ns = host.timed_ns
+            return
+        assert choices is not None
+        self._memory.add(file)
+        self._rows.append(packed(len(file), choices))
+
+    def last_image(self) -> Any:
+        """See BatchImages.
+
+        Raises:
+            TypeError: always, as images are made in the rank; map_sample= is refused with them.
+        """
+        raise TypeError("images are decoded behind the workers: a function in the worker can't get them")
+
+    def drop_last(self) -> None:
+        """Remove the image that was added last."""
+        file_bytes, *_ = self._rows.pop()
+        if file_bytes == NO_FILE:
+            self._worker_images().drop_last()
+            self._made -= 1
+        else:
+            self._memory.used -= file_bytes
+
+    def as_batch(self, images: list[Any]) -> torch.Tensor | None:
+        """None: images aren't in one tensor yet."""
+        return None
+
+    def finish(self, keys: Sequence[str]) -> dict[str, Any]:
+        """The values of the images that were added."""
+        values: dict[str, Any] = {CHOICES: torch.tensor(self._rows, dtype=torch.int64, device="cpu")}
+        files = self._memory.files()
+        if files is not None:
+            values[FILES] = files
+        if self._host is not None and self._made:
+            values[MADE] = self._host.finish(keys)["image"]
+        return values
+
+    def close(self) -> None:
+        """Restore the random generators. Idempotent."""
+        if self._host is not None:
+            self._host.close()
+
+    def _worker_images(self) -> PlannedImages:
+        if self._host is None:
+            self._host = self._make_host()
+        return self._host

@@ -1,0 +1,337 @@
+"""`Images(decode="device")` has the batches, states and counts of decode="host"; see test_random_runs.py."""
+
+import functools
+import io
+import json
+import logging
+import random
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import streamload
+from streamload.device import feed_for
+from streamload.errors import DecodeError, OptionError
+from streamload.loader import worker_config
+from streamload.loader.registered import extensions_of
+from streamload.pixels import files, rank
+from streamload.pixels.decoders import HostDecoder, engine_refusal
+from streamload.pixels.rank import DeviceDecoding
+from streamload.transforms.plan import Flip, Grey, ImagePlan, KeepRatio, RandomCrop, ShortSide, clip_plan
+from tests.support import flat
+from tests.support.extension_contract import ids
+
+
+def encoded(rng, kind="JPEG", mode="RGB", **options):
+    side = rng.integers(30, 330, 2)
+    waves = np.add.outer(np.arange(side[0]) * 0.07, np.arange(side[1]) * 0.11)
+    levels = 120 + 90 * np.sin(waves[..., None] * rng.uniform(0.3, 2, 3)) + rng.integers(0, 9, (*side, 3))
+    buffer = io.BytesIO()
+    Image.fromarray(levels.astype(np.uint8)).convert(mode).save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def orientation():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return exif.tobytes()
+
+
+KINDS = {
+    "baseline": {},
+    "best": {"quality": 97, "subsampling": 0},
+    "gray": {"mode": "L"},
+    "progressive": {"progressive": True},
+    "turned": {"exif": orientation()},
+    "cmyk": {"mode": "CMYK"},
+    "rgb": {"keep_rgb": True},
+    "png": {"kind": "PNG"},
+    "webp": {"kind": "WEBP"},
+}
+DAMAGE = {
+    "half": lambda file: file[: len(file) // 2],
+    "half with an end": lambda file: file[: len(file) // 2] + b"\xff\xd9",
+    "endless": lambda file: file[:-2],
+    "text": lambda file: b"not an image",
+    "empty": lambda file: b"",
+    "noise": lambda file: file[: len(file) // 2] + bytes(range(200)) + file[len(file) // 2 + 200 :],
+    "long": lambda file: encoded_long(),
+}
+
+
+def encoded_long():
+    buffer = io.BytesIO()
+    Image.new("RGB", (3000, 1)).save(buffer, "JPEG")
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """Three shards of all kinds of images, with as many damaged ones in the last one."""
+    folder, rng = tmp_path_factory.mktemp("shards"), np.random.default_rng(3)
+    for shard in range(3):
+        with tarfile.open(folder / f"{shard}.tar", "w") as tar:
+            for index in range(18):
+                kind = list(KINDS)[index % len(KINDS)] if index % 3 else "baseline"
+                file = encoded(rng, **KINDS[kind])
+                if shard == 2 and index % 2:
+                    file = DAMAGE[list(DAMAGE)[index // 2 % len(DAMAGE)]](encoded(rng))
+                members = {"jpg": file, "txt": f"{kind} {shard} {index}".encode(), "cls": b"%d" % index}
+                for extension, data in members.items():
+                    info = tarfile.TarInfo(f"{shard}{index:03d}.{extension}")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+    return str(folder / "{0..2}.tar")
+
+
+def make(shards, cache, decode="device", **options):
+    chosen = {
+        "batch_size": 7, "num_workers": 0, "output": "dict", "with_keys": True, "label_key": "cls",
+        "max_bad_samples": None, "seed": 5, "cache_dir": cache, "cache_size": "1GB",
+    }  # fmt: skip
+    return flat.make_loader(shards, ids, decode=decode, **{**chosen, **options})
+
+
+def same(batch, expected):
+    assert list(batch) == list(expected)
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(batch[name], value), name
+            assert batch[name].stride() == value.stride(), name
+        else:
+            assert batch[name] == value, name
+    return True
+
+
+def without_decoder(state):
+    return {name: value for name, value in state.items() if name not in ("decoder", "checksum", "run")}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": 2},
+        {"dtype": "uint8"},
+        {"device": "cpu"},
+        {"train": False},
+        {"train": False, "num_workers": 1, "dtype": "uint8", "device": "cpu"},
+    ],
+    ids=str,
+)
+@pytest.mark.sampled(2)
+def test_batches_states_and_counts_are_those_of_the_host(shards, tmp_path, options):
+    with make(shards, tmp_path, **options) as loader, make(shards, tmp_path, "host", **options) as host:
+        for _ in range(2):
+            pairs = zip(loader, host, strict=True)
+            assert sum(same(batch, expected) for batch, expected in pairs) > 5
+            assert without_decoder(loader.state_dict()) == without_decoder(host.state_dict())
+        assert sorted(loader.skipped) == sorted(host.skipped)
+        assert len(host.skipped) >= 5
+        assert loader.stats().samples_skipped == host.stats().samples_skipped
+        assert loader.state_dict()["decoder"] == HostDecoder().name
+        assert "decoder" not in host.state_dict()
+
+
+def test_parts_of_batches_and_other_sizes_of_batches_are_those_of_the_host(shards, tmp_path):
+    options = {"microbatch": 3, "num_batches": 8, "num_workers": 1}
+    with make(shards, tmp_path, **options) as loader, make(shards, tmp_path, "host", **options) as host:
+        for number, (batch, expected) in enumerate(zip(loader, host, strict=True)):
+            parts = zip(loader.microbatches(batch), host.microbatches(expected), strict=True)
+            for part, expected_part in parts:
+                assert torch.equal(part["image"], expected_part["image"])
+            if number == 3:
+                assert loader.set_batch_size(5) == host.set_batch_size(5)
+
+
+def test_a_sample_whose_text_has_no_feature_row_leaves_no_image(shards, tmp_path):
+    class Length(torch.nn.Module):
+        def forward(self, texts):
+            return texts.float().sum(dim=1)
+
+    def features():
+        return {"sum": streamload.Features(Length().eval(), inputs="text", store={})}
+
+    options = {"train": False}
+    with (
+        make(shards, tmp_path, features=features(), **options) as loader,
+        make(shards, tmp_path, "host", features=features(), **options) as host,
+    ):
+        for batch, expected in zip(loader, host, strict=True):
+            assert torch.equal(batch["image"], expected["image"])
+            assert batch["__key__"] == expected["__key__"]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ImagePlan(
+            (40, 70), RandomCrop((0.1, 0.9)), colour=(Flip(0.5), Grey(0.3, "torch"), Grey(0.2, "python"))
+        ),
+        ImagePlan((64, 64), KeepRatio((64, 64), 1.0), "bilinear", fill=(9, 8, 7)),
+        ImagePlan((48, 48), ShortSide(50), statistics=None, rounds_down=True),
+        ImagePlan((48, 48), ShortSide(50), on_tensors=True),
+    ],
+    ids=lambda plan: type(plan.fit).__name__,
+)
+@pytest.mark.sampled(2)
+def test_a_plan_of_any_kind_gives_the_same_images(shards, tmp_path, monkeypatch, plan):
+    monkeypatch.setattr(worker_config, "clip_plan", lambda train: plan)
+    with make(shards, tmp_path) as loader, make(shards, tmp_path, "host") as host:
+        assert all(same(batch, expected) for batch, expected in zip(loader, host, strict=True))
+
+
+class Refusing(HostDecoder):
+    """A decoder that fails for some files."""
+
+    name = "one that fails"
+
+    def __init__(self, most_pixels, fails):
+        super().__init__(most_pixels)
+        self.name, self._fails = "one that fails", fails
+
+    def decode(self, files):
+        return [
+            DecodeError("planted") if self._fails(bytes(file)) else pixels
+            for file, pixels in zip(files, super().decode(files), strict=True)
+        ]
+
+
+def plant(monkeypatch, fails):
+    monkeypatch.setattr(rank, "decoder_for", lambda device, most_pixels: Refusing(most_pixels, fails))
+
+
+def test_what_the_devices_decoder_fails_at_is_decoded_by_the_rank(shards, tmp_path, monkeypatch):
+    plant(monkeypatch, lambda file: len(file) % 3 == 0)
+    with make(shards, tmp_path) as loader, make(shards, tmp_path, "host") as host:
+        assert all(same(batch, expected) for batch, expected in zip(loader, host, strict=True))
+        numbers = loader._parts.metrics()
+        assert 0.1 < numbers["decode.by_rank_share"] < 0.5
+        assert 0.2 < numbers["decode.by_workers_share"] < 0.6
+
+
+def test_what_a_decoder_says_it_refuses_is_decoded_by_workers(shards, tmp_path, monkeypatch):
+    def refuses(file, most_pixels):
+        return engine_refusal(file, most_pixels) or ("planted" if len(file) % 2 else None)
+
+    monkeypatch.setattr(files, "FileImages", functools.partial(files.FileImages, refuses=refuses))
+    plant(monkeypatch, lambda file: len(file) % 2)  # none comes
+    with make(shards, tmp_path) as loader, make(shards, tmp_path, "host") as host:
+        assert all(same(batch, expected) for batch, expected in zip(loader, host, strict=True))
+        assert loader._parts.metrics()["decode.by_rank_share"] == 0
+
+
+def test_what_no_decoder_takes_although_it_looked_sound_is_an_error(shards, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "doubt", lambda file: None)
+    monkeypatch.setattr(files.FileImages, "__init__", _without_refusals(files.FileImages.__init__))
+    with make(shards, tmp_path, train=False) as loader, pytest.raises(DecodeError, match="Please report"):
+        list(loader)
+
+
+def _without_refusals(plain):
+    def init(self, plan, refuses=None):
+        plain(self, plan, lambda file, most_pixels: None if file[:2] == b"\xff\xd8" else "no JPEG")
+
+    return init
+
+
+@pytest.mark.parametrize("decodes", [("device", "host"), ("host", "device"), ("device", "device")])
+def test_a_run_goes_on_with_another_decoder(shards, tmp_path, decodes):
+    before, after = decodes
+    with make(shards, tmp_path, "host") as loader:
+        expected = list(loader)
+    with make(shards, tmp_path, before, num_workers=1) as loader:
+        iterator = iter(loader)
+        assert all(same(next(iterator), batch) for batch in expected[:3])
+        state = json.loads(json.dumps(loader.state_dict()))
+    with make(shards, tmp_path, after) as loader:
+        loader.load_state_dict(state)
+        assert all(same(batch, other) for batch, other in zip(loader, expected[3:], strict=True))
+
+
+@pytest.mark.parametrize("decodes", [("device", "host"), ("host", "device"), ("device", "device")])
+def test_another_decoder_is_said(shards, tmp_path, monkeypatch, caplog, decodes):
+    before, after = decodes
+    plant(monkeypatch, lambda file: False)
+    with make(shards, tmp_path, before) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    caplog.clear()
+    with make(shards, tmp_path, after) as loader:
+        loader.load_state_dict(state)
+        assert loader.state_dict().get("decoder") == (state.get("decoder") if after == "device" else None)
+        next(iter(loader))
+    said = [record.message for record in caplog.records if "from here on" in record.message]
+    assert len(said) == (before != after)
+    assert all("one that fails" in line and HostDecoder().name in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"map_sample": dict, "label_key": None}, "map_sample="),
+        ({"prepare": "raw"}, "prepare="),
+        ({"patches": streamload.Patches()}, "patches="),
+        ({"memory": {"image": "1GB"}}, "memory="),
+        ({"compile": False, "preprocess": abs}, "compile=False"),
+        ({"preprocess": abs}, "can't be compiled"),
+        ({"decode": "gpu"}, "decode='gpu'; expected"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_it_cannot_do_is_refused(shards, tmp_path, options, message):
+    tokenizer = None if "map_sample" in options else ids
+    with pytest.raises(OptionError, match=message):
+        flat.make_loader(shards, tokenizer, **{"decode": "device", **options})
+
+
+def test_features_of_images_are_refused(shards):
+    features = {"means": streamload.Features(torch.nn.Identity().eval())}
+    with pytest.raises(OptionError, match="features= of images"):
+        flat.make_loader(shards, ids, decode="device", output="dict", features=features)
+
+
+def test_a_device_without_a_decoder_is_an_error(shards, tmp_path):
+    with make(shards, tmp_path, device="meta") as loader, pytest.raises(OptionError, match="decode='host'"):
+        next(iter(loader))
+
+
+def test_where_the_rank_decodes_on_the_cpu_it_says_so(shards, tmp_path, caplog):
+    with make(shards, tmp_path) as loader:
+        next(iter(loader))
+    said = [record for record in caplog.records if "without a device" in record.message]
+    assert [record.levelno for record in said] == [logging.WARNING]
+
+
+def test_choices_are_the_same_behind_the_workers():
+    rng = random.Random(0)
+    for _ in range(200):
+        steps = rng.randrange(6)
+        choices = rank.Choices(
+            rng.choice([None, rank.Box(*(rng.randint(1, 9999) for _ in range(4)))]),
+            tuple(rng.random() < 0.5 for _ in range(steps)),
+            rng.getrandbits(64),
+            rng.randrange(99),
+        )
+        row = torch.tensor([rank.packed(rng.getrandbits(30), choices)], dtype=torch.int64)
+        assert rank.unpacked(row.tolist()[0], steps) == choices
+
+
+def test_only_a_loader_that_asks_for_it_has_the_extension():
+    batches, order = streamload.Batches(), streamload.Order()
+    assert extensions_of(streamload.Images(decode="device"), batches, order, None) == (DeviceDecoding(),)
+    assert extensions_of(streamload.Images(), batches, order, None) == ()
+
+
+def test_the_feed_makes_images_before_it_moves_a_batch():
+    feed = feed_for(
+        torch.device("cpu"),
+        clip_plan(True).statistics,
+        make_images=lambda values: {**values, "image": values["x"]},
+    )
+    levels = torch.full((2, 3, 4, 4), 255, dtype=torch.uint8)
+    image = feed.send({"x": levels})()["image"]
+    assert image.dtype == torch.float32
+    assert image.min() > 1
