@@ -35,6 +35,14 @@ _BATCH_SIZE = 64
 _MOST_ASKED = 64
 """Maximum number of shards to request."""
 _ATTEMPTS = 3
+_LITTLE_ROOM = (
+    "This is little: shards that don't fit are read from their origin in every epoch. Make room, or set "
+    "STREAMLOAD_CACHE_DIR and STREAMLOAD_CACHE_SIZE."
+)
+_ON_NETWORK = (
+    "The cache is on a network: it may be no faster than the origin, and locks may not hold between nodes. "
+    "Set STREAMLOAD_CACHE_DIR to a directory on a local disk."
+)
 _NO_RANGES = (
     "It gives all of a shard for each request: transfers that break are fetched from the first byte again, "
     "and shards that find no room in the cache are kept in memory, as no sample can be fetched alone."
@@ -189,7 +197,6 @@ _EXPLAINED: "dict[str, Callable[[Settings], str]]" = {
 
 
 def _cache(settings: "Settings") -> list[Finding]:
-    """True if what a run would take can be used."""
     from streamload.cache.placement import memory_budget, memory_root, why_no_disk
     from streamload.errors import CacheError
     from streamload.metrics import format_bytes
@@ -216,14 +223,8 @@ def _cache_dir(directory: Path, size_bytes: int | None) -> list[Finding]:
     from streamload.options import file_system
 
     place = file_system(directory)
-    where = Finding("file system", f"{place.kind} at {place.mount_point}")
-    if place.is_elsewhere:
-        where = Finding(
-            "file system",
-            f"{place.kind} at {place.mount_point}",
-            advice="The cache is on a network: it may be no faster than the origin, and locks may not hold "
-            "between nodes. Set STREAMLOAD_CACHE_DIR to a directory on a local disk.",
-        )
+    advice = _ON_NETWORK if place.is_elsewhere else ""
+    where = Finding("file system", f"{place.kind} at {place.mount_point}", advice=advice)
     refused = why_not_writable(directory)
     if refused:
         advice = (
@@ -232,19 +233,12 @@ def _cache_dir(directory: Path, size_bytes: int | None) -> list[Finding]:
         )
         return [where, Finding("writable", "no", advice=advice, unusable=True)]
     free_bytes = shutil.disk_usage(nearest(directory)).free
-    room = Finding("free", format_bytes(free_bytes))
-    if min(free_bytes, size_bytes or free_bytes) < _LITTLE_ROOM_BYTES:
-        room = Finding(
-            "free",
-            format_bytes(free_bytes),
-            advice="This is little: shards that don't fit are read from their origin in every epoch. Make "
-            "room, or set STREAMLOAD_CACHE_DIR and STREAMLOAD_CACHE_SIZE.",
-        )
+    advice = _LITTLE_ROOM if min(free_bytes, size_bytes or free_bytes) < _LITTLE_ROOM_BYTES else ""
+    room = Finding("free", format_bytes(free_bytes), advice=advice)
     return [where, Finding("writable", "yes"), room]
 
 
 def _shared(settings: "Settings") -> list[Finding]:
-    """True if the shared cache answers, and takes what is written back."""
     from streamload.cache.shared.sharing import SharedOptions
     from streamload.errors import StreamloadError
     from streamload.metrics import Counters
@@ -289,7 +283,6 @@ def _data(urls: list[str]) -> list[Finding]:
 
 
 def _shards(urls: list[str], storage_options: str | None) -> list[Finding]:
-    """True if the first and the last shard of each source are available."""
     from streamload import limits
     from streamload.errors import StreamloadError
     from streamload.urls import expand_urls, redact, split_sources
@@ -371,12 +364,12 @@ def _resizing() -> Finding:
 
 
 def _machine() -> list[Finding]:
-    import multiprocessing
+    from multiprocessing import get_all_start_methods, get_start_method
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     findings = [
         Finding("cores", str(cores)),
-        Finding("processes by", multiprocessing.get_start_method(allow_none=True) or _default_start_method()),
+        Finding("processes by", get_start_method(allow_none=True) or get_all_start_methods()[0]),
     ]
     findings += _limits()
     if not sys.platform.startswith("linux"):
@@ -386,7 +379,6 @@ def _machine() -> list[Finding]:
 
 
 def _limits() -> list[Finding]:
-    """True if open files, processes and memory maps suffice for a usual run."""
     from streamload import limits
 
     limits.allow_many_files()  # as a run does
@@ -410,12 +402,6 @@ def _limits() -> list[Finding]:
         few = f"This is little: set it to {_FEW_MAPS} (sysctl vm.max_map_count)."
         findings.append(Finding("memory maps", f"{most_maps:,}", advice=few if most_maps < _FEW_MAPS else ""))
     return findings
-
-
-def _default_start_method() -> str:
-    import multiprocessing
-
-    return multiprocessing.get_all_start_methods()[0]
 
 
 def _commands() -> list[Finding]:

@@ -17,6 +17,7 @@ from streamload.errors import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
 
 logger = logging.getLogger("streamload")
 
@@ -113,6 +114,29 @@ def progress_console() -> Console:
     from rich.console import Console
 
     return Console(stderr=True, quiet=writes_json())
+
+
+def progress_bar(text: str, *, is_counted: bool = True, always: bool = False) -> Progress:
+    """A bar with a text and the time, on a terminal.
+
+    Args:
+        text: with fields of the task, as rich.progress.TextColumn takes it.
+        is_counted: the number of steps is known.
+        always: without a terminal it is printed once, when it ends.
+    """
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
+    console = progress_console()
+    head = (BarColumn(), MofNCompleteColumn()) if is_counted else (SpinnerColumn(),)
+    columns = (*head, TextColumn(text), TimeElapsedColumn())
+    return Progress(*columns, console=console, disable=not (always or console.is_terminal))
 
 
 def flags_first(arguments: list[str]) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from streamload.cli.logs import progress_console
+from streamload.cli.logs import progress_bar
 from streamload.cli.options import AsJson
 from streamload.errors import OptionError
 
@@ -166,14 +166,7 @@ def _shuffled(pairs: Iterator[Pair]) -> Iterator[Pair]:
 
 
 def _with_bar(pairs: Iterator[Pair]) -> Iterator[Pair]:
-    """Show the progress on a terminal."""
-    if not sys.stderr.isatty():
-        yield from pairs
-        return
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (SpinnerColumn(), TextColumn("{task.completed:,} samples packed"), TimeElapsedColumn())
-    with Progress(*columns, console=progress_console()) as bar:
+    with progress_bar("{task.completed:,} samples packed", is_counted=False) as bar:
         task = bar.add_task("", total=None)
         for pair in pairs:
             yield pair

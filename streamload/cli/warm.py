@@ -1,12 +1,15 @@
 """`streamload warm`: fill the cache once, before or during a training."""
 
+import contextlib
+import functools
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from streamload.cli.logs import progress_console
+from streamload.cli.logs import progress_bar
 from streamload.cli.options import (
     AsJson,
     Cache,
@@ -27,8 +30,6 @@ from streamload.cli.options import (
 from streamload.errors import OptionError
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
     from streamload.daemon.warm import WarmProgress, WarmReport
     from streamload.shards.columns import Column
 
@@ -98,14 +99,14 @@ def warm(
     from streamload.limits import allow_many_files
 
     allow_many_files()
-    with _Bar() as bar:
+    with _bar() as show:
         report = fill(
             urls,
             cache=cache,
             memory_size=memory_size,
             concurrency=8 if concurrency is None else concurrency,
             facts=_columns(facts or [], image_key, text_key, tokenizer),
-            on_progress=bar.show,
+            on_progress=show,
             **common,
         )
     if as_json:
@@ -181,41 +182,20 @@ def _warm_by_ray(
     serve(service, as_json)
 
 
-class _Bar:
-    """The progress bar, from the first progress on: rich is imported while the first shards arrive."""
+@contextlib.contextmanager
+def _bar() -> "Iterator[Callable[[WarmProgress], None]]":
+    """Yield what draws the progress; the bar begins with the first: rich is imported while shards arrive."""
+    from streamload.metrics import format_bytes
 
-    def __init__(self) -> None:
-        self._drawn: Progress | None = None
-        self._task: TaskID | None = None
+    with contextlib.ExitStack() as stack:
+        show: Callable[..., None] | None = None
 
-    def __enter__(self) -> "_Bar":
-        return self
+        def draw(progress: "WarmProgress") -> None:
+            nonlocal show
+            if show is None:
+                bar = stack.enter_context(progress_bar("shards, {task.description}", always=True))
+                show = functools.partial(bar.update, bar.add_task("connecting", total=None))
+            arrived = f"{format_bytes(progress.bytes_arrived)} arrived"
+            show(total=progress.shards, completed=progress.shards_complete, description=arrived)
 
-    def __exit__(self, *_: object) -> None:
-        if self._drawn is not None:
-            self._drawn.stop()
-
-    def show(self, progress: "WarmProgress") -> None:
-        """Draw the progress."""
-        from streamload.metrics import format_bytes
-
-        if self._drawn is None or self._task is None:
-            self._drawn, self._task = _drawn_bar()
-        description = f"{format_bytes(progress.bytes_arrived)} arrived"
-        self._drawn.update(
-            self._task, total=progress.shards, completed=progress.shards_complete, description=description
-        )
-
-
-def _drawn_bar() -> "tuple[Progress, TaskID]":
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("shards, {task.description}"),
-        TimeElapsedColumn(),
-    )
-    bar = Progress(*columns, console=progress_console())
-    bar.start()
-    return bar, bar.add_task("connecting", total=None)
+        yield draw

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from streamload.cli.cache.options import AsJson, CacheDir, print_foreign, tier_at
-from streamload.cli.logs import progress_console
+from streamload.cli.logs import progress_bar
 from streamload.cli.options import StorageOptions, storage_options_of
 from streamload.cli.terminal import print_json, print_table, say
 
@@ -79,7 +79,6 @@ def verify(
 
 
 def _named(urls: list[str], storage: dict[str, Any] | None) -> "dict[str, Shard]":
-    """The shards on the command line, by digest."""
     if not urls:
         return {}
     from streamload.cache.shard import shard_of
@@ -90,20 +89,11 @@ def _named(urls: list[str], storage: dict[str, Any] | None) -> "dict[str, Shard]
 
 def _read_all(tier: "Tier", shards: "dict[str, Shard]", jobs: int, *, take_out: bool) -> _Tally:
     """Verify all shards, with a progress bar on a terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     from streamload.cache.verify import verify as look_at_all
     from streamload.metrics import format_bytes
 
-    console = progress_console()
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("shards, {task.description}"),
-        TimeElapsedColumn(),
-    )
     tally = _Tally()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with progress_bar("shards, {task.description}") as bar:
         task = bar.add_task("0 B read", total=None)
 
         def begin(count: int) -> None:
@@ -122,20 +112,11 @@ def _read_all(tier: "Tier", shards: "dict[str, Shard]", jobs: int, *, take_out: 
 def _print_json(tier: "Tier", tally: _Tally, repairs: "list[Repair]") -> None:
     from streamload.cache.inventory import foreign
 
-    bad = [asdict(damage) for damage in tally.damages]
+    report = {"cache_dir": str(tier.root), **asdict(tally)}
+    bad = report["bad"] = report.pop("damages")
     for damage, done in zip(bad, repairs, strict=False):
         damage |= {"fate": done.fate, "repaired": done.is_done}
-    report = {
-        "cache_dir": str(tier.root),
-        "shards": tally.shards,
-        "parts": tally.parts,
-        "gone": tally.gone,
-        "samples": tally.samples,
-        "read_bytes": tally.read_bytes,
-        "bad_facts": tally.bad_facts,
-        "bad": bad,
-        "foreign": [{"path": str(entry.path), "what": entry.what} for entry in foreign(tier)],
-    }
+    report["foreign"] = [{"path": str(entry.path), "what": entry.what} for entry in foreign(tier)]
     print_json(report)
 
 

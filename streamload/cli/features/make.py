@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from streamload.cli.logs import progress_console
+from streamload.cli.logs import progress_bar
 from streamload.cli.options import (
     AsJson,
     CacheDir,
@@ -192,11 +192,7 @@ def _report(stats: Snapshot, features: Features, as_json: bool) -> None:
 
 
 def _computed(loader: Loader, features: Features) -> Snapshot:
-    """Compute all batches, and show how far it is."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("samples"), TimeElapsedColumn())
-    with Progress(*columns, console=progress_console()) as bar:
+    with progress_bar("samples", always=True) as bar:
         task = bar.add_task("", total=loader.num_samples)
         for batch in loader:
             features(batch)

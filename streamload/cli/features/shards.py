@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from streamload.cli.features.options import SHORT, minute
-from streamload.cli.logs import progress_console
+from streamload.cli.logs import progress_bar
 from streamload.cli.options import roots_of, storage_options_of
 from streamload.cli.terminal import print_table, say
 
@@ -101,11 +101,8 @@ class VerifiedShards:
 
 def verify_shards(places: "Iterable[RowShards]", *, delete: bool) -> VerifiedShards:
     """Read all derived shards in these places, with a progress line on a terminal; delete damaged ones."""
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    console, verified = progress_console(), VerifiedShards()
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    verified = VerifiedShards()
+    with progress_bar("{task.description}", is_counted=False) as bar:
         task = bar.add_task("0 derived shards", total=None)
         for place in places:
             for shard in place.held():

@@ -6,7 +6,7 @@ import typer
 
 from streamload.cli.features.options import SHORT, AsJson, Directory, SharedCache, root_of
 from streamload.cli.features.shards import VerifiedShards, places_of, print_verified, verify_shards
-from streamload.cli.logs import progress_console
+from streamload.cli.logs import progress_bar
 from streamload.cli.options import SharedCacheOptions
 from streamload.cli.terminal import print_json, print_table, say
 
@@ -57,18 +57,14 @@ def verify(
 
 def _read(root: "Path", *, delete: bool) -> "tuple[VerifiedRows, int]":
     """Verify all rows, with a progress line on a terminal."""
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
     from streamload.derived.store.catalog import VerifiedRows, delete_damaged, open_catalog
     from streamload.derived.store.catalog import verify as look_at_all
     from streamload.metrics import format_bytes
 
-    console = progress_console()
     verified = VerifiedRows()
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with (
         open_catalog(root, writable=delete) as catalog,
-        Progress(*columns, console=console, disable=not console.is_terminal) as bar,
+        progress_bar("{task.description}", is_counted=False) as bar,
     ):
         task = bar.add_task("0 rows", total=None)
         for verified in look_at_all(catalog):
