@@ -20,7 +20,7 @@ from dataclasses import replace
 from streamload.cache import demand as demand_files
 from streamload.cache.shard import Shard
 from streamload.cache.shared.leases import Leases
-from streamload.daemon.demand import Announcement, Demand, Sizes
+from streamload.daemon.demand import Demand, Sizes
 from streamload.daemon.executor import Executor, TaskResult
 from streamload.daemon.options import DaemonOptions
 from streamload.daemon.preemption import Notice
@@ -51,8 +51,8 @@ class Daemon:
         executor: runs the tasks; closed when `run` ends.
         leases: among the daemons with the same target; None where the executor shares the work out itself.
         options: see there.
-        announcement: announces shards in the tier of this node, so that none is evicted for a later one.
-        rng: chooses among tasks that several daemons could start.
+        announce: announces shards in the tier of this node, in order of need, instead of those before, so
+            that none is evicted for a later one.
         clock: monotonic.
 
     Attributes:
@@ -67,14 +67,13 @@ class Daemon:
         *,
         leases: Leases | None = None,
         options: DaemonOptions | None = None,
-        announcement: Announcement | None = None,
-        rng: random.Random | None = None,
+        announce: Callable[[Sequence[str]], None] = lambda digests: None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._demand, self._target, self._executor, self._leases = demand, target, executor, leases
         self._options = options or DaemonOptions()
-        self._announcement = announcement
-        self._rng = rng or random.Random()
+        self._announce_in_tier = announce
+        self._rng = random.Random()  # chooses among tasks that several daemons could start
         self._clock = clock
         self._notice = Notice()
         self._look_at = clock()
@@ -160,8 +159,7 @@ class Daemon:
             self._announce([shard.digest for shard in demanded])
         else:
             with contextlib.suppress(SharedTierError):  # leases that dead daemons have left
-                tasks = set(map(self._target.task_name, missing.values()))
-                self._leases.tidy(sorted(self._leases.busy() - tasks)[:_TIDIED])
+                self._leases.tidy(sorted(self._leases.busy() - missing.keys())[:_TIDIED])
         self._release_idle([shard for digest, shard in self._mine.items() if digest not in missing])
         with self._lock:
             self._places = {shard.digest: place for place, shard in enumerate(demanded)}
@@ -203,8 +201,7 @@ class Daemon:
     def _announce(self, digests: Sequence[str]) -> None:
         """Announce what has to stay in the tier of this node."""
         self._announced = len(digests)
-        if self._announcement is not None:
-            self._announcement.announce(digests)
+        self._announce_in_tier(digests)
 
     def _next_use(self, shard: Shard) -> float:
         """The next use of a task's shard, by what is announced."""
@@ -217,24 +214,23 @@ class Daemon:
 
     def _leased(self, leases: Leases, due: Sequence[Shard], count: int) -> list[Shard]:
         """Of the tasks that are due, up to `count` that this daemon now has the leases of."""
-        task_name = self._target.task_name
         leased: list[Shard] = []
         try:
             busy = leases.busy()
-            free = [shard for shard in due if task_name(shard) not in busy]
+            free = [shard for shard in due if shard.digest not in busy]
             if busy:  # others choose from the same list: not all of them should try the same first
                 block = free[: _CROWD * self._options.concurrency]
                 self._rng.shuffle(block)
                 free[: len(block)] = block
             # Busy tasks are looked at now and then, to see whether their holders are alive.
-            watched = [shard for shard in due if task_name(shard) in busy][: self._options.concurrency]
+            watched = [shard for shard in due if shard.digest in busy][: self._options.concurrency]
             for shard in (*watched, *free):
                 if len(leased) == count:
                     break
-                if leases.take(task_name(shard)):
+                if leases.take(shard.digest):
                     self._has_leased = True
                     if self._target.holds(shard):
-                        leases.release(task_name(shard))  # another daemon has just delivered it
+                        leases.release(shard.digest)  # another daemon has just delivered it
                         with self._lock:
                             self._missing.pop(shard.digest, None)
                     else:
@@ -340,6 +336,6 @@ class Daemon:
     def _release(self, shard: Shard) -> None:
         """Hand a task back: it is done, has failed, or isn't demanded any more."""
         if self._leases is not None:
-            self._leases.release(self._target.task_name(shard))
+            self._leases.release(shard.digest)
         with self._lock:
             self._mine.pop(shard.digest, None)

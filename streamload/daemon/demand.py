@@ -57,14 +57,14 @@ class PrefetchWindow:
         """The first shards, up to the window's bytes; at least one."""
         if self.size_bytes is None:
             return list(shards)
-        found: list[Shard] = []
+        held: list[Shard] = []
         total = 0.0
         for shard in shards:
             total += size_of(shard)
-            if found and total > self.size_bytes:
+            if held and total > self.size_bytes:
                 break
-            found.append(shard)
-        return found
+            held.append(shard)
+        return held
 
 
 class Sizes:
@@ -85,14 +85,6 @@ class Sizes:
         if not self._sizes:
             return float(GUESSED_BYTES)
         return self._sizes.get(shard.digest, self._total_bytes / len(self._sizes))
-
-
-class Announcement(Protocol):
-    """Where a daemon announces the shards that are to stay in the tier of this node (cache.demand)."""
-
-    def announce(self, digests: Iterable[str]) -> None:
-        """Announce shards in order of need; replaces those announced before."""
-        ...
 
 
 def in_order(coming: Iterable[Sequence[_Needed]]) -> list[_Needed]:

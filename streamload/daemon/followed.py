@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -128,7 +129,7 @@ class FollowedDemand:
         """The shards in order of need, each once, as of now."""
         published = runs_in(self._objects.names("runs"))
         chosen = self._names or self._latest(published)
-        by_group: list[list[Shard]] = []
+        by_run: list[list[Shard]] = []
         describe = []
         for run in chosen:
             plan = self._plan(run) if run in published else None
@@ -138,20 +139,15 @@ class FollowedDemand:
             coming, shards = plan
             progress = self._progress(coming.plan, published[run])
             tasks = self._coming(coming, progress)
-            by_group.append([prepared_form(shards[k], name) if name else shards[k] for k, name in tasks])
+            by_run.append([prepared_form(shards[k], name) if name else shards[k] for k, name in tasks])
             epochs = sorted({group_progress.epoch for group_progress in progress}) or [0]
             as_what = "".join(f", prepared as {name}" for name in sorted({name for _, name in tasks if name}))
             describe.append(f"run {run}, {coming.plan.groups} groups, epoch {epochs[0]}{as_what}")
         self._description = "; ".join(describe) or "no run yet"
         merged: dict[str, Shard] = {}
-        for k in range(max(map(len, by_group), default=0)):
-            merged.update(
-                {
-                    shards_of_group[k].digest: shards_of_group[k]
-                    for shards_of_group in by_group
-                    if k < len(shards_of_group) and shards_of_group[k].digest not in merged
-                }
-            )
+        for shard in itertools.chain.from_iterable(itertools.zip_longest(*by_run)):
+            if shard is not None:
+                merged.setdefault(shard.digest, shard)
         return self._window.cut(list(merged.values()), size_of)
 
     def _latest(self, published: Mapping[str, list[int]]) -> list[str]:

@@ -5,6 +5,7 @@ They are asked directly, never through a proxy or a redirect.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import datetime
 import email.utils
@@ -12,7 +13,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import urllib3
 
@@ -27,24 +28,6 @@ USUAL_SECONDS = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
 """The notice period of each cloud, where its answer has no deadline."""
 _TIMEOUT_SECONDS = 2.0
 _TOKEN_SECONDS = 6 * 3600
-
-
-class Metadata(Protocol):
-    """A cloud's metadata service. For one thread; every call returns within seconds."""
-
-    name: str
-
-    def is_here(self) -> bool:
-        """True if this machine belongs to the cloud."""
-        ...
-
-    def notice_seconds(self) -> float | None:
-        """Time that this machine has left; None without a notice.
-
-        Raises:
-            OSError: the service doesn't answer, or its answer can't be parsed.
-        """
-        ...
 
 
 @dataclass(slots=True)
@@ -62,14 +45,26 @@ class _MetadataAnswer:
         return (when - current_time).total_seconds()
 
 
-class _MetadataService:
-    """Requests to one metadata service."""
+class Metadata(abc.ABC):
+    """A cloud's metadata service. For one thread; every call returns within seconds."""
 
     name = ""
 
     def __init__(self, base: str):
         self._base = base.rstrip("/")
         self._pool = urllib3.PoolManager(retries=False)
+
+    @abc.abstractmethod
+    def is_here(self) -> bool:
+        """True if this machine belongs to the cloud."""
+
+    @abc.abstractmethod
+    def notice_seconds(self) -> float | None:
+        """Time that this machine has left; None without a notice.
+
+        Raises:
+            OSError: the service doesn't answer, or its answer can't be parsed.
+        """
 
     def close(self) -> None:
         """Close its connections."""
@@ -92,7 +87,7 @@ class _MetadataService:
         )
 
 
-class Aws(_MetadataService):
+class Aws(Metadata):
     """EC2's instance metadata, version 2: spot/instance-action."""
 
     name = "aws"
@@ -136,7 +131,7 @@ class Aws(_MetadataService):
         return bool(self._token) and self._token.isprintable()
 
 
-class Gcp(_MetadataService):
+class Gcp(Metadata):
     """Compute Engine's metadata: instance/preempted."""
 
     name = "gcp"
@@ -160,7 +155,7 @@ class Gcp(_MetadataService):
         return answer.status == 200 and answer.headers.get("Metadata-Flavor") == "Google"
 
 
-class Azure(_MetadataService):
+class Azure(Metadata):
     """Azure's Scheduled Events: a Preempt of this machine.
 
     All machines of a scale set or availability set get each other's events; `Resources` names the machines an
@@ -219,4 +214,4 @@ class Azure(_MetadataService):
         return max(0.0, answer.seconds_until(email.utils.parsedate_to_datetime(when)))
 
 
-CLOUDS: Mapping[str, type[Aws] | type[Gcp] | type[Azure]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
+CLOUDS: Mapping[str, type[Metadata]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}

@@ -20,7 +20,6 @@ logger = logging.getLogger("streamload")
 GRACE_SECONDS = 30.0
 """The default time after a SIGTERM, as of Kubernetes and Slurm."""
 POLL_SECONDS = 5.0
-_LOOK_SECONDS = 0.02
 
 
 class Notice:
@@ -53,13 +52,6 @@ class Notice:
     def seconds_left(self) -> float:
         """Time that this process has left; infinite without a notice."""
         return max(0.0, self._word["first"][1] - self._clock()) if self._word else float("inf")
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for a notice; returns whether one was given."""
-        until = time.monotonic() + seconds
-        while not self._word and time.monotonic() < until:
-            time.sleep(_LOOK_SECONDS)
-        return bool(self._word)
 
 
 @contextlib.contextmanager

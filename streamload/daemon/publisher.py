@@ -29,23 +29,13 @@ class PlanPublisher:
     Args:
         objects: of the shared tier.
         make_plan: called in the thread, as it may go over all shards.
-        every_seconds: how often a group's progress is published, if it has changed; None: EVERY_SECONDS.
-        clock: for the pace of a group.
     """
 
-    def __init__(
-        self,
-        objects: Objects,
-        make_plan: Callable[[], tuple[RunPlan, str]],
-        *,
-        every_seconds: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ):
+    def __init__(self, objects: Objects, make_plan: Callable[[], tuple[RunPlan, str]]):
         self._stop = threading.Event()
         self._objects = objects.until(self._stop)
         self._make_plan = make_plan
-        self._every_seconds = EVERY_SECONDS if every_seconds is None else every_seconds
-        self._clock = clock
+        self._every_seconds = EVERY_SECONDS
         self._change = threading.Condition()
         # Guarded by _change:
         self._news: dict[int, PlanProgress] = {}
@@ -59,9 +49,9 @@ class PlanPublisher:
         with self._change:
             pace = self._paces.get(progress.group)
             if pace is None or pace.began_with.epoch != progress.epoch:
-                pace = self._paces[progress.group] = _OpeningRate(progress, self._clock())
+                pace = self._paces[progress.group] = _OpeningRate(progress, time.monotonic())
             self._news[progress.group] = replace(
-                progress, shards_per_second=pace.at(progress, self._clock()), told=pace.told
+                progress, shards_per_second=pace.at(progress, time.monotonic()), told=pace.told
             )
             pace.told += 1
             self._change.notify_all()

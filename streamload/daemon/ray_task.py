@@ -155,7 +155,6 @@ class _TaskActor:
             self._stack = stack.pop_all()
 
     def bring(self, shard: Shard, recipe: Recipe | None) -> dict[str, Any]:
-        """See `bring`."""
         local = shard_of(shard.url, self._job.storage_options)
         if recipe is not None:
             if recipe.name != shard.recipe:

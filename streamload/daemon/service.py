@@ -166,7 +166,7 @@ class Service:
             executor,
             leases=leases,
             options=tuned,
-            announcement=demand_file,
+            announce=demand_file.announce,
         )
 
     def _leases(self, shared: SharedTier, tier: Tier, demand_file: DemandFile) -> Leases:

@@ -60,14 +60,10 @@ class WarmTarget(Protocol):
 
     def is_busy(self) -> bool:
         """True if deliveries go on in the background, after which delivered shards may be evicted."""
-        ...
-
-    def task_name(self, shard: Shard) -> str:
-        """The name of the task for a shard: the same in all daemons, for leases."""
-        ...
+        return False
 
 
-class LocalTarget:
+class LocalTarget(WarmTarget):
     """The tier of this node itself."""
 
     has_copies = False
@@ -86,16 +82,8 @@ class LocalTarget:
     def deliver(self, shard: Shard, directory: Path) -> None:
         """Do nothing: the shard is in its place."""
 
-    def is_busy(self) -> bool:
-        """True if deliveries go on in the background, after which delivered shards may be evicted."""
-        return False
 
-    def task_name(self, shard: Shard) -> str:
-        """The name of the task for a shard: the same in all daemons, for leases."""
-        return shard.digest
-
-
-class SharedTarget:
+class SharedTarget(WarmTarget):
     """A shared tier.
 
     Args:
@@ -141,14 +129,6 @@ class SharedTarget:
             raise FileNotFoundError(f"{shard.name} was evicted before it was stored")
         with contextlib.closing(pin):
             self._tier.store(shard, directory)
-
-    def is_busy(self) -> bool:
-        """True if deliveries go on in the background, after which delivered shards may be evicted."""
-        return False
-
-    def task_name(self, shard: Shard) -> str:
-        """The name of the task for a shard: the same in all daemons, for leases."""
-        return shard.digest
 
     def close(self) -> None:
         """End all requests. Idempotent."""

@@ -55,15 +55,12 @@ class _Throttled(Origin):
         self._origin, self._throttle, self._stop = origin, throttle, stop
 
     def open(self, start: int = 0, expected: Version | None = None) -> Stream:
-        """Return the bytes from `start` to the end."""
         return _ThrottledStream(self._origin.open(start, expected), self._throttle, self._stop)
 
     def version(self) -> Version:
-        """Return the current version of the shard, for next to no bytes; empty if the origin knows none."""
         return self._origin.version()
 
     def close(self) -> None:
-        """Release what is kept between reads; idempotent."""
         self._origin.close()
 
 
@@ -75,14 +72,12 @@ class _ThrottledStream:
         self._stream, self._throttle, self._stop = stream, throttle, stop
 
     def chunks(self) -> Iterator[bytes]:
-        """The wrapped stream's bytes, at the capped rate."""
         for chunk in self._stream.chunks():
             self.version = self._stream.version
             yield chunk
             self._stop.wait(self._throttle.seconds_for(len(chunk)))
 
     def close(self) -> None:
-        """Close the wrapped stream."""
         self._stream.close()
 
 

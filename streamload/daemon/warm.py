@@ -108,11 +108,9 @@ class _NodeTarget(LocalTarget):
         return list(shards)
 
     def holds(self, shard: Shard) -> bool:
-        """True if the target has a shard now."""
         return self._tier.has_whole(shard)
 
     def deliver(self, shard: Shard, directory: Path) -> None:
-        """Hand a shard that is published in the tier of this node to the write-back."""
         if self._write_back is None:
             return
         self._sharing.kept(shard)
@@ -121,7 +119,6 @@ class _NodeTarget(LocalTarget):
         self._write_back.add(shard, directory)
 
     def is_busy(self) -> bool:
-        """True if deliveries go on in the background, after which delivered shards may be evicted."""
         return self._write_back is not None and not self._write_back.wait(0)
 
     @property
@@ -138,7 +135,6 @@ class _DemandFiles:
         self._files: list[DemandFile] = []
 
     def announce(self, digests: Iterable[str]) -> None:
-        """Announce these shards and no others."""
         remaining, count = iter(digests), 0
         chunks = iter(lambda: list(itertools.islice(remaining, demand.VISITS_KEPT)), [])
         for place, chunk in enumerate(chunks):
@@ -150,7 +146,6 @@ class _DemandFiles:
             file.announce(())
 
     def close(self) -> None:
-        """Withdraw the demand. Idempotent."""
         for file in self._files:
             file.close()
 
@@ -240,7 +235,7 @@ class _WarmUp:
             placed = stack.enter_context(closing(place_tier(settings, ShardList(listed, storage))))
             self._tier = tier = placed.tier
             self._before = sum(tier.published(shard.digest).exists() for shard in self._shards)
-            announcement = stack.enter_context(closing(_DemandFiles(tier.root / "runs")))
+            demand_files = stack.enter_context(closing(_DemandFiles(tier.root / "runs")))
             ask = None if settings.revalidate == "never" else asker(OriginOptions(), counts)
             freshness = Freshness(tier, secrets.token_hex(16), each_epoch=False, ask=ask, counts=counts)
             stack.callback(freshness.close)
@@ -277,7 +272,7 @@ class _WarmUp:
                 evicts_announced=False,
             )
             self._daemon = Daemon(
-                listed_demand, self._target, executor, options=options, announcement=announcement
+                listed_demand, self._target, executor, options=options, announce=demand_files.announce
             )
             self._stack = stack.pop_all()
 

@@ -181,7 +181,7 @@ def test_no_room_is_a_failure_that_says_so(server: ShardServer, tmp_path: Path) 
     tier = Tier(tmp_path / "tiny", 64 << 10)
     with closing(DemandFile(tier.root / "runs")) as demand_file:
         options = DaemonOptions(once=True, look_seconds=0.05, no_room_seconds=0.2, origin=QUICK)
-        status = daemon(shards_of(server), tier, options, announcement=demand_file).run(Notice())
+        status = daemon(shards_of(server), tier, options, announce=demand_file.announce).run(Notice())
     assert status.failed
     assert all("no room" in why or "larger" in why for why in status.failed.values())
 
@@ -194,7 +194,7 @@ def test_a_tier_that_is_too_small_keeps_what_is_needed_first(server: ShardServer
         options = DaemonOptions(
             concurrency=1, once=True, look_seconds=0.05, no_room_seconds=0.3, retry_seconds=9, origin=QUICK
         )
-        status = daemon(shards, tier, options, announcement=demand_file).run(Notice())
+        status = daemon(shards, tier, options, announce=demand_file.announce).run(Notice())
     brought = [shard.digest in held(tier) for shard in shards]
     assert brought[:2] == [True, True]
     assert sorted(status.failed) == [s.name for s, here in zip(shards, brought, strict=True) if not here]
