@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streamload.metrics.registry import BUCKETS, CAUSES, COUNTERS
+from streamload.metrics.registry import BUCKETS, CAUSES, COUNTERS, STAGES
 
 _READY = ("ready_batches", "ready_image_bytes", "ready_text_bytes", "ready_other_bytes")
 _GAUGES = ("seconds_to_first_batch", *_READY)
@@ -143,6 +143,11 @@ class Snapshot:
             shard_wait_seconds={name: waited_ns / 1e9 for name, waited_ns in shards.items()},
         )
 
+    @property
+    def stages(self) -> dict[str, float]:
+        """Seconds by stage, as the metric stage_seconds has them."""
+        return {row.labels[0]: getattr(self, row.name.replace("_ns", "_seconds")) for row in STAGES}
+
     def since(self, earlier: Snapshot) -> Snapshot:
         """The difference to an earlier snapshot; seconds_to_first_batch and what is ready are copied."""
         parts: dict[str, Any] = {name: getattr(self, name) for name in _GAUGES}
@@ -158,8 +163,7 @@ class Snapshot:
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as plain values, for JSON."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: dict(value) if isinstance(value, dict) else value for name, value in values.items()}
+        return asdict(self)
 
     def __str__(self) -> str:
         first = (

@@ -45,7 +45,7 @@ class Rule:
 
 
 def _origin_slow(figures: Figures) -> float:
-    return 0.0 if figures.machine.is_local else _of_wait(figures, figures.blocked_seconds)
+    return 0.0 if figures.machine.is_local else _of_wait(figures, figures.counted.blocked_wait_seconds)
 
 
 def _of_wait(figures: Figures, seconds: float) -> float:
@@ -53,29 +53,35 @@ def _of_wait(figures: Figures, seconds: float) -> float:
 
 
 def _origin_failing(figures: Figures) -> float:
-    if figures.origin_outages:
+    counted = figures.counted
+    if counted.origin_outages:
         return 1.0
-    if figures.origin_retries < _FEWEST_RETRIES:
+    if counted.origin_retries < _FEWEST_RETRIES:
         return 0.0
-    return figures.origin_retries / max(figures.origin_retries, figures.origin_requests)
+    return counted.origin_retries / max(counted.origin_retries, counted.origin_requests)
 
 
 def _thrashing(figures: Figures) -> float:
     """The share of samples that had no room; or how many shards too many were evicted for each that began."""
-    by_ranges = min(1.0, figures.range_reads / figures.samples) if figures.samples else 0.0
-    if figures.evicted < _FEWEST_EVICTIONS:
+    counted = figures.counted
+    by_ranges = min(1.0, counted.range_reads / counted.samples_yielded) if counted.samples_yielded else 0.0
+    if counted.shards_evicted < _FEWEST_EVICTIONS:
         return by_ranges
-    return max(by_ranges, min(1.0, (figures.evicted - figures.started) / figures.evicted))
+    return max(by_ranges, min(1.0, (counted.shards_evicted - _begun(figures)) / counted.shards_evicted))
+
+
+def _begun(figures: Figures) -> int:
+    return figures.counted.tier_hits + figures.counted.tier_misses
 
 
 def _starved(figures: Figures) -> tuple[str, float]:
     """The source whose bytes are waited for most, and the share of time that the training waits for it."""
-    waits = figures.source_waits
+    waits = figures.counted.source_wait_seconds
     if len(waits) < 2 or not any(waits.values()):
         return "", 0.0
     source = max(waits, key=lambda name: waits[name])
     share = waits[source] / sum(waits.values())
-    return source, _of_wait(figures, figures.blocked_seconds) if share >= 0.8 else 0.0
+    return source, _of_wait(figures, figures.counted.blocked_wait_seconds) if share >= 0.8 else 0.0
 
 
 def _straggler(figures: Figures) -> float:
@@ -106,8 +112,8 @@ RULES = (
         0.25,
         _origin_failing,
         lambda figures: (
-            f"{figures.origin_retries:,} of {figures.origin_requests:,} requests to the origin "
-            f"had to be repeated, and {figures.origin_outages:,} outages began"
+            f"{figures.counted.origin_retries:,} of {figures.counted.origin_requests:,} requests to the "
+            f"origin had to be repeated, and {figures.counted.origin_outages:,} outages began"
         ),
     ),
     Rule(
@@ -115,9 +121,10 @@ RULES = (
         0.25,
         _thrashing,
         lambda figures: (
-            f"the cache has no room: {figures.range_reads:,} of {figures.samples:,} samples were "
-            f"read from their origin one by one, and {figures.evicted:,} shards were evicted while "
-            f"{figures.started:,} began; raise cache_size"
+            f"the cache has no room: {figures.counted.range_reads:,} of "
+            f"{figures.counted.samples_yielded:,} samples were read from their origin one by one, and "
+            f"{figures.counted.shards_evicted:,} shards were evicted while {_begun(figures):,} began; "
+            f"raise cache_size"
         ),
     ),
     Rule(

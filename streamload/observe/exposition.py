@@ -8,7 +8,8 @@ most of features, and the metrics of a shared cache and of features where there 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 
 from streamload.metrics.registry import GIVEN, METRICS, Metric
 from streamload.observe.page import Labels, RunPage
@@ -26,7 +27,12 @@ _LEFT_OUT = {"transform_seconds", "first_batch_seconds", "batches_yielded", "fre
 _OF_SOME = ("shared_", "feature_")
 """Prefixes of metrics that only some runs have."""
 _FIRST_BUCKET, _BUCKETS_SKIPPED = 5, 2
-_INFO = Metric("run_info", "gauge", "1 for each live rank; its labels say what it is")
+_INFO = Metric(
+    "run_info",
+    "gauge",
+    "1 for each live rank; its labels say what it is",
+    labels=("host", "pid", "world_size", "workers"),
+)
 _AGE = Metric(
     "page_age_seconds",
     "gauge",
@@ -37,7 +43,7 @@ _AGE = Metric(
 
 def exposition(pages: Iterable[RunPage]) -> str:
     """The metrics of live ranks in Prometheus' text format, version 0.0.4; "" for none."""
-    ranks = [(page, labels) for page, labels in zip(*_labelled(pages), strict=True)]
+    ranks = list(_labelled(pages))
     if not ranks:
         return ""
     lines: list[str] = []
@@ -53,8 +59,7 @@ def exposition(pages: Iterable[RunPage]) -> str:
 
 def full_name(metric: Metric) -> str:
     """The name of a metric as exporters have it."""
-    is_suffixed = metric.kind == "counter"
-    return f"{_PREFIX}{metric.name}{'_total' if is_suffixed else ''}"
+    return f"{_PREFIX}{metric.name}{'_total' if metric.kind == 'counter' else ''}"
 
 
 def quoted(value: str) -> str:
@@ -63,16 +68,14 @@ def quoted(value: str) -> str:
     return f'"{escaped}"'
 
 
-def _labelled(pages: Iterable[RunPage]) -> tuple[list[RunPage], list[str]]:
+def _labelled(pages: Iterable[RunPage]) -> Iterator[tuple[RunPage, str]]:
     """Pages, and the labels of each; of two with the same run and rank the second is numbered."""
-    shown: dict[tuple[str, int], int] = {}
-    ranks, labels = [], []
+    shown: Counter[tuple[str, int]] = Counter()
     for page in pages:
-        count = shown[page.run, page.rank] = shown.get((page.run, page.rank), 0) + 1
+        shown[page.run, page.rank] += 1
+        count = shown[page.run, page.rank]
         run = page.run if count == 1 else f"{page.run}~{count}"
-        ranks.append(page)
-        labels.append(f'run={quoted(run)},rank="{page.rank}"')
-    return ranks, labels
+        yield page, f'run={quoted(run)},rank="{page.rank}"'
 
 
 def _lines(metric: Metric, name: str, page: RunPage, labels: str) -> Iterator[str]:
@@ -81,13 +84,9 @@ def _lines(metric: Metric, name: str, page: RunPage, labels: str) -> Iterator[st
         return
     for label_values, value in _values(metric, page).items():
         more = "".join(
-            f",{key}={quoted(label)}" for key, label in zip(_label_names(metric), label_values, strict=True)
+            f",{key}={quoted(label)}" for key, label in zip(metric.labels, label_values, strict=True)
         )
         yield f"{name}{{{labels}{more}}} {_number(value)}"
-
-
-def _label_names(metric: Metric) -> Sequence[str]:
-    return ("host", "pid", "world_size", "workers") if metric is _INFO else metric.labels
 
 
 def _values(metric: Metric, page: RunPage) -> Mapping[Labels, float]:

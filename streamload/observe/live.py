@@ -11,9 +11,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from streamload.metrics.registry import STAGES
 from streamload.metrics.snapshot import Snapshot
-from streamload.observe.page import RunPage
+from streamload.observe.page import RunPage, distinct
 
 _WINDOW_SECONDS = 10.0
 
@@ -151,7 +150,7 @@ def live_rank(page: RunPage, before: RunPage | None) -> LiveRank:
         batches_per_second=done.batches_yielded / seconds,
         wait=min(1.0, max(0.0, done.data_wait_seconds / seconds)),
         ready_batches=latest.ready_batches,
-        stages=_stages(page, before, seconds),
+        stages={stage: max(0.0, spent) / seconds for stage, spent in done.stages.items()},
         origin_bytes_per_second=done.origin_bytes / seconds,
         retries_per_second=done.origin_retries / seconds,
         hits=done.tier_hits / started if started else None,
@@ -165,25 +164,9 @@ def live_rank(page: RunPage, before: RunPage | None) -> LiveRank:
     )
 
 
-def _plain(names: Iterable[str]) -> list[str]:
+def _plain(names: Iterable[str]) -> tuple[str, ...]:
     """Names of sources as trackers take them (MLflow has the strictest rules), all different."""
-    names_shown: dict[str, None] = {}
-    for name in names:
-        text = re.sub(r"[^A-Za-z0-9_ -]", "_", name).strip() or "_"
-        unique, place = text, 1
-        while unique in names_shown:
-            place += 1
-            unique = f"{text}_{place}"
-        names_shown[unique] = None
-    return list(names_shown)
-
-
-def _stages(page: RunPage, before: RunPage | None, seconds: float) -> dict[str, float]:
-    earlier = {} if before is None else before.counters
-    return {
-        row.labels[0]: max(0, page.counters.get(row.name, 0) - earlier.get(row.name, 0)) / 1e9 / seconds
-        for row in STAGES
-    }
+    return distinct((re.sub(r"[^A-Za-z0-9_ -]", "_", name).strip() or "_" for name in names), "{}_{}".format)
 
 
 def _tiers(page: RunPage) -> dict[str, tuple[float, float]]:

@@ -129,6 +129,8 @@ class RunObserver:
         self.requests = requests
         self._owner = weakref.ref(owner)
         self.slowest: SlowestRank | None = None
+        self.device: torch.device | None = None
+        self.reported: Sequence[Mapping[str, Any]] = ()
         self._run, self._control, self._waits, self._clock = run, control, waits, clock
         self._functions: Mapping[str, str] = {}
         self._names = names_of_sources(run.sources)
@@ -155,24 +157,6 @@ class RunObserver:
         self._is_host_logged = False
 
     # What the loader does.
-
-    @property
-    def device(self) -> torch.device | None:
-        """The device of batches."""
-        return self._publisher.device
-
-    @device.setter
-    def device(self, device: torch.device | None) -> None:
-        self._publisher.device = device
-
-    @property
-    def reported(self) -> Sequence[Mapping[str, Any]]:
-        """Means by source of what the training reports."""
-        return self._publisher.reported
-
-    @reported.setter
-    def reported(self, means: Sequence[Mapping[str, Any]]) -> None:
-        self._publisher.reported = means
 
     def open(self, tier: Tier, run: str, functions: Mapping[str, str]) -> None:
         """A run begins: publish it."""
@@ -310,7 +294,7 @@ class RunObserver:
             if self._line_from is not None:
                 self._history.add(sample)
             minute = self._figures(sample, _MINUTE)
-            self._publisher.look(sample, minute)
+            self._publisher.look(sample, minute, self.reported, self.device)
             recent = self._figures(sample, WINDOW_SECONDS)
             changed = self._alerts.look(recent, time.monotonic(), time.time())
             self._publisher.publish(sample, minute, self._run_figures(sample), self._alerts.raised())
@@ -328,7 +312,7 @@ class RunObserver:
         with self._lock:
             sample = self._sample()
             minute = self._figures(sample, _MINUTE)
-            self._publisher.look(sample, minute)
+            self._publisher.look(sample, minute, self.reported, self.device)
             return self._publisher.page(sample, minute, self._run_figures(sample), self._alerts.raised())
 
     def wait_ratio(self) -> float:
@@ -365,8 +349,7 @@ class RunObserver:
         run = self._run
         if self._machine is None:
             is_near, cores = all(map(is_local, run.kinds())), len(os.sched_getaffinity(0))
-            rank = run.schedule.topology.rank
-            self._machine = Machine(run.workers, cores, is_near, self._names, rank, run.prepare)
+            self._machine = Machine(run.workers, cores, is_near, self._names, run.prepare)
         is_on_host = self.device is None and is_accelerator_used()
         return self._machine._replace(
             is_on_host=is_on_host, functions=self._functions, shard_name=self._waits.file_name

@@ -16,7 +16,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ import xxhash
 from streamload.cache import demand
 from streamload.cache.locks import FileLock, is_locked
 from streamload.descriptors import Descriptor
-from streamload.metrics.registry import BUCKET_NS, BUCKETS, BY_NAME, COUNTERS, GIVEN, METRICS, ROWS, Metric
+from streamload.metrics.registry import BUCKET_NS, BUCKETS, BY_NAME, COUNTERS, ROWS
 from streamload.metrics.snapshot import Snapshot
 from streamload.urls import redact_text
 
@@ -130,15 +130,6 @@ class RunPage:
         """One value that was given; None: it wasn't."""
         return self.gauges.get(name, {}).get(labels)
 
-    def values(self) -> Iterator[tuple[Metric, dict[Labels, float]]]:
-        """Every metric that has values, by its labels, in the metric's unit; of a histogram its sum."""
-        for metric in METRICS:
-            scale = _SECONDS if metric.unit == "seconds" else 1
-            yield metric, {row.labels: self.counters.get(row.name, 0) / scale for row in metric.rows}
-        for metric in GIVEN:
-            if values := self.gauges.get(metric.name):
-                yield metric, dict(values)
-
     def cumulative_buckets(self) -> list[tuple[float, int]]:
         """The histogram of data waits as exporters want it: upper bounds in seconds, and waits up to them."""
         bounds = [(BUCKET_NS << place) / _SECONDS for place in range(BUCKETS - 1)]
@@ -216,18 +207,25 @@ def _buckets(counts: Iterable[int]) -> tuple[int, ...]:
 
 def names_of_sources(names: Iterable[str]) -> tuple[str, ...]:
     """The sources' names as a page has them: short, printable, without secrets, and all different."""
+    texts = map(_short, list(names)[:MOST_SOURCES])
+    return distinct(texts, lambda text, number: f"{text[: _NAME_LENGTH - 5]}~{number}")
+
+
+def distinct(names: Iterable[str], numbered: Callable[[str, int], str]) -> tuple[str, ...]:
+    """These names, all different: `numbered` makes another of one that is there already."""
     shown: dict[str, None] = {}
-    for name in list(names)[:MOST_SOURCES]:
-        text = redact_text(name)
-        text = "".join(c if c.isprintable() else "�" for c in text)
-        text = text if len(text) <= _NAME_LENGTH else f"{text[: _NAME_LENGTH - 1]}…"
-        place = 1
-        unique = text
+    for name in names:
+        number, unique = 1, name
         while unique in shown:
-            place += 1
-            unique = f"{text[: _NAME_LENGTH - 5]}~{place}"
+            number += 1
+            unique = numbered(name, number)
         shown[unique] = None
     return tuple(shown)
+
+
+def _short(name: str) -> str:
+    text = "".join(c if c.isprintable() else "�" for c in redact_text(name))
+    return text if len(text) <= _NAME_LENGTH else f"{text[: _NAME_LENGTH - 1]}…"
 
 
 def as_dict(page: RunPage) -> dict[str, Any]:
@@ -247,30 +245,28 @@ class PageFile:
 
     Args:
         root: of the tier.
+
+    Attributes:
+        path: of the file.
     """
 
     def __init__(self, root: Path):
+        self.path = root / "runs"
         self._lock: FileLock | None = None
-        self._path = root / "runs"
         self._is_logged = False
         try:
             for path in files(root):
                 _remove_if_dead(path)
             for _ in range(_ATTEMPTS):
-                self._path = root / "runs" / f"{os.getpid()}.{secrets.token_hex(4)}.metrics"
-                self._lock = FileLock.acquire(self._path, create=True)
-                if self._lock is not None and self._lock.is_of(self._path):
+                self.path = root / "runs" / f"{os.getpid()}.{secrets.token_hex(4)}.metrics"
+                self._lock = FileLock.acquire(self.path, create=True)
+                if self._lock is not None and self._lock.is_of(self.path):
                     _reserve(self._lock.file.number)
                     return
                 self._unlock()  # deleted as a dead process's before it was locked: make another
         except OSError as exc:
             self.close()
             self._log(exc)
-
-    @property
-    def path(self) -> Path:
-        """The path of the file."""
-        return self._path
 
     def write(self, page: RunPage) -> None:
         """Publish a page in place of the last one."""
@@ -287,7 +283,7 @@ class PageFile:
         """Delete the file. Idempotent."""
         if self._lock is not None:
             with contextlib.suppress(OSError):
-                self._path.unlink()
+                self.path.unlink()
         self._unlock()
 
     def _unlock(self) -> None:
@@ -301,7 +297,7 @@ class PageFile:
             logger.warning(
                 "this run can't be seen by `streamload top` and exporters, as its page can't be written: "
                 "%s: %s; the training goes on",
-                *(self._path, error.strerror or error),
+                *(self.path, error.strerror or error),
             )
 
 
@@ -314,8 +310,8 @@ def read_runs(roots: Iterable[Path | str]) -> list[RunPage]:
         roots: of tiers: cache directories, and the one in memory (placement.memory_root). Those that don't
             exist, or aren't tiers, have none.
     """
-    found = [page for root in dict.fromkeys(map(Path, roots)) for page in _read(root)]
-    return sorted(found, key=lambda page: (page.run, page.rank, page.pid))
+    pages = (page for root in dict.fromkeys(map(Path, roots)) for page in _read(root))
+    return sorted(pages, key=lambda page: (page.run, page.rank, page.pid))
 
 
 def files(root: Path) -> list[Path]:
@@ -324,11 +320,6 @@ def files(root: Path) -> list[Path]:
         return sorted(demand.pages(root / "runs"))
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def lives(path: Path) -> bool:
-    """True if the process that writes a page is alive: it holds the lock."""
-    return is_locked(path, shared=True)
 
 
 def now() -> Instant:
@@ -347,7 +338,7 @@ def _boot() -> str:
 def _read(root: Path) -> Iterator[RunPage]:
     for path in files(root):
         with contextlib.suppress(OSError):  # deleted meanwhile, or another user's
-            if lives(path):
+            if is_locked(path, shared=True):  # by the process that writes it
                 page = _page_in(path)
                 if page is not None:
                     yield page

@@ -104,12 +104,10 @@ class _Server(http.server.ThreadingHTTPServer):
             super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """In the thread of a connection."""
         limits.note_thread()
         super().process_request_thread(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection."""
         with self._guard:
             self._deadlines.pop(request, None)
         super().shutdown_request(request)
@@ -124,34 +122,27 @@ class _Server(http.server.ThreadingHTTPServer):
                         request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Log nothing about clients that disconnect or time out."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
 
 class _PageHandler(http.server.BaseHTTPRequestHandler):
-    """Serves the pages."""
-
     pages: Mapping[str, Callable[[], Page]]
     timeout = _ANSWER_SECONDS
     server_version = "streamload"
     sys_version = ""
 
     def do_GET(self) -> None:
-        """Serve a request."""
-        pages = type(self).pages
+        path = self.path.partition("?")[0]
         if not is_own_name(self.headers.get("Host", "")):
             page = Page("ask by the address of this machine, or by its own name\n", code=421)
-        elif self.path.partition("?")[0] in pages:
-            page = pages[self.path.partition("?")[0]]()
+        elif path in self.pages:
+            page = self.pages[path]()
         else:
-            page = Page(f"there are {', '.join(pages)}\n", code=404)
-        self._answer(page.code, page.kind, page.text)
-
-    def _answer(self, code: int, kind: str, text: str) -> None:
-        body = text.encode()
-        self.send_response(code)
-        self.send_header("Content-Type", kind)
+            page = Page(f"there are {', '.join(self.pages)}\n", code=404)
+        body = page.text.encode()
+        self.send_response(page.code)
+        self.send_header("Content-Type", page.kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

@@ -91,7 +91,6 @@ class Publisher:
         gauges: the values that aren't counted in rows; anyone in this process may set more.
         memory_ratio: how much of the machine's memory is taken, or of the container's, or of the device's if
             that is more.
-        device: of the batches; None: nothing says that they leave host memory.
         readers: called with each page that is published.
         passes: of each source, the pass of the samples that were taken last; none: there is one source.
     """
@@ -106,9 +105,7 @@ class Publisher:
     ):
         self.gauges = Gauges()
         self.memory_ratio = 0.0
-        self.device: torch.device | None = None
         self.readers: list[Callable[[RunPage], None]] = []
-        self.reported: Sequence[Mapping[str, Any]] = ()
         self.passes: Sequence[int] = ()
         self._schedule, self._workers, self._sources, self._names = schedule, workers, sources, names
         self._extension_metrics = extension_metrics
@@ -138,23 +135,20 @@ class Publisher:
             "sources": self._names,
         }
 
-    def put_by_source(self, metric: str, values: Mapping[str, float]) -> None:
-        """Set a metric of sources.
-
-        Args:
-            metric: such as "source_loss"; see the registry.
-            values: by the sources' names as they were given; a NaN takes the value away.
-        """
-        for source, name in zip(self._sources, self._names, strict=False):
-            if source in values:
-                self.gauges.set(metric, values[source], name)
-
-    def look(self, sample: CounterSample, figures: Figures) -> None:
+    def look(
+        self,
+        sample: CounterSample,
+        figures: Figures,
+        reported: Sequence[Mapping[str, Any]],
+        device: torch.device | None,
+    ) -> None:
         """Set the gauges.
 
         Args:
             sample: the counters now.
             figures: of the last minute.
+            reported: means by source of what the training reports.
+            device: of the batches; None: nothing says that they leave host memory.
         """
         put, tracker = self.gauges.set, self._schedule.tracker
         put("data_wait_ratio", figures.wait)
@@ -171,9 +165,11 @@ class Publisher:
             for name, weight, share in zip(self._names, weights, shares, strict=False):
                 put("source_weight", weight, name)
                 put("source_share", share / UNIT, name)
-        for metric, name in (("source_loss", "loss"), ("source_alignment", "alignment")):
-            by_source = {means["name"]: means[name] for means in self.reported if means.get(name) is not None}
-            self.put_by_source(metric, by_source)
+        shown_names = dict(zip(self._sources, self._names, strict=False))
+        for means in reported:
+            for kind in ("loss", "alignment"):
+                if means.get(kind) is not None and means["name"] in shown_names:
+                    put(f"source_{kind}", means[kind], shown_names[means["name"]])
         numbers = self._extension_metrics()
         for name, value in zip(names_of_sources(numbers), numbers.values(), strict=False):
             put("extension_value", value, name)
@@ -181,7 +177,7 @@ class Publisher:
             self._next_seldom = time.monotonic() + _SELDOM_SECONDS
             self._look_at_tier()
             self._look_at_passes()
-            self._look_at_memory(has_batches=sample.row[_YIELDED] > 0)
+            self._look_at_memory(device, has_batches=sample.row[_YIELDED] > 0)
 
     def publish(
         self, sample: CounterSample, figures: Figures, run: Figures, alerts: Mapping[str, str]
@@ -241,9 +237,9 @@ class Publisher:
         for name, number in zip(self._names, passes, strict=False):
             self.gauges.set("source_passes", number, name)
 
-    def _look_at_memory(self, has_batches: bool) -> None:
+    def _look_at_memory(self, device: torch.device | None, has_batches: bool) -> None:
         self.memory_ratio = taken_ratio()
-        memory = memory_of(self.device)
+        memory = memory_of(device)
         if memory is not None and has_batches:  # this must not be what starts the device
             ratio = memory.peak_bytes() / max(1, memory.limit_bytes())
             self.gauges.set("device_memory_ratio", ratio)

@@ -66,18 +66,18 @@ def judge(figures: Figures) -> Verdict:
 
 
 def _decide(figures: Figures) -> tuple[Limit, str, str]:
-    is_stuck = figures.waiting_seconds >= _FEWEST_SECONDS
-    if figures.seconds < _FEWEST_SECONDS or (figures.batches < _FEWEST_BATCHES and not is_stuck):
+    counted, is_stuck = figures.counted, figures.waiting_seconds >= _FEWEST_SECONDS
+    if figures.seconds < _FEWEST_SECONDS or (counted.batches_yielded < _FEWEST_BATCHES and not is_stuck):
         return "unclear", "too few batches were taken to tell", _NOTHING
     if figures.wait < LITTLE:
         return _not_waiting(figures)
-    waited = figures.waited_seconds
-    copied, received = figures.stages.get("device", 0.0), figures.rank_hand_over_seconds
+    waited = counted.data_wait_seconds
+    copied, received = counted.device_seconds, figures.rank_hand_over_seconds
     if copied >= _MOST * waited:
         return "device copy", f"{copied / waited:.0%} of that for batches on their way to the device", _COPY
-    blocked, work = figures.blocked_seconds / waited, _shares(figures)
-    if figures.feature_seconds >= _MOST * waited:
-        share = min(1.0, figures.feature_seconds / waited)
+    blocked, work = counted.blocked_wait_seconds / waited, _shares(figures)
+    if counted.feature_compute_seconds >= _MOST * waited:
+        share = min(1.0, counted.feature_compute_seconds / waited)
         return "features", f"{share:.0%} of that to compute features in this process", _FEATURES
     if received >= _MOST * waited:
         return (
@@ -100,8 +100,9 @@ def _not_waiting(figures: Figures) -> tuple[Limit, str, str]:
     if slowest is not None and slowest.wait >= max(LITTLE, 2 * figures.wait):
         evidence = f"{slowest} waits {slowest.wait:.0%} of the time, and all ranks wait for it"
         return "another rank", evidence, _SEE_LOG
-    if figures.feature_seconds >= _MOST * figures.seconds:
-        evidence = f"features were computed {figures.feature_seconds / figures.seconds:.0%} of the time"
+    computed_seconds = figures.counted.feature_compute_seconds
+    if computed_seconds >= _MOST * figures.seconds:
+        evidence = f"features were computed {computed_seconds / figures.seconds:.0%} of the time"
         return "training", evidence, _FEATURES
     return (
         "training",
@@ -122,30 +123,30 @@ def _shares(figures: Figures) -> dict[Limit, float]:
 
 def _bytes(figures: Figures) -> tuple[Limit, str, str]:
     """Workers lack bytes."""
+    counted = figures.counted
     busy = f"workers waited {figures.share('bytes', 'shuffle'):.0%} of their time for bytes"
     if not figures.machine.workers:
-        busy = f"{figures.blocked_seconds / figures.waited_seconds:.0%} of that for bytes"
+        busy = f"{counted.blocked_wait_seconds / counted.data_wait_seconds:.0%} of that for bytes"
     busy += _slowest_shard(figures)
-    if figures.shared_wait_seconds >= _MOST * figures.waited_seconds:
-        waited = f"{figures.shared_wait_seconds:.0f} s"
+    if counted.shared_wait_seconds >= _MOST * counted.data_wait_seconds:
+        waited = f"{counted.shared_wait_seconds:.0f} s"
         busy += f", fills waited {waited} for other nodes' fills, which the log names"
-    held_back, lacked = (figures.stages.get(stage, 0.0) for stage in ("shuffle", "bytes"))
-    if held_back > lacked:
+    if counted.shuffle_wait_seconds > counted.bytes_wait_seconds:
         evidence = f"the window of shuffle= holds back most samples that arrive ({busy})"
         fill = _FILL.format(_prepare_option(figures))
         return "shuffle", evidence, _LESS_SHUFFLE if figures.machine.is_local else f"{_LESS_SHUFFLE} {fill}"
-    if figures.machine.is_local and figures.machine.prepare and figures.origin_bytes:
+    if figures.machine.is_local and figures.machine.prepare and counted.origin_bytes:
         option = _prepare_option(figures)
         ahead = f" streamload warm URLS{option} prepares them ahead." if option else ""
         return "CPU", f"local shards are prepared as they are read ({busy})", _LATER + ahead
     if figures.machine.is_local:
         return "disk", f"local shards are read too slowly ({busy})", FASTER_DISK
     failures = ""
-    if figures.origin_retries or figures.origin_outages:
-        failures = f", {figures.origin_retries:,} requests were retried"
-    sender, arrived = "the origin", figures.origin_bytes
-    if figures.shared_bytes > arrived:
-        sender, arrived = "the shared cache", figures.shared_bytes
+    if counted.origin_retries or counted.origin_outages:
+        failures = f", {counted.origin_retries:,} requests were retried"
+    sender, arrived = "the origin", counted.origin_bytes
+    if counted.shared_bytes > arrived:
+        sender, arrived = "the shared cache", counted.shared_bytes
     rate = arrived / figures.seconds
     if not arrived or figures.wait >= 0.99:
         evidence = f"bytes don't arrive ({busy}{failures})"
@@ -155,16 +156,16 @@ def _bytes(figures: Figures) -> tuple[Limit, str, str]:
         rates = f"{sender} gives {format_bytes(rate)}/s where {needed}/s are needed{prepared}"
         evidence = f"{rates} ({busy}{failures})"
     fill = _FILL.format(_prepare_option(figures)) + ("" if figures.machine.prepare else f" {_SMALLER}")
-    is_failing = figures.origin_retries > 0.1 * max(1, figures.origin_requests)
+    is_failing = counted.origin_retries > 0.1 * max(1, counted.origin_requests)
     return "origin", evidence, _FAILING if is_failing else fill
 
 
 def _slowest_shard(figures: Figures) -> str:
     """The shard that most of the wait was for, in a part of a sentence; "": there is none."""
     shard = max(figures.shard_waits, key=figures.shard_waits.__getitem__, default=None)
-    if shard is None or figures.shard_waits[shard] < _MOST * figures.waited_seconds:
+    if shard is None or figures.shard_waits[shard] < _MOST * figures.counted.data_wait_seconds:
         return ""
-    share = min(1.0, figures.shard_waits[shard] / figures.waited_seconds)
+    share = min(1.0, figures.shard_waits[shard] / figures.counted.data_wait_seconds)
     return f", {share:.0%} of the wait was for {figures.machine.shard_name(shard)}"
 
 
@@ -199,8 +200,10 @@ def _cheaper(stage: str, figures: Figures) -> str:
         return _FUNCTION
     if stage not in ("decode", "resize") or not figures.machine.prepare:
         return _CHEAPER[stage]
-    if figures.unprepared and (option := _prepare_option(figures)):
-        return _PREPARE_AHEAD.format(min(1.0, figures.unprepared / max(1, figures.samples)), option)
+    counted = figures.counted
+    if counted.samples_unprepared and (option := _prepare_option(figures)):
+        share = min(1.0, counted.samples_unprepared / max(1, counted.samples_yielded))
+        return _PREPARE_AHEAD.format(share, option)
     return _COMPILED if stage == "resize" else ""
 
 

@@ -6,7 +6,6 @@ is broken and mended; where the model has no such part, figures are given. No ti
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Callable, Iterator
 
@@ -15,21 +14,21 @@ import pytest
 from streamload.node import SlowestRank
 from streamload.observe.alerts import HOLD_SECONDS, RULES, WINDOW_SECONDS, Alert, Alerts
 from streamload.observe.figures import Figures, History, Machine
-from tests.support.pipeline import Rank, Speeds, run
+from tests.support.pipeline import Rank, Speeds, changed, figures_of, run
 
 UNIX = 1_700_000_000.0
-QUIET = Figures(seconds=10.0, batches=50, samples=5000, origin_requests=40, started=20)
+QUIET = figures_of(seconds=10.0, batches_yielded=50, samples_yielded=5000, origin_requests=40, tier_misses=20)
 WRONG: dict[str, Figures] = {
-    "data wait": dataclasses.replace(QUIET, waited_seconds=4.0),
-    "origin slow": dataclasses.replace(QUIET, waited_seconds=4.0, blocked_seconds=3.5),
-    "origin failing": dataclasses.replace(QUIET, origin_retries=12),
-    "cache thrashing": dataclasses.replace(QUIET, range_reads=2000),
-    "source starved": dataclasses.replace(
-        QUIET, waited_seconds=4.0, blocked_seconds=3.5, source_waits={"a": 9.0, "b": 0.5}
+    "data wait": changed(QUIET, data_wait_seconds=4.0),
+    "origin slow": changed(QUIET, data_wait_seconds=4.0, blocked_wait_seconds=3.5),
+    "origin failing": changed(QUIET, origin_retries=12),
+    "cache thrashing": changed(QUIET, range_reads=2000),
+    "source starved": changed(
+        QUIET, data_wait_seconds=4.0, blocked_wait_seconds=3.5, source_wait_seconds={"a": 9.0, "b": 0.5}
     ),
-    "memory tight": dataclasses.replace(QUIET, memory_ratio=0.99),
-    "straggler rank": dataclasses.replace(QUIET, slowest=SlowestRank(3, 0.5, "far-1")),
-    "stalled": dataclasses.replace(QUIET, waiting_seconds=40.0),
+    "memory tight": changed(QUIET, memory_ratio=0.99),
+    "straggler rank": changed(QUIET, slowest=SlowestRank(3, 0.5, "far-1")),
+    "stalled": changed(QUIET, waiting_seconds=40.0),
 }
 
 
@@ -73,7 +72,7 @@ def test_what_is_wrong_now_and_then_raises_nothing(name: str) -> None:
 def test_an_alert_stays_until_it_is_below_half_of_its_limit() -> None:
     alerts = Alerts()
     seconds_until(alerts, WRONG["data wait"], "data wait", 0.0)
-    halfway = dataclasses.replace(QUIET, waited_seconds=1.5)
+    halfway = changed(QUIET, data_wait_seconds=1.5)
     assert not any(alerts.look(halfway, 100.0 + second, UNIX) for second in range(600))
     assert "data wait" in alerts.raised()
 
@@ -90,15 +89,15 @@ def test_a_calendar_that_jumps_changes_nothing_but_the_date() -> None:
 @pytest.mark.parametrize(
     ("name", "figures"),
     [
-        ("origin slow", dataclasses.replace(WRONG["origin slow"], machine=Machine(is_local=True))),
-        ("origin failing", dataclasses.replace(QUIET, origin_retries=2, origin_requests=2)),
-        ("cache thrashing", dataclasses.replace(QUIET, evicted=20, started=20)),
-        ("cache thrashing", dataclasses.replace(QUIET, samples=0, range_reads=0)),
-        ("source starved", dataclasses.replace(WRONG["source starved"], source_waits={"a": 9.0})),
-        ("source starved", dataclasses.replace(WRONG["source starved"], source_waits={"a": 5.0, "b": 4.0})),
-        ("memory tight", dataclasses.replace(QUIET, memory_ratio=0.95)),
-        ("straggler rank", dataclasses.replace(WRONG["straggler rank"], waited_seconds=4.0)),
-        ("stalled", dataclasses.replace(QUIET, still_seconds=300.0)),
+        ("origin slow", changed(WRONG["origin slow"], machine=Machine(is_local=True))),
+        ("origin failing", changed(QUIET, origin_retries=2, origin_requests=2)),
+        ("cache thrashing", changed(QUIET, shards_evicted=20, tier_misses=20)),
+        ("cache thrashing", changed(QUIET, samples_yielded=0, range_reads=0)),
+        ("source starved", changed(WRONG["source starved"], source_wait_seconds={"a": 9.0})),
+        ("source starved", changed(WRONG["source starved"], source_wait_seconds={"a": 5.0, "b": 4.0})),
+        ("memory tight", changed(QUIET, memory_ratio=0.95)),
+        ("straggler rank", changed(WRONG["straggler rank"], data_wait_seconds=4.0)),
+        ("stalled", changed(QUIET, still_seconds=300.0)),
     ],
 )
 def test_what_only_looks_wrong_raises_nothing(name: str, figures: Figures) -> None:
@@ -110,9 +109,9 @@ def test_what_only_looks_wrong_raises_nothing(name: str, figures: Figures) -> No
 @pytest.mark.parametrize(
     ("name", "figures"),
     [
-        ("origin failing", dataclasses.replace(QUIET, origin_outages=1)),
-        ("cache thrashing", dataclasses.replace(QUIET, evicted=40, started=20)),
-        ("stalled", dataclasses.replace(QUIET, still_seconds=700.0)),
+        ("origin failing", changed(QUIET, origin_outages=1)),
+        ("cache thrashing", changed(QUIET, shards_evicted=40, tier_misses=20)),
+        ("stalled", changed(QUIET, still_seconds=700.0)),
     ],
 )
 def test_what_is_wrong_in_another_way_is_found_too(name: str, figures: Figures) -> None:

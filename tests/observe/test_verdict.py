@@ -6,7 +6,6 @@ speeds, workers and jitter drawn at random; what it counts is judged. Sentences 
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from typing import Any
 
@@ -17,7 +16,7 @@ from streamload.metrics import COUNTERS, WIDTH
 from streamload.node import SlowestRank
 from streamload.observe.figures import CounterSample, Figures, History, Machine
 from streamload.observe.verdict import Limit, Verdict, judge
-from tests.support.pipeline import Rank, Speeds, run
+from tests.support.pipeline import Rank, Speeds, changed, figures_of, run
 
 SEEDS = range(20)
 PARTS: dict[Limit, tuple[str, ...]] = {
@@ -57,7 +56,7 @@ def planted(limit: Limit, seed: int) -> tuple[Rank, float]:
 
 def verdict_of(rank: Rank, first: CounterSample, slowest: SlowestRank | None = None) -> Verdict:
     figures = Figures.between(first, rank.sample(), Machine(rank.workers, rank.cores))
-    return judge(dataclasses.replace(figures, slowest=slowest))
+    return judge(changed(figures, slowest=slowest))
 
 
 @pytest.mark.parametrize("limit", PARTS)
@@ -117,8 +116,13 @@ def test_a_mixture_of_slow_parts_is_one_of_them_or_unclear() -> None:
 
 def test_a_rank_without_workers_makes_its_batches_while_the_training_waits() -> None:
     stages = {"bytes": 0.1, "read": 0.1, "decode": 5.0, "resize": 2.0}
-    figures = Figures(
-        seconds=20, machine=Machine(0), waited_seconds=8, blocked_seconds=0.1, stages=stages, batches=100
+    figures = figures_of(
+        seconds=20,
+        machine=Machine(0),
+        data_wait_seconds=8,
+        blocked_wait_seconds=0.1,
+        stages=stages,
+        batches_yielded=100,
     )
     verdict = judge(figures)
     assert verdict.limit == "CPU"
@@ -131,7 +135,7 @@ def test_a_rank_without_workers_makes_its_batches_while_the_training_waits() -> 
     [
         (
             {
-                "blocked_seconds": 18.0,
+                "blocked_wait_seconds": 18.0,
                 "origin_bytes": 38 * 60 * 10**6,
                 "stages": {"bytes": 200.0},
                 "origin_requests": 100,
@@ -141,7 +145,7 @@ def test_a_rank_without_workers_makes_its_batches_while_the_training_waits() -> 
         ),
         (
             {
-                "blocked_seconds": 18.0,
+                "blocked_wait_seconds": 18.0,
                 "origin_bytes": 10**9,
                 "origin_requests": 100,
                 "origin_retries": 40,
@@ -149,27 +153,27 @@ def test_a_rank_without_workers_makes_its_batches_while_the_training_waits() -> 
             "origin",
             "40 requests were retried). See the log",
         ),
-        ({"blocked_seconds": 18.0, "shared_bytes": 10**9}, "origin", "the shared cache gives 16.7 MB/s"),
-        ({"blocked_seconds": 18.0}, "origin", "bytes don't arrive"),
+        ({"blocked_wait_seconds": 18.0, "shared_bytes": 10**9}, "origin", "the shared cache gives 16.7 MB/s"),
+        ({"blocked_wait_seconds": 18.0}, "origin", "bytes don't arrive"),
         (
-            {"blocked_seconds": 18.0, "stages": {"bytes": 60.0, "shuffle": 80.0}},
+            {"blocked_wait_seconds": 18.0, "stages": {"bytes": 60.0, "shuffle": 80.0}},
             "shuffle",
             "the window of shuffle= holds back most samples that arrive (workers waited 58% of their time",
         ),
         (
-            {"blocked_seconds": 18.0, "stages": {"bytes": 80.0, "shuffle": 60.0}, "origin_bytes": 10**9},
+            {"blocked_wait_seconds": 18.0, "stages": {"bytes": 80.0, "shuffle": 60.0}, "origin_bytes": 10**9},
             "origin",
             "(workers waited 58% of their time for bytes)",
         ),
         (
-            {"blocked_seconds": 18.0, "machine": Machine(4, 8, is_local=True)},
+            {"blocked_wait_seconds": 18.0, "machine": Machine(4, 8, is_local=True)},
             "disk",
             "local shards are read too slowly",
         ),
         ({"stages": {"decode": 150.0, "resize": 80.0}}, "CPU", "making batches, most of it on decode"),
         ({"stages": {"read": 150.0, "decode": 30.0}}, "disk", "reading from the cache"),
         (
-            {"blocked_seconds": 18.0, "origin_bytes": 10**9, "shard_waits": {3: 12.4, 4: 5.0}},
+            {"blocked_wait_seconds": 18.0, "origin_bytes": 10**9, "shard_waits": {3: 12.4, 4: 5.0}},
             "origin",
             "67% of the wait was for shard 3)",
         ),
@@ -178,35 +182,43 @@ def test_a_rank_without_workers_makes_its_batches_while_the_training_waits() -> 
             "CPU",
             "making batches, most of it in your preprocess=.",
         ),
-        ({"feature_seconds": 14.0}, "features", "75% of that to compute features in this process"),
+        ({"feature_compute_seconds": 14.0}, "features", "75% of that to compute features in this process"),
         ({"stages": {"hand-over": 200.0}}, "hand-over", "passing batches on"),
         ({"rank_hand_over_seconds": 15.0}, "hand-over", "receive batches in this process"),
         ({"stages": {"device": 12.0, "decode": 100.0}}, "device copy", "on their way to the device"),
         ({"stages": {"decode": 20.0}}, "unclear", "no single cause"),
-        ({"blocked_seconds": 7.0, "stages": {"decode": 200.0}}, "unclear", "no single cause"),
+        ({"blocked_wait_seconds": 7.0, "stages": {"decode": 200.0}}, "unclear", "no single cause"),
         ({}, "unclear", "had nothing to do"),
-        ({"waited_seconds": 1.0}, "training", "data is never late"),
-        ({"waited_seconds": 1.0, "feature_seconds": 40.0}, "training", "features were computed 67%"),
+        ({"data_wait_seconds": 1.0}, "training", "data is never late"),
         (
-            {"waited_seconds": 1.0, "slowest": SlowestRank(7, 0.4)},
+            {"data_wait_seconds": 1.0, "feature_compute_seconds": 40.0},
+            "training",
+            "features were computed 67%",
+        ),
+        (
+            {"data_wait_seconds": 1.0, "slowest": SlowestRank(7, 0.4)},
             "another rank",
             "rank 7 waits 40% of the time",
         ),
         ({"slowest": SlowestRank(7, 0.4), "stages": {"decode": 230.0}}, "CPU", "making batches"),
         (
-            {"blocked_seconds": 18.6, "shared_wait_seconds": 30.0},
+            {"blocked_wait_seconds": 18.6, "shared_wait_seconds": 30.0},
             "origin",
             "fills waited 30 s for other nodes' fills",
         ),
-        ({"batches": 2}, "unclear", "too few batches"),
-        ({"batches": 0, "waiting_seconds": 60.0, "blocked_seconds": 18.6}, "origin", "bytes don't arrive"),
+        ({"batches_yielded": 2}, "unclear", "too few batches"),
+        (
+            {"batches_yielded": 0, "waiting_seconds": 60.0, "blocked_wait_seconds": 18.6},
+            "origin",
+            "bytes don't arrive",
+        ),
     ],
 )
 def test_a_verdict_says_by_which_figures_it_was_reached(
     given: dict[str, object], limit: Limit, says: str
 ) -> None:
-    plain = {"seconds": 60.0, "machine": Machine(4, 8), "waited_seconds": 18.6, "batches": 100}
-    verdict = judge(Figures(**plain | given))  # type: ignore[arg-type]
+    plain = {"seconds": 60.0, "machine": Machine(4, 8), "data_wait_seconds": 18.6, "batches_yielded": 100}
+    verdict = judge(figures_of(**plain | given))
     assert verdict.limit == limit
     assert says in str(verdict)
     assert verdict.gain == pytest.approx(1 / (1 - verdict.wait))
@@ -217,7 +229,7 @@ def test_a_verdict_says_by_which_figures_it_was_reached(
     [
         {"stages": {"decode": 200.0}},
         {"stages": {"resize": 200.0}},
-        {"blocked_seconds": 18.0, "origin_bytes": 10**8},
+        {"blocked_wait_seconds": 18.0, "origin_bytes": 10**8},
     ],
     ids=["decode", "resize", "bytes"],
 )
@@ -226,13 +238,17 @@ def test_a_verdict_says_by_which_figures_it_was_reached(
 def test_prepared_images_are_advised_only_where_they_are_not_asked_for(
     given: dict[str, Any], prepare: str, unprepared: int
 ) -> None:
-    figures = Figures(
-        seconds=60.0, machine=Machine(4, 8, prepare=prepare), waited_seconds=18.6, batches=100, samples=1600,
-        unprepared=unprepared, **given,
-    )  # fmt: skip
+    figures = figures_of(
+        machine=Machine(4, 8, prepare=prepare),
+        data_wait_seconds=18.6,
+        batches_yielded=100,
+        samples_yielded=1600,
+        samples_unprepared=unprepared,
+        **given,
+    )
     advice = judge(figures).advice
     assert ("Images(prepare=…)" in advice) == (not prepare)
-    is_ahead = prepare == "raw-256" and (unprepared > 0 or "blocked_seconds" in given)
+    is_ahead = prepare == "raw-256" and (unprepared > 0 or "blocked_wait_seconds" in given)
     assert ("streamload warm URLS --prepare raw-256" in advice) == is_ahead
     assert ("25% of the images weren't prepared" in advice) == (is_ahead and "stages" in given)
     assert advice
@@ -244,23 +260,26 @@ def test_prepared_images_are_advised_only_where_they_are_not_asked_for(
 def test_the_disk_is_not_blamed_where_local_shards_are_being_prepared(
     prepare: str, origin_bytes: int, limit: Limit
 ) -> None:
-    figures = Figures(
-        seconds=60.0, machine=Machine(4, 8, is_local=True, prepare=prepare), waited_seconds=18.6, batches=100,
-        blocked_seconds=18.0, origin_bytes=origin_bytes,
-    )  # fmt: skip
+    figures = figures_of(
+        machine=Machine(4, 8, is_local=True, prepare=prepare),
+        data_wait_seconds=18.6,
+        batches_yielded=100,
+        blocked_wait_seconds=18.0,
+        origin_bytes=origin_bytes,
+    )
     verdict = judge(figures)
     assert verdict.limit == limit
     assert ("streamload warm URLS --prepare raw-256" in verdict.advice) == (limit == "CPU")
 
 
 def test_a_training_that_only_waits_would_gain_any_factor() -> None:
-    verdict = judge(Figures(seconds=60.0, waited_seconds=61.0, batches=0, waiting_seconds=60.0))
+    verdict = judge(figures_of(seconds=60.0, data_wait_seconds=61.0, batches_yielded=0, waiting_seconds=60.0))
     assert (verdict.wait, verdict.gain) == (1.0, float("inf"))
 
 
 @pytest.mark.parametrize(("seconds", "says"), [(60.0, "60 s"), (300.0, "5 min"), (7200.0, "120 min")])
 def test_an_interval_is_named_as_one_would(seconds: float, says: str) -> None:
-    assert f"of the last {says} for data" in str(judge(Figures(seconds=seconds, batches=9)))
+    assert f"of the last {says} for data" in str(judge(figures_of(seconds=seconds, batches_yielded=9)))
 
 
 def sample(at_seconds: float) -> CounterSample:
@@ -280,11 +299,13 @@ def test_a_history_gives_the_latest_sample_that_is_old_enough_and_forgets_the_re
 
 
 def test_batches_that_are_ready_in_host_memory_are_a_hint_and_no_limit() -> None:
-    figures = Figures(seconds=60, batches=100, waited_seconds=1.0, machine=Machine(is_on_host=True))
+    figures = figures_of(
+        seconds=60, batches_yielded=100, data_wait_seconds=1.0, machine=Machine(is_on_host=True)
+    )
     verdict = judge(figures)
     assert verdict.limit == "training"
     assert 'device="auto"' in verdict.advice
-    elsewhere = dataclasses.replace(figures, machine=Machine())
+    elsewhere = changed(figures, machine=Machine())
     assert 'device="auto"' not in judge(elsewhere).advice
-    late = dataclasses.replace(figures, waited_seconds=30.0, blocked_seconds=29.0, origin_bytes=10**9)
-    assert judge(late) == judge(dataclasses.replace(late, machine=Machine()))
+    late = changed(figures, data_wait_seconds=30.0, blocked_wait_seconds=29.0, origin_bytes=10**9)
+    assert judge(late) == judge(changed(late, machine=Machine()))

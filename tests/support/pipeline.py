@@ -7,14 +7,30 @@ that a rule looks at, is what a test plants. Workers make batches in turn, as to
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from streamload.metrics import COUNTERS, WIDTH
-from streamload.observe.figures import CounterSample
+from streamload.metrics.registry import STAGES
+from streamload.observe.figures import CounterSample, Figures
 
 PLACES = {name: place for place, name in enumerate(COUNTERS)}
+STAGE_SECONDS = {row.labels[0]: row.name.replace("_ns", "_seconds") for row in STAGES}
+
+
+def changed(figures: Figures, stages: Mapping[str, float] | None = None, **values: Any) -> Figures:
+    """Figures with other values: of fields of Figures, and of what was counted; and seconds by stage."""
+    own = {name: values.pop(name) for name in list(values) if name in Figures.__dataclass_fields__}
+    seconds = {STAGE_SECONDS[stage]: spent for stage, spent in (stages or {}).items()}
+    return replace(figures, counted=replace(figures.counted, **values, **seconds), **own)
+
+
+def figures_of(**values: Any) -> Figures:
+    """Figures of a minute with these values."""
+    return changed(Figures(seconds=60.0), **values)
 
 
 @dataclass
