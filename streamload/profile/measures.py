@@ -8,6 +8,7 @@ clock starts at the first batch, so starting the workers isn't measured.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -16,11 +17,14 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from streamload.errors import OptionError, OriginError, StreamloadError
 from streamload.profile.data import BenchData
 from streamload.profile.machine import cpu_seconds
+
+if TYPE_CHECKING:
+    from streamload.profile.floor import Form
 
 _READ_BYTES = 1 << 20
 
@@ -122,19 +126,20 @@ def disk(job: MeasureJob) -> Row:
     return {"bytes_per_second": total / seconds}
 
 
-def decode(job: MeasureJob) -> Row:
-    """The floor, decoding only."""
-    return _floor(job, "decode")
+def bare(job: MeasureJob, form: Form) -> Row:
+    """The floor, of images that are only decoded, or made uint8 or normalised batches."""
+    from streamload.profile import floor
 
-
-def floor_uint8(job: MeasureJob) -> Row:
-    """The floor, making uint8 batches."""
-    return _floor(job, "uint8")
-
-
-def floor_float32(job: MeasureJob) -> Row:
-    """The floor, making normalised batches."""
-    return _floor(job, "float32")
+    _, measured = floor.run(
+        job.data.paths,
+        workers=job.options.workers,
+        form=form,
+        batch_size=job.options.batch_size,
+        tokenizer=tokenizer_of(job.options.tokenizer) if form != "decode" else None,
+        samples=job.samples,
+        passes=2,
+    )
+    return _row(measured.images, measured.ended - measured.started, measured.cpu_seconds)
 
 
 def streamload(job: MeasureJob) -> Row:
@@ -161,9 +166,9 @@ def streamload(job: MeasureJob) -> Row:
 MEASURES: dict[str, Callable[[MeasureJob], Row]] = {
     "origin": origin,
     "disk": disk,
-    "decode alone": decode,
-    "floor, uint8": floor_uint8,
-    "floor, float32": floor_float32,
+    "decode alone": functools.partial(bare, form="decode"),
+    "floor, uint8": functools.partial(bare, form="uint8"),
+    "floor, float32": functools.partial(bare, form="float32"),
     "streamload": streamload,
 }
 
@@ -201,21 +206,6 @@ def main() -> None:
     except StreamloadError as exc:
         row = {"error": str(exc)}
     print(f"\n{json.dumps(row)}")
-
-
-def _floor(job: MeasureJob, form: Any) -> Row:
-    from streamload.profile import floor
-
-    _, measured = floor.run(
-        job.data.paths,
-        workers=job.options.workers,
-        form=form,
-        batch_size=job.options.batch_size,
-        tokenizer=tokenizer_of(job.options.tokenizer) if form != "decode" else None,
-        samples=job.samples,
-        passes=2,
-    )
-    return _row(measured.images, measured.ended - measured.started, measured.cpu_seconds)
 
 
 def _read(loader: Iterable[Any], job: MeasureJob) -> Row:

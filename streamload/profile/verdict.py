@@ -82,7 +82,8 @@ def verdict(figures: BenchFigures) -> BenchVerdict:
         lines.append(f"Every epoch is limited by {_named(later, figures)}.")
     elif first == later:
         lines.append(
-            f"Every epoch is limited by {_named(first, figures)}, the first one too: {_link(figures)}."
+            f"Every epoch is limited by {_named(first, figures)}, the first one too: the link delivers "
+            f"{figures.link:,.0f}."
         )
     else:
         lines.append(f"The first epoch is limited by {_named(first, figures)}.")
@@ -137,11 +138,6 @@ def _named(limit: Limit, figures: BenchFigures) -> str:
     )
 
 
-def _link(figures: BenchFigures) -> str:
-    assert figures.link is not None
-    return f"the link delivers {figures.link:,.0f}"
-
-
 def _advice(limit: Limit, figures: BenchFigures) -> list[str]:
     """Advice, most useful first."""
     if limit == "link":
@@ -166,7 +162,8 @@ def _advice(limit: Limit, figures: BenchFigures) -> list[str]:
 
 
 def _smaller(figures: BenchFigures) -> list[str]:
-    pixels, enough = figures.width * figures.height, _pixels_of_short_side(figures)
+    pixels, (short, long) = figures.width * figures.height, sorted((figures.width, figures.height))
+    enough = SHORT_SIDE * SHORT_SIDE * long / max(1, short)
     if not pixels or pixels < _LARGE * enough:
         return []
     line = (
@@ -174,8 +171,3 @@ def _smaller(figures: BenchFigures) -> list[str]:
         f"short side of {SHORT_SIDE} is enough, and has {enough / pixels:.0%} of the pixels."
     )
     return [line]
-
-
-def _pixels_of_short_side(figures: BenchFigures) -> float:
-    short, long = sorted((figures.width, figures.height))
-    return SHORT_SIDE * SHORT_SIDE * long / max(1, short)
