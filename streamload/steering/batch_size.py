@@ -156,7 +156,7 @@ class ThroughputBalanced:
             return SizeDecided(None, current._asdict(), "the first intervals don't count")
         rates = [*current.rates, measured.rows_per_second][-_LONGEST_TRIAL:]
         if current.tried_from:
-            return self._judged(measured, current._replace(rates=rates))
+            return _judged(current._replace(rates=rates))
         if current.rest:
             return SizeDecided(None, current._replace(rates=rates, rest=current.rest - 1)._asdict(), "rests")
         waits = current.waits + 1 if measured.wait_share > _HIGH else 0
@@ -172,20 +172,6 @@ class ThroughputBalanced:
         limit = "waiting for data" if waits else "the device"
         share = f"{measured.wait_share:.0%} of the time is waiting"
         return SizeDecided(size, kept._asdict(), f"{limit} is the limit: {share}")
-
-    def _judged(self, measured: Measured, current: _Memory) -> SizeDecided:
-        """Keep the size that is tried, or take it back."""
-        gain, error = _gain(current.before, current.rates)
-        is_sure = len(current.rates) >= _SHORTEST_TRIAL and abs(gain - _GAIN) >= _DEVIATIONS * error
-        if not is_sure and len(current.rates) < _LONGEST_TRIAL:
-            return SizeDecided(None, current._asdict(), "tries this size")
-        if gain >= _GAIN:
-            kept = current._replace(before=[], tried_from=0, next_rest=_FIRST_REST)
-            return SizeDecided(None, kept._asdict(), f"keeps this size: {gain:+.1%} samples a second")
-        steps = current.next_rest
-        kept = current._replace(rates=[], before=[], tried_from=0, rest=steps)
-        kept = kept._replace(next_rest=min(2 * steps, _LONGEST_REST))
-        return SizeDecided(current.tried_from, kept._asdict(), f"back: {gain:+.1%} samples a second")
 
     def _rounded(self, size: float) -> int:
         return max(1, round(size / self.multiple)) * self.multiple
@@ -212,6 +198,21 @@ class _Memory(NamedTuple):
     before: list[float] = []  # noqa: RUF012
     rest: int = 0
     next_rest: int = _FIRST_REST
+
+
+def _judged(current: _Memory) -> SizeDecided:
+    """Keep the size that is tried, or take it back."""
+    gain, error = _gain(current.before, current.rates)
+    is_sure = len(current.rates) >= _SHORTEST_TRIAL and abs(gain - _GAIN) >= _DEVIATIONS * error
+    if not is_sure and len(current.rates) < _LONGEST_TRIAL:
+        return SizeDecided(None, current._asdict(), "tries this size")
+    if gain >= _GAIN:
+        kept = current._replace(before=[], tried_from=0, next_rest=_FIRST_REST)
+        return SizeDecided(None, kept._asdict(), f"keeps this size: {gain:+.1%} samples a second")
+    steps = current.next_rest
+    kept = current._replace(rates=[], before=[], tried_from=0, rest=steps)
+    kept = kept._replace(next_rest=min(2 * steps, _LONGEST_REST))
+    return SizeDecided(current.tried_from, kept._asdict(), f"back: {gain:+.1%} samples a second")
 
 
 def _gain(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:

@@ -57,7 +57,9 @@ def ask(policy: Policy, points: list[Point]) -> list[tuple[dict[str, float], str
     shares = {source.name: source.share for source in points[0].sources}
     for point in points:
         sources = tuple(
-            _with_share(source, shares.get(source.name, source.share)) for source in point.sources
+            replace(source, weight=share, share=share)
+            for source in point.sources
+            for share in (shares.get(source.name, source.share),)
         )
         summary = Summary(point.step, None, sources)
         decided = policy.decide(summary, memory)
@@ -67,10 +69,6 @@ def ask(policy: Policy, points: list[Point]) -> list[tuple[dict[str, float], str
             shares = {s.name: weight / total for s, weight in zip(sources, weights, strict=True)}
         decisions.append((dict(shares), decided.reason))
     return decisions
-
-
-def _with_share(source: SourceSummary, share: float) -> SourceSummary:
-    return replace(source, weight=share, share=share)
 
 
 def _of_log(path: Path) -> Iterator[Point]:

@@ -107,10 +107,6 @@ class Replay:
             )
         return in_effect(recorded.events, position)
 
-    def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
-        """The lines of one kind, in the order in which they were written."""
-        return [line for line in self.lines if line["kind"] == kind]
-
 
 def _sequences(path: Path, run: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> Iterator[_Sequence]:
     """The sequences of a log, in the order in which they began.

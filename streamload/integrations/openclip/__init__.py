@@ -14,6 +14,7 @@ drawing shards by factor has on average. Bad samples and shards never end a run.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
@@ -84,14 +85,13 @@ def install(
     legacy = _module_beside(module, "legacy_data")
     if legacy is not None:
         seams.append((legacy, "get_wds_dataset_legacy", True))
-    originals = [(place, name, getattr(place, name)) for place, name, _ in seams]
     cache = Cache(shared=shared_cache)
-    restores: list[Callable[[], None]] = []
+    restores = contextlib.ExitStack()
     loaders: list[Loader] = []  # the last one that was made for training with Progress
     if isinstance(mixing, Progress):
         entries = [_module_beside(module, name) for name in ("main", "legacy_main")]
         present = [entry for entry in entries if entry is not None]
-        restores.append(report_rows(present, lambda: loaders[-1] if loaders else None))
+        restores.callback(report_rows(present, lambda: loaders[-1] if loaders else None))
 
     def stand_in(original: Callable[..., Any], is_legacy: bool) -> Callable[..., Data]:
         as_dict = is_legacy or "naflex_data_config" in inspect.signature(original).parameters
@@ -132,18 +132,13 @@ def install(
         return get_wds_dataset
 
     for place, name, is_legacy in seams:
-        setattr(place, name, stand_in(getattr(place, name), is_legacy))
+        original = getattr(place, name)
+        restores.callback(setattr, place, name, original)
+        setattr(place, name, stand_in(original, is_legacy))
     main_module, train_module = (_module_beside(module, name) for name in ("main", "train"))
     if main_module is not None and train_module is not None and hasattr(main_module, "train_one_epoch"):
-        restores.append(report_in(main_module, train_module))
-
-    def uninstall() -> None:
-        for restore in restores:
-            restore()
-        for place, name, original in originals:
-            setattr(place, name, original)
-
-    return uninstall
+        restores.callback(report_in(main_module, train_module))
+    return restores.close
 
 
 def _data_module() -> ModuleType:

@@ -70,21 +70,21 @@ class Data:
 class EpochBatches:
     """A loader with the two numbers that OpenCLIP reads beforehand.
 
+    Args:
+        saver: saves the loader's state at the end of each epoch; None: it isn't saved.
+
     Attributes:
         loader: the streamload loader, for its stats(), state_dict() and close().
     """
 
-    def __init__(self, loader: Loader, args: Any, num_batches: int, num_samples: int):
+    def __init__(
+        self, loader: Loader, args: Any, num_batches: int, num_samples: int, saver: Saver | None = None
+    ):
         self.loader = loader
         self.num_batches = num_batches
         self.num_samples = num_samples
         self._args = args
-        self._saver: Saver | None = None
-
-    def saved_by(self, saver: Saver | None) -> EpochBatches:
-        """Save the loader's state at the end of each epoch with this saver."""
         self._saver = saver
-        return self
 
     def __iter__(self) -> Iterator[Any]:
         with told_by_flags(self._args):
@@ -152,8 +152,7 @@ def training(
     loader.set_epoch(epoch)
     if getattr(args, "resume", None):
         take_up(loader, args, epoch, moved)
-    batches = EpochBatches(loader, args, num_batches, loader.num_samples or 0)
-    return Data(batches.saved_by(saver_for(args)), epoch)
+    return Data(EpochBatches(loader, args, num_batches, loader.num_samples or 0, saver_for(args)), epoch)
 
 
 def _size(args: Any) -> int:

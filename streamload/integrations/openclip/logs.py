@@ -48,11 +48,7 @@ def report_in(main: ModuleType, train: ModuleType) -> Callable[[], None]:
             return original(*bound.args, **bound.kwargs)
 
     main.train_one_epoch = train_one_epoch  # type: ignore[attr-defined]
-
-    def restore() -> None:
-        main.train_one_epoch = original  # type: ignore[attr-defined]
-
-    return restore
+    return functools.partial(setattr, main, "train_one_epoch", original)
 
 
 class _Numbers:

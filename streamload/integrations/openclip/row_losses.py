@@ -8,6 +8,7 @@ source would fall whenever it has fewer rows among its negatives, and a policy t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -43,14 +44,11 @@ def report_rows(modules: Sequence[ModuleType], loader: Callable[[], Loader | Non
             "--streamload-mixing progress: this version of OpenCLIP's main has no create_loss, without which "
             "no losses by row can be reported. Give schedule=FILE"
         )
+    restores = contextlib.ExitStack()
     for module, original in originals:
+        restores.callback(setattr, module, "create_loss", original)
         module.create_loss = _reporting(original, loader)  # type: ignore[attr-defined]
-
-    def restore() -> None:
-        for module, original in originals:
-            module.create_loss = original  # type: ignore[attr-defined]
-
-    return restore
+    return restores.close
 
 
 def _reporting(original: Callable[..., Any], loader: Callable[[], Loader | None]) -> Callable[..., Any]:
