@@ -181,7 +181,6 @@ class _HttpServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """In the thread of a connection."""
         limits.note_thread()
         super().process_request_thread(request, client_address)
 
