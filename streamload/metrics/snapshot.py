@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from types import MappingProxyType
@@ -126,17 +127,16 @@ class Snapshot:
         """
         sums: list[int] = rows.sum(axis=0).tolist()
         total = dict(zip(COUNTERS, sums, strict=False))
-        seconds = {
-            name.replace("_ns", "_seconds"): n / 1e9 for name, n in total.items() if name.endswith("_ns")
+        plain: dict[str, Any] = {
+            name: total[row] / 1e9 if row.endswith("_ns") else total[row]
+            for name, row in _rows_of_fields().items()
         }
-        field_names = {f.name for f in fields(cls)}
-        plain: dict[str, Any] = {name: n for name, n in (total | seconds).items() if name in field_names}
         plain |= {name: max(0, total[name]) for name in _READY}  # a worker that has just begun has no part
         return cls(
             **plain,
             samples_skipped={cause: total[f"samples_skipped_{cause}"] for cause in CAUSES},
             samples_replaced={cause: total[f"samples_replaced_{cause}"] for cause in CAUSES},
-            seconds_to_first_batch=seconds["first_batch_seconds"] or None,
+            seconds_to_first_batch=total["first_batch_ns"] / 1e9 or None,
             wait_buckets=tuple(sums[len(COUNTERS) :]),
             source_samples={name: int(samples) for name, (samples, _) in sources.items()},
             source_wait_seconds={name: int(waited_ns) / 1e9 for name, (_, waited_ns) in sources.items()},
@@ -189,6 +189,13 @@ class Snapshot:
             f"{self.data_wait_seconds:.2f} s waited for data"
             f"{'' if longest is None else f', {longest[1]:.2f} s of it for {longest[0]}'}"
         )
+
+
+@functools.cache
+def _rows_of_fields() -> dict[str, str]:
+    """The counters that are a field, by its name."""
+    rows = {row.replace("_ns", "_seconds"): row for row in COUNTERS}
+    return {f.name: rows[f.name] for f in fields(Snapshot) if f.name in rows}
 
 
 def format_bytes(number: float) -> str:
