@@ -12,8 +12,8 @@ from streamload.options import Option, Settings, read_settings
 from streamload.options.storage import FileOptions, parse_options
 
 if TYPE_CHECKING:
+    from streamload.daemon.recipes import Recipe
     from streamload.derived.prepare.preparation import Preparation
-    from streamload.derived.recipes import Recipe
 
 
 def _flag(option: Option[Any]) -> Any:

@@ -25,7 +25,7 @@ from streamload.daemon.plan_file import (
     names_of,
     runs_in,
 )
-from streamload.derived.recipes import Recipes
+from streamload.daemon.recipes import Recipes
 from streamload.errors import OptionError, PlanError, SharedTierError
 from streamload.order.plan import Pieces, pass_order, pieces
 from streamload.origins.protocol import Named

@@ -11,7 +11,7 @@ from streamload.cache.shared.leases import LEASE_SECONDS
 from streamload.daemon.executor import NO_ROOM_SECONDS
 from streamload.daemon.metadata import METADATA
 from streamload.daemon.preemption import GRACE_SECONDS, POLL_SECONDS
-from streamload.derived.recipes import MakeRecipe, Recipe
+from streamload.daemon.recipes import MakeRecipe, Recipe
 from streamload.origins.origin import OriginOptions
 from streamload.prefetch.prefetcher import STOPPED_SECONDS
 

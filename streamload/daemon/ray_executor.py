@@ -22,7 +22,7 @@ from streamload import limits
 from streamload.cache.shard import Shard
 from streamload.daemon.executor import Results, TaskResult
 from streamload.daemon.ray_task import Job, bring, own_version
-from streamload.derived.recipes import Recipes
+from streamload.daemon.recipes import Recipes
 from streamload.errors import ClusterError, OptionError, StreamloadError
 from streamload.metrics import Counters
 from streamload.prefetch.scheduler import FillRequest

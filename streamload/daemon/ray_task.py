@@ -19,9 +19,9 @@ from streamload.cache.shard import Shard, prepared_form, shard_of
 from streamload.cache.shared.sharing import SharedOptions, Sharing
 from streamload.cache.tier import open_tier
 from streamload.daemon.executor import NO_ROOM_SECONDS, LocalExecutor, LocalOptions, TaskResult
+from streamload.daemon.recipes import Recipe, Recipes
 from streamload.daemon.targets import SharedTarget
 from streamload.daemon.task_origins import TaskOrigins, Throttle
-from streamload.derived.recipes import Recipe, Recipes
 from streamload.errors import FeatureError, OptionError, StreamloadError
 from streamload.metrics import Counters
 from streamload.options import read_settings

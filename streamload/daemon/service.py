@@ -31,11 +31,11 @@ from streamload.daemon.options import DaemonOptions, ServiceOptions
 from streamload.daemon.preemption import Notice, NoticeWatch, on_signals
 from streamload.daemon.ray_executor import RayExecutor, connect
 from streamload.daemon.ray_task import Job
+from streamload.daemon.recipes import Recipes
 from streamload.daemon.status import Status
 from streamload.daemon.status_server import DEFAULT_LISTEN, StatusServer
 from streamload.daemon.targets import LocalTarget, SharedTarget, WarmTarget
 from streamload.daemon.task_origins import TaskOrigins, Throttle
-from streamload.derived.recipes import Recipes
 from streamload.errors import OptionError
 from streamload.metrics import Counters
 from streamload.options import parse_size, read_settings

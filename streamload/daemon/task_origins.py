@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streamload.cache.shard import Shard, shard_of
-from streamload.derived.recipes import Recipes
+from streamload.daemon.recipes import Recipes
 from streamload.metrics import Counters
 from streamload.origins.origin import Origin, OriginOptions, Stream, Version, open_origin
 from streamload.origins.protocol import Named

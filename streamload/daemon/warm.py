@@ -28,9 +28,9 @@ from streamload.daemon.demand import ListDemand, PrefetchWindow, Sizes
 from streamload.daemon.executor import LocalExecutor, LocalOptions
 from streamload.daemon.options import DaemonOptions
 from streamload.daemon.preemption import Notice
+from streamload.daemon.recipes import Recipe, Recipes
 from streamload.daemon.targets import LocalTarget
 from streamload.daemon.task_origins import TaskOrigins, Throttle
-from streamload.derived.recipes import Recipe, Recipes
 from streamload.errors import StreamloadError
 from streamload.metrics import Counters
 from streamload.options import Settings, read_settings

@@ -62,7 +62,6 @@ class FeatureAssembly:
         """A function that makes the feature of an empty batch, for an epoch.
 
         Args:
-            start: what is known of it in this epoch.
             derived: rows in derived shards; None: there are none.
         """
         images = None if self.images is None else self.images.batch_factory()
@@ -128,24 +127,18 @@ class _ColumnReading:
         return is_readable
 
 
+@dataclass(slots=True)
 class ParsedFeature:
     """One sample's part of a feature, until its row is known or its input is made."""
 
-    __slots__ = ("image", "is_known", "is_prepared", "key", "members", "row", "seed", "shard")
-
-    def __init__(
-        self,
-        key: RowKey,
-        members: Mapping[str, memoryview],
-        image: str,
-        is_prepared: bool,
-        seed: int,
-        shard: int,
-    ):
-        self.key, self.members, self.image = key, members, image
-        self.is_prepared, self.seed, self.shard = is_prepared, seed, shard
-        self.row: Row | None = None
-        self.is_known = False
+    key: RowKey
+    members: Mapping[str, memoryview]
+    image: str
+    is_prepared: bool
+    seed: int
+    shard: int
+    row: Row | None = None
+    is_known: bool = False
 
     @property
     def data(self) -> memoryview:
@@ -227,11 +220,7 @@ class FeatureInProgress:
             self._images.drop_last()
 
     def finish(self, texts: Any) -> dict[str, Any]:
-        """The values of the samples that were added.
-
-        Args:
-            texts: of the batch: a tensor of ids, or a list.
-        """
+        """The values of the samples that were added; texts are a tensor of ids, or a list."""
         inputs: Any = None
         if self._make_images is None:
             self._keys = [_key_of_text(text) for text in texts]

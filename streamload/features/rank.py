@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from streamload.derived.calls.feature_rows import FeatureRows, FeaturesRead
-from streamload.derived.calls.features import BoundFeatures
+from streamload.derived.calls.feature_rows import FeaturesRead
+from streamload.derived.calls.features import BoundFeatures, FeatureRows
 from streamload.errors import OptionError
 from streamload.extension import Event, RankPart, Run
 from streamload.features.columns import INPUTS, READ, ROWS

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from streamload.batches.padding import RowWidths
-from streamload.derived.calls.feature_rows import FeatureRows
+from streamload.derived.calls.features import FeatureRows
 from streamload.device import memory_of
 from streamload.errors import OptionError, add_note
 from streamload.loader.batch_info import BatchInfo, Yielded

@@ -19,11 +19,11 @@ from streamload.daemon.demand import ListDemand, PrefetchWindow
 from streamload.daemon.executor import LocalExecutor, LocalOptions
 from streamload.daemon.options import DaemonOptions, ServiceOptions
 from streamload.daemon.preemption import Notice
+from streamload.daemon.recipes import Recipes
 from streamload.daemon.service import Service
 from streamload.daemon.status import Status
 from streamload.daemon.targets import LocalTarget
 from streamload.daemon.task_origins import TaskOrigins, Throttle
-from streamload.derived.recipes import Recipes
 from streamload.errors import SharedTierDenied, SharedTierError
 from streamload.metrics import Counters
 from streamload.origins.origin import OriginOptions

@@ -22,7 +22,7 @@ from torch import nn
 
 import streamload
 from streamload import cache_info, cache_module
-from streamload.derived.proof import builds, code, module_proof, packages
+from streamload.derived.proof import builds, code, module_proof, project_code
 from streamload.derived.proof.code import Describer
 from streamload.derived.proof.fingerprint import Fingerprint, differences
 from streamload.derived.store import row_store
@@ -321,7 +321,7 @@ def test_the_parts_that_differ_are_named():
     for module in (one, other):
         module(X, cache_key=KEYS)
         store = row_store.open_store(module._streamload_options.place)
-        found.append(module_proof.fingerprint_of(module, module._streamload_options, store))
+        found.append(module_proof.fingerprint_of(module, store))
     names = differences(found[0].parts, found[1].parts)
     assert "arguments.width" in names
     assert "code.helper" in names
@@ -707,11 +707,11 @@ def test_streamload_itself_counts_by_version_and_commit_from_any_directory(tmp_p
         '{"vcs_info": {"commit_id": "1"}}',
     ):
         (about / "direct_url.json").write_text(origin)
-        for cached in (packages.direct_url, code._version):
+        for cached in (project_code.direct_url, code._version):
             cached.cache_clear()
         importlib.invalidate_caches()
         found.append(code._version("streamload"))
-    for cached in (packages.direct_url, code._version):
+    for cached in (project_code.direct_url, code._version):
         cached.cache_clear()
     assert found[0] == found[1] == streamload.__version__
     assert found[2].startswith(f"{streamload.__version__} ")
@@ -722,7 +722,7 @@ def test_a_package_that_was_installed_from_a_folder_counts_by_its_code(tmp_path,
     (site / "made_package-1.0.dist-info").mkdir(parents=True)
     (site / "made_package-1.0.dist-info" / "METADATA").write_text("Name: made_package\nVersion: 1.0\n")
     monkeypatch.syspath_prepend(site)
-    monkeypatch.setattr(packages, "_INSTALLED", (str(site),))
+    monkeypatch.setattr(project_code, "_INSTALLED", (str(site),))
     source = SOURCE.replace("import enum\n", "import enum\nimport made_package\n").replace(
         "return deeper(x) * SCALE", "return made_package.by(deeper(x)) * SCALE"
     )
@@ -731,7 +731,7 @@ def test_a_package_that_was_installed_from_a_folder_counts_by_its_code(tmp_path,
             (site / "made_package-1.0.dist-info" / "direct_url.json").write_text(origin)
         found = []
         for rate in (1.0, 2.0):
-            for cached in (packages._package, packages.direct_url, code._version):
+            for cached in (project_code._package, project_code.direct_url, code._version):
                 cached.cache_clear()
             sys.modules.pop("made_package", None)
             shutil.rmtree(site / "__pycache__", ignore_errors=True)
@@ -742,6 +742,6 @@ def test_a_package_that_was_installed_from_a_folder_counts_by_its_code(tmp_path,
             found.append(describer.code)
         assert (found[0] != found[1]) is is_followed
         assert ("package made_package" in found[0]) is not is_followed
-    for cached in (packages._package, packages.direct_url, code._version):
+    for cached in (project_code._package, project_code.direct_url, code._version):
         cached.cache_clear()
     del sys.modules["made_package"]

@@ -30,7 +30,7 @@ from streamload.cache.garbage import clear
 from streamload.cache.inventory import foreign
 from streamload.cache.tier import Tier
 from streamload.derived.log_once import log_once
-from streamload.derived.proof import packages
+from streamload.derived.proof import project_code
 from streamload.derived.store import disk, row_store
 from streamload.derived.store.catalog import collect_garbage
 from streamload.derived.store.disk import DiskRows, RowCounts
@@ -644,7 +644,7 @@ def test_only_a_forked_worker_takes_what_its_parent_found_in_libraries(is_worker
     module = cache_module(Widens)()
 
     def work():
-        monkeypatch.setattr(packages, "_functions_in", lambda package: pytest.fail(package))
+        monkeypatch.setattr(project_code, "_functions_in", lambda package: pytest.fail(package))
         module(torch.ones(2, 1), cache_key=["a", "b"])
         assert gc.get_freeze_count()
 

@@ -5,6 +5,7 @@ fingerprint (rank, each epoch) → rows that are there (worker) → missing ones
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,25 +13,32 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from streamload.derived.calls.feature_rows import FeatureRows, FeatureStart, RowKey
+from streamload.derived.calls.feature_rows import (
+    FeaturesRead,
+    FeatureStart,
+    ModuleRows,
+    RowKey,
+    leaves_in,
+    rows_of,
+)
 from streamload.derived.calls.module_cache import Cached, switches
 from streamload.derived.calls.module_call import Call
 from streamload.derived.proof.fingerprint import Fingerprint, device_of
 from streamload.derived.proof.lazy import build, is_pending
-from streamload.derived.proof.module_checks import check_elsewhere, refuse_stale
+from streamload.derived.proof.module_checks import check_elsewhere, is_close, refuse_stale
 from streamload.derived.proof.module_proof import (
     Description,
     Options,
     fingerprint_of,
     label_of,
+    options_of,
     proof_of,
     refuse_rows,
 )
 from streamload.derived.proof.row_check import Rows, on_cpu
-from streamload.derived.store.mapping import Mapped
-from streamload.derived.store.results import leaves_of
-from streamload.derived.store.row_store import RowPlace, RowStore, open_store
-from streamload.errors import FeatureMismatch, OptionError
+from streamload.derived.store.results import Result, layout_of, overwrite, reordered
+from streamload.derived.store.row_store import Mapped, RowPlace, RowStore, open_store
+from streamload.errors import FeatureMismatch, FeatureNotCacheable, OptionError
 from streamload.metrics import Counts
 from streamload.torch_internals import tree_map
 
@@ -126,9 +134,8 @@ class Features:
             TypeError: it is no such batch.
             FeatureError: as by calls of a cached module with `cache_key`.
         """
-        for value in batch.values() if isinstance(batch, Mapping) else ():
-            if isinstance(value, FeatureRows) and value.belongs_to(self.module):
-                return value.result()
+        if (rows := rows_of(self.module, batch)) is not None:
+            return rows.result()
         raise TypeError(f"{self!r} is called with a batch of a loader that was given it in features=")
 
     def keep_rows_in(self, cache_dir: Path, cache_size: str | int | None) -> None:
@@ -158,13 +165,12 @@ class Features:
     @property
     def options(self) -> Options:
         """Options of keeping its rows."""
-        options: Options = self.module._streamload_options
-        return options
+        return options_of(self.module)
 
     @property
     def label(self) -> str:
         """Name by which its rows are listed and cleared."""
-        return label_of(self.module, self.options)
+        return label_of(self.module)
 
 
 class _Built(Cached):
@@ -232,30 +238,20 @@ class BoundFeatures:
         store = self._store()
         if store is None:
             return None
-        return fingerprint_of(self.module, self.features.options, store, self._parts)
+        return fingerprint_of(self.module, store, self._parts)
 
     def compute(self, inputs: Any, keys: Sequence[RowKey]) -> tuple[Any, str]:
-        """Compute rows, and store them.
-
-        Returns:
-            what the module returns; the fingerprint under which it was stored.
-        """
+        """Compute and store rows; return them, and the fingerprint under which they were stored."""
         module, store = self.module, self._store()
         if store is None:
             with torch.no_grad():
                 return self._run(inputs), ""
-        call = Call(module, self._run, self.features.options, store, (inputs,), {}, list(keys), self._parts)
+        call = Call(module, self._run, store, (inputs,), {}, list(keys), self._parts)
         value = call.result()
         return value, str(call.fingerprint)
 
     def check(self, inputs: Any, keys: Sequence[RowKey], leaves: Sequence[Any]) -> bool:
-        """Let another process compute stored rows again, unless the module is built.
-
-        Args:
-            inputs: of the rows.
-            keys: of the rows.
-            leaves: of the stored rows.
-        """
+        """Let another process compute stored rows again; False: the module is built, and has to."""
         module, store = self.module, self._store()
         if store is None or not is_pending(module):
             return False
@@ -263,7 +259,7 @@ class BoundFeatures:
         if fingerprint is not None and self._canaries(fingerprint):
             rows = Rows((on_cpu(inputs),), {}, len(keys), on_cpu(list(leaves)), self.features.dtype)
             key = keys[0][0] if len(keys[0]) > 1 else keys[0]
-            check_elsewhere(module, self.features.options, store, fingerprint, key, rows)
+            check_elsewhere(module, store, fingerprint, key, rows)
         return True
 
     def refuse(self, key: Any) -> FeatureMismatch:
@@ -271,28 +267,19 @@ class BoundFeatures:
         store, fingerprint = self._store(), self.whole_fingerprint()
         assert store is not None
         assert fingerprint is not None
-        return refuse_rows(self.module, self.features.options, store, fingerprint, key)
+        return refuse_rows(self.module, store, fingerprint, key)
 
     def refuse_stale(self, *, wait: bool = False) -> None:
-        """Raise what a check of rows has found, if it has.
-
-        Args:
-            wait: for it, a while.
-
-        Raises:
-            FeatureMismatch: rows aren't what is computed now.
-        """
+        """Raise a FeatureMismatch if a check has found one; `wait` for it, a while."""
         store, proof = self._store(), proof_of(self.module)
         if store is None or (proof.check is None and not proof.refused):
             return
         fingerprint = self.whole_fingerprint()
         if fingerprint is not None:
-            refuse_stale(self.module, self.features.options, store, fingerprint, wait=wait)
+            refuse_stale(self.module, store, fingerprint, wait=wait)
 
     def placed(self, value: Any) -> Any:
         """A result on the loader's device."""
-        if all(tensor.device == self._device for tensor in leaves_of(value)):
-            return value
         return _to(value, self._device)
 
     def note_compared(self, rows: int) -> None:
@@ -301,7 +288,7 @@ class BoundFeatures:
         proof.canaries = max(0, proof.canaries - rows)
 
     def count(self, counts: Counts, read: int = 0, *, at_end: bool = False) -> None:
-        """Count what happened to rows in the rank since this was called last.
+        """Count what happened to rows in the rank since the last call.
 
         Args:
             counts: of the rank.
@@ -332,6 +319,146 @@ class BoundFeatures:
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.features.dtype) if tensor.is_floating_point() else tensor
+
+
+class FeatureRows(ModuleRows):
+    """A feature of a batch, as it came from a worker; `result()` is what the module returns for the batch.
+
+    Args:
+        of: the feature of the loader.
+        read: what the worker has found.
+        bodies: uint8[N, bytes]: the rows, stacked; those that are missing are undefined. None: all are.
+        inputs: of the missing rows and canaries, in the order of `read.keys`; None: there are none.
+        counts: of the rank.
+    """
+
+    def __init__(
+        self,
+        of: BoundFeatures,
+        read: FeaturesRead,
+        bodies: torch.Tensor | None,
+        inputs: Any,
+        counts: Counts,
+    ):
+        self.module = of.module
+        self._of, self._read = of, read
+        self._bodies, self._inputs = bodies, inputs
+        self._counts = counts
+        self._result: Any = None
+        self._is_made = False
+
+    def __repr__(self) -> str:
+        return f"<FeatureRows {len(self)} samples, {len(self.missing)} missing>"
+
+    def __len__(self) -> int:
+        return self._read.samples
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The places of the rows that weren't stored when the batch was made."""
+        return tuple(self._read.missing)
+
+    def result(self) -> Any:
+        """Results of the module for the batch: missing rows are computed and stored now. Once.
+
+        Raises:
+            FeatureError: as by calls of a cached module with `cache_key`.
+        """
+        if not self._is_made:
+            self._result, self._is_made = self._made(), True
+            self._bodies = self._inputs = None
+        return self._result
+
+    def bodies(self) -> tuple[bytes, list[bytes]]:
+        """The layout of the rows and the bytes of each, as they are stored; missing ones are computed. Once.
+
+        Raises:
+            FeatureError: as by `result`.
+        """
+        read, bodies, layout = self._read, dict[int, bytes](), self._read.layout
+        if read.keys:
+            _, computed = self._computed()
+            bodies, layout = dict(zip(read.places, computed.bodies(), strict=True)), computed.layout
+        if self._bodies is not None:
+            stored, missing = self._bodies.numpy(), set(read.missing)
+            bodies.update(
+                (place, stored[place].tobytes()) for place in range(len(self)) if place not in missing
+            )
+        return layout, [bodies[place] for place in range(len(self))]
+
+    def _made(self) -> Any:
+        read, feature = self._read, self._of
+        feature.refuse_stale()
+        if not read.keys or self._is_checked_elsewhere():
+            self._refuse_if_other(feature.fingerprint())
+            return layout_of(read.layout).build(self._leaves())
+        value, computed = self._computed()
+        if self._bodies is None:
+            return feature.placed(value)
+        return layout_of(read.layout).build(self._filled(self._leaves(), computed))
+
+    def _computed(self) -> tuple[Any, Result]:
+        """Compute the rows whose inputs came with the batch: missing ones, and canaries to compare."""
+        read, feature = self._read, self._of
+        start_ns = time.monotonic_ns()
+        value, fingerprint = feature.compute(self._inputs, read.keys)
+        computed = Result(value, len(read.keys))
+        self._counts.add("feature_compute_ns", time.monotonic_ns() - start_ns)
+        self._counts.add("feature_rows_computed", len(read.missing))
+        if self._bodies is not None:
+            self._refuse_if_other(fingerprint)
+            if computed.layout != read.layout:
+                raise FeatureNotCacheable(
+                    "rows of this batch have different shapes, so they can't be one batch"
+                )
+            self._refuse_unlike(computed)
+        return value, computed
+
+    def _leaves(self) -> list[Any]:
+        assert self._bodies is not None
+        return leaves_in(self._bodies, layout_of(self._read.layout))
+
+    def _is_checked_elsewhere(self) -> bool:
+        """True if all rows are stored, and another process compares those whose inputs came with them."""
+        read = self._read
+        if read.missing:
+            return False
+        return self._of.check(self._inputs, read.keys, self._stored(read.places))
+
+    def _stored(self, places: Sequence[int]) -> list[Any]:
+        return [reordered(leaf, places) for leaf in self._leaves()]
+
+    def _refuse_unlike(self, computed: Result) -> None:
+        """Compare the canaries with what was computed for them: a derived shard may have them, or the store.
+
+        Raises:
+            FeatureMismatch: a row isn't what the module computes now.
+        """
+        read, missing = self._read, set(self._read.missing)
+        numbers = [number for number, place in enumerate(read.places) if place not in missing]
+        if not numbers:
+            return
+        stored = self._stored([read.places[number] for number in numbers])
+        if not is_close([reordered(leaf, numbers) for leaf in computed.leaves], stored):
+            raise self._of.refuse(read.keys[numbers[0]][0])
+        self._of.note_compared(len(numbers))
+
+    def _filled(self, leaves: list[Any], computed: Result) -> list[Any]:
+        """The leaves of all rows: stored ones, and the computed ones in the places of the missing."""
+        is_missing = set(self._read.missing)
+        numbers = [number for number, place in enumerate(self._read.places) if place in is_missing]
+        places = [self._read.places[number] for number in numbers]
+        for leaf, computed_leaf in zip(leaves, computed.leaves, strict=True):
+            if places:
+                overwrite(leaf, places, reordered(computed_leaf, numbers))
+        return leaves
+
+    def _refuse_if_other(self, fingerprint: str) -> None:
+        if fingerprint != self._read.fingerprint:
+            raise FeatureMismatch(
+                "the module of these features has changed since the epoch began, and the batch has rows of "
+                "the one before: iterate the loader again"
+            )
 
 
 def _to(value: Any, device: torch.device) -> Any:

@@ -30,8 +30,7 @@ from streamload.derived.proof.lazy import (
 )
 from streamload.derived.proof.module_proof import Options, describe, record_build
 from streamload.derived.store.disk import RowCounts
-from streamload.derived.store.mapping import Mapped
-from streamload.derived.store.row_store import CacheLevel, RowPlace, open_store
+from streamload.derived.store.row_store import CacheLevel, Mapped, RowPlace, open_store
 from streamload.errors import OptionError
 
 __all__ = ["CacheLevel", "cache_info", "cache_module"]
@@ -203,8 +202,10 @@ class Cached(LazyModule):
         cache_key = kwargs.pop("cache_key", None)
         if cache_key is None:
             args, cache_key = _key_by_position(type(self), args)
-            if cache_key is None and not kwargs and (rows := rows_of(self, args)) is not None:
-                return rows.result()
+            if cache_key is None and len(args) == 1 and not kwargs:
+                rows = rows_of(self, args[0])
+                if rows is not None:
+                    return rows.result()
         options = self._streamload_options
         if cache_key is None or options.place is None or not switches.is_enabled or switches.is_inference:
             return self._streamload_run(*args, **kwargs)
@@ -212,9 +213,9 @@ class Cached(LazyModule):
         if store is None:
             with torch.no_grad():
                 return self._streamload_run(*args, **kwargs)
-        if not kwargs and (stored := stored_result(self, options, store, args, cache_key)) is not None:
+        if not kwargs and (stored := stored_result(self, store, args, cache_key)) is not None:
             return stored[0]
-        return Call(self, self._streamload_run, options, store, args, kwargs, cache_key).result()
+        return Call(self, self._streamload_run, store, args, kwargs, cache_key).result()
 
     def _streamload_run(self, *args: Any, **kwargs: Any) -> Any:
         build(self)

@@ -29,10 +29,10 @@ from streamload.derived.proof.module_checks import (
     row_of,
 )
 from streamload.derived.proof.module_proof import (
-    Options,
     device_now,
     fingerprint_of,
     label_of,
+    options_of,
     proof_of,
     record_settled,
     refuse_rows,
@@ -52,23 +52,21 @@ _NO_NAME = b"%d"
 """In place of the name of a row whose key is None: it has another length, and is never stored."""
 
 
-def stored_result(
-    module: Any, options: Options, store: RowStore, args: tuple[Any, ...], cache_key: Any
-) -> tuple[Any] | None:
+def stored_result(module: Any, store: RowStore, args: tuple[Any, ...], cache_key: Any) -> tuple[Any] | None:
     """The result of one simple key, in a tuple, if its row is there; None: it takes a Call."""
     if type(cache_key) not in _SIMPLE_KEYS or len(args) != 1 or type(args[0]) is not torch.Tensor:
         return None
     proof = proof_of(module)
     if proof.check is not None or proof.refused or (args[0].requires_grad and torch.is_grad_enabled()):
         return None
-    fingerprint = fingerprint_of(module, options, store)
+    fingerprint = fingerprint_of(module, store)
     is_built = not is_pending(module)
-    if options.is_checked and proof.unchecked(fingerprint, is_built=is_built):
+    if options_of(module).is_checked and proof.unchecked(fingerprint, is_built=is_built):
         return None
     name = _naming(fingerprint.digest).name(cache_key)
     row = store.read_from_memory(name)
     is_compared = row is None or not _places.getrandbits(_CHECK_BITS)
-    row = store.read((name,), label_of(module, options)).get(name) if row is None else row
+    row = store.read((name,), label_of(module)).get(name) if row is None else row
     if row is None:
         return None
     if row.input_digest and is_compared:
@@ -109,14 +107,13 @@ class Call:
         self,
         module: Any,
         run: Callable[..., Any],
-        options: Options,
         store: RowStore,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         cache_key: Any,
         made_by: Mapping[str, Any] | None = None,
     ):
-        self.module, self.run, self.options, self.store = module, run, options, store
+        self.module, self.run, self.store, self.options = module, run, store, options_of(module)
         self._made_by = made_by
         self.counts = store.counts
         values = [*args, *kwargs.values()]
@@ -149,7 +146,7 @@ class Call:
             if self._is_another():
                 self._look_up()
         if self.proof.check is not None or self.proof.refused:
-            refuse_stale(self.module, self.options, self.store, self.fingerprint)
+            refuse_stale(self.module, self.store, self.fingerprint)
         if self.held and self.options.is_checked:
             self._check()
         if self.missing and not self.proof.has_settled:
@@ -164,10 +161,10 @@ class Call:
     @property
     def _label(self) -> str:
         """Name of the module in messages."""
-        return label_of(self.module, self.options)
+        return label_of(self.module)
 
     def _now(self) -> Fingerprint:
-        return fingerprint_of(self.module, self.options, self.store, self._made_by)
+        return fingerprint_of(self.module, self.store, self._made_by)
 
     def _look_up(self) -> None:
         """Read the rows that are there."""
@@ -296,12 +293,12 @@ class Call:
         _, stored = self._joined(places)
         if not is_built:
             rows = Rows(on_cpu(args), on_cpu(kwargs), count, on_cpu(stored))
-            check_elsewhere(self.module, self.options, self.store, self.fingerprint, key, rows)
+            check_elsewhere(self.module, self.store, self.fingerprint, key, rows)
             return
         self.proof.canaries -= len(places)
         computed = Result(self._detached(args, kwargs), count)
         if not is_close(computed.leaves, stored):
-            raise refuse_rows(self.module, self.options, self.store, self.fingerprint, key)
+            raise refuse_rows(self.module, self.store, self.fingerprint, key)
 
     def _compute_missing(self) -> tuple[Result, list[int]]:
         """Compute what is missing, and store what may be stored."""
@@ -335,8 +332,7 @@ class Call:
             result = result.taken(named)
         names = [self.unique[places[number]] for number in named]
         digests = self.inputs.digests_later([self.first[places[number]] for number in named])
-        module, options, store = self.module, self.options, self.store
-        store_result(module, options, store, self.fingerprint, names, result, digests)
+        store_result(self.module, self.store, self.fingerprint, names, result, digests)
 
     def _refuse_mixing(self, result: Result, places: Sequence[int]) -> None:
         """Compute one row by itself: it has to be the same as among others."""

@@ -15,10 +15,10 @@ from streamload.derived.log_once import log_once
 from streamload.derived.proof.fingerprint import Fingerprint, differences, torch_settings
 from streamload.derived.proof.module_proof import (
     Built,
-    Options,
     built_state,
     description_of,
     label_of,
+    options_of,
     proof_of,
 )
 from streamload.derived.store.keys import Digests
@@ -33,27 +33,15 @@ _OF_INPUT_BYTES = 8192
 
 def store_result(
     module: Any,
-    options: Options,
     store: RowStore,
     fingerprint: Fingerprint,
     names: Sequence[bytes],
     result: Result,
     digests: Digests,
 ) -> None:
-    """Store the rows of a result, soon, if the module is what its fingerprint says.
-
-    Args:
-        module: that has computed them.
-        options: of its class.
-        store: where to.
-        fingerprint: of the module before it computed.
-        names: of the rows; the result is of as many.
-        result: what it returned.
-        digests: gives those of the rows' inputs.
-    """
-    label = label_of(module, options)
-    proof = proof_of(module)
-    prover = None if options.version is not None else _StateProver(module)
+    """Store the rows of a result, soon, if the module is what its fingerprint said before it computed."""
+    label, proof = label_of(module), proof_of(module)
+    prover = None if options_of(module).version is not None else _StateProver(module)
     if prover is not None and not _is_of(fingerprint, proof.built):
         store.counts.refused += len(names)
         _say_changed(module, fingerprint.parts, proof.built)

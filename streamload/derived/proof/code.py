@@ -34,9 +34,18 @@ import numpy as np
 import torch
 from xxhash import xxh3_128
 
-from streamload.derived.proof.bytecode import Plain, bytecode, globals_of, names, strings
 from streamload.derived.proof.module_parts import module_parts, tensor_digest
-from streamload.derived.proof.packages import direct_url, functions_of_op, is_of_folder, package_of, patches
+from streamload.derived.proof.project_code import (
+    Plain,
+    bytecode,
+    direct_url,
+    functions_in,
+    functions_of_op,
+    globals_of,
+    is_of_folder,
+    package_of,
+    patches,
+)
 from streamload.errors import FeatureNotCacheable
 from streamload.torch_internals import CustomOpDef
 
@@ -345,8 +354,9 @@ class Describer:
                 f"the code of {name} can't be seen (a {type(function).__name__} of no installed package); "
                 f'name its version yourself: cache_module(version="1")'
             )
-        self.strings.update(strings(code))
-        self.names.update(names(code))
+        for inner in functions_in(code):
+            self.strings.update(value for value in inner.co_consts if isinstance(value, str))
+            self.names.update(inner.co_names)
         parts: list[Any] = [bytecode(code)]
         parts.append(self.value(function.__defaults__, f"a default of {name}"))
         parts.append(self.value(function.__kwdefaults__, f"a default of {name}"))

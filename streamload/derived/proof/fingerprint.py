@@ -48,12 +48,7 @@ _IMMUTABLE = (
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Dependencies of a module's rows beside their inputs.
-
-    Attributes:
-        parts: as it can be written as JSON, by name.
-        digest: 16 bytes.
-    """
+    """Dependencies of a module's rows beside their inputs: as JSON by name, and 16 bytes of them."""
 
     parts: Mapping[str, Any]
     digest: bytes
@@ -123,29 +118,26 @@ class Stamp:
     """
 
     def __init__(self, module: torch.nn.Module):
-        dicts: list[Any] = []
         self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
         self._containers: list[tuple[Any, str, Any]] = []
         self._tensors: list[torch.Tensor] = []
+        self._sized: list[Any] = []
+        dicts: list[Any] = []
         for child in module.modules():
             self._tensors += tensors_of(child)
-            held: tuple[Any, ...] = (
-                child._parameters,
-                child._buffers,
-                child._modules,
-                child._forward_hooks,
-                child._forward_pre_hooks,
-            )
-            dicts += [vars(child), *held]
+            self._sized.append(vars(child))
+            held = [getattr(child, name) for name in (*_HOLDING, "_forward_hooks", "_forward_pre_hooks")]
             if isinstance(child, torch.jit.ScriptModule):  # hands out a new object at each look
+                self._sized += held
                 continue
+            dicts += held
             names = [name for name in vars(child) if name not in STRUCTURE or name == "training"]
-            self._getters += [(_getter(tuple(names)), vars(child))]
+            self._getters.append((_getter(tuple(names)), vars(child)))
             self._containers += [(vars(child), name, vars(child)[name]) for name in _HOLDING]
-            self._getters += [(_getter(tuple(members)), members) for members in held if members]
         self._dicts, self._empty = [held for held in dicts if held], [held for held in dicts if not held]
-        self._count = sum(map(len, self._dicts))
-        self._held = self._members()
+        self._copies = [dict(held) for held in self._dicts]
+        self._count = sum(map(len, self._sized))
+        self._members = self._members_now()
         self._counted = [tensor for tensor in self._tensors if _has_version(tensor)]
         self._versions = list(map(_version_of, self._counted))
         self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
@@ -158,23 +150,26 @@ class Stamp:
                 compared in half of the time.
         """
         try:
-            members = self._members()
+            members = self._members_now()
             return (
                 list(map(_version_of, self._counted)) == self._versions
                 and list(map(torch.Tensor.data_ptr, self._tensors)) == self._pointers
-                and members == self._held
-                and sum(map(len, self._dicts)) == self._count
+                and members == self._members
+                and sum(map(len, self._sized)) == self._count
+                and self._dicts == self._copies
                 and not any(self._empty)
                 and (not whole or self._are_identical(members))
             )
         except Exception:  # one has gone, or can't be compared with what stands in its place
             return False
 
-    def _members(self) -> list[tuple[Any, ...]]:
-        return [get(members) for get, members in self._getters]
+    def _members_now(self) -> list[tuple[Any, ...]]:
+        return [get(state) for get, state in self._getters]
 
     def _are_identical(self, members: list[tuple[Any, ...]]) -> bool:
-        same = all(map(operator.is_, _chained(members), _chained(self._held)))
+        held, copied = (map(dict.values, dicts) for dicts in (self._dicts, self._copies))
+        same = all(map(operator.is_, _chained(members), _chained(self._members)))
+        same = same and all(map(operator.is_, _chained(held), _chained(copied)))
         return same and all(state[name] is holder for state, name, holder in self._containers)
 
 
@@ -227,10 +222,8 @@ class ModuleWatch:
 
     Args:
         module: built; to be watched as long as its stamp stays the same.
-        stamp: of it.
         code: digests of code by name, which its classes had.
-        reached: from there, by `Describer.reached`.
-        patches: of packages, then.
+        reached: `Describer.reached`, from there.
         start: before the module was described for its fingerprint, `time.monotonic()`.
 
     Attributes:
@@ -336,11 +329,7 @@ class ModuleWatch:
 
 
 class _Samples:
-    """A few bytes of tensors that aren't on the CPU: compared where they are, without waiting for the answer.
-
-    Args:
-        tensors: to be compared with what they are now.
-    """
+    """A few bytes of tensors that aren't on the CPU, compared there, without waiting for the answer."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
         by_device: dict[torch.device, list[torch.Tensor]] = {}

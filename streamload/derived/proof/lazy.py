@@ -44,8 +44,7 @@ class Pending:
     """A module that isn't built: with what it will be, and what has been asked of it since.
 
     Attributes:
-        arguments: of its `__init__`.
-        keywords: of its `__init__`.
+        arguments, keywords: of its `__init__`.
         generators: the random generators' states when it was made.
         asked: of each method to be repeated its name, its arguments, and what it comes to, as text.
     """

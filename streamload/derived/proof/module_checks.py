@@ -16,7 +16,7 @@ import torch
 from streamload.derived.log_once import log_once, logger
 from streamload.derived.proof.fingerprint import Fingerprint
 from streamload.derived.proof.lazy import pending_of
-from streamload.derived.proof.module_proof import Options, description_of, label_of, proof_of, refuse_rows
+from streamload.derived.proof.module_proof import description_of, label_of, proof_of, refuse_rows
 from streamload.derived.proof.row_check import CannotCheck, RowCheck, Rows, RowVerdict, remade
 from streamload.derived.store.results import Result
 from streamload.derived.store.row_store import RowStore
@@ -75,8 +75,6 @@ def is_close(first: Sequence[Any], second: Sequence[Any], *, is_of_device: bool 
     """True if leaves of two results are the same but for how kernels round.
 
     Args:
-        first: leaves.
-        second: leaves.
         is_of_device: only one of the results is a CPU's: devices multiply in fewer bits (TF32), and add up in
             an order of their own. Then the distance of all elements together counts, as that of a few grows
             with the depth of a module.
@@ -132,15 +130,13 @@ def row_of(result: Result, number: int) -> list[Any]:
     return [leaf[number : number + 1] for leaf in result.leaves]
 
 
-def check_elsewhere(
-    module: Any, options: Options, store: RowStore, fingerprint: Fingerprint, key: Any, rows: Rows
-) -> None:
+def check_elsewhere(module: Any, store: RowStore, fingerprint: Fingerprint, key: Any, rows: Rows) -> None:
     """Let another process compute some rows again of a module that isn't built; `key` is of the first."""
     proof, parts = proof_of(module), fingerprint.parts
 
     def at_exit(verdict: RowVerdict) -> None:
         if verdict.is_same is False and fingerprint.digest not in proof.refused:
-            logger.error("%s", refuse_rows(module, options, store, fingerprint, key))
+            logger.error("%s", refuse_rows(module, store, fingerprint, key))
 
     try:
         remake = remade(
@@ -155,12 +151,10 @@ def check_elsewhere(
         proof.checked = (fingerprint, key)
     except CannotCheck as exc:
         proof.checked = (fingerprint, key)
-        _say_unchecked(module, options, str(exc))
+        _say_unchecked(module, str(exc))
 
 
-def refuse_stale(
-    module: Any, options: Options, store: RowStore, fingerprint: Fingerprint, *, wait: bool = False
-) -> None:
+def refuse_stale(module: Any, store: RowStore, fingerprint: Fingerprint, *, wait: bool = False) -> None:
     """Refuse rows of which a check has found that they aren't what is computed now.
 
     With `wait` a check that has begun is waited for, a while.
@@ -176,15 +170,15 @@ def refuse_stale(
         if check.verdict is not None and proof.checked is not None:
             verdict, proof.check = check.verdict, None
             if verdict.is_same is False:
-                raise refuse_rows(module, options, store, *proof.checked)
+                raise refuse_rows(module, store, *proof.checked)
             if verdict.is_same is None:
-                _say_unchecked(module, options, verdict.reason)
+                _say_unchecked(module, verdict.reason)
     if proof.refused and fingerprint.digest in proof.refused:
         raise FeatureMismatch(proof.refused[fingerprint.digest])
 
 
-def _say_unchecked(module: Any, options: Options, reason: str) -> None:
+def _say_unchecked(module: Any, reason: str) -> None:
     log_once(
-        f"rows of {label_of(module, options)} aren't checked in this run, as no other process could compute "
+        f"rows of {label_of(module)} aren't checked in this run, as no other process could compute "
         f"them ({reason}); they are when the module is built next"
     )

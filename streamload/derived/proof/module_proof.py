@@ -144,7 +144,7 @@ def description_of(module: Any) -> Description:
 def _describe_before_fork() -> None:
     """Describe modules once for all workers: a look at an object copies its page in each."""
     for module in list(not_built):
-        options = module._streamload_options
+        options = options_of(module)
         if is_pending(module) and options.place is not None and options.place.mapped is None:
             with contextlib.suppress(Exception):  # the call that describes it raises it, too
                 description_of(module)
@@ -221,9 +221,7 @@ def proof_of(module: Any) -> Proof:
     return proof
 
 
-def fingerprint_of(
-    module: Any, options: Options, store: RowStore, inputs: Mapping[str, Any] | None = None
-) -> Fingerprint:
+def fingerprint_of(module: Any, store: RowStore, inputs: Mapping[str, Any] | None = None) -> Fingerprint:
     """The fingerprint of a module now; it is built if that is needed to know it.
 
     It has a number if rows were found to be wrong by an earlier run. `inputs` is what makes the module's
@@ -232,13 +230,13 @@ def fingerprint_of(
     Raises:
         FeatureNotCacheable: it can't be known.
     """
-    proof = proof_of(module)
+    proof, options = proof_of(module), options_of(module)
     built = proof.built
     if built is not None and options.version is None and not is_pending(module) and built.holds():
         parts, code = built.parts, built.code
     else:
         with unbuilt(module):
-            parts, code = _state(module, options, store, proof)
+            parts, code = _state(module, store, proof)
     settings = torch_settings(parts["device"])
     covered = (id(parts), id(inputs), settings)
     entry = proof.fingerprints.get(covered)
@@ -256,18 +254,16 @@ def fingerprint_of(
     return entry[0]
 
 
-def _state(
-    module: Any, options: Options, store: RowStore, proof: Proof
-) -> tuple[dict[str, Any], dict[str, str]]:
+def _state(module: Any, store: RowStore, proof: Proof) -> tuple[dict[str, Any], dict[str, str]]:
     """State of a module, as parts of a fingerprint, and its code: the same objects until it changes."""
-    description = description_of(module)
+    description, options = description_of(module), options_of(module)
     if description.error:
         raise FeatureNotCacheable(description.error)
     if options.version is not None:
         device = pending_of(module).device if is_pending(module) else device_of(module)
         return _parts_of_version(options.version, module.training, device.type), {}
     if is_pending(module):
-        build_ = _believed(module, options, store, description, proof)
+        build_ = _believed(module, store, description, proof)
         if build_ is not None:
             return build_.parts, build_.parts["code"]
         build(module)
@@ -289,10 +285,8 @@ def device_now(module: Any) -> torch.device:
     return proof.built.device if proof.built is not None else device_of(module)
 
 
-def _believed(
-    module: Any, options: Options, store: RowStore, description: Description, proof: Proof
-) -> Build | None:
-    pending = pending_of(module)
+def _believed(module: Any, store: RowStore, description: Description, proof: Proof) -> Build | None:
+    pending, options = pending_of(module), options_of(module)
     meanings = [meaning for _, _, meaning in pending.asked]
     if proof.believed is not None and proof.believed[0] == meanings:
         start = time.monotonic()
@@ -362,7 +356,7 @@ def record_build(
     module: Any, pending: Pending, description: Description, before: dict[str, str], inputs: BuildInputs
 ) -> None:
     """Count a build, and remember how the module came out, for those that aren't built."""
-    options = module._streamload_options
+    options = options_of(module)
     store = None if options.place is None else open_store(options.place)
     if store is None:
         return
@@ -407,7 +401,7 @@ def record_settled(module: Any, store: RowStore, before: Fingerprint) -> None:
 def _noted(module: Any, store: RowStore, key: bytes, latest: Build) -> list[Build]:
     """The records under a key with one more, which is stored."""
     builds = with_latest(read_builds(store.read_note(key)), latest)
-    store.disk.write_note(key, written(builds), label_of(module, module._streamload_options))
+    store.disk.write_note(key, written(builds), label_of(module))
     return builds
 
 
@@ -439,11 +433,9 @@ def built_state(module: Any, description: Description, proof: Proof) -> Built:
     return proof.built
 
 
-def refuse_rows(
-    module: Any, options: Options, store: RowStore, fingerprint: Fingerprint, key: Any
-) -> FeatureMismatch:
+def refuse_rows(module: Any, store: RowStore, fingerprint: Fingerprint, key: Any) -> FeatureMismatch:
     """Let no row of a fingerprint be served any more, here and later; returns the error that says so."""
-    label = label_of(module, options)
+    label = label_of(module)
     store.counts.mismatches += 1
     store.disk.write_note(_REFUSED + fingerprint.digest, b"refused", label)
     text = (
@@ -456,6 +448,13 @@ def refuse_rows(
     return FeatureMismatch(text)
 
 
-def label_of(module: Any, options: Options) -> str:
+def options_of(module: Any) -> Options:
+    """The options of a cached module."""
+    options: Options = module._streamload_options
+    return options
+
+
+def label_of(module: Any) -> str:
     """Name by which the rows of a module are listed and cleared."""
-    return options.label if options.label is not None else type(module).__name__
+    label = options_of(module).label
+    return type(module).__name__ if label is None else label

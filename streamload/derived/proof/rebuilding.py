@@ -26,7 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-if TYPE_CHECKING:  # what is needed is imported once the process is bounded
+from streamload.cache.directory import write_whole
+
+if TYPE_CHECKING:  # what else is needed is imported once the process is bounded
     from streamload.derived.proof.row_check import Module, Rows
 
 _MAIN_NAMES = ("__main__", "__mp_main__")
@@ -180,14 +182,6 @@ def serve(source: BinaryIO, answer: Answer) -> None:
         answer({"error": text if len(text) < 300 else f"{text[:300]}…"})
 
 
-def write_whole(path: str, value: dict[str, Any]) -> None:
-    """Write a file that is never seen in part; without room there is none."""
-    temporary = Path(f"{path}.{os.getpid()}")
-    with contextlib.suppress(OSError):
-        temporary.write_text(json.dumps(value))
-        temporary.replace(path)
-
-
 def main(most_bytes: int, most_seconds: int, verdict: str) -> None:
     """Serve the standard input, as a process of its own.
 
@@ -208,7 +202,9 @@ def main(most_bytes: int, most_seconds: int, verdict: str) -> None:
 
     def answer(value: dict[str, Any]) -> None:
         if "is_same" in value and verdict:  # also where the parent has ended
-            write_whole(verdict, {"is_same": value["is_same"], "reason": "", "began": start})
+            result = {"is_same": value["is_same"], "reason": "", "began": start}
+            with contextlib.suppress(OSError):
+                write_whole(Path(verdict), json.dumps(result))
         with contextlib.suppress(OSError):
             answers.write(json.dumps(value) + "\n")
             answers.flush()

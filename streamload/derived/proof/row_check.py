@@ -32,8 +32,8 @@ import torch
 
 from streamload import limits
 from streamload.cache import memory
-from streamload.cache.directory import check_owner
 from streamload.cache.locks import FileLock
+from streamload.derived.store.memory import home_in
 from streamload.errors import CacheError
 from streamload.torch_internals import tree_map
 
@@ -62,13 +62,10 @@ class Module:
     Attributes:
         cls: its class, or that which it wraps.
         decorate: makes the module's class of one that was named before it; None: `cls` is decorated itself.
-        arguments: of its `__init__`.
-        keywords: of its `__init__`.
-        generators: the random generators' states from which it is built.
-        asked: of it since it was made: the method, its arguments, and what it comes to.
-        parts: what its description says there.
+        arguments, keywords, generators, asked: see `lazy.Pending`.
+        parts: of its description here.
         device: the type of device on which its rows were made.
-        settings: of torch, see `fingerprint.torch_settings`.
+        settings: see `fingerprint.torch_settings`.
     """
 
     cls: type
@@ -87,8 +84,6 @@ class Rows:
     """Stored rows, and the inputs that they were computed from.
 
     Attributes:
-        arguments: of the call.
-        keywords: of the call.
         count: of rows; None: it is one whole result.
         leaves: of the stored rows.
         dtype: to which results are cast before they are stored; None: they aren't.
@@ -370,12 +365,7 @@ def _started(has_rows: bool, verdict: Path | None) -> subprocess.Popen[bytes]:
 
 def _home() -> Path:
     """The directory of the node's lock and verdicts."""
-    place = memory.PLACE if memory.PLACE.is_dir() else Path(tempfile.gettempdir())
-    home = place / f"streamload-checks-{os.geteuid()}"
-    check_owner(home)
-    home.mkdir(mode=0o700, exist_ok=True)
-    check_owner(home)
-    return home
+    return home_in(memory.PLACE if memory.PLACE.is_dir() else Path(tempfile.gettempdir()), "checks")
 
 
 def _read_verdict(path: Path) -> RowVerdict | None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from streamload.cache.directory import check_owner
 from streamload.cache.locks import exclusive
@@ -41,13 +41,7 @@ _YOUNG_SECONDS = 600.0
 
 
 class Catalog:
-    """The rows of a directory.
-
-    Attributes:
-        root: the directory.
-        home: of the database in use; None: there is none.
-        database: the database.
-    """
+    """The rows of a directory; `home` is that of the database in use, None if there is none."""
 
     def __init__(self, root: Path, home: Path | None, database: Database):
         self.root = root
@@ -86,7 +80,6 @@ class Catalog:
         """The fingerprint that begins with some hexadecimal digits.
 
         Args:
-            prefix: these digits.
             others: fingerprints that are known from elsewhere.
 
         Raises:
@@ -240,7 +233,6 @@ def collect_garbage(root: Path, *, stale: bool, dry_run: bool) -> Garbage:
     """Delete what no module will read.
 
     Args:
-        root: of the rows.
         stale: delete the rows of old fingerprints (`stale_of`).
         dry_run: delete nothing.
 
@@ -269,27 +261,14 @@ def collect_garbage(root: Path, *, stale: bool, dry_run: bool) -> Garbage:
     return garbage
 
 
-class Used(Protocol):
-    """Rows that were used at some time."""
-
-    @property
-    def used_at(self) -> float:
-        """When, in seconds since the epoch."""
-        ...
-
-    @property
-    def fingerprint(self) -> Any:
-        """Of its rows."""
-        ...
+_Rows = TypeVar("_Rows")
 
 
-_Used = TypeVar("_Used", bound=Used)
-
-
-def all_but_newest(items: Sequence[_Used], kind: Callable[[_Used], Hashable]) -> list[_Used]:
-    """All of each kind but the one that was used last."""
-    in_order = sorted(items, key=lambda item: (item.used_at, item.fingerprint))
-    newest = {kind(item): item for item in in_order}
+def all_but_newest(
+    items: Sequence[_Rows], kind: Callable[[_Rows], Hashable], use: Callable[[_Rows], tuple[float, Any]]
+) -> list[_Rows]:
+    """All of each kind but the one that was used last, by when and what `use` says."""
+    newest = {kind(item): item for item in sorted(items, key=use)}
     return [item for item in items if newest[kind(item)] is not item]
 
 
@@ -299,7 +278,11 @@ def stale_of(catalog: Catalog, rows: Sequence[FingerprintRows]) -> list[Fingerpr
     The newest is the one of which a row was last stored, or last read as far as that was noted.
     """
     kinds = {item.fingerprint: kind_of(catalog.parts(item.fingerprint)) for item in rows}
-    return all_but_newest(rows, lambda item: (item.label, kinds[item.fingerprint]))
+    return all_but_newest(
+        rows,
+        lambda item: (item.label, kinds[item.fingerprint]),
+        lambda item: (item.used_at, item.fingerprint),
+    )
 
 
 def _replaced_databases(root: Path, garbage: Garbage, *, dry_run: bool) -> None:

@@ -112,7 +112,6 @@ class Database:
         Nobody may write while it is opened.
 
         Args:
-            home: the directory.
             limit_bytes: of all that the database takes; decides the size of its pages and log.
 
         Raises:
@@ -211,7 +210,6 @@ class Database:
 
         Args:
             rows: keys and bytes, or other buffers.
-            label: of the rows.
             limit_bytes: of all that the database takes.
 
         Returns:
@@ -337,7 +335,6 @@ class Database:
         """The keys and bytes of the rows of a fingerprint in the order of keys; some MB at a time.
 
         Args:
-            digest: of the fingerprint.
             number: of the fingerprint under one label; None: under all.
         """
         yield from self._by_parts(
@@ -351,10 +348,7 @@ class Database:
     def _by_parts(self, statement: str, after: Any, *values: Any) -> Iterator[list[tuple[Any, ...]]]:
         """An answer in parts, so that no long reading keeps others from emptying the log.
 
-        Args:
-            statement: selects rows after a place, in their order: the place first, the bytes last.
-            after: the place.
-            values: what else the statement needs.
+        The statement selects rows after a place, in their order: the place first, the bytes last.
         """
         while True:
             part: list[tuple[Any, ...]] = []
@@ -513,7 +507,6 @@ def transactions(
     """Rows in parts that the log has room for; a part may be larger if it is one row.
 
     Args:
-        rows: keys and bytes.
         limit_bytes: of all that the database takes.
         is_full: others have to go for them, which writes more pages.
     """

@@ -99,7 +99,6 @@ def checked(where: object, pairs: Iterable[tuple[Any, Any]], counts: RowCounts) 
     """Stored rows that are what was written; others are counted, and computed again.
 
     Args:
-        where: they are from.
         pairs: of a key and what is stored under it.
         counts: where those that are damaged are counted.
     """
@@ -158,14 +157,7 @@ class DiskRows:
         if limit is None:
             return
         try:
-            with self._use:
-                try:
-                    self._open()
-                except ERRORS as exc:
-                    if not self._is_broken(exc):
-                        raise
-                    self._replace(exc)
-                    self._open()
+            self._do(lambda opened: None, None)
         except ERRORS as exc:
             if isinstance(exc, CacheError):
                 raise
@@ -187,15 +179,7 @@ class DiskRows:
         return rows
 
     def write(self, rows: Sequence[SealedRow], label: str) -> int:
-        """Store sealed rows, as many as there is room for; older ones go.
-
-        Args:
-            rows: keys and rows (`sealed.seal`).
-            label: what they can be listed and cleared by.
-
-        Returns:
-            how many are stored now.
-        """
+        """Store sealed rows, as many as there is room for; older ones go. Returns how many are stored now."""
         stored = 0
         limit_bytes = self._room(sum(len(data) for _, data in rows) + 200 * len(rows))
         is_full = self.used_bytes > limit_bytes * _FULL_ENOUGH
@@ -298,22 +282,27 @@ class DiskRows:
         return len(rows)
 
     def _attempt(self, action: Callable[[Database], _T], otherwise: _T) -> _T:
-        """Do something with the database; if it can't be done say so once, and go on without.
-
-        A database that is broken is replaced by an empty one.
-        """
+        """Do something with the database; if it can't be done say so once, and go on without."""
         with self._use:
-            for _ in range(2):
-                try:
-                    opened = self._open()
-                    return otherwise if opened is None else action(opened)
-                except ERRORS as exc:
-                    if self._limit is None or not self._is_broken(exc):
-                        log_once(f"{self.root}: rows can't be read or stored for now: {exc!r}")
-                        self._close()  # a transaction that failed at its end would stand in the way
-                        return otherwise
-                    self._replace(exc)
-            return otherwise
+            try:
+                return self._do(action, otherwise)
+            except ERRORS as exc:
+                log_once(f"{self.root}: rows can't be read or stored for now: {exc!r}")
+                self._close()  # a transaction that failed at its end would stand in the way
+                return otherwise
+
+    def _do(self, action: Callable[[Database], _T], otherwise: _T) -> _T:
+        """Do something with the database, if there is one; one that is broken is replaced by an empty one."""
+        with self._use:
+            try:
+                opened = self._open()
+                return otherwise if opened is None else action(opened)
+            except ERRORS as exc:
+                if self._limit is None or not self._is_broken(exc):
+                    raise
+                self._replace(exc)
+            opened = self._open()
+            return otherwise if opened is None else action(opened)
 
     def _is_broken(self, error: Exception) -> bool:
         says_read_only = "readonly" in str(error)  # by its own head, or another has removed it

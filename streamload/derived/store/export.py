@@ -50,9 +50,6 @@ def export(
     """Write the rows of a fingerprint into a new folder, which appears once it is whole.
 
     Args:
-        catalog: of the rows.
-        fingerprint: whose.
-        out: the folder; made.
         keys: a line of keys.txt by the name of its row; None: there is no keys.txt.
 
     Raises:

@@ -32,7 +32,6 @@ def keys_of(cache_key: Any, inputs: Any) -> list[Any] | None:
     A list, array or 1-D tensor is keys of rows; a tuple only if it is as long as the batch.
 
     Args:
-        cache_key: as it was given.
         inputs: of the call, the first of which says how large the batch is.
 
     Raises:
@@ -123,8 +122,6 @@ class Inputs:
     Of a call with one key the input is its first argument, whatever that is, and all tensors and arrays.
 
     Args:
-        args: of the call.
-        kwargs: of the call.
         rows: how many keys there are; None: all is of one key.
     """
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 from streamload.cache import memory
 from streamload.cache.directory import check_owner
@@ -117,6 +118,19 @@ class MemoryRows:
             self._freed_bytes += len(row.body) + _ROW_BYTES
 
 
+def home_in(place: Path, purpose: str) -> Path:
+    """A directory of this user alone in a place that others use, too; made if it is missing.
+
+    Raises:
+        CacheError: it is somebody else's.
+    """
+    home = place / f"streamload-{purpose}-{os.geteuid()}"
+    check_owner(home)
+    home.mkdir(mode=0o700, exist_ok=True)
+    check_owner(home)
+    return home
+
+
 class _Share:
     """Share of one process in the limit of all that use a directory.
 
@@ -126,12 +140,8 @@ class _Share:
     """
 
     def __init__(self, name: str, limit: Callable[[int], int]):
-        home = memory.PLACE / f"streamload-memory-{os.geteuid()}"
-        check_owner(home)
-        home.mkdir(mode=0o700, exist_ok=True)
-        check_owner(home)
         self.size_bytes, self.was_refused = 0, False
-        self._root = home / name
+        self._root = home_in(memory.PLACE, "memory") / name
         self._limit = limit
         self._full_until = 0.0
         self._path = self._root / f"{os.getpid()}.{next(_numbers)}"

@@ -23,11 +23,7 @@ def digest_of_parts(parts: Mapping[str, Any]) -> bytes:
 
 
 def read_parts(key: bytes, data: bytes) -> dict[str, Any]:
-    """The parts that a note holds.
-
-    Args:
-        key: of the note.
-        data: as it is stored.
+    """The parts that a stored note holds.
 
     Raises:
         CacheCorrupt: it isn't what was written, or isn't of the fingerprint in its key.

@@ -108,12 +108,7 @@ class RowQueue:
             return bool(self._names) and not self._names.keys().isdisjoint(names)
 
     def add(self, rows: ComputedRows, prover: Prover | None) -> None:
-        """Take rows that were computed.
-
-        Args:
-            rows: which.
-            prover: tells whether they may be stored; None: they may.
-        """
+        """Take rows that were computed; without a prover they may be stored."""
         with self._changed:
             self._names.update(rows.names)
             if prover is not None:

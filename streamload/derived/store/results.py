@@ -218,12 +218,7 @@ def layout_of(text: bytes) -> ResultLayout:
 
 
 def _builder(node: Any, places: Iterator[int]) -> Builder:
-    """Builder of the result from its leaves, which `leaves_in` has found well-formed.
-
-    Args:
-        node: of the layout.
-        places: of its leaves.
-    """
+    """Builder of a node's result from the leaves at these places; `leaves_in` has found it well-formed."""
     kind, content = node[0], node[1]
     if kind in ("t", "m", "n"):
         place = next(places)
@@ -320,18 +315,6 @@ def _fields(cls: type) -> list[str] | None:
     return None
 
 
-def leaves_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a tree of lists, tuples and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for member in value:
-            yield from leaves_of(member)
-    elif isinstance(value, dict):
-        for member in value.values():
-            yield from leaves_of(member)
-
-
 def concatenated(first: Any, second: Any) -> Any:
     """Two leaves of one type, one after the other along dimension 0."""
     if isinstance(first, np.ndarray):
@@ -349,5 +332,17 @@ def reordered(leaf: Any, places: Sequence[int]) -> Any:
     index = torch.as_tensor(places, device=leaf.device)
     if not leaf.numel():
         return leaf[index]
-    rows = leaf.contiguous().reshape(len(leaf), -1).view(torch.uint8)[index]
+    rows = _bytes_of_rows(leaf)[index]
     return rows.view(leaf.dtype).reshape(len(places), *leaf.shape[1:])
+
+
+def overwrite(leaf: Any, places: Sequence[int], rows: Any) -> None:
+    """Put rows of a leaf of the same type into some places of a leaf."""
+    if isinstance(leaf, np.ndarray):
+        leaf[list(places)] = rows
+    elif leaf.numel():
+        _bytes_of_rows(leaf)[list(places)] = _bytes_of_rows(rows).to(leaf.device)
+
+
+def _bytes_of_rows(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf.contiguous().reshape(len(leaf), -1).view(torch.uint8)

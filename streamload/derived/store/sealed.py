@@ -54,10 +54,7 @@ def seal_rows(
     """Rows of one layout as they are stored: each key, and what `seal` gives.
 
     Args:
-        keys: of the rows.
-        layout: of all of them.
         bodies: uint8[N, bytes].
-        input_digests: of each row.
     """
     head = np.frombuffer(_HEAD.pack(_MAGIC, len(layout), 0, 0) + layout, np.uint8)
     size = len(head) + bodies.shape[1]
@@ -125,7 +122,7 @@ def leaves_in(layout: bytes) -> tuple[StoredLeaf, ...]:
     """
     leaves: list[StoredLeaf] = []
     try:
-        for path, kind, dtype, shape in _leaves(json.loads(layout), ""):
+        for path, kind, dtype, shape in _leaves(json.loads(layout)):
             stored = np.dtype(dtype) if kind == "n" else _stored(dtype)
             if stored.hasobject:
                 raise ValueError(f"an array of {dtype}")
@@ -158,16 +155,8 @@ def class_in(layout: bytes) -> str | None:
 
     What others have stored makes no objects here but plain data.
     """
-    nodes = [json.loads(layout)]
-    while nodes:
-        kind, content = nodes.pop()[:2]
-        if kind == "c":
-            return str(content)
-        if kind in ("l", "u"):
-            nodes += reversed(content)
-        elif kind in ("d", "o"):
-            nodes += [node for _, node in reversed(content)]
-    return None
+    nodes = (node for _, node in _nodes(json.loads(layout), ""))
+    return next((str(node[1]) for node in nodes if node[0] == "c"), None)
 
 
 def read_row(name: bytes, data: bytes) -> tuple[Row, tuple[StoredLeaf, ...]]:
@@ -186,24 +175,31 @@ def read_row(name: bytes, data: bytes) -> tuple[Row, tuple[StoredLeaf, ...]]:
     return row, leaves
 
 
-def _leaves(node: Any, path: str) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:
+def _leaves(layout: Any) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:
+    for path, node in _nodes(layout, ""):
+        if node[0] in ("t", "m", "n"):
+            shape = tuple(int(member) for member in node[2])
+            if min(shape, default=0) < 0:
+                raise ValueError(f"a tensor of shape {shape}")
+            yield path, node[0], node[1], shape
+
+
+def _nodes(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """The nodes of a layout in the order of its leaves, each with its place in the result."""
+    yield path, node
     kind, content = node[0], node[1]
-    if kind in ("t", "m", "n"):
-        shape = tuple(int(member) for member in node[2])
-        if min(shape, default=0) < 0:
-            raise ValueError(f"a tensor of shape {shape}")
-        yield path, kind, content, shape
-    elif kind in ("l", "u"):
-        for number, member in enumerate(content):
-            yield from _leaves(member, f"{path}[{number}]")
+    if kind in ("l", "u"):
+        members = [(f"[{number}]", member) for number, member in enumerate(content)]
     elif kind in ("d", "o"):
-        for name, member in content:
-            yield from _leaves(member, f"{path}[{_key(name)}]")
+        members = [(f"[{_key(name)}]", member) for name, member in content]
     elif kind == "c":
-        for name, member in node[2]:
-            yield from _leaves(member, f"{path}.{name}")
-    elif kind not in ("v", "f", "s"):
+        members = [(f".{name}", member) for name, member in node[2]]
+    elif kind in ("t", "m", "n", "v", "f", "s"):
+        members = []
+    else:
         raise ValueError(f"a node of kind {kind!r}")
+    for step, member in members:
+        yield from _nodes(member, f"{path}{step}")
 
 
 def _key(name: Any) -> str:

@@ -13,7 +13,7 @@ import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,6 @@ class FingerprintShards:
     """The derived shards of one fingerprint in one place.
 
     Attributes:
-        where: see RowShards.
         label: what its rows are listed by; "": none of the shards can be read.
         parts: of the fingerprint; None: none of the shards can be read.
     """
@@ -214,7 +213,11 @@ class RowShards(ABC):
 def stale_of(held: Sequence[FingerprintShards]) -> list[FingerprintShards]:
     """All but the newest of each label, arguments and transform in a place, as far as these are known."""
     described = [shards for shards in held if shards.parts is not None]
-    return all_but_newest(described, lambda shards: (shards.where, shards.label, kind_of(shards.parts)))
+    return all_but_newest(
+        described,
+        lambda shards: (shards.where, shards.label, kind_of(shards.parts)),
+        lambda shards: (shards.used_at, shards.fingerprint),
+    )
 
 
 class NodeRowShards(RowShards):
@@ -228,17 +231,12 @@ class NodeRowShards(RowShards):
         """All of them, by URL. Reads some bytes of each index."""
         rows_held = []
         for shard in self._tier.shards():
-            fingerprint = (
-                fingerprint_in(meta_of(shard.path).get("prepared")) if shard.kind == "shards" else None
-            )
-            if fingerprint is not None:
+            recipe = meta_of(shard.path).get("prepared") if shard.kind == "shards" else None
+            if (fingerprint := fingerprint_in(recipe)) is not None:
                 url = url_of(shard.path).removesuffix(f"#{rows_recipe(fingerprint)}")
                 rows, cause = _rows_in(shard.path)
-                rows_held.append(
-                    HeldRows(
-                        fingerprint, shard.digest, url, rows, shard.size_bytes, shard.used_at, cause, shard
-                    )
-                )
+                held = fingerprint, shard.digest, url, rows, shard.size_bytes, shard.used_at
+                rows_held.append(HeldRows(*held, cause, shard))
         return sorted(rows_held, key=lambda item: (item.url, item.digest))
 
     def remove(self, shards: Sequence[HeldRows], why: str, *, dry_run: bool = False) -> Removed:
@@ -318,14 +316,14 @@ class SharedRowShards(RowShards):
         try:
             held = self._tier.look(unread.form)
         except CacheCorrupt as exc:
-            return HeldRows(fingerprint, digest, "", 0, 0, stored_at, str(exc), objects=ordered)
+            return replace(unread, cause=str(exc))
         if held is None:
             return None
         size = held.size + len(held.index) + len(held.names) + held.sums.nbytes
         with _unpacked(held.index, held.names) as path:
             url = url_of(path).removesuffix(f"#{recipe}")
             rows, cause = _rows_in(path)
-        return HeldRows(fingerprint, digest, url, rows, size, stored_at, cause, objects=ordered)
+        return replace(unread, url=url, rows=rows, size_bytes=size, cause=cause)
 
     @contextlib.contextmanager
     def _opened(self, held: HeldRows) -> Iterator[RowShard | None]:
