@@ -9,7 +9,7 @@ Computed, not timed, from the lengths of buckets.py: 8 ranks × 64 rows in 1 to 
 its own share of the samples by the modules that ship (order/buckets.py). A step takes as long as its slowest
 rank.
 
-- "agreed": a row has room for the widest row in its place on any rank (loader/bounds.py): equal shapes.
+- "agreed": a row has room for the widest row in its place on any rank (batching/bounds.py): equal shapes.
 - "like cells": all groups take the same cell of their block at a step, and ranks have their group's shapes.
 - "cells of its own": each group takes its cells in an order of its own.
 
@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks import turns
 from benchmarks.buckets import RANKS, ROWS, Costs, web
 from benchmarks.turns import Row
-from streamload.buckets.cells import cells, dealt
+from streamload.batching.cells import cells, dealt
 
 SAMPLES, QUICK_SAMPLES, BLOCK, QUICK_BLOCK = 200_000, 20_000, 16_384, 2048
 GROUPS = (1, 2, 4, 8)

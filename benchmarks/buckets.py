@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 import streamload
 from benchmarks import machine, turns
 from benchmarks.turns import Row
-from streamload.buckets.cells import cells, dealt
+from streamload.batching.cells import cells, dealt
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
 

@@ -34,14 +34,14 @@ import numpy as np
 
 from benchmarks import machine, turns
 from benchmarks.contenders.job import versions
-from streamload.batches.facts import read_facts
 from streamload.batches.tokenize import adapt_tokenizer
-from streamload.cache.facts import ShardFacts
 from streamload.cache.fill import fill
 from streamload.cache.selection import Selection
 from streamload.cache.shard import ShardList, shard_of
 from streamload.cache.shard_cache import ShardCache
 from streamload.cache.tier import Tier
+from streamload.facts.recipes import read_facts
+from streamload.facts.shard_facts import ShardFacts
 from streamload.metrics import Counters
 from streamload.origins.origin import open_origin
 from streamload.shards.columns import Column

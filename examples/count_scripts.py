@@ -24,7 +24,15 @@ from PIL import Image
 
 import streamload
 from streamload.errors import OptionError, StateMismatch
-from streamload.extension import BatchRows, Extension, RankPart, Run, WorkerPart, WorkerProcess
+from streamload.extension import (
+    BatchRows,
+    Extension,
+    RankPart,
+    Run,
+    WorkerPart,
+    WorkerProcess,
+    YieldedInfo,
+)
 
 SCRIPTS = ("other", "latin", "greek", "cyrillic", "hebrew", "arabic", "devanagari", "cjk", "hangul")
 
@@ -93,7 +101,7 @@ class ScriptsInRank(RankPart):
         self._counts = _sum([self._counts, self._run.agree("the counts of scripts", counts, _sum)])
         return {}
 
-    def values(self, info: Any) -> dict[str, Any]:
+    def values(self, info: YieldedInfo) -> dict[str, Any]:
         """What the batch gets."""
         return {"script": self._scripts}
 

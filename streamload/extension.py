@@ -7,6 +7,7 @@ in each worker; their hooks are called once a batch. A loader without extensions
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -14,20 +15,29 @@ import numpy.typing as npt
 
 from streamload.metrics import Counts
 from streamload.order.events import Event
-from streamload.shards.samples import Entry
+from streamload.order.steps import Steps, StepStart
+from streamload.shards.samples import Entry, Sample
 
 __all__ = [
+    "BatchColumn",
     "BatchRows",
     "Event",
     "Extension",
     "RankPart",
     "ReadProgress",
+    "RowsStep",
     "Run",
+    "SampleReader",
     "ShardRows",
+    "StepSampler",
     "StepsAhead",
+    "StepsStart",
     "TakenBatch",
+    "Widths",
     "WorkerPart",
     "WorkerProcess",
+    "Yielded",
+    "YieldedInfo",
 ]
 
 
@@ -48,18 +58,54 @@ class ShardRows(Protocol):
         ...
 
 
+class RowsStep(Protocol):
+    """A rank's part of the step that has a batch's rows (worker.sampler.RankStep).
+
+    Attributes:
+        position: the global position where it begins.
+        passes: by source the latest pass of its samples; empty: there is one source.
+    """
+
+    position: int
+    passes: dict[int, int]
+
+    @property
+    def size(self) -> int:
+        """The number of samples that this rank computes."""
+        ...
+
+    @property
+    def seats(self) -> npt.NDArray[np.int64]:
+        """The source of each sample: int64[size]."""
+        ...
+
+
 class BatchRows(Protocol):
     """The rows of a batch in a worker, replacements included."""
 
     def __len__(self) -> int: ...
 
     @property
-    def step(self) -> Any:
-        """The step that has them, a worker.sampler.RankStep."""
+    def step(self) -> RowsStep:
+        """The step that has them."""
         ...
 
     def by_shard(self) -> Iterator[ShardRows]:
         """The rows of each shard."""
+        ...
+
+
+class SampleReader(Protocol):
+    """Reader of a process's samples, of which the shard's index has come so far (worker.reader.Reader)."""
+
+    def facts(
+        self, shard: int, numbers: Sequence[int] | npt.NDArray[np.int64], names: Sequence[str]
+    ) -> Mapping[str, npt.NDArray[np.float64]]:
+        """Facts of a shard's samples by name: float64[N], NaN where unknown."""
+        ...
+
+    def entries(self, shard: int, numbers: Sequence[int]) -> list[Entry]:
+        """The index entries of a shard's samples."""
         ...
 
 
@@ -114,8 +160,8 @@ class WorkerProcess(Protocol):
         ...
 
     @property
-    def reader(self) -> Any:
-        """Reader of its samples, a worker.reader.Reader."""
+    def reader(self) -> SampleReader:
+        """Reader of its samples."""
         ...
 
     @property
@@ -130,6 +176,43 @@ class WorkerProcess(Protocol):
 
     def progress(self) -> ReadProgress:
         """Progress of the process in reading."""
+        ...
+
+
+class StepsStart(Protocol):
+    """Where the steps of an epoch begin and end (worker.messages.EpochStart)."""
+
+    @property
+    def start(self) -> StepStart:
+        """Of the steps; an epoch that resumes another is of the same sequence."""
+        ...
+
+    @property
+    def steps(self) -> int | None:
+        """Number of steps; None: to the end of the pass."""
+        ...
+
+    @property
+    def events(self) -> Sequence[Event]:
+        """Events of the run that hold from its position on, and later ones."""
+        ...
+
+
+class StepSampler(Protocol):
+    """The steps of an epoch, in ascending order: a subclass of worker.sampler.Sampler."""
+
+    steps: Steps
+
+    def receive(self, events: Sequence[Event]) -> None:
+        """Go by events of later steps; those of earlier ones may be left out."""
+        ...
+
+    def at(self, position: int) -> RowsStep:
+        """The step at a global position."""
+        ...
+
+    def coming(self, position: int) -> list[tuple[int, int]]:
+        """This rank's samples of a later step, by shard and number, as far as they are known."""
         ...
 
 
@@ -149,6 +232,140 @@ class TakenBatch(Protocol):
     @property
     def passes(self) -> Sequence[int]:
         """The latest pass of each source that its rows are of; empty: there is one source."""
+        ...
+
+
+class Widths(Protocol):
+    """The columns that each row of a batch needs (batching.padding.RowWidths)."""
+
+    @property
+    def bounds(self) -> npt.NDArray[np.int32]:
+        """int32[N, 2]: the most tokens and the most patches of each row."""
+        ...
+
+    @property
+    def full(self) -> tuple[int, int]:
+        """The most that any row of any batch can have of both."""
+        ...
+
+    @property
+    def varies(self) -> tuple[bool, bool]:
+        """Of which of both rows may have fewer."""
+        ...
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The values of the batch whose columns are tokens."""
+        ...
+
+    @property
+    def pads_left(self) -> bool:
+        """True if captions are padded on the left."""
+        ...
+
+
+@dataclass(slots=True)
+class Yielded:
+    """A batch as the training loop got it.
+
+    Attributes:
+        step: its number in the epoch, from 0.
+        samples: its rows.
+        names: of the elements, if it is a tuple.
+        widths: the columns that each row needs; None: all.
+        keys: of its samples.
+    """
+
+    step: int
+    samples: int
+    names: tuple[str, ...]
+    widths: Widths | None
+    keys: Sequence[str]
+
+
+class YieldedInfo(Protocol):
+    """The record of a batch that the training loop gets, as far as parts need it (`BatchInfo`).
+
+    Attributes:
+        step: its number in the epoch, from 0.
+        rows: its number of rows.
+        sources: the names of all sources; `seats` has their indexes.
+        seat_bytes: `seats` as bytes; empty: there is one source.
+        run_step: its number in the run, from 0; None where steps of the run aren't counted.
+        yielded: its rows, and the columns that each needs.
+        device: the torch.device of its tensors; None: they are in host memory.
+    """
+
+    step: int
+    rows: int
+    sources: tuple[str, ...]
+    seat_bytes: bytes
+    run_step: int | None
+    yielded: Yielded
+    device: Any
+
+    @property
+    def seats(self) -> npt.NDArray[np.int32]:
+        """The source of each row, in host memory: int32[N]."""
+        ...
+
+    @property
+    def source(self) -> Any:
+        """The source of each row: a tensor int64[N], on the batch's device."""
+        ...
+
+    @property
+    def weight(self) -> Any:
+        """The weight of each row in the loss: a tensor float32[N], on the batch's device."""
+        ...
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """The `__key__` of each row; an OptionError if they weren't asked for."""
+        ...
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Lengths of rows without padding: ids as "text", patches as "image"; unknown ones are left out."""
+        ...
+
+
+class BatchColumn(Protocol):
+    """Values of a batch that aren't decoded from its samples, each of which is parsed and then added."""
+
+    def parse(self, sample: Sample, image: str, is_prepared: bool, seed: int) -> Any:
+        """Do what can be done before the sample's pixels.
+
+        Args:
+            sample: its bytes have to stay valid until it has been added.
+            image: the extension of its image.
+            is_prepared: whether that is a prepared image.
+            seed: uint64, of the sample's random choices in this pass.
+        """
+        ...
+
+    def add(self, parsed: Any) -> None:
+        """Add a sample, given the result of `parse`.
+
+        Raises:
+            SampleError: it can't be used; the batch is unchanged.
+        """
+        ...
+
+    def drop_last(self) -> None:
+        """Remove the sample that was added last."""
+        ...
+
+    def finish(self, texts: Any) -> dict[str, Any]:
+        """The values of the samples that were added.
+
+        Args:
+            texts: of the batch: a tensor of ids that isn't cut, or a list; None: it has none.
+        """
+        ...
+
+    def close(self) -> None:
+        """Restore the random generators. Idempotent."""
         ...
 
 
@@ -175,23 +392,23 @@ class WorkerPart:
         """
         return True
 
-    def sampler(self, start: Any) -> Any:
-        """The steps of an epoch, a worker.sampler.Sampler, if they aren't those of the plain order.
+    def sampler(self, start: StepsStart) -> StepSampler | None:
+        """The steps of an epoch, if they aren't those of the plain order.
 
         Args:
-            start: of the epoch, a worker.messages.EpochStart.
+            start: of the epoch.
         """
         return None
 
     def before_step(self, number: int) -> None:
         """Return when a step may begin, by its number in the epoch; its events are known by now."""
 
-    def columns(self, size: int, allocate: Callable[..., Any]) -> Sequence[Any]:
-        """Values of an empty batch that aren't decoded from its samples: batches.in_progress.BatchColumn.
+    def columns(self, size: int, allocate: Callable[..., Any]) -> Sequence[BatchColumn]:
+        """Values of an empty batch that aren't decoded from its samples.
 
         Args:
             size: its capacity, in samples.
-            allocate: makes their tensors.
+            allocate: makes their tensors, by shape and torch.dtype.
         """
         return ()
 
@@ -253,18 +470,19 @@ class RankPart:
         """
         return {}
 
-    def values(self, info: Any) -> dict[str, Any]:
+    def values(self, info: YieldedInfo) -> dict[str, Any]:
         """The values that it adds to a batch, by name, on the batch's device.
 
         Args:
-            info: of the batch, a `BatchInfo`.
+            info: of the batch.
         """
         return {}
 
     def metrics(self) -> Mapping[str, float]:
         """Numbers by name for the page that the rank publishes: gauges that are read about once a second.
 
-        Cheap: the training's next() or, where that stands still, another thread of its process calls it.
+        Cheap: the training's next() or, where that stands still, another thread of its process calls it. What
+        it raises is logged once, and the page goes on without its numbers.
         """
         return {}
 
@@ -310,12 +528,12 @@ class RankPart:
             reason: for a log; JSON-able.
         """
 
-    def report(self, values: Mapping[str, Any], info: Any, rows: Any) -> None:
+    def report(self, values: Mapping[str, Any], info: YieldedInfo, rows: Any) -> None:
         """Take what the training reports of rows of a batch.
 
         Args:
             values: by name ("loss", "alignment", "tokens"): one for each row, or a number for all; or None.
-            info: of the batch, a `BatchInfo`.
+            info: of the batch.
             rows: of it; None: all.
         """
 

@@ -14,7 +14,6 @@ from streamload.batches.captions import read_caption, read_label
 from streamload.batches.collate import Allocate, collate, named
 from streamload.batches.images import BatchImages, ImageAssembly, PixelRecipe
 from streamload.batches.in_progress import (
-    BatchColumn,
     BatchFactory,
     Bounds,
     Choose,
@@ -22,11 +21,12 @@ from streamload.batches.in_progress import (
     MakingCosts,
     Members,
     RowKinds,
-    Sample,
     Trim,
 )
 from streamload.batches.tokenize import BatchTokenizer, Texts
 from streamload.errors import BlankCaption, add_note
+from streamload.extension import BatchColumn
+from streamload.shards.samples import Sample
 from streamload.transforms.user import SeededGenerators
 
 _KEYS_SHOWN = 16
@@ -288,7 +288,7 @@ class _MappedBatch:
         self._generators = self._exit.enter_context(SeededGenerators())
 
     def parse(self, sample: Sample, seed: int) -> _Mapped:
-        """See BatchInProgress; the function itself parses all but the image."""
+        """Choose the image of a sample; the user's function itself parses all else."""
         if self._images is None:
             return _Mapped(sample, None, seed)
         choice = self._choose_image(sample.members)

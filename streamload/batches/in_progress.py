@@ -11,6 +11,8 @@ import torch
 
 from streamload.batches.collate import Allocate
 from streamload.batches.tokenize import Texts
+from streamload.extension import BatchColumn
+from streamload.shards.samples import Sample
 
 Bounds = npt.NDArray[np.int32]
 """int32[N, 2]: the most tokens and the most patches of each row of a batch."""
@@ -18,20 +20,6 @@ Bounds = npt.NDArray[np.int32]
 
 Choose = Callable[[Collection[str]], "tuple[str, str | None] | None"]
 """Chooses a member of a sample by its extension, and its field if it is JSON; None: the sample has none."""
-
-
-class Sample(NamedTuple):
-    """The bytes of a sample's members by extension, as stored in the shard."""
-
-    key: str
-    url: str
-    members: Mapping[str, memoryview]
-    prepared: str = ""
-    """The extension of the prepared image; empty: there is none."""
-    checksum: int | None = None
-    """xxh3_64 of the payloads in order; None: it isn't in the index."""
-    shard: int = -1
-    """Its shard's place in the list of the run; -1: it is in none."""
 
 
 class Unread(Mapping[str, memoryview]):
@@ -88,45 +76,6 @@ class MakingCosts(NamedTuple):
     text_real: int = 0
     text_padding: int = 0
     unprepared: int = 0
-
-
-class BatchColumn(Protocol):
-    """Values of a batch that aren't decoded from its samples, each of which is parsed and then added."""
-
-    def parse(self, sample: Sample, image: str, is_prepared: bool, seed: int) -> Any:
-        """Do what can be done before the sample's pixels.
-
-        Args:
-            sample: its bytes have to stay valid until it has been added.
-            image: the extension of its image.
-            is_prepared: whether that is a prepared image.
-            seed: uint64, of the sample's random choices in this pass.
-        """
-        ...
-
-    def add(self, parsed: Any) -> None:
-        """Add a sample, given the result of `parse`.
-
-        Raises:
-            SampleError: it can't be used; the batch is unchanged.
-        """
-        ...
-
-    def drop_last(self) -> None:
-        """Remove the sample that was added last."""
-        ...
-
-    def finish(self, texts: Any) -> dict[str, Any]:
-        """The values of the samples that were added.
-
-        Args:
-            texts: of the batch: a tensor of ids that isn't cut, or a list; None: it has none.
-        """
-        ...
-
-    def close(self) -> None:
-        """Restore the random generators. Idempotent."""
-        ...
 
 
 MakeColumns = Callable[[int, Allocate], Sequence[BatchColumn]]

@@ -1,4 +1,4 @@
-"""The contract of what is stored beside a shard's index: values of its samples by column (cache/facts.py)."""
+"""The contract of what is stored beside a shard's index: values of its samples, by column (facts/)."""
 
 from __future__ import annotations
 

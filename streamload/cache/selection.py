@@ -2,7 +2,7 @@
 
 By key specifications such as `jpg;png` and `txt;json:caption`, and the user's functions. shard_cache.py asks
 as samples arrive, before any of them is read: whether a JSON member has the requested field is only found out
-when it is read. How a rate becomes a number of uses is in order/repeats.py.
+when it is read. How a rate becomes a number of uses is in facts/repeats.py.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Repeat:
         fact: its name; "" with a function.
         function: takes an entry. Its errors propagate.
         digest: 32 hex characters of the definition.
-        arrivals: makes of arrivals those in which samples come so often (order/repeats.py).
+        arrivals: makes of arrivals those in which samples come so often (facts/repeats.py).
     """
 
     fact: str

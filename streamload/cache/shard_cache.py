@@ -174,7 +174,7 @@ class ShardCache:
     def facts(self, shard: int, numbers: Sequence[int] | Numbers, names: Sequence[str]) -> Facts | None:
         """Facts of samples that have arrived, by name: float64[N], NaN where unknown.
 
-        They are the same in every process and at any time (see cache/facts.py).
+        They are the same in every process and at any time (see streamload/facts).
 
         Args:
             shard: its position in the list.

@@ -121,7 +121,7 @@ def _columns(facts: list[str], image_key: str, text_key: str, tokenizer: str | N
     """The columns of --facts; torch is imported only if there are any."""
     if not facts:
         return []
-    from streamload.batches.facts import read_facts
+    from streamload.facts.recipes import read_facts
     from streamload.loader.named_features import named
 
     forms: dict[str, Any] = {}

@@ -127,7 +127,7 @@ class RayExecutor:
             return f"<RayExecutor {len(self._digests)} of {self._room} tasks>"
 
     def want(self, tasks: Sequence[FillRequest]) -> None:
-        """See Executor. Submitted tasks stay submitted; next uses don't matter, as nothing is evicted."""
+        """Submit new tasks. Submitted ones stay so; next uses don't matter, as nothing is evicted."""
         with self._lock:
             new = [task.shard for task in tasks if task.shard.digest not in self._digests]
             self._digests.update(shard.digest for shard in new)
@@ -135,7 +135,7 @@ class RayExecutor:
             self._submit(_Task(shard, tries=1))
 
     def capacity(self, due: Shard | None) -> int:
-        """See Executor: somewhat more than the cluster can run now."""
+        """The most tasks at once: somewhat more than the cluster can run now."""
         now_seconds = time.monotonic()
         if now_seconds - self._asked_at > _SIZE_SECONDS:
             slots = int(self._ray.cluster_resources().get("CPU", 0.0) / self._cpus)
@@ -144,12 +144,12 @@ class RayExecutor:
         return self._room if self._most is None else min(self._room, self._most)
 
     def has_begun(self, task: Shard) -> bool:
-        """See Executor: whether it was submitted."""
+        """True if the task was submitted."""
         with self._lock:
             return task.digest in self._digests
 
     def check(self) -> None:
-        """See Executor.
+        """Raise what ended the work, if anything has.
 
         Raises:
             ClusterError: its nodes can't do the work.

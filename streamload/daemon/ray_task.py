@@ -155,6 +155,7 @@ class _TaskActor:
             self._stack = stack.pop_all()
 
     def bring(self, shard: Shard, recipe: Recipe | None) -> dict[str, Any]:
+        """Bring a shard to the shared cache, as `bring` does."""
         local = shard_of(shard.url, self._job.storage_options)
         if recipe is not None:
             if recipe.name != shard.recipe:

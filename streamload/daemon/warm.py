@@ -16,7 +16,6 @@ from typing import Any
 
 from streamload.cache import demand
 from streamload.cache.demand import DemandFile
-from streamload.cache.facts import ShardFacts
 from streamload.cache.freshness import Freshness, asker
 from streamload.cache.placement import place_tier
 from streamload.cache.shard import Shard, ShardList, by_name
@@ -32,6 +31,7 @@ from streamload.daemon.recipes import Recipe, Recipes
 from streamload.daemon.targets import LocalTarget
 from streamload.daemon.task_origins import TaskOrigins, Throttle
 from streamload.errors import StreamloadError
+from streamload.facts.shard_facts import ShardFacts
 from streamload.metrics import Counters
 from streamload.options import Settings, read_settings
 from streamload.options.storage import copy_options

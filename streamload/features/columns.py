@@ -13,7 +13,6 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from streamload.batches.collate import Allocate
 from streamload.batches.images import BatchImages, ImageAssembly
-from streamload.batches.in_progress import Sample
 from streamload.derived.calls.feature_rows import FeaturesRead, FeatureStart, RowKey, stacked
 from streamload.derived.calls.features import FeatureInputs
 from streamload.derived.store.keys import Naming
@@ -21,6 +20,7 @@ from streamload.derived.store.results import layout_of
 from streamload.derived.store.row_store import RowPlace, open_store
 from streamload.derived.store.sealed import Row
 from streamload.errors import CacheCorrupt, FeatureNotCacheable, SampleError
+from streamload.shards.samples import Sample
 
 ROWS, INPUTS, READ = " rows", " inputs", " read"
 """Suffixes of a feature's values in a batch: rows, inputs of others, FeaturesRead."""

@@ -21,7 +21,8 @@ class WorkerFeatures(WorkerPart):
     """
 
     def __init__(self, assemblies: Sequence[FeatureAssembly], process: WorkerProcess):
-        reader: Reader = process.reader
+        reader = process.reader
+        assert isinstance(reader, Reader)
         names = [assembly.name for assembly in assemblies if assembly.has_derived_shards]
         self._assemblies = assemblies
         self._derived = DerivedShards(names, reader)
@@ -40,7 +41,7 @@ class WorkerFeatures(WorkerPart):
         ]
 
     def columns(self, size: int, allocate: Allocate) -> list[FeatureInProgress]:
-        """Values of an empty batch that aren't decoded from its samples: batches.in_progress.BatchColumn."""
+        """Values of an empty batch that aren't decoded from its samples: a BatchColumn of each feature."""
         return [make(size, allocate) for make in self._makers]
 
     def close(self) -> None:

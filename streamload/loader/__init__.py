@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from streamload.batches.facts import read_facts, read_repeat
 from streamload.batches.images import Preprocess
 from streamload.batches.tokenize import tokenizer_in
 from streamload.derived.calls.features import Features, read_features
+from streamload.facts.recipes import read_facts, read_repeat
 from streamload.loader.destination import read_device
 from streamload.loader.groups import Batches, Cache, Images, Order, Shards, Workers, with_moved
 from streamload.loader.loader import Loader, gather_state

@@ -9,67 +9,19 @@ import functools
 import itertools
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from streamload.errors import OptionError
+from streamload.extension import Yielded
 from streamload.worker import SEAT
 
 _NESTED_LOOKED_AT = 8
 """Elements of a value in which a batch's first tensor is looked for."""
-
-
-class Widths(Protocol):
-    """The columns that each row of a batch needs (batches.padding.RowWidths)."""
-
-    @property
-    def bounds(self) -> npt.NDArray[np.int32]:
-        """int32[N, 2]: the most tokens and the most patches of each row."""
-        ...
-
-    @property
-    def full(self) -> tuple[int, int]:
-        """The most that any row of any batch can have of both."""
-        ...
-
-    @property
-    def varies(self) -> tuple[bool, bool]:
-        """Of which of both rows may have fewer."""
-        ...
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """The values of the batch whose columns are tokens."""
-        ...
-
-    @property
-    def pads_left(self) -> bool:
-        """True if captions are padded on the left."""
-        ...
-
-
-@dataclass(slots=True)
-class Yielded:
-    """A batch as the training loop got it.
-
-    Attributes:
-        step: its number in the epoch, from 0.
-        samples: its rows.
-        names: of the elements, if it is a tuple.
-        widths: the columns that each row needs; None: all.
-        keys: of its samples.
-    """
-
-    step: int
-    samples: int
-    names: tuple[str, ...]
-    widths: Widths | None
-    keys: Sequence[str]
 
 
 class BatchInfo:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from streamload.batches.in_progress import BatchFactory, Sample
+from streamload.batches.in_progress import BatchFactory
 from streamload.derived.prepare.preparation import AUTO
 from streamload.derived.prepare.prepared import whole
 from streamload.derived.store.shard import RowShardWriter, SampleKey, rows_recipe
@@ -26,7 +26,7 @@ from streamload.loader.options import LoaderOptions
 from streamload.loader.worker_config import assembly_of
 from streamload.metrics import Counters
 from streamload.origins.origin import Origin, Stream, Version
-from streamload.shards.samples import Entry, ShardScanner, border
+from streamload.shards.samples import Entry, Sample, ShardScanner, border
 from streamload.transforms.plan import ImagePlan
 from streamload.urls import redact
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from streamload.batches.images import Preprocess
-from streamload.buckets.cells import BlockOptions
+from streamload.batching.cells import BlockOptions
 from streamload.cache.selection import Repeat
 from streamload.derived.calls.features import Features
 from streamload.errors import OptionError

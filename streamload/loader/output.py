@@ -8,7 +8,8 @@ import torch
 
 from streamload.batches.collate import unnamed
 from streamload.errors import OptionError
-from streamload.loader.batch_info import BatchInfo, Yielded, YieldedBatches
+from streamload.extension import Yielded
+from streamload.loader.batch_info import BatchInfo, YieldedBatches
 from streamload.loader.options import LoaderOptions
 from streamload.loader.rank_run import RankParts
 from streamload.worker import Batch

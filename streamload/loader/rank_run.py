@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from streamload.extension import Event, Extension, RankPart, TakenBatch
+from streamload.extension import Event, Extension, RankPart, TakenBatch, YieldedInfo
 from streamload.loader.agreement import Agreement
 from streamload.loader.distributed import can_compare
 from streamload.loader.options import LoaderOptions
@@ -13,6 +15,8 @@ from streamload.loader.rank_process import RankProcess
 from streamload.loader.run_events import RunEvents
 from streamload.loader.schedule import RunSchedule
 from streamload.metrics import Counts
+
+logger = logging.getLogger("streamload")
 
 _REPORTS = "streamload.reports"
 """The name of the part that takes reports where no extension does."""
@@ -96,6 +100,8 @@ class RankParts:
         self.by_name: dict[str, RankPart] = {}  # never changed, but replaced: another thread asks for metrics
         self._reports = reports
         self._run = run
+        self._failed: set[str] = set()  # extensions whose metrics() has failed, which is logged
+        self._shown: Collection[str] = ()  # names of the numbers that the page has
         self.add(extensions)
 
     def add(self, extensions: Sequence[Extension]) -> None:
@@ -134,17 +140,26 @@ class RankParts:
             fields |= part.yielded(messages.get(name, b""), values)
         return fields
 
-    def values(self, info: Any) -> dict[str, Any]:
+    def values(self, info: YieldedInfo) -> dict[str, Any]:
         """The values that they add to a batch."""
         return {name: value for part in self.by_name.values() for name, value in part.values(info).items()}
 
     def metrics(self) -> dict[str, float]:
-        """Their numbers for the published page, each by its name after that of its extension."""
-        return {
-            f"{extension}.{name}": value
-            for extension, part in self.by_name.items()
-            for name, value in part.metrics().items()
-        }
+        """Their numbers for the published page, each by its name after that of its extension.
+
+        A name that the page had, and no part has now, is NaN, which takes it away. What a part raises is
+        logged once: the training goes on, and so does the page, without the part's numbers.
+        """
+        numbers = dict.fromkeys(self._shown, math.nan)
+        for extension, part in self.by_name.items():
+            try:
+                numbers |= {f"{extension}.{name}": float(value) for name, value in part.metrics().items()}
+            except Exception:
+                if extension not in self._failed:
+                    self._failed.add(extension)
+                    logger.exception("metrics() of extension %r failed, which is logged once", extension)
+        self._shown = numbers.keys()
+        return numbers
 
     def shaped(self, values: dict[str, Any]) -> dict[str, Any]:
         """A batch's values as the training loop gets them."""
@@ -177,7 +192,7 @@ class RankParts:
         for part in self.by_name.values():
             part.event_set(event, reason)
 
-    def report(self, values: Mapping[str, Any], info: Any, rows: Any) -> None:
+    def report(self, values: Mapping[str, Any], info: YieldedInfo, rows: Any) -> None:
         """Take what the training reports of rows of a batch."""
         if not any(part.takes_reports for part in self.by_name.values()):
             self.by_name = {**self.by_name, _REPORTS: self._reports()}

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-import functools
 import platform
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from streamload.batches.padding import RowLengths
-from streamload.buckets import Buckets
-from streamload.buckets.bounds import AgreedLengths
+from streamload.batches.assembly import BatchAssembly
+from streamload.batching.bounds import AgreedLengths
+from streamload.batching.buckets import Buckets
+from streamload.batching.costs import RowCosts, row_costs
+from streamload.batching.in_flight import InFlight, in_flight_of
+from streamload.batching.microbatches import Microbatches, Microbatching
+from streamload.batching.padding import RowLengths
+from streamload.batching.steps import BlockBounds
 from streamload.errors import OptionError
 from streamload.extension import Extension, RankPart
 from streamload.features import RowFeatures
 from streamload.features.columns import FeatureAssembly
-from streamload.loader.bounds import AgreedBounds, are_bounds_agreed, row_costs
+from streamload.loader.agreement import WidestRows, are_widths_agreed
+from streamload.loader.destination import AUTO
 from streamload.loader.distributed import gather
 from streamload.loader.features import bound_features
 from streamload.loader.groups import Batches, Images, Order
-from streamload.loader.in_flight import check_step, in_flight_of, report
-from streamload.loader.microbatches import Microbatches, Microbatching
 from streamload.loader.mixing.batch_size import BatchSizes, BatchSizing
 from streamload.loader.mixing.decisions import Decisions, Mixing
 from streamload.loader.mixing.means import ReportedMeans
 from streamload.loader.mixing.reports import Rows
 from streamload.loader.observer import Observer
 from streamload.loader.options import LoaderOptions
+from streamload.loader.output import MODEL_INPUTS
 from streamload.loader.rank_process import RankProcess
 from streamload.loader.rank_run import RankParts
 from streamload.loader.schedule import RunSchedule
@@ -41,7 +45,6 @@ from streamload.steering.replay import Replay
 from streamload.weights import RowWeights
 from streamload.weights.sample import read_sample_weight
 from streamload.worker import WorkerConfig
-from streamload.worker.in_flight import InFlight
 
 if TYPE_CHECKING:
     from streamload.cache.shared.sharing import SharedOptions
@@ -54,9 +57,11 @@ __all__ = [
     "backing_of",
     "extensions_of",
     "extensions_of_run",
+    "in_flight_of_run",
     "microbatching_of",
     "observer_of",
     "reports_of",
+    "row_costs_of",
     "warn_of_decoder",
 ]
 
@@ -126,13 +131,27 @@ def reports_of(options: LoaderOptions) -> RankPart:
 
 
 def microbatching_of(options: LoaderOptions, schedule: RunSchedule) -> Microbatching:
-    """The microbatches of a loader; its ranks agree on the size of parts."""
+    """The microbatches of a loader; its ranks agree on the size of parts.
+
+    Raises:
+        OptionError: `microbatch="auto"` on a device whose memory can't be read.
+    """
 
     def least(value: float) -> float:
         """The least of the ranks' values, in training; in evaluation they have other numbers of parts."""
         return min(gather(value, schedule.topology.world_size)) if options.train else value
 
-    return Microbatching(options, least)
+    batches, patches = options.batches, options.images.patches
+    microbatching = Microbatching(
+        batches.microbatch,
+        least,
+        longest=0 if patches is None else max(patches.seq_lens),
+        max_tokens=batches.max_tokens,
+        names=MODEL_INPUTS if options.output == "hf" else {},
+    )
+    if batches.microbatch == "auto" and options.device != AUTO:
+        microbatching.prepare(options.settled_device)
+    return microbatching
 
 
 def extensions_of_run(
@@ -154,17 +173,58 @@ def extensions_of_run(
         extensions.append(RowFeatures(features, bound_features(options, features)))
     if options.images.patches is not None:
         extensions.append(PatchedImages())
-    if config.assembly.trim is not None and are_bounds_agreed(schedule):
-        extensions.append(AgreedLengths(functools.partial(AgreedBounds, options, schedule)))
+    if config.assembly.trim is not None and are_widths_agreed(schedule):
+        rows = WidestRows(schedule, repr(options.batches))
+
+        def widest(block: BlockBounds) -> BlockBounds:
+            return block._replace(rows=rows.of_block(*block))
+
+        extensions.append(AgreedLengths(options.batches.text_pad_multiple, widest))
     elif config.assembly.trim is not None:
         extensions.append(RowLengths())
     if schedule.order.blocks is not None:
-        extensions.append(Buckets(row_costs(options, config.assembly)))
-    in_flight = None if options.workers.memory is None else in_flight_of(options, config.assembly)
-    if in_flight is not None:
-        report(options, in_flight, schedule.most_rows)
-        extensions.append(replace(in_flight, most_steps=check_step(options, in_flight, options.batch_size)))
+        extensions.append(Buckets(row_costs_of(options, config.assembly)))
+    if options.workers.memory is not None:
+        in_flight = in_flight_of_run(options, config.assembly, options.batch_size)
+        steps_ahead = max(1, options.workers.prefetch_factor * options.num_workers)
+        in_flight.report(_kinds_of_steps(options, schedule.most_rows), steps_ahead)
+        extensions.append(in_flight)
     return (*extensions, *_publication(config))
+
+
+def row_costs_of(options: LoaderOptions, assembly: BatchAssembly) -> RowCosts:
+    """Options of the lengths of rows, by which blocks of steps are planned.
+
+    Raises:
+        OptionError: a row may be longer than a part of a batch.
+    """
+    batches, tokenizer = options.batches, assembly.tokenizer if options.goes_by_tokens else None
+    return row_costs(tokenizer, batches.text_pad_multiple, options.images.patches, batches.max_tokens)
+
+
+def in_flight_of_run(options: LoaderOptions, assembly: BatchAssembly, rows: int) -> InFlight:
+    """The limits of `Workers(memory=…)`, checked.
+
+    Args:
+        options: of the loader, with limits.
+        assembly: of its batches.
+        rows: of a rank in a step; with Patches(steps=…), each says its own.
+
+    Raises:
+        OptionError: a step has no room, or the bytes of a row aren't known before it is made.
+    """
+    assert options.workers.memory is not None
+    in_flight = in_flight_of(options.workers.memory, assembly)
+    return replace(in_flight, most_steps=in_flight.check(_kinds_of_steps(options, rows)))
+
+
+def _kinds_of_steps(options: LoaderOptions, rows: int) -> Sequence[tuple[int, int]]:
+    """Patches of each image and rows of a rank, of each kind of steps; the longest of `rows` come first."""
+    patches, table = options.images.patches, options.step_table
+    if table is not None:
+        return list(dict.fromkeys(table.steps))
+    seq_lens = [0] if patches is None else sorted(set(patches.seq_lens), reverse=True)
+    return [(seq_len, rows) for seq_len in seq_lens]
 
 
 def _publication(config: WorkerConfig) -> tuple[Extension, ...]:

@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from streamload.batches.assembly import BatchAssembly
-from streamload.batches.facts import token_count
 from streamload.batches.images import ImageAssembly, ImageMaker, Preprocess
 from streamload.batches.in_progress import Choose
-from streamload.batches.modalities import Modalities
-from streamload.batches.padding import Trimming
 from streamload.batches.tokenize import adapt_tokenizer
-from streamload.cache.facts import ShardFacts
+from streamload.batching.modalities import Modalities
+from streamload.batching.padding import Trimming
 from streamload.cache.forecast import Measure, forecast
 from streamload.cache.placement import Placed, memory_root, place_tier
 from streamload.cache.selection import KeySpec, Selection
@@ -25,11 +23,13 @@ from streamload.cache.shard_cache import ShardCache
 from streamload.cache.tier import Tier
 from streamload.derived.prepare.preparation import AUTO
 from streamload.errors import StreamloadError
+from streamload.facts.recipes import token_count
+from streamload.facts.repeats import uses, visit_key
+from streamload.facts.shard_facts import ShardFacts
 from streamload.features.columns import FeatureAssembly
-from streamload.loader.bounds import are_bounds_agreed, row_costs
+from streamload.loader.agreement import are_widths_agreed
 from streamload.loader.distributed import first_value
 from streamload.loader.features import feature_assemblies
-from streamload.loader.in_flight import check_step, in_flight_of
 from streamload.loader.options import LoaderOptions
 from streamload.loader.preparing import (
     RunPreparation,
@@ -38,13 +38,12 @@ from streamload.loader.preparing import (
     named_preparation,
     possible_preparations,
 )
-from streamload.loader.registered import backing_of, extensions_of_run
+from streamload.loader.registered import backing_of, extensions_of_run, in_flight_of_run, row_costs_of
 from streamload.loader.schedule import RunSchedule
 from streamload.metrics import Counters
 from streamload.observe.spans import SpanFile
 from streamload.options import Settings
 from streamload.order.plan import OrderOptions, pieces
-from streamload.order.repeats import uses, visit_key
 from streamload.origins.access import warn_of_shared_headers
 from streamload.origins.origin import OriginOptions, warn_of_compressed
 from streamload.patches.images import PatchImages
@@ -115,9 +114,8 @@ def check_room(options: LoaderOptions, rows: int) -> None:
     Raises:
         OptionError: a step is larger than a limit.
     """
-    in_flight = None if options.workers.memory is None else in_flight_of(options, assembly_of(options)[0])
-    if in_flight is not None:
-        check_step(options, in_flight, rows)
+    if options.workers.memory is not None:
+        in_flight_of_run(options, assembly_of(options)[0], rows)
 
 
 def _worker_config(
@@ -142,7 +140,7 @@ def _worker_config(
     groups, reads = orders[0].groups, options.urls.fingerprint()
     # Of Lightning's launcher the first rank is the others' parent: their own names would differ.
     run = first_value(f"run {topology.node} {reads}", run_name(topology, reads), topology.world_size)
-    if schedule.order.blocks is not None and are_bounds_agreed(schedule):
+    if schedule.order.blocks is not None and are_widths_agreed(schedule):
         assembly = _whole_texts(assembly, options)
     if shared is not None and shared.write_back and shared.wait_seconds > 0:
         attempt = schedule.agree_on_attempt()
@@ -206,7 +204,12 @@ def counted_samples(options: LoaderOptions, counts: Counters, epoch: int) -> int
 
 
 def _count_samples(cache: ShardCache, drawn: tuple[int, int] | None) -> int | None:
-    """See `counted_samples`; `drawn` has the seed and the epoch by which samples are repeated."""
+    """The samples of all shards; None if an index is incomplete.
+
+    Args:
+        cache: has the indexes.
+        drawn: the seed and the epoch by which samples are repeated; None: each comes once.
+    """
     samples = 0
     with contextlib.closing(cache):
         for place in range(len(cache.shards)):
@@ -260,7 +263,7 @@ def _whole_texts(assembly: BatchAssembly, options: LoaderOptions) -> BatchAssemb
     trim = assembly.trim
     if not isinstance(trim, Trimming) or trim.multiple is None:
         return assembly
-    most = row_costs(options, assembly).text_most
+    most = row_costs_of(options, assembly).text_most
     return replace(assembly, trim=replace(trim, multiple=max(1, most)))
 
 

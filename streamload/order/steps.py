@@ -3,7 +3,7 @@
 Global position *p* is sample *p* div G of group *p* mod G. A step takes the next B positions, and a rank a
 part of the step. So a global batch doesn't depend on the number of ranks or workers, and B may change at any
 step: steps are alike until their size is set anew. Extensions have others: blocks of steps that are planned
-together (streamload/buckets), and steps that a table lists (streamload/patches).
+together (streamload/batching), and steps that a table lists (streamload/patches).
 
 A step takes exactly the share of each source; rounding is carried over as credit. Integers only, so that all
 processes agree. Each source has its own sequence (group.py), which continues where the last step stopped.

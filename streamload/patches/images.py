@@ -84,7 +84,7 @@ class _GivenPatchImages(GivenImages):
         self._memory = PatchMemory(size, allocate, seq_len, given.patch_size, torch.float32)
 
     def add(self, parsed: tuple[memoryview, bool, int]) -> None:
-        """See Images."""
+        """Make the patches of a parsed image, as the next row of the batch."""
         super().add(parsed)
         self._memory.places[self._count].put_given(self._values.pop(), self._patch_size)
         self._count += 1

@@ -72,7 +72,7 @@ class TableOptions(StepOptions):
         refuse_uneven(self.split.groups, self.split.ranks)
 
     def steps(self, start: StepStart, resizes: Sequence[Event] = ()) -> TableSteps:
-        """See StepOptions; none is of another size."""
+        """The steps of an epoch, as the table has them; none is of another size."""
         assert self.table is not None
         remaining = self.table.remaining(start.epoch, start.offset, self.split.ranks)
         return TableSteps(self.split, start.position, remaining)

@@ -1,6 +1,6 @@
 """Columns: a fact of each sample of a shard, as a number, such as its width or the tokens of its caption.
 
-Some are in the index records; others are in files beside the index, if a run needs them (cache/facts.py).
+Some are in the index records; others are in files beside the index, if a run needs them (streamload/facts).
 """
 
 from __future__ import annotations

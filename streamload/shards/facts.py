@@ -1,8 +1,8 @@
 """The format of a column's file beside the index of a shard.
 
 A file is a sequence of frames, appended in the order of the entries. A frame's checksum covers its values and
-the index records of its samples: values of other samples, or of another index, never pass. batches/facts.py
-makes the values, cache/facts.py has the files.
+the index records of its samples: values of other samples, or of another index, never pass. facts/recipes.py
+makes the values, facts/shard_facts.py has the files.
 """
 
 from __future__ import annotations

@@ -197,6 +197,20 @@ class Entry(NamedTuple):
         return sizes
 
 
+class Sample(NamedTuple):
+    """The bytes of a sample's members by extension, as stored in the shard."""
+
+    key: str
+    url: str
+    members: Mapping[str, memoryview]
+    prepared: str = ""
+    """The extension of the prepared image; empty: there is none."""
+    checksum: int | None = None
+    """xxh3_64 of the payloads in order; None: it isn't in the index."""
+    shard: int = -1
+    """Its shard's place in the list of the run; -1: it is in none."""
+
+
 def split_name(name: str) -> tuple[str, str] | None:
     """Return key and extension of a member; None if it belongs to no sample.
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamload.errors import OptionError, StateMismatch
-from streamload.extension import RankPart, Run
+from streamload.extension import RankPart, Run, YieldedInfo
 from streamload.weights.sample import SampleWeight, scaled
 from streamload.weights.worker import VALUE
 
@@ -59,7 +59,7 @@ class RankWeights(RankPart):
             )
         return {"row_weights": self._weights(np.frombuffer(part, VALUE))}
 
-    def values(self, info: Any) -> dict[str, Any]:
+    def values(self, info: YieldedInfo) -> dict[str, Any]:
         """The weights, multiplied by those of the rows' sources."""
         return {"weight": info.weight}
 

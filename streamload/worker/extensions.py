@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from streamload.batches.collate import Allocate
-from streamload.batches.in_progress import BatchColumn
 from streamload.cache.selection import with_facts
-from streamload.extension import Event, Extension, ReadProgress, WorkerPart
+from streamload.extension import BatchColumn, Event, Extension, ReadProgress, WorkerPart
 from streamload.ipc import ControlBlock
 from streamload.order.events import of_kind
 from streamload.order.steps import Steps
@@ -45,7 +44,7 @@ class RowsOfShard:
 
 @dataclass(frozen=True, slots=True)
 class RowsOfBatch:
-    """See extension.BatchRows.
+    """The rows of a batch, replacements included (extension.BatchRows).
 
     Args:
         step: that has them.
@@ -139,8 +138,12 @@ class WorkerParts:
 
     def sampler(self, start: EpochStart) -> Sampler | None:
         """The steps of an epoch; None: they are those of the plain order."""
-        samplers = (part.sampler(start) for part in self._parts.values())
-        return next((sampler for sampler in samplers if sampler is not None), None)
+        for part in self._parts.values():
+            sampler = part.sampler(start)
+            if sampler is not None:
+                assert isinstance(sampler, Sampler), sampler
+                return sampler
+        return None
 
     def start_epoch(self, events: Sequence[Event], position: int, steps_ahead: EpochSteps) -> None:
         """Start an epoch at a position with the events of all extensions."""

@@ -21,7 +21,7 @@ import numpy.random
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from streamload.batches.in_progress import BatchFactory, BatchInProgress, Sample
+from streamload.batches.in_progress import BatchFactory, BatchInProgress
 from streamload.cache.shard_copy import ReadMemory
 from streamload.errors import (
     BlankCaption,
@@ -37,6 +37,7 @@ from streamload.ipc import BufferPool, ControlBlock, Numbers, own_empty, shared_
 from streamload.limits import allow_many_files
 from streamload.metrics import Counters
 from streamload.order.hashing import sample_seed
+from streamload.shards.samples import Sample
 from streamload.torch_internals import ExceptionWrapper
 from streamload.worker import process
 from streamload.worker.blocked import Superseded

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from streamload.batches.in_progress import Sample, Unread
+from streamload.batches.in_progress import Unread
 from streamload.cache.forecast import KNOWN_PART
 from streamload.cache.selection import Numbers
 from streamload.cache.shard_cache import Facts, ShardCache
@@ -27,7 +27,7 @@ from streamload.order.group import GroupOrder
 from streamload.order.plan import pass_order
 from streamload.origins.endpoints import listen, outages
 from streamload.prefetch.ranges import ShardRange
-from streamload.shards.samples import Entry
+from streamload.shards.samples import Entry, Sample
 from streamload.worker.blocked import Action, Blocked, Superseded, Wait, decide, poll_seconds
 from streamload.worker.fills import Fills, ShardFollower
 from streamload.worker.messages import EpochStart, WorkerConfig

@@ -31,7 +31,7 @@ class Repeated(Protocol):
     """Arrivals in which samples come several times in a pass, or not at all."""
 
     def arrived(self, shard: int) -> tuple[npt.NDArray[np.int64], bool]:
-        """See lanes.Arrivals; the numbers are those that `apart` takes."""
+        """The references of a shard's samples so far, as `apart` takes them, and whether all are there."""
         ...
 
     def apart(self, rows: npt.NDArray[np.int64]) -> None:

@@ -11,11 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
-from streamload.batches.in_progress import Sample
 from streamload.batches.tokenize import adapt_tokenizer
 from streamload.derived.prepare.preparation import Preparation
 from streamload.errors import BlankCaption, CaptionError, DecodeError
 from streamload.ipc import own_empty
+from streamload.shards.samples import Sample
 from streamload.transforms.decode import decode_jpeg_or_image
 from streamload.transforms.execute import PlannedTransform
 from streamload.transforms.plan import clip_plan

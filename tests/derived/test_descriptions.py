@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from streamload import cache_info, cache_module
-from streamload.batches.facts import read_facts
 from streamload.derived.proof import code
 from streamload.derived.proof.code import Describer
 from streamload.derived.proof.fingerprint import built_parts
 from streamload.derived.store import row_store
+from streamload.facts.recipes import read_facts
 
 _numbers = itertools.count()
 

@@ -22,7 +22,6 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.modules import module as torch_module
 
-from streamload.batches.facts import read_facts
 from streamload.derived.proof import rebuilding
 from streamload.derived.proof.builds import Generators
 from streamload.derived.proof.code import Describer
@@ -30,6 +29,7 @@ from streamload.derived.proof.fingerprint import torch_settings
 from streamload.derived.proof.lazy import pending_of
 from streamload.derived.proof.module_proof import describe
 from streamload.derived.proof.row_check import Rows, module_bytes, remade
+from streamload.facts.recipes import read_facts
 
 _numbers = itertools.count()
 

@@ -10,9 +10,9 @@ import torch
 
 import streamload
 from streamload import Patches, Workers
-from streamload.batches.in_progress import Sample
 from streamload.device import feed_for
 from streamload.ipc import own_empty
+from streamload.shards.samples import Sample
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
 from streamload.transforms.plan import OPENAI
 from tests.support import flat

@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 import torch
+from torch import nn
 
+import streamload
 from streamload import complexity
 from streamload.batching import Measured, SizeDecided
+from streamload.batching.bounds import AgreedLengths
+from streamload.batching.buckets import Buckets
+from streamload.batching.costs import RowCosts
+from streamload.batching.in_flight import InFlight
+from streamload.batching.padding import RowLengths
+from streamload.derived.store.row_store import close_stores
 from streamload.errors import StateMismatch
 from streamload.extension import BatchRows, Event, Extension, RankPart, Run, WorkerPart, WorkerProcess
+from streamload.features import RowFeatures
+from streamload.features.columns import FeatureAssembly
+from streamload.loader.loader import Loader
 from streamload.loader.mixing.batch_size import BatchSizes
 from streamload.loader.mixing.decisions import Mixing
 from streamload.mixing import Summary
+from streamload.observe.exposition import exposition
+from streamload.shards.columns import TOKENS
 from streamload.steering import as_policy
 from streamload.testing.resume import Layout
-from streamload.testing.shards import read_oracle
+from streamload.testing.shards import read_oracle, write_shards
 from streamload.weights import RowWeights
 from tests.support.extension_contract import ExtensionContract
 
@@ -61,6 +78,145 @@ class TestBatchSizes(ExtensionContract):
     state_keys = ("batch_policy", "step_times")
     damaged = (3, {"steps": 1, "decided": 2, "memory": None}, {"0": [1]}, {"0": [1, 1, 1, "x"]})
     options = MappingProxyType({"batch_policy": SameSize()})
+
+
+def masked_ids(captions: list[str]) -> dict[str, torch.Tensor]:
+    """Ids of several lengths, padded to 16, with a mask."""
+    valid = torch.tensor([[place < 4 + len(caption) % 9 for place in range(16)] for caption in captions])
+    texts = [list(caption.encode()[:16].ljust(16)) for caption in captions]
+    return {"input_ids": torch.tensor(texts) * valid, "attention_mask": valid.long()}
+
+
+class TestRowLengths(ExtensionContract):
+    extension = RowLengths()
+    adds = ("text_valid",)
+    state_keys = ()
+    damaged = ()
+    by_options = MappingProxyType({"text_padding": "longest", "text_pad_multiple": 1})
+    tokenizer = staticmethod(masked_ids)
+
+    def check_batches(self, batches: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]]) -> None:
+        for batch, expected in zip(batches, plain, strict=True):
+            width = batch["text"].shape[1]
+            assert torch.equal(batch["text"], expected["text"][:, :width])
+            assert not expected["text"][:, width:].any()
+            assert batch["text_valid"].any(0).all()
+            assert batch["__key__"] == expected["__key__"]
+
+
+class TestAgreedLengths(ExtensionContract):
+    """Of the pickled form alone: several ranks are in tests/loader/test_bounds.py."""
+
+    extension = AgreedLengths(4)
+    adds = ()
+    state_keys = ()
+    damaged = ()
+
+
+BLOCKS = (0, 1, 2, 4, 5)
+"""Steps at which blocks of 20 samples begin: the first are smaller."""
+
+
+class TestBuckets(ExtensionContract):
+    extension = Buckets(RowCosts(TOKENS, 16, 1))
+    adds = ()
+    state_keys = ("blocks", "blocks_from")
+    damaged = ("x", [1], {"steps": 2})
+    options = MappingProxyType({"text_padding": "longest", "text_pad_multiple": 1})
+    by_options = MappingProxyType({"bucketing": 20})
+    tokenizer = staticmethod(masked_ids)
+
+    def check_batches(self, batches: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]]) -> None:
+        """The samples of each block are the same, in other steps."""
+        assert [len(batch["text"]) for batch in batches] == [len(batch["text"]) for batch in plain]
+        assert [batch["__key__"] for batch in batches] != [batch["__key__"] for batch in plain]
+        for begin, end in itertools.pairwise(BLOCKS):
+            assert by_key(batches[begin:end]) == by_key(plain[begin:end])
+
+    def test_a_state_without_it_loads_and_one_with_it_where_it_is_not_used(self, shards, tmp_path):
+        """Between two blocks: the samples of the next one are the same."""
+        with (
+            self.make(shards, cache_dir=tmp_path) as extended,
+            self.make(shards, False, cache_dir=tmp_path) as plain,
+        ):
+            batches = iter(extended)
+            list(itertools.islice(batches, BLOCKS[2] + 1))
+            with pytest.raises(StateMismatch, match="within a block"):
+                plain.load_state_dict(extended.state_dict())
+            list(itertools.islice(batches, 1))
+            plain_batches = iter(plain)
+            list(itertools.islice(plain_batches, BLOCKS[2]))
+            with_it, without = extended.state_dict(), plain.state_dict()
+            left = by_key(list(plain_batches))
+            extended.load_state_dict(without)
+            assert by_key(list(extended)) == left
+            plain.load_state_dict(json.loads(json.dumps(with_it)))
+            (last,) = plain
+            assert by_key([last]) == {key: left[key] for key in last["__key__"]}
+
+
+def by_key(batches: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
+    """The valid ids of each sample."""
+    return {
+        key: text[valid].tolist()
+        for batch in batches
+        for key, text, valid in zip(batch["__key__"], batch["text"], batch["text_valid"], strict=True)
+    }
+
+
+class TestInFlight(ExtensionContract):
+    extension = InFlight({"text": 1000}, {"text": 32}, most_steps=3)
+    adds = ()
+    state_keys = ()
+    damaged = ()
+    by_options = MappingProxyType({"memory": {"text": 1000}})  # three batches of 10 rows of 4 ids
+    layout = Layout(1, 2)
+
+
+class Sums(nn.Module):
+    """A module whose rows are stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images * self.weight
+
+
+SUMS = Sums().eval()
+
+
+class LoaderOfResults(Loader):
+    """Its batches have what the module returns in place of FeatureRows."""
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield {**batch, "sums": batch["sums"].result()} if "sums" in batch else batch
+
+
+class TestRowFeatures(ExtensionContract):
+    extension = RowFeatures((FeatureAssembly("sums", "image", None, None, "", 1),))
+    adds = ("sums",)
+    state_keys = ()
+    damaged = ()
+    options = MappingProxyType({"seed": 3})
+    by_options = MappingProxyType({"features": {"sums": SUMS}})
+
+    @pytest.fixture(autouse=True)
+    def rows_of_the_test(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("STREAMLOAD_CACHE_DIR", str(tmp_path / "rows"))
+        close_stores()
+        yield
+        close_stores()
+
+    def make(self, shards: Path, extended: bool = True, **options: Any) -> Loader:
+        return LoaderOfResults(super().make(shards, extended, **options).options)
+
+    def check_batches(self, batches: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]]) -> None:
+        super().check_batches(batches, plain)
+        for batch, expected in zip(batches, plain, strict=True):
+            assert torch.equal(batch["sums"], 2 * expected["image"])
 
 
 LIMITS = (1984, 2500, 3000, 3200, 3300, 3400)
@@ -153,3 +309,42 @@ class TestEventsInMidEpoch(ExtensionContract):
         for step, batch in enumerate(batches):
             limit = max([event.value for event in events if event.position <= 10 * step], default=0)
             assert batch["is_large"].tolist() == [sizes[key] > limit for key in batch["__key__"]]
+
+
+class FailingInRank(RankPart):
+    """Has a number, until there is nothing to divide by."""
+
+    rows: ClassVar[int] = 1
+
+    def metrics(self) -> Mapping[str, float]:
+        return {"share": 1 / self.rows}
+
+
+class Failing(Extension):
+    name = "failing"
+
+    def in_rank(self, run: Run) -> FailingInRank:
+        return FailingInRank()
+
+
+def test_an_error_in_metrics_is_logged_once_and_the_page_goes_on_without_them(tmp_path, caplog, monkeypatch):
+    write_shards(tmp_path / "shards", [20])
+    with streamload.make_loader(
+        str(tmp_path / "shards"),
+        batch_size=5,
+        num_workers=0,
+        cache_dir=tmp_path / "cache",
+        batches=streamload.Batches(extensions=[Failing()]),
+    ) as loader:
+        batches = iter(loader)
+        next(batches)
+        before = exposition([loader.observer.page()])
+        monkeypatch.setattr(FailingInRank, "rows", 0)
+        loader.observer.tick(is_due=True)  # as next() does
+        after = exposition([loader.observer.page()])
+        assert len(list(batches)) == 3
+    assert 'name="failing.share"' in before
+    assert 'name="failing.share"' not in after
+    assert "streamload_samples_total" in after
+    (failure,) = [record for record in caplog.records if "'failing'" in record.getMessage()]
+    assert failure.exc_info[0] is ZeroDivisionError

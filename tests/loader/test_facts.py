@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 import streamload
-from streamload.batches.fact_tables import read_table
-from streamload.batches.facts import read_facts
 from streamload.batches.tokenize import adapt_tokenizer
-from streamload.cache import facts
 from streamload.errors import FeatureMismatch
+from streamload.facts import shard_facts
+from streamload.facts.recipes import read_facts
+from streamload.facts.tables import read_table
 from streamload.shards.columns import Column, FactSample
 from streamload.shards.facts import pack_values, unpack_values
 from streamload.shards.samples import Entry
@@ -427,7 +427,7 @@ def test_stored_facts_that_are_not_what_a_function_returns_now_end_the_run(
     monkeypatch.setenv("FACTOR_OF_THE_TEST", "2")
 
     def kept(fact: Any = by_a_variable) -> int:
-        facts._checked.clear()  # as in another process
+        shard_facts._checked.clear()  # as in another process
         return len(evaluated(server, tmp_path, facts={"weight": fact}, keep=has_weight, num_workers=0))
 
     assert kept() == kept() == sum(COUNTS)

@@ -15,10 +15,10 @@ import pytest
 
 import streamload
 from streamload import Images, Patches, Workers
+from streamload.batching.in_flight import Admission, InFlight
 from streamload.errors import OptionError
 from streamload.ipc import ControlBlock
 from streamload.testing.shards import ShardOptions, write_shards
-from streamload.worker.in_flight import Admission, InFlight
 from streamload.worker.loop import WorkerLoop
 from tests.loader.test_buckets import tokenize
 from tests.support import flat

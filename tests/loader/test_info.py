@@ -12,7 +12,7 @@ import streamload
 from streamload import Batches, Order
 from streamload.errors import OptionError
 from streamload.testing.shards import write_shards
-from tests.batches.test_padding import words
+from tests.batching.test_padding import words
 from tests.support import flat
 
 NAMES = ("large", "small", "middle")

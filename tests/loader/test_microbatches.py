@@ -9,13 +9,13 @@ import torch
 import torch.multiprocessing
 
 from streamload import Batches, Images, Order, Patches
-from streamload.batches.padding import RowWidths
+from streamload.batching.microbatches import Microbatches, cut_of
+from streamload.batching.padding import RowWidths
 from streamload.errors import OptionError
-from streamload.loader.batch_info import Yielded
-from streamload.loader.microbatches import Microbatches, cut_of
+from streamload.extension import Yielded
 from streamload.testing.shards import write_shards
-from tests.batches.test_padding import words
-from tests.loader.test_part_size import LIMIT, Device
+from tests.batching.test_padding import words
+from tests.batching.test_part_size import LIMIT, Device
 from tests.support import flat
 
 
@@ -239,7 +239,7 @@ def test_another_error_and_one_between_steps_have_no_note(shards, tmp_path, in_p
 def test_auto_finds_the_rows_that_a_device_has_room_for(shards, tmp_path, monkeypatch, workers):
     """On a simulated device, with the loader's own batches."""
     simulated = Device(LIMIT // 50, 0, LIMIT / 40, LIMIT / 80, 0.0, 0.01, 1)
-    monkeypatch.setattr("streamload.loader.microbatches.memory_of", lambda device: simulated)
+    monkeypatch.setattr("streamload.batching.microbatches.memory_of", lambda device: simulated)
     batches = Batches(microbatch="auto")
     sizes = []
     with make(shards, tmp_path, batches=batches, batch_size=48, num_batches=8, num_workers=workers) as loader:
@@ -266,7 +266,7 @@ def auto_of_two_ranks(rank, shards, place):
     options = {"batches": longest("auto"), "order": Order(rank=rank, world_size=2), "num_batches": 70}
     sizes = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("streamload.loader.microbatches.memory_of", lambda device: simulated)
+        patched.setattr("streamload.batching.microbatches.memory_of", lambda device: simulated)
         with make(shards, place / f"cache-{rank}", batch_size=12, **options) as loader:
             for step, batch in enumerate(loader):
                 sizes.append([])

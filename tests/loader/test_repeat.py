@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import streamload
-from streamload.order.repeats import visit_key
+from streamload.facts.repeats import visit_key
 from streamload.shards.samples import Entry
 from streamload.testing.resume import Layout, assert_resumes_exactly
 from streamload.testing.server import ShardServer

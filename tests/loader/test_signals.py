@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamload.errors import OptionError
-from streamload.loader.batch_info import BatchInfo, Yielded
+from streamload.extension import Yielded
+from streamload.loader.batch_info import BatchInfo
 from streamload.loader.mixing.reports import ALIGNMENT, LOSS, Reported, Reports, bad_of, merged, signal_of
 
 SOURCES = 3

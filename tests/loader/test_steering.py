@@ -24,7 +24,7 @@ from streamload.mixing import Replay
 from streamload.steering import Decided, Summary
 from streamload.testing.server import Fault, ShardServer
 from streamload.testing.shards import write_shards
-from tests.batches.test_padding import words
+from tests.batching.test_padding import words
 from tests.support import flat
 
 NAMES = ("a", "b", "c")

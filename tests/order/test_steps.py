@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from streamload.buckets.cells import CellBlocks
+from streamload.batching.cells import CellBlocks
 from streamload.errors import OptionError
 from streamload.order.events import new_batch_size
 from streamload.order.steps import Block, Split, Steps

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamload.batches.facts import read_facts
-from streamload.cache.facts import ShardFacts
 from streamload.cache.shard_view import ShardView
 from streamload.cache.tier import Tier
 from streamload.daemon.warm import WarmReport, warm
+from streamload.facts.recipes import read_facts
+from streamload.facts.shard_facts import ShardFacts
 from streamload.shards.columns import Column
 from streamload.shards.samples import Entry
 from streamload.testing.shards import read_oracle, write_shards

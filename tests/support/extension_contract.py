@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -40,6 +40,8 @@ class ExtensionContract:
         layout: of the run that is interrupted.
         layouts: of the resumed ones.
         options: of the loader, beside.
+        by_options: options by which a loader makes the extension itself; None: it is given to the loader.
+        tokenizer: of the loader.
     """
 
     extension: Extension
@@ -49,6 +51,8 @@ class ExtensionContract:
     layout = Layout(1, 0)
     layouts: tuple[Layout, ...] = (Layout(1, 0), Layout(1, 2))
     options: Mapping[str, Any] = MappingProxyType({})
+    by_options: Mapping[str, Any] | None = None
+    tokenizer = staticmethod(ids)
 
     @pytest.fixture
     def shards(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -60,8 +64,17 @@ class ExtensionContract:
         """A loader with the extension, or the same one without it."""
         defaults = {"num_workers": 0, "batch_size": 10, "preprocess": pixels, "cache_size": "1GB"}
         defaults |= {"output": "dict", "with_keys": True, **self.options}
-        plain = flat.make_loader(shards, ids, **{**defaults, **options})
+        if self.by_options is not None:
+            asked = self.by_options if extended else {}
+            return flat.make_loader(shards, self.tokenizer, **{**defaults, **options, **asked})
+        plain = flat.make_loader(shards, self.tokenizer, **{**defaults, **options})
         return Loader(replace(plain.options, extensions=(self.extension,) if extended else ()))
+
+    def check_batches(self, batches: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]]) -> None:
+        """Compare an epoch's batches with those of a loader without the extension."""
+        for batch, expected in zip(batches, plain, strict=True):
+            assert torch.equal(batch["text"], expected["text"])
+            assert batch["__key__"] == expected["__key__"]
 
     def test_it_is_the_same_after_it_was_pickled(self):
         assert pickle.loads(pickle.dumps(self.extension)) == self.extension
@@ -71,11 +84,12 @@ class ExtensionContract:
             self.make(shards, cache_dir=tmp_path) as extended,
             self.make(shards, False, cache_dir=tmp_path) as plain,
         ):
-            for batch, expected in zip(extended, plain, strict=True):
-                assert batch.keys() - expected.keys() == set(self.adds)
-                assert all(len(batch[name]) == len(batch["text"]) for name in self.adds)
-                assert torch.equal(batch["text"], expected["text"])
-                assert batch["__key__"] == expected["__key__"]
+            batches, expected = list(extended), list(plain)
+            assert {name for batch in batches for name in batch} - expected[0].keys() == set(self.adds)
+            assert all(len(batch[name]) == len(batch["text"]) for batch in batches for name in self.adds)
+            self.check_batches(batches, expected)
+            if self.by_options is not None:
+                assert type(self.extension) in map(type, extended._pool.extensions)
             added = extended.state_dict().keys() - plain.state_dict().keys()
             assert added == set(self.state_keys)
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import streamload
-from streamload.batches.in_progress import Sample
 from streamload.cli.doctor import _resizing
 from streamload.ipc import own_empty
 from streamload.loader import worker_config
+from streamload.shards.samples import Sample
 from streamload.testing.shards import write_shards
 from streamload.transforms import kernel, resize
 from streamload.transforms.augment import Box

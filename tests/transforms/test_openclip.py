@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 
 from benchmarks.torchvision_stub import define_torchvision_schemas
-from streamload.batches.padding import cut_to_longest
 from streamload.batches.simple_tokenizer import CachingTokenizer, is_simple_tokenizer
 from streamload.batches.tokenize import adapt_tokenizer
+from streamload.batching.padding import cut_to_longest
 from streamload.transforms import kernel
 from streamload.transforms.augment import Draws, RandomBox
 from streamload.transforms.execute import PlannedTransform

@@ -15,8 +15,16 @@ from typing import Any, NamedTuple
 import torch
 
 from streamload.errors import DataError, OptionError, OrderDiverged, OriginError, PolicyError
-from streamload.extension import Event, Extension, RankPart, Run, TakenBatch, WorkerPart, WorkerProcess
-from streamload.loader.batch_info import BatchInfo
+from streamload.extension import (
+    Event,
+    Extension,
+    RankPart,
+    Run,
+    TakenBatch,
+    WorkerPart,
+    WorkerProcess,
+    YieldedInfo,
+)
 from streamload.loader.mixing.log import RunLog
 from streamload.loader.mixing.reports import (
     ALIGNMENT,
@@ -179,7 +187,7 @@ class Decisions(RankPart):
         """The number of the step in the run, and what its shares mean for the weights of rows."""
         return self._fields._asdict()
 
-    def report(self, values: Mapping[str, Any], info: BatchInfo, rows: Rows | None) -> None:
+    def report(self, values: Mapping[str, Any], info: YieldedInfo, rows: Rows | None) -> None:
         """Add reports to those since the last decision."""
         if self._policy is None:
             return

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from streamload.extension import RankPart
-from streamload.loader.batch_info import BatchInfo
+from streamload.extension import RankPart, YieldedInfo
 from streamload.loader.mixing.reports import ALIGNMENT, LOSS, Reports, Rows, signal_of
 
 _EVERY = 200
@@ -30,7 +29,7 @@ class ReportedMeans(RankPart):
         self._reports = Reports(len(self._names))
         self._steps, self._is_empty = 1, True
 
-    def report(self, values: Mapping[str, Any], info: BatchInfo, rows: Rows | None) -> None:
+    def report(self, values: Mapping[str, Any], info: YieldedInfo, rows: Rows | None) -> None:
         """Take a report; see Loader.report."""
         for line, name in ((LOSS, "loss"), (ALIGNMENT, "alignment")):
             if values[name] is not None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from streamload.errors import OptionError
-from streamload.loader.batch_info import BatchInfo
+from streamload.extension import YieldedInfo
 from streamload.steering import Signal
 from streamload.steering.summary import PARTS
 
@@ -55,7 +55,7 @@ class Reports:
         self._sums = empty_sums(sources)
         self._buffers: dict[torch.device, _Buffer] = {}
 
-    def add(self, line: int, values: Any, info: BatchInfo, rows: Rows | None) -> None:
+    def add(self, line: int, values: Any, info: YieldedInfo, rows: Rows | None) -> None:
         """Add values of rows of a batch.
 
         Args:
@@ -262,7 +262,7 @@ def bad_of(sums: Sums, source: int) -> int:
     return int(sums[:, source, _BAD].sum())
 
 
-def _seats(info: BatchInfo, rows: Rows, values: torch.Tensor) -> tuple[bytes | torch.Tensor, int]:
+def _seats(info: YieldedInfo, rows: Rows, values: torch.Tensor) -> tuple[bytes | torch.Tensor, int]:
     """The sources of some rows, on the device if that has the rows' numbers, which aren't read; how many."""
     if isinstance(rows, torch.Tensor) and rows.device.type != "cpu":
         if rows.dtype == torch.bool:  # as many as there are values, in their order

@@ -67,7 +67,7 @@ class RepeatedArrivals:
         self._growing: dict[int, tuple[int, NDArray[np.int64]]] = {}  # samples of a shard, their references
 
     def arrived(self, shard: int) -> tuple[NDArray[np.int64], bool]:
-        """See lanes.Arrivals; the numbers are those that `apart` takes.
+        """The references of a shard's samples so far, as `apart` takes them, and whether all are there.
 
         Raises:
             DataError: the shard has more samples than can be repeated.

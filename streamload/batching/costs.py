@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from streamload.batches.tokenize import BatchTokenizer
+from streamload.errors import OptionError
 from streamload.patches.grid import most_patches
+from streamload.patches.options import Patches
+from streamload.shards.columns import TOKENS
+
+LONG_TEXT = "word " * 4096
+"""A caption with more tokens than any tokenizer keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +64,33 @@ class RowCosts:
         room = costs.astype(np.int32)
         room[:, 0] = np.minimum(-(-room[:, 0] // self.text_multiple) * self.text_multiple, self.text_most)
         return room
+
+
+def row_costs(
+    tokenizer: BatchTokenizer | None, multiple: int, patches: Patches | None, max_tokens: int | None
+) -> RowCosts:
+    """Options of the lengths of rows.
+
+    Args:
+        tokenizer: of the texts; None: texts don't count.
+        multiple: of the tokens of a place in a batch.
+        patches: options of images as patches; None: images have none.
+        max_tokens: of a part of a batch; None: any.
+
+    Raises:
+        OptionError: a row may be longer than a part of a batch.
+    """
+    text, most = None, 0
+    if tokenizer is not None:
+        text, most = TOKENS, tokenizer([LONG_TEXT], [0]).ids.shape[1]
+    longest = most + (max(patches.seq_lens) if patches is not None else 0)
+    if max_tokens is not None and max_tokens < longest:
+        raise OptionError(
+            f"max_tokens={max_tokens}; expected at least {longest}, what the longest row may have"
+        )
+    costs = RowCosts(text, most, multiple)
+    if patches is None:
+        return costs
+    return replace(
+        costs, patches_most=max(patches.seq_lens), patch_size=patches.sides, max_ratio=patches.max_ratio
+    )

@@ -11,8 +11,8 @@ from webdataset import TarWriter
 
 import streamload
 from streamload import Batches, Shards
-from streamload.batches.padding import cut_to_longest, widths_of
 from streamload.batches.tokenize import adapt_tokenizer
+from streamload.batching.padding import cut_to_longest, widths_of
 from streamload.errors import OptionError
 from streamload.testing.shards import write_shards
 from tests.batches.test_tokenize import of_transformers

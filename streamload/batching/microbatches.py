@@ -8,21 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from streamload.batches.padding import RowWidths
+from streamload.batching.padding import RowWidths
+from streamload.batching.part_size import Agree, DeviceMemory, PartSizer
 from streamload.derived.calls.features import FeatureRows
 from streamload.device import memory_of
 from streamload.errors import OptionError, add_note
-from streamload.loader.batch_info import BatchInfo, Yielded
-from streamload.loader.destination import AUTO
-from streamload.loader.options import LoaderOptions
-from streamload.loader.output import MODEL_INPUTS
-from streamload.loader.part_size import Agree, DeviceMemory, PartSizer
+from streamload.extension import Yielded, YieldedInfo
 
 _PATCHES = ("patches", "patch_coord", "patch_valid")
 _MOST_WIDTHS = 16
@@ -173,40 +170,48 @@ class Microbatching:
     """Microbatches of a loader's batches.
 
     Args:
-        options: of the loader.
+        rows: of each part; None: all; "auto": as many as the device has room for.
         least: returns the least of the ranks' values; all of them have to call it.
-
-    Raises:
-        OptionError: `microbatch="auto"` on a device whose memory can't be read.
+        longest: the most patches of an image of any step; 0: images aren't patches.
+        max_tokens: of a part, padding and patches included; None: any.
+        names: those of values in a batch that has them under others.
     """
 
-    def __init__(self, options: LoaderOptions, least: Agree):
-        self._options, self._least = options, least
+    def __init__(
+        self,
+        rows: int | Literal["auto"] | None,
+        least: Agree,
+        longest: int,
+        max_tokens: int | None,
+        names: Mapping[str, str],
+    ):
+        self._rows, self._least, self._longest = rows, least, longest
+        self._max_tokens, self._names = max_tokens, names
         self._sizer: PartSizer | None = None
         self._parts: Microbatches | None = None  # of the last step
-        if options.batches.microbatch == "auto" and options.device != AUTO:
-            self._sizer = PartSizer(_device_memory(options.settled_device), least)
 
-    def parts(self, batch: Any, info: BatchInfo) -> Microbatches:
+    def prepare(self, device: torch.device | None) -> None:
+        """Go by the memory of a device, where that is asked for.
+
+        Raises:
+            OptionError: its memory can't be read.
+        """
+        if self._rows == "auto" and self._sizer is None:
+            self._sizer = PartSizer(_device_memory(device), self._least)
+
+    def parts(self, batch: Any, info: YieldedInfo) -> Microbatches:
         """The parts of a batch.
 
         Raises:
-            OptionError: the batch has tensors that haven't a row for each sample.
+            OptionError: the batch has tensors that haven't a row for each sample, or `prepare` has failed.
         """
-        options, yielded, widths = self._options, info.yielded, info.yielded.widths
-        if isinstance(widths, RowWidths) and options.output == "hf":
-            names = tuple(MODEL_INPUTS.get(name, name) for name in widths.texts)
+        yielded, widths = info.yielded, info.yielded.widths
+        if isinstance(widths, RowWidths) and self._names:
+            names = tuple(self._names.get(name, name) for name in widths.texts)
             yielded = replace(yielded, widths=widths._replace(texts=names))
-        patches, rows = options.images.patches, options.batches.microbatch
-        if rows == "auto" and self._sizer is None:
-            self._sizer = PartSizer(_device_memory(info.device), self._least)
-        self._parts = Microbatches(
-            batch,
-            yielded,
-            self._sizer if rows == "auto" else rows,
-            0 if patches is None else max(patches.seq_lens),
-            options.batches.max_tokens,
-        )
+        self.prepare(info.device)
+        rows = self._sizer if self._rows == "auto" else self._rows
+        self._parts = Microbatches(batch, yielded, rows, self._longest, self._max_tokens)
         return self._parts
 
     def explain(self, error: BaseException | None) -> None:

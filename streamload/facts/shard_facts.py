@@ -15,12 +15,12 @@ from contextlib import ExitStack
 import numpy as np
 
 from streamload.cache.companion import FactsCarrier
-from streamload.cache.facts_file import FactsFile
 from streamload.cache.locks import PATIENCE_SECONDS
 from streamload.cache.shard import Shard, is_of
 from streamload.cache.shard_copy import ReadMemory, ShardCopy
 from streamload.cache.shard_view import ShardView
 from streamload.errors import CacheCorrupt, FeatureMismatch
+from streamload.facts.column_file import FactsFile
 from streamload.shards.columns import Column, FactSample, Values
 from streamload.shards.facts import pack_values, unpack_values
 from streamload.shards.samples import Entry

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from streamload.errors import DataError
-from streamload.order.repeats import RepeatedArrivals, uses, visit_key
+from streamload.facts.repeats import RepeatedArrivals, uses, visit_key
 from tests.support.order_oracle import Case, Given, chained, drain, draw, sequence
 
 PASSES = 3

@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamload.batches.facts import read_facts
-from streamload.cache.facts import ShardFacts
 from streamload.cache.fill import Filled as FillResult
 from streamload.cache.fill import fill
 from streamload.cache.garbage import clear, collect_garbage
@@ -28,6 +26,8 @@ from streamload.cache.shard_cache import ShardCache
 from streamload.cache.tier import Tier
 from streamload.cache.verify import verify
 from streamload.errors import DatasetChanged
+from streamload.facts.recipes import read_facts
+from streamload.facts.shard_facts import ShardFacts
 from streamload.metrics import Counters
 from streamload.origins.origin import open_origin
 from streamload.shards.columns import Column

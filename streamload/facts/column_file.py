@@ -1,4 +1,4 @@
-"""The file of one column of facts beside a shard's index in a tier; cache/facts.py says what is in it.
+"""The file of one column of facts beside a shard's index in a tier; shard_facts.py says what is in it.
 
 It follows its shard from the part to the published one, and writes within the budget. What can't be stored is
 left out. The format is that of shards/facts.py.

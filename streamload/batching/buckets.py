@@ -1,17 +1,12 @@
-"""Rows of about the same length put together, `Batches(bucketing=…)`: an extension (streamload/extension.py).
-
-`costs.py` has the lengths of rows, by facts; `cells.py` the steps of a block of rows, `steps.py`
-the rank's part of them, and `bounds.py` what groups agree on.
-"""
+"""Rows of about the same length put together: `Batches(bucketing=…)`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from streamload.buckets.costs import RowCosts
-from streamload.buckets.steps import BucketSampler
-from streamload.extension import Extension, WorkerPart, WorkerProcess
+from streamload.batching.costs import RowCosts
+from streamload.batching.steps import BucketSampler
+from streamload.extension import Extension, StepsStart, WorkerPart, WorkerProcess
 from streamload.worker.messages import EpochStart
 from streamload.worker.reader import Reader
 
@@ -32,6 +27,7 @@ class Buckets(Extension):
 
     def in_worker(self, process: WorkerProcess) -> WorkerPart:
         """Its part in a worker process; None: it has none there."""
+        assert isinstance(process.reader, Reader)
         return WorkerBuckets(self.costs, process.reader)
 
 
@@ -46,7 +42,7 @@ class WorkerBuckets(WorkerPart):
     def __init__(self, costs: RowCosts, reader: Reader):
         self._costs, self._reader = costs, reader
 
-    def sampler(self, start: Any) -> BucketSampler:
-        """The steps of an epoch, a worker.sampler.Sampler, if they aren't those of the plain order."""
-        epoch: EpochStart = start
-        return BucketSampler(self._reader.config, self._reader, epoch, self._costs)
+    def sampler(self, start: StepsStart) -> BucketSampler:
+        """The steps of an epoch, planned by block."""
+        assert isinstance(start, EpochStart)
+        return BucketSampler(self._reader.config, self._reader, start, self._costs)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamload.buckets.cells import CellBlocks, cells, dealt, ordered
+from streamload.batching.cells import CellBlocks, cells, dealt, ordered
 from streamload.errors import OptionError
 
 

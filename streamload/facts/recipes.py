@@ -19,12 +19,12 @@ import numpy.typing as npt
 from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 
 from streamload.batches.captions import read_caption, read_number
-from streamload.batches.fact_tables import read_table
 from streamload.batches.tokenize import BatchTokenizer, adapt_tokenizer
 from streamload.cache.selection import KeySpec, Repeat
 from streamload.derived.proof.code import Describer
 from streamload.errors import CaptionError, FeatureNotCacheable, OptionError, SampleError, add_note
-from streamload.order.repeats import RepeatedArrivals
+from streamload.facts.repeats import RepeatedArrivals
+from streamload.facts.tables import read_table
 from streamload.shards.columns import BUILT_IN, IN_RECORDS, Column, FactSample, Values
 from streamload.shards.facts import column_digest
 from streamload.shards.samples import IMAGE_EXTENSIONS

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from streamload.loader.part_size import PartSizer
+from streamload.batching.part_size import PartSizer
 
 LIMIT = 10_000_000_000
 

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import xxhash
 
 from streamload.batches.in_progress import Bounds
-from streamload.buckets.cells import cells, dealt
-from streamload.buckets.costs import RowCosts
+from streamload.batching.cells import cells, dealt
+from streamload.batching.costs import RowCosts
 from streamload.errors import NoValidSamples
 from streamload.order.hashing import BUCKETS, key
 from streamload.order.steps import Block, Portion, Portions, Split, Steps

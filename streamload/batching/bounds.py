@@ -1,0 +1,103 @@
+"""Widths of the rows of a step on any rank, where several groups plan their blocks by themselves (I, K).
+
+A group knows the lengths of its own samples alone. So at the first step of a block the ranks exchange how
+wide each row of each of its steps is, and go by the widest: then a step has one shape on all ranks. This
+follows from the data, not from what ranks do: a resumed run finds the same. It waits as a collective would.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from streamload.batching.padding import WIDTHS, RankLengths, RowLengths, RowWidths, cut
+from streamload.batching.steps import BlockBounds, PlannedStep
+from streamload.extension import BatchRows, RankPart, Run, WorkerPart, WorkerProcess
+
+Widest = Callable[[BlockBounds], BlockBounds]
+"""Returns the widest bounds of a block on any rank; all ranks have to call it."""
+
+
+@dataclass(frozen=True)
+class AgreedLengths(RowLengths):
+    """The extension of a loader whose groups agree on the lengths of rows: then ranks cut texts, not workers.
+
+    Attributes:
+        multiple: of the columns of texts.
+        widest: of all ranks; it stays in the rank. None: this rank's are.
+    """
+
+    multiple: int = 1
+    widest: Widest | None = field(default=None, compare=False, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.multiple,)
+
+    def in_worker(self, process: WorkerProcess) -> WorkerPart:
+        """Its part in a worker process; None: it has none there."""
+        return WorkerBounds()
+
+    def in_rank(self, run: Run) -> RankPart:
+        """Its part in the rank; None: it has none."""
+        return AgreedBounds(self.multiple, self.widest or (lambda block: block))
+
+
+class WorkerBounds(WorkerPart):
+    """The worker's part."""
+
+    def finish(self, values: dict[str, Any], rows: BatchRows) -> bytes:
+        """The RowWidths of a batch, its position, and the BlockBounds to agree on before its step.
+
+        Those of a block come with its first step, and with an epoch's.
+        """
+        step, bounds = rows.step, None
+        if isinstance(step, PlannedStep) and (step.begins_epoch or step.is_first):
+            bounds = step.block_bounds()
+        return pickle.dumps((values.pop(WIDTHS, None), step.position, bounds))
+
+
+class AgreedBounds(RankLengths):
+    """The rank's part of the widths of rows that all ranks have agreed on.
+
+    Args:
+        multiple: of the columns of texts.
+        widest: of all ranks.
+    """
+
+    def __init__(self, multiple: int, widest: Widest):
+        self._multiple, self._widest = multiple, widest
+        self._block: BlockBounds | None = None
+
+    def yielded(self, part: bytes, values: dict[str, Any]) -> dict[str, Any]:
+        """Cut the texts of a batch, of full width, to what its step has on any rank.
+
+        Every rank has to call this for each batch.
+
+        Raises:
+            RankFailed: another rank has ended, or didn't come to this block in half an hour.
+        """
+        widths: RowWidths | None
+        block: BlockBounds | None
+        widths, position, block = pickle.loads(part)
+        if block is not None:
+            self._block = self._widest(block)
+        bounds = None if self._block is None else self._block.at(position)
+        if widths is not None and bounds is not None:
+            widths = widths.with_room(np.minimum(bounds, np.array(widths.full, np.int32)))
+            if widths.varies[0]:
+                self._cut_texts(values, widths)
+        return {"widths": widths}
+
+    def _cut_texts(self, values: dict[str, Any], widths: RowWidths) -> None:
+        length = widths.full[0]
+        most = int(widths.bounds[:, 0].max())
+        width = min(-(-max(most, 1) // self._multiple) * self._multiple, length)
+        columns = slice(length - width, length) if widths.pads_left else slice(0, width)
+        for name in widths.texts:
+            if isinstance(values.get(name), torch.Tensor):
+                values[name] = cut(values[name], columns, length)
