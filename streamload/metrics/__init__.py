@@ -4,9 +4,8 @@ Each process is the only writer of its row, usually in shared memory, so process
 may be slightly out of date. Times are integer nanoseconds.
 """
 
-from streamload.metrics.counters import Counters, Counts, total
+from streamload.metrics.counters import Counters, Counts, Snapshot, format_bytes, total
 from streamload.metrics.registry import CAUSES, COUNTERS, GIVEN, METRICS, ROWS, WIDTH, CounterRow, Metric
-from streamload.metrics.snapshot import Snapshot, format_bytes
 
 __all__ = [
     "CAUSES",

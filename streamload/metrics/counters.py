@@ -1,22 +1,221 @@
-"""One process's counters: a row of integers that only this process writes."""
+"""One process's counters, a row of integers that only it writes; and a loader's: their sum."""
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
 from time import monotonic_ns
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streamload.metrics.registry import BUCKET_NS, BUCKETS, COUNTERS, WIDTH
-from streamload.metrics.snapshot import Snapshot
+from streamload.metrics.registry import BUCKET_NS, BUCKETS, CAUSES, COUNTERS, STAGES, WIDTH
 
 _PLACES = {name: place for place, name in enumerate(COUNTERS)}
 _FIRST_BUCKET = len(COUNTERS)
 _BUCKET_BITS = BUCKET_NS.bit_length() - 1
+_READY = ("ready_batches", "ready_image_bytes", "ready_text_bytes", "ready_other_bytes")
+_GAUGES = ("seconds_to_first_batch", *_READY)
+"""Fields that `since` copies."""
+
+
+def _zeros() -> dict[str, int]:
+    return dict.fromkeys(CAUSES, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A loader's counters so far, over all its processes on this rank.
+
+    COUNTERS and CAUSES describe the numbers; the registry says what their extremes mean.
+
+    Attributes:
+        samples_skipped: skipped samples by cause.
+        samples_replaced: samples replaced by another of their shard, by cause.
+        seconds_to_first_batch: from the first iter() to the first batch; None before it.
+        wait_buckets: the number of data waits below 16 µs, 33 µs, and so on, each bound twice the last; the
+            last of the 24 buckets counts those of more than 69 s.
+        source_samples: samples that the training loop took, by source.
+        source_wait_seconds: bytes_wait_seconds and shuffle_wait_seconds by source.
+        shard_wait_seconds: data_wait_seconds by shard, for the shards with the longest waits, longest first.
+            If one shard has nearly all of it, its server is slow.
+    """
+
+    origin_requests: int = 0
+    origin_bytes: int = 0
+    origin_retries: int = 0
+    origin_outages: int = 0
+    shared_requests: int = 0
+    shared_bytes: int = 0
+    shared_hits: int = 0
+    shared_misses: int = 0
+    shared_errors: int = 0
+    shared_stored: int = 0
+    shared_not_stored: int = 0
+    shared_waits: int = 0
+    shared_overtakes: int = 0
+    tier_hits: int = 0
+    tier_misses: int = 0
+    shards_published: int = 0
+    shards_complete: int = 0
+    shards_taken_over: int = 0
+    shards_evicted: int = 0
+    shards_revalidated: int = 0
+    shards_changed: int = 0
+    shards_unverified: int = 0
+    shards_given_up: int = 0
+    range_reads: int = 0
+    checksum_failures: int = 0
+    feature_rows_read: int = 0
+    feature_rows_computed: int = 0
+    feature_rows_damaged: int = 0
+    feature_rows_stored: int = 0
+    feature_rows_refused: int = 0
+    feature_bytes_read: int = 0
+    feature_bytes_stored: int = 0
+    feature_mismatches: int = 0
+    feature_builds: int = 0
+    samples_yielded: int = 0
+    samples_unprepared: int = 0
+    samples_skipped: dict[str, int] = field(default_factory=_zeros)
+    samples_replaced: dict[str, int] = field(default_factory=_zeros)
+    batches_yielded: int = 0
+    fresh_tensors: int = 0
+    ready_batches: int = 0
+    ready_image_bytes: int = 0
+    ready_text_bytes: int = 0
+    ready_other_bytes: int = 0
+    text_tokens_real: int = 0
+    text_tokens_padding: int = 0
+    image_tokens_real: int = 0
+    image_tokens_padding: int = 0
+    shared_wait_seconds: float = 0.0
+    data_wait_seconds: float = 0.0
+    blocked_wait_seconds: float = 0.0
+    wait_buckets: tuple[int, ...] = (0,) * BUCKETS
+    seconds_to_first_batch: float | None = None
+    bytes_wait_seconds: float = 0.0
+    shuffle_wait_seconds: float = 0.0
+    read_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    resize_seconds: float = 0.0
+    tokenize_seconds: float = 0.0
+    collate_seconds: float = 0.0
+    hand_over_seconds: float = 0.0
+    device_seconds: float = 0.0
+    step_seconds: float = 0.0
+    transform_seconds: float = 0.0
+    feature_saved_seconds: float = 0.0
+    feature_read_seconds: float = 0.0
+    feature_compute_seconds: float = 0.0
+    source_samples: dict[str, int] = field(default_factory=dict)
+    source_wait_seconds: dict[str, float] = field(default_factory=dict)
+    shard_wait_seconds: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        rows: NDArray[np.int64],
+        sources: Mapping[str, Sequence[int]] = MappingProxyType({}),
+        shards: Mapping[str, int] = MappingProxyType({}),
+    ) -> Snapshot:
+        """Sum up the rows of all processes.
+
+        Args:
+            rows: int64[N, WIDTH].
+            sources: samples taken and nanoseconds of waiting for bytes, by name.
+            shards: nanoseconds for which the training loop waited for a shard, by name.
+        """
+        sums: list[int] = rows.sum(axis=0).tolist()
+        total = dict(zip(COUNTERS, sums, strict=False))
+        plain: dict[str, Any] = {
+            name: total[row] / 1e9 if row.endswith("_ns") else total[row]
+            for name, row in _rows_of_fields().items()
+        }
+        plain |= {name: max(0, total[name]) for name in _READY}  # a worker that has just begun has no part
+        return cls(
+            **plain,
+            samples_skipped={cause: total[f"samples_skipped_{cause}"] for cause in CAUSES},
+            samples_replaced={cause: total[f"samples_replaced_{cause}"] for cause in CAUSES},
+            seconds_to_first_batch=total["first_batch_ns"] / 1e9 or None,
+            wait_buckets=tuple(sums[len(COUNTERS) :]),
+            source_samples={name: int(samples) for name, (samples, _) in sources.items()},
+            source_wait_seconds={name: int(waited_ns) / 1e9 for name, (_, waited_ns) in sources.items()},
+            shard_wait_seconds={name: waited_ns / 1e9 for name, waited_ns in shards.items()},
+        )
+
+    @property
+    def stages(self) -> dict[str, float]:
+        """Seconds by stage, as the metric stage_seconds has them."""
+        return {row.labels[0]: getattr(self, row.name.replace("_ns", "_seconds")) for row in STAGES}
+
+    def since(self, earlier: Snapshot) -> Snapshot:
+        """The difference to an earlier snapshot; seconds_to_first_batch and what is ready are copied."""
+        parts: dict[str, Any] = {name: getattr(self, name) for name in _GAUGES}
+        for name in (f.name for f in fields(self) if f.name not in parts):
+            current, before = getattr(self, name), getattr(earlier, name)
+            if isinstance(current, dict):
+                parts[name] = {cause: count - before.get(cause, 0) for cause, count in current.items()}
+            elif isinstance(current, tuple):
+                parts[name] = tuple(n - m for n, m in zip(current, before, strict=True))
+            else:
+                parts[name] = current - before
+        return Snapshot(**parts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as plain values, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        first = (
+            "not yet" if self.seconds_to_first_batch is None else f"after {self.seconds_to_first_batch:.2f} s"
+        )
+        shared = (
+            f"shared   {self.shared_hits:,} hits, {self.shared_misses:,} misses, "
+            f"{format_bytes(self.shared_bytes)}, {self.shared_errors:,} errors, "
+            f"{self.shared_stored:,} stored; {self.shared_waits:,} fills waited for other nodes, "
+            f"{self.shared_wait_seconds:.2f} s\n"
+        )
+        longest = next(iter(self.shard_wait_seconds.items()), None)
+        return (
+            f"origin   {self.origin_requests:,} requests, {format_bytes(self.origin_bytes)}, "
+            f"{self.origin_retries:,} retries\n"
+            f"{shared if self.shared_requests else ''}"
+            f"tier     {self.tier_hits:,} hits, {self.tier_misses:,} misses\n"
+            f"shards   {self.shards_complete:,} complete ({self.shards_published:,} published here), "
+            f"{self.shards_evicted:,} evicted, {self.shards_given_up:,} given up\n"
+            f"samples  {self.samples_yielded:,} yielded, {_by_cause(self.samples_skipped)} skipped, "
+            f"{_by_cause(self.samples_replaced)} replaced\n"
+            f"batches  {self.batches_yielded:,} yielded, the first {first}; "
+            f"{self.data_wait_seconds:.2f} s waited for data"
+            f"{'' if longest is None else f', {longest[1]:.2f} s of it for {longest[0]}'}"
+        )
+
+
+@functools.cache
+def _rows_of_fields() -> dict[str, str]:
+    """The counters that are a field, by its name."""
+    rows = {row.replace("_ns", "_seconds"): row for row in COUNTERS}
+    return {f.name: rows[f.name] for f in fields(Snapshot) if f.name in rows}
+
+
+def format_bytes(number: float) -> str:
+    """Bytes in readable units of thousands: 1234567 is "1.2 MB"."""
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if abs(number) < 999.95 or unit == "TB":
+            break
+        number /= 1000
+    return f"{number:.0f} B" if unit == "B" else f"{number:,.1f} {unit}"
+
+
+def _by_cause(counts: dict[str, int]) -> str:
+    named = ", ".join(f"{cause} {count:,}" for cause, count in counts.items() if count)
+    return f"{sum(counts.values()):,}" + (f" ({named})" if named else "")
 
 
 class Counts(Protocol):

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from streamload.metrics.counters import Snapshot
 from streamload.metrics.registry import COUNTERS
-from streamload.metrics.snapshot import Snapshot
 from streamload.node import SlowestRank
 
 _HAND_OVER = list(COUNTERS).index("hand_over_ns")

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from streamload.metrics.snapshot import Snapshot
+from streamload.metrics.counters import Snapshot
 from streamload.observe.page import RunPage, distinct
 
 _WINDOW_SECONDS = 10.0

@@ -27,8 +27,8 @@ import xxhash
 from streamload.cache import demand
 from streamload.cache.locks import FileLock, is_locked
 from streamload.descriptors import Descriptor
+from streamload.metrics.counters import Snapshot
 from streamload.metrics.registry import BUCKET_NS, BUCKETS, BY_NAME, COUNTERS, ROWS
-from streamload.metrics.snapshot import Snapshot
 from streamload.urls import redact_text
 
 logger = logging.getLogger("streamload")

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from streamload.metrics.counters import format_bytes
 from streamload.metrics.registry import BUCKET_NS, BUCKETS
-from streamload.metrics.snapshot import format_bytes
 from streamload.observe.charts import Chart, bars, drawn, duration
 from streamload.observe.recording import Recorded
 from streamload.observe.timeline import Timeline, flow

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from streamload.metrics.counters import format_bytes
 from streamload.metrics.findings import Limit, Verdict
-from streamload.metrics.snapshot import format_bytes
 from streamload.observe.figures import Figures
 
 LITTLE = 0.05

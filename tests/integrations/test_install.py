@@ -222,8 +222,8 @@ def test_an_epoch_goes_on_in_the_pass_where_the_last_one_stopped(shards: str) ->
 def test_our_flags_are_taken_out_of_a_command_line(
     words: list[str], own: dict[str, Any], left: list[str]
 ) -> None:
-    given: dict[str, Any] = dict.fromkeys(("shared_cache", "prepare", "moved", "mixing", "device"))
-    given |= {"compile": True, "legacy_main": False}
+    given: dict[str, Any] = dict.fromkeys(("shared_cache", "prepare", "decode", "moved", "mixing", "device"))
+    given |= {"compile": True, "decode": "host", "legacy_main": False}
     assert take_own(words) == (argparse.Namespace(**(given | own)), left)
 
 

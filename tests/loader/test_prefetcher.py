@@ -42,7 +42,7 @@ class Prefetcher(Direct):
 
 def feeds(kind: type[Direct]) -> Callable[..., Direct]:
     """In place of `feed_for`, whatever the device."""
-    return lambda device, statistics, is_pinned: kind(device, statistics)
+    return lambda device, statistics, **_: kind(device, statistics)
 
 
 @pytest.fixture

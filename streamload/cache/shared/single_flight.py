@@ -29,7 +29,7 @@ from streamload.cache.shared.breaker import CircuitBreaker
 from streamload.cache.shared.leases import Holder, Leases, second
 from streamload.cache.shared.tier import SharedTier
 from streamload.errors import OriginStopped, SharedTierError
-from streamload.metrics.snapshot import format_bytes
+from streamload.metrics.counters import format_bytes
 from streamload.node import is_dead_or_stopped, own_address
 from streamload.origins.origin import Stream
 from streamload.topology import RunAttempt, Topology
