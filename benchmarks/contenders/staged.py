@@ -28,7 +28,7 @@ Owner = Any
 
 STAGES: dict[str, list[tuple[Owner, str]]] = {
     "order": [(Sampler, "at"), (Step, "_take"), (Step, "states"), (Step, "spans"), (reader.Reader, "has")],
-    "what is wanted and done": [(reader.Reader, "want"), (reader.Reader, "let_go")],
+    "what is wanted and done": [(reader.Reader, "_want"), (reader.Reader, "let_go")],
     "entry": [(IndexReader, "entries")],
     "read": [(reader.Reader, "sample")],
     "checksum": [(shard_copy, "is_whole")],
