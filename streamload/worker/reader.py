@@ -142,6 +142,7 @@ class Reader:
                 needed = stream.blocked()
                 if self.fills.are_refused(needed):  # shards that the batch has read by now may be evicted
                     self._cache.keep_open(self._in_use().union(needed))
+                    self._tell_progress()  # else others' fills would take them for needed sooner
                 wait = self._wait = self._wait or Wait()
                 is_held_back = wait.is_held_back((group, source), *stream.progress)
                 self._pause(needed, source, is_held_back, looked_ns)
@@ -286,6 +287,9 @@ class Reader:
         self._cache.keep_open(in_use)
         for follower in self.fills.followers:
             follower.keep_open(in_use)
+        self._tell_progress()
+
+    def _tell_progress(self) -> None:
         for stream in self._streams.values():
             stream.tell_progress()
 
