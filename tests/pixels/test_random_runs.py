@@ -64,12 +64,14 @@ def attempt(read_case: Callable[[], Outcome]) -> Outcome | str:
 
 
 def differing(case: Case, host: Outcome, device: Outcome) -> list[str]:
-    """The names of values that differ, but for the decoder in states, and for bytes fetched again.
+    """The names of values that differ, but for the decoder in states, and for numbers that depend on time.
 
-    How many are, where the cache is small, depends on when bytes arrive.
+    These are bytes fetched again, where the cache is small, and rows of features read, where another rank may
+    have stored them already.
     """
     for outcome in (host, device):
-        outcome.numbers.pop("origin bytes", None)
+        for name in ("origin bytes", "rows read"):
+            outcome.numbers.pop(name, None)
     values = [
         comparable(case, {**outcome.parts, "numbers": outcome.numbers, "states": outcome.states})
         for outcome in (host, device)
