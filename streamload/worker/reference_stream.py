@@ -70,7 +70,7 @@ class ReferenceStream:
         self._first = first
         self._arrivals = arrivals
         self._repeated = repeated
-        self._base = order.position
+        self._base = self._begin = order.position
         self._known = np.empty((0, 3), np.int64)  # one row each
         self._demand_file = DemandFile(tier.root / "runs")
         self._hash = xxhash.xxh3_64()
@@ -120,6 +120,12 @@ class ReferenceStream:
             self._known = np.concatenate([self._known, rows])
         return len(fresh.shards) > 0
 
+    def begin_at(self, position: int) -> None:
+        """Leave the references before a position to other processes: here their shards aren't in use."""
+        if position > self._begin:
+            self._begin = position
+            self._in_use = None
+
     def peek(self, first: int, stop: int) -> npt.NDArray[np.int64]:
         """The known references from position `first` to `stop`, without taking them."""
         return self._known[max(0, first - self._base) : max(0, stop - self._base)]
@@ -162,8 +168,10 @@ class ReferenceStream:
     def shards_in_use(self) -> list[int]:
         """The shards that have to stay readable, the next needed first."""
         if self._in_use is None:
-            shards = self._known[:, _SHARD]
-            places = np.sort(shards << _PLACE_BITS | np.arange(shards.size))  # by shard, then by place
+            of_others = max(0, self._begin - self._base)
+            shards = self._known[of_others:, _SHARD]
+            numbers = np.arange(of_others, of_others + shards.size)
+            places = np.sort(shards << _PLACE_BITS | numbers)  # by shard, then by place
             last = places[np.diff(places >> _PLACE_BITS, append=-1) != 0]
             known_shards = (last >> _PLACE_BITS).tolist()
             self._in_use = list(dict.fromkeys([*self._here(self._order.open_shards()), *known_shards]))

@@ -164,6 +164,9 @@ class Step:
         In training a step that isn't full on all ranks is skipped by all: then the last item is None.
         """
         for part in self.parts:
+            for source in _sources(part.seats):
+                self.reader.references(part.group, source).begin_at(part.first[source])
+        for part in self.parts:
             yield from self._known(part)
         if self.config.train and not self._is_whole():
             yield None

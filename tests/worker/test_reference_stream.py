@@ -45,3 +45,23 @@ def test_the_shards_that_are_open_and_that_come_next_are_told_of_at_every_step(t
         told.add(tuple(names))
     assert len(told) > 10
     stream.close()
+
+
+def test_references_of_steps_that_others_make_keep_no_shard_in_use(tmp_path: Path) -> None:
+    """A worker that waits at a later step knows those before, which other workers have claimed."""
+    shards = ShardList(expand_urls("https://host/{00..19}.tar"), None)
+    order = GroupOrder(OrderOptions(5, groups=1, lanes=4, window=8), len(shards), 0, 0, passes=1)
+    arrivals: Any = AllHere()
+    tier = Tier(tmp_path / "tier", 10**6)
+    stream = ReferenceStream(order, lambda: np.arange(20), shards, 0, arrivals, tier)
+    while not stream.reaches(140):
+        stream.follow(20)
+    known = stream.shards_in_use()
+    own = set(stream.peek(120, order.position)[:, 1].tolist())
+    stream.begin_at(120)
+    assert set(stream.shards_in_use()) == {*order.open_shards(), *own}
+    assert len(stream.shards_in_use()) < len(known)
+    stream.begin_at(100)  # never back
+    assert set(stream.shards_in_use()) == {*order.open_shards(), *own}
+    assert len(stream.take(120, 136)) == 16
+    stream.close()
