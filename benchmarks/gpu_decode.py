@@ -52,10 +52,11 @@ from streamload.device import memory_of
 from streamload.errors import OptionError
 from streamload.pixels.decoders import HostDecoder, ImageDecoder, decoder_for
 from streamload.pixels.pipeline import DeviceImages, Together
+from streamload.pixels.segments import refusal
 from streamload.transforms.decode import decode_jpeg_or_image, jpeg_size
 from streamload.transforms.execute import Choices, PlannedTransform
 from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
-from streamload.transforms.plan import OPENAI, clip_plan
+from streamload.transforms.plan import clip_plan
 
 PLAN = clip_plan(train=True)
 CPU = torch.device("cpu")
@@ -156,7 +157,7 @@ def one_round(
     round_: int,
 ) -> list[Row]:
     images, of_host = (
-        DeviceImages(PLAN, OPENAI, place, by, DEFAULT_MAX_IMAGE_PIXELS)
+        DeviceImages(PLAN, place, by, DEFAULT_MAX_IMAGE_PIXELS)
         for place, by in ((device, decoder), (CPU, HostDecoder()))
     )
     together = Together(PLAN)
@@ -234,9 +235,9 @@ def of_kind(kind: str, files: Sequence[bytes], count: int) -> list[bytes]:
 def difference(files: Sequence[bytes], device: torch.device, decoder: ImageDecoder) -> Row:
     """Between the levels of the device and of the host."""
     choices = chosen(files)
-    refused = [reason for file in files if (reason := decoder.refuses(file)) is not None]
+    refused = [reason for file in files if (reason := refusal(file)) is not None]
     levels, expected = (
-        DeviceImages(PLAN, None, place, by, DEFAULT_MAX_IMAGE_PIXELS).images(files, choices)
+        DeviceImages(PLAN, place, by, DEFAULT_MAX_IMAGE_PIXELS).images(files, choices)
         for place, by in ((device, decoder), (CPU, HostDecoder()))
     )
     sound = [row for row in range(len(files)) if row not in levels.failed]

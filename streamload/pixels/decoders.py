@@ -9,8 +9,7 @@ from typing import Protocol
 import torch
 
 from streamload.errors import DecodeError
-from streamload.pixels.headers import File as File
-from streamload.pixels.headers import engine_refusal as engine_refusal
+from streamload.pixels.segments import File
 from streamload.transforms.decode import decode_jpeg_or_image
 from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
 
@@ -24,12 +23,8 @@ class ImageDecoder(Protocol):
 
     name: str
 
-    def refuses(self, file: File) -> str | None:
-        """Return why a worker must decode a whole file itself; None: this decoder does. No device is used."""
-        ...
-
     def decode(self, files: Sequence[File]) -> list[torch.Tensor | DecodeError]:
-        """Decode files that aren't refused.
+        """Decode files that workers left to it (segments.refusal).
 
         Returns:
             For each file uint8[H, W, 3] on the device, or an error if the decoder fails or has doubts.
@@ -43,9 +38,6 @@ class ImageDecoder(Protocol):
 class HostDecoder:
     """Decodes as workers do, by libjpeg-turbo and Pillow; for tests, and trainings on the CPU.
 
-    It refuses the files that an engine refuses, so that these take the same way, although it could decode
-    any.
-
     Args:
         most_pixels: of an image (transforms/limits.py).
     """
@@ -53,10 +45,6 @@ class HostDecoder:
     def __init__(self, most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS) -> None:
         self.name = f"libjpeg-turbo (simplejpeg {version('simplejpeg')})"
         self._most_pixels = most_pixels
-
-    def refuses(self, file: File) -> str | None:
-        """See ImageDecoder."""
-        return engine_refusal(file, self._most_pixels)
 
     def decode(self, files: Sequence[File]) -> list[torch.Tensor | DecodeError]:
         """See ImageDecoder."""

@@ -18,7 +18,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from streamload.errors import DecodeError, OptionError
-from streamload.pixels.headers import File, engine_refusal
+from streamload.pixels.segments import File
 from streamload.transforms.decode import jpeg_size
 
 _OPTIONS = ":fancy_upsampling=1"
@@ -58,10 +58,6 @@ class EngineDecoder:
         self._decoder = library.Decoder(
             device_id=index, max_num_cpu_threads=_THREADS, backends=backends, options=_OPTIONS
         )
-
-    def refuses(self, file: File) -> str | None:
-        """See ImageDecoder."""
-        return engine_refusal(file, self._most_pixels)
 
     def decode(self, files: Sequence[File]) -> list[torch.Tensor | DecodeError]:
         """See ImageDecoder."""

@@ -22,9 +22,8 @@ from streamload.batches.images import (
     Places,
     PlannedImages,
 )
-from streamload.pixels.decoders import engine_refusal
 from streamload.pixels.rank import CHOICES, FILES, MADE, NO_FILE, ImagesOfFiles, packed
-from streamload.pixels.sound import doubt
+from streamload.pixels.segments import refusal
 from streamload.transforms.decode import jpeg_size
 from streamload.transforms.execute import Choices, PlannedTransform, fitted
 from streamload.transforms.plan import ImagePlan, Statistics
@@ -39,11 +38,9 @@ class FileImages(ImageMaker):
 
     Attributes:
         plan: that makes images of pixels.
-        refuses: why the device's decoder doesn't take a file; see decoders.engine_refusal.
     """
 
     plan: ImagePlan
-    refuses: Callable[[memoryview, int], str | None] = engine_refusal
 
     @property
     def statistics(self) -> Statistics | None:
@@ -54,7 +51,7 @@ class FileImages(ImageMaker):
         """A function that makes the images of an empty batch."""
         transform, places, room = PlannedTransform(self.plan), Places(), _FileRoom()
         return lambda size, allocate, seq_len=0: FilesInProgress(
-            self, assembly, transform, _FileMemory(room, size, allocate),
+            self.plan, assembly, transform, _FileMemory(room, size, allocate),
             lambda: PlannedImages(transform, assembly, ImageMemory(self.plan, True, places, size, allocate)),
         )  # fmt: skip
 
@@ -129,7 +126,7 @@ class FilesInProgress:
     """The images of a batch; see BatchImages.
 
     Args:
-        maker: of these.
+        plan: that makes images of pixels.
         assembly: its limits are used.
         transform: makes the random choices.
         memory: of files.
@@ -138,13 +135,13 @@ class FilesInProgress:
 
     def __init__(
         self,
-        maker: FileImages,
+        plan: ImagePlan,
         assembly: ImageAssembly,
         transform: PlannedTransform,
         memory: _FileMemory,
         make_host: Callable[[], PlannedImages],
     ):
-        self._plan, self._refuses = maker.plan, maker.refuses
+        self._plan = plan
         self._most_pixels = assembly.most_pixels
         self._transform, self._memory, self._make_host = transform, memory, make_host
         self._host: PlannedImages | None = None
@@ -154,7 +151,7 @@ class FilesInProgress:
 
     def parse(self, data: memoryview, is_prepared: bool, seed: int) -> _Row:
         """Judge a file by its header and its segments, and make the random choices."""
-        if self._refuses(data, self._most_pixels) is None and doubt(data) is None:
+        if refusal(data, self._most_pixels) is None:
             size = jpeg_size(data, self._most_pixels)
             if size is not None:
                 choices = self._transform.draw(*size, seed)

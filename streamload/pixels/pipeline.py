@@ -12,13 +12,12 @@ import torch
 from streamload.errors import DecodeError, OptionError
 from streamload.pixels.colour import Whole, draw_all, steps_of
 from streamload.pixels.decoders import ImageDecoder
-from streamload.pixels.headers import File
 from streamload.pixels.resample import Fit, resize_images
+from streamload.pixels.segments import File
 from streamload.transforms.augment import Box, Draws
 from streamload.transforms.decode import jpeg_size
 from streamload.transforms.execute import Choices, PlannedTransform, fitted
-from streamload.transforms.normalise import normalise_batch
-from streamload.transforms.plan import ImagePlan, NotRecognised, Statistics
+from streamload.transforms.plan import ImagePlan, NotRecognised
 from streamload.transforms.resize import Place
 
 DECODED_BYTES = 128 << 20
@@ -29,7 +28,7 @@ class Decoded(NamedTuple):
     """The images of a batch.
 
     Attributes:
-        images: on the device, float32[N, 3, H, W], or uint8 without statistics; in channels-last memory.
+        images: on the device, uint8[N, 3, H, W] in channels-last memory.
         failed: the reasons of rows that the decoder refused or warned of; their images are undefined.
     """
 
@@ -38,7 +37,7 @@ class Decoded(NamedTuple):
 
 
 class DeviceImages:
-    """Decodes, crops, resizes, flips, colours and normalises the images of a batch on a device.
+    """Decodes, crops, resizes, flips and colours the images of a batch on a device.
 
     On the CPU images are transformed one by one, as workers do (PlannedTransform); on other devices together
     (resample.py). Both give the same levels for the same pixels. Files are decoded some at a time, so that
@@ -46,7 +45,6 @@ class DeviceImages:
 
     Args:
         plan: of the transform; `why_not` must be None.
-        statistics: of the float result; None: the result is uint8.
         device: of the result.
         decoder: of that device.
         most_pixels: of an image (transforms/limits.py).
@@ -59,7 +57,6 @@ class DeviceImages:
     def __init__(
         self,
         plan: ImagePlan,
-        statistics: Statistics | None,
         device: torch.device,
         decoder: ImageDecoder,
         most_pixels: int,
@@ -68,22 +65,17 @@ class DeviceImages:
         reason = why_not(plan)
         if reason is not None:
             raise OptionError(reason)
-        self._plan, self._statistics, self._device = plan, statistics, device
+        self._plan, self._device = plan, device
         self._decoder, self._most_pixels, self._decoded_bytes = decoder, most_pixels, decoded_bytes
         self._steps, self._draws = steps_of(plan.given), Draws()
         compiled = dataclasses.replace(plan, given=())
         self._transform: _Transform = OneByOne(compiled) if device.type == "cpu" else Together(compiled)
 
-    @property
-    def decoder_name(self) -> str:
-        """Name of the decoder, with the version of its library; it belongs to states and fingerprints."""
-        return self._decoder.name
-
     def images(self, files: Sequence[File], choices: Sequence[Choices]) -> Decoded:
         """Decode and transform the images of a batch.
 
         Args:
-            files: whole image files that the decoder doesn't refuse.
+            files: whole image files that workers left to a device (segments.refusal).
             choices: made by PlannedTransform.draw for their sizes.
 
         Raises:
@@ -96,7 +88,7 @@ class DeviceImages:
                 for rows in self._chunks(files):
                     self._fill(rows, files, choices, levels, failed)
                 self._colour(choices, levels)
-                return Decoded(self._finished(levels), failed)
+                return Decoded(levels.permute(0, 3, 1, 2), failed)
         except torch.OutOfMemoryError as error:
             traceback.clear_frames(error.__traceback__)  # these hold the tensors that did fit
             raise torch.OutOfMemoryError(
@@ -151,10 +143,6 @@ class DeviceImages:
             drawn = [draw_all(self._steps, choice, self._draws) for choice in choices]
             for step, drawn_for_step in zip(self._steps, zip(*drawn, strict=True), strict=True):
                 step.apply(levels, drawn_for_step)
-
-    def _finished(self, levels: torch.Tensor) -> torch.Tensor:
-        images = levels.permute(0, 3, 1, 2)
-        return images if self._statistics is None else normalise_batch(images, *self._statistics)
 
 
 def why_not(plan: ImagePlan) -> str | None:

@@ -94,10 +94,10 @@ class ImagesOfFiles:
         decoder = decoder_for(device, most_pixels) if decoder is None else decoder
         self._plan, self._device = plan, device
         self._statistics = None if as_bytes else plan.statistics
-        self._images = DeviceImages(plan, None, device, decoder, most_pixels)
+        self._images = DeviceImages(plan, device, decoder, most_pixels)
         self._decoder_name = decoder.name
         host = torch.device("cpu")
-        self._of_host = DeviceImages(plan, None, host, HostDecoder(most_pixels), most_pixels)
+        self._of_host = DeviceImages(plan, host, HostDecoder(most_pixels), most_pixels)
         logger.info("images are decoded on %s by %s", device, decoder.name)
         if device.type == "cpu":
             logger.warning(

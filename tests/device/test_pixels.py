@@ -72,10 +72,10 @@ def test_a_batch_is_the_same_alone_and_among_others(engine: EngineDecoder) -> No
     plan, files = clip_plan(train=True), photographs()
     transform, draw = PlannedTransform(plan), random.Random(0)
     choices = [transform.draw(height, width, draw.getrandbits(64)) for width, height in SIZES * 4]
-    device = DeviceImages(plan, None, CUDA, engine, DEFAULT_MAX_IMAGE_PIXELS)
+    device = DeviceImages(plan, CUDA, engine, DEFAULT_MAX_IMAGE_PIXELS)
     together = device.images(files, choices).images
     assert torch.equal(device.images(files[:5], choices[:5]).images, together[:5])
-    small = DeviceImages(plan, None, CUDA, engine, DEFAULT_MAX_IMAGE_PIXELS, decoded_bytes=1 << 20)
+    small = DeviceImages(plan, CUDA, engine, DEFAULT_MAX_IMAGE_PIXELS, decoded_bytes=1 << 20)
     assert torch.equal(small.images(files, choices).images, together)
 
 
@@ -84,5 +84,5 @@ def test_a_damaged_file_fails_by_itself(engine: EngineDecoder) -> None:
     files[2] = files[2][:200] + bytes(400)
     plan = clip_plan(train=False)
     choices = [PlannedTransform(plan).draw(300, 300, 0)] * 4
-    decoded = DeviceImages(plan, None, CUDA, engine, DEFAULT_MAX_IMAGE_PIXELS).images(files, choices)
+    decoded = DeviceImages(plan, CUDA, engine, DEFAULT_MAX_IMAGE_PIXELS).images(files, choices)
     assert list(decoded.failed) == [2]

@@ -1,6 +1,5 @@
 """`Images(decode="device")` has the batches, states and counts of decode="host"; see test_random_runs.py."""
 
-import functools
 import io
 import json
 import logging
@@ -18,8 +17,9 @@ from streamload.errors import DecodeError, OptionError
 from streamload.loader import worker_config
 from streamload.loader.registered import extensions_of
 from streamload.pixels import files, rank
-from streamload.pixels.decoders import HostDecoder, engine_refusal
+from streamload.pixels.decoders import HostDecoder
 from streamload.pixels.rank import DeviceDecoding
+from streamload.pixels.segments import refusal
 from streamload.transforms.plan import Flip, Grey, ImagePlan, KeepRatio, RandomCrop, ShortSide, clip_plan
 from tests.support import flat
 from tests.support.extension_contract import ids
@@ -214,9 +214,9 @@ def test_what_the_devices_decoder_fails_at_is_decoded_by_the_rank(shards, tmp_pa
 
 def test_what_a_decoder_says_it_refuses_is_decoded_by_workers(shards, tmp_path, monkeypatch):
     def refuses(file, most_pixels):
-        return engine_refusal(file, most_pixels) or ("planted" if len(file) % 2 else None)
+        return refusal(file, most_pixels) or ("planted" if len(file) % 2 else None)
 
-    monkeypatch.setattr(files, "FileImages", functools.partial(files.FileImages, refuses=refuses))
+    monkeypatch.setattr(files, "refusal", refuses)
     plant(monkeypatch, lambda file: len(file) % 2)  # none comes
     with make(shards, tmp_path) as loader, make(shards, tmp_path, "host") as host:
         assert all(same(batch, expected) for batch, expected in zip(loader, host, strict=True))
@@ -224,17 +224,12 @@ def test_what_a_decoder_says_it_refuses_is_decoded_by_workers(shards, tmp_path, 
 
 
 def test_what_no_decoder_takes_although_it_looked_sound_is_an_error(shards, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "doubt", lambda file: None)
-    monkeypatch.setattr(files.FileImages, "__init__", _without_refusals(files.FileImages.__init__))
+    def refuses(file, most_pixels):
+        return None if file[:2] == b"\xff\xd8" else "no JPEG"
+
+    monkeypatch.setattr(files, "refusal", refuses)
     with make(shards, tmp_path, train=False) as loader, pytest.raises(DecodeError, match="Please report"):
         list(loader)
-
-
-def _without_refusals(plain):
-    def init(self, plan, refuses=None):
-        plain(self, plan, lambda file, most_pixels: None if file[:2] == b"\xff\xd8" else "no JPEG")
-
-    return init
 
 
 @pytest.mark.parametrize("decodes", [("device", "host"), ("host", "device"), ("device", "device")])

@@ -10,7 +10,8 @@ from PIL import Image
 
 from streamload.errors import DecodeError, OptionError
 from streamload.pixels import engine
-from streamload.pixels.decoders import HostDecoder, decoder_for, engine_refusal
+from streamload.pixels.decoders import HostDecoder, decoder_for
+from streamload.pixels.segments import refusal
 from streamload.transforms.decode import decode_jpeg_or_image
 from tests.pixels.plans import jpeg
 from tests.support.photographs import photograph
@@ -56,35 +57,34 @@ REFUSED = {
     "WebP": (saved(IMAGE, "WEBP"), "not a JPEG"),
     "RGB": (jpeg(PIXELS, keep_rgb=True), "other colours"),
     "12 bits": (patched(b"\xff\xc0\x00\x11\x08", b"\xff\xc0\x00\x11\x0c"), "12 bits"),
-    "arithmetic": (patched(b"\xff\xc0", b"\xff\xc9"), "arithmetic"),
-    "lossless": (patched(b"\xff\xc0", b"\xff\xc3"), "lossless"),
+    "arithmetic": (patched(b"\xff\xc0", b"\xff\xc9"), "marker 0xC9"),
+    "lossless": (patched(b"\xff\xc0", b"\xff\xc3"), "marker 0xC3"),
     "4:1:1": (patched(b"\x01\x22\x00\x02\x11", b"\x01\x41\x00\x02\x11"), "sampling 411111"),
     "cut": (jpeg(PIXELS)[:-2], "end mark"),
     "half": (jpeg(PIXELS)[:1200], "end mark"),
     "cut with a comment that has an end mark": (jpeg(PIXELS, comment=b"\xff\xd9" * 20)[:-2], "end mark"),
-    "cut in its header": (jpeg(PIXELS)[:300], "without a scan"),
-    "a scan first": (b"\xff\xd8\xff\xda\x00\x04ab\xff\xd9", "without a frame"),
+    "cut in its header": (jpeg(PIXELS)[:300], "segment that is cut"),
+    "a scan first": (b"\xff\xd8\xff\xda\x00\x04ab\xff\xd9", "damaged scan"),
     "a short frame": (b"\xff\xd8\xff\xc0\x00\x04ab\xff\xd9", "damaged frame"),
     "nothing": (b"", "not a JPEG"),
-    "too large": (patched(b"\x00\x3c\x00\x5a", b"\xff\xdc\xff\xdc"), "are decoded"),
+    "too large": (patched(b"\x00\x3c\x00\x5a", b"\xff\xdc\xff\xdc"), "an image of"),
 }
 
 
 @pytest.mark.parametrize("kind", TAKEN)
 def test_usual_jpegs_are_for_the_engine(kind):
-    assert engine_refusal(memoryview(TAKEN[kind])) is None
-    assert HostDecoder().refuses(TAKEN[kind]) is None
+    assert refusal(memoryview(TAKEN[kind])) is None
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_an_engine_cannot_decode_is_for_the_worker(kind):
     file, reason = REFUSED[kind]
-    assert reason in engine_refusal(memoryview(file))
+    assert reason in refusal(memoryview(file))
 
 
 def test_no_beginning_of_a_file_is_for_the_engine():
     file = jpeg(PIXELS)
-    assert all(engine_refusal(file[:length]) for length in range(len(file)))
+    assert all(refusal(file[:length]) for length in range(len(file)))
 
 
 def test_the_host_decodes_as_workers_do_and_returns_errors():

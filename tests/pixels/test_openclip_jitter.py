@@ -67,11 +67,11 @@ def test_jittered_images_are_those_of_workers_to_the_bit(name, is_together):
     sizes = [SIZES[number % len(SIZES)] for number in range(24)]
     files = [jpeg(photograph(*size, which=number % 5)) for number, size in enumerate(sizes)]
     choices = [transform.draw(height, width, draw.getrandbits(64)) for width, height in sizes]
-    device = DeviceImages(plan, plan.statistics, CPU, HostDecoder(), DEFAULT_MAX_IMAGE_PIXELS)
+    device = DeviceImages(plan, CPU, HostDecoder(), DEFAULT_MAX_IMAGE_PIXELS)
     if is_together:
         device._transform = Together(plan)
     with SeededGenerators():
-        expected = of_workers(plan, files, choices, plan.statistics)
+        expected = of_workers(plan, files, choices)
     state = torch.get_rng_state()
     assert torch.equal(device.images(files, choices).images, expected)
     assert torch.equal(torch.get_rng_state(), state)

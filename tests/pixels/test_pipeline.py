@@ -16,28 +16,27 @@ from streamload.transforms.augment import Box
 from streamload.transforms.decode import decode_jpeg_or_image
 from streamload.transforms.execute import Choices, PlannedTransform
 from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
-from streamload.transforms.normalise import normalise_batch
-from streamload.transforms.plan import OPENAI, ImagePlan, RandomCrop, clip_plan
+from streamload.transforms.plan import ImagePlan, RandomCrop, clip_plan
 from streamload.transforms.resize import Place, empty
 from tests.pixels.plans import an_image, cases, jpeg
 
 CPU = torch.device("cpu")
 
 
-def device_images(plan, statistics=None, decoder=None, **options):
+def device_images(plan, decoder=None, **options):
     decoder = HostDecoder() if decoder is None else decoder
-    return DeviceImages(plan, statistics, CPU, decoder, DEFAULT_MAX_IMAGE_PIXELS, **options)
+    return DeviceImages(plan, CPU, decoder, DEFAULT_MAX_IMAGE_PIXELS, **options)
 
 
-def of_workers(plan, files, choices, statistics=None):
-    """The images as a worker makes them, normalised as they are on a device."""
+def of_workers(plan, files, choices):
+    """The levels that a worker makes."""
     transform, levels = PlannedTransform(plan), torch.empty(len(files), *plan.size, 3, dtype=torch.uint8)
     images = levels.permute(0, 3, 1, 2)
     for row, (file, choice) in enumerate(zip(files, choices, strict=True)):
         place = Place.of(empty(*plan.size))
         transform.put(decode_jpeg_or_image(file), choice)(out=place)
         images[row] = place.tensor[0]
-    return images if statistics is None else normalise_batch(images, *statistics)
+    return images
 
 
 @pytest.mark.parametrize("seed", [10, pytest.param(11, marks=pytest.mark.deep)])
@@ -45,12 +44,11 @@ def test_a_batch_on_the_cpu_is_that_of_workers_to_the_bit(seed):
     draw = random.Random(seed)
     compared = 0
     for plan, images, choices in cases(110, seed):
-        statistics = draw.choice([None, plan.statistics])
         options = {"quality": draw.randint(30, 95), "subsampling": draw.randrange(3)}
         files = [memoryview(jpeg(image, progressive=image.size < 1 << 15, **options)) for image in images]
-        decoded = device_images(plan, statistics).images(files, choices)
+        decoded = device_images(plan).images(files, choices)
         sound = [row for row in range(len(files)) if row not in decoded.failed]
-        expected = of_workers(plan, *([of[row] for row in sound] for of in (files, choices)), statistics)
+        expected = of_workers(plan, *([of[row] for row in sound] for of in (files, choices)))
         assert torch.equal(decoded.images[sound], expected)
         assert decoded.images.dtype == expected.dtype
         assert decoded.images.permute(0, 2, 3, 1).is_contiguous()
@@ -68,9 +66,9 @@ def files_and_choices(plan, count, seed=0):
 def test_damaged_files_are_reported_and_harm_no_others():
     plan = clip_plan(train=True, size=32)
     files, choices = files_and_choices(plan, 6)
-    expected = of_workers(plan, files, choices, OPENAI)
+    expected = of_workers(plan, files, choices)
     files[1], files[4] = b"\xff\xd8\xff\xdb no image", jpeg(np.zeros((400, 400, 3), np.uint8))[:300]
-    decoded = device_images(plan, OPENAI).images(files, choices)
+    decoded = device_images(plan).images(files, choices)
     assert list(decoded.failed) == [1, 4]
     assert all("could not be" in reason for reason in decoded.failed.values())
     sound = [0, 2, 3, 5]
@@ -152,8 +150,8 @@ def test_the_form_of_other_devices_gives_the_same_batches(monkeypatch):
         pytest.skip(kernel.why_not())
     for plan, images, choices in cases(10, seed=4):
         files = [jpeg(image) for image in images]
-        expected = device_images(plan, plan.statistics).images(files, choices)
-        together = device_images(plan, plan.statistics)
+        expected = device_images(plan).images(files, choices)
+        together = device_images(plan)
         together._transform = Together(plan)
         decoded = together.images(files, choices)
         assert decoded.failed == expected.failed
@@ -162,5 +160,5 @@ def test_the_form_of_other_devices_gives_the_same_batches(monkeypatch):
 
 
 def test_a_decoders_name_is_that_of_its_library():
-    assert device_images(clip_plan(train=False)).decoder_name.startswith("libjpeg-turbo (simplejpeg 1.")
+    assert HostDecoder().name.startswith("libjpeg-turbo (simplejpeg 1.")
     assert isinstance(HostDecoder().decode([b"x"])[0], DecodeError)

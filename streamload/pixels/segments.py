@@ -1,4 +1,8 @@
-"""Whether a JPEG is one that the host's decoder takes, without decoding it.
+"""Which JPEG files a worker leaves to a device's decoder, by their segments; nothing is decoded.
+
+An engine decodes 8 bits in gray or YCbCr, Huffman coded, with the usual sampling, and doesn't tell a cut file
+from a whole one. So a file goes to it only if it is such a one, and the host's decoder would take it: damage
+is then found where the worker decodes.
 
 The host's decoder is simplejpeg where libjpeg-turbo neither fails nor warns, else Pillow, which passes over
 warnings. Damage to the bits of a scan only makes libjpeg warn; it fails by what it reads of markers, and by a
@@ -16,9 +20,14 @@ import warnings
 import numpy as np
 from PIL import Image
 
-from streamload.pixels.decoders import File
+from streamload.errors import ImageTooLarge
+from streamload.transforms.decode import jpeg_size
+from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
 
-_START, _SCAN, _END = 0xD8, 0xDA, 0xD9
+File = bytes | memoryview
+
+_START = b"\xff\xd8"
+_SCAN, _END = 0xDA, 0xD9
 _FRAMES, _PROGRESSIVE = (0xC0, 0xC1, 0xC2), 0xC2
 _HUFFMAN, _QUANTISATION, _RESTARTS, _COMMENT, _ADOBE = 0xC4, 0xDB, 0xDD, 0xFE, 0xEE
 _APPLICATION = range(0xE0, 0xF0)
@@ -30,6 +39,8 @@ _READ_BY_PILLOW = {
     0xED: (b"Photoshop 3.0\0",),
 }
 """Application segments that Pillow parses when it opens a file, and may stumble over."""
+_SAMPLINGS = frozenset((b"\x11", b"\x22\x11\x11", b"\x21\x11\x11", b"\x12\x11\x11", b"\x11\x11\x11"))
+"""Gray, and 4:2:0, 4:2:2, 4:4:0, 4:4:4: the sampling factors of each component."""
 _LONGEST_SIDE = 65_500
 _MOST_PIXELS = 1 << 26
 """Of larger images Pillow warns, or takes none."""
@@ -38,13 +49,21 @@ _AC = 1 << 4
 """The class of a Huffman table, beside its number."""
 
 
-def doubt(file: File) -> str | None:
-    """Return why only decoding can tell whether the host's decoder takes a JPEG; None: it does.
+def refusal(file: File, most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS) -> str | None:
+    """Return why a worker has to decode a file itself; None: a device's decoder and the host's take it.
 
     Args:
-        file: whole. Gray or YCbCr with 8 bits and usual sampling factors (decoders.engine_refusal).
+        file: whole.
+        most_pixels: of an image (transforms/limits.py).
     """
-    return _Jpeg(file).doubt()
+    if file[:2] != _START:
+        return "not a JPEG"
+    if reason := _Jpeg(file).doubt():
+        return reason
+    try:
+        return "other colours than YCbCr and gray" if jpeg_size(file, most_pixels) is None else None
+    except ImageTooLarge as error:
+        return str(error)
 
 
 class _Jpeg:
@@ -138,6 +157,8 @@ class _Jpeg:
         return None
 
     def _read_frame(self, marker: int, payload: bytes) -> str | None:
+        if len(payload) < 6:
+            return "a damaged frame"
         height, width = (int.from_bytes(payload[place : place + 2], "big") for place in (1, 3))
         identifiers = payload[6::3]
         if self._components or len(payload) != 6 + 3 * payload[5] or len(set(identifiers)) != payload[5]:
@@ -146,6 +167,10 @@ class _Jpeg:
             0 < height <= _LONGEST_SIDE and 0 < width <= _LONGEST_SIDE and height * width <= _MOST_PIXELS
         ):
             return f"an image of {width}×{height}"
+        if payload[0] != 8:
+            return f"{payload[0]} bits"
+        if payload[7::3] not in _SAMPLINGS:
+            return f"{len(identifiers)} components of sampling {payload[7::3].hex()}"
         self._components = dict(zip(identifiers, payload[8::3], strict=True))
         self._is_progressive = marker == _PROGRESSIVE
         return None
