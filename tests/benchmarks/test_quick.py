@@ -82,6 +82,17 @@ def test_the_hand_over_is_compared_with_a_copy_and_with_workers_that_take_turns(
     assert report.tables_of({"handover": result})["handover"].count("\n") == 7
 
 
+def test_a_devices_decoder_is_timed_and_compared_with_the_hosts_by_kind_of_image(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    command = [sys.executable, "-m", "benchmarks.gpu_decode", "--quick", "--device", "cpu", "--out", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=380)
+    result = json.loads(out.read_text())
+    assert list(result["medians"]) == ["host", "decoder alone, 8", "resize alone, 8", "device, 8"]
+    assert all(row["images_per_second"] > 0 for row in result["rounds"])
+    assert {"4:2:0, quality 85", "progressive, 4:2:0", "gray"} < result["differences"].keys()
+    assert {kind["same"] for kind in result["differences"].values()} == {1.0}  # both are the host's
+
+
 def test_streamload_is_compared_with_the_floor_of_its_kind_and_its_stages_are_timed(tmp_path: Path) -> None:
     contenders = ["floor, uint8", "streamload, uint8", "stages, uint8"]
     result = run_quickly(
