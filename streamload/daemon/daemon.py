@@ -257,8 +257,12 @@ class Daemon:
         return since is not None and self._clock() - since > self._options.trouble_seconds
 
     def _is_through(self) -> bool:
-        """True if each demanded shard is held, or has failed once."""
-        return not self._status.trouble and all(digest in self.failures for digest in self._missing)
+        """True if each demanded shard is held, or has failed once, and all tasks that counted are settled.
+
+        A look may find a shard held before its task's result is here.
+        """
+        digests = itertools.chain(self._missing, self._mine)
+        return not self._status.trouble and all(digest in self.failures for digest in digests)
 
     def _settle(self, timeout_seconds: float) -> bool:
         """Take the results of tasks, waiting for the first; False if there are none."""

@@ -99,6 +99,17 @@ def test_once_brings_all_and_each_byte_once(server: ShardServer, tier: Tier) -> 
     assert (again.held, again.done, again.bytes_arrived) == (4, 0, 0)
 
 
+def test_what_a_look_finds_held_before_its_results_are_here_counts_as_done(
+    server: ShardServer, tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = daemon(shards_of(server), tier, DaemonOptions(look_seconds=0.01, once=True, origin=QUICK))
+    monkeypatch.setattr(
+        one._target, "deliver", lambda shard, _: until(lambda: shard.digest not in one._missing)
+    )
+    status = one.run(Notice())
+    assert (status.held, status.done, status.failed) == (4, 4, {})
+
+
 def test_a_shard_that_cant_be_had_is_named_and_no_verdict_is_left(server: ShardServer, tier: Tier) -> None:
     (server.root / "00002.tar").unlink()
     status = daemon(shards_of(server), tier).run(Notice())
