@@ -6,6 +6,7 @@ Nothing here starts an accelerator: workers that are forked afterwards must not 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -49,6 +50,7 @@ class Destination:
         self._given, self._order = given, order
         self._placed: torch.device | None = None
         self._auto: torch.device | None = None
+        self._auto_pid = 0  # of the process that looked for it
         self._is_warned = False
         self.device = None if given == AUTO else given
         self.is_pinned = False
@@ -94,13 +96,13 @@ class Destination:
         return None if option is None else self._found()
 
     def _found(self) -> torch.device | None:
-        """The device that "auto" stands for; the first call logs it."""
-        if self._auto is None:
+        """The device that "auto" stands for; the first call in a process logs it."""
+        if self._auto is None or self._auto_pid != os.getpid():  # a fork may have another rank
             order = self._order
             device, reason = auto_device(lambda: read_topology(order.rank, order.world_size).local_rank)
             place = "in host memory" if device is None else f"on {device}"
             logger.info('device="auto": batches are %s (%s)', place, reason)
-            self._auto = device or torch.device("cpu")
+            self._auto, self._auto_pid = device or torch.device("cpu"), os.getpid()
         return self._auto
 
     def _warn_of_pinning(self) -> None:

@@ -1,7 +1,7 @@
 """open_clip's data on simulated devices, as a program: `python on_device.py URLS` prints JSON.
 
 The copies of what its training loop does with a batch: for each precision, for a rank with another device,
-and with --streamload-device none.
+with --streamload-device none, and for the development version's NaFlex dicts.
 """
 
 import json
@@ -19,6 +19,34 @@ from tests.support import simulated_device
 define_torchvision_schemas()
 DEVICE = simulated_device.install(2)
 PRECISIONS = ("amp", "amp_bf16", "bf16", "fp16", "pure_bf16", "pure_fp16", "fp32")
+
+
+def copies_of_naflex(folder: Path) -> list[str]:
+    """What the development version's loop does with each dict: all of it goes to the device."""
+    from streamload.integrations import openclip
+    from tests.integrations.test_install import data_module
+    from tests.integrations.test_openclip_naflex import arguments, check_batch, data_of
+
+    module = data_module(development=True)
+    openclip.install(module)
+    DEVICE.copies.clear()
+    data = data_of(module, arguments(sorted(folder.glob("*.tar")), device="npu:1"), True)
+    for batch in data.dataloader:
+        image = batch["image"]
+        rows, seq_len = image["patch_valid"].shape
+        check_batch(batch, rows, seq_len, (2, torch.int64))
+        moved = {
+            name: image[name].to("npu:1", torch.bfloat16 if name == "patches" else None, non_blocking=True)
+            for name in ("patches", "patch_coord", "patch_valid")
+        }
+        moved["text"] = batch["text"].to("npu:1", non_blocking=True)
+        assert {str(tensor.device) for tensor in moved.values()} == {"npu:1"}
+    data.dataloader.loader.close()
+    return [
+        f"{copy['thread'].partition('_')[0]} {copy['dtype']} {copy['pinned']} {copy['target']}"
+        for copy in DEVICE.copied()
+        if len(copy["shape"]) > 1
+    ]
 
 
 def main() -> None:
@@ -72,6 +100,7 @@ def main() -> None:
         for precision in PRECISIONS if not device else PRECISIONS[:1]:
             found[f"{name} {precision}".strip()] = copies_of_an_epoch(data_of(0, 1), precision, "npu:0")
         found[f"{name} rank 1".strip()] = copies_of_an_epoch(data_of(1, 2), "amp", "npu:1")
+    found["naflex"] = copies_of_naflex(Path(sys.argv[1]).parent)
     sys.stdout.write(json.dumps(found) + "\n")
 
 

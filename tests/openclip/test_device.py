@@ -79,6 +79,14 @@ def test_a_batch_of_any_precision_is_copied_once_to_its_ranks_device(
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
+    naflex = Counter(found.pop("naflex"))
+    steps = naflex["streamload-device uint8 True npu:1"]
+    assert steps > 1
+    assert naflex == {
+        "streamload-device uint8 True npu:1": steps,  # patches
+        "streamload-device bool True npu:1": steps,  # which are images, which padding
+        "streamload-device int64 True npu:1": 2 * steps,  # their places, and texts
+    }
     assert len(found) == 7 + 1 + 2
     for name, copies in found.items():
         device = "npu:1" if "rank 1" in name else "npu:0"

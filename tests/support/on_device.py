@@ -93,6 +93,19 @@ def plain(place: Path) -> dict[str, Any]:
         with make(place, tokenizer=tokenize, **ranks, **options) as loader:
             return sorted({str(images.device) for _ in range(2) for images, _ in loader})
 
+    def of_a_fork() -> list[str]:
+        """The device that a loader says here, and the one that it says in a fork that is rank 1."""
+        with make(place, device="auto") as loader:
+            said = str(loader.device)
+            reads, writes = os.pipe()
+            pid = os.fork()
+            if not pid:
+                os.environ.update(RANK="1", WORLD_SIZE="2")
+                os.write(writes, str(loader.device).encode())
+                os._exit(0)
+            os.waitpid(pid, 0)
+            return [said, os.read(reads, 100).decode()]
+
     def slow_steps(**options: Any) -> dict[str, Any]:
         observer._SHORTEST_EPOCH_SECONDS = 1.0  # shorter epochs have no line in the log
         with make(place, **options) as loader:
@@ -115,6 +128,7 @@ def plain(place: Path) -> dict[str, Any]:
     DEVICE.index = 1
     found["current"] = measured(epoch, device="auto")
     DEVICE.index = 0
+    found["of a fork"] = of_a_fork()
     found["host"] = measured(slow_steps)
     found["cpu"] = measured(slow_steps, device="cpu")
     found |= {f"{failures} failures": measured(full_memory, failures) for failures in (0, 1)}
@@ -221,6 +235,9 @@ def lightning(place: Path) -> dict[str, Any]:
         def validation_step(self, batch: Any, index: int) -> None:
             self.net(**batch)
 
+        def test_step(self, batch: Any, index: int) -> None:
+            self.net(**batch)
+
         def predict_step(self, batch: Any, index: int) -> None:
             self.net(**batch)
 
@@ -239,6 +256,8 @@ def lightning(place: Path) -> dict[str, Any]:
         )
         with make(place, tokenizer=tokenize, output="hf", train=False) as validation:
             trainer.fit(model, loader, validation)
+            trainer.validate(model, validation, verbose=False)
+            trainer.test(model, validation, verbose=False)
             trainer.predict(model, validation)
         return {"devices": sorted(set(model.net.devices)), "by hand": sorted(set(model.by_hand))}
 
