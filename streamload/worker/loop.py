@@ -224,11 +224,13 @@ class WorkerLoop:
                 if self._config.with_keys:
                     values |= origins
                 stop = sampler.steps.begin(number + 1)
-                blocked, seats = self._reader.blocked(), step.seats
-                taken = np.bincount(seats, minlength=len(self._config.sources)).tolist()
+                blocked, rows = self._reader.blocked(), len(origins["__key__"])
+                taken = [rows]  # an evaluation ends with fewer than its seats
                 packed = b""
                 passes: tuple[int, ...] = ()
-                if len(taken) > 1:
+                if len(self._config.sources) > 1:
+                    seats = step.seats
+                    taken = np.bincount(seats, minlength=len(self._config.sources)).tolist()
                     packed = seats.astype(SEAT).tobytes()
                     passes = tuple(step.passes.get(source, 0) for source in range(len(taken)))
                 self._stages.ready(ready)
@@ -237,7 +239,7 @@ class WorkerLoop:
                     number,
                     start.generation,
                     OrderStep(position, stop, states, spans),
-                    RowSources(len(origins["__key__"]), taken, packed, passes),
+                    RowSources(rows, taken, packed, passes),
                     skipped,
                     blocked,
                     extras,

@@ -232,6 +232,8 @@ def test_evaluation_gives_each_sample_once_with_a_partial_last_batch(
             assert [key for key, _, _ in seen(batches)] == [
                 k for path in shards for k, _ in read_oracle(path)
             ]
+        stats = loader.stats()
+    assert stats.samples_yielded == stats.source_samples["0"] == 2 * sum(UNEVEN)
 
 
 @pytest.mark.parametrize("world", [2, 5, 16])
