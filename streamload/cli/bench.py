@@ -5,13 +5,13 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from streamload.cli.logs import progress_console
-from streamload.cli.options import StorageOptions, storage_options_of
-from streamload.cli.terminal import print_table
+from streamload.cli.options import StorageOptions, Urls, storage_options_of
+from streamload.cli.terminal import format_bytes, print_table, say
 from streamload.errors import OptionError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _FLOOR = "floor, float32"
 
 
 def bench(
-    urls: Annotated[list[str], typer.Argument(help="As for make_loader: braces, '::', pipe:, s3:// …")],
+    urls: Urls,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Worker processes; default: one per core.")
     ] = None,
@@ -55,8 +55,6 @@ def bench(
     the minimum work (the floor), and the loader. The first shards, as many as have enough samples, are
     downloaded into a temporary directory beside the cache, and again in each round.
     """
-    from rich.console import Console
-
     from streamload.profile.measures import ProfileOptions
     from streamload.profile.run import profile
 
@@ -85,33 +83,26 @@ def bench(
         return
     if json_file is not None:
         json_file.write_text(f"{text}\n")
-    show(report, Console())
+    _print(report)
 
 
-def show(report: "Report", console: Any) -> None:
+def _print(report: "Report") -> None:
     """Print the table, what was left out, and the verdict."""
-    from rich.markup import escape
-
-    from streamload.metrics import format_bytes
-
     data, settings = report.data, report.settings
-    console.print(
+    say(
         f"{len(data['shards']):,} shards, {format_bytes(data['bytes'])}, {data['usable']:,} of "
         f"{data['samples']:,} samples usable, mean image size {data['mean_width']}×{data['mean_height']}; "
         f"{settings['workers']} workers, batches of {settings['batch_size']}, "
-        f"{settings['samples']:,} samples\n",
-        highlight=False,
+        f"{settings['samples']:,} samples\n"
     )
-    titles = ("", "images/s", "min–max", "× floor", "CPU µs per image", "MB/s")
-    print_table(titles, cells_of(report), console=console)
-    for name, why in report.left_out.items():
-        console.print(f"not measured: {name}: {escape(why)}", highlight=False)
-    console.print()
-    for line in report.verdict.lines:
-        console.print(escape(line), highlight=False)
+    titles = ("", ">images/s", ">min–max", ">× floor", ">CPU µs per image", ">MB/s")
+    print_table(titles, _cells_of(report))
+    left_out = [f"not measured: {name}: {why}" for name, why in report.left_out.items()]
+    for line in (*left_out, "", *report.verdict.lines):
+        say(line)
 
 
-def cells_of(report: "Report") -> list[tuple[str, ...]]:
+def _cells_of(report: "Report") -> list[tuple[str, ...]]:
     """The rows of the table: medians, and the range over the rounds."""
     floor = report.medians[_FLOOR]["images_per_second"]
     cells: list[tuple[str, ...]] = []

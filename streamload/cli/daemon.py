@@ -7,12 +7,12 @@ import dataclasses
 import json
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from streamload import limits
-from streamload.cli.logs import logger, progress_console
+from streamload.cli.logs import logger, progress, progress_console
 from streamload.cli.options import (
     AsJson,
     CacheDir,
@@ -28,6 +28,7 @@ from streamload.cli.options import (
     recipe_of,
     storage_options_of,
 )
+from streamload.cli.terminal import format_bytes
 from streamload.errors import OptionError
 
 if TYPE_CHECKING:
@@ -177,7 +178,6 @@ def show_status(listen: str, as_json: bool = False) -> None:
     """
     import urllib3
 
-    from streamload.metrics import format_bytes
     from streamload.observe.page_server import url_at
     from streamload.options import listen_at
 
@@ -211,10 +211,9 @@ def show_status(listen: str, as_json: bool = False) -> None:
 @contextlib.contextmanager
 def _shown(service: Service) -> Iterator[None]:
     """Show a daemon's status: a bar on a terminal, else lines of the log, ten seconds apart."""
-    console = progress_console()
-    ended = threading.Event()
-    show = _bar if console.is_terminal and not console.quiet else _lines
-    thread = threading.Thread(target=show, args=(service.status, ended, console), name="streamload-show")
+    console, ended = progress_console(), threading.Event()
+    follow = _bar if console.is_terminal and not console.quiet else _lines
+    thread = threading.Thread(target=follow, args=(service.status, ended), name="streamload-show")
     limits.start(thread)
     try:
         yield
@@ -223,24 +222,17 @@ def _shown(service: Service) -> Iterator[None]:
         thread.join()
 
 
-def _bar(status: Callable[[], Status], ended: threading.Event, console: Any) -> None:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("shards, {task.description}"))
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("looking", total=None)
+def _bar(status: Callable[[], Status], ended: threading.Event) -> None:
+    with progress("shards, {task.description}", "looking") as show:
         while not ended.wait(_SHOW_SECONDS):
             current = status()
-            bar.update(
-                task, total=current.wanted or None, completed=current.held, description=_short(current)
-            )
+            show(total=current.wanted or None, completed=current.held, description=_short(current))
 
 
-def _lines(status: Callable[[], Status], ended: threading.Event, _: Any) -> None:
+def _lines(status: Callable[[], Status], ended: threading.Event) -> None:
     last = ""
     while not ended.wait(_PLAIN_SECONDS):
-        line = _line(status())
-        if line != last:
+        if (line := _line(status())) != last:
             logger.info("%s", line)
             last = line
 
@@ -250,8 +242,6 @@ def _line(status: Status) -> str:
 
 
 def _short(status: Status) -> str:
-    from streamload.metrics import format_bytes
-
     parts = [f"{status.done:,} brought, {format_bytes(status.bytes_arrived)} arrived"]
     parts += [f"{len(status.failed):,} failing"] if status.failed else []
     parts += [status.trouble] if status.trouble else []

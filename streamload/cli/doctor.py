@@ -12,23 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from streamload.cli.options import AsJson, StorageOptions, storage_options_of
-from streamload.cli.terminal import print_table
+from streamload.cli.terminal import format_bytes, print_table
 
 if TYPE_CHECKING:
     from streamload.options import Option, Settings
 
-_LIBRARIES = (
-    "streamload",
-    "torch",
-    "numpy",
-    "pillow",
-    "simplejpeg",
-    "fsspec",
-    "s3fs",
-    "urllib3",
-    "webdataset",
-    "xxhash",
-)
+_LIBRARIES = "streamload torch numpy pillow simplejpeg fsspec s3fs urllib3 webdataset xxhash"
 _OPTIONAL = ("transformers", "open_clip_torch")
 _LITTLE_ROOM_BYTES = 1_000_000_000
 _BATCH_SIZE = 64
@@ -137,7 +126,6 @@ def _label(option: "Option[Any]") -> str:
 
 def _shown(option: "Option[Any]", settings: "Settings") -> str:
     """An option's value for people; for some with what follows from it on this machine."""
-    from streamload.metrics import format_bytes
     from streamload.urls import redact
 
     value = getattr(settings, option.name)
@@ -157,7 +145,6 @@ def _shown(option: "Option[Any]", settings: "Settings") -> str:
 
 def _kept_free(settings: "Settings") -> str:
     from streamload.cache.memory import nearest
-    from streamload.metrics import format_bytes
 
     disk = shutil.disk_usage(nearest(settings.cache_dir))
     return f"{format_bytes(settings.free_disk.floor_bytes(disk.total, disk.free))} ({settings.free_disk})"
@@ -167,7 +154,6 @@ def _where(settings: "Settings") -> str:
     """Which tier a run would take, and why."""
     from streamload.cache.placement import memory_budget, memory_root, why_no_disk
     from streamload.errors import CacheError
-    from streamload.metrics import format_bytes
 
     on_disk, in_memory = f"on disk at {settings.cache_dir}", f"in memory at {memory_root(settings)}"
     if settings.cache != "auto":
@@ -183,7 +169,6 @@ def _where(settings: "Settings") -> str:
 
 
 def _memory_size(settings: "Settings") -> str:
-    from streamload.metrics import format_bytes
 
     size = settings.memory_size
     return f"{size} of what is free" if size.size_bytes is None else format_bytes(size.size_bytes)
@@ -199,7 +184,6 @@ _EXPLAINED: "dict[str, Callable[[Settings], str]]" = {
 def _cache(settings: "Settings") -> list[Finding]:
     from streamload.cache.placement import memory_budget, memory_root, why_no_disk
     from streamload.errors import CacheError
-    from streamload.metrics import format_bytes
 
     size = settings.cache_size.size_bytes
     if settings.cache == "disk":
@@ -219,7 +203,6 @@ def _cache(settings: "Settings") -> list[Finding]:
 def _cache_dir(directory: Path, size_bytes: int | None) -> list[Finding]:
     from streamload.cache.memory import nearest
     from streamload.cache.placement import why_not_writable
-    from streamload.metrics import format_bytes
     from streamload.options import file_system
 
     place = file_system(directory)
@@ -265,7 +248,7 @@ def _data(urls: list[str]) -> list[Finding]:
     """Fit of the cache to these shards, at the loader's default batch size."""
     from streamload.cache.forecast import forecast
     from streamload.cache.shard import ShardList
-    from streamload.cli.cache.options import tier_at
+    from streamload.cli.cache import tier_at
     from streamload.errors import StreamloadError
     from streamload.order.lanes import default_lanes
     from streamload.order.shuffle import default_window
@@ -342,7 +325,7 @@ def _libraries() -> list[Finding]:
     from importlib.metadata import PackageNotFoundError, version
 
     findings = [Finding("python", sys.version.split()[0])]
-    for name in (*_LIBRARIES, *_OPTIONAL):
+    for name in (*_LIBRARIES.split(), *_OPTIONAL):
         try:
             findings.append(Finding(name, version(name)))
         except PackageNotFoundError:
@@ -366,9 +349,8 @@ def _resizing() -> Finding:
 def _machine() -> list[Finding]:
     from multiprocessing import get_all_start_methods, get_start_method
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     findings = [
-        Finding("cores", str(cores)),
+        Finding("cores", str(len(os.sched_getaffinity(0)))),
         Finding("processes by", get_start_method(allow_none=True) or get_all_start_methods()[0]),
     ]
     findings += _limits()

@@ -6,6 +6,8 @@ imported by it.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import logging
 import sys
@@ -16,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from streamload.errors import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from rich.console import Console
-    from rich.progress import Progress
 
 logger = logging.getLogger("streamload")
 
@@ -116,11 +119,15 @@ def progress_console() -> Console:
     return Console(stderr=True, quiet=writes_json())
 
 
-def progress_bar(text: str, *, is_counted: bool = True, always: bool = False) -> Progress:
-    """A bar with a text and the time, on a terminal.
+@contextlib.contextmanager
+def progress(
+    text: str, description: str = "", *, is_counted: bool = True, always: bool = False
+) -> Iterator[Callable[..., None]]:
+    """Show a bar with a text and the time on a terminal; yield a function that updates it.
 
     Args:
         text: with fields of the task, as rich.progress.TextColumn takes it.
+        description: of the task at the beginning.
         is_counted: the number of steps is known.
         always: without a terminal it is printed once, when it ends.
     """
@@ -136,7 +143,8 @@ def progress_bar(text: str, *, is_counted: bool = True, always: bool = False) ->
     console = progress_console()
     head = (BarColumn(), MofNCompleteColumn()) if is_counted else (SpinnerColumn(),)
     columns = (*head, TextColumn(text), TimeElapsedColumn())
-    return Progress(*columns, console=console, disable=not (always or console.is_terminal))
+    with Progress(*columns, console=console, disable=not (always or console.is_terminal)) as bar:
+        yield functools.partial(bar.update, bar.add_task(description, total=None))
 
 
 def flags_first(arguments: list[str]) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from streamload.cli.logs import logger
-from streamload.cli.options import roots_of
+from streamload.cli.options import CacheDirs, roots_of
 
 metrics = typer.Typer(
     help="Export the metrics of this node's runs.", no_args_is_help=True, rich_markup_mode=None
@@ -23,10 +23,7 @@ def serve(
     listen: Annotated[
         str, typer.Option(help="The address and port of /metrics (Prometheus) and /runs (JSON).")
     ] = "127.0.0.1:9434",
-    cache_dir: Annotated[
-        list[str] | None,
-        typer.Option(help="A cache of the runs; may be given more than once. None: as for make_loader."),
-    ] = None,
+    cache_dirs: CacheDirs = None,
 ) -> None:
     """Serve the metrics of this node's runs until SIGTERM or Ctrl-C.
 
@@ -37,7 +34,7 @@ def serve(
 
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with MetricsServer(roots_of(cache_dir), listen) as server:
+        with MetricsServer(roots_of(cache_dirs), listen) as server:
             logger.info("/metrics and /runs are at %s", server.url)
             signal.pause()
     except KeyboardInterrupt:

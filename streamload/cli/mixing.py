@@ -100,7 +100,7 @@ def policy_of(name: str) -> Policy:
 def _course(points: list[Point], shares: list[dict[str, float]]) -> Course:
     names = [source.name for source in points[0].sources]
 
-    def reported(value: Any) -> dict[str, list[float]]:
+    def reported(value: Any) -> dict[str, list[float | None]]:
         rows = [{source.name: value(source) for source in point.sources} for point in points]
         return {name: [_number(row.get(name)) for row in rows] for name in names}
 
@@ -113,8 +113,9 @@ def _course(points: list[Point], shares: list[dict[str, float]]) -> Course:
     }
 
 
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
+def _number(value: float | None) -> float | None:
+    """A number; None, as JSON has no NaN, where it isn't known."""
+    return float(value) if value is not None and math.isfinite(value) else None
 
 
 def _tell(course: Course, title: str, svg: Path | None, as_json: bool) -> None:
@@ -124,30 +125,26 @@ def _tell(course: Course, title: str, svg: Path | None, as_json: bool) -> None:
     if svg is not None:
         panels = {
             heading: {
-                name: list(zip(course["steps"], values, strict=True)) for name, values in course[key].items()
+                name: [
+                    (step, value)
+                    for step, value in zip(course["steps"], values, strict=True)
+                    if value is not None
+                ]
+                for name, values in course[key].items()
             }
             for key, heading in headings.items()
-            if key in course
         }
         svg.write_text(drawing(title, panels), encoding="utf-8")
     if as_json:
-        print(json.dumps(_without_nan(course)))
+        print(json.dumps(course))
         return
     print(title)
     width = max(7, *(len(name) for name in course["shares"]))
     print(f"{'step':>9}  " + "  ".join(f"{name:>{width}}" for name in course["shares"]))
     kept = sorted({round(i * (len(course["steps"]) - 1) / (_LINES - 1)) for i in range(_LINES)})
     for place in kept:
-        shares = "  ".join(f"{values[place]:>{width}.1%}" for values in course["shares"].values())
+        texts = ("–" if row[place] is None else f"{row[place]:.1%}" for row in course["shares"].values())
+        shares = "  ".join(f"{text:>{width}}" for text in texts)
         print(f"{course['steps'][place]:>9,}  {shares}  {course['reasons'][place]}")
     if svg is not None:
         print(f"picture: {svg}")
-
-
-def _without_nan(content: Any) -> Any:
-    """JSON has no NaN: null."""
-    if isinstance(content, dict):
-        return {name: _without_nan(value) for name, value in content.items()}
-    if isinstance(content, list):
-        return [_without_nan(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content

@@ -42,6 +42,17 @@ RayAddress = Annotated[
     str | None,
     typer.Option(help='Let the nodes of a Ray cluster do the work: "host:6379", "ray://host:10001", "auto".'),
 ]
+Urls = Annotated[list[str], typer.Argument(help="As for make_loader: braces, '::', pipe:, s3:// …")]
+CacheDirs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cache-dir", help="A cache of the runs; may be given more than once. None: as for make_loader."
+    ),
+]
+ImageKey = Annotated[str, typer.Option(help="As Shards(image_key=…) of the training.")]
+TextKey = Annotated[str, typer.Option(help="As Shards(text_key=…) of the training, for texts.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask for confirmation.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
 Features = Annotated[
     str | None,

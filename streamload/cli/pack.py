@@ -19,7 +19,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from streamload.cli.logs import progress_bar
+from streamload.cli.logs import progress
 from streamload.cli.options import AsJson
 from streamload.errors import OptionError
 
@@ -166,11 +166,10 @@ def _shuffled(pairs: Iterator[Pair]) -> Iterator[Pair]:
 
 
 def _with_bar(pairs: Iterator[Pair]) -> Iterator[Pair]:
-    with progress_bar("{task.completed:,} samples packed", is_counted=False) as bar:
-        task = bar.add_task("", total=None)
+    with progress("{task.completed:,} samples packed", is_counted=False) as show:
         for pair in pairs:
             yield pair
-            bar.advance(task)
+            show(advance=1)
 
 
 def _pairs(source: Path, columns: _Columns, packed: PackCounts, no_quotes: bool = False) -> Iterator[Pair]:

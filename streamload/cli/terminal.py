@@ -7,9 +7,12 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from streamload.errors import printable
+from streamload.errors import OptionError, printable
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _LINES = re.compile("([\n\t])")
 _LINES_AND_STYLES = re.compile("([\n\t]|\x1b\\[[0-9;]*m)")
@@ -67,33 +70,52 @@ def say(text: str) -> None:
     Console(highlight=False).print(text, markup=False, soft_wrap=True)
 
 
-def print_table(
-    columns: Sequence[str], rows: Iterable[Sequence[Any]], *, head: bool = True, console: Any = None
-) -> None:
-    """Print a table; nothing in its cells is markup, except in a `rich.text.Text`.
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, head: bool = True) -> Table:
+    """Make a table; nothing in its cells is markup, except in a `rich.text.Text`.
 
     Args:
-        columns: their names. Those of counts and sizes are to the right.
+        columns: their names; those that begin with ">" are to the right.
         rows: their cells.
         head: show the names.
-        console: of rich; None: standard output.
     """
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, show_header=head)
+    made = Table(box=None, pad_edge=False, show_header=head)
     for name in columns:
-        table.add_column(Text(name), overflow="fold", justify="right" if name in _COUNTS else "left")
+        justify: Literal["left", "right"] = "right" if name.startswith(">") else "left"
+        made.add_column(Text(name.removeprefix(">")), overflow="fold", justify=justify)
     for row in rows:
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    (console or Console(highlight=False)).print(table)
+        made.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return made
 
 
-_COUNTS = (
-    *("rows", "shards", "size", "samples", "disk", "count"),
-    *("images/s", "min–max", "× floor", "CPU µs per image", "MB/s"),
-)
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, head: bool = True) -> None:
+    """Print a table, as `table` makes it."""
+    from rich.console import Console
+
+    Console(highlight=False).print(table(columns, rows, head=head))
+
+
+def confirm(action: str) -> None:
+    """Ask on a terminal whether to do something, "remove 3 items".
+
+    Raises:
+        OptionError: standard input is no terminal.
+        typer.Abort: the answer is no.
+    """
+    import typer
+
+    if not sys.stdin.isatty():
+        raise OptionError(f"this would {action}: say --yes, or --dry-run to see them")
+    typer.confirm(f"{action[0].upper()}{action[1:]}?", abort=True, err=True)
+
+
+def format_bytes(number: float) -> str:
+    """Bytes in readable units; numpy is imported when they are printed."""
+    from streamload.metrics import format_bytes as formatted
+
+    return formatted(number)
 
 
 def print_json(values: Any) -> None:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from streamload.cli.options import AsJson, roots_of
-from streamload.cli.terminal import cursor_stream
+from streamload.cli.options import AsJson, CacheDirs, roots_of
+from streamload.cli.terminal import cursor_stream, format_bytes, say, table
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -45,10 +45,7 @@ def top(
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
     sort: Annotated[str, typer.Option(help="Which ranks come first: rank, rate, wait, bytes, age.")] = "rank",
     once: Annotated[bool, typer.Option("--once", help="Show the runs once, and end.")] = False,
-    cache_dir: Annotated[
-        list[str] | None,
-        typer.Option(help="A cache of the runs; may be given more than once. None: as for make_loader."),
-    ] = None,
+    cache_dirs: CacheDirs = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what the runs of this node do: rates, waits, stages, cache, sources, and what limits them.
@@ -64,7 +61,7 @@ def top(
     if sort not in names:
         raise OptionError(f"--sort={sort}: it has to be one of {', '.join(names)}")
     console = Console(highlight=False)
-    looks = _looks(cache_dir, every, once)
+    looks = _looks(cache_dirs, every, once)
     with contextlib.suppress(KeyboardInterrupt):
         if as_json:
             for ranks in looks:
@@ -101,15 +98,13 @@ def _print(ranks: list[LiveRank], console: Console) -> None:
         console.print(shown(ranks))
         return
     for rank in ranks:
-        console.print(line(rank), markup=False, soft_wrap=True)
+        say(line(rank))
     if not ranks:
-        console.print("no run is live in the cache")
+        say("no run is live in the cache")
 
 
 def line(rank: LiveRank) -> str:
     """A rank in a line of text."""
-    from streamload.metrics import format_bytes
-
     parts = [
         f"run {rank.run} rank {rank.rank}: {rank.samples_per_second:,.0f} samples/s",
         f"waits {rank.wait:.1%}",
@@ -156,31 +151,38 @@ def shown(ranks: list[LiveRank], sorted_by: str = "") -> RenderableType:
 
 
 def _ranks(ranks: list[LiveRank]) -> Table:
-    from rich.table import Table
+    from rich.text import Text
 
-    from streamload.metrics import format_bytes
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    titles = ("rank", "samples/s", "waits", "ready", "from origins", "hits", "cache", "device", "age")
-    for title in titles:
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("workers' time", no_wrap=True)
+    titles = (
+        ">rank",
+        ">samples/s",
+        ">waits",
+        ">ready",
+        ">from origins",
+        ">hits",
+        ">cache",
+        ">device",
+        ">age",
+    )
+    rows = []
     for rank in ranks:
         used, limit = next(iter(rank.tiers.values()), (0.0, 0.0))
         style = "red" if rank.wait >= _VERY_LATE else "yellow" if rank.wait >= _LATE else "green"
-        table.add_row(
-            str(rank.rank),
-            f"{rank.samples_per_second:,.0f}",
-            f"[{style}]{rank.wait:.1%}[/]",
-            str(rank.ready_batches),
-            f"{format_bytes(rank.origin_bytes_per_second)}/s",
-            "–" if rank.hits is None else f"{rank.hits:.0%}",
-            f"{used / limit:.0%} of {format_bytes(limit)}" if limit else "–",
-            "–" if rank.device_memory is None else f"{rank.device_memory:.0%}",
-            _age(max(rank.age_seconds, rank.still_seconds)),
-            _bar(rank),
+        rows.append(
+            (
+                str(rank.rank),
+                f"{rank.samples_per_second:,.0f}",
+                Text(f"{rank.wait:.1%}", style),
+                str(rank.ready_batches),
+                f"{format_bytes(rank.origin_bytes_per_second)}/s",
+                "–" if rank.hits is None else f"{rank.hits:.0%}",
+                f"{used / limit:.0%} of {format_bytes(limit)}" if limit else "–",
+                "–" if rank.device_memory is None else f"{rank.device_memory:.0%}",
+                _age(max(rank.age_seconds, rank.still_seconds)),
+                Text.from_markup(_bar(rank)),
+            )
         )
-    return table
+    return table((*titles, "workers' time"), rows)
 
 
 def _legend() -> str:
@@ -203,28 +205,26 @@ def _bar(rank: LiveRank) -> str:
 
 def _sources(ranks: list[LiveRank]) -> Table:
     """The sources over all ranks of a run."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("source", overflow="fold")
-    for title in ("samples/s", "share", "weight", "waits", "loss", "alignment", "passes"):
-        table.add_column(title, justify="right", no_wrap=True)
-    whole = sum(source.samples_per_second for rank in ranks for source in rank.sources) or 1.0
-    for name in dict.fromkeys(source.name for rank in ranks for source in rank.sources):
-        same_named = [source for rank in ranks for source in rank.sources if source.name == name]
+    titles = ("source", ">samples/s", ">share", ">weight", ">waits", ">loss", ">alignment", ">passes")
+    sources = [source for rank in ranks for source in rank.sources]
+    whole = sum(source.samples_per_second for source in sources) or 1.0
+    rows = []
+    for name in dict.fromkeys(source.name for source in sources):
+        same_named = [source for source in sources if source.name == name]
         rate = sum(source.samples_per_second for source in same_named)
-        table.add_row(
-            escape(name),
-            f"{rate:,.0f}",
-            f"{rate / whole:.1%}",
-            _mean(same_named, lambda source: source.weight),
-            f"{sum(source.wait for source in same_named):.2f} s/s",
-            _mean(same_named, lambda source: source.loss),
-            _mean(same_named, lambda source: source.alignment),
-            _mean(same_named, lambda source: source.passes),
+        rows.append(
+            (
+                name,
+                f"{rate:,.0f}",
+                f"{rate / whole:.1%}",
+                _mean(same_named, lambda source: source.weight),
+                f"{sum(source.wait for source in same_named):.2f} s/s",
+                _mean(same_named, lambda source: source.loss),
+                _mean(same_named, lambda source: source.alignment),
+                _mean(same_named, lambda source: source.passes),
+            )
         )
-    return table
+    return table(titles, rows)
 
 
 def _mean(sources: list[LiveSource], value: Callable[[LiveSource], float | None]) -> str:

@@ -1,7 +1,6 @@
 """`streamload warm`: fill the cache once, before or during a training."""
 
 import contextlib
-import functools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from streamload.cli.logs import progress_bar
+from streamload.cli.logs import progress
 from streamload.cli.options import (
     AsJson,
     Cache,
@@ -17,16 +16,20 @@ from streamload.cli.options import (
     CacheSize,
     Concurrency,
     Features,
+    ImageKey,
     MemorySize,
     RayAddress,
     RayCpus,
     SharedCache,
     SharedCacheOptions,
     StorageOptions,
+    TextKey,
+    Urls,
     WriteBack,
     recipe_of,
     storage_options_of,
 )
+from streamload.cli.terminal import format_bytes
 from streamload.errors import OptionError
 
 if TYPE_CHECKING:
@@ -34,7 +37,6 @@ if TYPE_CHECKING:
     from streamload.shards.columns import Column
 
 
-Urls = Annotated[list[str], typer.Argument(help="As for make_loader: braces, '::', pipe:, s3:// …")]
 Prepare = Annotated[
     str | None, typer.Option(help='Keep their images prepared: "raw", "raw-256", "jpeg-256-q90".')
 ]
@@ -49,8 +51,6 @@ Facts = Annotated[
 Tokenizer = Annotated[
     str | None, typer.Option(help="package.module:name of the training's tokenizer, for --facts tokens.")
 ]
-ImageKey = Annotated[str, typer.Option(help="As Shards(image_key=…) of the training, for --facts.")]
-TextKey = Annotated[str, typer.Option(help="As Shards(text_key=…) of the training, for --facts tokens.")]
 
 
 def warm(
@@ -136,8 +136,6 @@ def _columns(facts: list[str], image_key: str, text_key: str, tokenizer: str | N
 
 
 def _print(report: "WarmReport") -> None:
-    from streamload.metrics import format_bytes
-
     shared = f" and {format_bytes(report.bytes_shared)} from the shared cache" if report.bytes_shared else ""
     print(
         f"{report.shards_complete} of {report.shards} shards are in {report.cache_dir} "
@@ -185,17 +183,14 @@ def _warm_by_ray(
 @contextlib.contextmanager
 def _bar() -> "Iterator[Callable[[WarmProgress], None]]":
     """Yield what draws the progress; the bar begins with the first: rich is imported while shards arrive."""
-    from streamload.metrics import format_bytes
-
     with contextlib.ExitStack() as stack:
         show: Callable[..., None] | None = None
 
-        def draw(progress: "WarmProgress") -> None:
+        def draw(done: "WarmProgress") -> None:
             nonlocal show
             if show is None:
-                bar = stack.enter_context(progress_bar("shards, {task.description}", always=True))
-                show = functools.partial(bar.update, bar.add_task("connecting", total=None))
-            arrived = f"{format_bytes(progress.bytes_arrived)} arrived"
-            show(total=progress.shards, completed=progress.shards_complete, description=arrived)
+                show = stack.enter_context(progress("shards, {task.description}", "connecting", always=True))
+            arrived = f"{format_bytes(done.bytes_arrived)} arrived"
+            show(total=done.shards, completed=done.shards_complete, description=arrived)
 
         yield draw

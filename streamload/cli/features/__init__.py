@@ -3,17 +3,14 @@
 import typer
 
 from streamload.cli.features.export import export
-from streamload.cli.features.ls import list_fingerprints
 from streamload.cli.features.make import make
-from streamload.cli.features.remove import clear, gc
 from streamload.cli.features.show import show, why
-from streamload.cli.features.verify import verify
+from streamload.cli.features.upkeep import clear, gc, ls, verify
 
 features = typer.Typer(
     help="Make, list, verify, export and delete the features of frozen modules; safe while trainings run.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-features.command("ls")(list_fingerprints)
-for command in (make, show, why, verify, gc, clear, export):
+for command in (ls, make, show, why, verify, gc, clear, export):
     features.command()(command)

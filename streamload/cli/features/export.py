@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from streamload.cli.features.options import AsJson, Directory, Fingerprint, rows_at
+from streamload.cli.features.options import Directory, Fingerprint, rows_at
+from streamload.cli.options import AsJson
 from streamload.cli.terminal import print_json
 
 

@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from streamload.cli.logs import progress_bar
+from streamload.cli.logs import progress
 from streamload.cli.options import (
     AsJson,
     CacheDir,
+    ImageKey,
     RayAddress,
     RayCpus,
     SharedCache,
     SharedCacheOptions,
     StorageOptions,
+    TextKey,
+    Urls,
     storage_options_of,
 )
 from streamload.errors import OptionError
@@ -25,7 +28,6 @@ if TYPE_CHECKING:
     from streamload.loader.named_features import NamedFeatures
     from streamload.metrics import Snapshot
 
-Urls = Annotated[list[str], typer.Argument(help="As for make_loader: braces, '::', pipe:, s3:// …")]
 Module = Annotated[
     str,
     typer.Option(
@@ -40,8 +42,6 @@ Preprocess = Annotated[
 Tokenizer = Annotated[
     str | None, typer.Option(help="package.module:name of the tokenizer, for features of texts.")
 ]
-ImageKey = Annotated[str, typer.Option(help="As Shards(image_key=…) of the training.")]
-TextKey = Annotated[str, typer.Option(help="As Shards(text_key=…), for features of texts.")]
 Prepare = Annotated[str | None, typer.Option(help="As Images(prepare=…) of the training.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Samples that are computed together.")]
 Workers = Annotated[
@@ -192,9 +192,9 @@ def _report(stats: Snapshot, features: Features, as_json: bool) -> None:
 
 
 def _computed(loader: Loader, features: Features) -> Snapshot:
-    with progress_bar("samples", always=True) as bar:
-        task = bar.add_task("", total=loader.num_samples)
+    with progress("samples", always=True) as show:
+        show(total=loader.num_samples)
         for batch in loader:
             features(batch)
-            bar.advance(task, len(batch["features"]))
+            show(advance=len(batch["features"]))
     return loader.stats()

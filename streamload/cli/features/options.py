@@ -1,14 +1,21 @@
-"""Options that the features commands share, and the rows they select."""
+"""The options of the features commands, the rows and derived shards that they select, and these for JSON."""
 
-from contextlib import AbstractContextManager
-from pathlib import Path
+from __future__ import annotations
+
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from streamload.cli.options import roots_of, storage_options_of
+
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
     from streamload.derived.store.catalog import Catalog
     from streamload.derived.store.database import FingerprintRows
+    from streamload.derived.store.shard_catalog import FingerprintShards, RowShards
 
 Directory = Annotated[
     str | None,
@@ -19,12 +26,10 @@ Directory = Annotated[
         show_default=False,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 SharedCache = Annotated[
     str | None,
     typer.Option("--shared-cache", help="Also the derived shards in this shared cache.", show_default=False),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")]
 Fingerprint = Annotated[str, typer.Argument(help="The first hexadecimal digits, as many as tell it apart.")]
 SHORT = 12
 """So many digits of a fingerprint are shown."""
@@ -37,14 +42,39 @@ def root_of(directory: str | None) -> Path:
     return RowPlace(directory or "").root
 
 
-def rows_at(directory: str | None, *, writable: bool = False) -> "AbstractContextManager[Catalog]":
+def rows_at(directory: str | None, *, writable: bool = False) -> AbstractContextManager[Catalog]:
     """The rows that a command works on."""
     from streamload.derived.store.catalog import open_catalog
 
     return open_catalog(root_of(directory), writable=writable)
 
 
-def as_dict(rows: "FingerprintRows") -> dict[str, Any]:
+def places_of(
+    directory: str | None, shared_cache: str | None, shared_cache_options: str | None
+) -> list[RowShards]:
+    """Where a command looks for derived shards: this node's caches that exist, and the shared cache."""
+    from streamload.cache.shared.objects import Objects, refuse_url
+    from streamload.cache.tier import Tier
+    from streamload.derived.store.shard_catalog import NodeRowShards, SharedRowShards
+    from streamload.options import read_settings
+
+    free_disk = read_settings().free_disk
+    roots = dict.fromkeys(roots_of(None if directory is None else [directory]))
+    tiers = [Tier.open(root, free_disk=free_disk) for root in roots if (root / "tier.json").is_file()]
+    places: list[RowShards] = [NodeRowShards(tier) for tier in tiers]
+    if shared_cache is not None:
+        refuse_url(shared_cache, "--shared-cache")
+        storage = storage_options_of(shared_cache_options, "--shared-cache-options")
+        places.append(SharedRowShards(Objects(shared_cache, storage)))
+    return places
+
+
+def fingerprints_in(places: Iterable[RowShards]) -> list[FingerprintShards]:
+    """The derived shards in these places, by fingerprint."""
+    return [entry for place in places for entry in place.fingerprints()]
+
+
+def rows_as_dict(rows: FingerprintRows) -> dict[str, Any]:
     """The rows of a fingerprint for JSON."""
     from streamload.cache.inventory import as_time
 
@@ -58,6 +88,17 @@ def as_dict(rows: "FingerprintRows") -> dict[str, Any]:
     }
 
 
-def minute(time: str | None) -> str:
-    """An ISO time without seconds: "2026-01-31 12:00Z"."""
-    return "" if time is None else f"{time[:10]} {time[11:16]}Z"
+def shards_as_dict(held: FingerprintShards) -> dict[str, Any]:
+    """The derived shards of a fingerprint for JSON."""
+    from streamload.cache.inventory import as_time
+
+    return {
+        "where": held.where,
+        "label": held.label,
+        "fingerprint": held.fingerprint,
+        "shards": len(held.shards),
+        "rows": held.rows,
+        "size_bytes": held.size_bytes,
+        "last_used": as_time(held.used_at),
+        "unreadable": sum(bool(shard.cause) for shard in held.shards),
+    }

@@ -1,5 +1,7 @@
 """`streamload features show` and `features why`: what a fingerprint stands for, how two differ. Read-only."""
 
+from __future__ import annotations
+
 import json
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -7,16 +9,17 @@ import typer
 
 from streamload.cli.features.options import (
     SHORT,
-    AsJson,
     Directory,
     Fingerprint,
     SharedCache,
-    as_dict,
+    fingerprints_in,
+    places_of,
+    rows_as_dict,
     rows_at,
+    shards_as_dict,
 )
-from streamload.cli.features.shards import as_dict_of_shards, fingerprints_in, places_of
-from streamload.cli.options import SharedCacheOptions
-from streamload.cli.terminal import print_json, print_table, say
+from streamload.cli.options import AsJson, SharedCacheOptions
+from streamload.cli.terminal import format_bytes, print_json, print_table, say
 
 if TYPE_CHECKING:
     from streamload.derived.store.catalog import Catalog
@@ -50,10 +53,10 @@ def show(
         chosen = catalog.find(fingerprint, (entry.fingerprint for entry in held))
         shards = [entry for entry in held if entry.fingerprint == chosen.hex()]
         parts = _parts(catalog, chosen, held)
-        rows = [as_dict(entry) for entry in catalog.fingerprints() if entry.fingerprint == chosen]
+        rows = [rows_as_dict(entry) for entry in catalog.fingerprints() if entry.fingerprint == chosen]
     values = None if parts is None else flat(parts)
     if as_json:
-        listed = [as_dict_of_shards(entry) for entry in shards]
+        listed = [shards_as_dict(entry) for entry in shards]
         report = {"fingerprint": chosen.hex(), "rows": rows, "derived": listed, "parts": values}
         print_json(report)
     else:
@@ -63,11 +66,9 @@ def show(
 def _print(
     fingerprint: str,
     rows: list[dict[str, Any]],
-    shards: "list[FingerprintShards]",
+    shards: list[FingerprintShards],
     values: dict[str, Any] | None,
 ) -> None:
-    from streamload.metrics import format_bytes
-
     say(fingerprint)
     for row in rows:
         size = format_bytes(row["size_bytes"])
@@ -120,7 +121,7 @@ def why(
         print_table(("part", first.hex()[:SHORT], second.hex()[:SHORT]), shown)
 
 
-def _parts(catalog: "Catalog", fingerprint: bytes, held: "list[FingerprintShards]") -> dict[str, Any] | None:
+def _parts(catalog: Catalog, fingerprint: bytes, held: list[FingerprintShards]) -> dict[str, Any] | None:
     """The readable parts of a fingerprint, by its note beside rows or by a derived shard."""
     of_shards = (entry.parts for entry in held if entry.fingerprint == fingerprint.hex())
     return catalog.parts(fingerprint) or next((parts for parts in of_shards if parts is not None), None)
