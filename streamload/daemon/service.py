@@ -151,7 +151,7 @@ class Service:
             origins.open,
             LocalOptions(
                 tuned.concurrency,
-                preparing=_cpus() if options.concurrency is None else None,
+                preparing=len(os.sched_getaffinity(0)) if options.concurrency is None else None,
                 no_room_seconds=tuned.no_room_seconds,
                 stopped_seconds=tuned.stopped_seconds,
             ),
@@ -268,11 +268,6 @@ def _tuned(options: ServiceOptions) -> DaemonOptions:
         bytes_per_second=None if bandwidth is None else parse_size(bandwidth, "bandwidth"),
         once=options.once,
     )
-
-
-def _cpus() -> int:
-    """The CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _node(tier: Tier) -> str:

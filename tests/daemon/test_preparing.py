@@ -18,7 +18,7 @@ import torch
 
 from streamload.cache.shard import prepared_form
 from streamload.cli.options import preparation_of
-from streamload.daemon import publisher
+from streamload.daemon import publication
 from streamload.daemon.demand import PrefetchWindow
 from streamload.daemon.followed import FollowedDemand
 from streamload.daemon.options import DaemonOptions, ServiceOptions
@@ -353,7 +353,7 @@ def test_a_daemon_prepares_what_a_run_asks_for(
 def test_a_daemon_follows_a_training_and_prepares_what_it_asks_for(
     origin: Origin, tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher, "EVERY_SECONDS", 0.02)
+    monkeypatch.setattr(publication, "EVERY_SECONDS", 0.02)
     given = {"prepare": RECIPE, "lanes": 1, "ahead": 1, "batch_size": 5, "num_workers": 0}
     made, _ = epoch_of(origin, tmp_path / "alone", None, **given)
     options = {**given, "cache_size": "1GB", "shared_cache": place.url}

@@ -14,7 +14,7 @@ import pytest
 import streamload
 from streamload.cache.part import reserved_bytes
 from streamload.cache.shared.objects import Objects
-from streamload.daemon import publisher
+from streamload.daemon import publication
 from streamload.daemon.demand import PrefetchWindow
 from streamload.daemon.followed import Coming, FollowedDemand
 from streamload.daemon.options import DaemonOptions, ServiceOptions
@@ -98,7 +98,7 @@ class Training:
 
 @pytest.fixture
 def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
-    monkeypatch.setattr(publisher, "EVERY_SECONDS", 0.02)
+    monkeypatch.setattr(publication, "EVERY_SECONDS", 0.02)
     write_shards(tmp_path / "origin", [6] * SHARDS)
     with ShardServer.spawn(tmp_path / "origin") as server:
         yield Training(tmp_path, server)
