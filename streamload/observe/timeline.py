@@ -7,7 +7,7 @@ it, and how, is report.py's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from streamload.errors import OptionError
 from streamload.metrics.registry import BUCKET_NS, BUCKETS, STAGES
+from streamload.observe.page import RunPage
 from streamload.observe.recording import Recorded
 
 Numbers = NDArray[np.float64]
@@ -62,8 +63,7 @@ class Timeline:
 
     def counted(self, *names: str) -> Numbers:
         """float64[ranks, steps]: the growth of counters in each step; NaN after a rank's last moment."""
-        edges = self.edges
-        return np.array([self._counted(rank, names, edges) for rank in self.ranks])
+        return self._grown(lambda moment: sum(moment.counters.get(name, 0) for name in names))
 
     def rate(self, *names: str) -> Numbers:
         """float64[ranks, steps]: the growth of counters in a second; of times, seconds per second."""
@@ -72,15 +72,12 @@ class Timeline:
 
     def gauge(self, name: str, label: str = "") -> Numbers:
         """float64[ranks, steps]: a gauge's value in the middle of each step; NaN where it is unknown."""
-        return np.array([self._gauge(rank, name, label) for rank in self.ranks])
+        labels = (label,) if label else ()
+        return self._values(lambda moment: moment.gauge(name, *labels), self.middles, is_from_zero=False)
 
     def level(self, row: str) -> Numbers:
         """float64[ranks, steps]: the value of a gauge that is in rows, in the middle of each step."""
-        by_rank = []
-        for rank in self.ranks:
-            points = [(m.run_seconds, float(max(0, m.counters.get(row, 0)))) for m in rank.moments]
-            by_rank.append(self._interpolated(rank, points, self.middles))
-        return np.array(by_rank)
+        return self._values(lambda moment: max(0, moment.counters.get(row, 0)), self.middles)
 
     def labels(self, name: str) -> list[str]:
         """The labels under which a gauge has values."""
@@ -94,11 +91,7 @@ class Timeline:
 
     def grown(self, name: str, label: str) -> Numbers:
         """float64[steps]: the growth of a counter that is given by labels, over all ranks."""
-        edges = self.edges
-        sums = np.zeros(len(edges) - 1)
-        for rank in self.ranks:
-            points = [(m.run_seconds, m.gauge(name, label) or 0.0) for m in rank.moments]
-            sums += np.nan_to_num(np.clip(np.diff(self._interpolated(rank, points, edges)), 0, None))
+        sums: Numbers = np.nansum(self._grown(lambda moment: moment.gauge(name, label) or 0), axis=0)
         return sums
 
     def total(self, name: str) -> int:
@@ -128,30 +121,34 @@ class Timeline:
         first = min(float(recorded.about["began"]) for recorded in self.ranks)
         return float(rank.about["began"]) - first
 
-    def _counted(self, rank: Recorded, names: Sequence[str], edges: Numbers) -> Numbers:
-        points = [
-            (m.run_seconds, float(sum(m.counters.get(name, 0) for name in names))) for m in rank.moments
-        ]
-        grown: Numbers = np.clip(np.diff(self._interpolated(rank, points, edges)), 0, None)
+    def _grown(self, value: Callable[[RunPage], float]) -> Numbers:
+        """float64[ranks, steps]: the growth of a value in each step."""
+        grown: Numbers = np.clip(np.diff(self._values(value, self.edges)), 0, None)
         return grown
 
-    def _interpolated(self, rank: Recorded, points: list[tuple[float, float]], times: Numbers) -> Numbers:
-        """Values of a rank at times of the run; NaN after its last moment."""
-        if not points:
-            return np.full(len(times), np.nan)
-        seconds, values = map(np.array, zip((0.0, 0.0), *points, strict=True))
-        values_at: Numbers = np.interp(times, seconds + self._start(rank), values, right=np.nan)
-        return values_at
+    def _values(
+        self, value: Callable[[RunPage], float | None], times: Numbers, *, is_from_zero: bool = True
+    ) -> Numbers:
+        """float64[ranks, times]: the values at times of the run.
 
-    def _gauge(self, rank: Recorded, name: str, label: str) -> Numbers:
-        labels = (label,) if label else ()
-        values_by_time = ((m.run_seconds, m.gauge(name, *labels)) for m in rank.moments)
-        points = [(second, value) for second, value in values_by_time if value is not None]
-        if not points:
-            return np.full(len(self.middles), np.nan)
-        seconds, values = map(np.array, zip(*points, strict=True))
-        values_at: Numbers = np.interp(self.middles, seconds + self._start(rank), values, left=np.nan)
-        return values_at
+        Args:
+            value: of a moment; None: unknown.
+            times: in seconds.
+            is_from_zero: it is 0 at first, and NaN after a rank's last moment; else NaN before its first one,
+                and what it was last after that.
+        """
+        by_rank = []
+        outside = {"right": np.nan} if is_from_zero else {"left": np.nan}
+        for rank in self.ranks:
+            points = [(m.run_seconds, float(v)) for m in rank.moments if (v := value(m)) is not None]
+            if not points:
+                by_rank.append(np.full(len(times), np.nan))
+                continue
+            seconds, values = map(
+                np.array, zip(*([(0.0, 0.0)] if is_from_zero else []), *points, strict=True)
+            )
+            by_rank.append(np.interp(times, seconds + self._start(rank), values, **outside))
+        return np.array(by_rank)
 
 
 def flow(rate: Numbers) -> float:
