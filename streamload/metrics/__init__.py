@@ -5,7 +5,7 @@ may be slightly out of date. Times are integer nanoseconds.
 """
 
 from streamload.metrics.counters import Counters, Counts, Snapshot, format_bytes, total
-from streamload.metrics.registry import CAUSES, COUNTERS, GIVEN, METRICS, ROWS, WIDTH, CounterRow, Metric
+from streamload.metrics.registry import CAUSES, COUNTERS, GIVEN, METRICS, ROWS, WIDTH
 
 __all__ = [
     "CAUSES",
@@ -14,10 +14,8 @@ __all__ = [
     "METRICS",
     "ROWS",
     "WIDTH",
-    "CounterRow",
     "Counters",
     "Counts",
-    "Metric",
     "Snapshot",
     "format_bytes",
     "total",

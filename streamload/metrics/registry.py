@@ -73,11 +73,17 @@ class Metric:
 
 
 def counted(
-    name: str, means: str, *, unit: Literal["", "bytes", "seconds"] = "", low: str = "", high: str = ""
+    name: str,
+    means: str,
+    *,
+    unit: Literal["", "bytes", "seconds"] = "",
+    kind: Kind = "counter",
+    low: str = "",
+    high: str = "",
 ) -> Metric:
-    """Declare a counter without labels, whose row has its name; that of a time ends in _ns."""
+    """Declare a metric without labels, whose row has its name; that of a time ends in _ns."""
     row = name.replace("_seconds", "_ns") if unit == "seconds" else name
-    return Metric(name, "counter", means, unit, (), (CounterRow(row, means, (), low, high),), low, high)
+    return Metric(name, kind, means, unit, (), (CounterRow(row, means, (), low, high),), low, high)
 
 
 def given(
@@ -203,25 +209,18 @@ METRICS: tuple[Metric, ...] = (
         low="the cache has the data prepared",
         high="samples: none is prepared; the log's first lines say why",
     ),
-    Metric(
-        "samples_skipped",
-        "counter",
-        "samples skipped, by cause",
-        labels=("cause",),
-        rows=tuple(
-            CounterRow(f"samples_skipped_{cause}", f"samples skipped because {why}", (cause,))
-            for cause, why in CAUSES.items()
-        ),
-    ),
-    Metric(
-        "samples_replaced",
-        "counter",
-        "samples replaced by another of their shard, by cause",
-        labels=("cause",),
-        rows=tuple(
-            CounterRow(f"samples_replaced_{cause}", f"samples replaced because {why}", (cause,))
-            for cause, why in CAUSES.items()
-        ),
+    *(
+        Metric(
+            f"samples_{fate}",
+            "counter",
+            f"samples {fate}{how}, by cause",
+            labels=("cause",),
+            rows=tuple(
+                CounterRow(f"samples_{fate}_{cause}", f"samples {fate} because {why}", (cause,))
+                for cause, why in CAUSES.items()
+            ),
+        )
+        for fate, how in (("skipped", ""), ("replaced", " by another of their shard"))
     ),
     counted("feature_rows_read", "rows of features that were stored, and came with batches"),
     counted(
@@ -258,13 +257,10 @@ METRICS: tuple[Metric, ...] = (
     ),
     counted("batches_yielded", "batches that the training loop took"),
     counted("fresh_tensors", "tensors allocated because all pooled buffers were still in use"),
-    Metric(
+    counted(
         "ready_batches",
-        "gauge",
         "batches of this epoch that workers have made, and the training loop hasn't taken",
-        rows=(
-            CounterRow("ready_batches", "batches that workers have made, and the training loop hasn't taken"),
-        ),
+        kind="gauge",
         low="the training takes each batch as soon as it is made",
         high="workers × prefetch_factor: data is never late",
     ),
@@ -298,20 +294,13 @@ METRICS: tuple[Metric, ...] = (
             for kind in ("real", "padding")
         ),
     ),
-    Metric(
+    counted(
         "data_wait_seconds",
-        "histogram",
         "time for which the training loop waited for a batch",
-        "seconds",
-        rows=(
-            CounterRow(
-                "data_wait_ns",
-                "time for which the training loop waited for a batch",
-                (),
-                "data is never late",
-                "the run's duration: the training only waits for data",
-            ),
-        ),
+        unit="seconds",
+        kind="histogram",
+        low="data is never late",
+        high="the run's duration: the training only waits for data",
     ),
     counted(
         "blocked_wait_seconds",
