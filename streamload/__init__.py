@@ -69,28 +69,14 @@ __all__ = [
     "mixing",
 ]
 
-_LATER = {
-    "Alert": "streamload.metrics.findings",
-    "Batches": "streamload.loader",
-    "Cache": "streamload.loader",
-    "CacheLevel": "streamload.derived.calls.module_cache",
-    "Entry": "streamload.shards.samples",
-    "Features": "streamload.loader",
-    "Images": "streamload.loader",
-    "Loader": "streamload.loader",
-    "Order": "streamload.loader",
-    "Patches": "streamload.loader",
-    "Shards": "streamload.loader",
-    "Snapshot": "streamload.metrics",
-    "Source": "streamload.loader",
-    "Verdict": "streamload.metrics.findings",
-    "Workers": "streamload.loader",
-    "cache_info": "streamload.derived.calls.module_cache",
-    "cache_module": "streamload.derived.calls.module_cache",
-    "complexity": "streamload.weights.sample",
-    "gather_state": "streamload.loader",
-    "make_loader": "streamload.loader",
-}
+_LATER = dict.fromkeys(["CacheLevel", "cache_info", "cache_module"], "streamload.derived.calls.module_cache")
+_LATER |= dict.fromkeys(["Batches", "Cache", "Features", "Images", "Loader", "Order"], "streamload.loader")
+_LATER |= dict.fromkeys(["Patches", "Shards", "Source", "Workers"], "streamload.loader")
+_LATER |= dict.fromkeys(["gather_state", "make_loader"], "streamload.loader")
+_LATER |= dict.fromkeys(["Snapshot"], "streamload.metrics")
+_LATER |= dict.fromkeys(["Alert", "Verdict"], "streamload.metrics.findings")
+_LATER |= dict.fromkeys(["Entry"], "streamload.shards.samples")
+_LATER |= dict.fromkeys(["complexity"], "streamload.weights.sample")
 _MOVED = dict.fromkeys((name for name in vars(errors) if isinstance(getattr(errors, name), type)), "errors")
 _MOVED |= dict.fromkeys(["Decided", "Policy", "Progress", "Replay", "Schedule"], "mixing")
 _MOVED |= dict.fromkeys(["SourceSummary", "Summary", "Target", "TokenShares"], "mixing")

@@ -14,31 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from streamload.metrics import Counts
-from streamload.order.events import Event
+from streamload.order.events import Event as Event
 from streamload.order.steps import Steps, StepStart
 from streamload.shards.samples import Entry, Sample
-
-__all__ = [
-    "BatchColumn",
-    "BatchRows",
-    "Event",
-    "Extension",
-    "RankPart",
-    "ReadProgress",
-    "RowsStep",
-    "Run",
-    "SampleReader",
-    "ShardRows",
-    "StepSampler",
-    "StepsAhead",
-    "StepsStart",
-    "TakenBatch",
-    "Widths",
-    "WorkerPart",
-    "WorkerProcess",
-    "Yielded",
-    "YieldedInfo",
-]
 
 
 class ShardRows(Protocol):

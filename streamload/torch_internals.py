@@ -64,38 +64,18 @@ def require(names: tuple[str, ...] = NAMES) -> None:
 
 
 require()
-from torch._library.custom_ops import OPDEFS, CustomOpDef  # noqa: E402
-from torch._utils import ExceptionWrapper  # noqa: E402
+from torch._library.custom_ops import OPDEFS  # noqa: E402
+from torch._library.custom_ops import CustomOpDef as CustomOpDef  # noqa: E402
+from torch._utils import ExceptionWrapper as ExceptionWrapper  # noqa: E402
 from torch.nn.modules import module as _module  # noqa: E402
-from torch.nn.modules.batchnorm import _NormBase as NormBase  # noqa: E402
-from torch.nn.modules.dropout import _DropoutNd as DropoutBase  # noqa: E402
-from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase  # noqa: E402
-from torch.utils._pytree import tree_map  # noqa: E402
+from torch.utils._pytree import tree_map as tree_map  # noqa: E402
 
+NormBase = torch.nn.modules.batchnorm._NormBase
+DropoutBase = torch.nn.modules.dropout._DropoutNd
+InstanceNormBase = torch.nn.modules.instancenorm._InstanceNorm
 upsample_bicubic: Callable[..., torch.Tensor] = torch._C._nn._upsample_bicubic2d_aa
 upsample_bilinear: Callable[..., torch.Tensor] = torch._C._nn._upsample_bilinear2d_aa
 """The kernels of F.interpolate(antialias=True), which take `out`."""
-
-__all__ = [
-    "CustomOpDef",
-    "DropoutBase",
-    "ExceptionWrapper",
-    "InstanceNormBase",
-    "NormBase",
-    "abandon_workers",
-    "custom_ops",
-    "global_hooks",
-    "is_importing_main",
-    "next_batch",
-    "next_if_arrived",
-    "require",
-    "running_iterator",
-    "shut_down_workers",
-    "storage_of_file",
-    "tree_map",
-    "upsample_bicubic",
-    "upsample_bilinear",
-]
 
 
 def storage_of_file(descriptor: int, size_bytes: int) -> torch.UntypedStorage:

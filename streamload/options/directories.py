@@ -13,23 +13,9 @@ from pathlib import Path
 logger = logging.getLogger("streamload")
 
 # File systems whose data is on another machine. All FUSE kinds count, too, except fuseblk: a local disk.
-_REMOTE = frozenset(
-    {
-        "9p",
-        "acfs",
-        "afs",
-        "beegfs",
-        "ceph",
-        "cifs",
-        "davfs",
-        "glusterfs",
-        "gpfs",
-        "lustre",
-        "ncpfs",
-        "nfs",
-        "nfs4",
-    }
-    | {"ocfs2", "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "vboxsf", "virtiofs", "wekafs"}
+_REMOTE = (
+    "9p acfs afs beegfs ceph cifs davfs glusterfs gpfs lustre ncpfs nfs nfs4 ocfs2 orangefs panfs pvfs2 smb3 "
+    "smbfs vboxsf virtiofs wekafs"
 )
 _LOCAL_FUSE = frozenset({"fuseblk"})
 _MEMORY = frozenset({"tmpfs", "ramfs"})
@@ -47,7 +33,7 @@ class FileSystem:
     @property
     def is_elsewhere(self) -> bool:
         """True if its data is on another machine."""
-        return self.kind in _REMOTE or (self.kind.startswith("fuse") and self.kind not in _LOCAL_FUSE)
+        return self.kind in _REMOTE.split() or (self.kind.startswith("fuse") and self.kind not in _LOCAL_FUSE)
 
     @property
     def is_memory(self) -> bool:

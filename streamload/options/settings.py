@@ -40,8 +40,8 @@ S3 = Literal["direct", "s3fs"]
 DEFAULT_SHARED_WAIT_SECONDS = 120.0
 """Another node fetches and stores a shard of 300 MB at 3 MB/s in this time, or one of 1 GB at 10 MB/s."""
 DEFAULT_ORIGIN_WAIT_SECONDS = 300.0
-DEFAULT_METRICS_LISTEN = "127.0.0.1:9434"
 """Half of NCCL's default timeout: the time that other ranks wait for one in a collective operation."""
+DEFAULT_METRICS_LISTEN = "127.0.0.1:9434"
 DEFAULT_MAX_IMAGE_PIXELS = 20_000_000
 """An image of this size takes at most 240 MB to decode (transforms/limits.py)."""
 DEFAULT_FREE_DISK = FreeDisk()

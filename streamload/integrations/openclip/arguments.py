@@ -31,33 +31,14 @@ _GONE = {
 }
 
 # Arguments that select the training data. Unknown ones must not be ignored: these are supported …
-_SUPPORTED = {
-    "bucket_chunk",
-    "bucket_pool",
-    "bucket_prefetch_pools",
-    "dataset_resampled",
-    "dataset_type",
-    "image_key",
-    "json_text_key",
-    "max_image_pixels",
-    "naflex_batch_divisor",
-    "naflex_loss_scale",
-    "naflex_max_text_tokens",
-    "naflex_max_tokens_per_batch",
-    "naflex_num_train_image_tokens",
-    "naflex_pad_multiple",
-    "naflex_patch_size_probs",
-    "naflex_patch_sizes",
-    "naflex_seq_len_probs",
-    "naflex_seq_lens",
-    "text_key",
-    "text_pad_multiple",
-    "train_data",
-    "train_data_upsampling_factors",
-    "train_num_samples",
-    "val_data",
-    "val_num_samples",
-}
+_SUPPORTED = """
+    bucket_chunk bucket_pool bucket_prefetch_pools dataset_resampled dataset_type image_key
+    json_text_key max_image_pixels naflex_batch_divisor naflex_loss_scale naflex_max_text_tokens
+    naflex_max_tokens_per_batch naflex_num_train_image_tokens naflex_pad_multiple
+    naflex_patch_size_probs naflex_patch_sizes naflex_seq_len_probs naflex_seq_lens text_key
+    text_pad_multiple train_data train_data_upsampling_factors train_num_samples val_data
+    val_num_samples
+"""
 # … these change samples or batches in ways that we don't support …
 _REFUSED = {"genlap", "naflexclap"}
 # … and any other with such a prefix is refused.
@@ -285,7 +266,7 @@ def refuse_unknown(args: Any) -> None:
         if value not in (None, False, 0, "")
         and (name in _REFUSED or name.startswith(_ABOUT_DATA + _ABOUT_VALIDATION))
     }
-    unknown = ", ".join("--" + name.replace("_", "-") for name in sorted(used - _SUPPORTED))
+    unknown = ", ".join("--" + name.replace("_", "-") for name in sorted(used.difference(_SUPPORTED.split())))
     if unknown:
         raise OptionError(f"streamload doesn't support OpenCLIP's {unknown}")
 
