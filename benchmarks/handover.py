@@ -42,7 +42,7 @@ from benchmarks.contenders.job import versions
 from benchmarks.turns import Row
 from streamload.device import feed_for
 from streamload.ipc import BufferPool, ControlBlock, Numbers, buffers_for, context_with_queues
-from streamload.loader.in_order import InOrder
+from streamload.loader.epoch import InOrder
 from streamload.metrics import Counters
 from streamload.worker import Batch, Failed
 from streamload.worker.messages import OrderStep, RowSources

@@ -37,8 +37,8 @@ from examples.photograph_shards import write_photograph_shards
 from streamload.batches import images
 from streamload.batches.in_progress import MakingCosts
 from streamload.batches.tokenize import BatchTokenizer
-from streamload.loader.clock import LoopClock
 from streamload.loader.loader import Loader
+from streamload.loader.rank_process import LoopClock
 from streamload.observe.observer import RunObserver
 from streamload.observe.page import read_runs
 from streamload.worker.stages import Stages

@@ -1,7 +1,8 @@
 """One epoch: its batches in order, with the next one on its way to the device (steps K and L).
 
-If the next batch has arrived by the time that a batch is yielded, its transfer to the device starts then and
-overlaps with the training step. The state counts it when it is yielded, not before.
+Batches arrive in any order; InOrder keeps early ones until their turn. If the next one has arrived by the
+time that a batch is yielded, its transfer to the device starts then and overlaps with the training step. The
+state counts it when it is yielded, not before.
 """
 
 from __future__ import annotations
@@ -9,21 +10,21 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from streamload.device import Feed
-from streamload.errors import LoaderClosed, StreamloadError, WorkerDied
-from streamload.loader.in_order import InOrder
+from streamload.errors import LoaderClosed, OrderDiverged, StreamloadError, WorkerDied
 from streamload.loader.options import MAIN_GUARD, LoaderOptions
-from streamload.worker import Batch
+from streamload.torch_internals import next_batch, next_if_arrived
+from streamload.worker import Batch, Failed
 
 if TYPE_CHECKING:
-    from streamload.loader.clock import LoopClock
     from streamload.loader.dataloader import AccelerateEpoch
     from streamload.loader.distributed import RankMonitor
     from streamload.loader.observer import Observer
+    from streamload.loader.rank_process import LoopClock
 
 _Pending = Callable[[], tuple[Batch, dict[str, Any]]]
 """Returns a batch as the worker made it, and its values on the device."""
@@ -289,6 +290,62 @@ class Epoch:
         except Exception as exc:
             # Its traceback refers to this frame, and would keep the epoch alive.
             return functools.partial(_raise, exc.with_traceback(None))
+
+
+class InOrder:
+    """Keeps batches that arrive early until their turn.
+
+    Args:
+        batches: torch's iterator, in the order in which they arrive.
+    """
+
+    def __init__(self, batches: Iterator[Batch | Failed]):
+        self._batches = batches
+        self._early: dict[int, Batch | Failed] = {}
+        self._number = 0  # of the next one
+
+    def next(self, while_waiting: Callable[[], object]) -> Batch:
+        """The next batch; `while_waiting` is called about once a second until it arrives.
+
+        Raises:
+            StopIteration: there is none.
+            Exception: what kept a worker from making it.
+        """
+        batch = self._in_turn(lambda: next_batch(self._batches, while_waiting))
+        assert batch is not None
+        return batch
+
+    def next_if_arrived(self) -> Batch | None:
+        """The next batch if it has arrived.
+
+        Raises:
+            Exception: as `next`.
+        """
+        return self._in_turn(lambda: next_if_arrived(self._batches))
+
+    def _in_turn(self, arrived: Callable[[], Batch | Failed | None]) -> Batch | None:
+        while self._number not in self._early:
+            try:
+                batch = arrived()
+            except StopIteration:
+                self._refuse_gap()
+                raise
+            if batch is None:
+                return None
+            self._early[batch.number] = batch
+        batch = self._early.pop(self._number)
+        self._number += 1
+        if isinstance(batch, Failed):
+            batch.error.reraise()  # type: ignore[no-untyped-call]
+        assert isinstance(batch, Batch)
+        return batch
+
+    def _refuse_gap(self) -> None:
+        if self._early:
+            raise OrderDiverged(
+                f"the workers ended without batch {self._number} of the epoch, but made later ones: they "
+                f"disagree on where the data ends"
+            )
 
 
 def is_worker_death(error: BaseException) -> bool:

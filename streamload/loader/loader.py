@@ -16,8 +16,6 @@ import torch
 from streamload.device import Feed, feed_for
 from streamload.errors import OptionError, OrderDiverged
 from streamload.loader import registered
-from streamload.loader.batch_info import BatchInfo
-from streamload.loader.clock import LoopClock
 from streamload.loader.dataloader import (
     AccelerateEpoch,
     DataLoaderInterface,
@@ -30,11 +28,10 @@ from streamload.loader.epoch import Epoch, is_worker_death
 from streamload.loader.lengths import EpochLengths
 from streamload.loader.observer import Observer, RunTrace
 from streamload.loader.options import LoaderOptions
-from streamload.loader.output import Outputs
+from streamload.loader.output import BatchInfo, Outputs
 from streamload.loader.pool import WorkerPool
-from streamload.loader.rank_process import RankProcess
-from streamload.loader.rank_run import RankParts, RankRun
-from streamload.loader.run_events import RunEvents
+from streamload.loader.rank_process import LoopClock, RankProcess
+from streamload.loader.rank_run import RankParts, RankRun, RunEvents
 from streamload.loader.schedule import RunSchedule
 from streamload.loader.state import attempt_in, counts_in, joined_state, order_and_position, to_state
 from streamload.loader.worker_config import check_room
@@ -537,7 +534,7 @@ class Loader(DataLoaderInterface):
         """The last batch of the epoch was accepted.
 
         Raises:
-            TooManyBadSamples, TooManyBadShards, NoValidSamples: see pass_end.PassEnd.check.
+            TooManyBadSamples, TooManyBadShards, NoValidSamples: see checks.PassEnd.check.
         """
         self._parts.end_epoch()
         self.observer.end_epoch(self._epoch)

@@ -1,6 +1,6 @@
 """The contract of what observes a run: figures, alerts, a verdict, a published page, a trace.
 
-The kernel counts (metrics/, clock.py) and calls an `Observer`, which registered.py makes.
+The kernel counts (metrics/, rank_process.py) and calls an `Observer`, which registered.py makes.
 """
 
 from __future__ import annotations

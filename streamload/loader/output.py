@@ -1,22 +1,33 @@
-"""Output for the training loop: a batch in the form of `output=`, and its record (step K)."""
+"""Output for the training loop: a batch in the form of `output=`, and its record (step K).
+
+Of a record nothing is computed, and nothing goes to the device, before it is asked for.
+"""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from streamload.batches.collate import unnamed
 from streamload.errors import OptionError
 from streamload.extension import Yielded
-from streamload.loader.batch_info import BatchInfo, YieldedBatches
 from streamload.loader.options import LoaderOptions
 from streamload.loader.rank_run import RankParts
-from streamload.worker import Batch
+from streamload.worker import SEAT, Batch
 
 MODEL_INPUTS = {"image": "pixel_values", "text": "input_ids", "label": "labels"}
 """The values of a batch by the names that transformers' models use."""
 _ORIGINS = ("__key__", "__url__")
+_NESTED_LOOKED_AT = 8
+"""Elements of a value in which a batch's first tensor is looked for."""
 
 
 class Outputs:
@@ -86,3 +97,147 @@ class Outputs:
         if options.output == "dict":
             return {**values, **extra}
         return (*values.values(), extra) if extra else tuple(values.values())
+
+
+class BatchInfo:
+    """Record of a batch.
+
+    Args:
+        yielded: its rows, and the columns that each needs.
+        sources: the names of all sources.
+        seats: SEAT[N] as bytes: the source of each row; empty: there is one source.
+        shapes: of its tensors, by the names that they have in `output="dict"`.
+        device: of its tensors.
+        source_weights: of the rows of each source; None: 1.
+        row_weights: float32[N], of each row; None: 1.
+        run_step: its number in the run; None: steps of the run aren't counted.
+        importance: of the rows of each source; None: 1.
+
+    Attributes:
+        step: its number in the epoch, from 0.
+        rows: its number of rows.
+        sources: the names of all sources; `source` has their indexes.
+        shapes: of its tensors, padding included, by name.
+        source_weights: the weight that rows have by their source; None: 1.
+        row_weights: float32[N], the weight of each row by `sample_weight=`, in host memory; None: 1.
+        run_step: its number in the run, from 0; None without mixing= and Order(decisions=…, objective=…).
+        importance: of each source, the share by its own weight ÷ its share of this step, by which rows stand
+            for samples at the shares that make_loader was given; None: 1 for all, or as for `run_step`.
+        seat_bytes: as `seats` was given.
+        device: of its tensors.
+        yielded: its rows, by which microbatches are cut.
+    """
+
+    def __init__(
+        self,
+        yielded: Yielded,
+        sources: tuple[str, ...] = (),
+        seats: bytes = b"",
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        device: torch.device | None = None,
+        source_weights: Sequence[float] | None = None,
+        row_weights: npt.NDArray[np.float32] | None = None,
+        run_step: int | None = None,
+        importance: tuple[float, ...] | None = None,
+    ):
+        self.step, self.rows, self.sources = yielded.step, yielded.samples, sources
+        self.shapes, self.source_weights, self.row_weights = shapes or {}, source_weights, row_weights
+        self.run_step, self.importance, self.seat_bytes = run_step, importance, seats
+        self.yielded, self.device = yielded, device
+
+    def __repr__(self) -> str:
+        return f"<BatchInfo step {self.step}, {self.rows} rows, {self.tokens or self.shapes}>"
+
+    @property
+    def seats(self) -> npt.NDArray[np.int32]:
+        """The source of each row, in host memory: int32[N]."""
+        return np.frombuffer(self.seat_bytes, SEAT) if self.seat_bytes else np.zeros(self.rows, SEAT)
+
+    @cached_property
+    def source(self) -> torch.Tensor:
+        """The source of each row, as its index in `sources`: int64[N], on the batch's device."""
+        return self._on_device(torch.from_numpy(self.seats.astype(np.int64)))
+
+    @cached_property
+    def weight(self) -> torch.Tensor:
+        """The weight of each row in the loss: float32[N], on the batch's device; 1 by default.
+
+        It is the product of what its source and `sample_weight=` give it.
+        """
+        weights = np.ones(self.rows, np.float32) if self.row_weights is None else self.row_weights
+        if self.source_weights is not None:
+            weights = weights * np.asarray(self.source_weights, np.float32)[self.seats]
+        return self._on_device(torch.from_numpy(weights))
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """The `__key__` of each row.
+
+        Raises:
+            OptionError: they weren't asked for; then workers don't send them.
+        """
+        if len(self.yielded.keys) != self.rows:
+            raise OptionError("the keys of a batch's rows come with it with Batches(with_keys=True)")
+        return self.yielded.keys
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Lengths of rows without padding: ids as "text", patches as "image"; what isn't known is left out.
+
+        With bucketing, the room that a row has on all ranks. Captions of a fixed length count in full.
+        """
+        widths, counts = self.yielded.widths, {}
+        if widths is None:
+            shape = self.shapes.get("text", ())
+            return {"text": shape[0] * shape[1]} if len(shape) == 2 else {}
+        for name, column, full in zip(("text", "image"), widths.bounds.T, widths.full, strict=True):
+            if full:
+                counts[name] = int(column.sum())
+        return counts
+
+    def _on_device(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy on the batch's device, for which the processor doesn't wait."""
+        if self.device is None or self.device.type == "cpu":
+            return values
+        if self.device.type == "cuda":
+            values = values.pin_memory()
+        return values.to(self.device, non_blocking=True)
+
+
+class YieldedBatches:
+    """Records of the batches that the training loop still holds, found by their tensors."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], BatchInfo]] = {}
+
+    def add(self, batch: Any, info: BatchInfo) -> None:
+        """Remember a batch as long as its first tensor lives; one without tensors isn't remembered."""
+        tensor = _first_tensor(batch)
+        if tensor is not None:
+            gone = functools.partial(_forget, self._known, id(tensor))
+            self._known[id(tensor)] = weakref.ref(tensor, gone), info
+
+    def find(self, batch: Any) -> BatchInfo | None:
+        """Record of a batch; None if it isn't one that was added."""
+        tensor = _first_tensor(batch)
+        entry = None if tensor is None else self._known.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
+
+
+def _forget(by_tensor: dict[int, Any], place: int, _: object) -> None:
+    by_tensor.pop(place, None)
+
+
+def _first_tensor(batch: Any, most: int | None = None) -> torch.Tensor | None:
+    """The first tensor of a batch; None if there is none, or none among the first elements of its values.
+
+    Each batch is looked at as it is yielded: lists of Python numbers must not be walked to their ends.
+    """
+    for value in itertools.islice(batch.values() if isinstance(batch, Mapping) else batch, most):
+        if isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, Mapping | tuple | list):
+            tensor = _first_tensor(value, _NESTED_LOOKED_AT)
+            if tensor is not None:
+                return tensor
+    return None

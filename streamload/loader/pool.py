@@ -18,7 +18,7 @@ from streamload import limits
 from streamload.descriptors import in_this_process
 from streamload.errors import StreamloadError
 from streamload.ipc import ControlBlock, buffers_for, context_with_queues
-from streamload.loader.in_order import InOrder
+from streamload.loader.epoch import InOrder
 from streamload.loader.options import LoaderOptions
 from streamload.loader.schedule import RunSchedule
 from streamload.loader.worker_config import worker_config_for

@@ -20,6 +20,7 @@ from streamload.loader.distributed import can_compare, first_value
 from streamload.loader.options import LoaderOptions
 from streamload.loader.order_spec import (
     OrderSpec,
+    block_steps,
     compare_groups,
     data_digest,
     fit_to_cache,
@@ -29,17 +30,19 @@ from streamload.loader.order_spec import (
     split_for,
 )
 from streamload.loader.position import EpochTracker, Position
-from streamload.loader.resizing import from_block, of_ranks, resized
 from streamload.loader.sizes import agree_on_sizes, estimate_samples, read_sizes, sizes_digest
 from streamload.loader.state import (
     attempt_in,
     check_fits,
     check_options,
+    from_block,
     has_more_shards,
+    of_ranks,
     order_and_position,
     to_state,
 )
-from streamload.order.events import BATCH_SIZE, WEIGHTS, Event, new_weights, shares_of
+from streamload.options.values import at_least
+from streamload.order.events import BATCH_SIZE, WEIGHTS, Event, new_batch_size, new_weights, shares_of
 from streamload.order.plan import OrderOptions
 from streamload.order.steps import Split, StepOptions, Steps
 from streamload.topology import RunAttempt, Topology, read_rank, read_topology
@@ -383,8 +386,29 @@ class RunSchedule:
         self.tracker.load(position)
 
     def resized(self, rows: int, position: int) -> Event:
-        """Steps of so many samples of each rank, from a position on; see resizing.resized."""
-        return resized(self._options, self.split(), rows, position)
+        """Another size of steps from a position on.
+
+        Args:
+            rows: of a rank.
+            position: where a step begins; with bucketing, a block.
+
+        Raises:
+            OptionError: steps can't have this size.
+        """
+        at_least(1, batch_size=rows)
+        options, split = self._options, self.split()
+        if not options.train:
+            raise OptionError("set_batch_size() is for training: an evaluation has one batch_size")
+        if options.step_table is not None:
+            raise OptionError("set_batch_size() is for steps of one size: Patches(steps=…) says each step's")
+        batch = rows * split.ranks
+        if batch % split.groups or split.batch % split.groups:
+            raise OptionError(
+                f"set_batch_size({rows}): with {split.groups} groups (Order(groups=…)) a step has equal "
+                f"parts of each, before and after, and {split.batch} and {batch} samples aren't both "
+                f"multiples of that"
+            )
+        return new_batch_size(position, batch, block_steps(options, batch) or 1)
 
     def next_block(self, position: int) -> int:
         """The first position from this one on between two blocks; without bucketing, this one."""

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import xxhash
 
 from streamload.errors import OptionError, StateMismatch
 from streamload.loader.options import LoaderOptions
-from streamload.loader.order_spec import OrderSpec, data_digest
+from streamload.loader.order_spec import OrderSpec, block_steps, data_digest, split_for
 from streamload.loader.position import Position
-from streamload.order.events import UNIT, WEIGHTS, Event, new_batch_size, new_weights, of_kind
+from streamload.order.events import BATCH_SIZE, UNIT, WEIGHTS, Event, new_batch_size, new_weights, of_kind
 from streamload.order.group import most_skipped
 from streamload.order.plan import WIDEST_LANES, WIDEST_WINDOW, WITH_ARRIVALS
 from streamload.order.steps import WIDEST_MULTIPLE, Split, Steps
-from streamload.topology import RunAttempt
+from streamload.topology import RunAttempt, Topology
 from streamload.worker.states import GroupState
+
+logger = logging.getLogger("streamload")
 
 FORMAT = 3
 _WITHOUT_CHECKSUM = 2
@@ -242,6 +246,65 @@ def check_options(saved: OrderSpec, position: Position, options: LoaderOptions) 
     for name, (value, option) in fixed.items():
         if options.train and option is not None and option != value:
             raise StateMismatch(f"the state was saved with {name}={value}, and this is {option}")
+
+
+def from_block(options: LoaderOptions, saved: OrderSpec, ours: OrderSpec, position: Position) -> Position:
+    """Where to resume with other blocks than the state's.
+
+    Args:
+        options: the loader's.
+        saved: the state's order.
+        ours: this loader's.
+        position: the state's.
+
+    Raises:
+        StateMismatch: within a block, whose samples are planned together.
+    """
+    if saved.blocks == ours.blocks:
+        return position
+    place, sizes = position.position, position.batch_sizes
+    if saved.blocks is not None:
+        count, batch = saved.blocks
+        steps = options.step_options(Split(batch, 1, 1), count).steps(position.step_start, sizes)
+        block, batch = steps.block(place), steps.at(place).batch
+        if block is not None and block.begin != place:
+            raise StateMismatch(
+                f"the state is from within a block of bucketing=, which ends in "
+                f"{(block.end - place) // batch} steps: go on with the same bucketing= and "
+                f"global batch size ({batch}) until then, or resume from a state between two blocks"
+            )
+    events = [event for event in position.events if event.kind != BATCH_SIZE]
+    for size in sizes[-1:]:
+        batch = size.value["batch"]
+        events.append(new_batch_size(place, batch, block_steps(options, batch) or 1))
+    return replace(position, blocks_from=place, events=tuple(events))
+
+
+def of_ranks(options: LoaderOptions, topology: Topology, position: Position) -> Position:
+    """Where to resume with another batch size than the state's, which replaces those that were set.
+
+    Raises:
+        StateMismatch: the ranks can't share a step that has the size that was set.
+    """
+    sizes, split = position.batch_sizes, split_for(options, topology, 1)
+    if not sizes:
+        return position
+    if position.base_batch != split.batch:
+        logger.warning(
+            "batch_size × ranks is %d, not %d as when sizes were set in the state's run: it replaces %d",
+            *(split.batch, position.base_batch, sizes[-1].value["batch"]),
+        )
+        events = tuple(event for event in position.events if event.kind != BATCH_SIZE)
+        return replace(position, events=events, base_batch=None, steps=0)
+    for size in sizes:
+        batch = size.value["batch"]
+        if batch % split.ranks:
+            raise StateMismatch(
+                f"set_batch_size() was called in the state's run: its steps have {batch} samples, "
+                f"which {split.ranks} ranks can't share evenly. Resume on a number of ranks that divides "
+                f"that, or with another batch_size × ranks than {position.base_batch}, which replaces it"
+            )
+    return position
 
 
 def has_more_shards(options: LoaderOptions, saved: OrderSpec, moved: Mapping[str, str]) -> bool:

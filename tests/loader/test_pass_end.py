@@ -26,7 +26,7 @@ from PIL import Image
 import streamload
 from streamload.errors import NoValidSamples, TooManyBadSamples, TooManyBadShards
 from streamload.loader import distributed
-from streamload.loader.pass_end import PassEnd, Totals, exceeds, merged
+from streamload.loader.checks import PassEnd, Totals, exceeds, merged
 from tests.support import flat
 
 
