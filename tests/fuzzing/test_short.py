@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from streamload.loader import pass_end
+from streamload.loader import checks
 from streamload.order.group import GroupOrder
 from tests.fuzzing import indexes, kernels, runner, sanitized, tars, trainings, troubles, urls
 
@@ -46,7 +46,7 @@ def test_a_resume_that_gives_a_sample_again_is_found(monkeypatch):
 
 
 def test_a_pass_that_ends_normally_with_too_many_bad_samples_is_found(monkeypatch):
-    monkeypatch.setattr(pass_end, "exceeds", lambda *counts, **options: False)
+    monkeypatch.setattr(checks, "exceeds", lambda *counts, **options: False)
     failures = (runner.run_here("troubles", 1, 1, number)[1] for number in (7, 11, 15))
     assert any(failure is not None and "ended with ['']" in failure.trace for failure in failures)
 

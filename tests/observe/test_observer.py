@@ -24,7 +24,7 @@ import torch
 
 import streamload
 from streamload import torch_internals
-from streamload.loader import batch_info
+from streamload.loader import output
 from streamload.loader.output import Outputs
 from streamload.observe import alerts, observer, publishing, verdict
 from streamload.observe.page import RunPage, as_dict, files, read_runs
@@ -213,7 +213,7 @@ def test_lists_of_python_numbers_are_not_walked_when_they_are_yielded(
         looked_at += 1
         return isinstance_(value, kind)
 
-    monkeypatch.setattr(batch_info, "isinstance", counting, raising=False)
+    monkeypatch.setattr(output, "isinstance", counting, raising=False)
     workers = streamload.Workers(map_sample=counted, collate=numbers_of)
     with make(f"{data}/{URLS}", tmp_path, workers=workers) as loader:
         batches = list(loader)
