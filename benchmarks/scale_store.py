@@ -27,8 +27,8 @@ import torch.distributed
 from torch.distributed import TCPStore
 
 from benchmarks.contenders.job import versions
-from streamload.loader import distributed
-from streamload.loader.agreement import Agreement
+from streamload.ranks import distributed
+from streamload.ranks.agreement import Agreement
 
 STEPS = ("start", "report", "read", "decide", "beat", "look")
 """The decision at the start of a run; an outage reported by all, and read by all; one decision of mixing=; a

@@ -78,8 +78,9 @@ def _rank(rank: int, urls: list[str], place: Path, wait: float, stage: Any) -> d
     """One of two ranks, each on a node of its own: it steps together with the other."""
     import torch
 
-    from streamload.loader import distributed, worker_config
+    from streamload.loader import worker_config
     from streamload.origins.origin import OriginOptions
+    from streamload.ranks import distributed
     from streamload.worker import blocked
 
     distributed._POLL_SECONDS, distributed._STILL_SECONDS = 0.1, 0.3

@@ -8,19 +8,25 @@ follows from the data, not from what ranks do: a resumed run finds the same. It 
 from __future__ import annotations
 
 import pickle
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from streamload.batching.padding import WIDTHS, RankLengths, RowLengths, RowWidths, cut
 from streamload.batching.steps import BlockBounds, PlannedStep
 from streamload.extension import BatchRows, RankPart, Run, WorkerPart, WorkerProcess
+from streamload.order.steps import Split
+from streamload.ranks.distributed import forget, largest
 
 Widest = Callable[[BlockBounds], BlockBounds]
 """Returns the widest bounds of a block on any rank; all ranks have to call it."""
+_BLOCKS_KEPT = 64
+"""Blocks whose widths stay in the ranks' store: no rank is so far behind another."""
 
 
 @dataclass(frozen=True)
@@ -101,3 +107,41 @@ class AgreedBounds(RankLengths):
         for name in widths.texts:
             if isinstance(values.get(name), torch.Tensor):
                 values[name] = cut(values[name], columns, length)
+
+
+class WidestRows:
+    """Widths of the rows of blocks of steps, on which the groups of a run agree: the widest of any rank.
+
+    Args:
+        describe_run: describes what widths depend on, alike on all ranks.
+        split: of steps among ranks.
+        rank: this one.
+    """
+
+    def __init__(self, describe_run: Callable[[], str], split: Split, rank: int):
+        self._describe_run, self._split, self._rank = describe_run, split, rank
+        self._names: deque[str] = deque()
+
+    def of_block(self, block: BlockBounds) -> BlockBounds:
+        """The widest of all ranks, which all have to call it.
+
+        Args:
+            block: with the widths of this rank's rows.
+
+        Raises:
+            RankFailed: another rank has ended, or didn't come to this block in half an hour.
+        """
+        split, rows = self._split, block.rows
+        run = repr((self._describe_run(), rows.shape))
+        name = f"bounds/{xxhash.xxh3_64_hexdigest(run.encode())}/{block.begin}/{block.end}"
+        tellers, told = [], set[int]()
+        for other in range(split.ranks):
+            groups = set(split.groups_of(other))
+            if not groups <= told:
+                tellers.append(other)
+                told |= groups
+        if self._rank == 0:
+            self._names.append(name)
+            if len(self._names) > _BLOCKS_KEPT:
+                forget(self._names.popleft(), split.ranks)
+        return block._replace(rows=largest(name, rows, self._rank, tellers, split.ranks))

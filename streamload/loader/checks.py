@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from streamload.errors import NoValidSamples, OrderDiverged, RankFailed, TooManyBadSamples, TooManyBadShards
-from streamload.loader.distributed import agree
 from streamload.metrics import Counters
+from streamload.ranks.distributed import agree
 from streamload.urls import redact
 from streamload.worker import Batch, SkippedSample
 

@@ -22,9 +22,9 @@ from streamload.worker import Batch, Failed
 
 if TYPE_CHECKING:
     from streamload.loader.dataloader import AccelerateEpoch
-    from streamload.loader.distributed import RankMonitor
     from streamload.loader.observer import Observer
     from streamload.loader.rank_process import LoopClock
+    from streamload.ranks.distributed import RankMonitor
 
 _Pending = Callable[[], tuple[Batch, dict[str, Any]]]
 """Returns a batch as the worker made it, and its values on the device."""

@@ -23,7 +23,6 @@ from streamload.loader.dataloader import (
     silence_doubts_of_length,
 )
 from streamload.loader.destination import Destination
-from streamload.loader.distributed import RankMonitor, gather, ranks_of
 from streamload.loader.epoch import Epoch, is_worker_death
 from streamload.loader.lengths import EpochLengths
 from streamload.loader.observer import Observer, RunTrace
@@ -39,6 +38,7 @@ from streamload.metrics import Snapshot
 from streamload.metrics.findings import OnAlert, Requests, Verdict
 from streamload.options import DEFAULT_METRICS_LISTEN
 from streamload.options.values import at_least
+from streamload.ranks.distributed import RankMonitor, gather, ranks_of
 from streamload.worker import Batch, EpochStart, SkippedSample, nothing_ready
 
 

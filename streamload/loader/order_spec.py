@@ -21,7 +21,6 @@ from streamload import limits, urls
 from streamload.cache.forecast import LARGE_SAMPLE_BYTES, LARGE_SHARD_BYTES, Measure, Width, fits, fitting
 from streamload.cache.shard import ShardList
 from streamload.errors import OptionError, OrderDiverged
-from streamload.loader.distributed import agree, can_compare, first_value
 from streamload.loader.options import LoaderOptions
 from streamload.metrics import format_bytes
 from streamload.order.events import UNIT
@@ -30,6 +29,7 @@ from streamload.order.lanes import default_lanes
 from streamload.order.plan import WITH_ARRIVALS, OrderOptions
 from streamload.order.shuffle import default_window
 from streamload.order.steps import Split
+from streamload.ranks.distributed import agree, can_compare, first_value
 from streamload.topology import Topology
 
 logger = logging.getLogger("streamload")

@@ -14,8 +14,6 @@ from typing import Any
 
 from streamload.errors import OptionError
 from streamload.extension import Event, Extension, RankPart, TakenBatch, YieldedInfo
-from streamload.loader.agreement import Agreement
-from streamload.loader.distributed import can_compare, gather
 from streamload.loader.epoch import Epoch
 from streamload.loader.options import LoaderOptions
 from streamload.loader.position import Position
@@ -23,6 +21,8 @@ from streamload.loader.rank_process import RankProcess
 from streamload.loader.schedule import RunSchedule
 from streamload.metrics import Counts
 from streamload.order.events import BATCH_SIZE, WEIGHTS, joined, of_kind
+from streamload.ranks.agreement import Agreement
+from streamload.ranks.distributed import can_compare, gather
 from streamload.worker import EpochChange
 
 logger = logging.getLogger("streamload")

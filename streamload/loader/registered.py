@@ -9,20 +9,17 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from streamload.batches.assembly import BatchAssembly
-from streamload.batching.bounds import AgreedLengths
+from streamload.batching.bounds import AgreedLengths, WidestRows
 from streamload.batching.buckets import Buckets
 from streamload.batching.costs import RowCosts, row_costs
 from streamload.batching.in_flight import InFlight, in_flight_of
 from streamload.batching.microbatches import Microbatches, Microbatching
 from streamload.batching.padding import RowLengths
-from streamload.batching.steps import BlockBounds
 from streamload.errors import OptionError
 from streamload.extension import Extension, RankPart
 from streamload.features import RowFeatures
 from streamload.features.columns import FeatureAssembly
-from streamload.loader.agreement import WidestRows, are_widths_agreed
 from streamload.loader.destination import AUTO
-from streamload.loader.distributed import gather
 from streamload.loader.features import bound_features
 from streamload.loader.groups import Batches, Images, Order
 from streamload.loader.mixing.batch_size import BatchSizes, BatchSizing
@@ -40,6 +37,7 @@ from streamload.observe.observer import ObservedRun, RunObserver
 from streamload.options import Settings
 from streamload.options import options as all_options
 from streamload.patches.rank import PatchedImages
+from streamload.ranks.distributed import gather
 from streamload.steering import Policy
 from streamload.steering.replay import Replay
 from streamload.weights import RowWeights
@@ -173,13 +171,14 @@ def extensions_of_run(
         extensions.append(RowFeatures(features, bound_features(options, features)))
     if options.images.patches is not None:
         extensions.append(PatchedImages())
-    if config.assembly.trim is not None and are_widths_agreed(schedule):
-        rows = WidestRows(schedule, repr(options.batches))
+    if config.assembly.trim is not None and schedule.agrees_on_widths:
 
-        def widest(block: BlockBounds) -> BlockBounds:
-            return block._replace(rows=rows.of_block(*block))
+        def describe_run() -> str:
+            position = schedule.tracker.now()
+            return repr((schedule.order, options.batches, position.sequence, position.events))
 
-        extensions.append(AgreedLengths(options.batches.text_pad_multiple, widest))
+        rows = WidestRows(describe_run, schedule.split(), schedule.topology.rank)
+        extensions.append(AgreedLengths(options.batches.text_pad_multiple, rows.of_block))
     elif config.assembly.trim is not None:
         extensions.append(RowLengths())
     if schedule.order.blocks is not None:

@@ -16,7 +16,6 @@ from typing import Any
 from streamload.cache.forecast import Measure
 from streamload.cache.shard import ShardList
 from streamload.errors import OptionError, StateMismatch
-from streamload.loader.distributed import can_compare, first_value
 from streamload.loader.options import LoaderOptions
 from streamload.loader.order_spec import (
     OrderSpec,
@@ -45,6 +44,7 @@ from streamload.options.values import at_least
 from streamload.order.events import BATCH_SIZE, WEIGHTS, Event, new_batch_size, new_weights, shares_of
 from streamload.order.plan import OrderOptions
 from streamload.order.steps import Split, StepOptions, Steps
+from streamload.ranks.distributed import can_compare, first_value
 from streamload.topology import RunAttempt, Topology, read_rank, read_topology
 
 logger = logging.getLogger("streamload")
@@ -232,6 +232,13 @@ class RunSchedule:
             return table.count - len(table.remaining(position.epoch, offset, split.ranks))
         steps = offset // split.batch if position.base_batch is None else position.steps
         return steps if later is None else steps + self.steps_from(position).number(later)
+
+    @property
+    def agrees_on_widths(self) -> bool:
+        """True if the run's groups agree on how wide rows are: then ranks cut texts, not workers."""
+        order, world_size = self.order, self.topology.world_size
+        is_alone = order.groups == 1 or world_size == 1
+        return order.blocks is not None and not is_alone and can_compare(world_size)
 
     @property
     def reports_shards(self) -> bool:

@@ -13,8 +13,8 @@ import xxhash
 
 from streamload import limits, urls
 from streamload.errors import DataError, OrderDiverged, OriginDenied, OriginNotFound, StreamloadError
-from streamload.loader.distributed import first_with_details
 from streamload.origins.origin import OriginOptions, open_origin
+from streamload.ranks.distributed import first_with_details
 from streamload.shards.samples import ShardScanner, border
 from streamload.topology import Topology
 

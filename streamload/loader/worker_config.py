@@ -27,8 +27,6 @@ from streamload.facts.recipes import token_count
 from streamload.facts.repeats import uses, visit_key
 from streamload.facts.shard_facts import ShardFacts
 from streamload.features.columns import FeatureAssembly
-from streamload.loader.agreement import are_widths_agreed
-from streamload.loader.distributed import first_value
 from streamload.loader.features import feature_assemblies
 from streamload.loader.options import LoaderOptions
 from streamload.loader.preparing import (
@@ -48,6 +46,7 @@ from streamload.origins.access import warn_of_shared_headers
 from streamload.origins.origin import OriginOptions, warn_of_compressed
 from streamload.patches.images import PatchImages
 from streamload.prefetch.fallback import remove_unused
+from streamload.ranks.distributed import first_value
 from streamload.shards.columns import TOKENS
 from streamload.topology import run_name
 from streamload.transforms import kernel
@@ -140,7 +139,7 @@ def _worker_config(
     groups, reads = orders[0].groups, options.urls.fingerprint()
     # Of Lightning's launcher the first rank is the others' parent: their own names would differ.
     run = first_value(f"run {topology.node} {reads}", run_name(topology, reads), topology.world_size)
-    if schedule.order.blocks is not None and are_widths_agreed(schedule):
+    if schedule.agrees_on_widths:
         assembly = _whole_texts(assembly, options)
     if shared is not None and shared.write_back and shared.wait_seconds > 0:
         attempt = schedule.agree_on_attempt()

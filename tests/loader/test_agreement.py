@@ -12,7 +12,7 @@ import torch
 import torch.multiprocessing
 
 import streamload
-from streamload.loader import distributed
+from streamload.ranks import distributed
 from streamload.testing.faults import EMPTY_PAGE, Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import read_oracle, write_shards

@@ -20,10 +20,10 @@ import torch.distributed
 
 from streamload.errors import RankFailed, StateMismatch
 from streamload.ipc import ControlBlock
-from streamload.loader import distributed, heartbeats
-from streamload.loader.agreement import Agreement
 from streamload.loader.state import attempt_in
 from streamload.node import SlowestRank
+from streamload.ranks import distributed, heartbeats
+from streamload.ranks.agreement import Agreement
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
 from tests.support.jobs import FIRST_HOST, ROWS, expected_batches, in_switch, join, make, together

@@ -25,8 +25,8 @@ from PIL import Image
 
 import streamload
 from streamload.errors import NoValidSamples, TooManyBadSamples, TooManyBadShards
-from streamload.loader import distributed
 from streamload.loader.checks import PassEnd, Totals, exceeds, merged
+from streamload.ranks import distributed
 from tests.support import flat
 
 

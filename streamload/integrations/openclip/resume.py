@@ -22,9 +22,9 @@ import fsspec
 from streamload.errors import StateMismatch
 from streamload.integrations.openclip.arguments import rank_of
 from streamload.loader import Loader, gather_state
-from streamload.loader.distributed import gather
 from streamload.loader.position import Position
 from streamload.loader.state import from_state
+from streamload.ranks.distributed import gather
 
 logger = logging.getLogger("streamload")
 

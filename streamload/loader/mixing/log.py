@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from streamload.errors import OptionError
-from streamload.loader.distributed import gather
 from streamload.loader.mixing.state import LogState
 from streamload.loader.position import Position
 from streamload.loader.schedule import RunSchedule
 from streamload.loader.state import sizes_to, weights_to
 from streamload.order.events import WEIGHTS, Event
+from streamload.ranks.distributed import gather
 from streamload.steering.decisions import SEQUENCE, DecisionLog
 
 

@@ -10,19 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import xxhash
-
 from streamload.errors import OptionError, RankFailed
-from streamload.loader.distributed import Ranks, can_compare, forget, largest, ranks_of, unique
-from streamload.loader.heartbeats import values_of
-from streamload.loader.schedule import RunSchedule
+from streamload.ranks.distributed import Ranks, ranks_of, unique
+from streamload.ranks.heartbeats import values_of
 
 _LONGEST_WAIT_SECONDS = 7200.0
 """For a rank that is alive, and does something else: saves a checkpoint, evaluates."""
@@ -30,8 +24,6 @@ _PROMPT_SECONDS = 1.0
 """A rank waits within the store, which answers at once, for so long; then it looks at the others, too."""
 _LEAST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.05, 1.0
 """Between two of these looks; the second after a while."""
-_BLOCKS_KEPT = 64
-"""Blocks whose widths stay in the ranks' store: no rank is so far behind another."""
 
 
 class Agreement:
@@ -132,52 +124,6 @@ class Agreement:
         if not ranks.failed:
             with contextlib.suppress(RuntimeError):
                 ranks.report("failed", f"RankFailed: {error}")
-
-
-class WidestRows:
-    """Widths of the rows of blocks of steps, on which the groups of a run agree: the widest of any rank.
-
-    Args:
-        schedule: of its epochs.
-        batches: options of batches that widths depend on.
-    """
-
-    def __init__(self, schedule: RunSchedule, batches: str):
-        self._schedule, self._batches = schedule, batches
-        self._names: deque[str] = deque()
-
-    def of_block(self, begin: int, end: int, rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """The widest of all ranks, which all have to call it.
-
-        Args:
-            begin, end: the global positions of the block.
-            rows: of this rank.
-
-        Raises:
-            RankFailed: another rank has ended, or didn't come to this block in half an hour.
-        """
-        schedule, position = self._schedule, self._schedule.tracker.now()
-        split, rank = schedule.split(), schedule.topology.rank
-        run = repr((schedule.order, self._batches, position.sequence, position.events, rows.shape))
-        name = f"bounds/{xxhash.xxh3_64_hexdigest(run.encode())}/{begin}/{end}"
-        tellers, told = [], set[int]()
-        for other in range(split.ranks):
-            groups = set(split.groups_of(other))
-            if not groups <= told:
-                tellers.append(other)
-                told |= groups
-        if rank == 0:
-            self._names.append(name)
-            if len(self._names) > _BLOCKS_KEPT:
-                forget(self._names.popleft(), split.ranks)
-        return largest(name, rows, rank, tellers, split.ranks)
-
-
-def are_widths_agreed(schedule: RunSchedule) -> bool:
-    """True if the run's groups are to agree on how wide rows are: then ranks cut texts, not workers."""
-    order, topology = schedule.order, schedule.topology
-    is_alone = order.groups == 1 or topology.world_size == 1
-    return order.blocks is not None and not is_alone and can_compare(topology.world_size)
 
 
 def _keys(name: str, number: int) -> tuple[str, str, str]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from streamload.loader.heartbeats import spans_of, values_of
+from streamload.ranks.heartbeats import spans_of, values_of
 
 _KEY = "streamload/told"
 _SUMMARY, _SLOTS = f"{_KEY}/summary", f"{_KEY}/slots"

@@ -15,11 +15,11 @@ import torch.distributed
 from torch.distributed import HashStore, TCPStore
 
 from streamload.errors import RankFailed
-from streamload.loader import distributed
-from streamload.loader.agreement import Agreement
-from streamload.loader.distributed import Ranks
-from streamload.loader.heartbeats import GONE_SECONDS, SILENT_SECONDS, Heartbeats, ranges_of
 from streamload.node import own_address
+from streamload.ranks import distributed
+from streamload.ranks.agreement import Agreement
+from streamload.ranks.distributed import Ranks
+from streamload.ranks.heartbeats import GONE_SECONDS, SILENT_SECONDS, Heartbeats, ranges_of
 from tests.support.kills import Child, Stage
 from tests.support.tiers import until
 

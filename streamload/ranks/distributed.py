@@ -26,9 +26,9 @@ import torch.distributed
 from streamload import limits
 from streamload.errors import RankFailed
 from streamload.ipc import ControlBlock
-from streamload.loader.heartbeats import SILENT_SECONDS, Heartbeats, ranges_of, values_of
-from streamload.loader.reports import RankReports, RankSummary
 from streamload.node import SlowestRank, host_name
+from streamload.ranks.heartbeats import SILENT_SECONDS, Heartbeats, ranges_of, values_of
+from streamload.ranks.reports import RankReports, RankSummary
 
 T = TypeVar("T")
 logger = logging.getLogger("streamload")

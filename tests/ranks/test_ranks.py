@@ -26,10 +26,11 @@ import streamload
 from streamload import Cache, Order, Workers
 from streamload.errors import OriginOutage, RankFailed
 from streamload.ipc import ControlBlock
-from streamload.loader import distributed, worker_config
-from streamload.loader.distributed import RankMonitor, Ranks
+from streamload.loader import worker_config
 from streamload.node import SlowestRank
 from streamload.origins.origin import OriginOptions
+from streamload.ranks import distributed
+from streamload.ranks.distributed import RankMonitor, Ranks
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards

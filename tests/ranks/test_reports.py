@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from streamload.loader import reports
-from streamload.loader.distributed import Ranks
-from streamload.loader.reports import RankReports, RankSummary
+from streamload.ranks import reports
+from streamload.ranks.distributed import Ranks
+from streamload.ranks.reports import RankReports, RankSummary
 from tests.support.kills import Child, Stage
 
 RANKS = 40
