@@ -1,4 +1,4 @@
-"""Rows of several lengths, and sizes of batches: extensions (streamload/extension.py), and a policy's words.
+"""Rows of several lengths, and sizes of batches: extensions (streamload/extension/), and a policy's words.
 
 A policy of batch sizes is written with the names here. `padding.py` has the lengths of a batch's rows;
 `buckets.py` the steps of rows of like length, by `costs.py`, `cells.py` and `steps.py`; `bounds.py` what

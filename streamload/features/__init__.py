@@ -1,4 +1,4 @@
-"""Stored rows of modules in batches, `Batches(features=…)`: an extension (streamload/extension.py).
+"""Stored rows of modules in batches, `Batches(features=…)`: an extension (streamload/extension/).
 
 `columns.py` makes a feature's part of a batch in `worker.py`, from rows of `derived_shards.py` and of the
 store of rows (streamload/derived); `rank.py` gives the batch its FeatureRows.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from streamload.errors import StateMismatch
+from streamload.extension import RecordedEvents
 from streamload.order.events import (
     BATCH_SIZE,
     WEIGHTS,
@@ -115,19 +115,6 @@ class Position:
         return Position(
             self.epoch, self.epoch, 0, 0, {}, tuple(events), base_batch=self.base_batch, steps=self.steps
         )
-
-
-class RecordedEvents(Protocol):
-    """The events of a run, instead of those that are set."""
-
-    @property
-    def base_batch(self) -> int:
-        """Samples of a step over all ranks, by the options of the run."""
-        ...
-
-    def events(self, sequence: int, position: int) -> list[Event]:
-        """Those of a sequence that hold from a position on, and later ones."""
-        ...
 
 
 class EpochTracker:

@@ -13,13 +13,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from streamload.errors import OptionError
-from streamload.extension import Event, Extension, RankPart, TakenBatch, YieldedInfo
+from streamload.extension import Event, Extension, RankPart, RecordedEvents, Run, TakenBatch, YieldedInfo
 from streamload.loader.epoch import Epoch
 from streamload.loader.options import LoaderOptions
 from streamload.loader.position import Position
 from streamload.loader.rank_process import RankProcess
 from streamload.loader.schedule import RunSchedule
-from streamload.metrics import Counts
+from streamload.metrics import Counters
 from streamload.order.events import BATCH_SIZE, WEIGHTS, joined, of_kind
 from streamload.ranks.agreement import Agreement
 from streamload.ranks.distributed import can_compare, gather
@@ -32,7 +32,7 @@ _REPORTS = "streamload.reports"
 
 
 class RankRun:
-    """The run, for one part (extension.Run). The loader's own extensions use more of it.
+    """The run, for one part (extension.Run).
 
     Args:
         name: of the extension.
@@ -40,9 +40,6 @@ class RankRun:
         schedule: of its epochs.
         process: counts, and has the control block.
         events: of the run.
-
-    Attributes:
-        options, schedule, process, events: the same.
     """
 
     def __init__(
@@ -53,20 +50,49 @@ class RankRun:
         process: RankProcess,
         events: RunEvents,
     ):
-        self.options, self.schedule, self.process, self.events = options, schedule, process, events
-        self._name = name
+        self.options = options
+        self._name, self._schedule, self._process, self._events = name, schedule, process, events
         self._agreement: Agreement | None = None
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> Counters:
         """Counters of the rank."""
-        return self.process.counts
+        return self._process.counts
+
+    @property
+    def rank(self) -> int:
+        """This rank, of those that share the samples."""
+        return self._schedule.topology.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that share the samples."""
+        return self._schedule.topology.world_size
+
+    @property
+    def position(self) -> Position:
+        """The position after the last batch, or at the start of the next epoch."""
+        self._schedule.settle()
+        return self._schedule.tracker.now()
+
+    @property
+    def next_epoch(self) -> Position:
+        """The start of the epoch that `iter()` starts next."""
+        return self._schedule.tracker.next()
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Inputs of the samples of each step, apart from the changes of a run; JSON-able."""
+        return self._schedule.identity()
+
+    def source_samples(self, source: int) -> int | None:
+        """The samples of a source by sizes.json; None if nothing says."""
+        return self._schedule.source_samples(source)
 
     @property
     def can_agree(self) -> bool:
         """True if the ranks are joined, or there is only one."""
-        world_size = self.schedule.topology.world_size
-        return world_size == 1 or can_compare(world_size)
+        return self.world_size == 1 or can_compare(self.world_size)
 
     def join(self) -> None:
         """Make sure that the ranks can agree.
@@ -75,7 +101,7 @@ class RankRun:
             OptionError: nothing joins them.
         """
         if self._agreement is None:
-            self._agreement = Agreement(self.schedule.topology.world_size)
+            self._agreement = Agreement(self.world_size)
 
     def agree(self, subject: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
         """Rank 0's decision from the values of all ranks."""
@@ -85,7 +111,47 @@ class RankRun:
 
     def send(self, value: Any) -> Event:
         """Send an event to the extension's parts in the workers."""
-        return self.events.send(self._name, value)
+        return self._events.send(self._name, value)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The weights of the sources, as set last."""
+        weights: tuple[float, ...] = self._schedule.weights({}).value["weights"]
+        return weights
+
+    @property
+    def own_weights(self) -> tuple[float, ...]:
+        """The weights that the sources were given, before any change."""
+        return self._schedule.own_weights
+
+    def add_weights(self, weights: Event, steps: int) -> Event:
+        """Set weights that all ranks agree on, from so many steps on, which no worker has begun."""
+        return self._events.add_weights(weights, steps)
+
+    @property
+    def rows(self) -> int:
+        """Samples of a step of this rank, as set last."""
+        return self._schedule.rows
+
+    def set_batch_size(self, rows: int, reason: Mapping[str, Any]) -> int:
+        """Set the size of a rank's batch, and return the step of the epoch from which it holds."""
+        return self._events.set_batch_size(rows, reason)
+
+    def refuse_batch_size(self, rows: int) -> None:
+        """Refuse a size of a rank's batch that steps can't have.
+
+        Raises:
+            OptionError: it says why.
+        """
+        self._events.refuse_batch_size(rows)
+
+    def replay(self, recorded: RecordedEvents) -> None:
+        """Go by the events of a recorded run."""
+        self._schedule.tracker.recorded = recorded
+
+    def decided(self, step: int) -> None:
+        """Tell the workers the step of the run up to which decisions are made."""
+        self._process.control.decided = step
 
 
 class RankParts:
@@ -103,7 +169,7 @@ class RankParts:
     def __init__(
         self,
         extensions: Sequence[Extension],
-        run: Callable[[str], RankRun],
+        run: Callable[[str], Run],
         reports: Callable[[], RankPart],
     ):
         self.by_name: dict[str, RankPart] = {}  # never changed, but replaced: another thread asks for metrics

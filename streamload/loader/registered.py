@@ -22,10 +22,6 @@ from streamload.features.columns import FeatureAssembly
 from streamload.loader.destination import AUTO
 from streamload.loader.features import bound_features
 from streamload.loader.groups import Batches, Images, Order
-from streamload.loader.mixing.batch_size import BatchSizes, BatchSizing
-from streamload.loader.mixing.decisions import Decisions, Mixing
-from streamload.loader.mixing.means import ReportedMeans
-from streamload.loader.mixing.reports import Rows
 from streamload.loader.observer import Observer
 from streamload.loader.options import LoaderOptions
 from streamload.loader.output import MODEL_INPUTS
@@ -33,6 +29,9 @@ from streamload.loader.rank_process import RankProcess
 from streamload.loader.rank_run import RankParts
 from streamload.loader.schedule import RunSchedule
 from streamload.metrics.findings import Requests
+from streamload.mixing.batch_size import BatchSizes, BatchSizing
+from streamload.mixing.decisions import Decisions, Mixing
+from streamload.mixing.reports import ReportedMeans, Rows
 from streamload.observe.observer import ObservedRun, RunObserver
 from streamload.options import Settings
 from streamload.options import options as all_options

@@ -15,7 +15,15 @@ from streamload.errors import OptionError, StateMismatch
 from streamload.loader.options import LoaderOptions
 from streamload.loader.order_spec import OrderSpec, block_steps, data_digest, split_for
 from streamload.loader.position import Position
-from streamload.order.events import BATCH_SIZE, UNIT, WEIGHTS, Event, new_batch_size, new_weights, of_kind
+from streamload.order.events import (
+    BATCH_SIZE,
+    UNIT,
+    Event,
+    new_batch_size,
+    new_weights,
+    sizes_to_json,
+    weights_to_json,
+)
 from streamload.order.group import most_skipped
 from streamload.order.plan import WIDEST_LANES, WIDEST_WINDOW, WITH_ARRIVALS
 from streamload.order.steps import WIDEST_MULTIPLE, Split, Steps
@@ -72,7 +80,7 @@ def to_state(
         "sequence": position.sequence,
         "began": position.start,
         "position": position.position,
-        **weights_to(position),
+        **weights_to_json(position.events),
         **(
             {}
             if order.blocks is None
@@ -87,7 +95,7 @@ def to_state(
                 "batch_sizes": {
                     "base": position.base_batch,
                     "step": position.steps,
-                    "resizes": sizes_to(position),
+                    "resizes": sizes_to_json(position.events),
                 }
             }
         ),
@@ -413,15 +421,6 @@ def _position_in(state: Mapping[str, Any], order: OrderSpec) -> Position:
     return Position(epoch, sequence, start, position, groups, tuple(events), blocks_from, base, steps)
 
 
-def weights_to(position: Position) -> dict[str, Any]:
-    """The weights of a position, and the shares from there on, as states and logs of decisions have them."""
-    changes = of_kind(position.events, WEIGHTS)
-    return {
-        "changes": [[change.position, list(change.value["shares"])] for change in changes],
-        "weights": list(position.weights),
-    }
-
-
 def _weights_in(state: Mapping[str, Any], sources: int) -> list[Event]:
     """The events of which a state has the shares; of the last one also the weights."""
     events = []
@@ -434,11 +433,6 @@ def _weights_in(state: Mapping[str, Any], sources: int) -> list[Event]:
         raise OptionError(f"not the weights and shares of {sources} sources")
     last = events.pop()
     return [*events, new_weights(last.position, last.value["shares"], weights)]
-
-
-def sizes_to(position: Position) -> list[list[int]]:
-    """The sizes of steps from a position on, as states and logs of decisions have them."""
-    return [[size.position, size.value["batch"], size.value["block"]] for size in position.batch_sizes]
 
 
 def _sizes_in(values: Any, base: int, position: int) -> list[Event]:

@@ -123,6 +123,21 @@ def joined(earlier: Sequence[Event], later: Sequence[Event]) -> list[Event]:
     return [*kept, *later]
 
 
+def weights_to_json(events: Iterable[Event]) -> dict[str, Any]:
+    """The weights as set last, and the shares from each position on, as in states and logs of decisions."""
+    changes = of_kind(events, WEIGHTS)
+    return {
+        "changes": [[change.position, list(change.value["shares"])] for change in changes],
+        "weights": list(changes[-1].value["weights"]),
+    }
+
+
+def sizes_to_json(events: Iterable[Event]) -> list[list[int]]:
+    """The sizes of steps from each position on, as in states and logs of decisions."""
+    sizes = of_kind(events, BATCH_SIZE)
+    return [[size.position, size.value["batch"], size.value["block"]] for size in sizes]
+
+
 def from_json(values: Iterable[Sequence[Any]]) -> list[Event]:
     """Events from their JSON form: [position, kind, value] each."""
     events = [Event(*value) for value in values]

@@ -1,6 +1,6 @@
 """Batch sizes that follow the throughput: pure decisions from measured waits, and what a policy of them is.
 
-The loader measures, asks on rank 0, agrees and applies (loader/mixing/batch_size.py).
+The loader measures, asks on rank 0, agrees and applies (mixing/batch_size.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights of rows in the loss, `Batches(sample_weight=…)`: an extension (streamload/extension.py).
+"""Weights of rows in the loss, `Batches(sample_weight=…)`: an extension (streamload/extension/).
 
 `sample.py` has the value of a sample, `worker.py` those of a batch's rows, and `rank.py` the rows' weights.
 """

@@ -30,9 +30,9 @@ from streamload.extension import BatchRows, Event, Extension, RankPart, Run, Wor
 from streamload.features import RowFeatures
 from streamload.features.columns import FeatureAssembly
 from streamload.loader.loader import Loader
-from streamload.loader.mixing.batch_size import BatchSizes
-from streamload.loader.mixing.decisions import Mixing
 from streamload.mixing import Summary
+from streamload.mixing.batch_size import BatchSizes
+from streamload.mixing.decisions import Mixing
 from streamload.observe.exposition import exposition
 from streamload.shards.columns import TOKENS
 from streamload.steering import as_policy

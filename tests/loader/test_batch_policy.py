@@ -17,9 +17,9 @@ from streamload import Images, Patches, Source
 from streamload.batching import Measured, SizeDecided, ThroughputBalanced
 from streamload.errors import OptionError, PolicyError
 from streamload.extension import TakenBatch
-from streamload.loader.mixing.batch_size import BatchSizes, BatchSizing
 from streamload.loader.rank_run import RankRun
 from streamload.mixing import Replay
+from streamload.mixing.batch_size import BatchSizes, BatchSizing
 from streamload.testing.shards import write_shards
 from tests.loader.test_batch_size import keys_by_step, make
 
@@ -203,7 +203,7 @@ def test_what_is_measured_is_the_time_of_steps_of_one_size(data: list[str], tmp_
     def take(steps: int, rows: int, seconds: float, waited: float) -> None:
         for _ in range(steps):
             clock.now += seconds
-            run.process.counts.add("data_wait_ns", int(waited * 1e9))
+            run.counts.add("data_wait_ns", int(waited * 1e9))
             sizing.taken(Taken(0, rows, ()))
             sizing.before_batch()
 
@@ -235,7 +235,7 @@ def of_two_ranks(rank: int, data: list[str], place: Path) -> None:
     taken = BatchSizing.taken
 
     def slow(sizing: BatchSizing, batch: TakenBatch) -> None:
-        sizing._run.process.counts.add("data_wait_ns", rank * 10**12)
+        sizing._run.counts.add("data_wait_ns", rank * 10**12)
         taken(sizing, batch)
         sizing._seconds += rank * 2000
 

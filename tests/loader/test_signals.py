@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamload.errors import OptionError
 from streamload.extension import Yielded
-from streamload.loader.mixing.reports import ALIGNMENT, LOSS, Reported, Reports, bad_of, merged, signal_of
 from streamload.loader.output import BatchInfo
+from streamload.mixing.reports import ALIGNMENT, LOSS, Reported, Reports, bad_of, merged, signal_of
 
 SOURCES = 3
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import streamload
 from streamload.errors import DecisionsError, OptionError, PolicyError, StateMismatch
-from streamload.loader.mixing.reports import Rows
 from streamload.mixing import Replay
+from streamload.mixing.reports import Rows
 from streamload.steering import Decided, Summary
 from streamload.testing.server import Fault, ShardServer
 from streamload.testing.shards import write_shards

@@ -475,7 +475,7 @@ def test_what_was_reported_of_a_source_is_published_once_it_was_decided_on(
 def test_what_was_reported_is_published_by_source_without_a_policy_too(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamload.loader.mixing.means._EVERY", 3)
+    monkeypatch.setattr("streamload.mixing.reports._EVERY", 3)
     sources = [streamload.Source(f"{data}/0000{place}.tar", name=name) for place, name in enumerate("ab")]
     with make(sources, tmp_path, num_batches=7) as loader:
         for _ in loader:

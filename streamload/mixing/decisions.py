@@ -25,8 +25,8 @@ from streamload.extension import (
     WorkerProcess,
     YieldedInfo,
 )
-from streamload.loader.mixing.log import RunLog
-from streamload.loader.mixing.reports import (
+from streamload.mixing.log import RunLog
+from streamload.mixing.reports import (
     ALIGNMENT,
     LOSS,
     TOKENS,
@@ -37,9 +37,7 @@ from streamload.loader.mixing.reports import (
     merged,
     signal_of,
 )
-from streamload.loader.mixing.state import REPORTS, SteeringState
-from streamload.loader.options import LoaderOptions
-from streamload.loader.rank_run import RankRun
+from streamload.mixing.state import REPORTS, SteeringState
 from streamload.order.events import UNIT, new_weights, shares_of
 from streamload.steering import Decided, Policy, SourceSummary, Summary, weights_of
 from streamload.steering.decisions import described
@@ -71,7 +69,6 @@ class Mixing(Extension):
 
     def in_rank(self, run: Run) -> Decisions:
         """Decide, log or replay."""
-        assert isinstance(run, RankRun)
         return Decisions(run, self.every)
 
 
@@ -120,16 +117,16 @@ class Decisions(RankPart):
 
     by_rank = (REPORTS,)
 
-    def __init__(self, run: RankRun, every: int):
+    def __init__(self, run: Run, every: int):
         options = run.options
-        self._run, self._options, self._schedule = run, options, run.schedule
+        self._run, self._options = run, options
         mixing = options.mixing
         self._policy: Policy | None = None if isinstance(mixing, Replay) else mixing
         self._every = every
         self.takes_reports = self._policy is not None
         self.reported: list[dict[str, Any]] = []  # what the last decision was made from (`described`)
         if isinstance(mixing, Replay):
-            run.schedule.tracker.recorded = mixing
+            run.replay(mixing)
         self._cause: Exception | None = None
         self._objective = _objective(options)
         self._fields = _InfoFields(0)
@@ -143,7 +140,7 @@ class Decisions(RankPart):
         self._log: RunLog | None = None
         if self._options.order.decisions is not None:
             decided_by = {"policy": self._policy_name, "every": self._every}
-            self._log = RunLog(self._options.order.decisions, self._schedule, decided_by, state.log)
+            self._log = RunLog(self._options.order.decisions, self._run, decided_by, state.log)
 
     # In the course of an epoch.
 
@@ -155,18 +152,18 @@ class Decisions(RankPart):
             DecisionsError: the log to replay is of another run.
         """
         if isinstance(self._options.mixing, Replay):
-            self._options.mixing.check_run(self._schedule.identity())
-            self._options.mixing.check_ranks(self._schedule.topology.world_size)
+            self._options.mixing.check_run(self._run.identity)
+            self._options.mixing.check_ranks(self._run.world_size)
         if self._policy is not None:
             self._run.join()
         if self._log is not None:
-            self._log.begin_epoch(self._schedule.tracker.next(), self._steps)
-        self._run.process.control.decided = self._steps - self._is_due
+            self._log.begin_epoch(self._run.next_epoch, self._steps)
+        self._run.decided(self._steps - self._is_due)
         return [Event(start, Mixing.name, self._steps)]
 
     def taken(self, batch: TakenBatch) -> None:
         """Count what each source has given, by the shares of the step."""
-        shares, samples = self._schedule.tracker.now().shares, batch.stop - batch.position
+        shares, samples = self._run.position.shares, batch.stop - batch.position
         for source, share in enumerate(shares):
             self._handed[source] += share * samples
         for source, pass_ in enumerate(batch.passes):
@@ -176,7 +173,7 @@ class Decisions(RankPart):
                 self._sizes[str(source)] = min(size, self._sizes.get(str(source), size))
         if self._shares != shares:
             floors = [source.floor for source in self._options.sources]
-            initial = shares_of(self._schedule.own_weights, floors)
+            initial = shares_of(self._run.own_weights, floors)
             weights = None if self._objective is None else _ratios(self._objective, shares)
             importance = None if initial == shares else _ratios(initial, shares)
             self._shares, self._fields = shares, _InfoFields(0, weights, importance)
@@ -235,7 +232,7 @@ class Decisions(RankPart):
         decided = None
         if shares is not None:
             weights = new_weights(0, shares, answer["weights"])
-            decided = self._run.events.add_weights(weights, delay_steps(self._every))
+            decided = self._run.add_weights(weights, delay_steps(self._every))
         self._state = replace(
             self._state, decided=self._steps, total=total, policy=self._policy_name, memory=answer["memory"],
             ranks=(), reports={}, sizes=answer["sizes"],
@@ -244,7 +241,7 @@ class Decisions(RankPart):
         self.reported = answer["told"]["sources"]
         self._handed = [0] * len(total)
         self._reports.clear()
-        self._run.process.control.decided = self._steps
+        self._run.decided(self._steps)
         if self._log is not None:
             self._log.record(self._steps, decided, answer["told"])
 
@@ -255,7 +252,7 @@ class Decisions(RankPart):
             return {"diverged": f"the ranks are not at the same step of the run: by rank, {steps[:16]}"}
         try:  # here, as the policy isn't their cause
             for place in range(len(self._options.sources)):
-                self._schedule.source_samples(place)
+                self._run.source_samples(place)
         except (OSError, DataError) as exc:
             self._cause = exc
             return {"unread": f"how many samples a source has can't be read: {exc}"}
@@ -308,11 +305,11 @@ class Decisions(RankPart):
         return {**answer, "sizes": reported.sizes}
 
     def _summary(self, reported: Reported) -> Summary:
-        schedule, sources = self._schedule, []
-        weights, shares = schedule.weights({}).value["weights"], schedule.tracker.now().shares
+        run, sources = self._run, []
+        weights, shares = run.weights, run.position.shares
         for place, source in enumerate(self._options.sources):
             total, sums = self._total[place] / UNIT, reported.sums
-            size = schedule.source_samples(place) or reported.sizes.get(str(place))
+            size = run.source_samples(place) or reported.sizes.get(str(place))
             sources.append(
                 SourceSummary(
                     source.name,
@@ -347,12 +344,12 @@ class Decisions(RankPart):
 
     @property
     def _ranks(self) -> tuple[int, ...]:
-        return (*self._state.ranks, self._schedule.topology.world_size)
+        return (*self._state.ranks, self._run.world_size)
 
     def _reports_so_far(self) -> dict[str, Reported]:
         """Reports since the last decision, on this rank, and before the last resume on others."""
         reported = Reported(self._reports.read(), self._reports.read_evaluations(), dict(self._sizes))
-        return {**self._state.reports, f"{len(self._state.ranks)}.{self._schedule.topology.rank}": reported}
+        return {**self._state.reports, f"{len(self._state.ranks)}.{self._run.rank}": reported}
 
     def state(self, position: int) -> dict[str, Any]:
         """The parts of a loader's state."""
@@ -388,7 +385,7 @@ def _ratios(shares_in_loss: Sequence[float], shares: Sequence[float]) -> tuple[f
     )
 
 
-def _objective(options: LoaderOptions) -> tuple[float, ...] | None:
+def _objective(options: Any) -> tuple[float, ...] | None:
     """The shares of the sources in the objective, in UNITs; None: it is that of the samples."""
     if options.order.objective is None:
         return None

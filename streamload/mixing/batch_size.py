@@ -15,7 +15,6 @@ from typing import Any
 
 from streamload.errors import OptionError, PolicyError, StateMismatch
 from streamload.extension import Event, Extension, RankPart, Run, TakenBatch
-from streamload.loader.rank_run import RankRun
 from streamload.steering.batch_size import BatchPolicy, Measured, SizeDecided, ThroughputBalanced
 from streamload.steering.policy import kept_memory
 
@@ -34,7 +33,6 @@ class BatchSizes(Extension):
 
     def in_rank(self, run: Run) -> BatchSizing:
         """Decide by the policy of the loader."""
-        assert isinstance(run, RankRun)
         return BatchSizing(run)
 
 
@@ -48,11 +46,9 @@ class BatchSizing(RankPart):
 
     by_rank = (STEP_TIMES,)
 
-    def __init__(self, run: RankRun, clock: Callable[[], float] = time.monotonic):
-        policy = run.options.batches.batch_policy
-        assert policy is not None
-        self._policy: BatchPolicy = policy
-        self._run, self._schedule, self._clock = run, run.schedule, clock
+    def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic):
+        self._policy: BatchPolicy = run.options.batches.batch_policy
+        self._run, self._clock = run, clock
         self._steps = self._decided = 0  # of the run
         self._memory: Any = None
         self._cause: Exception | None = None
@@ -74,16 +70,15 @@ class BatchSizing(RankPart):
         self._last = None
         self._run.join()
         if isinstance(self._policy, ThroughputBalanced):
-            self._run.events.refuse_batch_size(self._policy.most)
-            for size in (self._policy.least, self._policy.multiple):
-                self._schedule.resized(size, 0)
+            for size in (self._policy.most, self._policy.least, self._policy.multiple):
+                self._run.refuse_batch_size(size)
         return ()
 
     def taken(self, batch: TakenBatch) -> None:
         """Measure a step."""
         self._steps += 1
         rows, now_seconds = batch.stop - batch.position, self._clock()
-        total_wait_ns = self._run.process.counts.value("data_wait_ns")
+        total_wait_ns = self._run.counts.value("data_wait_ns")
         if rows != self._rows:
             self._forget()
             self._rows = rows
@@ -105,11 +100,10 @@ class BatchSizing(RankPart):
         if self._steps % policy.every or self._steps <= self._decided:
             return
         self._decided = self._steps
-        world_size = self._schedule.topology.world_size
-        if self._counted < policy.every // 2 or self._rows != self._schedule.rows * world_size:
+        if self._counted < policy.every // 2 or self._rows != self._run.rows * self._run.world_size:
             return  # most of them had another size, or this run has just begun: it is not over yet
         share = self._waited_ns / 1e9 / self._seconds if self._seconds > 0 else 0.0
-        measured, size = [min(1.0, share), self._seconds / self._counted], self._schedule.rows
+        measured, size = [min(1.0, share), self._seconds / self._counted], self._run.rows
         self._seconds, self._waited_ns, self._counted = 0.0, 0, 0
         subject = f"the batch size at step {self._steps} of the run"
         answer = self._run.agree(subject, measured, lambda by_rank: self._answer(policy, size, by_rank))
@@ -118,8 +112,8 @@ class BatchSizing(RankPart):
         self._memory, reason = answer["memory"], answer["told"]
         if answer["size"] is None or answer["size"] == size:
             return
-        step = self._run.events.set_batch_size(answer["size"], reason)
-        if self._schedule.topology.rank == 0:
+        step = self._run.set_batch_size(answer["size"], reason)
+        if self._run.rank == 0:
             logger.info(
                 "batch size: %d samples a rank, from step %d of the epoch on, not %d: %s",
                 *(answer["size"], step, size, reason["reason"]),
@@ -154,7 +148,7 @@ class BatchSizing(RankPart):
         measured = [self._rows, self._counted, self._waited_ns, self._seconds]
         return {
             STATE: {"steps": self._steps, "decided": self._decided, "memory": self._memory},
-            STEP_TIMES: {str(self._schedule.topology.rank): measured},
+            STEP_TIMES: {str(self._run.rank): measured},
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -175,7 +169,7 @@ class BatchSizing(RankPart):
         self._steps, self._decided, self._memory = steps, decided, memory
         self._forget()
         by_rank = state.get(STEP_TIMES, {})
-        measured = by_rank.get(str(self._schedule.topology.rank), next(iter(by_rank.values()), None))
+        measured = by_rank.get(str(self._run.rank), next(iter(by_rank.values()), None))
         if measured is not None:
             self._rows, self._counted, self._waited_ns, self._seconds = _measured(measured)
 

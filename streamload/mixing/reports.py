@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from streamload.errors import OptionError
-from streamload.extension import YieldedInfo
+from streamload.extension import RankPart, YieldedInfo
 from streamload.steering import Signal
 from streamload.steering.summary import PARTS
 
@@ -26,6 +26,8 @@ _BUFFER_VALUES = {"cpu": 1 << 13}
 """Values that are summed at once: what a processor's cache holds. On other devices, so many that their calls
 take no time."""
 _DEVICE_VALUES = 1 << 16
+_EVERY = 200
+"""So many steps apart ReportedMeans reads its sums, for which their device is waited for."""
 _TOTAL_GRID, _SQUARES_GRID = 2.0**26, 2.0**20
 """Values and their squares are rounded to one part in this, so that sums are exact and don't depend on their
 order, as long as they are below 2^27 and 2^33."""
@@ -215,6 +217,52 @@ class Reported:
             raise ValueError(f"not the sums of {sources} sources")
         numbers = [numbers_of(value[name], sources) for name in ("evaluations", "sizes")]
         return cls(sums.reshape(shape).astype(np.float64), *numbers)
+
+
+class ReportedMeans(RankPart):
+    """The means of what was reported of each source over the last steps, on this rank.
+
+    Args:
+        names: of the sources.
+    """
+
+    def __init__(self, names: Sequence[str]):
+        self.takes_reports = True
+        self.reported: list[dict[str, Any]] = []
+        self._names = names
+        self._forget()
+
+    def _forget(self) -> None:
+        self._reports = Reports(len(self._names))
+        self._steps, self._is_empty = 1, True
+
+    def report(self, values: Mapping[str, Any], info: YieldedInfo, rows: Rows | None) -> None:
+        """Take a report; see Loader.report."""
+        for line, name in ((LOSS, "loss"), (ALIGNMENT, "alignment")):
+            if values[name] is not None:
+                self._reports.add(line, values[name], info, rows)
+                self._is_empty = False
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Forget what was reported in another run."""
+        self._forget()
+
+    def before_batch(self) -> None:
+        """Every 200 steps read the loss and alignment of each source since the last time."""
+        self._steps += 1
+        if self._steps % _EVERY or self._is_empty:
+            return
+        sums = self._reports.read()
+        self.reported = [
+            {
+                "name": name,
+                "loss": signal_of(sums, LOSS, place).mean,
+                "alignment": signal_of(sums, ALIGNMENT, place).mean,
+            }
+            for place, name in enumerate(self._names)
+        ]
+        self._reports.clear()
+        self._is_empty = True
 
 
 def merged(reported: Sequence[Reported], sources: int) -> Reported:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from streamload.errors import StateMismatch
-from streamload.loader.mixing.reports import Reported, merged, numbers_of
+from streamload.mixing.reports import Reported, merged, numbers_of
 from streamload.order.events import UNIT
 from streamload.steering.decisions import LogPlace
 

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from streamload.errors import OptionError
-from streamload.loader.mixing.state import LogState
-from streamload.loader.position import Position
-from streamload.loader.schedule import RunSchedule
-from streamload.loader.state import sizes_to, weights_to
-from streamload.order.events import WEIGHTS, Event
+from streamload.extension import Run, RunPosition
+from streamload.mixing.state import LogState
+from streamload.order.events import WEIGHTS, Event, sizes_to_json, weights_to_json
 from streamload.ranks.distributed import gather
 from streamload.steering.decisions import SEQUENCE, DecisionLog
 
@@ -25,7 +23,7 @@ class RunLog:
 
     Args:
         path: of its file.
-        schedule: of the loader's epochs.
+        run: of the loader.
         by: the policy, for whoever reads the file; JSON-able.
         state: the place at which a resumed run continues; None: the log begins with this run.
     """
@@ -33,11 +31,11 @@ class RunLog:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        schedule: RunSchedule,
+        run: Run,
         by: Mapping[str, Any],
         state: LogState | None,
     ):
-        self._path, self._schedule, self._by = Path(path), schedule, by
+        self._path, self._run, self._by = Path(path), run, by
         self._state = state
         self._log: DecisionLog | None = None  # until the first epoch
 
@@ -48,7 +46,7 @@ class RunLog:
             return self._state
         return self._state._replace(place=self._log.place)
 
-    def begin_epoch(self, position: Position, step: int) -> None:
+    def begin_epoch(self, position: RunPosition, step: int) -> None:
         """Open the log at the first epoch; note that a sequence begins, if this isn't the last one's.
 
         Args:
@@ -63,8 +61,8 @@ class RunLog:
             "epoch": position.epoch,
             "sequence": position.sequence,
             "position": position.position,
-            **weights_to(position),
-            **({} if position.base_batch is None else {"batch_sizes": sizes_to(position)}),
+            **weights_to_json(position.events),
+            **({} if position.base_batch is None else {"batch_sizes": sizes_to_json(position.events)}),
         }
         if self._log is None:
             self._log = self._opened(since)
@@ -84,7 +82,7 @@ class RunLog:
             event: of its weights or of its batch size.
             reason: JSON-able.
         """
-        position = self._schedule.tracker.now()
+        position = self._run.position
         if self._log is None or self._state is None or position.sequence != self._state.sequence:
             return
         if event is None:
@@ -93,14 +91,14 @@ class RunLog:
         self._log.add(event.kind, {**line, "position": event.position, **event.value, **reason})
 
     def _opened(self, since: Mapping[str, Any]) -> DecisionLog:
-        topology, error = self._schedule.topology, ""
-        run = {"order": self._schedule.identity(), **self._by}
-        log = DecisionLog(self._path if topology.rank == 0 else None, run)
+        error = ""
+        run = {"order": self._run.identity, **self._by}
+        log = DecisionLog(self._path if self._run.rank == 0 else None, run)
         try:
             log.begin(None if self._state is None else self._state.place, since)
         except OptionError as exc:
             error = str(exc)
-        for message in gather(error, topology.world_size):
+        for message in gather(error, self._run.world_size):
             if message:
                 raise OptionError(message)
         return log

@@ -3,6 +3,10 @@
 from streamload.mixing import Schedule
 order = Order(mixing=Schedule({10_000: {"own": 2}}))
 loader = make_loader([Source("own.tar"), Source("web.tar")], order=order)
+
+In a run, `decisions.py` asks the policy by what the training reports (`reports.py`), and keeps a log
+(`log.py`). `batch_size.py` asks that of batch_policy=. The policies themselves are pure, in
+streamload/steering.
 """
 
 from streamload.steering import Decided, Policy, SourceSummary, Summary
