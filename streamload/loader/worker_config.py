@@ -8,6 +8,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from streamload.batches.assembly import BatchAssembly
 from streamload.batches.images import ImageAssembly, ImageMaker, Preprocess
@@ -21,6 +22,13 @@ from streamload.cache.selection import KeySpec, Selection
 from streamload.cache.shard import ShardList
 from streamload.cache.shard_cache import ShardCache
 from streamload.cache.tier import Tier
+from streamload.derived.prepare.decision import (
+    UNPREPARED,
+    RunPreparation,
+    decide_preparation,
+    named_preparation,
+    possible_preparations,
+)
 from streamload.derived.prepare.preparation import AUTO
 from streamload.errors import StreamloadError
 from streamload.facts.recipes import token_count
@@ -29,13 +37,6 @@ from streamload.facts.shard_facts import ShardFacts
 from streamload.features.columns import FeatureAssembly
 from streamload.loader.features import feature_assemblies
 from streamload.loader.options import LoaderOptions
-from streamload.loader.preparing import (
-    RunPreparation,
-    decide_preparation,
-    idle_share,
-    named_preparation,
-    possible_preparations,
-)
 from streamload.loader.registered import backing_of, extensions_of_run, in_flight_of_run, row_costs_of
 from streamload.loader.schedule import RunSchedule
 from streamload.metrics import Counters
@@ -46,6 +47,7 @@ from streamload.origins.access import warn_of_shared_headers
 from streamload.origins.origin import OriginOptions, warn_of_compressed
 from streamload.patches.images import PatchImages
 from streamload.prefetch.fallback import remove_unused
+from streamload.prefetch.idle import idle_share
 from streamload.ranks.distributed import first_value
 from streamload.shards.columns import TOKENS
 from streamload.topology import run_name
@@ -54,6 +56,9 @@ from streamload.transforms.compile import plan_or_given
 from streamload.transforms.plan import ImagePlan, clip_plan
 from streamload.worker import SourceOrder, WorkerConfig
 from streamload.worker.messages import AheadConfig, TierConfig
+
+if TYPE_CHECKING:
+    from streamload.cache.shared.sharing import SharedOptions
 
 logger = logging.getLogger("streamload")
 
@@ -72,21 +77,27 @@ def worker_config_for(options: LoaderOptions, schedule: RunSchedule) -> tuple[Wo
         CacheError: the cache directory can't be used.
     """
     settings, transform = options.settings(), _transform(options)
-    prepared = named_preparation(options, settings)
-    shards = prepared.of(ShardList(options.urls, options.storage_options))
+    shards, prepared = ShardList(options.urls, options.storage_options), UNPREPARED
+    if options.images.prepare is not None:
+        prepared = named_preparation(options.images.prepare, settings)
+        shards = prepared.of(shards)
     warn_of_shared_headers(options.urls, options.storage_options)
-    if schedule.topology.rank == 0:
+    topology = schedule.topology
+    if topology.rank == 0:
         warn_of_compressed(options.urls)
-    placed = place_tier(settings, shards, schedule.topology.nodes)
+    placed = place_tier(settings, shards, topology.nodes)
     try:
+        shared = backing_of(options, settings)
         if options.images.prepare is not None:
-            prepared = decide_preparation(options, settings, transform, placed, schedule)
+            prepared = decide_preparation(
+                options, settings, transform, placed, shared, topology, schedule.order
+            )
             shards = prepared.of(shards)
         made = _assembly(options, transform, prepared, settings.max_image_pixels)
-        config = _worker_config(options, schedule, settings, shards, placed, *made)
+        config = _worker_config(options, schedule, settings, shards, placed, shared, *made)
         if prepared.is_made:
-            share = idle_share(schedule.topology, options.num_workers)
-            config = replace(config, ahead=config.ahead._replace(prepare_share=share))
+            processes = topology.local_world_size * max(1, options.num_workers)
+            config = replace(config, ahead=config.ahead._replace(prepare_share=idle_share(processes)))
         return config, placed
     except BaseException:
         placed.close()
@@ -99,7 +110,8 @@ def assembly_of(options: LoaderOptions) -> tuple[BatchAssembly, tuple[FeatureAss
     Of one without `prepare="auto"`, as that depends on data.
     """
     settings = options.settings()
-    prepared = named_preparation(options, settings)
+    prepare = options.images.prepare
+    prepared = UNPREPARED if prepare is None else named_preparation(prepare, settings)
     return _assembly(options, _transform(options), prepared, settings.max_image_pixels)
 
 
@@ -123,12 +135,12 @@ def _worker_config(
     settings: Settings,
     shards: ShardList,
     placed: Placed,
+    shared: SharedOptions | None,
     assembly: BatchAssembly,
     features: tuple[FeatureAssembly, ...],
 ) -> WorkerConfig:
     topology, tier = schedule.topology, placed.tier
     remove_unused(tier.root)
-    shared = backing_of(options, settings)
     with Measure(tier, shared) as measure:
         schedule.fit(shards, measure)
     orders, split = schedule.source_orders(), schedule.split()
@@ -182,7 +194,7 @@ def counted_samples(options: LoaderOptions, counts: Counters, epoch: int) -> int
     """
     settings = options.settings()
     transform = _transform(options) if options.images.prepare == AUTO else None
-    possible = possible_preparations(options, settings, transform)
+    possible = possible_preparations(options.images.prepare, settings, transform)
     lists = [preparation.of(ShardList(options.urls, options.storage_options)) for preparation in possible]
     roots = {"disk": [settings.cache_dir], "memory": [memory_root(settings)]}
     for root in roots.get(settings.cache, [*roots["memory"], *roots["disk"]]):

@@ -10,6 +10,7 @@ long as the training loop waits for data.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +36,11 @@ _PIECE_BYTES = 64 << 10
 _SHORTEST_PAUSE_SECONDS = 0.01
 _NEXT_USE = float(VISITS_KEPT)
 """Only what no run has announced, or an old copy of what is prepared, is evicted for a prepared form."""
+
+
+def idle_share(processes: int) -> float:
+    """The share of a processor that each of so many processes of a node may use to prepare in idle time."""
+    return min(1.0, IDLE_SHARE * len(os.sched_getaffinity(0)) / processes)
 
 
 class IdlePace:

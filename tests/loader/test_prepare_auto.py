@@ -15,9 +15,9 @@ import streamload
 from streamload.cache.shard import prepared_form, shard_of
 from streamload.cache.tier import Tier
 from streamload.daemon.warm import warm
+from streamload.derived.prepare import decision
 from streamload.derived.prepare.choice import Costs, Form
 from streamload.derived.prepare.preparation import Preparation
-from streamload.loader import preparing
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
 from streamload.transforms import kernel
@@ -63,7 +63,7 @@ def costs_in_favour_of(monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
         forms = tuple(Form(name, 1000.0, 1.0 if name == choice else SECONDS[name]) for name in names)
         return Costs(forms, memory_seconds=0.0, disk_seconds=0.0)
 
-    monkeypatch.setattr(preparing, "measure", measured)
+    monkeypatch.setattr(decision, "measure", measured)
 
 
 def published(cache: Path, place: str | Path, recipe: str) -> int:
@@ -181,7 +181,7 @@ def test_what_the_cache_has_is_read_and_nothing_measured(
     urls = [f"{server.url}/{name}" for name in NAMES]
     warm(urls, cache_dir=tmp_path / "cache", cache_size="1GB", prepare=Preparation.parse("raw"))
     plain, _ = batches(server.url, tmp_path / "plain", prepare=None)
-    monkeypatch.setattr(preparing, "measure", lambda *_: pytest.fail("it was measured"))
+    monkeypatch.setattr(decision, "measure", lambda *_: pytest.fail("it was measured"))
     with (
         caplog.at_level(logging.INFO, "streamload"),
         make(server.url, tmp_path / "cache", train=True) as loader,

@@ -14,10 +14,10 @@ from torch import nn
 
 import streamload
 from streamload.daemon.warm import warm
+from streamload.derived.prepare import decision
 from streamload.derived.prepare.choice import Costs, Form
 from streamload.derived.prepare.preparation import Preparation
 from streamload.derived.store.row_store import close_stores
-from streamload.loader import preparing
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
 from tests.loader.test_prepare_auto import published
@@ -157,7 +157,7 @@ def test_what_the_cache_has_as_it_is_is_prepared_while_nothing_else_is_to_do(
     def measured(images: Any, recipes: Any, directory: Any) -> Costs:
         return Costs((Form("", 1000.0, 9.0), Form("raw", 1000.0, 1.0)), memory_seconds=0.0, disk_seconds=0.0)
 
-    monkeypatch.setattr(preparing, "measure", measured)
+    monkeypatch.setattr(decision, "measure", measured)
     recipe = "raw" if prepare == "auto" else prepare
     batches(server.url, tmp_path / "cache", prepare=None)
     asked = len(server.log)
@@ -211,6 +211,6 @@ def test_auto_measures_the_images_of_the_first_shard_where_none_is_here(
         measured.extend(images)
         return Costs((Form("", 1.0, 1.0),), memory_seconds=0.0, disk_seconds=0.0)
 
-    monkeypatch.setattr(preparing, "measure", keep)
+    monkeypatch.setattr(decision, "measure", keep)
     batches(server.url, tmp_path / "cache", prepare="auto")
     assert measured == [members["jpg"] for _, members in read_oracle(data / NAMES[0])]

@@ -15,9 +15,9 @@ from PIL import Image
 
 from benchmarks.torchvision_stub import define_torchvision_schemas
 from examples.photograph_shards import write_photograph_shards
+from streamload.derived.prepare import decision
 from streamload.derived.prepare.choice import Costs, Form
 from streamload.errors import OptionError
-from streamload.loader import preparing
 from streamload.transforms import kernel
 from streamload.transforms.compile import compile_transform, leading_resize
 from streamload.transforms.execute import PlannedTransform
@@ -214,7 +214,7 @@ def test_a_chain_gives_the_same_batches_from_images_on_which_its_first_resize_wa
         assert [str(recipe) for recipe in recipes] == ["raw", "raw-64"]
         return Costs((Form("", 9.0, 9.0), Form("raw-64", 9.0, 1.0)), 0.0, 0.0)
 
-    monkeypatch.setattr(preparing, "measure", forms)
+    monkeypatch.setattr(decision, "measure", forms)
     options = {"batch_size": 8, "num_workers": 0, "compile": is_compiled, "preprocess": transform}
     options["cache_size"] = "1GB"
     with flat.make_loader(urls, cache_dir=tmp_path / "plain", **options) as loader:

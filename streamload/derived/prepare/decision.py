@@ -7,9 +7,10 @@ import logging
 import math
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from streamload.cache import memory
+from streamload.cache.backing import Backing
 from streamload.cache.forecast import Measure, live_shards
 from streamload.cache.placement import Choice, Placed, SharedDecision, memory_root
 from streamload.cache.shard import Shard, ShardList, fingerprint, prepared_form, spread
@@ -18,12 +19,8 @@ from streamload.derived.prepare.choice import Room, choose, exact_recipes, measu
 from streamload.derived.prepare.preparation import AUTO, Preparation
 from streamload.derived.prepare.prepared import growth, images_of
 from streamload.errors import StreamloadError
-from streamload.loader.options import LoaderOptions
-from streamload.loader.registered import backing_of
-from streamload.loader.schedule import RunSchedule
 from streamload.metrics import format_bytes
 from streamload.options import Settings, file_system
-from streamload.prefetch.idle import IDLE_SHARE
 from streamload.topology import Topology
 
 logger = logging.getLogger("streamload")
@@ -57,54 +54,80 @@ class RunPreparation(NamedTuple):
         return ShardList(shards.urls, shards.storage_options, name)
 
 
-def named_preparation(options: LoaderOptions, settings: Settings) -> RunPreparation:
-    """The preparation that the options name; of "auto" none, which is yet to be chosen."""
-    if options.images.prepare in (None, AUTO):
-        return RunPreparation(None)
-    preparation = Preparation.parse(options.images.prepare or "", settings.max_image_pixels)
+UNPREPARED = RunPreparation(None)
+
+
+class Reading(Protocol):
+    """The shards that a run reads at once (loader.order_spec.OrderSpec)."""
+
+    @property
+    def groups(self) -> int:
+        """The number of sequences that samples are split into."""
+        ...
+
+    @property
+    def sources(self) -> Sequence[tuple[str, int, int]]:
+        """The name, lanes and window of each source."""
+        ...
+
+
+def named_preparation(prepare: str, settings: Settings) -> RunPreparation:
+    """The preparation that `prepare=` names; of "auto" none, which is yet to be chosen."""
+    if prepare == AUTO:
+        return UNPREPARED
+    preparation = Preparation.parse(prepare, settings.max_image_pixels)
     return RunPreparation(preparation, changes_pixels=not preparation.is_exact)
 
 
-def possible_preparations(options: LoaderOptions, settings: Settings, transform: Any) -> list[RunPreparation]:
+def possible_preparations(prepare: str | None, settings: Settings, transform: Any) -> list[RunPreparation]:
     """Those in which the cache may have the run's data."""
-    if options.images.prepare != AUTO:
-        return [named_preparation(options, settings)]
+    if prepare is None:
+        return [UNPREPARED]
+    if prepare != AUTO:
+        return [named_preparation(prepare, settings)]
     return [RunPreparation(recipe) for recipe in exact_recipes(transform, settings.max_image_pixels)]
 
 
 def decide_preparation(
-    options: LoaderOptions, settings: Settings, transform: Any, placed: Placed, schedule: RunSchedule
+    options: Any,
+    settings: Settings,
+    transform: Any,
+    placed: Placed,
+    shared: Backing | None,
+    topology: Topology,
+    reading: Reading,
 ) -> RunPreparation:
     """Decide how a run that gives `prepare=` has its images prepared, and whether its fills do it; log that.
 
     All processes of the node that ask the same get one answer.
 
     Args:
-        options: the loader's.
+        options: of the loader, `LoaderOptions`.
         settings: the run's.
         transform: a plan, or a function from Pillow image to value.
         placed: the run's tier; keeps the answer until it is closed.
-        schedule: of the run.
+        shared: the shared cache; None: there is none.
+        topology: of this rank.
+        reading: of the run.
     """
-    named = named_preparation(options, settings)
-    shards, topology = ShardList(options.urls, options.storage_options), schedule.topology
-    recipes = [possible.preparation for possible in possible_preparations(options, settings, transform)]
+    prepare, shards = options.images.prepare, ShardList(options.urls, options.storage_options)
+    named = named_preparation(prepare, settings)
+    recipes = [possible.preparation for possible in possible_preparations(prepare, settings, transform)]
     recipes_by_name = {str(recipe): recipe for recipe in recipes if recipe is not None}
-    shared = backing_of(options, settings)
     if named.preparation is None and shared is not None:
         answer = Choice("", "nodes with a shared cache have to agree on a recipe: name one")
     elif named.preparation is not None and options.features:
         answer = Choice("", _KEPT_BY_BYTES)
     else:
         recipe_names = [recipe.name for recipe in recipes_by_name.values()]
-        question = [options.images.prepare or "", str(placed.tier.root), fingerprint(shards), *recipe_names]
+        question = [prepare, str(placed.tier.root), fingerprint(shards), *recipe_names]
         agreement = SharedDecision(memory_root(settings), question)
         placed.agreements.append(agreement)
 
         def decide() -> Choice:
             with Measure(placed.tier, shared) as sizes:
                 if named.preparation is not None:
-                    return _fits(named.preparation, named.of(shards), sizes, schedule)
+                    return _fits(named.preparation, named.of(shards), sizes, topology.nodes, reading)
                 processes = topology.local_world_size * max(1, options.num_workers)
                 return _cheapest([*recipes_by_name.values()], shards, sizes, topology.nodes, processes)
 
@@ -119,16 +142,6 @@ def decide_preparation(
     return named._replace(is_made=bool(answer.chosen))
 
 
-def idle_share(topology: Topology, workers: int) -> float:
-    """The share of a processor that each of a node's processes may use to prepare in idle time.
-
-    Args:
-        topology: of a rank.
-        workers: of each rank; 0: the rank makes batches itself.
-    """
-    return min(1.0, IDLE_SHARE * len(os.sched_getaffinity(0)) / (topology.local_world_size * max(1, workers)))
-
-
 def _log(recipe: Preparation, shards: ShardList, tier: Tier, answer: Choice) -> None:
     """Say what a run prepares, and how much of its data is prepared."""
     looked_at = spread(shards)
@@ -139,16 +152,17 @@ def _log(recipe: Preparation, shards: ShardList, tier: Tier, answer: Choice) -> 
     logger.log(level, "prepare: %s: %s; %s%s", recipe, share, answer.why, rest)
 
 
-def _fits(recipe: Preparation, forms: ShardList, sizes: Measure, schedule: RunSchedule) -> Choice:
+def _fits(recipe: Preparation, forms: ShardList, sizes: Measure, nodes: int, reading: Reading) -> Choice:
     """True if the tier has room for all data, prepared, beside the shards that are open at once.
 
     Args:
         recipe: by which it is prepared.
         forms: all shards of the run, with their prepared forms.
         sizes: measures shards; it has the tier.
-        schedule: of the run.
+        nodes: of the run.
+        reading: of the run.
     """
-    tier, nodes = sizes.tier, schedule.topology.nodes
+    tier = sizes.tier
     command = f"streamload warm URLS --prepare {recipe}"
     if file_system(tier.root).is_memory:
         command += " --cache memory --memory-size"
@@ -156,7 +170,7 @@ def _fits(recipe: Preparation, forms: ShardList, sizes: Measure, schedule: RunSc
         place = "A_LARGER_DISK" if tier.budget.is_bound_by_disk else tier.root
         command += f" --cache-dir {place} --cache-size"
     limit_bytes = tier.budget.allowed_bytes
-    estimate = _prepared_and_open_bytes(recipe, forms, sizes, schedule)
+    estimate = _prepared_and_open_bytes(recipe, forms, sizes, nodes, reading)
     if estimate is None:
         size = f"{math.ceil(limit_bytes / 1e9)}GB"
         why = "as the size of the data is unknown, this run prepares no more"
@@ -176,10 +190,9 @@ def _fits(recipe: Preparation, forms: ShardList, sizes: Measure, schedule: RunSc
 
 
 def _prepared_and_open_bytes(
-    recipe: Preparation, forms: ShardList, sizes: Measure, schedule: RunSchedule
+    recipe: Preparation, forms: ShardList, sizes: Measure, nodes: int, reading: Reading
 ) -> tuple[int, int] | None:
     """About what a node's data takes prepared, and what is open at once as it is; None: that isn't known."""
-    nodes, order = schedule.topology.nodes, schedule.order
     prepared_bytes = [sizes.prepared_bytes(shard) for shard in _some(forms)]
     if all(prepared_bytes):
         return int(sum(prepared_bytes) / len(prepared_bytes) * len(forms) / nodes), 0
@@ -189,8 +202,8 @@ def _prepared_and_open_bytes(
     if data_bytes is None or by_samples is None:
         return None
     shard_bytes = data_bytes * nodes / len(shards)
-    groups = -(-order.groups // nodes)
-    lanes, window = (sum(widths) for widths in list(zip(*order.sources, strict=True))[1:])
+    groups = -(-reading.groups // nodes)
+    lanes, window = (sum(widths) for widths in list(zip(*reading.sources, strict=True))[1:])
     live = groups * live_shards(lanes, window, shard_bytes / by_samples.sample_bytes)
     return int(data_bytes * by_samples.factor * _MARGIN), int(min(data_bytes, live * shard_bytes))
 
