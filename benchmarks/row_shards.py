@@ -35,8 +35,8 @@ from streamload.daemon.warm import warm
 from streamload.derived.store.results import Result
 from streamload.derived.store.row_store import close_stores
 from streamload.derived.store.shard import RowShard, RowShardWriter, rows_form, rows_recipe
-from streamload.loader.feature_recipe import FeatureRecipe
-from streamload.loader.named_features import NamedFeatures
+from streamload.features.named import NamedFeatures
+from streamload.loader.feature_recipe import make_recipe
 from streamload.options import read_settings
 from streamload.origins.origin import Origin, Stream, Version
 from streamload.testing.shards import ShardOptions, write_shards
@@ -185,7 +185,7 @@ def of_a_loader(given: argparse.Namespace, directory: Path) -> dict[str, float]:
     counts = [QUICK_OF_A_SHARD] * QUICK_SHARDS if given.quick else [OF_A_SHARD] * SHARDS
     paths = write_shards(directory / "shards", counts, options=ShardOptions(image_side=(16, 24)))
     urls = [str(path) for path in paths]
-    report = warm(urls, prepare=FeatureRecipe(NamedFeatures("benchmarks.row_shards:feature")))
+    report = warm(urls, prepare=make_recipe(NamedFeatures("benchmarks.row_shards:feature")))
     assert not report.failures, report.failures
     close_stores()
     (directory / "cache" / "rows").rename(directory / "rows")  # so that a training has only derived shards

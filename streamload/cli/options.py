@@ -106,8 +106,8 @@ def recipe_of(prepare: str | None, features: str | None, cache_dir: str | None) 
         return None if prepare is None else preparation_of(prepare)
     if prepare is not None:
         raise OptionError("--prepare makes images and --features makes rows: give one of them")
+    from streamload.features.named import NamedFeatures
     from streamload.loader.feature_recipe import feature_recipe
-    from streamload.loader.named_features import NamedFeatures
 
     return feature_recipe(NamedFeatures(features), cache_dir)
 

@@ -122,7 +122,7 @@ def _columns(facts: list[str], image_key: str, text_key: str, tokenizer: str | N
     if not facts:
         return []
     from streamload.facts.recipes import read_facts
-    from streamload.loader.named_features import named
+    from streamload.features.named import named
 
     forms: dict[str, Any] = {}
     for text in facts:

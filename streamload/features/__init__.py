@@ -1,7 +1,8 @@
 """Stored rows of modules in batches, `Batches(features=…)`: an extension (streamload/extension/).
 
 `columns.py` makes a feature's part of a batch in `worker.py`, from rows of `derived_shards.py` and of the
-store of rows (streamload/derived); `rank.py` gives the batch its FeatureRows.
+store of rows (streamload/derived); `rank.py` gives the batch its FeatureRows. `assembly.py` reads a loader's
+options; `recipe.py` makes derived shards of rows ahead.
 """
 
 from __future__ import annotations

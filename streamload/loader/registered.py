@@ -18,9 +18,9 @@ from streamload.batching.padding import RowLengths
 from streamload.errors import OptionError
 from streamload.extension import Extension, RankPart
 from streamload.features import RowFeatures
+from streamload.features.assembly import bound_features
 from streamload.features.columns import FeatureAssembly
 from streamload.loader.destination import AUTO
-from streamload.loader.features import bound_features
 from streamload.loader.groups import Batches, Images, Order
 from streamload.loader.observer import Observer
 from streamload.loader.options import LoaderOptions

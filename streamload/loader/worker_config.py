@@ -34,8 +34,8 @@ from streamload.errors import StreamloadError
 from streamload.facts.recipes import token_count
 from streamload.facts.repeats import uses, visit_key
 from streamload.facts.shard_facts import ShardFacts
+from streamload.features.assembly import feature_assemblies
 from streamload.features.columns import FeatureAssembly
-from streamload.loader.features import feature_assemblies
 from streamload.loader.options import LoaderOptions
 from streamload.loader.registered import backing_of, extensions_of_run, in_flight_of_run, row_costs_of
 from streamload.loader.schedule import RunSchedule

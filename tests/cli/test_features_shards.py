@@ -23,8 +23,8 @@ from streamload.cache.tier import Tier
 from streamload.cli import main
 from streamload.daemon.warm import warm
 from streamload.derived.store.row_store import close_stores
-from streamload.loader.feature_recipe import FeatureRecipe
-from streamload.loader.named_features import NamedFeatures
+from streamload.features.named import NamedFeatures
+from streamload.loader.feature_recipe import make_recipe
 from streamload.testing.shards import ShardOptions
 from tests.support.sharing import Origin, Place
 
@@ -83,7 +83,7 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Made:
         patch.setenv("STREAMLOAD_CACHE_DIR", str(made.node))
         origin.warm(made.node, Place(str(made.shared), {}), write_back=True)
         for name in ("first", "second", "third"):
-            recipe = FeatureRecipe(NamedFeatures(f"{HERE}:{name}", batch_size=4))
+            recipe = make_recipe(NamedFeatures(f"{HERE}:{name}", batch_size=4))
             report = warm(origin.urls, shared_cache=str(made.shared), write_back=True, prepare=recipe)
             assert report.failures == {}
             made.fingerprints.append(recipe.fingerprint)

@@ -39,8 +39,9 @@ from streamload.derived.store.catalog import open_catalog
 from streamload.derived.store.row_store import close_stores
 from streamload.derived.store.shard import RowShardWriter, rows_form
 from streamload.errors import OptionError
-from streamload.loader.feature_recipe import FeatureRecipe
-from streamload.loader.named_features import NamedFeatures
+from streamload.features.named import NamedFeatures
+from streamload.features.recipe import FeatureRecipe
+from streamload.loader.feature_recipe import make_recipe
 from streamload.testing.shards import ShardOptions, write_shards
 from tests.support import flat
 from tests.support.ray_cluster import RayCluster
@@ -158,7 +159,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def make(origin: Origin, place: Place, name: str = "Net") -> FeatureRecipe:
-    recipe = FeatureRecipe(NamedFeatures(f"{HERE}:{name}", batch_size=4))
+    recipe = make_recipe(NamedFeatures(f"{HERE}:{name}", batch_size=4))
     options = ServiceOptions(
         urls=tuple(origin.urls),
         prepare=recipe,
@@ -476,7 +477,7 @@ def test_a_maker_that_was_killed_is_continued(origin: Origin, place: Place, tmp_
 
 def test_warm_makes_derived_shards_of_local_files_for_the_node(tmp_path: Path, nodes: Any) -> None:
     paths = [str(path) for path in write_shards(tmp_path / "files", COUNTS, options=IMAGES)]
-    report = warm(paths, prepare=FeatureRecipe(NamedFeatures(f"{HERE}:Net")))
+    report = warm(paths, prepare=make_recipe(NamedFeatures(f"{HERE}:Net")))
     assert (report.shards_complete, report.failures) == (2, {})
     (tmp_path / "maker" / "rows").rename(tmp_path / "rows of the maker")
     nodes("maker")
@@ -516,7 +517,7 @@ def test_commands_that_fill_caches_make_derived_shards(
 @pytest.mark.parametrize(("name", "why"), [("texts", 'inputs="text"'), ("variants", "variants=2")])
 def test_features_without_one_row_a_sample_are_refused(name: str, why: str) -> None:
     with pytest.raises(OptionError, match=why):
-        FeatureRecipe(NamedFeatures(f"{HERE}:{name}", tokenizer=f"{HERE}:texts"))
+        make_recipe(NamedFeatures(f"{HERE}:{name}", tokenizer=f"{HERE}:texts"))
 
 
 @pytest.mark.parametrize(
@@ -529,7 +530,7 @@ def test_features_without_one_row_a_sample_are_refused(name: str, why: str) -> N
 def test_a_module_that_cannot_be_cached_fails_each_shard_with_its_reason(
     origin: Origin, place: Place, name: str, why: str
 ) -> None:
-    recipe = FeatureRecipe(NamedFeatures(f"{HERE}:{name}"))
+    recipe = make_recipe(NamedFeatures(f"{HERE}:{name}"))
     options = ServiceOptions(
         *(tuple(origin.urls),), prepare=recipe, into="shared", once=True, notices="none", listen="none",
         shared_cache=place.url,
@@ -541,7 +542,7 @@ def test_a_module_that_cannot_be_cached_fails_each_shard_with_its_reason(
 
 
 def test_a_task_of_ray_fails_with_the_reason_of_its_module(origin: Origin, place: Place) -> None:
-    recipe = FeatureRecipe(NamedFeatures(f"{HERE}:Ragged"))
+    recipe = make_recipe(NamedFeatures(f"{HERE}:Ragged"))
     tier, _ = opened(place)
     tier.objects.write("probes/1", b"here")
     job = Job(shared=streamload_shared(place), sign="probes/1", rest_seconds=0.0)

@@ -24,8 +24,8 @@ from streamload.cli.options import (
 from streamload.errors import OptionError
 
 if TYPE_CHECKING:
+    from streamload.features.named import NamedFeatures
     from streamload.loader import Features, Loader
-    from streamload.loader.named_features import NamedFeatures
     from streamload.metrics import Snapshot
 
 Module = Annotated[
@@ -78,7 +78,7 @@ def make(
     transform and image_key are the same; `streamload features why` names what differs. Several of these may
     run at the same time. STREAMLOAD_CACHE_DIR and STREAMLOAD_CACHE_SIZE hold as for the training.
     """
-    from streamload.loader.named_features import NamedFeatures
+    from streamload.features.named import NamedFeatures
 
     named = NamedFeatures(module, preprocess, tokenizer, image_key, text_key, prepare, batch_size, device)
     storage = storage_options_of(storage_options)
@@ -153,10 +153,11 @@ def _store_rows(
     from dataclasses import replace
 
     import streamload
+    from streamload.loader.feature_recipe import loader_arguments
 
     features = named.features()
     features.images = False
-    options = named.arguments(features)
+    options = loader_arguments(named, features)
     options["shards"] = replace(options["shards"], storage_options=storage)
     made = streamload.make_loader(
         "::".join(urls), num_workers=workers, device=named.device, cache_dir=cache_dir, **options

@@ -12,7 +12,6 @@ import torch
 
 from streamload.derived.calls.features import Features
 from streamload.errors import OptionError
-from streamload.loader.groups import Batches, Images, Shards
 
 NAME = "features"
 """The name that they have in a batch."""
@@ -59,23 +58,6 @@ class NamedFeatures:
         if self.device is not None:
             features.module.to(self.device)
         return features
-
-    def arguments(self, features: Features) -> dict[str, Any]:
-        """The arguments of make_loader for a loader of these features, beside the URLs."""
-        return {
-            "tokenizer": None if self.tokenizer is None else named(self.tokenizer),
-            "preprocess": None if self.preprocess is None else named(self.preprocess),
-            "batch_size": self.batch_size,
-            "train": False,
-            "output": "dict",
-            "shards": Shards(
-                image_key=self.image_key,
-                text_key=self.text_key if features.inputs != "image" else None,
-                max_bad_samples=None,
-            ),
-            "images": Images(prepare=self.prepare),
-            "batches": Batches(features={NAME: features}),
-        }
 
 
 def named(name: str) -> Any:

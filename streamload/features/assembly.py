@@ -14,7 +14,6 @@ from streamload.derived.prepare.preparation import pixels_name
 from streamload.derived.proof.code import Describer
 from streamload.errors import FeatureNotCacheable
 from streamload.features.columns import FeatureAssembly
-from streamload.loader.options import LoaderOptions
 from streamload.transforms.compile import plan_or_given
 from streamload.transforms.plan import ImagePlan, clip_plan
 
@@ -22,11 +21,11 @@ _PROBES = ["a photo of a dog", "Zwei Männer, 3 \u2603 and 'quotes' — at 12:30
 """Captions whose ids tell a tokenizer from others."""
 
 
-def feature_assemblies(options: LoaderOptions, images: ImageAssembly | None) -> tuple[FeatureAssembly, ...]:
+def feature_assemblies(options: Any, images: ImageAssembly | None) -> tuple[FeatureAssembly, ...]:
     """Recipe by which the workers make the features of a loader.
 
     Args:
-        options: of the loader.
+        options: of the loader, `LoaderOptions`.
         images: how it makes its own images.
 
     Raises:
@@ -37,9 +36,7 @@ def feature_assemblies(options: LoaderOptions, images: ImageAssembly | None) -> 
     return tuple(_assembly(name, feature, images, options) for name, feature in options.features.items())
 
 
-def _assembly(
-    name: str, features: Features, images: ImageAssembly | None, options: LoaderOptions
-) -> FeatureAssembly:
+def _assembly(name: str, features: Features, images: ImageAssembly | None, options: Any) -> FeatureAssembly:
     if features.inputs == "text":
         images = None
     elif images is not None:
@@ -60,9 +57,7 @@ def _assembly(
     return FeatureAssembly(name, features.inputs, images, place, label, features.variants)
 
 
-def bound_features(
-    options: LoaderOptions, assemblies: tuple[FeatureAssembly, ...]
-) -> dict[str, BoundFeatures]:
+def bound_features(options: Any, assemblies: tuple[FeatureAssembly, ...]) -> dict[str, BoundFeatures]:
     """The features of a loader as the rank uses them, by name.
 
     Raises:
@@ -75,7 +70,7 @@ def bound_features(
     }
 
 
-def _parts_of(feature: FeatureAssembly, options: LoaderOptions) -> dict[str, Any]:
+def _parts_of(feature: FeatureAssembly, options: Any) -> dict[str, Any]:
     """Maker of the input of a feature, where a row is found by its sample."""
     images = feature.images
     if images is None:

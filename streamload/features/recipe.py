@@ -1,0 +1,238 @@
+"""A recipe that makes derived shards of rows: what a daemon, `warm` or a Ray task computes from shards.
+
+source shard → samples → inputs (batches/) → rows are read, others computed → tar (derived/store/shard.py)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from streamload.batches.assembly import BatchAssembly
+from streamload.batches.in_progress import BatchFactory
+from streamload.derived.calls.features import BoundFeatures
+from streamload.derived.prepare.prepared import whole
+from streamload.derived.store.shard import RowShardWriter, SampleKey, rows_recipe
+from streamload.errors import DatasetChanged, FeatureMismatch, OptionError, SampleError
+from streamload.features.columns import FeatureAssembly
+from streamload.features.named import NAME, NamedFeatures
+from streamload.features.rank import take_features
+from streamload.ipc import own_empty
+from streamload.metrics import Counters
+from streamload.origins.origin import Origin, Stream, Version
+from streamload.shards.samples import Entry, Sample, ShardScanner, border
+from streamload.transforms.plan import ImagePlan
+from streamload.urls import redact
+
+_MOST_BYTES = 64 << 20
+"""Samples with more bytes get no row here; a training computes it."""
+
+
+class FeatureRecipe:
+    """Makes derived shards with rows of features; see Recipe. Pickles as the names of its parts.
+
+    Thread-safe: inputs are made in the calling threads if their transform is compiled, and the module
+    computes for one at a time.
+
+    Args:
+        named: the features.
+        assembly: of batches of a loader with them.
+        feature: how workers of the loader make their inputs.
+        bound: the features as its rank uses them.
+        remake: makes the recipe of named features in another process.
+
+    Attributes:
+        named: the features.
+        fingerprint: of the rows.
+        counts: of rows that were read and computed.
+
+    Raises:
+        OptionError: their rows can't be in derived shards.
+    """
+
+    def __init__(
+        self,
+        named: NamedFeatures,
+        assembly: BatchAssembly,
+        feature: FeatureAssembly,
+        bound: BoundFeatures,
+        remake: Callable[[NamedFeatures], FeatureRecipe],
+    ):
+        assert feature.images is not None
+        fingerprint = bound.whole_fingerprint()
+        if fingerprint is None:
+            raise OptionError(f"{named.module} has no rows: give cache_module a cache_path that can be used")
+        self.named = named
+        self.fingerprint, self._parts = str(fingerprint), fingerprint.parts
+        self.counts = Counters()
+        self._assembly, self._feature, self._bound, self._remake = assembly, feature, bound, remake
+        is_compiled = isinstance(feature.images.preprocess, ImagePlan)
+        self._computing = threading.Lock()
+        self._decoding = contextlib.nullcontext() if is_compiled else threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<FeatureRecipe {self.named.module}: {self.fingerprint}>"
+
+    def __reduce__(self) -> tuple[Callable[[NamedFeatures], FeatureRecipe], tuple[NamedFeatures]]:
+        return self._remake, (self.named,)
+
+    @property
+    def name(self) -> str:
+        """A name for all that the result depends on beside the shard (`Shard.recipe`)."""
+        return rows_recipe(self.fingerprint)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples that are computed together."""
+        return self.named.batch_size
+
+    @property
+    def is_of_prepared(self) -> bool:
+        """True if rows are of the samples of prepared shards."""
+        return self._assembly.preparation is not None
+
+    def derive(self, origin: Origin) -> Origin:
+        """The derived shard of an origin's shard, under that shard's version."""
+        preparation = self._assembly.preparation
+        return _RowsOrigin(origin if preparation is None else preparation.derive(origin), self)
+
+    def batches(self) -> BatchFactory:
+        """Makes empty batches, for one thread."""
+        with self._computing:
+            make = self._feature.batch_factory(self._bound.start(), None)
+        return self._assembly.batch_factory(lambda size, allocate: [make(size, allocate)])
+
+    def compute(self, begin: BatchFactory, samples: list[Sample], writer: RowShardWriter) -> None:
+        """Add the rows of samples to a derived shard; samples that can't be used get none.
+
+        Raises:
+            FeatureError: as by calls of a cached module with `cache_key`.
+        """
+        added: list[SampleKey] = []
+        with self._decoding, contextlib.closing(begin(len(samples), own_empty)) as batch:
+            parsed = []
+            for sample in filter(self._is_usable, samples):
+                with contextlib.suppress(SampleError):
+                    parsed.append((sample, batch.parse(sample, 0)))
+            for sample, parsed_sample in parsed:
+                with contextlib.suppress(SampleError):
+                    batch.add(parsed_sample)
+                    assert sample.checksum is not None
+                    added.append((sample.key, sample.checksum))
+            values = batch.finish() if added else {}
+        if not added:
+            return
+        with self._computing:
+            layout, bodies = take_features(values, {NAME: self._bound}, self.counts)[NAME].bodies()
+            fingerprint = self._bound.fingerprint()
+        if fingerprint != self.fingerprint:
+            raise FeatureMismatch(
+                f"{self.named.module} has another fingerprint after it computed its first rows, as computing "
+                f"changes it: start again"
+            )
+        writer.add(layout, added, bodies)
+
+    def about(self, url: str, version: Version) -> dict[str, Any]:
+        """Header of a derived shard."""
+        return {
+            "format": 1,
+            "fingerprint": self.fingerprint,
+            "label": self._bound.features.label,
+            "parts": self._parts,
+            "features": asdict(self.named),
+            "source": {"url": redact(url), **asdict(version)},
+        }
+
+    def _is_usable(self, sample: Sample) -> bool:
+        assembly = self._assembly
+        chosen = [assembly.image(sample.members)]
+        chosen += [] if assembly.text is None else [assembly.text(sample.members)]
+        return all(chosen)
+
+
+class _RowsOrigin(Origin):
+    """The derived shard with the rows of an origin's shard, under that shard's version."""
+
+    def __init__(self, origin: Origin, recipe: FeatureRecipe):
+        self.url = origin.url
+        self._origin, self._recipe = origin, recipe
+
+    def open(self, start: int = 0, expected: Version | None = None) -> Stream:
+        """Open it from its first byte.
+
+        Raises:
+            DatasetChanged: it was to be continued, and rows that are computed again may be rounded otherwise.
+        """
+        if start:
+            raise DatasetChanged(f"the rows of {redact(self.url)} are made from the first on")
+        return _RowsStream(self._origin.open(0, expected), self.url, self._recipe)
+
+    def version(self) -> Version:
+        """The current version of the shard itself."""
+        return self._origin.version()
+
+    def close(self) -> None:
+        """Close the origin."""
+        self._origin.close()
+
+
+class _RowsStream:
+    """The bytes of a derived shard; its length isn't known before all of its rows are."""
+
+    def __init__(self, stream: Stream, url: str, recipe: FeatureRecipe):
+        self.version = stream.version
+        self._stream, self._url, self._recipe = stream, url, recipe
+
+    def chunks(self) -> Iterator[bytes]:
+        """Nothing after each batch of rows, then the tar: so a fill can be stopped while rows are made."""
+        recipe = self._recipe
+        begin = recipe.batches()
+        chunks = self._stream.chunks() if recipe.is_of_prepared else whole(self._stream, self._url)
+        samples = samples_of(chunks, self._url, is_prepared=recipe.is_of_prepared)
+        with RowShardWriter() as writer:
+            while batch := list(itertools.islice(samples, recipe.batch_size)):
+                recipe.compute(begin, batch, writer)
+                yield b""
+            yield from writer.chunks(recipe.about(self._url, self.version))
+
+    def close(self) -> None:
+        """Close the stream of the shard."""
+        self._stream.close()
+
+
+def samples_of(chunks: Iterable[bytes], url: str, *, is_prepared: bool) -> Iterator[Sample]:
+    """The samples of a tar; without those of more than 64 MiB.
+
+    Raises:
+        ShardError: not a tar, damaged or cut.
+    """
+    scanner, buffer, first = ShardScanner(prepared=is_prepared), bytearray(), 0
+    for chunk in chunks:
+        entries = scanner.feed(chunk)
+        buffer += b"" if scanner.ended and not entries else chunk
+        for entry in entries:
+            if entry.start >= first:
+                yield _sample(entry, buffer, first, url)
+            count = max(0, border(entry) - first)
+            del buffer[:count]
+            first += count
+        if len(buffer) > _MOST_BYTES:
+            first += len(buffer)
+            buffer.clear()
+    for entry in scanner.finish()[0]:
+        if entry.start >= first:
+            yield _sample(entry, buffer, first, url)
+
+
+def _sample(entry: Entry, buffer: bytearray, first: int, url: str) -> Sample:
+    data = memoryview(bytearray(buffer[entry.start - first : entry.stop - first]))
+    members = {
+        extension: data[start - entry.start : start - entry.start + size]
+        for extension, start, size in entry.members
+    }
+    prepared = entry.prepared[0] if entry.prepared is not None else ""
+    return Sample(entry.key, url, members, prepared, entry.checksum)
