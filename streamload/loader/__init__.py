@@ -2,6 +2,15 @@
 
 Making a loader touches neither disk nor network. The first `iter()` opens the tier and starts the workers,
 which stay until `close()` and continue to fill between two epochs.
+
+- made: `make_loader`, here, from `groups.py`, `sources.py` and `words.py`; `options.py` freezes them, and
+  `refusals.py` refuses what can't be used together. `registered.py` knows the extensions.
+- started: `loader.py` asks `schedule.py` (`order_spec.py`, `sizes.py`, `lengths.py`) for the epoch,
+  `destination.py` for the device, and `pool.py` for workers, which get a `worker_config.py`.
+- iterated: `epoch.py` takes batches in order; `rank_process.py` counts and `checks.py` checks them,
+  `rank_run.py` passes them to extensions, `output.py` gives them their form.
+- resumed: `position.py` follows the batches; `state.py` writes and reads it.
+- for frameworks: `dataloader.py`; for an observer: `observer.py`; for commands: `feature_recipe.py`.
 """
 
 from __future__ import annotations

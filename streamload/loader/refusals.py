@@ -11,7 +11,6 @@ from streamload.loader.groups import GROUPS
 from streamload.loader.options import LoaderOptions
 from streamload.loader.words import instead_of
 from streamload.patches.plan import GivenPatches
-from streamload.steering.replay import Replay
 from streamload.transforms.compile import compile_transform
 from streamload.transforms.plan import NotRecognised
 
@@ -22,6 +21,8 @@ def refuse_unusable(options: LoaderOptions) -> None:
     Raises:
         OptionError: it says which, and what to give instead.
     """
+    for extension in options.extensions:
+        extension.refuse_unusable(options)
     _refuse_unused_keys(options)
     _refuse_training_options(options)
     if options.images.prepare is not None and options.workers.map_sample is not None:
@@ -31,8 +32,6 @@ def refuse_unusable(options: LoaderOptions) -> None:
     _refuse_unusable_features(options)
     _refuse_unknown_padding(options)
     _refuse_bucketing(options)
-    for extension in options.extensions:
-        extension.refuse_unusable(options)
     if options.has_modalities:
         _refuse_modalities(options)
     if options.images.patches is not None:
@@ -49,7 +48,6 @@ def _refuse_training_options(options: LoaderOptions) -> None:
         )
     if options.step_table is not None and (options.num_samples is not None or options.order.endless):
         raise OptionError("Patches(steps=…) says what an epoch has: leave out num_samples= and endless=")
-    _refuse_unusable_mixing(options)
     if options.order.endless and (sized or not options.train):
         raise OptionError("endless= is for training, without num_samples= and num_batches=")
     if options.repeat is not None and not options.train:
@@ -60,24 +58,6 @@ def _refuse_training_options(options: LoaderOptions) -> None:
         )
     if options.order.groups is not None and not options.train:
         raise OptionError("groups= is for training: in an evaluation each rank has a group of its own")
-
-
-def _refuse_unusable_mixing(options: LoaderOptions) -> None:
-    """Refuse what changes or weighs sources where there is no training, or nothing to write."""
-    order = options.order
-    for name, value in {
-        "mixing": options.mixing,
-        "batch_policy": options.batches.batch_policy,
-        "decisions": order.decisions,
-        "objective": order.objective,
-    }.items():
-        if value is not None and not options.train:
-            raise OptionError(f"{name}= is for training: an evaluation yields each sample once")
-    for name, value in {"decisions": order.decisions, "batch_policy": options.batches.batch_policy}.items():
-        if isinstance(options.mixing, Replay) and value is not None:
-            raise OptionError(f"leave out {name}=: {options.mixing!r} has all decisions")
-    if options.batches.batch_policy is not None and options.step_table is not None:
-        raise OptionError("batch_policy= is for steps of one size: Patches(steps=…) says each step's")
 
 
 def _refuse_unusable_features(options: LoaderOptions) -> None:

@@ -17,6 +17,7 @@ from streamload.errors import OptionError, PolicyError, StateMismatch
 from streamload.extension import Event, Extension, RankPart, Run, TakenBatch
 from streamload.steering.batch_size import BatchPolicy, Measured, SizeDecided, ThroughputBalanced
 from streamload.steering.policy import kept_memory
+from streamload.steering.replay import Replay
 
 logger = logging.getLogger("streamload")
 
@@ -30,6 +31,19 @@ class BatchSizes(Extension):
     """The extension of a loader whose batch size follows the throughput, `Batches(batch_policy=…)`."""
 
     name = "batch_sizes"
+
+    def refuse_unusable(self, options: Any) -> None:
+        """Refuse sizes of an evaluation, of a replay, and of steps that are listed.
+
+        Raises:
+            OptionError: it says why.
+        """
+        if not options.train:
+            raise OptionError("batch_policy= is for training: an evaluation yields each sample once")
+        if isinstance(options.mixing, Replay):
+            raise OptionError(f"leave out batch_policy=: {options.mixing!r} has all decisions")
+        if options.step_table is not None:
+            raise OptionError("batch_policy= is for steps of one size: Patches(steps=…) says each step's")
 
     def in_rank(self, run: Run) -> BatchSizing:
         """Decide by the policy of the loader."""

@@ -63,6 +63,20 @@ class Mixing(Extension):
 
     name = "mixing"
 
+    def refuse_unusable(self, options: Any) -> None:
+        """Refuse to decide on, weigh or write what an evaluation doesn't have, or a replay has already.
+
+        Raises:
+            OptionError: it says which option.
+        """
+        order = options.order
+        values = {"mixing": options.mixing, "decisions": order.decisions, "objective": order.objective}
+        for name, value in values.items():
+            if value is not None and not options.train:
+                raise OptionError(f"{name}= is for training: an evaluation yields each sample once")
+        if isinstance(options.mixing, Replay) and order.decisions is not None:
+            raise OptionError(f"leave out decisions=: {options.mixing!r} has all decisions")
+
     def in_worker(self, process: WorkerProcess) -> DecisionWait | None:
         """Wait for decisions, where there are any."""
         return DecisionWait(process, self.every) if self.every else None
