@@ -29,7 +29,7 @@ from streamload.loader.order_spec import (
     split_for,
 )
 from streamload.loader.position import EpochTracker, Position
-from streamload.loader.sizes import agree_on_sizes, estimate_samples, read_sizes, sizes_digest
+from streamload.loader.sizes import ShardSizes, sizes_digest
 from streamload.loader.state import (
     attempt_in,
     check_fits,
@@ -70,9 +70,7 @@ class RunSchedule:
         self._settled: OrderSpec | None = None
         self._saved: OrderSpec | None = None  # of the state that was loaded last
         self._data_digest: str | None = None
-        self._sizes: list[list[int] | None] | None = None  # of all sources, by sizes.json
-        self._are_sizes_agreed = False  # with the other ranks
-        self._factor_units: list[int] | None = None
+        self._sizes = ShardSizes(options, self._digest_of_data)
         self._groups_cut_by: str | None = None  # a digest of the sizes that decided on the groups
 
     @property
@@ -288,7 +286,7 @@ class RunSchedule:
         sizes: list[list[int] | None] = [None] * len(order.sources)
         if is_cut:
             sizes = self._read_sizes()
-        elif self._factor_units is not None:  # they may have been read before the ranks were joined
+        elif self._sizes.are_used:  # they may have been read before the ranks were joined
             self._read_sizes()
         self._groups_cut_by = sizes_digest(sizes) if is_cut else ""
         return source_orders(order, sizes)
@@ -464,34 +462,7 @@ class RunSchedule:
         """Factor of a source's weight: 1, or its samples, or its shards."""
         if self._options.sources[place].per == "source":
             return 1
-        if self._factor_units is None:
-            self._factor_units = self._units_of_factors()
-        return self._factor_units[place]
-
-    def _units_of_factors(self) -> list[int]:
-        """The samples of each source, by sizes.json or estimated; if one can't be known, their shards.
-
-        Ranks that nothing joins don't estimate: a server that fails one of them would give it other shares.
-
-        OpenCLIP draws shards by their factors, so that each sample comes in proportion to its factor.
-        """
-        sources, sizes = self._options.sources, self._read_sizes()
-        if all(sizes) or len(sources) == 1:
-            return [sum(shard_sizes or (1,)) for shard_sizes in sizes]
-        storage, world_size = self._options.storage_options, self.topology.world_size
-        may_estimate = world_size == 1 or can_compare(world_size)
-        samples = [
-            sum(counts) if counts else estimate_samples(source.urls, storage) if may_estimate else None
-            for counts, source in zip(sizes, sources, strict=True)
-        ]
-        units = [count for count in samples if count]
-        if len(units) < len(sources):
-            units = [len(source.urls) for source in sources]
-        name = f"factors {self._options.urls.fingerprint()} {self._options.seed}"
-        agreed: list[int] = json.loads(first_value(name, json.dumps(units), world_size))
-        if self.topology.rank == 0:
-            _log_units([source.name for source in sources], samples, agreed)
-        return agreed
+        return self._sizes.units(self.topology, self._groups())[place]
 
     def epoch_samples(self) -> int | None:
         """Samples of an epoch by num_samples, or by sizes.json, which doesn't know of `repeat=`."""
@@ -500,43 +471,10 @@ class RunSchedule:
         return self.listed_samples()
 
     def _read_sizes(self, groups: int | None = None) -> list[list[int] | None]:
-        """The samples of each shard of each source, by sizes.json; read once.
-
-        Joined ranks agree on what they found. Others can't, so with more than one group an unclear answer is
-        an error: no node may miss a file.
-
-        Raises:
-            OrderDiverged: another rank found other sizes.
-        """
-        options, topology = self._options, self.topology
-        is_joined = can_compare(topology.world_size)
-        if self._sizes is None:
-            strict = (groups or self._groups()) > 1 and not is_joined
-            storage = options.storage_options
-            self._sizes = [read_sizes(source.urls, storage, strict) for source in options.sources]
-        if is_joined and not self._are_sizes_agreed:
-            name = f"sizes {self._digest_of_data()} {options.seed} {options.train}"
-            are_used = self._factor_units is not None
-            self._sizes = agree_on_sizes(self._sizes, name, topology, are_used=are_used)
-            self._are_sizes_agreed = True
-        return self._sizes
+        """The samples of each shard of each source, by sizes.json."""
+        return self._sizes.read(self.topology, groups or self._groups())
 
     def _digest_of_data(self) -> str:
         if self._data_digest is None:
             self._data_digest = data_digest(self._options)
         return self._data_digest
-
-
-def _log_units(names: Sequence[str], samples: Sequence[int | None], units: Sequence[int]) -> None:
-    """Log what upsampling factors are multiplied by where there is no sizes.json."""
-    advice = "put a sizes.json beside the shards ({shard name: samples}) for exact shares"
-    unknown = [name for name, count in zip(names, samples, strict=True) if not count]
-    if unknown:
-        logger.warning(
-            "upsampling factors are multiplied by shards, as the number of samples of source %s is unknown: "
-            "OpenCLIP's shares only if all shards have equally many. Otherwise %s, or mix Sources",
-            *(", ".join(unknown), advice),
-        )
-        return
-    counts = ", ".join(f"{count:,} in source {name}" for name, count in zip(names, units, strict=True))
-    logger.info("upsampling factors are multiplied by about these samples: %s; %s", counts, advice)

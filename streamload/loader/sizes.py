@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,9 @@ import xxhash
 
 from streamload import limits, urls
 from streamload.errors import DataError, OrderDiverged, OriginDenied, OriginNotFound, StreamloadError
+from streamload.loader.options import LoaderOptions
 from streamload.origins.origin import OriginOptions, open_origin
-from streamload.ranks.distributed import first_with_details
+from streamload.ranks.distributed import can_compare, first_value, first_with_details
 from streamload.shards.samples import ShardScanner, border
 from streamload.topology import Topology
 
@@ -28,6 +29,82 @@ _STRICT = (
     ". sizes.json decides how samples are divided among nodes, and no node may miss it: make it readable, "
     "have the server answer 404, or initialise torch.distributed first, so that ranks compare what they found"
 )
+
+
+class ShardSizes:
+    """The samples of each shard of a loader's sources, read once; ranks that are joined agree on them.
+
+    Args:
+        options: of the loader.
+        digest: makes a digest of its data.
+
+    Attributes:
+        are_used: whether weights of sources were multiplied by them.
+    """
+
+    def __init__(self, options: LoaderOptions, digest: Callable[[], str]):
+        self._options, self._digest = options, digest
+        self._sizes: list[list[int] | None] | None = None
+        self._are_agreed = False  # with the other ranks
+        self.are_used = False
+        self._units: list[int] | None = None
+
+    def read(self, topology: Topology, groups: int) -> list[list[int] | None]:
+        """The samples of each shard of each source, by sizes.json.
+
+        Joined ranks agree on what they found. Others can't, so with more than one group an unclear answer is
+        an error: no node may miss a file.
+
+        Args:
+            topology: of this rank.
+            groups: of the run.
+
+        Raises:
+            OrderDiverged: another rank found other sizes.
+        """
+        options, is_joined = self._options, can_compare(topology.world_size)
+        if self._sizes is None:
+            strict = groups > 1 and not is_joined
+            storage = options.storage_options
+            self._sizes = [read_sizes(source.urls, storage, strict) for source in options.sources]
+        if is_joined and not self._are_agreed:
+            name = f"sizes {self._digest()} {options.seed} {options.train}"
+            self._sizes = agree_on_sizes(self._sizes, name, topology, are_used=self.are_used)
+            self._are_agreed = True
+        return self._sizes
+
+    def units(self, topology: Topology, groups: int) -> list[int]:
+        """What upsampling factors are multiplied by: samples of each source, listed or estimated; or shards.
+
+        OpenCLIP draws shards by their factors, so that each sample comes in proportion to its factor. Ranks
+        that nothing joins don't estimate: a server that fails one of them would give it other shares.
+
+        Args:
+            topology: of this rank.
+            groups: of the run.
+        """
+        if self._units is None:
+            self._units, self.are_used = self._find_units(topology, groups), True
+        return self._units
+
+    def _find_units(self, topology: Topology, groups: int) -> list[int]:
+        sources, sizes = self._options.sources, self.read(topology, groups)
+        if all(sizes) or len(sources) == 1:
+            return [sum(shard_sizes or (1,)) for shard_sizes in sizes]
+        storage, world_size = self._options.storage_options, topology.world_size
+        may_estimate = world_size == 1 or can_compare(world_size)
+        samples = [
+            sum(counts) if counts else estimate_samples(source.urls, storage) if may_estimate else None
+            for counts, source in zip(sizes, sources, strict=True)
+        ]
+        units = [count for count in samples if count]
+        if len(units) < len(sources):
+            units = [len(source.urls) for source in sources]
+        name = f"factors {self._options.urls.fingerprint()} {self._options.seed}"
+        agreed: list[int] = json.loads(first_value(name, json.dumps(units), world_size))
+        if topology.rank == 0:
+            _log_units([source.name for source in sources], samples, agreed)
+        return agreed
 
 
 def read_sizes(
@@ -185,3 +262,18 @@ def _fetch(url: str, storage_options: dict[str, Any] | None) -> bytes:
     finally:
         stream.close()
     return bytes(content)
+
+
+def _log_units(names: Sequence[str], samples: Sequence[int | None], units: Sequence[int]) -> None:
+    """Log what upsampling factors are multiplied by where there is no sizes.json."""
+    advice = "put a sizes.json beside the shards ({shard name: samples}) for exact shares"
+    unknown = [name for name, count in zip(names, samples, strict=True) if not count]
+    if unknown:
+        logger.warning(
+            "upsampling factors are multiplied by shards, as the number of samples of source %s is unknown: "
+            "OpenCLIP's shares only if all shards have equally many. Otherwise %s, or mix Sources",
+            *(", ".join(unknown), advice),
+        )
+        return
+    counts = ", ".join(f"{count:,} in source {name}" for name, count in zip(names, units, strict=True))
+    logger.info("upsampling factors are multiplied by about these samples: %s; %s", counts, advice)
