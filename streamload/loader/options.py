@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -25,9 +25,7 @@ from streamload.options import Settings, options, read_settings
 from streamload.options.storage import copy_options
 from streamload.options.values import at_least, parse_choice
 from streamload.order.steps import Split, StepOptions
-from streamload.patches.compile import patch_plan_or_given
 from streamload.patches.options import Patches
-from streamload.patches.plan import GivenPatches, PatchPlan, clip_patch_plan
 from streamload.patches.steps import StepTable, TableOptions
 from streamload.shards.columns import BUILT_IN, Column
 from streamload.steering import Policy
@@ -197,36 +195,6 @@ class LoaderOptions:
     def goes_by_tokens(self) -> bool:
         """True if bucketing goes by the lengths of captions."""
         return self.batches.bucketing is not None and self.batches.text_padding == "longest"
-
-    def patch_transform(self, is_compiled: bool) -> PatchPlan | GivenPatches:
-        """Options of making images into patches.
-
-        Args:
-            is_compiled: whether to compile it, if that is possible.
-
-        Raises:
-            OptionError: preprocess= doesn't make a transform for a number of patches.
-        """
-        patches = self.images.patches
-        assert patches is not None
-        if self.preprocess is None:
-            return replace(clip_patch_plan(self.train, patches.sides), max_ratio=patches.max_ratio)
-        lengths = patches.lengths(self.train, self.seed).lengths
-        try:
-            transform = patch_plan_or_given(self.preprocess, lengths, patches.sides, is_compiled)
-        except TypeError as exc:
-            raise OptionError(
-                f"with patches=, preprocess= is a function that returns the transform for a number of "
-                f"patches: preprocess(max_seq_len=…, patch_size=…), as in open_clip's main branch, or "
-                f"functools.partial(timm.data.create_transform, naflex=True, …); it failed: {exc}"
-            ) from exc
-        if patches.max_ratio is None:
-            return transform
-        if isinstance(transform, PatchPlan):
-            return replace(transform, max_ratio=patches.max_ratio)
-        raise OptionError(
-            "max_ratio= is for a compiled transform: this one runs as given, and resizes by itself"
-        )
 
     @property
     def step_table(self) -> StepTable | None:

@@ -10,6 +10,7 @@ from streamload.errors import OptionError
 from streamload.loader.groups import GROUPS
 from streamload.loader.options import LoaderOptions
 from streamload.loader.words import instead_of
+from streamload.patches.compile import patch_transform
 from streamload.patches.plan import GivenPatches
 from streamload.transforms.compile import compile_transform
 from streamload.transforms.plan import NotRecognised
@@ -134,7 +135,7 @@ def _refuse_unusable_patches(options: LoaderOptions) -> None:
     for name, value in (("map_sample", options.workers.map_sample), ("features", options.features)):
         if value:
             raise OptionError(f"{name}= is for images of one size, and patches= makes images of several")
-    options.patch_transform(is_compiled=False)
+    patch_transform(options, is_compiled=False)
 
 
 def _refuse_uint8_of_given(options: LoaderOptions) -> None:
@@ -145,7 +146,7 @@ def _refuse_uint8_of_given(options: LoaderOptions) -> None:
             'Images(dtype="uint8") is for a compiled preprocess=, not for functions that run as given'
         )
     if options.images.patches is not None:
-        if isinstance(options.patch_transform(options.images.compile), GivenPatches):
+        if isinstance(patch_transform(options, options.images.compile), GivenPatches):
             raise OptionError('Images(dtype="uint8") is for a preprocess= that can be compiled')
     elif options.preprocess is not None:
         try:

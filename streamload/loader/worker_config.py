@@ -45,6 +45,7 @@ from streamload.options import Settings
 from streamload.order.plan import OrderOptions, pieces
 from streamload.origins.access import warn_of_shared_headers
 from streamload.origins.origin import OriginOptions, warn_of_compressed
+from streamload.patches.compile import patch_transform
 from streamload.patches.images import PatchImages
 from streamload.prefetch.fallback import remove_unused
 from streamload.prefetch.idle import idle_share
@@ -357,7 +358,7 @@ def _transform(options: LoaderOptions) -> ImagePlan | ImageMaker | Preprocess | 
     if options.workers.map_sample is None or options.preprocess is not None:
         _warn_of_missing_kernel()
     if options.images.patches is not None:
-        return PatchImages(options.patch_transform(options.images.compile))
+        return PatchImages(patch_transform(options, options.images.compile))
     plan: ImagePlan | Preprocess | None
     if options.preprocess is not None:
         plan = plan_or_given(options.preprocess, options.images.compile)

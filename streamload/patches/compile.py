@@ -4,15 +4,47 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+from streamload.errors import OptionError
 from streamload.patches.grid import PatchCrop
-from streamload.patches.plan import GivenPatches, PatchPlan
+from streamload.patches.options import Patches
+from streamload.patches.plan import GivenPatches, PatchPlan, clip_patch_plan
 from streamload.transforms.chain import NAFLEX, Chain, after_resize, filter_of, shown, size_of
 from streamload.transforms.plan import NotRecognised, Size
 from streamload.transforms.resize import Filter
 
 logger = logging.getLogger("streamload")
+
+
+def patch_transform(options: Any, is_compiled: bool) -> PatchPlan | GivenPatches:
+    """How a loader makes images into patches.
+
+    Args:
+        options: of the loader, `LoaderOptions`, with patches.
+        is_compiled: whether to compile the transform, if that is possible.
+
+    Raises:
+        OptionError: preprocess= doesn't make a transform for a number of patches.
+    """
+    patches: Patches = options.images.patches
+    if options.preprocess is None:
+        return replace(clip_patch_plan(options.train, patches.sides), max_ratio=patches.max_ratio)
+    lengths = patches.lengths(options.train, options.seed).lengths
+    try:
+        transform = patch_plan_or_given(options.preprocess, lengths, patches.sides, is_compiled)
+    except TypeError as exc:
+        raise OptionError(
+            f"with patches=, preprocess= is a function that returns the transform for a number of "
+            f"patches: preprocess(max_seq_len=…, patch_size=…), as in open_clip's main branch, or "
+            f"functools.partial(timm.data.create_transform, naflex=True, …); it failed: {exc}"
+        ) from exc
+    if patches.max_ratio is None:
+        return transform
+    if isinstance(transform, PatchPlan):
+        return replace(transform, max_ratio=patches.max_ratio)
+    raise OptionError("max_ratio= is for a compiled transform: this one runs as given, and resizes by itself")
 
 
 def patch_plan_or_given(
