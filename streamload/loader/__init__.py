@@ -5,7 +5,7 @@ which stay until `close()` and continue to fill between two epochs.
 
 - made: `make_loader`, here, from `groups.py`, `sources.py` and `words.py`; `options.py` freezes them, and
   `refusals.py` refuses what can't be used together. `registered.py` knows the extensions.
-- started: `loader.py` asks `schedule.py` (`order_spec.py`, `sizes.py`, `lengths.py`) for the epoch,
+- started: `loader.py` asks `schedule.py` (`order_spec.py`, `sizes.py`) for the epoch,
   `destination.py` for the device, and `pool.py` for workers, which get a `worker_config.py`.
 - iterated: `epoch.py` takes batches in order; `rank_process.py` counts and `checks.py` checks them,
   `rank_run.py` passes them to extensions, `output.py` gives them their form.

@@ -24,16 +24,15 @@ from streamload.loader.dataloader import (
 )
 from streamload.loader.destination import Destination
 from streamload.loader.epoch import Epoch, is_worker_death
-from streamload.loader.lengths import EpochLengths
 from streamload.loader.observer import Observer, RunTrace
 from streamload.loader.options import LoaderOptions
 from streamload.loader.output import BatchInfo, Outputs
 from streamload.loader.pool import WorkerPool
 from streamload.loader.rank_process import LoopClock, RankProcess
 from streamload.loader.rank_run import RankParts, RankRun, RunEvents
-from streamload.loader.schedule import RunSchedule
+from streamload.loader.schedule import EpochLengths, RunSchedule
 from streamload.loader.state import attempt_in, counts_in, joined_state, order_and_position, to_state
-from streamload.loader.worker_config import check_room
+from streamload.loader.worker_config import check_room, counted_samples
 from streamload.metrics import Snapshot
 from streamload.metrics.findings import OnAlert, Requests, Verdict
 from streamload.options import DEFAULT_METRICS_LISTEN
@@ -60,7 +59,7 @@ class Loader(DataLoaderInterface):
         self.options = options
         self._schedule = schedule = RunSchedule(options)
         self._process = process = RankProcess(options)
-        self._lengths = EpochLengths(options, schedule)
+        self._lengths = EpochLengths(options, schedule, counted_samples)
         self._events = events = RunEvents(schedule, process, self._lengths.expected, _room_check(self))
         self._parts = RankParts(
             options.extensions,
