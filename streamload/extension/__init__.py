@@ -11,63 +11,53 @@ from collections.abc import Collection
 from typing import Any, ClassVar
 
 from streamload.extension.rank import (
-    RankPart as RankPart,
-)
-from streamload.extension.rank import (
-    RecordedEvents as RecordedEvents,
-)
-from streamload.extension.rank import (
-    Run as Run,
-)
-from streamload.extension.rank import (
-    RunPosition as RunPosition,
-)
-from streamload.extension.rank import (
-    TakenBatch as TakenBatch,
-)
-from streamload.extension.rank import (
-    Widths as Widths,
-)
-from streamload.extension.rank import (
-    Yielded as Yielded,
-)
-from streamload.extension.rank import (
-    YieldedInfo as YieldedInfo,
+    RankPart,
+    RecordedEvents,
+    Run,
+    RunPosition,
+    TakenBatch,
+    Widths,
+    Yielded,
+    YieldedInfo,
 )
 from streamload.extension.worker import (
-    BatchColumn as BatchColumn,
+    BatchColumn,
+    BatchRows,
+    ReadProgress,
+    RowsStep,
+    SampleReader,
+    ShardRows,
+    StepsAhead,
+    StepSampler,
+    StepsStart,
+    WorkerPart,
+    WorkerProcess,
 )
-from streamload.extension.worker import (
-    BatchRows as BatchRows,
-)
-from streamload.extension.worker import (
-    ReadProgress as ReadProgress,
-)
-from streamload.extension.worker import (
-    RowsStep as RowsStep,
-)
-from streamload.extension.worker import (
-    SampleReader as SampleReader,
-)
-from streamload.extension.worker import (
-    ShardRows as ShardRows,
-)
-from streamload.extension.worker import (
-    StepsAhead as StepsAhead,
-)
-from streamload.extension.worker import (
-    StepSampler as StepSampler,
-)
-from streamload.extension.worker import (
-    StepsStart as StepsStart,
-)
-from streamload.extension.worker import (
-    WorkerPart as WorkerPart,
-)
-from streamload.extension.worker import (
-    WorkerProcess as WorkerProcess,
-)
-from streamload.order.events import Event as Event
+from streamload.order.events import Event
+
+__all__ = [
+    "BatchColumn",
+    "BatchRows",
+    "Event",
+    "Extension",
+    "RankPart",
+    "ReadProgress",
+    "RecordedEvents",
+    "RowsStep",
+    "Run",
+    "RunPosition",
+    "SampleReader",
+    "ShardRows",
+    "StepSampler",
+    "StepsAhead",
+    "StepsStart",
+    "TakenBatch",
+    "Widths",
+    "WorkerPart",
+    "WorkerProcess",
+    "Yielded",
+    "YieldedInfo",
+]
 
 
 class Extension:
