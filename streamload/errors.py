@@ -58,6 +58,14 @@ class OriginError(StreamloadError, OSError):
 
     may_pass: bool = False
     """A refusal that a server may take back at once: 403 or 404 from one of several backends."""
+    may_be_renewed: bool = False
+    """The credentials have ended or couldn't be read: others may come, and it says nothing of its shard."""
+    have_ended: bool = False
+    """A store says that the credentials aren't valid any more: that is true of all of its shards."""
+    retry_after_seconds: float | None = None
+    """The delay that the origin asks for."""
+    is_unreachable: bool | None = None
+    """True: no host has its name, or nothing listens at its port. False: a temporary failure."""
 
 
 class OriginNotFound(OriginError, FileNotFoundError):
@@ -67,11 +75,6 @@ class OriginNotFound(OriginError, FileNotFoundError):
 class OriginDenied(OriginError, PermissionError):
     """The origin denies access: credentials are missing, wrong or expired."""
 
-    may_be_renewed: bool = False
-    """The credentials have ended or couldn't be read: others may come."""
-    have_ended: bool = False
-    """A store says that the credentials aren't valid any more: that is true of all of its shards."""
-
 
 class OriginTimeout(OriginError, TimeoutError):
     """The origin did not answer, or stopped sending, within the deadline."""
@@ -79,12 +82,6 @@ class OriginTimeout(OriginError, TimeoutError):
 
 class OriginUnavailable(OriginError, ConnectionError):
     """The origin can't be reached, or asks to retry later (429, 5xx)."""
-
-    retry_after_seconds: float | None = None
-    """The delay that the origin asks for."""
-
-    is_unreachable: bool | None = None
-    """True: no host has its name, or nothing listens at its port. False: a temporary failure."""
 
 
 class OriginOutage(OriginError, ConnectionError):

@@ -278,7 +278,6 @@ def refuse_address(host: str, port: int | None, address: str, named: Named | Non
 
     Args:
         host: as written in the URL.
-        address: one of its IP addresses.
         named: see `Named`.
     """
     ip = _meant(ipaddress.ip_address(address.partition("%")[0]))

@@ -145,17 +145,11 @@ def remember() -> Callable[[], None]:
     return end
 
 
-def may_be_renewed(error: BaseException) -> bool:
-    """Return whether other credentials may come: then an error says nothing of its shard."""
-    return bool(getattr(error, "may_be_renewed", False))
-
-
 class Endpoint:
     """The server or bucket of a shard, or the program of its command.
 
     Args:
         url: of the shard, without secrets.
-        reopen: creates its origin.
     """
 
     def __init__(self, url: str, reopen: Reopen) -> None:
@@ -186,13 +180,13 @@ class Endpoint:
 
     def fails(self, error: OriginError) -> None:
         """Note repeated failures; log once if the endpoint can't be reached at all."""
-        if self._name and self._name not in _failing and getattr(error, "is_unreachable", None) is not None:
+        if self._name and self._name not in _failing and error.is_unreachable is not None:
             _failing[self._name] = time.monotonic()
             _logger.warning("%s can't be reached (%s): retrying", self._name, error)
 
     def is_nowhere(self, error: OriginError) -> bool:
         """Return whether this looks like a wrong address: unreachable for long, and never served anything."""
-        if self._name in _served or not getattr(error, "is_unreachable", None):
+        if self._name in _served or not error.is_unreachable:
             return False
         return time.monotonic() - _failing.get(self._name, math.inf) >= _FIRST_CONTACT_SECONDS
 
@@ -210,7 +204,7 @@ class Endpoint:
         """
         endpoints = self._others() or _served.get(self._name)
         alike: tuple[type[Exception], ...] = RETRYABLE if isinstance(error, RETRYABLE) else (type(error),)
-        if may_be_renewed(error):
+        if error.may_be_renewed:
             alike = (*RETRYABLE, OriginDenied)
         if not endpoints or not isinstance(error, (*RETRYABLE, OriginDenied, OriginNotFound)):
             return False
@@ -225,7 +219,7 @@ class Endpoint:
             return True
         except Exception as exc:  # it answers, even if only that this shard is gone
             session.check(self._name)
-            if may_be_renewed(exc):
+            if isinstance(exc, OriginError) and exc.may_be_renewed:
                 self._record(exc, session.options.outage_seconds)
                 return True
         return False

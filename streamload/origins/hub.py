@@ -13,6 +13,7 @@ from streamload.origins import calls
 from streamload.origins.access import WebCredentials, read_again
 from streamload.origins.protocol import Origin, Session, Stream, Version
 from streamload.origins.web import HttpOrigin
+from streamload.origins.web_client import HttpClient
 from streamload.urls import redact
 
 _HUB_OPTIONS = {"endpoint", "token"}
@@ -89,7 +90,7 @@ class HubOrigin(Origin):
             authorize=_bearer,
             is_looked_up=self._is_looked_up,
         )
-        return HttpOrigin(address, session, credentials)
+        return HttpOrigin(HttpClient(address, session, credentials))
 
 
 def _bearer(options: Mapping[str, Any]) -> dict[str, str]:

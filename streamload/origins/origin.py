@@ -176,10 +176,13 @@ def _of_command(url: str, session: Session) -> Origin:
         return _kind("s3")(request.url, dict(request.storage_options), session)
     from streamload.origins.access import WebCredentials
     from streamload.origins.web import HttpOrigin
+    from streamload.origins.web_client import HttpClient
 
     credentials = WebCredentials(request.url, {"headers": request.own_headers}, session)
     return HttpOrigin(
-        request.url, session, credentials, common_headers=request.headers, redirects=request.redirects
+        HttpClient(
+            request.url, session, credentials, common_headers=request.headers, redirects=request.redirects
+        )
     )
 
 
@@ -215,9 +218,10 @@ def _kind(name: str) -> Callable[[str, dict[str, Any], Session], Origin]:
         case "http" | "https":
             from streamload.origins.access import WebCredentials
             from streamload.origins.web import HttpOrigin
+            from streamload.origins.web_client import HttpClient
 
             return lambda url, storage, session: HttpOrigin(
-                url, session, WebCredentials(url, storage, session)
+                HttpClient(url, session, WebCredentials(url, storage, session))
             )
         case "pipe":
             from streamload.origins.pipe import PipeOrigin

@@ -22,7 +22,6 @@ from streamload.origins.protocol import ENDED
 
 LOOK_SECONDS = 1.0
 """Between two looks for the same file system: each may run a command or ask a metadata service."""
-_EMPTY_OBJECT = {"InvalidRange", "416"}
 _SOURCES = {
     "assume-role": "the role that the profile names",
     "assume-role-with-web-identity": "the role of the web identity token",
@@ -54,12 +53,7 @@ _lookups: weakref.WeakKeyDictionary[Any, tuple[float, Lookup]] = weakref.WeakKey
 
 def have_ended(exc: BaseException) -> bool:
     """Return whether an exception of fsspec is S3's answer that the credentials aren't valid any more."""
-    return is_end(calls.code_of(exc))
-
-
-def is_end(code: str | None) -> bool:
-    """Return whether an error code of S3 says that the credentials aren't valid any more."""
-    return code in ENDED
+    return calls.code_of(exc) in ENDED
 
 
 def is_refused(exc: BaseException) -> bool:
@@ -67,13 +61,8 @@ def is_refused(exc: BaseException) -> bool:
     return calls.lacks_credentials(exc) or calls.status_of(exc) in {401, 403}
 
 
-def denied(url: str, exc: BaseException, lookup: Lookup | None) -> OriginDenied:
-    """Return the error for credentials that have ended."""
-    return denied_by_code(url, str(calls.code_of(exc)), lookup)
-
-
-def denied_by_code(url: str, code: str, lookup: Lookup | None) -> OriginDenied:
-    """Return the error for an error code that says so."""
+def denied(url: str, code: str, lookup: Lookup | None) -> OriginDenied:
+    """Return the error for a code of S3 which says that the credentials have ended."""
     looked = f"; {lookup.outcome}" if lookup else ""
     error = OriginDenied(f"{url}: {ENDED[code]} ({code}){looked}")
     error.may_be_renewed = error.have_ended = True
@@ -145,29 +134,9 @@ def compared(session: Any, credentials: Any, has_others: bool) -> Lookup:
     return Lookup(has_others, f"{source} {'has other ones' if has_others else 'still has the same keys'}")
 
 
-def ask_one_byte(files: Any, path: str) -> calls.Future:
-    """Request the first byte of an S3 object: the answer to a GET has an error code, that to a HEAD none."""
-    return calls.begin_in_loop(files, _one_byte(files, path))
-
-
 def is_silent(exc: BaseException) -> bool:
     """Return whether an exception of fsspec is a refusal of S3 without an error code."""
     return calls.code_of(exc) in {"400", "401", "403"}
-
-
-def is_empty_object(exc: BaseException) -> bool:
-    """Return whether an exception of fsspec says that an object has no first byte."""
-    return calls.code_of(exc) in _EMPTY_OBJECT
-
-
-async def _one_byte(files: Any, path: str) -> None:
-    bucket, key, number = files.split_path(path)
-    version = {"VersionId": number} if number else {}
-    answer = await files._call_s3(
-        "get_object", Bucket=bucket, Key=key, Range="bytes=0-0", **version, **files.req_kw
-    )
-    async with answer["Body"] as body:
-        await body.read()
 
 
 async def _compare(files: Any) -> Lookup:

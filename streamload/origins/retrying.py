@@ -25,7 +25,7 @@ from streamload.errors import (
     OriginOutage,
     StreamloadError,
 )
-from streamload.origins.endpoints import RETRYABLE, Endpoint, may_be_renewed
+from streamload.origins.endpoints import RETRYABLE, Endpoint
 from streamload.origins.protocol import Origin, Session, Stream, Unproven, Version, no_crawl
 from streamload.urls import scrubbed_errors
 
@@ -48,9 +48,7 @@ class RetryingOrigin(Origin):
     """An origin whose streams resume after failures.
 
     Args:
-        origin: the wrapped one.
         session: its options limit the retries.
-        rng: for the jitter.
         endpoint: of the origin; None: outages aren't detected.
     """
 
@@ -252,9 +250,8 @@ class _Retries:
         elif error.may_pass:
             limit = min(limit, _REFUSAL_BACKOFF_SECONDS)
         seconds = self._rng.uniform(0, limit)
-        requested = getattr(error, "retry_after_seconds", None)
-        if requested is not None:
-            seconds = max(seconds, min(requested, self._options.retry_after_limit_seconds))
+        if error.retry_after_seconds is not None:
+            seconds = max(seconds, min(error.retry_after_seconds, self._options.retry_after_limit_seconds))
         self._session.stop.wait(seconds)
         self._session.check(self._url)
 
@@ -296,14 +293,14 @@ class _Retries:
         """
         if self._endpoint is None or not self._options.outage_seconds:
             return False
-        if getattr(error, "have_ended", False) and not self._others_are_served():
+        if error.have_ended and not self._others_are_served():
             raise OriginOutage(f"{error} (its server or bucket hasn't given anything yet)") from error
         was_away, self._was_away = self._was_away, self._endpoint.is_away(error, self._session)
         if not self._was_away:
             if was_away:
                 self._failures, self._refusals = 1, 0
             # the probe may be the first request with credentials that have come in the meantime
-            is_renewed = may_be_renewed(error) and self._endpoint.has_served
+            is_renewed = error.may_be_renewed and self._endpoint.has_served
             return was_away or (is_renewed and self._failures < self._options.attempts)
         now_seconds, outage = time.monotonic(), self._endpoint.outage
         if outage is not None and now_seconds >= outage.until:

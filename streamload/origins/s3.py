@@ -14,7 +14,8 @@ import urllib3
 
 from streamload.errors import OriginDenied, OriginError, OriginTimeout, StreamloadError
 from streamload.origins import calls, renewal
-from streamload.origins.protocol import Session, Version, http_error, same_version, strong
+from streamload.origins.access import WebCredentials
+from streamload.origins.protocol import ENDED, Session, Version, http_error, same_version, strong
 from streamload.origins.renewal import Lookup
 from streamload.origins.signing import S3Access, SignedRequest, access_for, configured, place_of
 from streamload.origins.sockets import Pools
@@ -41,14 +42,14 @@ class S3Origin(HttpOrigin):
     def __init__(self, url: str, storage_options: Mapping[str, Any], session: Session) -> None:
         # The host is botocore's, made of the user's configuration: a plan names nothing but bucket and key.
         session = replace(session, named=None)
-        super().__init__(url, session, client=_S3Client(url, storage_options, session))
+        super().__init__(_S3Client(url, storage_options, session))
 
 
 class _S3Client(HttpClient):
     has_backends = False
 
     def __init__(self, url: str, storage_options: Mapping[str, Any], session: Session) -> None:
-        super().__init__(url, session)
+        super().__init__(url, session, WebCredentials(url, {}, session))  # botocore has its own
         place = place_of(url)
         assert place is not None
         self._listed, self._storage_options = url, storage_options
@@ -82,10 +83,10 @@ class _S3Client(HttpClient):
             if response.status in _MOVED and region and region != request.region and not is_moved:
                 access.regions[self._place.bucket] = region
                 is_moved = True
-            elif renewal.is_end(code):
+            elif code in ENDED:
                 lookup = self._look_up(access, request)
                 if is_renewed or not lookup.has_others:
-                    raise renewal.denied_by_code(self.url, code, lookup)
+                    raise renewal.denied(self.url, code, lookup)
                 is_renewed = True
             else:
                 raise self._refusal(access, response, code)

@@ -10,9 +10,10 @@ import asyncio
 import contextlib
 import functools
 import logging
+import os
 import queue
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import fsspec
@@ -43,8 +44,9 @@ from streamload.urls import redact, scheme
 
 _LATEST_SECONDS = 0.5
 """Bytes of a slow range are passed on after this long, however few."""
+_EMPTY_OBJECT = {"InvalidRange", "416"}
 _ETAGS = ("ETag", "etag", "md5Hash", "md5", "generation", "sha256")
-_DATES = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
+DATES = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
 
 _logger = logging.getLogger("streamload")
 
@@ -53,6 +55,123 @@ def import_store(name: str) -> None:
     """Import the file system of a scheme, if it is installed."""
     with contextlib.suppress(ImportError, ValueError):
         fsspec.get_filesystem_class(name)
+
+
+class StoreFiles:
+    """The file system of a store: opened when needed, and again after it hung or for other credentials.
+
+    Thread-safe, and usable in a forked child, which opens its own: event loops aren't inherited.
+
+    Args:
+        url: of something in the store, secrets included.
+        storage_options: the user's; those for web servers are left out.
+        connect_seconds, read_seconds: timeouts of S3, unless the user set others.
+        attempts: how often S3 is asked by the library itself.
+        check: called while other credentials are looked up; may raise to end that.
+        more: options of the file system.
+
+    Attributes:
+        is_s3: whether it is S3, or a store like it.
+        lookup: the outcome of the last look for other credentials.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        storage_options: Mapping[str, Any],
+        connect_seconds: float,
+        read_seconds: float,
+        attempts: int,
+        check: Callable[[], None],
+        more: Mapping[str, Any] = {},
+    ) -> None:
+        self.is_s3 = scheme(url) == "s3"
+        self.lookup: renewal.Lookup | None = None
+        self._url, self._storage_options = url, storage_options
+        self._patience = {
+            "connect_timeout": connect_seconds,
+            "read_timeout": read_seconds,
+            "retries": {"total_max_attempts": attempts, "mode": "standard"},
+        }
+        self._seconds, self._attempts, self._check = read_seconds, attempts, check
+        self._more = more
+        self._is_anonymous = False
+        self._opened: tuple[int, Any] | None = None
+
+    @property
+    def may_be_anonymous(self) -> bool:
+        """True if S3 may be read without credentials where none are found."""
+        return self.is_s3 and not {"anon", "key", "profile", "session"} & self._options().keys()
+
+    def be_anonymous(self, is_anonymous: bool) -> None:
+        """Read S3 without credentials, or with those of the environment again."""
+        self._is_anonymous, self._opened = is_anonymous, None
+
+    def close(self) -> None:
+        """Open another file system for the next call."""
+        self._opened = None
+
+    @property
+    def is_open(self) -> bool:
+        """True if the next call needs no new file system."""
+        return self._opened is not None
+
+    def open(self) -> Any:
+        """The file system; fsspec caches one per process and options.
+
+        Raises:
+            OptionError: it can't be opened with these options.
+        """
+        opened = self._opened
+        if opened is None or opened[0] != os.getpid():
+            try:
+                files = fsspec.filesystem(self._url.partition("://")[0].lower(), **self._options())
+            except (ImportError, TypeError, ValueError, KeyError) as exc:
+                raise OptionError(f"{redact(self._url)}: its file system can't be opened: {exc}") from exc
+            if self.is_s3 and hasattr(files, "retries"):
+                files.retries = self._attempts
+            opened = self._opened = (os.getpid(), files)
+        return opened[1]
+
+    def renews(self, files: Any, exc: BaseException, *, may_be_silent: bool = False) -> bool:
+        """Replace a file system whose credentials have ended, if others are found; return whether they are.
+
+        Args:
+            files: that made the request; other threads may have replaced it since.
+            may_be_silent: whether a refusal of S3 without an error code may mean this.
+        """
+        has_ended = renewal.have_ended(exc) or (may_be_silent and renewal.is_silent(exc))
+        if not (has_ended if self.is_s3 else renewal.is_refused(exc)):
+            return False
+        if self._opened is None or self._opened[1] is not files:
+            return True
+        storage_options, lookup = renewal.read_file(self._url, self._storage_options)
+        if lookup is None:  # the credentials aren't in a file of options
+            self._opened = None
+            if self.open() is not files:
+                return True
+            if self.is_s3:
+                lookup = renewal.look_up(files, self._seconds, self._check)
+        self.lookup = lookup
+        if lookup is not None and not lookup.has_others:
+            return False
+        type(files).clear_instance_cache()  # a new file system of another store looks for credentials itself
+        self._storage_options = storage_options
+        self.be_anonymous(False)
+        return True
+
+    def _options(self) -> dict[str, Any]:
+        options = {
+            name: value
+            for name, value in self._storage_options.items()
+            if name not in OF_WEB or not (self.is_s3 or callable(value))
+        }
+        options |= self._more
+        if self._is_anonymous:
+            options["anon"] = True
+        if self.is_s3:
+            options["config_kwargs"] = {**self._patience, **options.get("config_kwargs", {})}
+        return options
 
 
 class StoreOrigin(Origin):
@@ -65,10 +184,15 @@ class StoreOrigin(Origin):
     def __init__(self, url: str, storage_options: dict[str, Any], session: Session) -> None:
         self.url = redact(url)
         self._target, self.session = url, session
-        self._storage_options: Mapping[str, Any] = storage_options
-        self._options = _with_patience(url, storage_options, session)
-        self._files: Any = None
-        self._lookup: renewal.Lookup | None = None
+        options = session.options
+        self._files = StoreFiles(
+            url,
+            storage_options,
+            options.connect_seconds,
+            options.stall_seconds,
+            attempts=1,  # retrying.py retries, and obeys Retry-After
+            check=self._check,
+        )
 
     def __repr__(self) -> str:
         return f"StoreOrigin({self.url!r})"
@@ -94,7 +218,7 @@ class StoreOrigin(Origin):
             try:
                 return _version(self._info())
             except Exception as exc:
-                if _lacks_credentials(exc) and _may_be_anonymous(self._target, self._options):
+                if _lacks_credentials(exc) and self._files.may_be_anonymous:
                     warn_anonymous(self.url.partition("://")[2].partition("/")[0])
                     return self._anonymous_version()
                 cause = self._cause(files, exc)
@@ -103,35 +227,13 @@ class StoreOrigin(Origin):
                 is_repeated = True
 
     def renews(self, files: Any, exc: BaseException) -> bool:
-        """Replace a file system whose credentials have ended, if others are found; return whether they are.
-
-        Args:
-            files: that made the request; other transfers may have replaced it since.
-        """
-        is_s3 = scheme(self._target) == "s3"
-        if not (renewal.have_ended(exc) if is_s3 else renewal.is_refused(exc)):
-            return False
-        if self._files is not files:
-            return True
-        storage_options, lookup = renewal.read_file(self._target, self._storage_options)
-        if lookup is None:  # the credentials aren't in a file of options
-            self._files = None
-            if self.files is not files:
-                return True
-            if is_s3:
-                lookup = renewal.look_up(files, self.session.options.stall_seconds, self._check)
-        self._lookup = lookup
-        if lookup is not None and not lookup.has_others:
-            return False
-        type(files).clear_instance_cache()  # a new file system of another store looks for credentials itself
-        self._storage_options = storage_options
-        self._files, self._options = None, _with_patience(self._target, storage_options, self.session)
-        return True
+        """Return whether a request may be repeated with other credentials."""
+        return self._files.renews(files, exc)
 
     def translate(self, exc: BaseException) -> Exception:
         """Return our error for an exception of the file system."""
         if renewal.have_ended(exc):
-            return renewal.denied(self.url, exc, self._lookup)
+            return renewal.denied(self.url, str(calls.code_of(exc)), self._files.lookup)
         error = calls.translate(self.url, exc)
         if isinstance(error, OriginDenied) and calls.status_of(exc) == 401:
             error.may_be_renewed = True
@@ -139,29 +241,28 @@ class StoreOrigin(Origin):
 
     def _anonymous_version(self) -> Version:
         """Ask without credentials; if that is denied, look for credentials again at the next attempt."""
-        options = self._options
-        self._options, self._files = {**options, "anon": True}, None
+        self._files.be_anonymous(True)
         try:
             return self.version()
         except OriginDenied as exc:
-            self._options, self._files = options, None
+            self._files.be_anonymous(False)
             exc.may_be_renewed = True
             raise
 
     def _cause(self, files: Any, exc: Exception) -> Exception | None:
-        """Return what the store says of a refusal; None if it refuses no more."""
-        if scheme(self._target) != "s3" or not renewal.is_silent(exc):
+        """Return what S3 says of a refusal without a code, by a GET; None if it refuses no more."""
+        if not self._files.is_s3 or not renewal.is_silent(exc):
             return exc
         self.session.count("origin_requests")
         try:
-            self._answer(renewal.ask_one_byte(files, files._strip_protocol(self._target)))
+            self._answer(calls.begin_in_loop(files, _first_byte(files, files._strip_protocol(self._target))))
         except Exception as told:
-            return None if renewal.is_empty_object(told) else told
+            return None if calls.code_of(told) in _EMPTY_OBJECT else told
         return None
 
     def read(self, start: int, stop: int, version: Version) -> bytes:
         """Request a range; and the version, unless the answer contains it."""
-        if self._files is None:  # also finds out whether S3 must be read anonymously
+        if not self._files.is_open:  # also finds out whether S3 must be read anonymously
             same_version(self.url, version, self.version())
         chunks = _StorePart(self, start, stop, version).chunks()
         data = b"".join(no_crawl(self.url, chunks, self.session.options))
@@ -171,13 +272,13 @@ class StoreOrigin(Origin):
 
     def is_checked_by_part(self, version: Version) -> bool:
         """Return whether each range is requested on the condition that the version is still this one."""
-        return scheme(self._target) == "s3" and version.etag is not None
+        return self._files.is_s3 and version.etag is not None
 
     def ask(self, start: int, stop: int, version: Version) -> tuple[calls.Future, calls.Pieces | None]:
         """Request one range. Return its future, and the queue of its pieces if it is streamed."""
         self.session.count("origin_requests")
         files, path = self.files, self._path
-        if scheme(self._target) == "s3" and hasattr(files, "_call_s3"):
+        if self._files.is_s3 and hasattr(files, "_call_s3"):
             came: calls.Pieces = queue.SimpleQueue()
             request = self._s3_range(files, path, start, stop, version, came)
             return asyncio.run_coroutine_threadsafe(request, files.loop), came
@@ -201,7 +302,7 @@ class StoreOrigin(Origin):
         try:
             yield self.session.options.stall_seconds
         except OriginTimeout as exc:
-            self._files = None
+            self._files.close()
             raise OriginTimeout(f"{self.url}: {exc}") from None
 
     def _check(self) -> None:
@@ -209,16 +310,8 @@ class StoreOrigin(Origin):
 
     @property
     def files(self) -> Any:
-        """The file system; fsspec caches one per process and options."""
-        if self._files is None:
-            protocol = self._target.partition("://")[0].lower()
-            try:
-                self._files = fsspec.filesystem(protocol, **self._options)
-            except (ImportError, TypeError, ValueError, KeyError) as exc:
-                raise OptionError(f"{self.url}: its file system can't be created: {exc}") from exc
-            if protocol in {"s3", "s3a"} and hasattr(self._files, "retries"):
-                self._files.retries = 1  # retrying.py retries, and obeys Retry-After
-        return self._files
+        """The file system."""
+        return self._files.open()
 
     @property
     def _path(self) -> str:
@@ -350,37 +443,25 @@ class _StoreStream:
         same_version(self._origin.url, self.version, self._origin.version())
 
 
+async def _first_byte(files: Any, path: str) -> None:
+    bucket, key, number = files.split_path(path)
+    version = {"VersionId": number} if number else {}
+    answer = await files._call_s3(
+        "get_object", Bucket=bucket, Key=key, Range="bytes=0-0", **version, **files.req_kw
+    )
+    async with answer["Body"] as body:
+        await body.read()
+
+
 def _version(info: dict[str, Any]) -> Version:
     etag = next((str(info[name]) for name in _ETAGS if info.get(name)), None)
-    date = next((str(info[name]) for name in _DATES if info.get(name)), None)
+    date = next((str(info[name]) for name in DATES if info.get(name)), None)
     size = info.get("size")
     return Version(None if size is None else int(size), strong(etag), date)
 
 
-def _with_patience(url: str, storage_options: Mapping[str, Any], session: Session) -> dict[str, Any]:
-    """Give S3 our timeouts and no retries, unless the user set them; leave out what is for web servers."""
-    is_s3 = scheme(url) == "s3"
-    options = {
-        name: value
-        for name, value in storage_options.items()
-        if name not in OF_WEB or not (is_s3 or callable(value))
-    }
-    if not is_s3:
-        return options
-    patience = {
-        "connect_timeout": session.options.connect_seconds,
-        "read_timeout": session.options.stall_seconds,
-        "retries": {"total_max_attempts": 1, "mode": "standard"},
-    }
-    return {**options, "config_kwargs": {**patience, **options.get("config_kwargs", {})}}
-
-
 def _lacks_credentials(exc: BaseException) -> bool:
     return type(exc).__name__ == "NoCredentialsError"
-
-
-def _may_be_anonymous(url: str, options: dict[str, Any]) -> bool:
-    return scheme(url) == "s3" and not {"anon", "key", "profile", "session"} & options.keys()
 
 
 @functools.lru_cache(maxsize=256)

@@ -117,7 +117,6 @@ def unpacked(chunks: Iterable[bytes], packed_by: Compression, name: str) -> Iter
     Args:
         chunks: all of its bytes, in chunks of any size; consumed to the end.
         packed_by: the format of its data.
-        name: of the shard, for messages.
 
     Yields:
         At most 512 KiB at a time, of gzip data; at most 32 MiB by the package zstandard.

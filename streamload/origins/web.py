@@ -10,7 +10,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 
 import urllib3
@@ -18,35 +18,18 @@ from urllib3.exceptions import HTTPError
 
 from streamload import limits
 from streamload.errors import OriginCut, OriginError, OriginStopped, OriginUnavailable
-from streamload.origins.access import WebCredentials
 from streamload.origins.endpoints import abilities
-from streamload.origins.protocol import Origin, ReadSize, Session, Version, no_crawl
+from streamload.origins.protocol import Origin, ReadSize, Version, no_crawl
 from streamload.origins.ranged import OrderedParts
 from streamload.origins.sockets import WAKE_SECONDS, Pools, receive
-from streamload.origins.web_client import REDIRECTS, HttpClient, NoRanges, RangeIgnored, WebAnswer
+from streamload.origins.web_client import HttpClient, NoRanges, RangeIgnored, WebAnswer
 
 
 class HttpOrigin(Origin):
-    """A shard at an http:// or https:// URL. Arguments: see HttpClient.
+    """A shard at the http:// or https:// URL of a client."""
 
-    Args:
-        client: makes the requests instead of an HttpClient with these arguments.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        session: Session,
-        credentials: WebCredentials | None = None,
-        *,
-        common_headers: Mapping[str, str] | None = None,
-        redirects: int = REDIRECTS,
-        client: HttpClient | None = None,
-    ) -> None:
-        self._session = session
-        self._client = client or HttpClient(
-            url, session, credentials, common_headers=common_headers, redirects=redirects
-        )
+    def __init__(self, client: HttpClient) -> None:
+        self._client, self._session = client, client.session
         self.url = self._client.url
         self._pools: Pools | None = None  # kept between reads
 

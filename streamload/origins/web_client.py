@@ -196,10 +196,8 @@ class HttpClient:
 
     Args:
         url: may contain user and password.
-        credentials: their headers are sent to the URL's own host, not to other hosts after a redirect; None:
-            none but those in the URL.
+        credentials: their headers are sent to the URL's own host, not to other hosts after a redirect.
         common_headers: sent to every host; may replace our User-Agent.
-        redirects: how many are followed.
 
     Attributes:
         url: as it may be shown.
@@ -213,7 +211,7 @@ class HttpClient:
         self,
         url: str,
         session: Session,
-        credentials: WebCredentials | None = None,
+        credentials: WebCredentials,
         *,
         common_headers: Mapping[str, str] | None = None,
         redirects: int = REDIRECTS,
@@ -221,7 +219,7 @@ class HttpClient:
         self.url, self.session = redact(url), session
         self.parallel_ranges = session.options.parts > 1
         self._common, self._redirects = dict(common_headers or {}), redirects
-        self._credentials = credentials or WebCredentials(url, {}, session)
+        self._credentials = credentials
         self._answered: _Target | None = None
 
     def version(self, pools: Pools) -> Version:
@@ -343,8 +341,7 @@ class HttpClient:
         for inner in (exc, *exc.args, exc.__cause__):
             if isinstance(inner, OriginError):
                 error = type(inner)(f"{self.url}: {inner}")
-                if isinstance(error, OriginUnavailable):
-                    error.is_unreachable = getattr(inner, "is_unreachable", None)
+                error.is_unreachable = inner.is_unreachable
                 return error
         if isinstance(exc, Urllib3Timeout):
             return OriginTimeout(f"{self.url}: {action} for {self.session.options.stall_seconds:g} s")

@@ -1,8 +1,8 @@
 """Small objects and whole files under one URL, of which a shared cache consists.
 
 Names are relative paths of plain characters. An object is replaced as a whole: readers get the old or the new
-one. Exceptions of file systems become SharedTierError here, without secrets. The meaning of the objects is
-defined in tier.py.
+one. Two backends, folder.py and store.py, raise the exceptions of their libraries, which become
+SharedTierError here, without secrets. The meaning of the objects is defined in tier.py.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ import secrets
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from streamload import urls
 from streamload.cache.shared.folder import SharedFolder
 from streamload.errors import OptionError, OriginDenied, SharedTierDenied, SharedTierError
 from streamload.options.storage import copy_options
 from streamload.origins import calls
+
+if TYPE_CHECKING:
+    from streamload.cache.shared.store import Store
 
 OBJECT_LIMIT_BYTES = 24 << 20
 """The limit for objects that are read whole: the index of a shard of some hundred thousand samples."""
@@ -32,49 +35,15 @@ class TooLarge(SharedTierError):
     """An object is larger than any valid one of its kind."""
 
 
-class Backend(Protocol):
-    """A store of objects; raises the exceptions of its library. Thread-safe, and usable in a forked child."""
-
-    def read(self, name: str, limit_bytes: int) -> bytes | None:
-        """Read an object; None if there is none. May cut anywhere beyond the limit."""
-
-    def read_range(self, name: str, start: int, stop: int) -> bytes:
-        """Read a range; FileNotFoundError if there is no such object."""
-
-    def write(self, name: str, data: bytes) -> None:
-        """Write an object, or replace it as a whole."""
-
-    def create(self, name: str, data: bytes) -> None:
-        """Write an object on condition that there is none; else FileExistsError."""
-
-    def put_file(self, name: str, path: Path) -> None:
-        """Upload a file as an object, in parts if it is large."""
-
-    def names(self, folder: str) -> list[str]:
-        """The names of all objects below a folder, sorted; foreign ones included."""
-
-    def delete(self, name: str) -> None:
-        """Delete an object, if it exists."""
-
-    def modified(self, name: str) -> float | None:
-        """When an object was written, in seconds by the clock of the store; None if there is none."""
-
-    def now(self) -> float | None:
-        """The time that an object written now gets; None: it may be another one for each writer."""
-
-    def target(self, name: str) -> str:
-        """The URL of an object, secrets included, for another client."""
-
-
 class Objects:
     """Objects by name under one URL. Thread-safe, picklable, and usable in a forked child.
 
     Makes no request before the first operation, and caches nothing: what others wrote is seen as soon as the
-    store shows it. Each request has a timeout, except in a mounted file system that hangs by itself.
+    store shows it. Each request has a timeout, except in a mounted file system that hangs by itself. What the
+    store refuses, doesn't have room for or doesn't answer raises SharedTierError.
 
     Args:
         url: of the root: "s3://bucket/folder", "gs://bucket", a path, or any other file system of fsspec.
-        storage_options: of the file system.
         timeout_seconds: for one operation; a file that is put has another second for each 256 KB.
         stop: ends every wait, with a SharedTierError.
 
@@ -96,7 +65,7 @@ class Objects:
         refuse_url(url)
         self.url = urls.redact(url).rstrip("/") or "/"
         self._made_of = (url, copy_options(storage_options), timeout_seconds)
-        self._backend: Backend
+        self._backend: SharedFolder | Store
         if urls.is_local(url):
             self._backend = SharedFolder(urls.local_path(url), stop)
         else:
@@ -139,11 +108,7 @@ class Objects:
         return data
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
-        """Read the bytes of an object from `start` up to `stop`, all of them.
-
-        Raises:
-            SharedTierError: there is no such object, it ends before, or it can't be read.
-        """
+        """Read the bytes of an object from `start` up to `stop`, all of them."""
         if start >= stop:
             return b""
         with self._translated("read", name):
@@ -153,11 +118,7 @@ class Objects:
         return data
 
     def write(self, name: str, data: bytes) -> None:
-        """Write an object, or replace it as a whole.
-
-        Raises:
-            SharedTierError: it can't be written: no permission, no space, no answer.
-        """
+        """Write an object, or replace it as a whole."""
         with self._translated("write", name):
             self._backend.write(_checked(name), data)
 
@@ -167,9 +128,6 @@ class Objects:
         Of several calls at once exactly one returns True in a folder and on S3. Elsewhere each may, and the
         last one stands: stores without conditional writes, or that check the condition before the bytes
         arrive (OpenStack Swift). To be sure, read it again a moment later.
-
-        Raises:
-            SharedTierError: as for write().
         """
         if not self.has_conditions:
             if self.read(name) is not None:
@@ -181,11 +139,7 @@ class Objects:
 
     @functools.cached_property
     def has_conditions(self) -> bool:
-        """True if the store supports conditional writes; tried once, with a temporary object.
-
-        Raises:
-            SharedTierError: nothing can be written there.
-        """
+        """True if the store supports conditional writes; tried once, with a temporary object."""
         name = f"probes/{secrets.token_hex(8)}"
         with self._translated("write", name):
             try:
@@ -197,38 +151,22 @@ class Objects:
                     self._backend.delete(name)
 
     def put_file(self, name: str, path: Path) -> None:
-        """Upload a file as an object, in parts if it is large.
-
-        Raises:
-            SharedTierError: as for write().
-        """
+        """Upload a file as an object, in parts if it is large."""
         with self._translated("write", name):
             self._backend.put_file(_checked(name), path)
 
     def names(self, folder: str = "") -> list[str]:
-        """The names of all objects below a folder, sorted; foreign ones included.
-
-        Raises:
-            SharedTierError: they can't be listed.
-        """
+        """The names of all objects below a folder, sorted; foreign ones included."""
         with self._translated("list", folder or "/"):
             return sorted(self._backend.names(_checked(folder) if folder else ""))
 
     def delete(self, name: str) -> None:
-        """Delete an object, if it exists.
-
-        Raises:
-            SharedTierError: it can't be deleted.
-        """
+        """Delete an object, if it exists."""
         with self._translated("delete", name):
             self._backend.delete(_checked(name))
 
     def modified(self, name: str) -> float | None:
-        """When an object was written, in seconds by the clock of the store; None if there is none.
-
-        Raises:
-            SharedTierError: the store doesn't report it.
-        """
+        """When an object was written, in seconds by the clock of the store; None if there is none."""
         with self._translated("look at", name):
             return self._backend.modified(_checked(name))
 
@@ -237,9 +175,6 @@ class Objects:
 
         A temporary object is written, so that no clock of a node is asked. None: there is no such object, or
         the store's times are those of its writers' clocks, as on some file systems.
-
-        Raises:
-            SharedTierError: the store doesn't report it, or nothing can be written there.
         """
         modified = self.modified(name)
         if modified is None:
@@ -260,8 +195,10 @@ class Objects:
         with urls.scrubbed_errors(lambda: urls.secrets_of(*self._made_of[:2])):
             try:
                 yield
-            except (SharedTierError, OptionError):
+            except SharedTierError:
                 raise
+            except OptionError as exc:
+                raise OptionError(f"shared_cache: {exc}") from exc
             except Exception as exc:
                 meant = calls.translate("", exc)
                 kind = SharedTierDenied if isinstance(meant, OriginDenied) else SharedTierError

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import os
 import secrets
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from streamload.errors import OptionError, OriginTimeout, SharedTierError
-from streamload.origins import calls, renewal
+from streamload.errors import OriginTimeout, SharedTierError
+from streamload.origins import calls
+from streamload.origins.stores import DATES, StoreFiles
+from streamload.urls import scheme
 
 _SLOWEST_BYTES_PER_SECOND = 256_000
 _PIECE_BYTES = 8 << 20
-_DATES = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
 _TAKEN = {409, 412}
 
 
@@ -25,7 +24,6 @@ class Store:
 
     Args:
         url: of its root, secrets included.
-        storage_options: of the file system.
         timeout_seconds: for one request.
         stop: ends every wait.
     """
@@ -38,11 +36,14 @@ class Store:
         stop: threading.Event | None,
     ) -> None:
         self._url = url.rstrip("/")
-        self._protocol = url.partition("://")[0].lower()
         self._timeout_seconds = timeout_seconds
         self._stop = stop or threading.Event()
-        self._storage_options: Mapping[str, Any] = storage_options
-        self._made: tuple[int, Any] | None = None
+        more: dict[str, Any] = {"use_listings_cache": False}
+        if scheme(url) == "s3":
+            more["max_concurrency"] = 2
+        self._files = StoreFiles(
+            self._url, storage_options, timeout_seconds, timeout_seconds, 3, self._check, more
+        )
 
     def target(self, name: str) -> str:
         """The URL of an object."""
@@ -88,7 +89,7 @@ class Store:
         """Upload in parts, some at once; others see the object when it is complete."""
         files, target = self._at(name)
         self._make_folder(files, target)
-        more = {"chunksize": _PIECE_BYTES} if self._protocol in {"s3", "s3a"} else {}
+        more = {"chunksize": _PIECE_BYTES} if self._files.is_s3 else {}
         seconds = self._timeout_seconds + path.stat().st_size / _SLOWEST_BYTES_PER_SECOND
         self._do(files, "put_file", str(path), target, seconds=seconds, **more)
 
@@ -117,7 +118,7 @@ class Store:
             info = self._info(name)
         except FileNotFoundError:
             return None
-        when = next((info[fact] for fact in _DATES if info.get(fact)), None)
+        when = next((info[fact] for fact in DATES if info.get(fact)), None)
         if isinstance(when, str):
             when = datetime.datetime.fromisoformat(when.replace("Z", "+00:00"))
         if isinstance(when, datetime.datetime):
@@ -158,35 +159,9 @@ class Store:
 
     def _at(self, name: str) -> tuple[Any, str]:
         """The file system, and the path of an object in it."""
-        files = self._files()
+        files = self._files.open()
         path: str = files._strip_protocol(f"{self._url}/{name}" if name else self._url)
         return files, path
-
-    def _options(self) -> dict[str, Any]:
-        options = {**self._storage_options, "use_listings_cache": False}
-        if self._protocol in {"s3", "s3a"}:
-            options["config_kwargs"] = {
-                "connect_timeout": self._timeout_seconds,
-                "read_timeout": self._timeout_seconds,
-                "retries": {"total_max_attempts": 3, "mode": "standard"},
-                **self._storage_options.get("config_kwargs", {}),
-            }
-        return options
-
-    def _files(self) -> Any:
-        """The file system; a forked child makes its own, as event loops aren't inherited."""
-        opened = self._made
-        if opened is None or opened[0] != os.getpid():
-            import fsspec
-
-            try:
-                opened = (os.getpid(), fsspec.filesystem(self._protocol, **self._options()))
-            except (ImportError, TypeError, ValueError, KeyError) as exc:
-                raise OptionError(f"shared_cache: its file system can't be opened: {exc}") from exc
-            if self._protocol in {"s3", "s3a"}:
-                opened[1].retries, opened[1].max_concurrency = 3, 2
-            self._made = opened
-        return opened[1]
 
     def _make_folder(self, files: Any, path: str) -> None:
         """Make a folder, except in object stores: those have none, and would take it for a bucket."""
@@ -201,35 +176,13 @@ class Store:
         try:
             return calls.result(calls.begin(files, operation, *arguments, **more), files, limit, self._check)
         except OriginTimeout:
-            self._made = None
+            self._files.close()
             raise
         except Exception as exc:
-            if not self._renews(files, exc):
+            if not self._files.renews(files, exc, may_be_silent=True):
                 raise
-        files = self._files()
+        files = self._files.open()
         return calls.result(calls.begin(files, operation, *arguments, **more), files, limit, self._check)
-
-    def _renews(self, files: Any, exc: Exception) -> bool:
-        """Replace a file system whose credentials have ended; return False if no others are found."""
-        is_s3 = self._protocol in {"s3", "s3a"}
-        may_have_ended = renewal.have_ended(exc) or renewal.is_silent(exc)
-        if not (may_have_ended if is_s3 else renewal.is_refused(exc)):
-            return False
-        if self._made is None or self._made[1] is not files:  # another thread has replaced it
-            return True
-        storage_options, lookup = renewal.read_file(self._url, self._storage_options)
-        if lookup is None:  # the credentials aren't in a file of options
-            self._made = None
-            if self._files() is not files:
-                return True
-            if is_s3:
-                lookup = renewal.look_up(files, self._timeout_seconds, self._check)
-        if lookup is not None and not lookup.has_others:
-            return False
-        self._storage_options = storage_options
-        type(files).clear_instance_cache()
-        self._made = None
-        return True
 
     def _check(self) -> None:
         if self._stop.is_set():
