@@ -54,8 +54,6 @@ class BackingStore(Protocol):
         """An origin that reads through the store.
 
         Args:
-            shard: which one.
-            origin: of the shard.
             stop: ends its waits.
             single_flight: wait for other nodes that fetch the same shard. Its `close` has to follow, and
                 before that `published` if the shard was fetched.

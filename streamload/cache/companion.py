@@ -25,7 +25,6 @@ class FactsCarrier(Protocol):
 
         Args:
             shard: in the form whose index has the records.
-            column: whose values they are.
             values: of all samples; not changed any more.
             records: the index records of all samples; not changed any more.
         """

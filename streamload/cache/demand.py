@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import re
-import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 from pathlib import Path
@@ -21,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from streamload.cache.locks import FileLock, exclusive, is_locked
+from streamload.cache.locks import FileLock, exclusive, live_file, remove_if_unlocked
 from streamload.descriptors import Descriptor
 from streamload.origins.origin import Version
 
@@ -29,7 +28,6 @@ _HEADER_BYTES = 8  # the number of visits
 _NAME = re.compile(r"([0-9]+)\.[0-9a-f]{8}")
 _VERSION_LOG = re.compile(r"\w+(\.[0-9-]+)?\.page")
 _PAGE = re.compile(r"([0-9]+)\.[0-9a-f]{8}\.metrics")
-_ATTEMPTS = 100
 _NO_VISITS = bytes(8)
 """A version log starts with this: read as a demand file it has no visits."""
 VISITS_KEPT = 4096
@@ -48,17 +46,10 @@ class DemandFile:
     """
 
     def __init__(self, directory: Path):
-        self._file: Descriptor | None = None
-        self._lock: FileLock | None = None
         self._path = directory
+        self._lock: FileLock | None = None
         with contextlib.suppress(OSError):
-            for _ in range(_ATTEMPTS):
-                self._path = directory / f"{os.getpid()}.{secrets.token_hex(4)}"
-                self._file = Descriptor.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-                self._lock = FileLock.acquire(self._path)
-                if self._lock is not None and self._path.exists():
-                    return
-                self.close()  # deleted as a dead process's before it was locked: make another
+            self._path, self._lock = live_file(directory)
 
     @property
     def path(self) -> Path:
@@ -71,21 +62,19 @@ class DemandFile:
 
     def tell(self, names: npt.NDArray[np.uint64]) -> None:
         """Announce `short` names."""
-        if self._file is None:
+        if self._lock is None:
             return
         visits = names[:VISITS_KEPT].astype("<u8", copy=False)
         with contextlib.suppress(OSError):
-            os.pwrite(self._file.number, np.uint64(len(visits)).tobytes() + visits.tobytes(), 0)
+            os.pwrite(self._lock.file.number, np.uint64(len(visits)).tobytes() + visits.tobytes(), 0)
 
     def close(self) -> None:
         """Delete the file. Idempotent."""
-        with contextlib.suppress(OSError):
-            self._path.unlink()
         if self._lock is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
             self._lock.close()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+            self._lock = None
 
 
 class VersionLog:
@@ -140,10 +129,7 @@ class VersionLog:
         self._pin.close()
         self._pin = None
         with contextlib.suppress(OSError), exclusive(self._lock_path):
-            alone = FileLock.acquire(self._path)
-            if alone is not None:
-                self._path.unlink(missing_ok=True)
-                alone.close()
+            remove_if_unlocked(self._path)
 
     def _read(self) -> None:
         """Read the new complete lines; the first of a shard counts."""
@@ -164,30 +150,19 @@ def next_uses(directory: Path, digests: Sequence[str]) -> dict[str, float]:
 
     Deletes the files of dead processes. Call it under the tier's lock.
     """
-    names = np.fromiter(map(short, digests), "<u8", len(digests))
-    order = np.argsort(names)
-    sorted_names, nearest = names[order], np.full(names.size, np.inf)
+    shorts = np.fromiter(map(short, digests), "<u8", len(digests))
+    names, places_of = np.unique(shorts, return_inverse=True)  # a shard and its prepared forms have one
+    nearest = np.full(names.size, np.inf)
     for path in sorted([*files(directory), *version_logs(directory)]):
-        dead = FileLock.acquire(path)
-        if dead is not None:
-            path.unlink(missing_ok=True)
-            dead.close()
+        if remove_if_unlocked(path):
             continue
         coming = visits_of(path)
-        places = np.searchsorted(sorted_names, coming)  # the first of equal names
-        is_known = places < sorted_names.size
-        is_known[is_known] = sorted_names[places[is_known]] == coming[is_known]
+        places = np.searchsorted(names, coming)
+        is_known = places < names.size
+        is_known[is_known] = names[places[is_known]] == coming[is_known]
         np.minimum.at(nearest, places[is_known], np.flatnonzero(is_known))
-    nearest = nearest[
-        np.searchsorted(sorted_names, sorted_names)
-    ]  # a shard and its prepared forms have one next use
-    next_uses_by_place = zip(order.tolist(), nearest.tolist(), strict=True)
-    return {digests[place]: next_use for place, next_use in next_uses_by_place if next_use < np.inf}
-
-
-def lives(path: Path) -> bool:
-    """True if the writer of a demand file is live: it holds the lock."""
-    return is_locked(path)
+    by_digest = zip(digests, nearest[places_of].tolist(), strict=True)
+    return {digest: next_use for digest, next_use in by_digest if next_use < np.inf}
 
 
 def files(directory: Path) -> list[Path]:

@@ -64,7 +64,6 @@ class Directory:
     """The directory of a tier, whatever its limit.
 
     Args:
-        root: its path.
         counts: where damage is counted.
     """
 
@@ -197,7 +196,6 @@ class Limit:
     """The limit of a tier in `tier.json`, for all processes that use the tier.
 
     Args:
-        root: the tier's directory.
         limit_bytes: a new limit; None keeps the recorded one.
 
     Raises:
@@ -330,6 +328,14 @@ def write_whole(path: Path, text: str) -> None:
 def is_unread(path: Path) -> bool:
     """True if nobody reads a directory in the trash; nobody can open it any more."""
     return not is_locked(path / "names")
+
+
+def inode_of(path: Path) -> tuple[int, int] | None:
+    """The device and inode of a directory, which a rename keeps; None if there is none."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        status = path.stat()
+        return status.st_dev, status.st_ino
+    return None
 
 
 def bytes_below(path: Path) -> int:

@@ -44,9 +44,7 @@ def victims(
     """The shards to evict, in order, so that `excess_bytes` become free; fewer if no more may go.
 
     Args:
-        held: what is in the tier.
         next_uses: the next use of each digest, in shard visits from now; missing = never.
-        excess_bytes: how much is missing.
         may_go: whether nobody has a shard open; called only for candidates, in order.
         newcomer_next_use: the next use of the shard that needs the space: what is needed sooner stays.
         eviction: "plan" is the rule above; "lru" evicts what was opened longest ago, whatever the plan. What

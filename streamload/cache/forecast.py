@@ -129,7 +129,6 @@ def fitting(
     One lane with a window of one sample is assumed to fit wherever two shards do: one of them ends.
 
     Args:
-        widths: as the sources are to be read.
         limit_bytes: of the tier, for each group that is read through it.
         step: how many samples of a group the training takes at a time.
         lanes, window: whether these may be reduced.
@@ -166,7 +165,6 @@ def forecast(tier: Tier, shards: Sequence[Shard], lanes: int, window: int, nodes
 
     Args:
         tier: is only read.
-        shards: all that the run reads.
         lanes, window: of its order.
         nodes: that share the shards.
     """

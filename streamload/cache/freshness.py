@@ -105,8 +105,6 @@ class Freshness:
         """Ask whether a shard has changed; if so, remove its copies. Transfers no data.
 
         Args:
-            shard: which one.
-            stop: ends the waits of the request.
             tiers: where copies may be; by default the tier.
 
         Returns:

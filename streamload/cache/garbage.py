@@ -122,7 +122,6 @@ def remove(tier: Tier, shards: Iterable[HeldShard], why: str, *, dry_run: bool =
     """Remove these of a tier's shards, except those that a process has open or is filling.
 
     Args:
-        why: the reason, for the report.
         dry_run: only report what would be removed.
     """
     sweep = _Sweep(tier, dry_run)

@@ -6,6 +6,7 @@ Changes nothing. Locks are tried for a moment to see who holds them, as eviction
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import shutil
@@ -22,7 +23,7 @@ from streamload.cache import demand
 from streamload.cache.directory import KINDS, bytes_below, reserved_for_rows
 from streamload.cache.locks import is_locked
 from streamload.cache.tier import Tier
-from streamload.shards.record import END, HEADER_START, RECORD, header_lengths, open_file, unpack_meta
+from streamload.shards.record import END, RECORD, open_file, read_at, read_header
 
 _OWN_FILE = re.compile(r"data|index|names|reserved(\.new)?|facts\.[0-9a-f]{32}")
 _RECORD = re.compile(r"lock|tier\.json(\.new)?")
@@ -193,10 +194,9 @@ def is_read(path: Path) -> bool:
 def count_samples(path: Path) -> int:
     """The number of samples of a shard, from the size of its index; 0 if that can't be read."""
     with contextlib.suppress(OSError, ValueError), open_file(path / "index") as file:
-        index = file.number
-        header_bytes, _ = header_lengths(os.pread(index, HEADER_START.size, 0))
-        count = (os.fstat(index).st_size - header_bytes) // RECORD.itemsize
-        last = os.pread(index, RECORD.itemsize, header_bytes + (count - 1) * RECORD.itemsize)
+        _, header_bytes = read_header(functools.partial(read_at, file))
+        count = (os.fstat(file.number).st_size - header_bytes) // RECORD.itemsize
+        last = read_at(file, RECORD.itemsize, header_bytes + (count - 1) * RECORD.itemsize)
         has_end = np.frombuffer(last, RECORD)["flags"][0] & END
         return count - bool(has_end)
     return 0
@@ -210,9 +210,7 @@ def url_of(path: Path) -> str:
 def meta_of(path: Path) -> dict[str, object]:
     """Header of a shard's index; empty if that can't be read."""
     with contextlib.suppress(OSError, ValueError), open_file(path / "index") as file:
-        start = os.pread(file.number, HEADER_START.size, 0)
-        _, meta_bytes = header_lengths(start)
-        return unpack_meta(start, os.pread(file.number, meta_bytes, HEADER_START.size))
+        return read_header(functools.partial(read_at, file))[0]
     return {}
 
 

@@ -8,6 +8,7 @@ when any descriptor of the file is closed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -25,6 +26,7 @@ from streamload.shards.record import write_at
 PATIENCE_SECONDS = 15.0
 """Longest time for a decision of another process; usually milliseconds."""
 _RETRY_SECONDS = 0.002
+_ATTEMPTS = 100
 _STAMP_BYTES = 16
 _NOTE = Struct(f"<{_STAMP_BYTES}sq")
 """After the stamp of the lock's holder: that stamp again, and bytes; then a checksum of both."""
@@ -52,7 +54,6 @@ class FileLock:
             path: the file; symbolic links are never followed.
             shared: take a lock that others may share.
             create: create the file if it is missing.
-            wait: wait for the other process.
         """
         # Files to read may be read-only; a planted FIFO must not block.
         access = os.O_RDONLY if shared and not create else os.O_RDWR
@@ -92,6 +93,33 @@ def is_locked(path: Path, *, shared: bool = False) -> bool:
         return path.exists()
     lock.close()
     return False
+
+
+def live_file(directory: Path, suffix: str = "") -> tuple[Path, FileLock]:
+    """Make a file that lives as long as this process: `<pid>.<8 hex characters><suffix>`, locked.
+
+    Raises:
+        OSError: the disk doesn't take it.
+    """
+    for _ in range(_ATTEMPTS):
+        path = directory / f"{os.getpid()}.{secrets.token_hex(4)}{suffix}"
+        lock = FileLock.acquire(path, create=True)
+        if lock is not None and lock.is_of(path):
+            return path, lock
+        if lock is not None:  # deleted as a dead process's before it was locked: make another
+            lock.close()
+    raise FileExistsError(errno.EEXIST, "no name is free", str(directory))
+
+
+def remove_if_unlocked(path: Path) -> bool:
+    """Delete a file that no live process has locked; False if one has, or if there is none."""
+    lock = FileLock.acquire(path)
+    if lock is None:
+        return False
+    with contextlib.closing(lock):
+        if lock.is_of(path):
+            path.unlink(missing_ok=True)
+    return True
 
 
 class Usage:

@@ -77,7 +77,6 @@ def free_memory(place: Path = PLACE, root: Path = Path("/")) -> FreeMemory:
     """Bytes that may be written into a tmpfs at `place`, which need not exist yet.
 
     Args:
-        place: a directory in it.
         root: where `proc` and the mount points of cgroups are looked for.
 
     Raises:
@@ -104,7 +103,15 @@ def usage(place: Path) -> MemoryUsage:
 
 def available(root: Path = Path("/")) -> FreeMemory:
     """Memory that the machine has and the container allows, without a look at any tmpfs."""
-    limits = [FreeMemory(_UNLIMITED_BYTES, "memory"), *_of_machine(root), *_of_cgroups(root)]
+    limits = [FreeMemory(_meminfo(root).get("MemAvailable", _UNLIMITED_BYTES), "memory")]
+    for directory, dialect in _cgroups(root):
+        with contextlib.suppress(OSError, ValueError):  # the root cgroup has no such files
+            used = int((directory / dialect.used).read_text()) - _page_bytes(directory, dialect.reclaimable)
+            for name in dialect.limits:
+                limit = _limit_bytes(directory / name)
+                if limit < _UNLIMITED_BYTES:
+                    where = f"/{(directory / name).relative_to(root)}"
+                    limits.append(FreeMemory(max(0, limit - used), f"the container's memory ({where})"))
     return min(limits, key=lambda limit: limit.free_bytes)
 
 
@@ -114,35 +121,25 @@ def taken_ratio(root: Path = Path("/")) -> float:
     Pages of files don't count, as they can be dropped. 0 where nothing tells.
     """
     ratios = [0.0]
-    with contextlib.suppress(OSError, ValueError):
-        lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
-        kibibytes = {words[0]: int(words[1]) for words in lines if len(words) > 1}
-        if kibibytes.get("MemTotal:"):
-            ratios.append(
-                1.0 - kibibytes.get("MemAvailable:", kibibytes["MemTotal:"]) / kibibytes["MemTotal:"]
-            )
+    meminfo = _meminfo(root)
+    if total := meminfo.get("MemTotal"):
+        ratios.append(1.0 - meminfo.get("MemAvailable", total) / total)
     for directory, dialect in _cgroups(root):
         with contextlib.suppress(OSError, ValueError):
-            dropped = _file_bytes(directory, dialect)
-            used = int((directory / dialect.used).read_text()) - dropped
-            limits = [(directory / name).read_text().strip() for name in dialect.limits]
-            limit = min(_UNLIMITED_BYTES if text == "max" else int(text) for text in limits)
+            active = tuple(name.replace("inactive", "active") for name in dialect.reclaimable)
+            dropped = _page_bytes(directory, dialect.reclaimable) + _page_bytes(directory, active)
+            limit = min(_limit_bytes(directory / name) for name in dialect.limits)
             if 0 < limit < _UNLIMITED_BYTES:
-                ratios.append(used / limit)
+                ratios.append((int((directory / dialect.used).read_text()) - dropped) / limit)
     return min(1.0, max(ratios))
 
 
-def _of_machine(root: Path) -> Iterator[FreeMemory]:
+def _meminfo(root: Path) -> dict[str, int]:
+    """The bytes of /proc/meminfo, by name; none where it can't be read."""
     with contextlib.suppress(OSError, ValueError):
-        for line in (root / "proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                yield FreeMemory(int(line.split()[1]) * 1024, "memory")
-
-
-def _of_cgroups(root: Path) -> Iterator[FreeMemory]:
-    """Memory that each cgroup leaves to this process."""
-    for directory, dialect in _cgroups(root):
-        yield from _of_cgroup(directory, dialect, root)
+        lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
+        return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
+    return {}
 
 
 def _cgroups(root: Path) -> Iterator[tuple[Path, _Dialect]]:
@@ -189,33 +186,16 @@ def _hierarchies(root: Path) -> Iterator[tuple[str, Path, Path]]:
         yield kind, top, top / inner.lstrip("/")
 
 
-def _of_cgroup(directory: Path, dialect: _Dialect, root: Path) -> Iterator[FreeMemory]:
-    with contextlib.suppress(OSError, ValueError):  # the root cgroup has no such files
-        used = int((directory / dialect.used).read_text()) - _reclaimable_bytes(directory, dialect)
-        for name in dialect.limits:
-            text = (directory / name).read_text().strip()
-            limit = _UNLIMITED_BYTES if text == "max" else int(text)
-            if limit < _UNLIMITED_BYTES:
-                where = f"/{(directory / name).relative_to(root)}"
-                yield FreeMemory(max(0, limit - used), f"the container's memory ({where})")
+def _limit_bytes(file: Path) -> int:
+    text = file.read_text().strip()
+    return _UNLIMITED_BYTES if text == "max" else int(text)
 
 
-def _reclaimable_bytes(directory: Path, dialect: _Dialect) -> int:
-    counts = _stat(directory)
-    return next((counts[name] for name in dialect.reclaimable if name in counts), 0)
-
-
-def _file_bytes(directory: Path, dialect: _Dialect) -> int:
-    """Pages of files, used lately or not."""
-    counts = _stat(directory)
-    used = (name.replace("inactive", "active") for name in dialect.reclaimable)
-    return _reclaimable_bytes(directory, dialect) + next((counts[name] for name in used if name in counts), 0)
-
-
-def _stat(directory: Path) -> dict[str, int]:
+def _page_bytes(directory: Path, names: tuple[str, ...]) -> int:
+    """The first of these lines of a cgroup's memory.stat; 0 where there is none."""
     counts: dict[str, int] = {}
     with contextlib.suppress(OSError, ValueError):
         for line in (directory / "memory.stat").read_text().splitlines():
             name, _, number = line.partition(" ")
             counts[name] = int(number)
-    return counts
+    return next((counts[name] for name in names if name in counts), 0)

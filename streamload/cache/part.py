@@ -171,10 +171,7 @@ class PartWriter:
     """Writes the data and index of a part, within its reservation.
 
     Args:
-        part: claimed by this process.
-        shard: whose bytes are written.
         next_use, stop, refused: see `fill.fill`.
-        index_only: write no data.
     """
 
     def __init__(

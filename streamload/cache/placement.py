@@ -24,7 +24,7 @@ import xxhash
 from streamload import limits
 from streamload.cache import demand, memory
 from streamload.cache.directory import check_owner
-from streamload.cache.locks import FileLock, exclusive
+from streamload.cache.locks import FileLock, exclusive, remove_if_unlocked
 from streamload.cache.shard import Shard, fingerprint, spread
 from streamload.cache.tier import Tier, open_tier
 from streamload.errors import CacheError, OriginError
@@ -71,8 +71,6 @@ def place_tier(settings: Settings, shards: Sequence[Shard], nodes: int = 1) -> P
     """Open the tier of a run where `settings.cache` says; log where that is, and why.
 
     Args:
-        settings: what was asked for.
-        shards: all that the run reads.
         nodes: that share the shards.
 
     Raises:
@@ -336,12 +334,14 @@ class SharedDecision:
         """Release the decision, and delete it if no other process holds it. Idempotent."""
         if self._lock is not None:
             self._release()
-            _remove_if_unheld(self._path)
+            with contextlib.suppress(OSError):
+                remove_if_unlocked(self._path)
 
     def _decide_if_first(self, decide: Callable[[], Choice]) -> None:
         for other in self._beside.parent.glob(f"{self._beside.name}.{'[0-9a-f]' * 16}"):
             if other != self._path:
-                _remove_if_unheld(other)  # of a run that was killed
+                with contextlib.suppress(OSError):
+                    remove_if_unlocked(other)  # of a run that was killed
         first = FileLock.acquire(self._path, create=True)
         if first is not None:
             with contextlib.closing(first):
@@ -358,12 +358,3 @@ class SharedDecision:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-
-
-def _remove_if_unheld(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        last = FileLock.acquire(path)
-        if last is not None:
-            with contextlib.closing(last):
-                if last.is_of(path):
-                    path.unlink()

@@ -57,8 +57,6 @@ def repair(
     Args:
         by_digest: the shards that the caller names, by digest.
         storage_options: for fsspec, or headers for http(s).
-        options: timeouts and retries.
-        jobs: how many are fetched at once.
 
     Yields:
         What became of each of them, in order.

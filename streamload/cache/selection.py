@@ -160,7 +160,6 @@ class Selection:
 
         Args:
             reader: of an index.
-            start: the number of the first entry.
             facts: of these entries, by name: those in `facts`.
 
         Raises:
@@ -207,7 +206,6 @@ def usable(reader: IndexReader, keys: Sequence[KeySpec], start: int = 0) -> npt.
     Args:
         reader: an index, finished or not.
         keys: of image, text and label: a sample needs a member for each.
-        start: number of the first entry.
 
     Returns:
         bool[count - start].
@@ -244,8 +242,6 @@ def with_facts(entry: Entry, names: Sequence[str], facts: Mapping[str, Values], 
     """An entry with its facts, as users' functions get it.
 
     Args:
-        entry: of a sample.
-        names: of the facts.
         facts: of some samples, by name.
         place: of the sample among these.
     """
@@ -260,7 +256,6 @@ def number_of(option: str, function: RateFunction, entry: Entry) -> float:
     Args:
         option: the name of the argument, for errors.
         function: takes an entry; its errors propagate.
-        entry: with its facts.
 
     Raises:
         OptionError: it returned no number, or NaN for a sample of which all facts are known.

@@ -61,8 +61,6 @@ def shard_of(
     """A shard as its URL alone describes it.
 
     Args:
-        url: one URL.
-        storage_options: of fsspec.
         recipe: read it as prepared by this recipe.
         spelling: the URL as the user gave it; None: the same.
     """
@@ -102,13 +100,7 @@ class ShardList(Sequence[Shard]):
     and configuration of commands at the time it is made (see `urls.identity`).
 
     Args:
-        listed: their URLs.
-        storage_options: of fsspec.
         recipe: of the prepared shards to read if they exist; empty: none.
-
-    Attributes:
-        urls: as listed.
-        storage_options: as given.
     """
 
     def __init__(self, listed: UrlList, storage_options: dict[str, Any] | None, recipe: str = "") -> None:

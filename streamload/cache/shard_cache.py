@@ -60,8 +60,6 @@ class ShardCache:
 
     Args:
         tiers: see ShardView.
-        shards: all of them, as listed.
-        selection: which samples are used.
         skip: skip shards that can't be fetched (else raise).
         counts: receives hits, misses and tombstones.
         counted: which shards this process counts, so that the workers of a rank count each of them once.
@@ -177,7 +175,6 @@ class ShardCache:
         They are the same in every process and at any time (see streamload/facts).
 
         Args:
-            shard: its position in the list.
             numbers: of the samples, in any order.
             names: of columns of the run, or "width", "height", "caption_bytes", "image_bytes".
 

@@ -67,8 +67,6 @@ def read_sample(
     returned has only the needed members, and the bytes are theirs alone.
 
     Args:
-        descriptor: of the file.
-        entry: of the sample.
         needed: selects the needed members.
         memory: where to put the bytes, until `reset`; None: they get memory of their own.
     """
@@ -101,8 +99,6 @@ def checksum(descriptor: int, entry: Entry, take: Callable[[str, bytes], None]) 
     """The checksum of a sample's bytes in a file, read a megabyte at a time; None if the file ends too early.
 
     Args:
-        descriptor: of the file.
-        entry: of the sample.
         take: receives each piece, with the extension of its member.
 
     Raises:
@@ -306,7 +302,6 @@ def verified_chunks(copy: ShardCopy, piece_bytes: int, *, is_prepared: bool) -> 
 
     Args:
         copy: with all of its entries.
-        piece_bytes: the size of a chunk.
         is_prepared: whether it is a prepared shard.
 
     Raises:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from streamload import descriptors, limits
+from streamload.cache.directory import inode_of
 from streamload.cache.locks import PATIENCE_SECONDS, FileLock
 from streamload.cache.shard import Shard, is_of, is_outdated
 from streamload.cache.shard_copy import Needed, ReadMemory, ShardCopy, is_whole
@@ -117,7 +118,6 @@ class ShardView:
 
     Args:
         tiers: where its copies may be, the preferred tier first.
-        shard: which one.
         fetch: reads samples of an index-only copy; None: such copies are ignored.
         freshness: decides which version the run reads; None: any.
         files: closes the files of views that weren't used for long; None: none are closed.
@@ -235,7 +235,6 @@ class ShardView:
         A copy whose bytes fail their checksum is removed from the tier, so that it is fetched again.
 
         Args:
-            number: of the sample in its shard.
             needed: selects the members of a sample of more than AT_ONCE_BYTES: the entry then has only
                 those. None: all of them, however large.
             memory: where the bytes may be put.
@@ -415,7 +414,7 @@ class ShardView:
         return True
 
     def _copies(self, current: ShardCopy | None) -> Iterator[ShardCopy]:
-        """Open the copies of the shard other than `known`, the best first.
+        """Open the copies of the shard other than `current`, the best first.
 
         Raises:
             CacheError, LimitReached: none was found, and a tier has failed for long.
@@ -476,14 +475,14 @@ class ShardView:
     def _open(self, path: Path) -> ShardCopy | None:
         """The copy at `path`; None if there is none yet. An unusable one is removed."""
         is_complete = path.parent.name in _COMPLETE
-        before = _identity(path) if is_complete else None
+        before = inode_of(path) if is_complete else None
         prepared = self.shard.prepared
         shard = prepared if prepared is not None and path.name.startswith(prepared.digest) else self.shard
         try:
             copy = ShardCopy.open(path, shard)
         except (FileNotFoundError, CacheCorrupt):
             copy = None
-            if before is not None and before == _identity(path):  # else it was published just now
+            if before is not None and before == inode_of(path):  # else it was published just now
                 self._quarantine(path)
         if copy is None:
             return None
@@ -521,11 +520,3 @@ class ShardView:
         for tier in self._tiers():
             if path.is_relative_to(tier.root) and not tier.quarantine(path):
                 self._avoided.add(path)
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    """The device and inode of a directory; None if there is none."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        status = path.stat()
-        return status.st_dev, status.st_ino
-    return None

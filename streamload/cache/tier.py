@@ -101,7 +101,6 @@ class Tier(Directory):
         """Create a part to fill; None if the shard is here, was given up, or has a live filler.
 
         Args:
-            digest: of the shard.
             stopped: parts whose fillers have sent no heartbeat for long; they aren't waited for.
         """
         with exclusive(self.root / "lock") as usage:

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from streamload.cache import demand
+from streamload.cache.locks import is_locked
 from streamload.cache.shard import Shard, ShardList
 from streamload.errors import OptionError
 from streamload.options import parse_size
@@ -164,7 +165,7 @@ class ListDemand:
         visits = [
             demand.visits_of(path)
             for path in demand.files(self._announced)
-            if path != self._own and demand.lives(path)
+            if path != self._own and is_locked(path)
         ]
         if not any(len(coming) for coming in visits):
             return []

@@ -14,7 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import get_args
 
-from streamload.cache.demand import DemandFile, lives
+from streamload.cache.demand import DemandFile
+from streamload.cache.locks import is_locked
 from streamload.cache.placement import memory_root
 from streamload.cache.shard import ShardList
 from streamload.cache.shared.leases import Leases
@@ -286,7 +287,7 @@ def _has_gone(tier: Tier, node: str, address: str) -> bool:
     if run_node != node or not _RUN_FILE.fullmatch(name):
         return False
     with contextlib.suppress(OSError):
-        return not lives(tier.root / "runs" / name)
+        return not is_locked(tier.root / "runs" / name)
     return False
 
 

@@ -14,7 +14,6 @@ import functools
 import json
 import logging
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -25,7 +24,7 @@ import numpy as np
 import xxhash
 
 from streamload.cache import demand
-from streamload.cache.locks import FileLock, is_locked
+from streamload.cache.locks import FileLock, is_locked, live_file, remove_if_unlocked
 from streamload.descriptors import Descriptor
 from streamload.metrics.counters import Snapshot
 from streamload.metrics.registry import BUCKET_NS, BUCKETS, BY_NAME, COUNTERS, ROWS
@@ -43,7 +42,6 @@ _NAME_LENGTH = 64
 _SECONDS = 1e9
 _HEAD_BYTES = 16
 """Length and checksum of the text."""
-_ATTEMPTS = 100
 _RESERVED_BYTES = 8 << 10
 """Taken at once, so that a disk that fills up later still takes the page."""
 _LOOKS, _LOOK_SECONDS = 5, 0.002
@@ -256,14 +254,10 @@ class PageFile:
         self._is_logged = False
         try:
             for path in files(root):
-                _remove_if_dead(path)
-            for _ in range(_ATTEMPTS):
-                self.path = root / "runs" / f"{os.getpid()}.{secrets.token_hex(4)}.metrics"
-                self._lock = FileLock.acquire(self.path, create=True)
-                if self._lock is not None and self._lock.is_of(self.path):
-                    _reserve(self._lock.file.number)
-                    return
-                self._unlock()  # deleted as a dead process's before it was locked: make another
+                with contextlib.suppress(OSError):
+                    remove_if_unlocked(path)
+            self.path, self._lock = live_file(root / "runs", ".metrics")
+            _reserve(self._lock.file.number)
         except OSError as exc:
             self.close()
             self._log(exc)
@@ -284,10 +278,6 @@ class PageFile:
         if self._lock is not None:
             with contextlib.suppress(OSError):
                 self.path.unlink()
-        self._unlock()
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
             self._lock.close()
             self._lock = None
 
@@ -362,12 +352,3 @@ def _reserve(file: int) -> None:
     except OSError as exc:
         if exc.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
-
-
-def _remove_if_dead(path: Path) -> None:
-    """Delete a file that no process has locked."""
-    with contextlib.suppress(OSError):
-        dead = FileLock.acquire(path)
-        if dead is not None:
-            path.unlink(missing_ok=True)
-            dead.close()

@@ -14,10 +14,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 from streamload import limits
 from streamload.cache.demand import VISITS_KEPT
+from streamload.cache.directory import inode_of
 from streamload.cache.fill import Filled, FillOptions, fill
 from streamload.cache.freshness import Freshness
 from streamload.cache.shard import Shard, refuse_other
@@ -49,7 +49,6 @@ class IdlePace:
     Args:
         share: of one processor, above 0.
         is_idle: whether there is no other work now.
-        stop: ends the waits.
     """
 
     def __init__(self, share: float, is_idle: Callable[[], bool], stop: threading.Event):
@@ -83,7 +82,6 @@ class IdlePreparer:
 
     Args:
         tier: has them, and takes their prepared forms.
-        shards: all of the run.
         derive: makes the origin of a prepared form from that of the shard as it is.
         freshness: the versions that the run reads; a copy that isn't known to be current stays as it is.
         counts: where published shards are counted.
@@ -204,7 +202,7 @@ class _CopyStream:
     def __init__(self, copy: ShardCopy, tier: Tier, pace: IdlePace, is_current: Callable[[], bool]):
         self.version = copy.version
         self._copy, self._tier, self._pace, self._is_current = copy, tier, pace, is_current
-        self._inode = _inode(copy.path)
+        self._inode = inode_of(copy.path)
 
     def chunks(self) -> Iterator[bytes]:
         """The bytes in order, each sample compared with the index first.
@@ -228,12 +226,5 @@ class _CopyStream:
 
     def _check(self) -> None:
         """Raise OriginStopped if somebody may already wait for what is made here."""
-        if self._inode is None or _inode(self._copy.path) != self._inode or not self._is_current():
+        if self._inode is None or inode_of(self._copy.path) != self._inode or not self._is_current():
             raise OriginStopped(f"{self._copy.path} was replaced")
-
-
-def _inode(path: Path) -> int | None:
-    """The inode of a directory; None: there is none."""
-    with contextlib.suppress(OSError):
-        return path.stat().st_ino
-    return None

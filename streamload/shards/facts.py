@@ -67,8 +67,6 @@ def pack_each(values: Values, dtype: str, records: npt.NDArray[np.void]) -> byte
     """Pack the values of a shard's samples with a frame for each, as the shared cache has them.
 
     Args:
-        values: of all samples.
-        dtype: of the column.
         records: the index records of all samples.
     """
     packed, size_bytes = pack_values(values, dtype), np.dtype(dtype).itemsize

@@ -9,6 +9,7 @@ files are not the index's concern.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,21 +24,19 @@ from streamload.errors import CacheCorrupt
 from streamload.shards.record import (
     COMPLETE,
     END,
-    HEADER_START,
     NO_CHECKSUM,
     OWN_LAYOUT,
     RECORD,
     count_valid,
     create_file,
     fields_at,
-    header_lengths,
     open_file,
     pack_frame,
     pack_header,
     pack_record,
     read_at,
+    read_header,
     unpack_frame,
-    unpack_meta,
     write_at,
 )
 from streamload.shards.samples import Entry
@@ -57,11 +56,9 @@ class IndexReader:
     picklable; a forked child opens its own.
 
     Args:
-        directory: of the shard.
         names: its file of names if it is open already; closed with the reader.
 
     Attributes:
-        count: entries so far.
         ended: whether the end record was read; then nothing changes any more.
         status: after the end: "complete", or a word for why the shard was given up.
         cause, warnings: after the end; see `IndexWriter.pack_end`.
@@ -190,10 +187,8 @@ class IndexReader:
         self._names.close()
 
     def _read_header(self) -> tuple[dict[str, object], int]:
-        start = read_at(self._index, HEADER_START.size, 0)
         try:
-            header_bytes, meta_bytes = header_lengths(start)
-            return unpack_meta(start, read_at(self._index, meta_bytes, HEADER_START.size)), header_bytes
+            return read_header(functools.partial(read_at, self._index))
         except CacheCorrupt as exc:
             raise self._corrupt(str(exc)) from None
 
@@ -292,9 +287,6 @@ class IndexWriter:
         directory: must exist; may contain an empty file `index` (used as a lock).
         meta: JSON values that identify the shard and its version.
 
-    Attributes:
-        count: entries appended so far.
-
     Raises:
         FileExistsError: there is an index already.
     """
@@ -313,33 +305,13 @@ class IndexWriter:
             unless_begun.pop_all()
         self._index_bytes = len(header)
 
-    def __enter__(self) -> IndexWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     @property
     def size_bytes(self) -> int:
         """Bytes written to both files."""
         return self._index_bytes + self._names_bytes
 
-    def fileno(self) -> int:
-        """Return the descriptor of the file `index`, for a lock on it."""
-        return self._index.number
-
-    def append(self, entries: Iterable[Entry]) -> None:
-        """Append entries, numbered from `count` on, whose data is written already. About 9 µs an entry."""
-        self.write(self.pack(entries))
-
-    def finish(
-        self, status: str = COMPLETE, size: int = 0, cause: str = "", warnings: Iterable[str] = ()
-    ) -> None:
-        """Write the end record; see `pack_end`."""
-        self.write(self.pack_end(status, size, cause, warnings))
-
     def pack(self, entries: Iterable[Entry]) -> Packed:
-        """Pack entries, numbered from `count` on."""
+        """Pack entries, numbered from `count` on; about 9 µs each. Their data is written before they are."""
         names, records = bytearray(), bytearray()
         number = self.count
         for entry in entries:
@@ -365,9 +337,7 @@ class IndexWriter:
             names += frame
         return Packed(names, records, number)
 
-    def pack_end(
-        self, status: str = COMPLETE, size: int = 0, cause: str = "", warnings: Iterable[str] = ()
-    ) -> Packed:
+    def pack_end(self, status: str, size: int, cause: str, warnings: Iterable[str]) -> Packed:
         """Pack the end record: of a complete shard, or of one that is given up after `count` entries.
 
         Args:
@@ -384,12 +354,16 @@ class IndexWriter:
         return Packed(frame, record, self.count, is_end=True)
 
     def write(self, packed: Packed) -> None:
-        """Write what was packed last."""
-        self._write(packed.names, packed.records)
+        """Write what was packed last, names first: a record that can be read has its names."""
+        write_at(self._names, packed.names, self._names_bytes)
+        write_at(self._index, packed.records, self._index_bytes)
+        self._records.update(packed.records)
+        self._names_bytes += len(packed.names)
+        self._index_bytes += len(packed.records)
         self.count, self._is_finished = packed.entries, packed.is_end
 
     def close(self) -> None:
-        """Close the files. Without a `finish` before, the index remains that of an incomplete shard."""
+        """Close the files. Without an end record the index remains that of an incomplete shard."""
         self._names.close()
         self._index.close()
 
@@ -401,11 +375,3 @@ class IndexWriter:
         if len(self._layouts) >= _LAYOUTS_LIMIT or sum(map(len, extensions)) > _LAYOUT_LIMIT_CHARACTERS:
             return OWN_LAYOUT
         return self._layouts.setdefault(extensions, len(self._layouts))
-
-    def _write(self, names: bytes | bytearray, records: bytes | bytearray) -> None:
-        """Write names first: a record that can be read has its names."""
-        write_at(self._names, names, self._names_bytes)
-        write_at(self._index, records, self._index_bytes)
-        self._records.update(records)
-        self._names_bytes += len(names)
-        self._index_bytes += len(records)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from struct import Struct
 
@@ -73,30 +73,26 @@ def pack_header(meta: Mapping[str, object]) -> bytes:
     return (lengths + _CHECK.pack(xxh3_64_intdigest(lengths + text)) + text).ljust(header_bytes, b"\0")
 
 
-def header_lengths(start: bytes) -> tuple[int, int]:
-    """Return the sizes of the whole header and of its JSON, from its first `HEADER_START.size` bytes.
+def read_header(read: Callable[[int, int], bytes]) -> tuple[dict[str, object], int]:
+    """Verify the header of an index; return its values, and its size in bytes.
+
+    Args:
+        read: returns so many bytes of the index from an offset on, or fewer.
 
     Raises:
-        CacheCorrupt: they are invalid; says why.
+        CacheCorrupt: it is invalid; says why.
     """
+    start = read(HEADER_START.size, 0)
     if len(start) < HEADER_START.size:
         raise CacheCorrupt("it has no header yet, or a cut one")
-    magic, header_bytes, meta_bytes, _ = HEADER_START.unpack(start)
+    magic, header_bytes, meta_bytes, check = HEADER_START.unpack(start)
     if magic[:7] == _MAGIC[:7] and magic != _MAGIC:
         raise CacheCorrupt(f"another version of streamload wrote it ({magic!r}, not {_MAGIC!r})")
     is_sane = magic == _MAGIC and HEADER_START.size + meta_bytes <= header_bytes <= _HEADER_LIMIT_BYTES
     if not is_sane or header_bytes % RECORD.itemsize:
         raise CacheCorrupt(f"it begins with {start[:16]!r}, not with {_MAGIC!r} and valid lengths")
-    return header_bytes, meta_bytes
-
-
-def unpack_meta(start: bytes, meta: bytes) -> dict[str, object]:
-    """Verify and return the values of the header.
-
-    Raises:
-        CacheCorrupt: they are invalid; says why.
-    """
-    if xxh3_64_intdigest(start[:16] + meta) != HEADER_START.unpack(start)[3]:
+    meta = read(meta_bytes, HEADER_START.size)
+    if xxh3_64_intdigest(start[:16] + meta) != check:
         raise CacheCorrupt("its header fails its checksum, or is incomplete")
     try:
         values = _from_json(meta.decode())[0]
@@ -109,7 +105,7 @@ def unpack_meta(start: bytes, meta: bytes) -> dict[str, object]:
     if isinstance(values.get("url"), str):  # written by any process, perhaps of an older version
         url, mark, recipe = values["url"].rpartition("#") if "prepared" in values else (values["url"], "", "")
         values["url"] = printable(redact(url) + mark + recipe)
-    return values
+    return values, header_bytes
 
 
 def pack_record(*fields: int) -> bytes:

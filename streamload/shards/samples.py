@@ -289,11 +289,10 @@ class ShardScanner:
         self._long_names = 0
 
     @classmethod
-    def after(cls, entry: Entry | None, *, checksums: bool = True, prepared: bool = False) -> ShardScanner:
+    def after(cls, entry: Entry | None, *, prepared: bool = False) -> ShardScanner:
         """Return a scanner that resumes after `entry`, the last verified one (None: from the start)."""
-        if entry is None:
-            return cls(checksums=checksums, prepared=prepared)
-        return cls(border(entry), entry.number + 1, checksums=checksums, prepared=prepared)
+        position, number = (0, 0) if entry is None else (border(entry), entry.number + 1)
+        return cls(position, number, prepared=prepared)
 
     @property
     def position(self) -> int:

@@ -30,7 +30,6 @@ def check(url: str, valid_places: set[str]) -> None:
     """Raise UrlError for a URL that can't be opened.
 
     Args:
-        url: an expanded one.
         valid_places: schemes and hosts that are valid already; shared by the URLs of a list.
     """
     if not url.strip():

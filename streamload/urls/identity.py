@@ -223,7 +223,6 @@ def former_digest(
     """Return the ``digest`` of a shard before it was moved; None if it wasn't.
 
     Args:
-        url: its current URL.
         moved: old → new prefix of its URL, or of its store's endpoint. In the command of a pipe, anywhere.
         storage_options: of its file system; may contain the endpoint.
     """

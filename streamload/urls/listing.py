@@ -88,16 +88,15 @@ class UrlList(Sequence[str]):
 
         Every URL, except that of a numeric range only the first and last number are used if the range is in a
         command, after the '/' that ends a host (or begins a path), or in a file name. No check depends on the
-        number there: scheme, host, bucket, user, home directory and first character come before it, a
-            number is
-        never empty, and digits and '-' form neither a blank, a control character nor '://'. So the first URL
-        here that is refused is the first of the list.
+        number there: scheme, host, bucket, user, home directory and first character come before it, a number
+        is never empty, and digits and '-' form neither a blank, a control character nor '://'. So the first
+        URL here that is refused is the first of the list.
         """
         return _kinds((self._node,), "")
 
     def fingerprint(self) -> str:
         """Return 32 hex characters that identify the list; equal for equal patterns."""
-        spelled = self._node.spelled().encode(errors="surrogatepass")
+        spelled = _spelled(self._node).encode(errors="surrogatepass")
         return hashlib.blake2b(spelled, digest_size=16).hexdigest()
 
 
@@ -116,10 +115,6 @@ class TextNode:
     def __iter__(self) -> Iterator[str]:
         return iter(self.texts)
 
-    def spelled(self) -> str:
-        """Return an unambiguous description."""
-        return repr(self.texts)
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class NumberNode:
@@ -136,10 +131,6 @@ class NumberNode:
 
     def __iter__(self) -> Iterator[str]:
         return (f"{number:0{self.width}d}" for number in self.numbers)
-
-    def spelled(self) -> str:
-        """Return an unambiguous description."""
-        return f"{self.numbers!r}:{self.width}"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -160,10 +151,6 @@ class Product:
 
     def __iter__(self) -> Iterator[str]:
         return _joined(self.parts)
-
-    def spelled(self) -> str:
-        """Return an unambiguous description."""
-        return f"({'*'.join(part.spelled() for part in self.parts)})"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -192,10 +179,6 @@ class ChainNode:
     def __iter__(self) -> Iterator[str]:
         return itertools.chain.from_iterable(self.nodes)
 
-    def spelled(self) -> str:
-        """Return an unambiguous description."""
-        return f"[{'+'.join(node.spelled() for node in self.nodes)}]"
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Stretch:
@@ -213,10 +196,6 @@ class Stretch:
     def __iter__(self) -> Iterator[str]:
         return (self.node[place] for place in self.places)
 
-    def spelled(self) -> str:
-        """Return an unambiguous description."""
-        return f"{self.node.spelled()}@{self.places!r}"
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Anchored:
@@ -233,10 +212,6 @@ class Anchored:
 
     def __iter__(self) -> Iterator[str]:
         return map(self._seen, self.node)
-
-    def spelled(self) -> str:
-        """Return an unambiguous description, the same wherever it is read."""
-        return self.node.spelled()
 
     def _seen(self, url: str) -> str:
         if not _is_relative(url):
@@ -278,6 +253,19 @@ def chained(nodes: Iterable[Node]) -> Node:
     if len(kept) == 1:
         return kept[0]
     return ChainNode(tuple(kept), tuple(itertools.accumulate(map(len, kept))))
+
+
+def _spelled(node: Node) -> str:
+    """Return an unambiguous description, the same wherever the list is read."""
+    if isinstance(node, TextNode):
+        return repr(node.texts)
+    if isinstance(node, NumberNode):
+        return f"{node.numbers!r}:{node.width}"
+    if isinstance(node, Product):
+        return f"({'*'.join(map(_spelled, node.parts))})"
+    if isinstance(node, ChainNode):
+        return f"[{'+'.join(map(_spelled, node.nodes))}]"
+    return f"{_spelled(node.node)}@{node.places!r}" if isinstance(node, Stretch) else _spelled(node.node)
 
 
 def _joined(parts: tuple[Node, ...]) -> Iterator[str]:

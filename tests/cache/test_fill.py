@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,7 +23,7 @@ from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt, CacheError, CacheFull, DatasetChanged
 from streamload.metrics import Counters
 from streamload.origins.origin import Origin, open_origin
-from streamload.shards.index import IndexWriter
+from streamload.shards.index import IndexWriter, Packed
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import read_oracle, write_shards
@@ -465,14 +464,14 @@ def test_room_is_made_for_an_index_before_it_is_written(
     filler = Filler(server, tmp_path / "tier", limit)
     if where == "local":
         filler.shard = shard_of(str(tmp_path / "data" / "00000.tar"), None)
-    peak, write = 0, IndexWriter._write
+    peak, write = 0, IndexWriter.write
 
-    def written(index: IndexWriter, *packed: Any) -> None:
+    def written(index: IndexWriter, packed: Packed) -> None:
         nonlocal peak
-        write(index, *packed)
+        write(index, packed)
         peak = max(peak, sum(path.stat().st_size for path in filler.tier.root.rglob("*") if path.is_file()))
 
-    monkeypatch.setattr(IndexWriter, "_write", written)
+    monkeypatch.setattr(IndexWriter, "write", written)
     with pytest.raises(CacheFull, match="raise cache_size"):
         fill(
             *(filler.claim(), filler.shard, filler.origin, FillOptions(index_only=where == "bare")),

@@ -4,8 +4,9 @@ import pytest
 
 from streamload.cache.selection import KeySpec, usable
 from streamload.errors import OptionError
-from streamload.shards.index import IndexReader, IndexWriter
+from streamload.shards.index import IndexReader
 from streamload.shards.samples import Entry
+from tests.support.indexes import WrittenIndex
 
 IMAGE = KeySpec.parse("jpg;png;jpeg;webp")
 TEXT = KeySpec.parse("txt;json:caption")
@@ -23,7 +24,7 @@ def reader(tmp_path):
         "cls",
         f"jpg txt {'x' * 2000}",
     ]
-    with IndexWriter(tmp_path, {}) as writer:
+    with WrittenIndex(tmp_path, {}) as writer:
         for number, kind in enumerate(kinds * 2):
             members = tuple((extension, 512, 1) for extension in kind.split())
             writer.append([Entry(number, "k", members, 0, 0, 0, None)])
@@ -65,5 +66,5 @@ def test_usable_entries_can_be_asked_for_from_a_number_on(reader, start):
 
 
 def test_an_index_without_entries_has_none(tmp_path):
-    with IndexWriter(tmp_path, {}), IndexReader(tmp_path) as reader:
+    with WrittenIndex(tmp_path, {}), IndexReader(tmp_path) as reader:
         assert usable(reader, [IMAGE, TEXT]).tolist() == []

@@ -22,10 +22,10 @@ from streamload.cache.tier import Tier
 from streamload.cache.verify import ShardDamage, verify
 from streamload.daemon.warm import warm
 from streamload.origins.origin import OriginOptions
-from streamload.shards.index import IndexWriter
-from streamload.shards.record import HEADER_START, RECORD, header_lengths
+from streamload.shards.record import HEADER_START, RECORD, read_header
 from streamload.testing.faults import Fault
 from streamload.testing.shards import write_shards
+from tests.support.indexes import WrittenIndex
 from tests.support.tiers import SAMPLES, SHARDS, Filled, flip, in_a_child, listing, payload_start, swap
 
 QUICK = OriginOptions(attempts=1, backoff_seconds=0.01)
@@ -51,7 +51,8 @@ def known(*urls: str) -> dict[str, Shard]:
 
 
 def first_record(shard: Path) -> int:
-    return header_lengths((shard / "index").read_bytes()[: HEADER_START.size])[0]
+    index = (shard / "index").read_bytes()
+    return read_header(lambda size, offset: index[offset : offset + size])[1]
 
 
 def flipped_in_data(filled: Filled) -> None:
@@ -109,7 +110,7 @@ def another_size_in_the_index(filled: Filled) -> None:
     path = filled.shard(1)
     (path / "index").unlink()
     (path / "names").unlink()
-    with IndexWriter(path, {"url": filled.urls[1], "size": 5}) as index:
+    with WrittenIndex(path, {"url": filled.urls[1], "size": 5}) as index:
         index.finish(size=(path / "data").stat().st_size)
 
 
@@ -294,7 +295,7 @@ def test_a_shard_under_another_name_than_its_own_is_found_by_its_url_where_its_i
     path = filled.shard(1)
     (path / "index").unlink()
     (path / "names").unlink()
-    with IndexWriter(path, {"url": filled.urls[2]}) as index:
+    with WrittenIndex(path, {"url": filled.urls[2]}) as index:
         index.finish(size=(path / "data").stat().st_size)
     assert not damages(filled.tier)
     (found,) = damages(filled.tier, by_digest=known(*filled.urls))

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from streamload.errors import CacheCorrupt
-from streamload.shards.index import IndexReader, IndexWriter
+from streamload.shards.index import IndexReader
 from streamload.shards.record import COMPLETE, HEADER_START, RECORD, pack_frame
 from streamload.shards.samples import Entry
+from tests.support.indexes import WrittenIndex
 
 _RECORD_BYTES = RECORD.itemsize
 _ODD_INTEGERS = (
@@ -217,7 +218,7 @@ def _write(
 ) -> Original:
     entries = [_entry(number, key) for number in range(count)]
     with tempfile.TemporaryDirectory() as directory:
-        with IndexWriter(directory, {"url": "https://host/a.tar", "size": 99_000}) as writer:
+        with WrittenIndex(directory, {"url": "https://host/a.tar", "size": 99_000}) as writer:
             writer.append(entries)
             if status is not None:
                 writer.finish(status, 99_000, cause=cause, warnings=warnings or [])

@@ -186,7 +186,8 @@ def test_a_forked_child_neither_holds_nor_deletes_the_page(tier: Tier) -> None:
     child = context.Process(target=lambda: (begun.set(), end.wait()))
     child.start()
     assert begun.wait(60)
-    file._unlock()  # as if this process had been killed
+    assert file._lock is not None
+    file._lock.close()  # as if this process had been killed
     assert read_runs([tier.root]) == []
     end.set()
     child.join()
@@ -232,7 +233,8 @@ def test_pages_are_the_tiers_own_and_collected_with_it(tier: Tier) -> None:
     assert list(foreign(tier)) == []
     collect_garbage(tier)
     assert len(read_runs([tier.root])) == 1
-    file._unlock()
+    assert file._lock is not None
+    file._lock.close()
     collect_garbage(tier)
     assert files(tier.root) == []
 

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from streamload.errors import CacheCorrupt
-from streamload.shards.index import IndexReader, IndexWriter
+from streamload.shards.index import IndexReader
 from streamload.shards.record import COMPLETE, OWN_LAYOUT, RECORD
 from streamload.shards.samples import Entry
+from tests.support.indexes import WrittenIndex
 
 META = {"url": "https://host/a.tar", "size": 12345, "etag": '"x"', "last_modified": None}
 
@@ -39,7 +40,7 @@ def entries_of(count, **changes):
 
 def write(directory, entries, finish=True):
     directory.mkdir(exist_ok=True)
-    with IndexWriter(directory, META) as writer:
+    with WrittenIndex(directory, META) as writer:
         writer.append(entries)
         if finish:
             writer.finish(COMPLETE, 99_000, warnings=["w"])
@@ -104,7 +105,7 @@ def test_records_are_one_read_only_array(tmp_path):
 
 def test_a_reader_follows_while_a_shard_arrives(tmp_path):
     written = entries_of(300)
-    with IndexWriter(tmp_path, META) as writer, IndexReader(tmp_path) as reader:
+    with WrittenIndex(tmp_path, META) as writer, IndexReader(tmp_path) as reader:
         assert (reader.count, reader.ended, reader.refresh()) == (0, False, False)
         early = None
         for stop in (1, 2, 66, 300):
@@ -121,9 +122,9 @@ def test_a_reader_follows_a_writer_in_another_process(tmp_path):
     script = f"""
 from pathlib import Path
 from tests.shards.test_index import META, entries_of
-from streamload.shards.index import IndexWriter
+from tests.support.indexes import WrittenIndex
 entries = entries_of(4000)
-with IndexWriter(Path({str(tmp_path)!r}), META) as writer:
+with WrittenIndex(Path({str(tmp_path)!r}), META) as writer:
     print("ready", flush=True)
     for at in range(0, 4000, 3):
         writer.append(entries[at : at + 3])
@@ -145,7 +146,7 @@ with IndexWriter(Path({str(tmp_path)!r}), META) as writer:
 
 def test_a_large_index_is_read_at_once_and_piece_by_piece(tmp_path):
     written = entries_of(40_000)
-    with IndexWriter(tmp_path, META) as writer:
+    with WrittenIndex(tmp_path, META) as writer:
         writer.append(written)
         with IndexReader(tmp_path) as reader:
             assert (reader.count, reader.ended) == (40_000, False)
@@ -161,7 +162,7 @@ def test_a_reader_keeps_reading_when_its_directory_is_renamed_or_removed(tmp_pat
     written = entries_of(10)
     part = tmp_path / "part"
     part.mkdir()
-    with IndexWriter(part, META) as writer, IndexReader(part) as reader:
+    with WrittenIndex(part, META) as writer, IndexReader(part) as reader:
         writer.append(written[:4])
         part.rename(tmp_path / "published")
         assert reader.refresh()
@@ -172,7 +173,7 @@ def test_a_reader_keeps_reading_when_its_directory_is_renamed_or_removed(tmp_pat
 
 
 def test_a_shard_that_was_given_up_leaves_its_entries_and_the_cause(tmp_path):
-    with IndexWriter(tmp_path, META) as writer:
+    with WrittenIndex(tmp_path, META) as writer:
         writer.append(entries_of(5))
         writer.finish("cut", 4096, cause="cut at byte 4,096")
     with IndexReader(tmp_path) as reader:
@@ -293,7 +294,7 @@ def test_what_is_no_regular_file_is_neither_followed_nor_waited_for(tmp_path):
     with pytest.raises(OSError, match="symbolic"):
         IndexReader(linked)
     with pytest.raises(OSError, match="symbolic"):
-        IndexWriter(linked, META)
+        WrittenIndex(linked, META)
     piped = tmp_path / "piped"
     piped.mkdir()
     os.mkfifo(piped / "index")
@@ -305,7 +306,7 @@ def test_an_index_is_never_written_twice_but_an_empty_file_may_be_there(tmp_path
     (tmp_path / "index").touch()
     write(tmp_path, entries_of(2))
     with pytest.raises(FileExistsError):
-        IndexWriter(tmp_path, META)
+        WrittenIndex(tmp_path, META)
     assert read(tmp_path) == entries_of(2)
 
 
@@ -319,7 +320,7 @@ def test_an_index_whose_header_is_not_there_yet_fails(tmp_path):
 
 
 def test_entries_out_of_turn_or_behind_the_end_fail(tmp_path):
-    with IndexWriter(tmp_path, META) as writer:
+    with WrittenIndex(tmp_path, META) as writer:
         with pytest.raises(ValueError, match="entry 1 after 0"):
             writer.append(entries_of(2)[1:])
         writer.append(entries_of(1))
@@ -335,7 +336,7 @@ def test_entries_out_of_turn_or_behind_the_end_fail(tmp_path):
 def test_an_append_that_failed_for_want_of_room_can_be_made_again(tmp_path, room_bytes):
     written = entries_of(8)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with IndexWriter(tmp_path, META) as writer, IndexReader(tmp_path) as reader:
+    with WrittenIndex(tmp_path, META) as writer, IndexReader(tmp_path) as reader:
         writer.append(written[:2])
         size = (tmp_path / "index").stat().st_size
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + room_bytes, hard))
@@ -368,7 +369,7 @@ def test_layouts_are_shared_until_there_are_too_many_kinds(tmp_path):
 
 
 def test_layouts_grow_with_the_index(tmp_path):
-    with IndexWriter(tmp_path, META) as writer, IndexReader(tmp_path) as reader:
+    with WrittenIndex(tmp_path, META) as writer, IndexReader(tmp_path) as reader:
         writer.append(entries_of(2))
         reader.refresh()
         assert reader.layouts() == {0: ("jpg", "txt")}
@@ -378,9 +379,8 @@ def test_layouts_grow_with_the_index(tmp_path):
 
 
 def test_the_files_are_ours_alone_and_the_writer_knows_their_size(tmp_path):
-    with IndexWriter(tmp_path, META) as writer:
+    with WrittenIndex(tmp_path, META) as writer:
         writer.append(entries_of(9))
-        assert os.fstat(writer.fileno()).st_ino == (tmp_path / "index").stat().st_ino
         assert writer.size_bytes == sum((tmp_path / name).stat().st_size for name in ("index", "names"))
     assert {(tmp_path / name).stat().st_mode & 0o777 for name in ("index", "names")} == {0o600}
 

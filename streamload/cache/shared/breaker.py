@@ -18,9 +18,7 @@ class CircuitBreaker:
     """Opens after three failures in a row. Thread-safe.
 
     Args:
-        pause_seconds: how long it stays open.
         doublings: how often the pause may double while failures continue.
-        clock: monotonic.
     """
 
     def __init__(

@@ -49,14 +49,7 @@ class SharedFacts:
         return stored[len(head) :] if stored is not None and stored.startswith(head) else b""
 
     def offer(self, shard: Shard, column: Column, values: Values, records: npt.NDArray[np.void]) -> None:
-        """Queue the values of a whole shard, to be stored unless the same are there.
-
-        Args:
-            shard: in the form whose index has the records.
-            column: whose values they are.
-            values: of all samples; not changed any more.
-            records: the index records of all samples; not changed any more.
-        """
+        """Queue the values of a whole shard, to be stored unless the same are there; see `FactsCarrier`."""
         if self._write_back is not None and shard.local is None:
             pack = functools.partial(_packed, column, values, records)
             self._write_back.add_beside(shard, _name(column), pack)

@@ -32,7 +32,6 @@ class SharedFolder:
     """A folder of files; it need not exist before the first write.
 
     Args:
-        root: its path.
         stop: ends the copying of a file.
     """
 

@@ -25,7 +25,7 @@ from streamload.cache.shard import Shard, version_of
 from streamload.cache.shard_copy import ShardCopy, verified_chunks
 from streamload.errors import CacheCorrupt
 from streamload.origins.origin import Version
-from streamload.shards.record import HEADER_START, header_lengths, unpack_meta
+from streamload.shards.record import read_header
 
 BLOCK_BYTES = 64 << 10
 """8 bytes of checksum for each; reading a single sample adds less than two blocks."""
@@ -69,9 +69,7 @@ def verified(chunks: Iterable[bytes], sums: Sums, start: int, size: int) -> Iter
 
     Args:
         chunks: from `start` to the end.
-        sums: of all blocks of the shard.
         start: the first byte of a block.
-        size: of the whole shard.
 
     Raises:
         CacheCorrupt: the bytes aren't those that were stored; what was yielded before is right.
@@ -188,7 +186,7 @@ class SharedShard:
         stops = np.cumsum([_LENGTHS.size, *lengths]).tolist()
         text, index, names, sums = (packed[start:stop] for start, stop in itertools.pairwise(stops))
         facts: dict[str, Any] = json.loads(text)
-        meta: dict[str, Any] = _meta_of(index)
+        meta: dict[str, Any] = read_header(lambda size, offset: index[offset:][:size])[0]
         shard = cls(
             str(meta["digest"]),
             Version(
@@ -219,9 +217,3 @@ def data_name(version: Version, sums: Sums) -> str:
     """The name of a data object: equal for equal bytes of one version, on all nodes."""
     facts = json.dumps([version.size, version.etag, version.last_modified]).encode()
     return hashlib.blake2b(facts + sums.astype("<u8").tobytes(), digest_size=8).hexdigest() + ".tar"
-
-
-def _meta_of(index: bytes) -> dict[str, Any]:
-    start = index[: HEADER_START.size]
-    _, meta_bytes = header_lengths(start)
-    return unpack_meta(start, index[HEADER_START.size :][:meta_bytes])

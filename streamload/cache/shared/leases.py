@@ -96,8 +96,9 @@ class _Held:
 class Leases:
     """The leases of one process. Thread-safe; a thread sends heartbeats from the first lease on.
 
+    Methods that ask the tier raise SharedTierError if it can't be read or written.
+
     Args:
-        objects: of the shared tier.
         lease_seconds: an unchanged lease of another process expires after so long.
         address: identifies this process to others on its node (see `own_address`); "": unknown.
         has_gone: whether the holder at an address is known to be dead; then nobody waits.
@@ -106,7 +107,6 @@ class Leases:
             between the others, and without.
         settle_seconds: after taking over a lease, wait so long and check it again: of several processes that
             saw it expire at the same moment the last one has it.
-        clock: monotonic.
 
     Attributes:
         holder: the name by which this process holds its leases.
@@ -158,11 +158,7 @@ class Leases:
             return f"<Leases of {self.holder}: {sorted(self._mine)}>"
 
     def take(self, task: str) -> bool:
-        """Take the lease of a task, unless a live process has it.
-
-        Raises:
-            SharedTierError: the tier can't be read or written.
-        """
+        """Take the lease of a task, unless a live process has it."""
         if not _TASK.fullmatch(task):
             raise ValueError(f"{task!r:.80} is not a valid name of a task")
         with self._change:
@@ -199,19 +195,11 @@ class Leases:
         return True
 
     def is_held(self, task: str) -> bool:
-        """True if another process has the lease of a task, and is live as far as can be seen.
-
-        Raises:
-            SharedTierError: the tier can't be read.
-        """
+        """True if another process has the lease of a task, and is live as far as can be seen."""
         return self.holder_at(task) is not None
 
     def holder_at(self, task: str) -> Holder | None:
-        """The other process that has the lease of a task, and is live as far as can be seen; None: none.
-
-        Raises:
-            SharedTierError: the tier can't be read.
-        """
+        """The other process that has the lease of a task, and is live as far as can be seen; None: none."""
         content = self._objects.read(_name(task), _LIMIT_BYTES)
         if content is None:
             with self._change:
@@ -251,22 +239,14 @@ class Leases:
                 self._objects.delete(_name(task))
 
     def busy(self) -> set[str]:
-        """The tasks that other processes have leases of, expired ones included.
-
-        Raises:
-            SharedTierError: they can't be listed.
-        """
+        """The tasks that other processes have leases of, expired ones included."""
         busy = set(leased(self._objects.names("leases"))) - self.held()
         with self._change:
             self._seen = {task: sighting for task, sighting in self._seen.items() if task in busy}
         return busy
 
     def tidy(self, tasks: Iterable[str]) -> None:
-        """Remove expired leases of tasks that are done.
-
-        Raises:
-            SharedTierError: they can't be read or removed.
-        """
+        """Remove expired leases of tasks that are done."""
         for task in tasks:
             lease = self._objects.read(_name(task), _LIMIT_BYTES)
             if lease is not None and self._has_expired(task, lease):
@@ -293,7 +273,6 @@ class Leases:
         """True if another process's lease has expired.
 
         Args:
-            task: its task.
             content: of the lease, as it is now.
             writes: whether this process may write a temporary object, to learn the store's time.
         """

@@ -44,7 +44,6 @@ class SharedOptions:
 
     Args:
         url: see Objects.
-        storage_options: of its file system.
         write_back: store what this process has fetched from origins.
         wait_seconds: the longest wait for a shard that another node is fetching; 0: none.
         attempt, spare: see SingleFlight.
@@ -144,16 +143,7 @@ class Sharing:
         single_flight: bool = True,
         revalidates: bool = True,
     ) -> Origin:
-        """An origin that reads through the shared cache.
-
-        Args:
-            shard: which one.
-            origin: of the shard.
-            stop: ends its waits.
-            single_flight: wait for other nodes that fetch the same shard. Its `close` has to follow, and
-                before that `published` or `kept` if the shard was fetched.
-            revalidates: ask the origin for its version before a copy is used, if this process does so at all.
-        """
+        """An origin that reads through the shared cache; see `BackingStore.through`."""
         if self.tier is None or shard.local is not None:
             return origin
         flight = self._single_flight if single_flight else None
@@ -204,9 +194,6 @@ class ReadThrough(WaitingOrigin):
     """A shard's origin, with a shared cache in front of it.
 
     Args:
-        shard: which one.
-        tier: the shared cache.
-        origin: of the shard.
         stop: ends every wait.
         ask: asks the origin for its version, so that no old copy is used; None: copies are used as they are.
         single_flight: which node asks the origin for what is missing; None: each node for itself.

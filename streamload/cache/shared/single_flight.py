@@ -81,14 +81,12 @@ class SingleFlight:
     """The turns of one process. Thread-safe; made in the process that uses it.
 
     Args:
-        tier: the shared cache.
         wait_seconds: the longest wait for one shard; 0: no waiting, each node fetches for itself.
         stores: whether this process stores what it fetches; else it takes no turns, and only waits.
         lease_seconds: see LEASE_SECONDS.
         attempt: of the run that this process belongs to; None: of none.
         spare: how many shards may be fetched although a slower node is fetching them.
         rng: spreads the polls of nodes that wait for the same shard.
-        clock: monotonic.
     """
 
     def __init__(
@@ -145,9 +143,7 @@ class SingleFlight:
         """For a shard that was missing a moment ago: wait for the node that fetches it, or take the turn.
 
         Args:
-            shard: which one.
             look: looks it up in the shared cache, now.
-            stop: ends the wait.
             takes: whether it would be stored if this process fetched it.
             yield_slot: entered during the wait.
 
@@ -202,8 +198,6 @@ class SingleFlight:
         """A stream from the origin, of which the lease tells how far it is.
 
         Args:
-            shard: which one.
-            stream: of its bytes.
             start: where in the shard it begins.
         """
         return _Paced(stream, self._pace, lambda arrived: self._progress(shard, start + arrived, stream))
@@ -254,9 +248,6 @@ class SingleFlight:
         stored the shard since then.
 
         Args:
-            shard: which one.
-            deadline: by the clock.
-            stop: ends the wait.
             yield_slot: entered meanwhile.
             look: looks it up in the shared cache; None: this process overtakes nobody.
         """
@@ -360,11 +351,7 @@ class SingleFlight:
 
 
 class FetchPace:
-    """Speed at which this process gets bytes from origins: of one stream, on average. Thread-safe.
-
-    Args:
-        clock: monotonic.
-    """
+    """Speed at which this process gets bytes from origins: of one stream, on average. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -437,7 +424,6 @@ def spare_of(shards: int, here: Topology, workers: int) -> int:
     All of them together fetch at most one n-th of the shards twice, on n nodes.
 
     Args:
-        shards: of the run.
         here: the position of its rank.
         workers: processes of the rank that fill; 0: the rank itself.
     """

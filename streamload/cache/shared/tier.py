@@ -53,10 +53,8 @@ class SharedTier:
     """The shards that many nodes share. Thread-safe; for one process.
 
     Args:
-        objects: of the shared cache.
         counts: receives the counters named "shared_…".
         stop: set by close(); also ends all waits of `objects`.
-        folder: of the shards as their origins have them; prepared ones are elsewhere.
         rest_seconds: how long it isn't asked after repeated failures.
     """
 
@@ -66,13 +64,11 @@ class SharedTier:
         counts: Counts,
         *,
         stop: threading.Event | None = None,
-        folder: str = "shards",
         rest_seconds: float = PAUSE_SECONDS,
     ):
         self.objects = objects
         self.counts = counts
         self._stop = stop or threading.Event()
-        self._folder = folder
         self._breaker = CircuitBreaker(rest_seconds)
         self._lock = threading.Lock()
         self._has_warned = False  # guarded by _lock
@@ -309,7 +305,7 @@ class SharedTier:
         return self._lacking.get(shard.digest, False)
 
     def _name(self, shard: Shard, name: str) -> str:
-        folder = f"prepared/{shard.recipe}" if shard.recipe else self._folder
+        folder = f"prepared/{shard.recipe}" if shard.recipe else "shards"
         return f"{folder}/{shard.digest}/{name}"
 
     def _read(self, name: str) -> bytes | None:

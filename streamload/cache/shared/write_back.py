@@ -40,10 +40,8 @@ class WriteBack:
     is counted, and the node that fetches it next may store it.
 
     Args:
-        tier: the shared cache.
         threads: how many shards are stored at once.
         ended: called, from any thread, with each shard that was accepted and is stored, or won't be.
-        clock: monotonic.
     """
 
     def __init__(
@@ -108,8 +106,6 @@ class WriteBack:
         """Queue an object beside a shard's index, before all shards: it is small.
 
         Args:
-            shard: which one.
-            name: of the object.
             pack: returns its content; called in a thread. Nothing is stored if that is empty.
         """
         with self._change:
