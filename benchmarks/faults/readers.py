@@ -23,8 +23,8 @@ from streamload.origins.origin import (
 )
 from streamload.prefetch.fallback import FallbackTier
 from streamload.prefetch.prefetcher import Prefetcher, PrefetchOptions
-from streamload.prefetch.scheduler import requests_for
 from streamload.shards.samples import Entry
+from tests.support.fills import requests_for
 
 QUICK = OriginOptions(
     connect_seconds=0.5, stall_seconds=0.2, slow_seconds=0.4, backoff_seconds=0.01, backoff_limit_seconds=0.5

@@ -35,7 +35,7 @@ from streamload.cache.directory import (
     write_whole,
 )
 from streamload.cache.eviction import HeldShard
-from streamload.cache.locks import FileLock, Usage, exclusive, is_locked, usage_of
+from streamload.cache.locks import Usage, exclusive, is_locked, usage_of
 from streamload.cache.memory import DiskUsage
 from streamload.descriptors import Descriptor
 from streamload.errors import CacheFull
@@ -56,14 +56,7 @@ PATIENCE_SECONDS = 1.0
 
 
 def allowed_bytes(limit_bytes: int, stored_bytes: int, free_bytes: int, floor_bytes: int) -> int:
-    """The most that a tier may hold now: its limit, or less if that would leave too little of the disk free.
-
-    Args:
-        limit_bytes: of the tier.
-        stored_bytes: what it has on disk.
-        free_bytes: free on that disk.
-        floor_bytes: what has to stay free.
-    """
+    """The most that a tier may hold now: its limit, or less if that would leave too little of the disk."""
     return min(limit_bytes, max(0, stored_bytes + free_bytes - floor_bytes))
 
 
@@ -151,7 +144,6 @@ class Budget:
     """The budget of one tier, as one process sees it. Thread-safe and process-safe.
 
     Args:
-        directory: of the tier.
         limit_bytes: a new limit for all processes that use the tier; None keeps its limit.
         free_disk: what this process leaves free on the disk, whatever the limit.
         eviction: the eviction rule of this process.
@@ -366,8 +358,6 @@ class Budget:
         """The shards that a limit would evict. Changes nothing.
 
         Args:
-            limit_bytes: which limit.
-            may_go: whether a shard is unused.
             without: paths to treat as already deleted.
         """
         self._directory.scan()
@@ -516,8 +506,4 @@ def is_no_space(error: OSError) -> bool:
 
 def _is_closed(shard: HeldShard) -> bool:
     """True if nobody reads a shard (fills it, for a part), so that it may be evicted."""
-    lock = FileLock.acquire(shard.path / ("index" if shard.kind == "parts" else "names"))
-    if lock is None:
-        return False
-    lock.close()
-    return True
+    return not is_locked(shard.path / ("index" if shard.kind == "parts" else "names"))

@@ -48,7 +48,6 @@ class FallbackTier:
 
     Args:
         root: of the tier that it replaces.
-        counts: of that tier.
     """
 
     def __init__(self, root: Path, counts: Counts):
@@ -163,8 +162,7 @@ class FallbackPolicy:
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """The tiers that may hold shards: the tier, and the fallback tier once there is one."""
-        fallback_tier = self._fallback_tier.tier if self._fallback_tier is not None else None
-        return (self._tier,) if fallback_tier is None else (self._tier, fallback_tier)
+        return (self._tier,) if self._fallback_tier is None else self._fallback_tier.beside(self._tier)
 
     def mode(self, shard: Shard) -> StorageMode:
         """The current storage mode of a shard."""
@@ -197,7 +195,6 @@ class FallbackPolicy:
         """Store a shard in the fallback tier; False if there is none, or it is already.
 
         Args:
-            shard: the shard.
             error: why the tier doesn't take it, if that is known.
         """
         fallback_tier = self._fallback_tier.open() if self._fallback_tier is not None else None
@@ -236,9 +233,7 @@ class FallbackPolicy:
         """Note whether a running fill has no room.
 
         Args:
-            shard: the shard that is filled.
             mode: the storage mode it is filled in.
-            is_refused: whether it has no room now.
 
         Returns:
             Whether the shard's mode has changed since, so that the fill has to start again.

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from streamload import limits
 from streamload.cache.backing import WaitingOrigin
@@ -49,6 +48,8 @@ _FILES_PER_FILL = 48
 
 OpenOrigin = Callable[[Shard, threading.Event], Origin]
 """Opens the origin of a shard; the event ends its waits. It is closed after the fill and its result."""
+_WATCHED = 1024
+"""Of so many shards, those looked at last, it is known when others' parts of them were touched."""
 _TOUCHES = 5
 """Heartbeats within the timeout after which a filler counts as stopped."""
 
@@ -70,6 +71,10 @@ class Heartbeat:
         # By digest, of others' parts: the last touch, and when it was seen first.
         self._thread = threading.Thread(target=self._beat, name="streamload-heartbeat", daemon=True)
         limits.start(self._thread)
+
+    def __repr__(self) -> str:
+        with self._lock:
+            return f"<Heartbeat of {len(self._parts)} parts, others' of {len(self._touched)} shards watched>"
 
     @contextlib.contextmanager
     def of(self, part: Part, digest: str) -> Iterator[None]:
@@ -103,7 +108,11 @@ class Heartbeat:
                 last, since = before.get(path, (touched, now_seconds))
                 parts[path] = (touched, since if touched == last else now_seconds)
         with self._lock:
-            self._touched[digest] = parts
+            self._touched.pop(digest, None)
+            if parts:
+                self._touched[digest] = parts  # the last one
+            if len(self._touched) > _WATCHED:
+                del self._touched[next(iter(self._touched))]
         return [path for path, (_, since) in parts.items() if now_seconds - since >= self._stopped_seconds]
 
     def close(self) -> None:
@@ -162,21 +171,10 @@ class FillResult:
     began_ns: int = 0
 
 
-class _Look(NamedTuple):
-    """Until the next look at a shard, and whether there was no room for it."""
-
-    pause_seconds: float
-    is_refused: bool = False
-
-
 class Prefetcher:
     """Threads that fill shards ahead of the readers.
 
     Args:
-        tier: where shards are filled into.
-        open_origin: see OpenOrigin.
-        options: see there.
-        counts: where fills are counted.
         sink: called from a filling thread with the result of each look at a shard that ended in one.
         has_prepared: whether a prepared shard can be fetched as it is; then it is filled in place of the
             shard that it stands for.
@@ -297,11 +295,11 @@ class Prefetcher:
             self.tier.budget.enforce_limits()
             shard = self._scheduler.take()
             if shard is not None:
-                look = self._look(shard)
-                self._scheduler.settle(shard, look.pause_seconds, is_refused=look.is_refused)
+                pause_seconds = self._look(shard)
+                self._scheduler.settle(shard, pause_seconds, is_refused=self._fallback.is_refused(shard))
 
-    def _look(self, shard: Shard) -> _Look:
-        """Fill a shard if necessary and possible."""
+    def _look(self, shard: Shard) -> float:
+        """Fill a shard if possible; returns the seconds until the next look at it, as all below do."""
         try:
             pause_seconds = self._fill(shard)
         except BaseException as exc:
@@ -310,10 +308,9 @@ class Prefetcher:
             self._stop.set()
         if self._freshness is not None:
             self._freshness.filled(shard)
-        return _Look(pause_seconds, self._fallback.is_refused(shard))
+        return pause_seconds
 
     def _fill(self, shard: Shard) -> float:
-        """Fill a shard; returns the seconds until the next look at it, as all below do."""
         try:
             pause_seconds = self._fill_as(self._fallback.mode(shard), shard)
         except OSError as error:  # the tier's: an origin's have become results

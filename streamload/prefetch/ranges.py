@@ -54,11 +54,7 @@ class _RangeRequest:
 
 
 class Ranges:
-    """Reads ranges of shards.
-
-    Args:
-        open_origin: opens the origin of a shard.
-    """
+    """Reads ranges of shards."""
 
     def __init__(self, open_origin: Callable[[Shard], Origin]):
         self._open_origin = open_origin

@@ -40,15 +40,6 @@ class FillRequest:
     is_needed: bool = False
 
 
-def requests_for(needed: Sequence[Shard], later: Sequence[Shard] = ()) -> list[FillRequest]:
-    """Requests whose next uses are their positions; open shards are used alike."""
-    last_open = float(len(needed) - 1)
-    return [
-        *(FillRequest(shard, last_open, is_needed=True) for shard in needed),
-        *(FillRequest(shard, float(len(needed) + k)) for k, shard in enumerate(later)),
-    ]
-
-
 class FillScheduler:
     """The requests of a prefetcher and the threads that take them.
 
@@ -76,7 +67,8 @@ class FillScheduler:
         with self._change:
             needed = sum(request.is_needed for request in self._requests.values())
             return (
-                f"<FillScheduler {len(self._requests)} requests, {needed} needed, busy={sorted(self._busy)}>"
+                f"<FillScheduler {len(self._requests)} requests, {needed} needed, "
+                f"{len(self._not_before)} looked at, busy={sorted(self._busy)}>"
             )
 
     def start(self) -> None:
@@ -104,6 +96,10 @@ class FillScheduler:
         with self._change:
             if list(by_digest.values()) != list(self._requests.values()):
                 self._requests = by_digest
+                self._refused &= by_digest.keys()
+                self._not_before = {
+                    digest: self._not_before[digest] for digest in self._not_before.keys() & by_digest.keys()
+                }
                 self._change.notify()  # a thread that takes a shard wakes another for the next one
 
     def look_again(self, shard: Shard | None = None) -> None:
@@ -174,7 +170,6 @@ class FillScheduler:
         """Give a taken shard back.
 
         Args:
-            shard: the shard.
             pause_seconds: until it is due again.
             is_refused: whether there was no room for it.
         """

@@ -181,6 +181,14 @@ def test_room_is_made_by_evicting_what_nobody_reads(tmp_path: Path) -> None:
     assert part.reserve(100 * KIB, 0)
 
 
+def test_a_shard_that_lost_its_file_of_names_is_in_nobodys_way(tmp_path: Path) -> None:
+    tier = tier_of(tmp_path, 400 * KIB)
+    damaged = publish(tier, A, 200 * KIB)
+    (damaged / "names").unlink()  # by a power failure, say; no run visits it any more
+    publish(tier, B, 200 * KIB)
+    assert [shard.digest for shard in tier.shards()] == [B]
+
+
 def test_eviction_follows_what_the_live_runs_will_visit(tmp_path: Path) -> None:
     tier = tier_of(tmp_path, 140 * KIB)
     for digest in (A, B):

@@ -15,9 +15,9 @@ from streamload.origins.origin import Origin, OriginOptions, open_origin
 from streamload.prefetch import prefetcher as ahead_
 from streamload.prefetch import scheduler
 from streamload.prefetch.prefetcher import Prefetcher, PrefetchOptions
-from streamload.prefetch.scheduler import requests_for
 from streamload.testing.server import Fault, ShardServer
 from streamload.testing.shards import write_shards
+from tests.support.fills import requests_for
 from tests.support.tiers import until
 
 PATIENT = OriginOptions(connect_seconds=300, stall_seconds=300)
@@ -124,3 +124,32 @@ def test_a_look_at_a_shard_that_is_there_wakes_one_thread(tmp_path: Path, monkey
             assert len(woken) <= 3  # who looks, who watches meanwhile, and who looked, again
         finally:
             ahead.close()
+
+
+def test_what_is_not_wanted_any_more_is_not_remembered() -> None:
+    thread = scheduler.FillScheduler(1, lambda: None, threading.Event())
+    for number in range(20):
+        shard = shard_of(f"https://host/{number}.tar", None)
+        thread.want(requests_for([shard]))
+        assert thread.take() == shard
+        thread.settle(shard, 600.0, is_refused=True)
+    assert repr(thread) == "<FillScheduler 1 requests, 1 needed, 1 looked at, busy=[]>"
+
+
+def test_heartbeats_of_a_few_shards_are_watched(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(ahead_, "_WATCHED", 3)
+    tier, heartbeat = Tier(tmp_path / "tier", 1 << 30), ahead_.Heartbeat(300.0)
+    digests = [f"{number:032x}" for number in range(9)]
+    try:
+        for digest in digests:
+            assert heartbeat.stopped(tier, digest) == []
+        assert "others' of 0 shards" in repr(heartbeat)  # they have no parts
+        parts = [tier.claim(digest) for digest in digests]
+        for digest in digests:
+            assert heartbeat.stopped(tier, digest) == []
+        assert "others' of 3 shards" in repr(heartbeat)
+        for part in parts:
+            assert part is not None
+            part.discard()
+    finally:
+        heartbeat.close()

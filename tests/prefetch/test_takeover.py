@@ -18,9 +18,9 @@ from streamload.cache.tier import Tier
 from streamload.metrics import Counters
 from streamload.origins.origin import open_origin
 from streamload.prefetch.prefetcher import Prefetcher, PrefetchOptions
-from streamload.prefetch.scheduler import requests_for
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import read_oracle, write_shards
+from tests.support.fills import requests_for
 from tests.support.tiers import until
 
 COUNT = 40

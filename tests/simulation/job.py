@@ -20,7 +20,7 @@ from streamload.origins.origin import Origin, OriginOptions, Version
 from streamload.origins.protocol import Session
 from streamload.origins.retrying import RetryingOrigin
 from streamload.prefetch.prefetcher import Prefetcher, PrefetchOptions
-from streamload.prefetch.scheduler import requests_for
+from tests.support.fills import requests_for
 
 from .engine import Process
 from .threads import Event
