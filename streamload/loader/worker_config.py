@@ -47,7 +47,7 @@ from streamload.origins.access import warn_of_shared_headers
 from streamload.origins.origin import OriginOptions, warn_of_compressed
 from streamload.patches.compile import patch_transform
 from streamload.patches.images import PatchImages
-from streamload.prefetch.fallback import remove_unused
+from streamload.prefetch.fallback import remove_all_unused
 from streamload.prefetch.idle import idle_share
 from streamload.ranks.distributed import first_value
 from streamload.shards.columns import TOKENS
@@ -141,7 +141,7 @@ def _worker_config(
     features: tuple[FeatureAssembly, ...],
 ) -> WorkerConfig:
     topology, tier = schedule.topology, placed.tier
-    remove_unused(tier.root)
+    remove_all_unused()
     with Measure(tier, shared) as measure:
         schedule.fit(shards, measure)
     orders, split = schedule.source_orders(), schedule.split()

@@ -2,7 +2,7 @@
 
 The fallback tier is a small tier in memory for shards while the tier on disk fails (full, read-only, gone).
 All processes of a node that use one tier share one fallback tier, whose path is derived from the tier's. The
-last of them deletes it; if all of them were killed, the next run does.
+last of them deletes it; if all of them were killed, the user's next run does, whichever tier that uses.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ _SHARE = 4
 _NO_FLOOR = FreeDisk(size_bytes=0)  # its limit, a share of what is free, leaves enough
 _LEAST_BYTES = 1 << 20
 """The smallest fallback tier of any use."""
+_DELETED = ".gone"
+"""The suffix of one that is being deleted."""
 
 
 class FallbackTier:
@@ -99,20 +101,40 @@ class FallbackTier:
 def remove_unused(root: Path) -> None:
     """Delete the fallback tier of a tier if no process uses it."""
     fallback_tier = place(root)
-    if fallback_tier is None or not _is_ours(fallback_tier):
+    if fallback_tier is not None:
+        _remove_if_unused(fallback_tier)
+
+
+def remove_all_unused() -> None:
+    """Delete all fallback tiers of this user that no process uses: those that did were killed."""
+    for path in _MEMORY.glob(f"{_prefix()}*"):
+        if path.suffix == _DELETED and _is_ours(path):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            _remove_if_unused(path)
+
+
+def _remove_if_unused(fallback_tier: Path) -> None:
+    if not _is_ours(fallback_tier):
         return
     with contextlib.suppress(OSError):
         lock = FileLock.acquire(fallback_tier / "users")
         if lock is not None:
             with contextlib.closing(lock):
-                shutil.rmtree(fallback_tier, ignore_errors=True)
+                # Whoever opens it meanwhile makes another one, instead of losing files of this one.
+                deleted = fallback_tier.with_name(f"{fallback_tier.name}.{os.getpid()}{_DELETED}")
+                shutil.rmtree(fallback_tier.rename(deleted), ignore_errors=True)
 
 
 def place(root: Path) -> Path | None:
     """The directory of a tier's fallback tier; None if the tier is in memory itself."""
     if not _MEMORY.is_dir() or root.is_relative_to(_MEMORY):
         return None
-    return _MEMORY / f"streamload-{os.geteuid()}-{xxhash.xxh3_64_hexdigest(os.fsencode(root))}"
+    return _MEMORY / f"{_prefix()}{xxhash.xxh3_64_hexdigest(os.fsencode(root))}"
+
+
+def _prefix() -> str:
+    return f"streamload-{os.geteuid()}-"
 
 
 def _is_ours(path: Path) -> bool:

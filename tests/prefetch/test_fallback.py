@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
+import shutil
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +22,7 @@ from streamload.metrics import Counters
 from streamload.origins.endpoints import learn_ranges, remember
 from streamload.prefetch import fallback as fallback_
 from streamload.prefetch.fallback import FallbackPolicy, FallbackTier, StorageMode
+from tests.support.kills import Child
 
 ONE, OTHER = (shard_of(f"http://localhost:1/{name}.tar", None) for name in ("one", "other"))
 
@@ -134,3 +138,43 @@ def test_too_many_open_files_pass_for_a_while(tier: Tier, monkeypatch: Any) -> N
     monkeypatch.undo()
     policy.went_well()
     assert policy.may_pass(short)
+
+
+def test_fallback_tiers_of_runs_that_were_killed_go_when_any_run_begins(tier: Tier, monkeypatch: Any) -> None:
+    used = spare_of(tier, monkeypatch)
+    assert used.open() is not None
+    abandoned = tier.root.parent / "another"
+
+    def be_killed(stage: object) -> None:
+        assert FallbackTier(abandoned, Counters()).open() is not None
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with Child(be_killed) as child:
+        assert child.join(60.0) == -signal.SIGKILL
+    (left,) = (place for place in [fallback_.place(abandoned)] if place is not None and place.exists())
+    half_deleted = left.with_name(f"{left.name}.7.gone")
+    half_deleted.mkdir()
+    fallback_.remove_all_unused()
+    assert list(left.parent.iterdir()) == [fallback_.place(tier.root)]
+    used.close()
+    assert list(left.parent.iterdir()) == []
+
+
+def test_a_fallback_tier_that_is_opened_while_it_is_deleted_is_another_one(
+    tier: Tier, monkeypatch: Any
+) -> None:
+    before, after = spare_of(tier, monkeypatch), FallbackTier(tier.root, Counters())
+    assert before.open() is not None
+    delete = shutil.rmtree
+
+    def opened_meanwhile(path: Path, **options: Any) -> None:
+        (path / "users").unlink()
+        assert after.open() is not None
+        delete(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", opened_meanwhile)
+        before.close()
+    assert after.tier is not None
+    assert (after.tier.root / "tier.json").exists()
+    after.close()
