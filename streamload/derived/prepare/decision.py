@@ -114,7 +114,9 @@ def decide_preparation(
     named = named_preparation(prepare, settings)
     recipes = [possible.preparation for possible in possible_preparations(prepare, settings, transform)]
     recipes_by_name = {str(recipe): recipe for recipe in recipes if recipe is not None}
-    if named.preparation is None and shared is not None:
+    if named.preparation is None and options.images.decode == "device":
+        answer = Choice("", "the device decodes them")
+    elif named.preparation is None and shared is not None:
         answer = Choice("", "nodes with a shared cache have to agree on a recipe: name one")
     elif named.preparation is not None and options.features:
         answer = Choice("", _KEPT_BY_BYTES)
