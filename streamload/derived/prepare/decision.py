@@ -16,8 +16,7 @@ from streamload.cache.placement import Choice, Placed, SharedDecision, memory_ro
 from streamload.cache.shard import Shard, ShardList, fingerprint, prepared_form, spread
 from streamload.cache.tier import Tier
 from streamload.derived.prepare.choice import Room, choose, exact_recipes, measure
-from streamload.derived.prepare.preparation import AUTO, Preparation
-from streamload.derived.prepare.prepared import growth, images_of
+from streamload.derived.prepare.preparation import AUTO, Preparation, growth, images_of
 from streamload.errors import StreamloadError
 from streamload.metrics import format_bytes
 from streamload.options import Settings, file_system
