@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 from pathlib import Path
@@ -86,15 +85,13 @@ def policy_of(name: str) -> Policy:
             return Target(json.loads(Path(path).read_text(encoding="utf-8")))
         except (OSError, ValueError, AttributeError) as exc:
             raise OptionError(f'{path} holds no target: {exc}; expected JSON: {{"name": loss}}') from exc
-    module, _, attribute = name.partition(":")
-    if not attribute:
+    if ":" not in name:
         raise OptionError(
             f'--policy={name!r}; expected "progress", "schedule=FILE", "target=FILE" or "package.module:name"'
         )
-    try:
-        return as_policy(getattr(importlib.import_module(module), attribute))
-    except (ImportError, AttributeError) as exc:
-        raise OptionError(f"--policy={name!r}: {exc}") from exc
+    from streamload.features.named import named
+
+    return as_policy(named(name))
 
 
 def _course(points: list[Point], shares: list[dict[str, float]]) -> Course:

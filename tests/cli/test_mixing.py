@@ -92,18 +92,15 @@ def test_a_policy_is_asked_with_the_losses_of_a_csv(streamload, reports):
     assert found["losses"]["b"][0] == pytest.approx(9.0, abs=0.01)
 
 
-def test_other_policies_come_from_files_and_modules(streamload, reports, tmp_path):
+def test_other_policies_come_from_files_and_modules(streamload, reports, tmp_path, monkeypatch):
     (tmp_path / "schedule.json").write_text('{"1000": {"a": 3, "b": 1}}')
     (tmp_path / "target.json").write_text('{"a": 1.0, "b": 1.0}')
     shares = {}
+    (tmp_path / "by_hand.py").write_text("def even(summary): return {'a': 1, 'b': 1}\n")
+    monkeypatch.chdir(tmp_path)  # a command's own folder is on the path of modules, not this one
+    monkeypatch.setattr(sys, "path", sys.path.copy())
     for policy in (f"schedule={tmp_path}/schedule.json", f"target={tmp_path}/target.json", "by_hand:even"):
-        (tmp_path / "by_hand.py").write_text("def even(summary): return {'a': 1, 'b': 1}\n")
-        sys.path.insert(0, str(tmp_path))
-        sys.modules.pop("by_hand", None)
-        try:
-            code, out, _ = streamload("mixing", "simulate", reports, "--policy", policy, "--json")
-        finally:
-            sys.path.remove(str(tmp_path))
+        code, out, _ = streamload("mixing", "simulate", reports, "--policy", policy, "--json")
         assert code == 0
         shares[policy.partition("=")[0]] = json.loads(out)["shares"]["b"][-1]
     sys.modules.pop("by_hand", None)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from streamload import urls
 from streamload.cache.selection import KeySpec
@@ -25,6 +24,7 @@ from streamload.steering.schedule import Schedule
 from streamload.topology import read_rank
 
 _OURS = "--streamload-"
+_Value = TypeVar("_Value")
 _GONE = {
     "--streamload-save-steps": "OpenCLIP saves no weights within an epoch, and a state newer than them "
     "loses samples. Use shorter epochs instead: a smaller --train-num-samples and more --epochs"
@@ -107,10 +107,9 @@ def parser() -> argparse.ArgumentParser:
     add(
         f"{_OURS}decode",
         dest="decode",
-        choices=["host", "device", "auto"],
+        choices=["host", "device"],
         default="host",
-        help="device: decode the training's JPEGs on the GPU, by its engine; needs streamload[gpu]. auto: if "
-        "workers can't keep up",
+        help="device: decode the training's JPEGs on the GPU, by its engine; needs streamload[gpu]",
     )
     add(
         f"{_OURS}moved",
@@ -124,7 +123,7 @@ def parser() -> argparse.ArgumentParser:
         f"{_OURS}mixing",
         dest="mixing",
         metavar="POLICY",
-        type=_mixing,
+        type=_told(_mixing),
         help="weights of the sources of --train-data a::b that change: by step with schedule=FILE, JSON, "
         '{"1000": {"0": 1, "1": 3}}; by the trend of their losses with progress, decided every 200 steps, '
         "or with progress=STEPS",
@@ -154,27 +153,20 @@ def take_own(arguments: Iterable[str]) -> tuple[argparse.Namespace, list[str]]:
         SystemExit: a flag is unknown or its value invalid; the error was printed.
     """
     parse = parser()
-    values = {f"{_OURS}{name}": 1 for name in ("shared-cache", "prepare", "decode", "mixing", "device")}
-    values[f"{_OURS}moved"] = 2
-    own_words: list[str] = []
-    other_words: list[str] = []
-    words = iter(arguments)
-    for word in words:
-        if not word.startswith(_OURS):
-            other_words.append(word)
-            continue
-        name, equals, _ = word.partition("=")
+    values, others = parse.parse_known_args(list(arguments))
+    for word in others:
+        name = word.partition("=")[0]
         if name in _GONE:
             parse.error(f"{name} is gone: {_GONE[name]}")
-        own_words.append(word)
-        own_words += itertools.islice(words, 0 if equals else values.get(name, 0))
-    return parse.parse_args(own_words), other_words
+        if name.startswith(_OURS):
+            parse.error(f"unrecognized arguments: {word}")
+    return values, others
 
 
-def _told(read: Callable[[str], str]) -> Callable[[str], str]:
+def _told(read: Callable[[str], _Value]) -> Callable[[str], _Value]:
     """An argparse type that shows the OptionErrors of `read`."""
 
-    def reading(value: str) -> str:
+    def reading(value: str) -> _Value:
         try:
             return read(value)
         except OptionError as exc:
@@ -185,14 +177,11 @@ def _told(read: Callable[[str], str]) -> Callable[[str], str]:
 
 def _mixing(text: str) -> Schedule | Progress:
     kind, equals, value = text.partition("=")
-    try:
-        if kind == "schedule" and value:
-            return Schedule.read(value)
-        if kind == "progress" and (not equals or value.isdecimal()):
-            return Progress(every=int(value)) if equals else Progress()
-    except OptionError as exc:
-        raise argparse.ArgumentTypeError(str(exc)) from exc
-    raise argparse.ArgumentTypeError(f"{text!r}; expected schedule=FILE, progress or progress=STEPS")
+    if kind == "schedule" and value:
+        return Schedule.read(value)
+    if kind == "progress" and (not equals or value.isdecimal()):
+        return Progress(every=int(value)) if equals else Progress()
+    raise OptionError(f"{text!r}; expected schedule=FILE, progress or progress=STEPS")
 
 
 def factors_of(args: Any, *, mixed: bool) -> str | None:
