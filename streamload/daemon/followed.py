@@ -165,7 +165,8 @@ class FollowedDemand:
         if run in self._known:
             return self._known[run]
         try:
-            plan = self._known[run] = self._read_plan(run)
+            with self._refused_once(f"runs/{run}/plan.json", PLAN_LIMIT_BYTES) as data:
+                plan = self._known[run] = self._followed(RunPlan.read(run, data or b""))
         except PlanError as exc:
             if self._refused.get(run) != str(exc):
                 logger.warning("%s", exc)
@@ -174,10 +175,6 @@ class FollowedDemand:
         except _RefusedBefore:
             return None
         return plan
-
-    def _read_plan(self, run: str) -> tuple[Coming, ShardList]:
-        with self._refused_once(f"runs/{run}/plan.json", PLAN_LIMIT_BYTES) as data:
-            return self._followed(RunPlan.read(run, data or b""))
 
     @contextlib.contextmanager
     def _refused_once(self, name: str, limit_bytes: int) -> Iterator[bytes | None]:

@@ -111,7 +111,9 @@ class MessageQueue:
         try:
             message = ForkingPickler.dumps(value)
         except Exception as exc:
-            message = ForkingPickler.dumps((number, _refusal(_not_sendable(exc))))
+            refused = NotSendable(f"a batch can't be sent from a worker: {exc}")
+            refused.__cause__ = exc
+            message = ForkingPickler.dumps((number, _refusal(refused)))
         with self._lock:
             if self._late or not self._is_sent(message):
                 self._late.append((message, number))
@@ -231,12 +233,6 @@ class MessageQueue:
             elif now_seconds - (short_since := short_since or now_seconds) > limits.PATIENCE_SECONDS:
                 raise self._shortage
             time.sleep(_RETRY_SECONDS)
-
-
-def _not_sendable(error: Exception) -> NotSendable:
-    refused = NotSendable(f"a batch can't be sent from a worker: {error}")
-    refused.__cause__ = error
-    return refused
 
 
 def _refusal(error: StreamloadError) -> ExceptionWrapper:

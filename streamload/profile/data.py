@@ -50,11 +50,6 @@ class BenchData:
     width: int
     height: int
 
-    @property
-    def bytes_per_sample(self) -> float:
-        """Bytes to move per usable sample."""
-        return self.size_bytes / self.usable
-
     def as_dict(self) -> dict[str, Any]:
         """The report's part on the shards."""
         return {

@@ -100,12 +100,14 @@ def medians(rows: Sequence[Row]) -> dict[str, Row]:
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row["label"], []).append(row)
-    return {label: _medians_of(group) for label, group in groups.items()}
-
-
-def _medians_of(rows: Sequence[Row]) -> Row:
-    numbers = [key for key, value in rows[0].items() if isinstance(value, (int, float)) and key != "round"]
-    return {key: statistics.median(row[key] for row in rows) for key in numbers}
+    return {
+        label: {
+            key: statistics.median(row[key] for row in group)
+            for key, value in group[0].items()
+            if isinstance(value, (int, float)) and key != "round"
+        }
+        for label, group in groups.items()
+    }
 
 
 def _figures(measured: Mapping[str, Row], data: BenchData, options: ProfileOptions) -> BenchFigures:
@@ -142,7 +144,7 @@ def _run_rounds(job: MeasureJob, on_step: Callable[[str], None]) -> tuple[list[R
                 left_out[name] = row["left_out"]
                 continue
             if "images_per_second" not in row:
-                row["images_per_second"] = row["bytes_per_second"] / job.data.bytes_per_sample
+                row["images_per_second"] = row["bytes_per_second"] * job.data.usable / job.data.size_bytes
             rows.append({"label": name, "round": round_, **row})
     return rows, left_out
 

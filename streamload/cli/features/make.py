@@ -25,8 +25,6 @@ from streamload.errors import OptionError
 
 if TYPE_CHECKING:
     from streamload.features.named import NamedFeatures
-    from streamload.loader import Features, Loader
-    from streamload.metrics import Snapshot
 
 Module = Annotated[
     str,
@@ -149,10 +147,11 @@ def _store_rows(
     as_json: bool,
     cache_dir: str | None,
 ) -> None:
-    """Compute rows in a loader, and store them in the rows of this node."""
+    """Store rows of this node, by a loader; the exit code is 1 if not all of them could be stored."""
     from dataclasses import replace
 
     import streamload
+    from streamload.derived.calls.module_cache import cache_info
     from streamload.loader.feature_recipe import loader_arguments
 
     features = named.features()
@@ -162,22 +161,18 @@ def _store_rows(
     made = streamload.make_loader(
         "::".join(urls), num_workers=workers, device=named.device, cache_dir=cache_dir, **options
     )
-    with made as loader:
-        stats = _computed(loader, features)
-    _report(stats, features, as_json)
-
-
-def _report(stats: Snapshot, features: Features, as_json: bool) -> None:
-    """Say what was computed; the exit code is 1 if not all of it could be stored."""
-    from streamload.derived.calls.module_cache import cache_info
-
-    refused = cache_info(features.module).refused
+    with made as loader, progress("samples", always=True) as show:
+        show(total=loader.num_samples)
+        for batch in loader:
+            features(batch)
+            show(advance=len(batch["features"]))
+        stats = loader.stats()
     report = {
         "samples": stats.samples_yielded,
         "computed": stats.feature_rows_computed,
         "found": stats.feature_rows_read,
         "skipped": sum(stats.samples_skipped.values()),
-        "not_stored": refused,
+        "not_stored": cache_info(features.module).refused,
     }
     if as_json:
         print(json.dumps(report))
@@ -186,16 +181,7 @@ def _report(stats: Snapshot, features: Features, as_json: bool) -> None:
             f"{report['samples']:,} samples: {report['computed']:,} features were computed, "
             f"{report['found']:,} were there; {report['skipped']:,} samples can't be used"
         )
-        if refused:
-            print(f"{refused:,} rows were not stored: no room, or the disk refused them")
-    if refused:
+        if report["not_stored"]:
+            print(f"{report['not_stored']:,} rows were not stored: no room, or the disk refused them")
+    if report["not_stored"]:
         raise typer.Exit(1)
-
-
-def _computed(loader: Loader, features: Features) -> Snapshot:
-    with progress("samples", always=True) as show:
-        show(total=loader.num_samples)
-        for batch in loader:
-            features(batch)
-            show(advance=len(batch["features"]))
-    return loader.stats()
