@@ -1,7 +1,8 @@
 """JPEG decoded and transformed on a GPU, beside the same on a processor core: speed, CPU time, differences.
 
 Question: how many images a second does one thread decode, crop and resize on a device, at what CPU time and
-with how much of its memory, and how far are its pixels from those of libjpeg-turbo?
+with how much of its memory, and how far are its pixels from those of libjpeg-turbo? And how many does a
+loader that decodes there give on few cores?
 
 Command: python -m benchmarks.gpu_decode (on a machine with a GPU and `streamload[gpu]`; without one it ends
 with status 2)
@@ -21,22 +22,33 @@ itself is in "device_used_bytes", the memory in use on the device at the end.
 "differences" are levels of 255 after crop and resize, between the device and the host, by kind of file:
 mean, largest, PSNR in dB (none if equal), and the share of images that are the same to the bit.
 
+Then the loader alone: batches on the device, and nobody trains. A process of its own for each row has 2, 4, 8
+or 16 cores, as far as there are so many, with a worker for each but one. The decoders are Pillow in the loop
+that people write themselves (own_loop.py), libjpeg-turbo in our workers (`decode="host"`), and the device
+(`decode="device"`). All read local files; the clock starts at the first batch, and stops after --seconds at
+the latest. "cpu_microseconds" there is the time of workers and rank together.
+
 `--device cpu --quick` compares the CPU's form of the same code with itself, which only shows that the script
-works: there every difference is 0.
+works: there every difference is 0, and no row is one of a GPU.
 
 Result: results/gpu_decode.json, with the device's name.
 """
 
 import argparse
+import concurrent.futures
+import contextlib
 import io
 import itertools
 import math
+import multiprocessing
+import os
 import random
 import resource
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -44,7 +56,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from benchmarks import machine, turns
+import streamload
+from benchmarks import machine, own_loop, process_tree, turns
+from benchmarks.contenders.workload import WordTokenizer
 from benchmarks.gpu_feed import name_of
 from benchmarks.turns import Row
 from examples.photograph_shards import write_photograph_shards
@@ -64,6 +78,11 @@ BATCHES, QUICK_BATCHES = (64, 256, 512), (8,)
 LARGE = (3000, 4000)
 """Height and width of the photographs of a camera."""
 
+CORES, QUICK_CORES = (2, 4, 8, 16), (1, 2)
+DECODERS = ("Pillow", "host", "device")
+PHOTOGRAPHS = 4096
+"""Of the loaders: an epoch of ours goes round and round in them."""
+
 KINDS = {
     "4:2:0, quality 85": {"quality": 85, "subsampling": 2},
     "4:2:2, quality 85": {"quality": 85, "subsampling": 1},
@@ -80,6 +99,11 @@ def main() -> None:
     batches = QUICK_BATCHES if options.quick else BATCHES
     with turns.scratch() as directory:
         files = photographs(directory, count)
+        loaders = [
+            row
+            for round_ in range(options.rounds)
+            for row in loaders_alone(directory, device, round_, options)
+        ]
     choices = chosen(files)
     rows = [
         row
@@ -88,6 +112,7 @@ def main() -> None:
     ]
     few = 4 if options.quick else 100
     apart = {kind: difference(of_kind(kind, files, few), device, decoder) for kind in KINDS}
+    rows += loaders
     medians = turns.medians(rows)
     largest = f"device, {batches[-1]}"
     content = {
@@ -102,7 +127,7 @@ def main() -> None:
             "images_per_second": {largest: turns.ratio(medians, "images_per_second", largest, "host")}
         },
         "differences": apart,
-        "targets": [],
+        "targets": targets(medians, apart, device),
     }
     turns.write(options, "gpu_decode", content)
 
@@ -115,6 +140,7 @@ def arguments() -> tuple[argparse.Namespace, torch.device, ImageDecoder]:
     parser.add_argument("--quick", action="store_true", help="a small form that only shows that it works")
     parser.add_argument("--device", help="default: the accelerator that torch finds")
     parser.add_argument("--rounds", type=int, help="default 3, with --quick 1")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of a loader alone, at most")
     parser.add_argument(
         "--out",
         type=Path,
@@ -196,14 +222,125 @@ def one_round(
     return rows
 
 
+@dataclass(frozen=True)
+class Alone:
+    """A loader to run alone.
+
+    Attributes:
+        decoder: one of DECODERS.
+        steps: at most.
+        seconds: at most.
+    """
+
+    decoder: str
+    workers: int
+    device: str
+    batch_size: int
+    steps: int
+    seconds: float
+
+
+def loaders_alone(
+    directory: Path, device: torch.device, round_: int, options: argparse.Namespace
+) -> Iterator[Row]:
+    """A row for each decoder and number of cores, each from a process of its own."""
+    data = directory / "loaders"
+    if not data.exists():
+        write_photograph_shards(data / "shards", *((32, 16) if options.quick else (PHOTOGRAPHS, 512)))
+        own_loop.unpacked(data / "shards", data / "files", PHOTOGRAPHS)
+    usable = sorted(os.sched_getaffinity(0))
+    for cores in QUICK_CORES if options.quick else CORES:
+        for decoder in turns.rotated(list(DECODERS), round_) if cores <= len(usable) else ():
+            size, steps = (8, 4) if options.quick else (512, 1 << 20)
+            alone = Alone(decoder, max(1, cores - 1), str(device), size, steps, options.seconds)
+            label, load = f"loader, {decoder}, {cores} cores", machine.load()
+            with on_cores(usable[:cores]) as pool:
+                row = pool.submit(run_alone, alone, data).result()
+            print(f"{label}: {row['images_per_second']:.0f} images/s", file=sys.stderr, flush=True)
+            yield {"label": label, "round": round_, "load_before": load, **row}
+
+
+@contextlib.contextmanager
+def on_cores(cores: Sequence[int]) -> Iterator[concurrent.futures.Executor]:
+    """A process of its own that has these cores alone."""
+    own = os.sched_getaffinity(0)
+    spawn = multiprocessing.get_context("spawn")
+    os.sched_setaffinity(0, cores)  # it begins with those of the thread that starts it
+    try:
+        with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
+            yield pool
+    finally:
+        os.sched_setaffinity(0, own)
+
+
+def run_alone(alone: Alone, data: Path) -> Row:
+    """Take batches until the first limit, in a process of its own."""
+    device = torch.device(alone.device)
+    with contextlib.ExitStack() as stack:
+        if alone.decoder == "Pillow":
+            few = min(alone.steps, len(list((data / "files").glob("*.jpg"))) // alone.batch_size)
+            batches = own_loop.batches(data / "files", alone.batch_size, few, alone.workers, device)
+            return taken(batches, alone, device)
+        cache = stack.enter_context(turns.empty_directory(data))
+        loader = stack.enter_context(
+            streamload.make_loader(
+                str(data / "shards" / "*.tar"),
+                WordTokenizer(),
+                batch_size=alone.batch_size,
+                order=streamload.Order(num_batches=alone.steps + 1),
+                num_workers=alone.workers,
+                device=device,
+                cache_dir=cache,
+                images=streamload.Images(decode=alone.decoder),
+            )
+        )
+        row = taken(iter(loader), alone, device)
+        shares = {name.removeprefix("decode."): share for name, share in loader._parts.metrics().items()}
+        return {**row, **shares}
+
+
+def taken(batches: Iterator[object], alone: Alone, device: torch.device) -> Row:
+    """The clock starts at the first batch."""
+    next(batches)
+    synchronize(device)
+    cpu, began, images = process_tree.cpu_seconds(), time.monotonic(), 0
+    for _ in range(alone.steps):
+        if time.monotonic() - began > alone.seconds or next(batches, None) is None:
+            break
+        images += alone.batch_size
+    synchronize(device)
+    seconds = time.monotonic() - began
+    return {
+        "images": images,
+        "seconds": seconds,
+        "images_per_second": images / seconds,
+        "cpu_microseconds": (process_tree.cpu_seconds() - cpu) / images * 1e6,
+    }
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def targets(medians: dict[str, Row], apart: dict[str, Row], device: torch.device) -> list[Row]:
+    """What is to be reached on a GPU; on a CPU nothing of it is measured."""
+    row = {} if device.type == "cpu" else medians.get("loader, device, 4 cores", {})
+    mean = None if device.type == "cpu" else apart["4:2:0, quality 85"]["mean"]
+    return [
+        turns.target("loader alone, 4 cores, images/s", row.get("images_per_second"), at_least=8000),
+        turns.target("CPU of an image, workers and rank, µs", row.get("cpu_microseconds"), at_most=200),
+        turns.target("mean difference to the host, 4:2:0, levels of 255", mean, at_most=0.6),
+    ]
+
+
 def timed(do: Callable[[slice], object], size: int, count: int, device: torch.device) -> Row:
     """Do it with whole batches of so many images."""
     starts = list(range(0, count - size + 1, size))
     cpu, began = cpu_seconds(), time.monotonic()
     for start in starts:
         do(slice(start, start + size))
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+    synchronize(device)
     seconds, images = time.monotonic() - began, size * len(starts)
     return {
         "images": images,

@@ -168,6 +168,17 @@ def _scaling_chart(title: str, result: Result) -> str:
     return charts.lines(title, "workers", series)
 
 
+def _cores_chart(title: str, result: Result) -> str:
+    """The rows "loader, DECODER, N cores", on the device that the result is of."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for label, row in result["medians"].items():
+        if label.startswith("loader, "):
+            _, decoder, cores = label.split(", ")
+            series.setdefault(decoder, []).append((int(cores.split()[0]), row["images_per_second"]))
+    small = " (a small form, which says nothing about speed)" if result["quick"] else ""
+    return charts.lines(f"{title}, {result['device']}{small}", "cores", series)
+
+
 def _rates(result: Result) -> list[charts.Bar]:
     found = []
     for label, rate in result["ratios"]["rate against the order of the run"].items():
@@ -197,6 +208,7 @@ _CHARTS: dict[str, tuple[str, Callable[[str, Result], str]]] = {
         "Useful tokens of captions a second, × those in the order of the run (4 microbatches)",
         lambda title, result: charts.bars(title, _rates(result), digits=2),
     ),
+    "gpu_decode": ("Loader alone: images a second against cores, three decoders", _cores_chart),
     "half": ("Room for half of the data: MB held at most, beside the limit", _half_chart),
     "scaling": ("Images a second by the number of workers", _scaling_chart),
     "consumer": (

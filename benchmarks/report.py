@@ -132,6 +132,20 @@ def gpu_feed(result: Result) -> str:
     return table(head, rows)
 
 
+def gpu_decode(result: Result) -> str:
+    """Rates and CPU time; then the differences of pixels by kind of file."""
+    rows = [
+        [name, spread(result, name, "images_per_second"), f"{row['cpu_microseconds']:,.0f}"]
+        for name, row in result["medians"].items()
+    ]
+    differences = [
+        [kind, f"{row['mean']:.3f}", str(row["largest"]), f"{row['same']:.0%}"]
+        for kind, row in result["differences"].items()
+    ]
+    rates = table(["", "images/s (rounds)", "CPU µs an image"], rows)
+    return f"{rates}\n\n{table(['files', 'mean difference', 'largest', 'the same'], differences)}"
+
+
 def handover(result: Result) -> str:
     """Beside one copy of each batch; and with a busy core beside the same without."""
     rows = []
@@ -546,6 +560,7 @@ TABLES = {
     "memory": memory,
     "flat": flat,
     "gpu_feed": gpu_feed,
+    "gpu_decode": gpu_decode,
     "handover": handover,
     "handover_gpu": handover,
     "memory_tier": memory_tier,

@@ -116,6 +116,19 @@ class ImageMaker:
         """The statistics for images that are left as uint8; None: they can't be."""
         raise NotImplementedError
 
+    @property
+    def by_workers(self) -> ImagePlan | ImageMaker:
+        """What makes the same images where workers make all of them."""
+        return self
+
+    def row_bytes(self, as_bytes: bool) -> int | None:
+        """The most bytes of an image in a worker's batch; None: unknown.
+
+        Args:
+            as_bytes: whether images are left as uint8.
+        """
+        return None
+
     def batch_factory(self, assembly: ImageAssembly) -> ImagesFactory:
         """A function that makes the images of an empty batch."""
         raise NotImplementedError
@@ -123,6 +136,11 @@ class ImageMaker:
     def in_rank(self, assembly: ImageAssembly, device: torch.device) -> MakeImages | None:
         """What makes a batch's images in the rank, on their device; None: the worker has made them."""
         return None
+
+
+def by_workers(transform: Any) -> Any:
+    """A transform as workers run it, where they make all images."""
+    return transform.by_workers if isinstance(transform, ImageMaker) else transform
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from streamload.batches.assembly import BatchAssembly
-from streamload.batches.images import ImageAssembly
+from streamload.batches.images import ImageAssembly, ImageMaker
 from streamload.batching.costs import LONG_TEXT
 from streamload.errors import OptionError
 from streamload.extension import Extension, WorkerPart, WorkerProcess
@@ -233,6 +233,9 @@ def _image_bytes(images: ImageAssembly | None) -> tuple[int, int]:
             item_bytes = 1
         values = 3 * math.prod(preprocess.transform.patch_size)
         return 0, values * item_bytes + 2 * 8 + 1  # with place and mask
+    row_bytes = preprocess.row_bytes(images.as_bytes) if isinstance(preprocess, ImageMaker) else None
+    if row_bytes is not None:
+        return row_bytes, 0
     raise OptionError(
         'memory={"image": …} is for images whose size is known before they are made: give a preprocess= that '
         'can be compiled (docs/guides/transforms.md), or patches=, or leave "image" out'

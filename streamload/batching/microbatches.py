@@ -175,6 +175,7 @@ class Microbatching:
         longest: the most patches of an image of any step; 0: images aren't patches.
         max_tokens: of a part, padding and patches included; None: any.
         names: those of values in a batch that has them under others.
+        decoding_bytes: of the device's memory, that decoding images takes.
     """
 
     def __init__(
@@ -184,8 +185,10 @@ class Microbatching:
         longest: int,
         max_tokens: int | None,
         names: Mapping[str, str],
+        decoding_bytes: int = 0,
     ):
         self._rows, self._least, self._longest = rows, least, longest
+        self._decoding_bytes = decoding_bytes
         self._max_tokens, self._names = max_tokens, names
         self._sizer: PartSizer | None = None
         self._parts: Microbatches | None = None  # of the last step
@@ -197,7 +200,7 @@ class Microbatching:
             OptionError: its memory can't be read.
         """
         if self._rows == "auto" and self._sizer is None:
-            self._sizer = PartSizer(_device_memory(device), self._least)
+            self._sizer = PartSizer(_device_memory(device), self._least, self._decoding_bytes)
 
     def parts(self, batch: Any, info: YieldedInfo) -> Microbatches:
         """The parts of a batch.

@@ -60,14 +60,15 @@ class PartSizer:
     Args:
         memory: of the device.
         agree: among the ranks.
+        decoding_bytes: that decoding the next step's images may take at any time.
 
     Attributes:
         rows: of a part, from now on.
     """
 
-    def __init__(self, memory: DeviceMemory, agree: Agree):
+    def __init__(self, memory: DeviceMemory, agree: Agree, decoding_bytes: int = 0):
         self.rows = 1
-        self._memory, self._agree = memory, agree
+        self._memory, self._agree, self._decoding_bytes = memory, agree, decoding_bytes
         self._row_bytes = math.inf
         self._growth_bytes = 0  # of what stays, in the first part of a step: gradients
         self._ahead_bytes = 0
@@ -144,7 +145,8 @@ class PartSizer:
         """Number of rows of the widest shape for which there is room now."""
         if math.isinf(self._row_bytes):
             return 1
-        room = (1 - _SPARE) * self._memory.limit_bytes() - self._memory.allocated_bytes() - self._ahead_bytes
+        room = (1 - _SPARE) * self._memory.limit_bytes() - self._memory.allocated_bytes()
+        room -= self._ahead_bytes + self._decoding_bytes
         if self._part == 0:
             room -= self._growth_bytes
         return max(1, int(room / self._row_bytes))

@@ -75,7 +75,7 @@ def shard_of(
 
 
 def prepared_form(shard: Shard, recipe: str) -> Shard:
-    """The shard that a recipe makes of another (derived/prepare/prepared.py), under a name of its own.
+    """The shard that a recipe makes of another (derived/prepare/preparation.py), under a name of its own.
 
     Both have the same short name (demand.py): a run needs them equally soon.
     """

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from streamload.metrics import Counters
+from streamload.metrics import Counters, Snapshot
 from streamload.order.events import Event
 
 
@@ -301,6 +301,10 @@ class Run(Protocol):
     @property
     def counts(self) -> Counters:
         """Counters of the rank."""
+        ...
+
+    def stats(self) -> Snapshot:
+        """Counters of all of the rank's processes so far."""
         ...
 
     @property

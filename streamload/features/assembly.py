@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from streamload.batches.images import ImageAssembly
+from streamload.batches.images import ImageAssembly, by_workers
 from streamload.batches.tokenize import adapt_tokenizer
 from streamload.derived.calls.features import BoundFeatures, Features
 from streamload.derived.prepare.preparation import pixels_name
@@ -40,7 +40,7 @@ def _assembly(name: str, features: Features, images: ImageAssembly | None, optio
     if features.inputs == "text":
         images = None
     elif images is not None:
-        preprocess = images.preprocess
+        preprocess = by_workers(images.preprocess)  # whose decoder is in the fingerprint of rows
         if features.preprocess is not None:
             preprocess = plan_or_given(features.preprocess, options.images.compile)
         elif options.preprocess is None and features.variants == 1:

@@ -15,7 +15,7 @@ from typing import Any
 from streamload.batches.assembly import BatchAssembly
 from streamload.batches.in_progress import BatchFactory
 from streamload.derived.calls.features import BoundFeatures
-from streamload.derived.prepare.prepared import whole
+from streamload.derived.prepare.preparation import whole
 from streamload.derived.store.shard import RowShardWriter, SampleKey, rows_recipe
 from streamload.errors import DatasetChanged, FeatureMismatch, OptionError, SampleError
 from streamload.features.columns import FeatureAssembly
@@ -63,7 +63,7 @@ class FeatureRecipe:
         remake: Callable[[NamedFeatures], FeatureRecipe],
     ):
         assert feature.images is not None
-        fingerprint = bound.whole_fingerprint()
+        fingerprint = bound.fingerprint()
         if fingerprint is None:
             raise OptionError(f"{named.module} has no rows: give cache_module a cache_path that can be used")
         self.named = named
@@ -128,7 +128,7 @@ class FeatureRecipe:
             return
         with self._computing:
             layout, bodies = take_features(values, {NAME: self._bound}, self.counts)[NAME].bodies()
-            fingerprint = self._bound.fingerprint()
+            fingerprint = str(self._bound.fingerprint() or "")
         if fingerprint != self.fingerprint:
             raise FeatureMismatch(
                 f"{self.named.module} has another fingerprint after it computed its first rows, as computing "

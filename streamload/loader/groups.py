@@ -34,7 +34,7 @@ from streamload.steering.replay import Replay
 from streamload.weights.sample import Complexity, read_sample_weight
 
 ImageDtype = Literal["float32", "uint8"]
-Decode = Literal["host", "device"]
+Decode = Literal["host", "device", "auto"]
 OnError = Literal["skip", "raise"]
 _MODALITIES = ("image", "text")
 TextPaddingName = Literal["max", "longest"]
@@ -157,7 +157,9 @@ class Images(Group):
         decode: where JPEGs become pixels (docs/guides/device-decoding.md). "host": in the workers. "device":
             on the batches' `device`, by its JPEG engine, ahead of the step; workers do everything else. The
             samples, their order and their random choices are the same, pixels nearly so. It needs
-            `streamload[gpu]`, and a `preprocess` that is compiled whole.
+            `streamload[gpu]`, and a `preprocess` that is compiled whole. "auto": a training begins in the
+            workers, and goes on on the device if it has an engine and the first 48 steps have waited for
+            images; one choice for all ranks, part of the state. An evaluation stays in the workers.
 
     Raises:
         OptionError: a value that can't be used.

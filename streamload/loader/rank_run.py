@@ -19,7 +19,7 @@ from streamload.loader.options import LoaderOptions
 from streamload.loader.position import Position
 from streamload.loader.rank_process import RankProcess
 from streamload.loader.schedule import RunSchedule
-from streamload.metrics import Counters
+from streamload.metrics import Counters, Snapshot
 from streamload.order.events import BATCH_SIZE, WEIGHTS, joined, of_kind
 from streamload.ranks.agreement import Agreement
 from streamload.ranks.distributed import can_compare, gather
@@ -88,6 +88,10 @@ class RankRun:
     def source_samples(self, source: int) -> int | None:
         """The samples of a source by sizes.json; None if nothing says."""
         return self._schedule.source_samples(source)
+
+    def stats(self) -> Snapshot:
+        """Counters of all of the rank's processes so far."""
+        return self._process.stats()
 
     @property
     def can_agree(self) -> bool:

@@ -79,10 +79,10 @@ def extensions_of(
         extensions.append(Mixing(0 if mixing is None or isinstance(mixing, Replay) else mixing.every))
     if batches.batch_policy is not None:
         extensions.append(BatchSizes())
-    if images.decode == "device":
-        from streamload.pixels.rank import DeviceDecoding
+    if images.decode != "host":
+        from streamload.pixels.rank import decoding_by
 
-        extensions.append(DeviceDecoding())
+        extensions.append(decoding_by(images.decode))
     sample_weight = read_sample_weight(batches.sample_weight)
     if sample_weight is not None:
         extensions.append(RowWeights(sample_weight))
@@ -138,13 +138,16 @@ def microbatching_of(options: LoaderOptions, schedule: RunSchedule) -> Microbatc
         """The least of the ranks' values, in training; in evaluation they have other numbers of parts."""
         return min(gather(value, schedule.topology.world_size)) if options.train else value
 
-    batches, patches = options.batches, options.images.patches
+    batches, patches, decoding_bytes = options.batches, options.images.patches, 0
+    if options.images.decode != "host":
+        from streamload.pixels.pipeline import MOST_BYTES as decoding_bytes  # noqa: N811
     microbatching = Microbatching(
         batches.microbatch,
         least,
         longest=0 if patches is None else max(patches.seq_lens),
         max_tokens=batches.max_tokens,
         names=MODEL_INPUTS if options.output == "hf" else {},
+        decoding_bytes=decoding_bytes,
     )
     if batches.microbatch == "auto" and options.device != AUTO:
         microbatching.prepare(options.settled_device)

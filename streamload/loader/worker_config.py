@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from streamload.batches.assembly import BatchAssembly
-from streamload.batches.images import ImageAssembly, ImageMaker, Preprocess
+from streamload.batches.images import ImageAssembly, ImageMaker, Preprocess, by_workers
 from streamload.batches.in_progress import Choose
 from streamload.batches.tokenize import adapt_tokenizer
 from streamload.batching.modalities import Modalities
@@ -91,7 +91,7 @@ def worker_config_for(options: LoaderOptions, schedule: RunSchedule) -> tuple[Wo
         shared = backing_of(options, settings)
         if options.images.prepare is not None:
             prepared = decide_preparation(
-                options, settings, transform, placed, shared, topology, schedule.order
+                options, settings, by_workers(transform), placed, shared, topology, schedule.order
             )
             shards = prepared.of(shards)
         made = _assembly(options, transform, prepared, settings.max_image_pixels)
@@ -195,7 +195,7 @@ def counted_samples(options: LoaderOptions, counts: Counters, epoch: int) -> int
     """
     settings = options.settings()
     transform = _transform(options) if options.images.prepare == AUTO else None
-    possible = possible_preparations(options.images.prepare, settings, transform)
+    possible = possible_preparations(options.images.prepare, settings, by_workers(transform))
     lists = [preparation.of(ShardList(options.urls, options.storage_options)) for preparation in possible]
     roots = {"disk": [settings.cache_dir], "memory": [memory_root(settings)]}
     for root in roots.get(settings.cache, [*roots["memory"], *roots["disk"]]):
@@ -290,11 +290,11 @@ def _assembly(
     on_device = device is not None and device.type != "cpu" and not is_mapped
     preparation = prepared.preparation
     if preparation is not None and options.images.prepare != AUTO:
-        size = preparation.size
-        if isinstance(transform, ImagePlan) and size is not None and size < max(transform.size):
+        size, plan = preparation.size, by_workers(transform)
+        if isinstance(plan, ImagePlan) and size is not None and size < max(plan.size):
             logger.warning(
                 "prepare=%r makes images smaller than the %d×%d pixels that preprocess= resizes them to",
-                *(options.images.prepare, *transform.size),
+                *(options.images.prepare, *plan.size),
             )
     images = None
     if transform is not None:
@@ -364,9 +364,9 @@ def _transform(options: LoaderOptions) -> ImagePlan | ImageMaker | Preprocess | 
         plan = plan_or_given(options.preprocess, options.images.compile)
     else:
         plan = None if options.workers.map_sample is not None else clip_plan(options.train)
-    if options.images.decode == "host":
+    if options.images.decode == "host" or (options.images.decode == "auto" and not options.train):
         return plan
-    from streamload.pixels.files import FileImages
+    from streamload.pixels.files import file_images
 
     assert isinstance(plan, ImagePlan)  # others are refused
-    return FileImages(plan)
+    return file_images(plan, options)

@@ -1,13 +1,16 @@
 """A batch's images as files and random choices, from which the rank makes pixels (steps I, J).
 
-What the device's decoder refuses, and what the host's decoder might not take, is decoded and transformed by
-the worker, in the same batch. So damage is found, counted and replaced as where workers decode all of it.
+What the device's decoder refuses, what the host's decoder might not take, prepared pixels, and images that a
+recipe resizes first are decoded and transformed by the worker, in the same batch. So damage is found, counted
+and replaced as where workers decode all of it.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,14 +18,17 @@ import torch
 
 from streamload.batches.collate import Allocate
 from streamload.batches.images import (
+    BatchImages,
     ImageAssembly,
     ImageMaker,
     ImageMemory,
     ImagesFactory,
+    MakeImages,
     Places,
     PlannedImages,
 )
-from streamload.pixels.rank import CHOICES, FILES, MADE, NO_FILE, ImagesOfFiles, packed
+from streamload.pixels.auto import Switch
+from streamload.pixels.rank import CHOICES, FILES, MADE, NO_FILE, DeviceDecoding, ImagesOfFiles, packed
 from streamload.pixels.segments import refusal
 from streamload.transforms.decode import jpeg_size
 from streamload.transforms.execute import Choices, PlannedTransform, fitted
@@ -30,6 +36,8 @@ from streamload.transforms.plan import ImagePlan, Statistics
 
 _FIRST_FILE_BYTES = 64 << 10
 _GROWTH = 1.25
+_CHOICES_BYTES = 8 * 8
+"""Of a row of CHOICES."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,26 +46,74 @@ class FileImages(ImageMaker):
 
     Attributes:
         plan: that makes images of pixels.
+        is_bounded: whether no batch has more bytes than `row_bytes` says: workers then decode the files that
+            are larger than the images made of them, where a batch has no room left by smaller ones.
+        switch: off: workers decode, until it is turned on.
     """
 
     plan: ImagePlan
+    is_bounded: bool = False
+    switch: Switch = field(default_factory=lambda: Switch(True), compare=False)
 
     @property
     def statistics(self) -> Statistics | None:
         """The statistics for images that are left as uint8; None: they can't be."""
         return self.plan.statistics
 
+    @property
+    def by_workers(self) -> ImagePlan:
+        """What makes the same images where workers make all of them."""
+        return self.plan
+
+    def row_bytes(self, as_bytes: bool) -> int | None:
+        """The most bytes of an image in a worker's batch; None: that is the size of its file."""
+        if not self.is_bounded:
+            return None
+        item_bytes = 1 if as_bytes or self.switch.is_on or self.statistics is None else 4
+        return max(self._image_bytes * item_bytes, self._image_bytes + _CHOICES_BYTES)
+
+    @property
+    def _image_bytes(self) -> int:
+        return 3 * math.prod(self.plan.size)
+
     def batch_factory(self, assembly: ImageAssembly) -> ImagesFactory:
         """A function that makes the images of an empty batch."""
         transform, places, room = PlannedTransform(self.plan), Places(), _FileRoom()
-        return lambda size, allocate, seq_len=0: FilesInProgress(
-            self.plan, assembly, transform, _FileMemory(room, size, allocate),
-            lambda: PlannedImages(transform, assembly, ImageMemory(self.plan, True, places, size, allocate)),
-        )  # fmt: skip
+        if self.is_bounded:
+            room.limit_bytes = self._image_bytes
+        in_worker = replace(assembly, preprocess=self.plan).batch_factory()
 
-    def in_rank(self, assembly: ImageAssembly, device: torch.device) -> ImagesOfFiles:
-        """What makes images of a batch's values, on their device."""
-        return ImagesOfFiles(self.plan, assembly.as_bytes, device, assembly.most_pixels)
+        def begin(size: int, allocate: Allocate, seq_len: int = 0) -> BatchImages:
+            if not self.switch.is_on:
+                return in_worker(size, allocate)
+            return FilesInProgress(
+                self.plan, assembly, transform, _FileMemory(room, size, allocate),
+                lambda: PlannedImages(
+                    transform, assembly, ImageMemory(self.plan, True, places, size, allocate)
+                ),
+            )  # fmt: skip
+
+        return begin
+
+    def in_rank(self, assembly: ImageAssembly, device: torch.device) -> MakeImages:
+        """What makes images of a batch's values, on their device; opens its decoder once it is used."""
+        make = functools.cache(
+            lambda: ImagesOfFiles(self.plan, assembly.as_bytes, device, assembly.most_pixels)
+        )
+        if self.switch.is_on:
+            make()
+        return lambda values: make()(values) if CHOICES in values else values
+
+
+def file_images(plan: ImagePlan, options: Any) -> FileImages:
+    """The maker of a loader's images.
+
+    Args:
+        plan: that makes images of pixels.
+        options: of the loader, `LoaderOptions`, with DeviceDecoding among its extensions.
+    """
+    (decoding,) = (part for part in options.extensions if isinstance(part, DeviceDecoding))
+    return FileImages(plan, "image" in (options.workers.memory or {}), decoding.switch)
 
 
 class _FileRoom:
@@ -65,9 +121,11 @@ class _FileRoom:
 
     Attributes:
         row_bytes: mean bytes of a row's file.
+        limit_bytes: of a row's file in the mean; None: any.
     """
 
     row_bytes: float = _FIRST_FILE_BYTES
+    limit_bytes: int | None = None
 
 
 class _FileMemory:
@@ -84,6 +142,11 @@ class _FileMemory:
         self._tensor: torch.Tensor | None = None
         self._bytes = np.empty(0, np.uint8)
         self.used = 0
+
+    def has_room(self, file: memoryview, files: int) -> bool:
+        """True if a file can be added to so many within the limit."""
+        limit_bytes = self._room.limit_bytes
+        return limit_bytes is None or self.used + len(file) <= (files + 1) * limit_bytes
 
     def add(self, file: memoryview) -> None:
         """Add a file."""
@@ -112,14 +175,18 @@ class _Row(NamedTuple):
     """A parsed image.
 
     Attributes:
-        file: None if the worker makes it.
-        choices: that were made for it.
+        data: its file.
+        is_prepared: whether it is a prepared image.
+        seed: uint64, of its random choices.
+        choices: that were made for it; None: the worker makes it.
         parsed: by the worker's own transform, if that makes it.
     """
 
-    file: memoryview | None
+    data: memoryview
+    is_prepared: bool
+    seed: int
     choices: Choices | None
-    parsed: Any
+    parsed: Any = None
 
 
 class FilesInProgress:
@@ -143,6 +210,7 @@ class FilesInProgress:
     ):
         self._plan = plan
         self._most_pixels = assembly.most_pixels
+        self._is_resized_first = assembly.resizing is not None
         self._transform, self._memory, self._make_host = transform, memory, make_host
         self._host: PlannedImages | None = None
         self._rows: list[tuple[int, ...]] = []
@@ -151,27 +219,30 @@ class FilesInProgress:
 
     def parse(self, data: memoryview, is_prepared: bool, seed: int) -> _Row:
         """Judge a file by its header and its segments, and make the random choices."""
-        if refusal(data, self._most_pixels) is None:
+        is_original = is_prepared or not self._is_resized_first
+        if is_original and refusal(data, self._most_pixels) is None:
             size = jpeg_size(data, self._most_pixels)
             if size is not None:
                 choices = self._transform.draw(*size, seed)
                 fitted(self._plan, *size, choices.box)  # raises for an image that is too long
-                return _Row(data, choices, None)
-        return _Row(None, None, self._worker_images().parse(data, is_prepared, seed))
+                return _Row(data, is_prepared, seed, choices)
+        return self._of_worker(data, is_prepared, seed)
 
     def add(self, parsed: _Row) -> None:
         """Add an image, given the result of `parse`."""
-        file, choices, of_worker = parsed
-        if file is None:
+        if parsed.choices is not None and not self._memory.has_room(
+            parsed.data, len(self._rows) - self._made
+        ):
+            parsed = self._of_worker(parsed.data, parsed.is_prepared, parsed.seed)
+        if parsed.choices is None:
             host = self._worker_images()
-            host.add(of_worker)
+            host.add(parsed.parsed)
             self._made += 1
             self._rows.append((NO_FILE, 0, 0, 0, 0, 0, 0, 0))
             self.timed_ns = host.timed_ns
             return
-        assert choices is not None
-        self._memory.add(file)
-        self._rows.append(packed(len(file), choices))
+        self._memory.add(parsed.data)
+        self._rows.append(packed(len(parsed.data), parsed.choices))
 
     def last_image(self) -> Any:
         """See BatchImages.
@@ -208,6 +279,9 @@ class FilesInProgress:
         """Restore the random generators. Idempotent."""
         if self._host is not None:
             self._host.close()
+
+    def _of_worker(self, data: memoryview, is_prepared: bool, seed: int) -> _Row:
+        return _Row(data, is_prepared, seed, None, self._worker_images().parse(data, is_prepared, seed))
 
     def _worker_images(self) -> PlannedImages:
         if self._host is None:

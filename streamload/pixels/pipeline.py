@@ -21,7 +21,9 @@ from streamload.transforms.plan import ImagePlan, NotRecognised
 from streamload.transforms.resize import Place
 
 DECODED_BYTES = 128 << 20
-"""Of the pixels that are decoded at a time. Beside them resizing takes up to 500 MiB of a device's memory."""
+"""Of the pixels that are decoded at a time."""
+MOST_BYTES = DECODED_BYTES + (500 << 20)
+"""Of a device's memory that a batch takes beside its images: the second part is for resizing, as computed."""
 
 
 class Decoded(NamedTuple):
@@ -92,8 +94,9 @@ class DeviceImages:
         except torch.OutOfMemoryError as error:
             traceback.clear_frames(error.__traceback__)  # these hold the tensors that did fit
             raise torch.OutOfMemoryError(
-                f"the device's memory is full in decoding {len(files)} images: lower batch_size= (or give a "
-                f"microbatch), or give Images(decode='host'), which takes none for it. {error}"
+                f"the device's memory is full in decoding {len(files)} images, which takes up to "
+                f"{MOST_BYTES >> 20} MiB beside them: lower batch_size= or microbatch=, or give "
+                f"Images(decode='host'), which takes none for it. {error}"
             ) from None
 
     def _chunks(self, files: Sequence[File]) -> Iterator[list[int]]:

@@ -7,14 +7,17 @@ made: in states, and on the run's page.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
+from streamload.derived.prepare.preparation import AUTO, Preparation
 from streamload.errors import DecodeError, OptionError
-from streamload.extension import Extension, RankPart, Run
+from streamload.extension import Event, Extension, RankPart, Run, TakenBatch, WorkerPart, WorkerProcess
+from streamload.pixels import auto
+from streamload.pixels.auto import DecoderChoice, Switch, SwitchInWorker
 from streamload.pixels.decoders import HostDecoder, ImageDecoder, decoder_for
 from streamload.pixels.pipeline import DeviceImages, why_not
 from streamload.transforms.augment import Box
@@ -108,12 +111,13 @@ class ImagesOfFiles:
     def __call__(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return a batch's values with `image` in place of files and choices, which stay as they are.
 
+        Args:
+            values: from a worker that has left its images to the rank.
+
         Raises:
             DecodeError: neither decoder takes an image that its worker took for sound.
             torch.OutOfMemoryError: the images don't fit into the device's memory.
         """
-        if CHOICES not in values:
-            return values
         images, decoding = self._made(values)
         with_images: dict[str, Any] = {}
         for name, value in values.items():
@@ -175,9 +179,17 @@ class ImagesOfFiles:
 
 @dataclass(frozen=True, slots=True)
 class DeviceDecoding(Extension):
-    """The extension of a loader whose images are decoded on a device."""
+    """The extension of a loader whose images are decoded on a device.
 
-    name = "decode"
+    Attributes:
+        is_auto: the run chooses whether they are.
+        switch: whether the workers of a process leave images to the device.
+    """
+
+    is_auto: bool = False
+    switch: Switch = field(default_factory=lambda: Switch(True), compare=False)
+
+    name = auto.NAME
 
     def refuse_unusable(self, options: Any) -> None:
         """Refuse options with which it can't be used.
@@ -185,18 +197,22 @@ class DeviceDecoding(Extension):
         Raises:
             OptionError: it says which, and what to give instead.
         """
-        instead = "Images(decode='device'), which leaves images to the rank"
         refused = {
             "map_sample=": options.workers.map_sample is not None,
             "patches=": options.images.patches is not None,
-            "prepare=": options.images.prepare is not None,
-            "memory={'image': …}": "image" in (options.workers.memory or {}),
-            "features= of images": any(f.inputs != "text" for f in options.features.values()),
         }
         if used := [name for name, is_given in refused.items() if is_given]:
             raise OptionError(
-                f"{', '.join(used)} can't be used with {instead}: leave one out, or give decode='host'"
+                f"{', '.join(used)} can't be used with Images(decode='device'), which leaves images to the "
+                f"rank: leave one out, or give decode='host'"
             )
+        if (recipe := options.images.prepare) not in (None, AUTO):
+            preparation = Preparation.parse(recipe)
+            if preparation.quality is None and not preparation.is_exact:
+                raise OptionError(
+                    f"prepare={recipe!r} leaves no JPEG to Images(decode='device'): workers resize each "
+                    f"image, or read its pixels. Give decode='host', or prepare='jpeg-{preparation.size}-q90'"
+                )
         if options.preprocess is None:
             return
         if not options.images.compile:
@@ -211,18 +227,46 @@ class DeviceDecoding(Extension):
         if reason is not None:
             raise OptionError(reason)
 
+    def in_worker(self, process: WorkerProcess) -> WorkerPart | None:
+        """Its part in a worker process."""
+        return SwitchInWorker(self.switch) if self.is_auto else None
+
     def in_rank(self, run: Run) -> RankPart:
         """Its part in the rank."""
-        return DecodingRecord()
+        return DecodingRecord(DecoderChoice(run) if self.is_auto and run.options.train else None)
+
+
+def decoding_by(decode: str) -> DeviceDecoding:
+    """The extension for `Images(decode=…)`, "device" or "auto"."""
+    return DeviceDecoding(decode == "auto", Switch(decode != "auto"))
 
 
 class DecodingRecord(RankPart):
-    """The rank's part: who decoded."""
+    """The rank's part: who decoded.
 
-    def __init__(self) -> None:
+    Args:
+        choice: of a run that chooses who does.
+    """
+
+    def __init__(self, choice: DecoderChoice | None = None) -> None:
+        self._choice = choice
         self._decoder: str | None = None  # of the images so far, also of the run that is continued
         self._is_loaded = False
         self._rows = self._by_workers = self._by_rank = 0
+
+    def start_epoch(self, start: int) -> Sequence[Event]:
+        """The choice, if it was made."""
+        return () if self._choice is None else self._choice.start_epoch(start)
+
+    def before_batch(self) -> None:
+        """The place to choose."""
+        if self._choice is not None:
+            self._choice.before_batch()
+
+    def taken(self, batch: TakenBatch) -> None:
+        """A step was taken."""
+        if self._choice is not None:
+            self._choice.took()
 
     def yielded(self, part: bytes, values: dict[str, Any]) -> dict[str, Any]:
         """Count a batch's rows; takes out what `ImagesOfFiles` left."""
@@ -231,9 +275,13 @@ class DecodingRecord(RankPart):
             self._rows += decoding.rows
             self._by_workers += decoding.by_workers
             self._by_rank += decoding.by_rank
+        if "image" in values:
+            decoder = None if decoding is None else decoding.decoder
             if self._is_loaded:
-                warn_of_other(self._decoder, decoding.decoder)
-            self._decoder, self._is_loaded = decoding.decoder, False
+                warn_of_other(self._decoder, decoder)
+            self._decoder, self._is_loaded = decoder, False
+            if self._choice is not None:
+                self._choice.device = values["image"].device
         return {}
 
     def metrics(self) -> Mapping[str, float]:
@@ -242,14 +290,19 @@ class DecodingRecord(RankPart):
         return {"by_workers_share": self._by_workers / rows, "by_rank_share": self._by_rank / rows}
 
     def state(self, position: int) -> dict[str, Any]:
-        """The decoder's name."""
-        return {} if self._decoder is None else {STATE_KEY: self._decoder}
+        """The decoder's name, unless workers decode, and the choice."""
+        decoder = {} if self._decoder is None else {STATE_KEY: self._decoder}
+        return decoder if self._choice is None else {**decoder, **self._choice.state()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Remember the decoder of the run that is continued; without images there was none."""
         decoder = state.get(STATE_KEY)
         self._decoder = None if decoder is None else str(decoder)
         self._is_loaded = bool(state["position"] or state["epoch"])
+        if self._choice is not None:
+            self._choice.load(state)
+            if self._choice.is_made and self._decoder is None:
+                self._is_loaded = False  # workers decode up to a step after the choice
 
 
 def warn_of_other(before: str | None, after: str | None) -> None:

@@ -85,10 +85,12 @@ def device(seed: int) -> Device:
     )  # fmt: skip
 
 
-def train(devices: list[Device], samples: int, steps: int, seed: int) -> list[list[list[int]]]:
+def train(
+    devices: list[Device], samples: int, steps: int, seed: int, decoding_bytes: int = 0
+) -> list[list[list[int]]]:
     """The rows of each part of each step by device; all are in lockstep."""
     draw = random.Random(seed)
-    sizers = [PartSizer(one, lambda value: value) for one in devices]
+    sizers = [PartSizer(one, lambda value: value, decoding_bytes) for one in devices]
     found: list[list[list[int]]] = [[] for _ in devices]
 
     def lockstep() -> None:
@@ -132,6 +134,15 @@ def test_no_part_is_too_large_and_nearly_all_room_is_used(start: int) -> None:
         if one.overhead == 0:  # then a quarter of the rows is as fast
             assert max(steps[-1]) <= max(1, -(-largest // 2))
     assert sum(shares) / len(shares) > 0.88
+
+
+def test_room_is_left_for_decoding_the_images_of_the_next_step() -> None:
+    def largest(decoding_bytes: int) -> int:
+        one = Device(LIMIT // 50, 0, 0, LIMIT / 100, 0, 0.05, 3)  # a hundred rows, without weights
+        (steps,) = train([one], 256, 6, 1, decoding_bytes)
+        return max(map(max, steps))
+
+    assert largest(0) - largest(LIMIT // 4) == pytest.approx(25, abs=2)
 
 
 def test_a_part_of_one_row_that_is_too_large_is_not_tried_twice() -> None:

@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -87,10 +88,21 @@ def test_a_devices_decoder_is_timed_and_compared_with_the_hosts_by_kind_of_image
     command = [sys.executable, "-m", "benchmarks.gpu_decode", "--quick", "--device", "cpu", "--out", str(out)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=380)
     result = json.loads(out.read_text())
-    assert list(result["medians"]) == ["host", "decoder alone, 8", "resize alone, 8", "device, 8"]
+    loaders = [label for label in result["medians"] if label.startswith("loader, ")]
+    cores = [count for count in (1, 2) if count <= len(os.sched_getaffinity(0))]
+    assert loaders == [f"loader, {way}, {n} cores" for n in cores for way in ("Pillow", "host", "device")]
+    alone = ["host", "decoder alone, 8", "resize alone, 8", "device, 8"]
+    assert list(result["medians"]) == [*alone, *loaders]
     assert all(row["images_per_second"] > 0 for row in result["rounds"])
     assert {"4:2:0, quality 85", "progressive, 4:2:0", "gray"} < result["differences"].keys()
     assert {kind["same"] for kind in result["differences"].values()} == {1.0}  # both are the host's
+    assert result["device"] == "cpu"
+    assert {target["met"] for target in result["targets"]} == {None}
+    tables = report.tables_of({"gpu_decode": result})
+    assert all(f"{label} |" in tables["gpu_decode"] for label in result["medians"])
+    ((_, chart),) = peer_tables.charts_of({"gpu_decode": result}).values()
+    assert "three decoders, cpu (a small form, which says nothing about speed)" in chart
+    assert chart.count("<polyline") == 3
 
 
 def test_streamload_is_compared_with_the_floor_of_its_kind_and_its_stages_are_timed(tmp_path: Path) -> None:

@@ -20,10 +20,9 @@ from streamload.derived.proof.code import Describer
 from streamload.derived.store import database
 from streamload.derived.store.catalog import DamagedRow, delete_damaged, open_catalog
 from streamload.derived.store.keys import Naming
-from streamload.derived.store.parts import NOTE, digest_of_parts, flat
 from streamload.derived.store.results import Result
 from streamload.derived.store.row_store import RowPlace, RowStore, close_stores
-from streamload.derived.store.sealed import leaves_in, seal
+from streamload.derived.store.sealed import NOTE, digest_of_parts, flat, leaves_in, seal
 from streamload.errors import CacheError
 from streamload.testing.shards import write_shards
 from tests.support.commands import run_forked

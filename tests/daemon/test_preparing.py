@@ -25,8 +25,7 @@ from streamload.daemon.options import DaemonOptions, ServiceOptions
 from streamload.daemon.plan_file import PlannedSource, PlanProgress, plan_of
 from streamload.daemon.recipes import Recipes
 from streamload.daemon.service import Service
-from streamload.derived.prepare.preparation import Preparation
-from streamload.derived.prepare.prepared import prepared_tar
+from streamload.derived.prepare.preparation import Preparation, prepared_tar
 from streamload.order.plan import OrderOptions
 from streamload.testing.shards import ShardOptions
 from streamload.urls import expand_urls

@@ -26,8 +26,7 @@ from streamload.daemon.options import ServiceOptions
 from streamload.daemon.ray_executor import connect
 from streamload.daemon.ray_task import Job, own_version
 from streamload.daemon.service import Service
-from streamload.derived.prepare.preparation import Preparation
-from streamload.derived.prepare.prepared import ImageRecipe, prepared_tar
+from streamload.derived.prepare.preparation import Preparation, prepared_tar
 from streamload.errors import ClusterError, OptionError
 from streamload.metrics import Counters
 from streamload.origins.origin import OriginOptions
@@ -231,7 +230,7 @@ def test_ray_is_imported_only_when_it_is_asked_for_and_missed_in_words(tmp_path:
 
 
 def fetched(
-    job: Job, url: str, by: ImageRecipe | None = None, version: str | None = None, **changes: str
+    job: Job, url: str, by: Preparation | None = None, version: str | None = None, **changes: str
 ) -> dict[str, Any]:
     """What `bring` says, in a process of its own."""
     shard = shard_of(url, None)

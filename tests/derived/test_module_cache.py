@@ -21,7 +21,7 @@ from torch import nn
 
 import streamload
 from streamload import CacheLevel, cache_info, cache_module
-from streamload.derived.proof.module_checks import is_close
+from streamload.derived.proof.row_check import is_close
 from streamload.derived.store import row_store
 from streamload.errors import FeatureMismatch, FeatureNotCacheable, OptionError
 from streamload.integrations import torch_module_cache

@@ -29,7 +29,7 @@ from streamload.cache import memory
 from streamload.cache.garbage import clear
 from streamload.cache.inventory import foreign
 from streamload.cache.tier import Tier
-from streamload.derived.log_once import log_once
+from streamload.derived import log_once
 from streamload.derived.proof import project_code
 from streamload.derived.store import disk, row_store
 from streamload.derived.store.catalog import collect_garbage

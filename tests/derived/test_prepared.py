@@ -20,9 +20,8 @@ from streamload.cache.shard import prepared_form, shard_of
 from streamload.cache.shard_view import ShardView
 from streamload.cache.tier import Tier
 from streamload.daemon.warm import warm
-from streamload.derived.prepare import prepared
-from streamload.derived.prepare.preparation import Preparation
-from streamload.derived.prepare.prepared import PreparedOrigin, growth, prepared_tar
+from streamload.derived.prepare import preparation
+from streamload.derived.prepare.preparation import Preparation, PreparedOrigin, growth, prepared_tar
 from streamload.errors import OriginStopped, ShardCut, ShardFormatError
 from streamload.origins.origin import OriginOptions, Version, open_origin
 from streamload.shards.samples import Original, ShardScanner, border
@@ -195,7 +194,7 @@ def test_notes_that_a_source_has_already_say_nothing(members, recipe, chunk_byte
     data = tar_of(named, tarfile.PAX_FORMAT, [note for *_, note in members])
     with pytest.MonkeyPatch.context() as patched:
         if is_let_through:  # in the middle of headers, too
-            patched.setattr(prepared, "_BUFFER_BYTES", 300)
+            patched.setattr(preparation, "_BUFFER_BYTES", 300)
         compare(data, prepare(data, recipe, chunk_bytes), recipe)
 
 
@@ -239,7 +238,7 @@ def test_which_image_is_prepared_and_what_it_is_called(members, names):
 
 
 def test_a_sample_that_takes_too_much_is_let_through(monkeypatch):
-    monkeypatch.setattr(prepared, "_BUFFER_BYTES", 100_000)
+    monkeypatch.setattr(preparation, "_BUFFER_BYTES", 100_000)
     noise = np.random.default_rng(1).bytes(1_500_000)
     large = [("b.jpg", JPG), ("b.bin", noise), ("b.txt", b"it")]
     members = [("a.jpg", JPG), *large, ("c.jpg", JPG), ("loose", noise), ("d.jpg", JPG), ("e.jpg", JPG)]

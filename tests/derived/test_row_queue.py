@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from streamload import cache_info, cache_module
-from streamload.derived.calls import storing
+from streamload.derived.calls import module_call
 from streamload.derived.proof import fingerprint, module_proof
 from streamload.derived.store import queue as row_queue
 from streamload.derived.store import row_store
@@ -32,8 +33,8 @@ def own_directory(tmp_path, monkeypatch):
 @pytest.fixture
 def no_looks(monkeypatch):
     """Nothing is looked at as a whole unless something asks for it."""
-    monkeypatch.setattr(module_proof.LookPace, "is_due", property(lambda self: False))
-    monkeypatch.setattr(fingerprint, "_SHARE", 1e-9)
+    never = {"_share": 1e-9, "due": math.inf}
+    monkeypatch.setattr(module_proof.LookPace, "__init__", lambda self, share=0: vars(self).update(never))
 
 
 class Plain(nn.Module):
@@ -162,8 +163,8 @@ def test_an_error_while_storing_is_said_once_and_later_rows_are_stored(caplog):
 @pytest.mark.usefixtures("no_looks")
 def test_one_look_proves_the_rows_of_many_calls(monkeypatch):
     looks = []
-    original = storing._StateProver.look
-    monkeypatch.setattr(storing._StateProver, "look", lambda self: (looks.append(1), original(self)))
+    original = module_call._StateProver.look
+    monkeypatch.setattr(module_call._StateProver, "look", lambda self: (looks.append(1), original(self)))
     module = Cached()
     for start in range(0, 80, 8):
         module(X, cache_key=keys(8, start))

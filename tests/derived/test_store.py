@@ -17,7 +17,7 @@ from streamload import CacheLevel, Features, cache_info, cache_module
 from streamload.cache.forecast import forecast
 from streamload.cache.inventory import take_inventory
 from streamload.cache.tier import Tier
-from streamload.derived.log_once import log_once
+from streamload.derived import log_once
 from streamload.derived.store import row_store
 from streamload.derived.store.catalog import open_catalog, verify
 from streamload.derived.store.disk import DiskRows, RowCounts

@@ -12,6 +12,8 @@ import torch
 from PIL import Image
 
 import streamload
+from streamload.daemon.warm import warm
+from streamload.derived.prepare.preparation import Preparation
 from streamload.device import feed_for
 from streamload.errors import DecodeError, OptionError
 from streamload.loader import worker_config
@@ -267,9 +269,8 @@ def test_another_decoder_is_said(shards, tmp_path, monkeypatch, caplog, decodes)
     ("options", "message"),
     [
         ({"map_sample": dict, "label_key": None}, "map_sample="),
-        ({"prepare": "raw"}, "prepare="),
+        ({"prepare": "raw-256"}, "prepare='raw-256' leaves no JPEG.*jpeg-256-q90"),
         ({"patches": streamload.Patches()}, "patches="),
-        ({"memory": {"image": "1GB"}}, "memory="),
         ({"compile": False, "preprocess": abs}, "compile=False"),
         ({"preprocess": abs}, "can't be compiled"),
         ({"decode": "gpu"}, "decode='gpu'; expected"),
@@ -282,10 +283,79 @@ def test_what_it_cannot_do_is_refused(shards, tmp_path, options, message):
         flat.make_loader(shards, tokenizer, **{"decode": "device", **options})
 
 
-def test_features_of_images_are_refused(shards):
-    features = {"means": streamload.Features(torch.nn.Identity().eval())}
-    with pytest.raises(OptionError, match="features= of images"):
-        flat.make_loader(shards, ids, decode="device", output="dict", features=features)
+class Means(torch.nn.Module):
+    def forward(self, inputs):
+        images = inputs["image"] if isinstance(inputs, dict) else inputs
+        return images.mean(dim=(2, 3))
+
+
+@pytest.mark.parametrize("first", ["device", "host"])
+@pytest.mark.parametrize(
+    "made_by",
+    [{"images": True}, {"images": True, "variants": 2}, {"images": False}, {"inputs": "sample"}],
+    ids=str,
+)
+@pytest.mark.sampled(3)
+def test_rows_of_images_are_those_of_workers_and_used_by_both(shards, tmp_path, made_by, first):
+    options = {"num_workers": 1, "microbatch": 3}
+
+    def batches_and_rows(decode):
+        features = {"means": streamload.Features(Means().eval(), **made_by)}
+        with make(shards, tmp_path, decode, features=features, **options) as loader:
+            pairs = [(batch, features["means"](batch)) for batch in loader]
+            return pairs, loader.stats()
+
+    second = {"device": "host", "host": "device"}[first]
+    (pairs, counted), (other_pairs, of_other) = batches_and_rows(first), batches_and_rows(second)
+    for (batch, rows), (other, other_rows) in zip(pairs, other_pairs, strict=True):
+        assert torch.equal(rows, other_rows)
+        assert ("image" in batch) == (made_by.get("images") is True)
+        if "image" in batch:
+            assert torch.equal(batch["image"], other["image"])
+    assert counted.feature_rows_computed > 0 == of_other.feature_rows_computed
+
+
+@pytest.mark.parametrize("prepare", ["raw", "jpeg-48-q90"])
+def test_prepared_rows_are_decoded_as_their_form_says(shards, tmp_path, monkeypatch, prepare):
+    monkeypatch.setattr(worker_config, "clip_plan", lambda train: clip_plan(train, size=40))
+    paths = [shards.replace("{0..2}", str(number)) for number in range(3)]
+    for prepared in (paths[:1], paths):
+        warm(prepared, cache_dir=tmp_path, cache_size="1GB", prepare=Preparation.parse(prepare))
+        with (
+            make(shards, tmp_path, prepare=prepare) as loader,
+            make(shards, tmp_path, "host", prepare=prepare) as host,
+        ):
+            assert all(same(batch, expected) for batch, expected in zip(loader, host, strict=True))
+            assert loader.stats().samples_unprepared == host.stats().samples_unprepared
+            share = loader._parts.metrics()["decode.by_workers_share"]
+    assert share == 1 if prepare == "raw" else 0 < share < 1  # all are prepared: pixels, or JPEGs
+
+
+def test_auto_prepares_nothing_where_the_device_decodes(shards, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "streamload")
+    with make(shards, tmp_path, prepare="auto") as loader, make(shards, tmp_path, "host") as host:
+        assert all(same(batch, expected) for batch, expected in zip(loader, host, strict=True))
+    assert "prepare: auto chose images as they are: the device decodes them" in caplog.messages
+
+
+@pytest.mark.parametrize("size", [16, 64, 224])
+def test_a_limit_of_memory_holds_for_files(shards, tmp_path, monkeypatch, size):
+    """Small images take less than their files, which workers decode then."""
+    monkeypatch.setattr(worker_config, "clip_plan", lambda train: clip_plan(train, size=size))
+    options = {"num_workers": 1}
+    row_bytes = 3 * size * size + 64
+    limit = {"image": 2 * 7 * row_bytes}
+    with (
+        make(shards, tmp_path, memory=limit, **options) as loader,
+        make(shards, tmp_path, "host", **options) as host,
+    ):
+        for batch, expected in zip(loader, host, strict=True):
+            assert same(batch, expected)
+            assert loader.stats().ready_image_bytes <= 2 * 7 * row_bytes
+        share = loader._parts.metrics()["decode.by_workers_share"]
+        assert share == 1 if size == 16 else 0 < share < 1
+    with pytest.raises(OptionError, match=f"give at least {7 * row_bytes}"):
+        next(iter(make(shards, tmp_path, memory={"image": 7 * row_bytes - 1}, **options)))
 
 
 def test_a_device_without_a_decoder_is_an_error(shards, tmp_path):

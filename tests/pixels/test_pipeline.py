@@ -129,7 +129,7 @@ class Full(HostDecoder):
 
 def test_a_full_memory_is_an_error_that_says_what_to_lower():
     plan = clip_plan(train=True, size=16)
-    message = r"2 images: lower batch_size=.*decode='host'.*1\.00 GiB"
+    message = r"2 images, .*628 MiB.*: lower batch_size= or microbatch=.*decode='host'.*1\.00 GiB"
     with pytest.raises(torch.OutOfMemoryError, match=message):
         device_images(plan, decoder=Full()).images(*files_and_choices(plan, 2))
 

@@ -28,14 +28,15 @@ FIRST_SEED = 1000
 def with_decode(case: Case, decode: str) -> Case:
     """The case without what decode="device" refuses, and decoding there."""
     options = copy.deepcopy(case.options)
-    for name in ("prepare", "patches", "compile"):
+    for name in ("patches", "compile"):
         options.get("images", {}).pop(name, None)
+    if options.get("images", {}).get("prepare") in ("raw-32", "auto"):  # as they are chosen by what decodes
+        del options["images"]["prepare"]
     if options.get("preprocess") == "@tiny":
         del options["preprocess"]
     options.pop("workers", None)
-    options.get("features", {}).pop("means", None)
     if "tokenizer" not in options:  # the feature of texts takes ids
-        options.pop("features", None)
+        options.get("features", {}).pop("letters", None)
     options.setdefault("images", {})["decode"] = decode
     return replace(case, options=options)
 

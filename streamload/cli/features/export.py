@@ -30,7 +30,7 @@ def export(
     the keys that you have are written beside the names, to keys.txt, unless the calls had other arguments
     than the input. Damaged rows are left out; then the exit code is 1.
     """
-    from streamload.derived.store.export import export as write
+    from streamload.derived.store.catalog import export as write
 
     with rows_at(directory) as catalog:
         chosen = catalog.find(fingerprint)

@@ -46,7 +46,7 @@ def show(
 
     Code, weights and tensors are shown by a digest, packages by their version.
     """
-    from streamload.derived.store.parts import flat
+    from streamload.derived.store.sealed import flat
 
     held = fingerprints_in(places_of(directory, shared_cache, shared_cache_options))
     with rows_at(directory) as catalog:
@@ -94,7 +94,7 @@ def why(
     as_json: AsJson = False,
 ) -> None:
     """Show the parts in which two fingerprints differ: why rows of one aren't rows of the other."""
-    from streamload.derived.store.parts import compared
+    from streamload.derived.store.sealed import compared
     from streamload.errors import OptionError
 
     held = fingerprints_in(places_of(directory, shared_cache, shared_cache_options))

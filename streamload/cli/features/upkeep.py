@@ -54,7 +54,7 @@ def ls(
 
 def _described(catalog: Catalog, entry: Any) -> dict[str, Any]:
     """A fingerprint's line; the device and dtype come from its note, if it has one."""
-    from streamload.derived.store.parts import flat
+    from streamload.derived.store.sealed import flat
 
     parts = catalog.parts(entry.fingerprint)
     values = flat(parts or {})

@@ -23,37 +23,22 @@ RowKey = tuple[Any, ...]
 
 
 class FeatureStart(NamedTuple):
-    """Plan of a feature for the workers of an epoch.
+    """Plan of a feature for the workers of an epoch."""
 
-    Attributes:
-        fingerprint: under which rows are found, as hexadecimal digits; "": none are read.
-        canaries: of how many stored rows each worker sends the inputs as well, to be computed again.
-    """
-
-    fingerprint: str
-    canaries: int
+    fingerprint: str  # under which rows are found, as hexadecimal digits; "": none are read
+    canaries: int  # of how many stored rows each worker sends the inputs as well, to be computed again
 
 
 class FeaturesRead(NamedTuple):
-    """Rows that a worker has read for a batch.
+    """Rows that a worker has read for a batch."""
 
-    Attributes:
-        fingerprint: under which rows were looked for.
-        layout: of the rows; empty if there are none.
-        missing: the places in the batch of those that aren't there.
-        keys: of the rows whose inputs came with the batch: the missing ones, then canaries.
-        places: of these in the batch.
-        samples: of the batch.
-        read_ns: the time it took to read rows.
-    """
-
-    fingerprint: str
-    layout: bytes
-    missing: list[int]
-    keys: list[RowKey]
-    places: list[int]
-    samples: int
-    read_ns: int
+    fingerprint: str  # under which rows were looked for
+    layout: bytes  # of the rows; empty if there are none
+    missing: list[int]  # the places in the batch of those that aren't there
+    keys: list[RowKey]  # of the rows whose inputs came with the batch: the missing ones, then canaries
+    places: list[int]  # of these in the batch
+    samples: int  # of the batch
+    read_ns: int  # the time it took to read rows
 
 
 def stacked(rows: Sequence[Row | None], allocate: Allocate) -> tuple[bytes, torch.Tensor | None]:

@@ -25,17 +25,17 @@ from streamload.derived.calls.module_cache import Cached, switches
 from streamload.derived.calls.module_call import Call
 from streamload.derived.proof.fingerprint import Fingerprint, device_of
 from streamload.derived.proof.lazy import build, is_pending
-from streamload.derived.proof.module_checks import check_elsewhere, is_close, refuse_stale
 from streamload.derived.proof.module_proof import (
     Description,
     Options,
-    fingerprint_of,
+    check_elsewhere,
     label_of,
     options_of,
     proof_of,
     refuse_rows,
+    refuse_stale,
 )
-from streamload.derived.proof.row_check import Rows, on_cpu
+from streamload.derived.proof.row_check import Rows, is_close, on_cpu
 from streamload.derived.store.results import Result, layout_of, overwrite, reordered
 from streamload.derived.store.row_store import Mapped, RowPlace, RowStore, open_store
 from streamload.errors import FeatureMismatch, FeatureNotCacheable, OptionError
@@ -217,28 +217,19 @@ class BoundFeatures:
         if store is None:
             return FeatureStart("", 0)
         store.flush()  # rows of the epoch before
-        fingerprint = self.whole_fingerprint()
+        fingerprint = self.fingerprint()
         assert fingerprint is not None
         return FeatureStart(str(fingerprint), self._canaries(fingerprint))
 
     def _canaries(self, fingerprint: Fingerprint) -> int:
         """Of how many stored rows a worker sends the inputs as well."""
-        is_built = not is_pending(self.module)
-        return (
-            proof_of(self.module).unchecked(fingerprint, is_built=is_built) if self.features.is_checked else 0
-        )
+        proof, is_built = proof_of(self.module), not is_pending(self.module)
+        return proof.unchecked(fingerprint, is_built=is_built) if self.features.is_checked else 0
 
-    def fingerprint(self) -> str:
-        """Under which rows are found now; "": rows are neither read nor stored."""
-        fingerprint = self.whole_fingerprint()
-        return "" if fingerprint is None else str(fingerprint)
-
-    def whole_fingerprint(self) -> Fingerprint | None:
-        """The fingerprint with its parts; None: rows are neither read nor stored."""
+    def fingerprint(self) -> Fingerprint | None:
+        """Under which rows are found now; None: rows are neither read nor stored."""
         store = self._store()
-        if store is None:
-            return None
-        return fingerprint_of(self.module, store, self._parts)
+        return None if store is None else proof_of(self.module).fingerprint(self.module, store, self._parts)
 
     def compute(self, inputs: Any, keys: Sequence[RowKey]) -> tuple[Any, str]:
         """Compute and store rows; return them, and the fingerprint under which they were stored."""
@@ -255,7 +246,7 @@ class BoundFeatures:
         module, store = self.module, self._store()
         if store is None or not is_pending(module):
             return False
-        fingerprint = self.whole_fingerprint()
+        fingerprint = self.fingerprint()
         if fingerprint is not None and self._canaries(fingerprint):
             rows = Rows((on_cpu(inputs),), {}, len(keys), on_cpu(list(leaves)), self.features.dtype)
             key = keys[0][0] if len(keys[0]) > 1 else keys[0]
@@ -264,7 +255,7 @@ class BoundFeatures:
 
     def refuse(self, key: Any) -> FeatureMismatch:
         """Let no row be served any more, of which one isn't what is computed now; the error to raise."""
-        store, fingerprint = self._store(), self.whole_fingerprint()
+        store, fingerprint = self._store(), self.fingerprint()
         assert store is not None
         assert fingerprint is not None
         return refuse_rows(self.module, store, fingerprint, key)
@@ -272,11 +263,8 @@ class BoundFeatures:
     def refuse_stale(self, *, wait: bool = False) -> None:
         """Raise a FeatureMismatch if a check has found one; `wait` for it, a while."""
         store, proof = self._store(), proof_of(self.module)
-        if store is None or (proof.check is None and not proof.refused):
-            return
-        fingerprint = self.whole_fingerprint()
-        if fingerprint is not None:
-            refuse_stale(self.module, store, fingerprint, wait=wait)
+        if store is not None and (proof.check is not None or proof.refused):
+            refuse_stale(self.module, store, proof.fingerprint(self.module, store, self._parts), wait=wait)
 
     def placed(self, value: Any) -> Any:
         """A result on the loader's device."""
@@ -389,13 +377,22 @@ class FeatureRows(ModuleRows):
     def _made(self) -> Any:
         read, feature = self._read, self._of
         feature.refuse_stale()
-        if not read.keys or self._is_checked_elsewhere():
-            self._refuse_if_other(feature.fingerprint())
+        if not read.keys or (
+            not read.missing and feature.check(self._inputs, read.keys, self._leaves(read.places))
+        ):
+            self._refuse_if_other(str(feature.fingerprint() or ""))
             return layout_of(read.layout).build(self._leaves())
         value, computed = self._computed()
         if self._bodies is None:
             return feature.placed(value)
-        return layout_of(read.layout).build(self._filled(self._leaves(), computed))
+        leaves, is_missing = self._leaves(), set(read.missing)
+        numbers = [number for number, place in enumerate(read.places) if place in is_missing]
+        for leaf, computed_leaf in zip(leaves, computed.leaves, strict=True):
+            if numbers:
+                overwrite(
+                    leaf, [read.places[number] for number in numbers], reordered(computed_leaf, numbers)
+                )
+        return layout_of(read.layout).build(leaves)
 
     def _computed(self) -> tuple[Any, Result]:
         """Compute the rows whose inputs came with the batch: missing ones, and canaries to compare."""
@@ -414,19 +411,11 @@ class FeatureRows(ModuleRows):
             self._refuse_unlike(computed)
         return value, computed
 
-    def _leaves(self) -> list[Any]:
+    def _leaves(self, places: Sequence[int] | None = None) -> list[Any]:
+        """The leaves of the stored rows: of all places of the batch, or of some."""
         assert self._bodies is not None
-        return leaves_in(self._bodies, layout_of(self._read.layout))
-
-    def _is_checked_elsewhere(self) -> bool:
-        """True if all rows are stored, and another process compares those whose inputs came with them."""
-        read = self._read
-        if read.missing:
-            return False
-        return self._of.check(self._inputs, read.keys, self._stored(read.places))
-
-    def _stored(self, places: Sequence[int]) -> list[Any]:
-        return [reordered(leaf, places) for leaf in self._leaves()]
+        leaves = leaves_in(self._bodies, layout_of(self._read.layout))
+        return leaves if places is None else [reordered(leaf, places) for leaf in leaves]
 
     def _refuse_unlike(self, computed: Result) -> None:
         """Compare the canaries with what was computed for them: a derived shard may have them, or the store.
@@ -438,20 +427,10 @@ class FeatureRows(ModuleRows):
         numbers = [number for number, place in enumerate(read.places) if place not in missing]
         if not numbers:
             return
-        stored = self._stored([read.places[number] for number in numbers])
+        stored = self._leaves([read.places[number] for number in numbers])
         if not is_close([reordered(leaf, numbers) for leaf in computed.leaves], stored):
             raise self._of.refuse(read.keys[numbers[0]][0])
         self._of.note_compared(len(numbers))
-
-    def _filled(self, leaves: list[Any], computed: Result) -> list[Any]:
-        """The leaves of all rows: stored ones, and the computed ones in the places of the missing."""
-        is_missing = set(self._read.missing)
-        numbers = [number for number, place in enumerate(self._read.places) if place in is_missing]
-        places = [self._read.places[number] for number in numbers]
-        for leaf, computed_leaf in zip(leaves, computed.leaves, strict=True):
-            if places:
-                overwrite(leaf, places, reordered(computed_leaf, numbers))
-        return leaves
 
     def _refuse_if_other(self, fingerprint: str) -> None:
         if fingerprint != self._read.fingerprint:

@@ -198,8 +198,7 @@ class Cached(LazyModule):
         self.__dict__["_streamload_description"] = description
         record_build(self, pending, description, before, inputs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cache_key = kwargs.pop("cache_key", None)
+    def __call__(self, *args: Any, cache_key: Any = None, **kwargs: Any) -> Any:
         if cache_key is None:
             args, cache_key = _key_by_position(type(self), args)
             if cache_key is None and len(args) == 1 and not kwargs:

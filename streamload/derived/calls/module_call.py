@@ -15,39 +15,39 @@ from typing import Any
 import numpy as np
 import torch
 
-from streamload.derived.calls.storing import store_result
-from streamload.derived.log_once import log_once
+from streamload.derived import log_once
 from streamload.derived.proof.builds import Generators
 from streamload.derived.proof.code import Describer
-from streamload.derived.proof.fingerprint import Fingerprint, differences
+from streamload.derived.proof.fingerprint import Fingerprint, differences, torch_settings
 from streamload.derived.proof.lazy import build, is_pending
-from streamload.derived.proof.module_checks import (
-    check_elsewhere,
-    is_close,
-    refuse_module,
-    refuse_stale,
-    row_of,
-)
 from streamload.derived.proof.module_proof import (
+    Built,
+    built_state,
+    check_elsewhere,
     device_now,
-    fingerprint_of,
     label_of,
     options_of,
     proof_of,
     record_settled,
     refuse_rows,
+    refuse_stale,
 )
-from streamload.derived.proof.row_check import Rows, on_cpu
+from streamload.derived.proof.row_check import Rows, is_close, on_cpu, refuse_module
 from streamload.derived.store.database import KEY_BYTES
-from streamload.derived.store.keys import Inputs, Naming, keys_of
-from streamload.derived.store.results import Result, concatenated, join, layout_of, reordered
+from streamload.derived.store.keys import Inputs, Naming, digest_of, keys_of
+from streamload.derived.store.queue import ComputedRows
+from streamload.derived.store.results import Result, concatenated, join, layout_of, reordered, result_of
 from streamload.derived.store.row_store import RowStore
-from streamload.derived.store.sealed import Row
+from streamload.derived.store.sealed import NOTE, Row
 from streamload.errors import CacheCorrupt, FeatureError, FeatureMismatch, FeatureNotCacheable, OptionError
 
 _CHECK_BITS = 4
 """Of 2 to the power of this many results of one key that are in memory the input of one is compared."""
+_OF_INPUT_BYTES = 8192
+"""Most time a row for telling the inputs of a device apart, until the rows are proved."""
 _SIMPLE_KEYS = frozenset((str, int, bytes))
+_places = random.Random()
+"""Chooses rows to compare: no seed of the user's is touched."""
 _NO_NAME = b"%d"
 """In place of the name of a row whose key is None: it has another length, and is never stored."""
 
@@ -59,9 +59,9 @@ def stored_result(module: Any, store: RowStore, args: tuple[Any, ...], cache_key
     proof = proof_of(module)
     if proof.check is not None or proof.refused or (args[0].requires_grad and torch.is_grad_enabled()):
         return None
-    fingerprint = fingerprint_of(module, store)
+    fingerprint = proof.fingerprint(module, store)
     is_built = not is_pending(module)
-    if options_of(module).is_checked and proof.unchecked(fingerprint, is_built=is_built):
+    if proof.unchecked(fingerprint, is_built=is_built) and options_of(module).is_checked:
         return None
     name = _naming(fingerprint.digest).name(cache_key)
     row = store.read_from_memory(name)
@@ -69,14 +69,11 @@ def stored_result(module: Any, store: RowStore, args: tuple[Any, ...], cache_key
     row = store.read((name,), label_of(module)).get(name) if row is None else row
     if row is None:
         return None
-    if row.input_digest and is_compared:
-        (digest,) = Inputs(args, {}, None).digests([0])
-        if digest not in (0, row.input_digest):
-            return None
+    if is_compared and row.input_digest and digest_of(args[0]) not in (0, row.input_digest):
+        return None
     try:
         device = proof.built.device if is_built and proof.built is not None else device_now(module)
-        layout, leaves = join((row,), device, is_row=False)
-        value = layout.build(leaves)
+        value = result_of(row, device)
     except (CacheCorrupt, TypeError, ValueError):
         return None
     if not is_built:
@@ -164,7 +161,7 @@ class Call:
         return label_of(self.module)
 
     def _now(self) -> Fingerprint:
-        return fingerprint_of(self.module, self.store, self._made_by)
+        return self.proof.fingerprint(self.module, self.store, self._made_by)
 
     def _look_up(self) -> None:
         """Read the rows that are there."""
@@ -308,8 +305,7 @@ class Call:
         seconds = time.perf_counter() - start
         self.counts.compute_seconds += seconds
         self.counts.rows_computed += len(places)
-        self.proof.compute_seconds += seconds
-        self.proof.computed_rows += len(places)
+        self.proof.count_computed(len(places), seconds)
         result = Result(value, None if self.rows is None else len(places))
         self._refuse_mixing(result, places)
         self._store(result, places)
@@ -325,21 +321,44 @@ class Call:
             self._look_up()
 
     def _store(self, result: Result, places: Sequence[int]) -> None:
+        """Store rows, soon, if the module is what its fingerprint said before it computed them."""
         named = [number for number, place in enumerate(places) if len(self.unique[place]) == KEY_BYTES]
         if not named:
             return
+        proof, store, fingerprint = self.proof, self.store, self.fingerprint
+        prover = None if self.options.version is not None else _StateProver(self.module)
+        if prover is not None and not _is_of(fingerprint, proof.built):
+            self.counts.refused += len(named)
+            _say_changed(self.module, fingerprint.parts, proof.built)
+            return
+        if fingerprint.digest not in proof.noted:
+            proof.noted.add(fingerprint.digest)
+            text = json.dumps(dict(fingerprint.parts), sort_keys=True).encode()
+            store.disk.write_note(NOTE + fingerprint.digest, text, self._label)
         if len(named) < len(places):  # rows of a call in which some have None for a key
             result = result.taken(named)
         names = [self.unique[places[number]] for number in named]
         digests = self.inputs.digests_later([self.first[places[number]] for number in named])
-        store_result(self.module, self.store, self.fingerprint, names, result, digests)
+        copy = result.copied()
+        of_device = result.is_of_device
+        size_bytes = result.size_bytes + (len(names) * _OF_INPUT_BYTES if of_device else 0)
+        rows = ComputedRows(
+            *(names, result.layout, lambda: (copy(), digests()), size_bytes, of_device),
+            *(self._label, proof.built),
+        )
+        store.queue.add(rows, prover)
+        if prover is not None and proof.looks.is_due:
+            start = time.monotonic()
+            prover.look()
+            proof.looks.looked(start)
+            store.queue.settle()
 
     def _refuse_mixing(self, result: Result, places: Sequence[int]) -> None:
         """Compute one row by itself: it has to be the same as among others."""
         if self.proof.are_rows_apart or self.rows is None or len(places) < 2 or not self.inputs.leaves:
             return
         alone = Result(self._detached(*self.inputs.of([self.first[places[-1]]])), 1)
-        if not is_close(alone.leaves, row_of(result, len(places) - 1)):
+        if not is_close(alone.leaves, [leaf[-1:] for leaf in result.leaves]):
             raise FeatureNotCacheable(
                 f"{self._label} computes another result for a row by itself than among "
                 f"others: it mixes the rows of a batch (a norm or mean over dimension 0?), or something "
@@ -417,5 +436,44 @@ class Call:
             raise FeatureError(f"the result of {self._label} can't be made again: {exc}") from exc
 
 
-_places = random.Random()
-"""Chooses rows to compare: no seed of the user's is touched."""
+class _StateProver:
+    """True if a built module is still in the state in which it computed rows (`queue.Prover`)."""
+
+    def __init__(self, module: Any):
+        self._module = module
+        self._proof = proof_of(module)
+
+    def is_proved(self, rows: ComputedRows) -> bool | None:
+        """True if the rows are of the module as it was taken for; None: it wasn't looked at since."""
+        was, built = rows.state, self._proof.built
+        if built is None or built.parts is not was.parts or built.code is not was.code:
+            _say_changed(self._module, {**was.parts, "code": was.code}, built)
+            return False
+        return True if built.watch.looked_at >= rows.computed_at else None
+
+    def look(self) -> None:
+        """Look at the whole module now."""
+        start = time.monotonic()
+        try:
+            watch = built_state(self._module).watch
+            if watch.looked_at < start and not watch.is_unchanged(whole=True):
+                built_state(self._module)  # all of it is due: described anew
+        except FeatureNotCacheable:  # it is said by the next call
+            self._proof.built = None
+
+
+def _is_of(fingerprint: Fingerprint, built: Built | None) -> bool:
+    """True if a fingerprint is that of a module's last known state, and of torch's settings now."""
+    if built is None:
+        return False
+    parts = {**built.parts, "code": built.code, "settings": list(torch_settings(built.parts["device"]))}
+    return all(fingerprint.parts.get(name) == value for name, value in parts.items())
+
+
+def _say_changed(module: Any, was: Any, built: Built | None) -> None:
+    parts = {} if built is None else {**built.parts, "code": built.code}
+    names = [name for name in differences(was, parts) if name.partition(".")[0] in parts]
+    log_once(
+        f"rows of {type(module).__name__} aren't stored, as computing changes it, or something did since: "
+        f"{', '.join(names[:5])}"
+    )

@@ -32,49 +32,30 @@ _PROBE_BYTES = 8 << 20
 
 
 class Form(NamedTuple):
-    """Costs of an image in one form.
+    """Costs of an image in one form."""
 
-    Attributes:
-        recipe: by which it is prepared; "": as it is.
-        image_bytes: the mean size of an image.
-        compute_seconds: CPU time from these bytes to the pixels that the rest of the transform gets.
-    """
-
-    recipe: str
-    image_bytes: float
-    compute_seconds: float
+    recipe: str  # by which it is prepared; "": as it is
+    image_bytes: float  # the mean size of an image
+    compute_seconds: float  # CPU time from these bytes to the pixels that the rest of the transform gets
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Costs of forms of images, and of reading them.
+    """Costs of forms of images, and of reading them."""
 
-    Attributes:
-        forms: the first is images as they are.
-        memory_seconds: to read and check a byte that the page cache has.
-        disk_seconds: the same of a byte that is read from the disk, by one process alone.
-    """
-
-    forms: tuple[Form, ...]
-    memory_seconds: float
-    disk_seconds: float
+    forms: tuple[Form, ...]  # the first is images as they are
+    memory_seconds: float  # to read and check a byte that the page cache has
+    disk_seconds: float  # the same of a byte that is read from the disk, by one process alone
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Resources of a node for its data.
+    """Resources of a node for its data."""
 
-    Attributes:
-        data_bytes: the size of the data as it is; None: unknown.
-        cache_bytes: what the cache may hold.
-        memory_bytes: what the page cache may hold.
-        processes: that decode at once, and share the disk.
-    """
-
-    data_bytes: int | None
-    cache_bytes: int
-    memory_bytes: int
-    processes: int
+    data_bytes: int | None  # the size of the data as it is; None: unknown
+    cache_bytes: int  # what the cache may hold
+    memory_bytes: int  # what the page cache may hold
+    processes: int  # that decode at once, and share the disk
 
 
 def exact_recipes(transform: Any, most_pixels: int) -> list[Preparation]:

@@ -16,8 +16,7 @@ from streamload.cache.placement import Choice, Placed, SharedDecision, memory_ro
 from streamload.cache.shard import Shard, ShardList, fingerprint, prepared_form, spread
 from streamload.cache.tier import Tier
 from streamload.derived.prepare.choice import Room, choose, exact_recipes, measure
-from streamload.derived.prepare.preparation import AUTO, Preparation
-from streamload.derived.prepare.prepared import growth, images_of
+from streamload.derived.prepare.preparation import AUTO, Preparation, growth, images_of
 from streamload.errors import StreamloadError
 from streamload.metrics import format_bytes
 from streamload.options import Settings, file_system
@@ -114,7 +113,9 @@ def decide_preparation(
     named = named_preparation(prepare, settings)
     recipes = [possible.preparation for possible in possible_preparations(prepare, settings, transform)]
     recipes_by_name = {str(recipe): recipe for recipe in recipes if recipe is not None}
-    if named.preparation is None and shared is not None:
+    if named.preparation is None and options.images.decode == "device":
+        answer = Choice("", "the device decodes them")
+    elif named.preparation is None and shared is not None:
         answer = Choice("", "nodes with a shared cache have to agree on a recipe: name one")
     elif named.preparation is not None and options.features:
         answer = Choice("", _KEPT_BY_BYTES)

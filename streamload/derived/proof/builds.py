@@ -29,6 +29,7 @@ from streamload.derived.proof.code import Describer, has_code
 
 _KEPT = 8
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".npy", ".h5", ".onnx", ".msgpack")
+_CODE = (".py", ".pyc", ".so", ".pth.py")
 _SYSTEM = ("/proc/", "/sys/", "/dev/")
 _LONGEST_PATH = 1024
 _MOST_SIBLINGS = 10_000
@@ -36,35 +37,25 @@ _MOST_SIBLINGS = 10_000
 
 @dataclass(frozen=True)
 class Build:
-    """Outcome of a module's build.
+    """Outcome of a module's build."""
 
-    Attributes:
-        process: in which it was built.
-        generators: of each random generator a digest of its state before it.
-        draws: which of them it drew from.
-        is_closed: whether all that it read is known: no network, no other process.
-        files: what it read: path, size, times of its data's change and of any, inode.
-        variables: of the environment, what it read: a digest of each value; None: it wasn't set.
-        parts: of the fingerprint (`fingerprint.built_parts`), and the code that was reached by then.
-        origins: of the project's classes among that code, where they are found.
-        device: where the module was then.
-    """
-
-    process: str
-    generators: dict[str, str]
-    draws: list[str]
-    is_closed: bool
-    files: list[list[Any]]
+    process: str  # in which it was built
+    generators: dict[str, str]  # of each random generator a digest of its state before it
+    draws: list[str]  # which of them it drew from
+    is_closed: bool  # whether all that it read is known: no network, no other process
+    files: list[list[Any]]  # what it read: path, size, times of its data's change and of any, inode
     variables: dict[str, str | None]
+    """Of the environment, what it read: a digest of each value; None: it wasn't set."""
     parts: dict[str, Any]
-    origins: dict[str, str]
-    device: str
+    """Of the fingerprint (`fingerprint.built_parts`), and the code that was reached by then."""
+    origins: dict[str, str]  # of the project's classes among that code, where they are found
+    device: str  # where the module was then
 
     def still_holds(self) -> bool:
         """True if files and variables are as they were read, and the classes' code is the same."""
         if not self.is_closed or any(_identity(identity[0]) != identity for identity in self.files):
             return False
-        if self.variables != _digests_of(self.variables):
+        if self.variables != digests_of(self.variables):
             return False
         describer = Describer()
         for origin, name in self.origins.items():
@@ -111,7 +102,9 @@ def believed(
     """
     drawn = {name for build in builds for name in build.draws}
     needed = 1 if has_weights else 2
-    if not has_weights and drawn and not (_agree(builds, needed) and _are_apart(builds, drawn)):
+    # of each generator that any of them drew from they began with different states
+    are_apart = all(len({build.generators[name] for build in builds}) > 1 for name in drawn)
+    if not has_weights and drawn and not (_agree(builds, needed) and are_apart):
         builds = [
             build for build in builds if all(build.generators[name] == generators[name] for name in drawn)
         ]
@@ -127,11 +120,6 @@ def _agree(builds: Sequence[Build], needed: int) -> bool:
     """True if builds in enough processes came out, all the same."""
     are_enough = len({build.process for build in builds}) >= needed
     return are_enough and all(build.parts == builds[0].parts for build in builds)
-
-
-def _are_apart(builds: Sequence[Build], drawn: set[str]) -> bool:
-    """True if builds began from different states of each generator that any of them drew from."""
-    return all(len({build.generators[name] for build in builds}) > 1 for name in drawn)
 
 
 def _has_cuda() -> bool:
@@ -213,14 +201,14 @@ class BuildInputs:
         elif name in ("socket.connect", "subprocess.Popen", "os.system", "os.posix_spawn"):
             self.is_closed = False
 
-    def digests_of_variables(self) -> dict[str, str | None]:
-        """Of each variable read a digest of its value now: it may be a secret."""
-        return _digests_of(self.variables)
-
     def files(self, strings: set[str]) -> list[list[Any]]:
         """The identities of the files read, of those that strings name, and of weights beside either."""
         named = {os.path.realpath(path) for path in strings if _may_be_path(path)}
-        paths = {path for path in self.paths | named if not path.startswith(_SYSTEM) and not _is_code(path)}
+        paths = {
+            path
+            for path in self.paths | named
+            if not path.startswith(_SYSTEM) and not path.endswith(_CODE) and "/__pycache__/" not in path
+        }
         for folder in {path if path.is_dir() else path.parent for path in map(pathlib.Path, paths)}:
             with contextlib.suppress(OSError), os.scandir(folder) as entries:
                 beside = [entry.path for _, entry in zip(range(_MOST_SIBLINGS), entries, strict=False)]
@@ -266,7 +254,8 @@ def watched() -> Iterator[BuildInputs]:
         _watched.inputs = before
 
 
-def _digests_of(variables: Iterable[str]) -> dict[str, str | None]:
+def digests_of(variables: Iterable[str]) -> dict[str, str | None]:
+    """Of variables of the environment a digest of each value now: it may be a secret."""
     values = {name: os.environ.get(name) for name in sorted(variables)}
     return {
         name: None if value is None else hashlib.blake2b(os.fsencode(value), digest_size=16).hexdigest()
@@ -281,15 +270,9 @@ def _may_be_path(text: str) -> bool:
     return False
 
 
-def _is_code(path: str) -> bool:
-    return path.endswith((".py", ".pyc", ".so", ".pth.py")) or "/__pycache__/" in path
-
-
 def _identity(path: str) -> list[Any]:
-    try:
+    with contextlib.suppress(OSError):
         status = pathlib.Path(path).stat()
-    except OSError:
-        return [path, None, None, None, None]
-    if not stat.S_ISREG(status.st_mode):
-        return [path, None, None, None, None]
-    return [path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+        if stat.S_ISREG(status.st_mode):
+            return [path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+    return [path, None, None, None, None]

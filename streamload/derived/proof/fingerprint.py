@@ -14,7 +14,7 @@ import marshal
 import operator
 import time
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 from torch.nn.parameter import is_lazy
 from xxhash import xxh3_64
 
-from streamload.derived.proof.code import Describer, has_code
-from streamload.derived.proof.module_parts import STRUCTURE, attributes_of, script_digest
-from streamload.derived.store.parts import compared, digest_of_parts
+from streamload.derived.proof.code import STRUCTURE, Describer, attributes_of, has_code, script_digest
+from streamload.derived.store.sealed import compared, digest_of_parts
 from streamload.errors import FeatureNotCacheable
 
 FORMAT = 4
@@ -197,20 +196,24 @@ def _has_version(tensor: torch.Tensor) -> bool:
 
 
 class LookPace:
-    """When to look at something again, so that looking takes no more than a share of the time."""
+    """When to look at something again, so that looking takes no more than a share of the time.
+
+    Attributes:
+        due: when the next look may begin, `time.monotonic()`.
+    """
 
     def __init__(self, share: float = _SHARE):
-        self._share, self._due = share, 0.0
+        self._share, self.due = share, 0.0
 
     @property
     def is_due(self) -> bool:
         """True if a look may begin."""
-        return time.monotonic() >= self._due
+        return time.monotonic() >= self.due
 
     def looked(self, start: float) -> None:
         """Note a look that began then (`time.monotonic()`), and has ended now."""
         end = time.monotonic()
-        self._due = end + (end - start) / self._share
+        self.due = end + (end - start) / self._share
 
 
 class ModuleWatch:
@@ -257,7 +260,9 @@ class ModuleWatch:
         parts = [
             strided[first : first + _SAMPLED_TENSORS] for first in range(0, len(strided), _SAMPLED_TENSORS)
         ]
-        self._sampled = itertools.cycle([(part, _bytes_in(part)) for part in parts])
+        self._sampled = itertools.cycle(
+            [(part, list(map(np.ndarray.tobytes, part))) for part in parts or [[]]]
+        )
         self._classes = {type(item) for item in module.modules()}
         self._code, self._reached, self._patches = code, reached, patches
         self._scripts = [item for item in module.modules() if isinstance(item, torch.jit.ScriptModule)]
@@ -278,18 +283,18 @@ class ModuleWatch:
         Args:
             whole: look at everything; else at what takes little time, unless the rest is due.
         """
-        if not whole and not self._pace.is_due:
+        start = time.monotonic()
+        if not whole and start < self._pace.due:
             if self._others:
                 self._samples.compare()
             if self._has_few_attributes and self._attributes_now() != self._attributes:
                 return False
-            if not self._is_tiny and not (self._is_small and self._small_pace.is_due):
-                return self._are_samples_unchanged()
-            start = time.monotonic()
+            if not self._is_tiny and not (self._is_small and start >= self._small_pace.due):
+                views, were = next(self._sampled)  # some bytes of the next tensors; each call looks at others
+                return list(map(np.ndarray.tobytes, views)) == were
             same = self._digest() == self._whole
             self._small_pace.looked(start)
             return same
-        start = time.monotonic()
         same = self._stamp.holds(whole=True)
         same = same and self._digest() == self._whole and self._samples.are_unchanged()
         same = same and self._attributes_now() == self._attributes and self._has_same_code()
@@ -321,11 +326,6 @@ class ModuleWatch:
         for view in self._views:
             digest.update(view.data)
         return digest.intdigest(), tuple(_sums(self._others))
-
-    def _are_samples_unchanged(self) -> bool:
-        """True if some bytes of the next tensors are as they were; each call looks at others."""
-        views, were = next(self._sampled, ([], []))
-        return _bytes_in(views) == were
 
 
 class _Samples:
@@ -381,10 +381,6 @@ def _is_mutable(value: Any) -> bool:
     if type(value) is tuple:
         return any(map(_is_mutable, value))
     return value is not None and not isinstance(value, _IMMUTABLE)
-
-
-def _bytes_in(views: Iterable[NDArray[np.uint8]]) -> list[bytes]:
-    return list(map(np.ndarray.tobytes, views))
 
 
 def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:

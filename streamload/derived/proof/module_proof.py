@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
-from streamload.derived.log_once import logger
+from streamload.derived import log_once, logger
 from streamload.derived.proof.builds import (
     Build,
     BuildInputs,
     Generators,
     believed,
+    digests_of,
     may_agree,
     process_name,
     read_builds,
@@ -43,7 +44,7 @@ from streamload.derived.proof.fingerprint import (
     torch_settings,
 )
 from streamload.derived.proof.lazy import Pending, build, is_pending, not_built, pending_of, unbuilt
-from streamload.derived.proof.row_check import CannotCheck, CheckProcess, RowCheck, remade
+from streamload.derived.proof.row_check import CannotCheck, CheckProcess, RowCheck, Rows, RowVerdict, remade
 from streamload.derived.store.row_store import RowPlace, RowStore, open_store
 from streamload.errors import FeatureMismatch, FeatureNotCacheable
 
@@ -59,23 +60,14 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Options:
-    """Options of keeping the rows of a class; the arguments of `cache_module`.
+    """Options of keeping the rows of a class; the arguments of `cache_module`."""
 
-    Attributes:
-        place: where; None: they aren't.
-        label: what they are listed and cleared by; None: the class's name.
-        version: stands for code and weights.
-        weights: a file that all weights come from.
-        on_mismatch: "error", or "recompute".
-        check: whether stored rows are computed again in each run, a few, unless there is a version.
-    """
-
-    place: RowPlace | None
-    label: str | None
-    version: str | None
-    weights: str | None
-    on_mismatch: str
-    check: bool = True
+    place: RowPlace | None  # where; None: they aren't
+    label: str | None  # what they are listed and cleared by; None: the class's name
+    version: str | None  # stands for code and weights
+    weights: str | None  # a file that all weights come from
+    on_mismatch: str  # "error", or "recompute"
+    check: bool = True  # whether stored rows are computed again in each run, a few, unless there is a version
 
     @property
     def is_checked(self) -> bool:
@@ -85,17 +77,11 @@ class Options:
 
 @dataclass
 class Description:
-    """Record of a module before it is built.
+    """Record of a module before it is built."""
 
-    Attributes:
-        parts: of its fingerprint: code and arguments.
-        strings: in them, some of which may name files.
-        error: why it can't be known; "": it is.
-    """
-
-    parts: dict[str, Any]
-    strings: set[str]
-    error: str = ""
+    parts: dict[str, Any]  # of its fingerprint: code and arguments
+    strings: set[str]  # in them, some of which may name files
+    error: str = ""  # why it can't be known; "": it is
 
 
 def describe(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Description:
@@ -176,6 +162,7 @@ class Proof:
         self.believed: tuple[list[str], Build] | None = None
         self.fingerprints: dict[Any, tuple[Fingerprint, Any]] = {}
         """By what a fingerprint covers; with that, so that nothing else gets its id."""
+        self._latest: tuple[Any, Any, Any, Fingerprint | None] = (None, None, None, None)
         self.noted: set[bytes] = set()
         self.served: Fingerprint | None = None
         """The last by which rows were returned while the module wasn't built."""
@@ -196,7 +183,46 @@ class Proof:
         self.is_chance_harmless = False
         self.looks, self.beliefs = LookPace(), LookPace()
         self.computed_rows, self.compute_seconds = 0, 0.0
+        self.seconds_per_row = 0.0
+        """Time of computing a row in this process; 0: none was computed."""
         self.refused_at: Any = None
+
+    def fingerprint(
+        self, module: Any, store: RowStore, inputs: Mapping[str, Any] | None = None
+    ) -> Fingerprint:
+        """The fingerprint of the module now; it is built if that is needed to know it.
+
+        It has a number if rows were found to be wrong by an earlier run. `inputs` is what makes the module's
+        input from a sample, for rows that are found without the input.
+
+        Raises:
+            FeatureNotCacheable: it can't be known.
+        """
+        built = self.built
+        if built is not None and not is_pending(module) and built.holds():
+            parts, code = built.parts, built.code
+        else:
+            with unbuilt(module):
+                parts, code = _state(module, store, self)
+        settings = torch_settings(parts["device"])
+        latest_parts, latest_inputs, latest_settings, latest = self._latest
+        if latest and latest_parts is parts and latest_inputs is inputs and latest_settings is settings:
+            return latest
+        covered = (id(parts), id(inputs), settings)
+        entry = self.fingerprints.get(covered)
+        if entry is None:
+            if len(self.fingerprints) > _FINGERPRINTS_KEPT:
+                self.fingerprints.clear()
+            described = description_of(module).parts
+            whole = {**described, **parts, "code": code, "settings": list(settings), "format": FORMAT}
+            whole |= {} if inputs is None else {"inputs": dict(inputs)}
+            fingerprint, number = Fingerprint.of(whole), 0
+            while fingerprint.digest not in self.refused and store.read_note(_REFUSED + fingerprint.digest):
+                number += 1
+                fingerprint = Fingerprint.of({**whole, "computed again": number})
+            entry = self.fingerprints[covered] = fingerprint, (parts, inputs)
+        self._latest = parts, inputs, settings, entry[0]
+        return entry[0]
 
     def unchecked(self, fingerprint: Fingerprint, *, is_built: bool) -> int:
         """Number of its rows to compare before others are served without that."""
@@ -204,10 +230,11 @@ class Proof:
             return self.canaries
         return 0 if self.checked is not None and self.checked[0].digest == fingerprint.digest else CANARIES
 
-    @property
-    def seconds_per_row(self) -> float:
-        """Time of computing a row in this process; 0: none was computed."""
-        return self.compute_seconds / self.computed_rows if self.computed_rows else 0.0
+    def count_computed(self, rows: int, seconds: float) -> None:
+        """Count rows that were computed, and the time that it took."""
+        self.computed_rows += rows
+        self.compute_seconds += seconds
+        self.seconds_per_row = self.compute_seconds / self.computed_rows
 
 
 _proofs: weakref.WeakKeyDictionary[Any, Proof] = weakref.WeakKeyDictionary()
@@ -219,39 +246,6 @@ def proof_of(module: Any) -> Proof:
     if proof is None:
         proof = _proofs[module] = Proof()
     return proof
-
-
-def fingerprint_of(module: Any, store: RowStore, inputs: Mapping[str, Any] | None = None) -> Fingerprint:
-    """The fingerprint of a module now; it is built if that is needed to know it.
-
-    It has a number if rows were found to be wrong by an earlier run. `inputs` is what makes the module's
-    input from a sample, for rows that are found without the input.
-
-    Raises:
-        FeatureNotCacheable: it can't be known.
-    """
-    proof, options = proof_of(module), options_of(module)
-    built = proof.built
-    if built is not None and options.version is None and not is_pending(module) and built.holds():
-        parts, code = built.parts, built.code
-    else:
-        with unbuilt(module):
-            parts, code = _state(module, store, proof)
-    settings = torch_settings(parts["device"])
-    covered = (id(parts), id(inputs), settings)
-    entry = proof.fingerprints.get(covered)
-    if entry is None:
-        if len(proof.fingerprints) > _FINGERPRINTS_KEPT:
-            proof.fingerprints.clear()
-        described = description_of(module).parts
-        whole = {**described, **parts, "code": code, "settings": list(settings), "format": FORMAT}
-        whole |= {} if inputs is None else {"inputs": dict(inputs)}
-        fingerprint, number = Fingerprint.of(whole), 0
-        while fingerprint.digest not in proof.refused and store.read_note(_REFUSED + fingerprint.digest):
-            number += 1
-            fingerprint = Fingerprint.of({**whole, "computed again": number})
-        entry = proof.fingerprints[covered] = fingerprint, (parts, inputs)
-    return entry[0]
 
 
 def _state(module: Any, store: RowStore, proof: Proof) -> tuple[dict[str, Any], dict[str, str]]:
@@ -267,7 +261,7 @@ def _state(module: Any, store: RowStore, proof: Proof) -> tuple[dict[str, Any], 
         if build_ is not None:
             return build_.parts, build_.parts["code"]
         build(module)
-    built = built_state(module, description, proof)
+    built = built_state(module)
     return built.parts, built.code
 
 
@@ -364,7 +358,7 @@ def record_build(
     if description.error or options.version is not None:
         return
     try:
-        built = built_state(module, description, proof_of(module))
+        built = built_state(module)
     except FeatureNotCacheable:
         return  # it is said when a key is given
     describer = Describer()
@@ -377,7 +371,7 @@ def record_build(
         [name for name, state in Generators().digests.items() if state != before[name]],
         inputs.is_closed or options.weights is not None,
         inputs.files(strings),
-        inputs.digests_of_variables(),
+        digests_of(inputs.variables),
         {**built.parts, "code": built.code},
         describer.origins,
         str(built.device),
@@ -405,9 +399,9 @@ def _noted(module: Any, store: RowStore, key: bytes, latest: Build) -> list[Buil
     return builds
 
 
-def built_state(module: Any, description: Description, proof: Proof) -> Built:
+def built_state(module: Any) -> Built:
     """Record of a built module as it is now; made anew if something in it has changed."""
-    start = time.monotonic()
+    start, proof = time.monotonic(), proof_of(module)
     built = proof.built
     if proof.process is not None:  # it isn't needed where the module is built
         proof.process.close()
@@ -417,7 +411,7 @@ def built_state(module: Any, description: Description, proof: Proof) -> Built:
     stamp = Stamp(module)
     describer = Describer()
     parts = built_parts(module, describer)
-    code = {**description.parts["code"], **describer.code}
+    code = {**description_of(module).parts["code"], **describer.code}
     code[f"{ARRANGEMENT} when built"] = describer.arranged_code[ARRANGEMENT]
     if built is not None and parts == built.parts and code == built.code:
         parts, code = built.parts, built.code
@@ -458,3 +452,57 @@ def label_of(module: Any) -> str:
     """Name by which the rows of a module are listed and cleared."""
     label = options_of(module).label
     return type(module).__name__ if label is None else label
+
+
+def check_elsewhere(module: Any, store: RowStore, fingerprint: Fingerprint, key: Any, rows: Rows) -> None:
+    """Let another process compute some rows again of a module that isn't built; `key` is of the first."""
+    proof, parts = proof_of(module), fingerprint.parts
+
+    def at_exit(verdict: RowVerdict) -> None:
+        if verdict.is_same is False and fingerprint.digest not in proof.refused:
+            logger.error("%s", refuse_rows(module, store, fingerprint, key))
+
+    try:
+        remake = remade(
+            module,
+            pending_of(module),
+            description_of(module).parts,
+            parts["device"],
+            tuple(parts["settings"]),
+        )
+        process, proof.process = proof.process, None
+        proof.check = RowCheck(remake, rows, fingerprint.digest, process, at_exit)
+        proof.checked = (fingerprint, key)
+    except CannotCheck as exc:
+        proof.checked = (fingerprint, key)
+        _say_unchecked(module, str(exc))
+
+
+def refuse_stale(module: Any, store: RowStore, fingerprint: Fingerprint, *, wait: bool = False) -> None:
+    """Refuse rows of which a check has found that they aren't what is computed now.
+
+    With `wait` a check that has begun is waited for, a while.
+
+    Raises:
+        FeatureMismatch: it has.
+    """
+    proof = proof_of(module)
+    check = proof.check
+    if check is not None:
+        if wait:
+            check.wait()
+        if check.verdict is not None and proof.checked is not None:
+            verdict, proof.check = check.verdict, None
+            if verdict.is_same is False:
+                raise refuse_rows(module, store, *proof.checked)
+            if verdict.is_same is None:
+                _say_unchecked(module, verdict.reason)
+    if proof.refused and fingerprint.digest in proof.refused:
+        raise FeatureMismatch(proof.refused[fingerprint.digest])
+
+
+def _say_unchecked(module: Any, reason: str) -> None:
+    log_once(
+        f"rows of {label_of(module)} aren't checked in this run, as no other process could compute "
+        f"them ({reason}); they are when the module is built next"
+    )

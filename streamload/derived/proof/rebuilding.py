@@ -253,16 +253,16 @@ def _built(order: Module) -> tuple[Any, tuple[dict[str, str], list[str]]]:
 
 
 def _parts(module: Any, order: Module) -> dict[str, Any]:
-    from streamload.derived.proof.module_proof import built_state, description_of, proof_of
+    from streamload.derived.proof.module_proof import built_state
 
-    built = built_state(module, description_of(module), proof_of(module))
+    built = built_state(module)
     return {**built.parts, "code": built.code, "device": order.device}
 
 
 def _are_same(module: Any, order: Module, rows: Rows) -> bool:
     import torch
 
-    from streamload.derived.proof.module_checks import is_close
+    from streamload.derived.proof.row_check import is_close
     from streamload.derived.store.results import Result
     from streamload.torch_internals import tree_map
 

@@ -23,19 +23,20 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from streamload import limits
 from streamload.cache import memory
 from streamload.cache.locks import FileLock
 from streamload.derived.store.memory import home_in
-from streamload.errors import CacheError
-from streamload.torch_internals import tree_map
+from streamload.errors import CacheError, FeatureNotCacheable
+from streamload.torch_internals import DropoutBase, InstanceNormBase, NormBase, tree_map
 
 MOST_SECONDS = 600
 """A process that takes longer is ended."""
@@ -46,6 +47,12 @@ _PATIENCE_SECONDS = 60.0
 _AT_EXIT_SECONDS = 30.0
 _POLL_SECONDS = 0.2
 _KEPT_SECONDS = 86400.0
+_TOLERANCES = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float64: 1e-6, torch.complex128: 1e-6}
+_TOLERANCE = 2e-3
+"""Of other types: kernels for batches of another size add up in another order."""
+_DEVICE_TOLERANCE = 2e-2
+_UNEQUAL_SHARE = 0.02
+"""Of whole numbers that a device computed: an argmax may be another where two scores are about the same."""
 _NO_DEVICES = dict.fromkeys(
     (
         *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
@@ -81,19 +88,13 @@ class Module:
 
 @dataclass(frozen=True)
 class Rows:
-    """Stored rows, and the inputs that they were computed from.
-
-    Attributes:
-        count: of rows; None: it is one whole result.
-        leaves: of the stored rows.
-        dtype: to which results are cast before they are stored; None: they aren't.
-    """
+    """Stored rows, and the inputs that they were computed from."""
 
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
-    count: int | None
-    leaves: list[Any]
-    dtype: Any = None
+    count: int | None  # of rows; None: it is one whole result
+    leaves: list[Any]  # of the stored rows
+    dtype: Any = None  # to which results are cast before they are stored; None: they aren't
 
 
 class CannotCheck(Exception):
@@ -102,17 +103,11 @@ class CannotCheck(Exception):
 
 @dataclass(frozen=True)
 class RowVerdict:
-    """The result of a check.
+    """The result of a check."""
 
-    Attributes:
-        is_same: whether rows were computed as they are stored; None: they couldn't be computed.
-        reason: why not.
-        began: when the check began, `time.time()`.
-    """
-
-    is_same: bool | None
-    reason: str = ""
-    began: float = 0.0
+    is_same: bool | None  # whether rows were computed as they are stored; None: they couldn't be computed
+    reason: str = ""  # why not
+    began: float = 0.0  # when the check began, `time.time()`
 
 
 def remade(
@@ -397,11 +392,6 @@ def _run_began() -> float:
 _imported_at = time.time()
 
 
-def _forget_parents() -> None:
-    """In a forked child: the threads that wait stayed with the parent."""
-    _running.clear()
-
-
 def _finish() -> None:
     """At the end of the process: wait a while for what is being checked, and say what is wrong."""
     ends = time.monotonic() + _AT_EXIT_SECONDS
@@ -414,4 +404,92 @@ def _finish() -> None:
 @functools.cache
 def _listen() -> None:
     atexit.register(_finish)  # after all imports: before stores are closed
-    os.register_at_fork(after_in_child=_forget_parents)
+    os.register_at_fork(after_in_child=_running.clear)  # the threads that wait stayed with the parent
+
+
+def refuse_module(module: torch.nn.Module) -> None:
+    """Refuse a built module whose results depend on more than an input.
+
+    Raises:
+        FeatureNotCacheable: it is sharded, or in train mode with dropout or batch norm.
+    """
+    name = type(module).__name__
+    for prefix, child in module.named_modules():
+        where = f"{name}.{prefix}" if prefix else name
+        for tensor in child._parameters.values():
+            if tensor is not None and (hasattr(tensor, "device_mesh") or tensor.device.type == "meta"):
+                raise FeatureNotCacheable(
+                    f"the weights of {where} are sharded, or not loaded: the whole module has to be in this "
+                    f"process; keep it out of FSDP (ignored_modules)"
+                )
+        if type(child).__name__ in ("FullyShardedDataParallel", "FlatParameter"):
+            raise FeatureNotCacheable(f"{where} is sharded: keep it out of FSDP (ignored_modules)")
+        if not child.training:
+            continue
+        is_random = isinstance(child, DropoutBase) and child.p > 0
+        is_random = is_random or _share_of(child, "drop_prob") > 0 or _share_of(child, "dropout") > 0
+        is_per_row = isinstance(child, InstanceNormBase) and not child.track_running_stats
+        if is_random or (isinstance(child, NormBase) and not is_per_row):
+            raise FeatureNotCacheable(
+                f"{where} is a {type(child).__name__} in train mode: its results differ from call to call; "
+                f"call .eval() on the module (a parent's .train() undoes it)"
+            )
+
+
+def _share_of(module: torch.nn.Module, name: str) -> float:
+    value = vars(module).get(name)
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else 0.0
+
+
+def is_close(first: Sequence[Any], second: Sequence[Any], *, is_of_device: bool = False) -> bool:
+    """True if leaves of two results are the same but for how kernels round.
+
+    Args:
+        is_of_device: only one of the results is a CPU's: devices multiply in fewer bits (TF32), and add up in
+            an order of their own. Then the distance of all elements together counts, as that of a few grows
+            with the depth of a module.
+    """
+    near = _is_leaf_near if is_of_device else _is_leaf_close
+    return len(first) == len(second) and all(map(near, first, second))
+
+
+def _comparable(first_leaf: Any, second_leaf: Any) -> tuple[torch.Tensor, torch.Tensor, torch.dtype] | None:
+    """Two leaves on the CPU, floating ones in 64 bits, and their type; None: it or their shapes differ."""
+    first, second = (
+        leaf if isinstance(leaf, torch.Tensor) else torch.as_tensor(np.asarray(leaf))
+        for leaf in (first_leaf, second_leaf)
+    )
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return None
+    dtype, wide = first.dtype, torch.complex128 if first.dtype.is_complex else torch.float64
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return first.cpu(), second.cpu(), dtype
+    return first.cpu().to(wide), second.cpu().to(wide), dtype
+
+
+def _is_leaf_close(leaf: Any, other: Any) -> bool:
+    leaves = _comparable(leaf, other)
+    if leaves is None:
+        return False
+    first, second, dtype = leaves
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.equal(first, second)
+    tolerance = _TOLERANCES.get(dtype, _TOLERANCE if dtype.itemsize > 1 else 2e-1)
+    scale = first[first.isfinite()].abs().max().item() if first.isfinite().any() else 0.0
+    return torch.allclose(first, second, rtol=tolerance, atol=tolerance * scale * 0.1 + 1e-12, equal_nan=True)
+
+
+def _is_leaf_near(leaf: Any, other: Any) -> bool:
+    leaves = _comparable(leaf, other)
+    if leaves is None:
+        return False
+    first, second, dtype = leaves
+    if not (dtype.is_floating_point or dtype.is_complex):  # a class may change at a tie
+        return bool((first != second).double().sum() <= _UNEQUAL_SHARE * first.numel())
+    if not torch.equal(first.isfinite(), second.isfinite()):
+        return False
+    first, second = first[first.isfinite()], second[second.isfinite()]
+    distance = (first - second).abs()
+    tolerance = max(_DEVICE_TOLERANCE, _TOLERANCES.get(dtype, 0.0))
+    near = distance.square().sum().sqrt() <= tolerance * second.abs().square().sum().sqrt() + 1e-12
+    return bool(near) and bool((distance <= 10 * tolerance * second.abs().max() + 1e-12).all())

@@ -7,12 +7,16 @@ that is missing or has no database is one without rows. A row that is deleted is
 from __future__ import annotations
 
 import contextlib
+import json
 import re
+import tempfile
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
+
+import numpy as np
 
 from streamload.cache.directory import check_owner
 from streamload.cache.locks import exclusive
@@ -31,13 +35,22 @@ from streamload.derived.store.database import (
     remove,
 )
 from streamload.derived.store.disk import DiskRows
-from streamload.derived.store.parts import NOTE, kind_of, read_parts
 from streamload.derived.store.row_store import RowPlace, RowStore
-from streamload.derived.store.sealed import read_row, unseal
+from streamload.derived.store.sealed import (
+    NOTE,
+    StoredLeaf,
+    described,
+    kind_of,
+    npy_head,
+    read_parts,
+    read_row,
+    unseal,
+)
 from streamload.errors import CacheCorrupt, CacheError, OptionError
 
 _YOUNG_SECONDS = 600.0
 """A note is written right before its first rows."""
+_MOST_LAYOUTS = 64
 
 
 class Catalog:
@@ -131,16 +144,12 @@ def open_catalog(root: Path, *, writable: bool = False) -> Iterator[Catalog]:
 
 @dataclass(frozen=True, slots=True)
 class DamagedRow:
-    """A row or note that can't be used: it counts as not there.
-
-    Attributes:
-        place: of a row in the database, and when it was stored: after that it may be another row. None: it is
-            a note.
-        key: as it is stored.
-    """
+    """A row or note that can't be used: it counts as not there."""
 
     place: tuple[int, Any] | None
-    key: Any
+    """Of a row in the database, and when it was stored: after that it may be another row. None: it is a
+    note."""
+    key: Any  # as it is stored
     label: str
     cause: str
 
@@ -214,19 +223,14 @@ def replace_broken(place: RowPlace) -> None:
 
 @dataclass(slots=True)
 class Garbage:
-    """Garbage that `collect_garbage` deleted, or would delete.
-
-    Attributes:
-        stale: rows of fingerprints that aren't the newest of their kind.
-        notes: fingerprints of which only the note was left.
-        databases: the names of those that were replaced, or are of an older format.
-        size_bytes: of all that.
-    """
+    """Garbage that `collect_garbage` deleted, or would delete."""
 
     stale: list[FingerprintRows] = field(default_factory=list)
-    notes: list[bytes] = field(default_factory=list)
+    """Rows of fingerprints that aren't the newest of their kind."""
+    notes: list[bytes] = field(default_factory=list)  # fingerprints of which only the note was left
     databases: list[str] = field(default_factory=list)
-    size_bytes: int = 0
+    """The names of those that were replaced, or are of an older format."""
+    size_bytes: int = 0  # of all that
 
 
 def collect_garbage(root: Path, *, stale: bool, dry_run: bool) -> Garbage:
@@ -298,3 +302,122 @@ def _replaced_databases(root: Path, garbage: Garbage, *, dry_run: bool) -> None:
         with exclusive(root / "lock"):
             for home in replaced():
                 remove(home)
+
+
+@dataclass
+class Exported:
+    """Result of writing."""
+
+    layouts: list[int]  # rows by layout, in the order of their folders
+    named: int  # rows whose keys were among those given
+    damaged: int  # rows that were left out, as they fail a check
+
+
+def export(
+    catalog: Catalog, fingerprint: bytes, out: Path, keys: Mapping[bytes, str] | None = None
+) -> Exported:
+    """Write the rows of a fingerprint as numpy files into a new folder, which appears once it is whole.
+
+        OUT/fingerprint.json          the fingerprint and its readable parts
+        OUT/layout-0/layout.json      what the results look like, and of each leaf its file, dtype and shape
+        OUT/layout-0/names.npy        S64[rows]: the rows' names, hexadecimal digits
+        OUT/layout-0/keys.txt         their keys, one a line; an empty line: it isn't among those given
+        OUT/layout-0/leaf-0.npy       [rows, …]: a tensor or array of the results, in the order of the names
+
+    One pass: each row is appended, and the number of rows is put into the headers at the end.
+
+    Args:
+        keys: a line of keys.txt by the name of its row; None: there is no keys.txt.
+
+    Raises:
+        OptionError: there is something at `out`, there are no rows, or rows of too many layouts.
+        OSError: it can't be written.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise OptionError(f"{out} exists already: name a new folder")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{out.name}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=out.parent, ignore_cleanup_errors=True) as temporary:
+        folder = Path(temporary) / out.name
+        folder.mkdir()
+        exported = _write(catalog, fingerprint, folder, keys)
+        about = {"fingerprint": fingerprint.hex(), "parts": catalog.parts(fingerprint)}
+        (folder / "fingerprint.json").write_text(json.dumps(about, indent=1))
+        folder.rename(out)
+    return exported
+
+
+def _write(catalog: Catalog, fingerprint: bytes, folder: Path, keys: Mapping[bytes, str] | None) -> Exported:
+    """Write a folder for each layout."""
+    named = damaged = 0
+    layouts: dict[bytes, _Folder] = {}
+    with contextlib.ExitStack() as stack:
+        for name, data in catalog.rows(fingerprint):
+            try:
+                row, leaves = read_row(name, data)
+            except CacheCorrupt:
+                damaged += 1
+                continue
+            if row.layout not in layouts:
+                if len(layouts) == _MOST_LAYOUTS:
+                    raise OptionError(
+                        f"the rows of {fingerprint.hex()} have more than {_MOST_LAYOUTS} layouts (numbers "
+                        f"and texts in a result are in its layout): read them by the module instead"
+                    )
+                folder_of_layout = _Folder(folder / f"layout-{len(layouts)}", row.layout, leaves, keys)
+                layouts[row.layout] = stack.enter_context(folder_of_layout)
+            layouts[row.layout].add(name, row.body)
+            named += keys is not None and name in keys
+        for written in layouts.values():
+            written.finish()
+    if not layouts:
+        raise OptionError(f"{fingerprint.hex()} has no rows in {catalog.root} that are whole")
+    return Exported([written.rows for written in layouts.values()], named, damaged)
+
+
+class _Folder(contextlib.ExitStack):
+    """The files of one layout."""
+
+    def __init__(
+        self,
+        path: Path,
+        layout: bytes,
+        leaves: tuple[StoredLeaf, ...],
+        keys: Mapping[bytes, str] | None,
+    ):
+        super().__init__()
+        path.mkdir()
+        self._path, self._layout, self._leaves, self._keys = path, layout, leaves, keys
+        self._lines = None if keys is None else self._opened("keys.txt")
+        self.rows = 0
+        self._columns = [self._column("names.npy", np.dtype(f"S{2 * KEY_BYTES}"), ())]
+        for number, leaf in enumerate(leaves):
+            self._columns.append(self._column(f"leaf-{number}.npy", leaf.stored, leaf.shape))
+
+    def _opened(self, name: str) -> IO[bytes]:
+        return self.enter_context((self._path / name).open("wb"))
+
+    def _column(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> _Column:
+        file = self._opened(name)
+        file.write(npy_head(dtype, (0, *shape)))
+        return file, dtype, shape
+
+    def add(self, name: bytes, body: bytes | memoryview) -> None:
+        """Append a row."""
+        if self._keys is not None and self._lines is not None:
+            self._lines.write(f"{self._keys.get(name, '')}\n".encode())
+        parts = [name.hex().encode(), *(body[leaf.start : leaf.stop] for leaf in self._leaves)]
+        for (file, _, _), part in zip(self._columns, parts, strict=True):
+            file.write(part)
+        self.rows += 1
+
+    def finish(self) -> None:
+        """Say in each file how many rows it has, and what they are."""
+        for file, dtype, shape in self._columns:
+            file.seek(0)
+            file.write(npy_head(dtype, (self.rows, *shape)))
+        about = {"rows": self.rows, "leaves": described(self._leaves), "layout": json.loads(self._layout)}
+        (self._path / "layout.json").write_text(json.dumps(about, indent=1))
+
+
+_Column = tuple[IO[bytes], "np.dtype[Any]", tuple[int, ...]]

@@ -4,7 +4,7 @@ rows          place, used, stored, fingerprint, key, value: one sealed row (seal
               fingerprint and the digest of a key; times in milliseconds since the epoch
 fingerprints  id, digest, label, rows, size, stored, used: how many rows each has, kept by whatever changes
               rows
-notes         key, label, stored, value: sealed texts, such as the parts of a fingerprint (parts.py)
+notes         key, label, stored, value: sealed texts, such as the parts of a fingerprint (sealed.py)
 
 Rows are appended in the order of their keys, so that a transaction writes few pages of the index. All that is
 read is checked by its reader: a flipped bit anywhere costs rows, and never gives a wrong one.
@@ -51,8 +51,9 @@ _LOG_BYTES, _MOST_LOG_BYTES = 8 << 20, 64 << 20
 _LOG_WAIT_MILLISECONDS = 200
 _PAGES_PER_ROW = 8
 """So many a transaction may write for a row and one that goes for it: its own, and those of indexes."""
-_READING_KIB, _WRITING_KIB = 256, 2048
-"""Pages that are held in memory by each connection. The inner pages of an index fit in the first."""
+_READING_KIB, _LEAST_WRITING_KIB, _MOST_WRITING_KIB = 256, 2048, 8192
+"""Pages that are held in memory by each connection. The inner pages of an index fit in the first; writing has
+as much as the rows of the transaction take, within these."""
 _VALUES = 500
 """SQLite allows 999 values in a statement."""
 _AT_ONCE = 1000
@@ -67,22 +68,15 @@ _FOR_NOW = (
 
 @dataclass(frozen=True, slots=True)
 class FingerprintRows:
-    """The rows of one fingerprint under one label.
+    """The rows of one fingerprint under one label."""
 
-    Attributes:
-        number: by which rows refer to it.
-        size_bytes: of the rows, without what the database takes beside them.
-        stored_at: when a row was last stored, in seconds since the epoch.
-        read_at: when a row was last read after it was stored; None: none was, or it wasn't noted.
-    """
-
-    number: int
+    number: int  # by which rows refer to it
     label: str
     fingerprint: bytes
     rows: int
-    size_bytes: int
-    stored_at: float
-    read_at: float | None
+    size_bytes: int  # of the rows, without what the database takes beside them
+    stored_at: float  # when a row was last stored, in seconds since the epoch
+    read_at: float | None  # when a row was last read after it was stored; None: none was, or it wasn't noted
 
     @property
     def used_at(self) -> float:
@@ -217,24 +211,21 @@ class Database:
         """
         ordered = sorted(dict(rows).items())
         stored = _milliseconds()
-        self.execute(f"PRAGMA cache_size = -{_WRITING_KIB}")
+        size_bytes = sum(len(data) for _, data in ordered)
+        held_kib = min(_MOST_WRITING_KIB, max(_LEAST_WRITING_KIB, size_bytes >> 10))
+        self.execute(f"PRAGMA cache_size = -{held_kib}")
         try:
             with self._transaction():
-                evicted = self._make_room(sum(len(data) for _, data in ordered), len(ordered), limit_bytes)
+                evicted = self._make_room(size_bytes, len(ordered), limit_bytes)
                 if evicted is None:
                     return None
-                for part in _portions([key for key, _ in ordered]):
-                    self._delete_chosen(
-                        self.execute(f"SELECT {_OF_ROW} FROM rows WHERE key IN ({_marks(part)})", part)
-                    )
                 ids = {digest: self._id(digest, label) for digest in {key[:16] for key, _ in ordered}}
                 ((last,),) = self.execute("SELECT max(place) FROM rows")
-                self.connection.executemany(
-                    "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?)",
+                self._insert(
                     [
                         (place, stored, stored, ids[key[:16]], key, data)
                         for place, (key, data) in enumerate(ordered, (last or 0) + 1)
-                    ],
+                    ]
                 )
                 self._count([(ids[key[:16]], len(data)) for key, data in ordered], 1)
                 self.connection.executemany(
@@ -425,13 +416,32 @@ class Database:
             raise sqlite3.DatabaseError("a fingerprint has no number")
         return ids[0][0]
 
+    def _insert(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Insert rows, by place; those of before go that have a key of these, which are few."""
+        before = self.connection.total_changes
+        self.connection.executemany("INSERT OR IGNORE INTO rows VALUES (?, ?, ?, ?, ?, ?)", rows)
+        missing = len(rows) - (self.connection.total_changes - before)
+        if not missing:
+            return
+        old: list[tuple[Any, ...]] = []
+        for part in _portions([row[4] for row in rows]):
+            of_keys = f"SELECT {_OF_ROW}, key FROM rows WHERE key IN ({_marks(part)}) AND place < ?"
+            old += self.execute(of_keys, (*part, rows[0][0]))
+        self._delete_chosen(old)
+        keys = {key for *_, key in old}
+        if len(keys) != missing:
+            raise sqlite3.DatabaseError("the index of rows is broken")
+        self.connection.executemany(
+            "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?)", [row for row in rows if row[4] in keys]
+        )
+
     def _delete_chosen(self, chosen: Sequence[tuple[Any, ...]]) -> None:
         """Delete rows of which these are place, fingerprint and size, and count them."""
         if chosen:
             self.connection.executemany(
                 "DELETE FROM rows WHERE place = ?", [(place,) for place, *_ in chosen]
             )
-            self._count([(number, size or 0) for _, number, size in chosen], -1)
+            self._count([(number, size or 0) for _, number, size, *_ in chosen], -1)
 
     def _count(self, rows: Iterable[tuple[int, int]], sign: int) -> None:
         counts: Counter[int] = Counter()

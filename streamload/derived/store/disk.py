@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from streamload.cache.directory import check_owner
 from streamload.cache.locks import exclusive
-from streamload.derived.log_once import log_once
+from streamload.derived import log_once
 from streamload.derived.store.database import (
     DATABASE,
     ERRORS,
@@ -157,7 +157,8 @@ class DiskRows:
         if limit is None:
             return
         try:
-            self._do(lambda opened: None, None)
+            with self._use:
+                self._do(lambda opened: None, None)
         except ERRORS as exc:
             if isinstance(exc, CacheError):
                 raise
@@ -293,16 +294,15 @@ class DiskRows:
 
     def _do(self, action: Callable[[Database], _T], otherwise: _T) -> _T:
         """Do something with the database, if there is one; one that is broken is replaced by an empty one."""
-        with self._use:
-            try:
-                opened = self._open()
-                return otherwise if opened is None else action(opened)
-            except ERRORS as exc:
-                if self._limit is None or not self._is_broken(exc):
-                    raise
-                self._replace(exc)
+        try:
             opened = self._open()
             return otherwise if opened is None else action(opened)
+        except ERRORS as exc:
+            if self._limit is None or not self._is_broken(exc):
+                raise
+            self._replace(exc)
+        opened = self._open()
+        return otherwise if opened is None else action(opened)
 
     def _is_broken(self, error: Exception) -> bool:
         says_read_only = "readonly" in str(error)  # by its own head, or another has removed it

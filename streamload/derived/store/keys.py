@@ -218,7 +218,7 @@ def _digests(leaf: Any, places: Sequence[int], *, whole: bool) -> Digests:
     """Digests of the rows of one leaf."""
     if not _is_array(leaf):
         rows = [leaf] if whole else [leaf[place] for place in places]
-        digests = [_digest_of(row, 0) for row in rows]
+        digests = [digest_of(row) for row in rows]
         return lambda: digests
     plain = _plain(leaf)
     if plain is None:
@@ -230,7 +230,7 @@ def _digests(leaf: Any, places: Sequence[int], *, whole: bool) -> Digests:
     return _digests_of_rows(plain, whole=whole)
 
 
-def _digest_of(value: Any, seed: int) -> int:
+def digest_of(value: Any, seed: int = 0) -> int:
     """A digest of one input; the seed itself where it can't be seen."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         plain = _plain(value)
@@ -245,7 +245,7 @@ def _digest_of(value: Any, seed: int) -> int:
         return _digest(value.tobytes(), _digest(f"{value.mode}{value.size}".encode(), seed))
     if type(value) in (list, tuple):
         for member in value:
-            seed = _digest_of(member, seed)
+            seed = digest_of(member, seed)
     return seed
 
 
@@ -269,8 +269,8 @@ def _digests_of_rows(rows: torch.Tensor, *, whole: bool) -> Digests:
         digests = [head] * count
         return lambda: digests
     data = rows.reshape(count, -1).contiguous().view(torch.uint8)
-    if data.device.type != "cuda":
-        computed = _digests_of_bytes(_runs(data.cpu().numpy()), head)
+    if not data.is_cuda:
+        computed = _digests_of_bytes(_runs(data.numpy() if data.is_cpu else data.cpu().numpy()), head)
         return lambda: computed
     arrived = copied(_runs(data))
     return lambda: _digests_of_bytes(arrived().reshape(count, -1), head)

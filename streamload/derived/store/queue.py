@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from streamload import limits
-from streamload.derived.log_once import log_once
+from streamload.derived import log_once
 from streamload.derived.store.sealed import seal_rows
 from streamload.errors import LimitReached
 
@@ -55,27 +55,17 @@ class Prover(Protocol):
 
 @dataclass(eq=False, slots=True)
 class ComputedRows:
-    """The rows of a call.
+    """The rows of a call."""
 
-    Attributes:
-        names: under which they are stored.
-        layout: of each.
-        material: gives their bytes and the digests of their inputs; may wait for a device to copy them.
-        size_bytes: what they take in memory about.
-        is_of_device: whether a device computed them.
-        label: what they are listed by.
-        state: of the module when they were computed, for its prover.
-        computed_at: when that was, `time.monotonic()`.
-    """
-
-    names: Sequence[bytes]
-    layout: bytes
+    names: Sequence[bytes]  # under which they are stored
+    layout: bytes  # of each
     material: Callable[[], Material]
-    size_bytes: int
-    is_of_device: bool
-    label: str
-    state: Any
-    computed_at: float = field(default_factory=time.monotonic)
+    """Gives their bytes and the digests of their inputs; may wait for a device to copy them."""
+    size_bytes: int  # what they take in memory about
+    is_of_device: bool  # whether a device computed them
+    label: str  # what they are listed by
+    state: Any  # of the module when they were computed, for its prover
+    computed_at: float = field(default_factory=time.monotonic)  # when that was, `time.monotonic()`
 
 
 class RowQueue:

@@ -37,16 +37,11 @@ Builder = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class ResultLayout:
-    """Layout of a result: its leaves in the order of their bytes, and how they become the result.
-
-    Attributes:
-        body_bytes: of all leaves.
-        build: leaves → result.
-    """
+    """Layout of a result: its leaves in the order of their bytes, and how they become the result."""
 
     leaves: tuple[StoredLeaf, ...]
-    body_bytes: int
-    build: Builder
+    body_bytes: int  # of all leaves
+    build: Builder  # leaves → result
 
 
 class Result:
@@ -243,6 +238,21 @@ def _builder(node: Any, places: Iterator[int]) -> Builder:
     return lambda leaves: cls(**{name: part(leaves) for name, part in named})
 
 
+def result_of(row: Row, device: torch.device) -> Any:
+    """The whole result that a row is, in memory of its own.
+
+    Raises:
+        CacheCorrupt: the body isn't as long as the layout says.
+        TypeError, ValueError: by a class in it.
+    """
+    layout, body = layout_of(row.layout), row.body
+    if len(body) != layout.body_bytes:
+        raise CacheCorrupt("a row isn't as long as its layout says")
+    return layout.build(
+        [_leaf(leaf, bytearray(body[leaf.start : leaf.stop]), leaf.shape, device) for leaf in layout.leaves]
+    )
+
+
 def join(rows: Sequence[Row], device: torch.device, *, is_row: bool) -> tuple[ResultLayout, list[Any]]:
     """The leaves of rows of one layout, each stacked along a new dimension 0; or those of one whole result.
 
@@ -253,22 +263,23 @@ def join(rows: Sequence[Row], device: torch.device, *, is_row: bool) -> tuple[Re
     bodies = [row.body for row in rows]
     if set(map(len, bodies)) != {layout.body_bytes}:
         raise CacheCorrupt("a row isn't as long as its layout says")
-    return layout, [_joined(leaf, bodies, device, is_row=is_row) for leaf in layout.leaves]
+    leaves = []
+    for leaf in layout.leaves:
+        is_all = leaf.stop - leaf.start == layout.body_bytes
+        parts = bodies if is_all else [memoryview(body)[leaf.start : leaf.stop] for body in bodies]
+        shape = (len(bodies), *leaf.shape) if is_row else leaf.shape
+        leaves.append(_leaf(leaf, bytearray().join(parts), shape, device))
+    return layout, leaves
 
 
-def _joined(
-    leaf: StoredLeaf, bodies: Sequence[bytes | memoryview], device: torch.device, *, is_row: bool
-) -> Any:
-    """A leaf of several rows as one, in memory of its own; of one whole result, as it was."""
-    shape = (len(bodies), *leaf.shape) if is_row else leaf.shape
-    if leaf.start or leaf.stop != len(bodies[0]):
-        bodies = [memoryview(body)[leaf.start : leaf.stop] for body in bodies]
-    data = bytearray().join(bodies)
-    dtype = dtype_of(leaf)
-    if dtype is None:
-        return np.frombuffer(data, np.dtype(leaf.dtype)).reshape(shape)
-    joined = torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
-    return joined if leaf.kind == "t" or device.type == "cpu" else joined.to(device)
+def _leaf(leaf: StoredLeaf, data: bytearray, shape: tuple[int, ...], device: torch.device) -> Any:
+    """A tensor or array in memory of its own."""
+    array = np.ndarray(shape, leaf.stored, data)
+    if leaf.kind == "n":
+        return array
+    tensor, dtype = torch.from_numpy(array), _DTYPES[leaf.dtype]
+    tensor = tensor if tensor.dtype is dtype else tensor.view(dtype)  # of those that numpy lacks
+    return tensor if leaf.kind == "t" or device.type == "cpu" else tensor.to(device)
 
 
 def dtype_of(leaf: StoredLeaf) -> torch.dtype | None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from streamload.cache import memory
 from streamload.cache.tier import Tier
-from streamload.derived.log_once import log_once
+from streamload.derived import log_once
 from streamload.derived.store.database import DATABASE
 from streamload.derived.store.disk import DiskRows, RowCounts, SealedRow, checked, note_in
 from streamload.derived.store.memory import MemoryRows
@@ -70,25 +70,18 @@ class Mapped:
 
 @dataclass(frozen=True)
 class RowPlace:
-    """Where the rows of a module go, and how much they may take.
+    """Where the rows of a module go, and how much they may take."""
 
-    Attributes:
-        path: the directory; "": `rows` in streamload's cache directory.
-        level: whether rows are held in memory, too.
-        memory_bytes: the limit of these, for all processes of the node together; None: by
-            `STREAMLOAD_MEMORY_SIZE`.
-        cache_size: the limit on disk, as of `make_loader`; None: by `STREAMLOAD_CACHE_SIZE`.
-        mapped: a mapping that has the rows in place of a directory; only the process that made it uses it.
-        reads_default: whether rows that aren't there are looked for in the default directory, which then is
-            only read.
-    """
-
-    path: str
-    level: CacheLevel = CacheLevel.DISK
+    path: str  # the directory; "": `rows` in streamload's cache directory
+    level: CacheLevel = CacheLevel.DISK  # whether rows are held in memory, too
     memory_bytes: int | None = None
+    """The limit of these, for all processes of the node together; None: by `STREAMLOAD_MEMORY_SIZE`."""
     cache_size: str | int | None = None
+    """The limit on disk, as of `make_loader`; None: by `STREAMLOAD_CACHE_SIZE`."""
     mapped: Mapped | None = None
+    """A mapping that has the rows in place of a directory; only the process that made it uses it."""
     reads_default: bool = False
+    """Whether rows that aren't there are looked for in the default directory, which then is only read."""
 
     def __hash__(self) -> int:
         return hash(self.path)  # of a few places in a process: each call looks for its own
@@ -226,9 +219,9 @@ class RowStore:
 
     def read_from_memory(self, key: bytes) -> Row | None:
         """A row that is in memory; None: it isn't, or is to be stored first."""
-        if self.memory is None or self.queue.is_busy:
+        if self.queue.is_busy:
             return None
-        row = self.memory.get(key)
+        row = None if self.memory is None else self.memory.get(key)
         if row is not None:
             self.counts.bytes_read += len(row.body)
         return row
@@ -322,8 +315,8 @@ _stores: dict[RowPlace, RowStore | None] = {}
 
 def open_store(place: RowPlace) -> RowStore | None:
     """The store of a place in this process; None: it can't be used, which is said once."""
-    if place in _stores:
-        return _stores[place]
+    if (opened := _stores.get(place)) is not None or place in _stores:
+        return opened
     try:
         store = RowStore(place)
     except CacheError as exc:

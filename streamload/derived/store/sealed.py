@@ -7,12 +7,13 @@ results of layouts again.
 from __future__ import annotations
 
 import functools
+import hashlib
 import io
 import json
 import math
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,17 +30,11 @@ _IN_NUMPY = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)"
 
 @dataclass(slots=True)
 class Row:
-    """A stored row, checked.
+    """A stored row, checked."""
 
-    Attributes:
-        layout: what it looks like, as it is stored.
-        body: the bytes of its leaves.
-        input_digest: of the input that it was computed from; 0: unknown.
-    """
-
-    layout: bytes
-    body: bytes | memoryview
-    input_digest: int
+    layout: bytes  # what it looks like, as it is stored
+    body: bytes | memoryview  # the bytes of its leaves
+    input_digest: int  # of the input that it was computed from; 0: unknown
 
 
 def seal(key: bytes, layout: bytes, body: bytes, input_digest: int) -> bytes:
@@ -95,19 +90,12 @@ def _checksum(key: bytes, layout_bytes: int, input_digest: int, content: Any) ->
 
 @dataclass(frozen=True, slots=True)
 class StoredLeaf:
-    """Where a tensor or array is in the body of a row.
+    """Where a tensor or array is in the body of a row."""
 
-    Attributes:
-        path: in the result, such as "['tokens'][0]"; "": it is the result.
-        kind: "t" for a tensor on the CPU, "m" for one on the module's device, "n" for an array.
-        dtype: its name in torch, or numpy's text for an array.
-        stored: the dtype by which numpy reads it: an unsigned integer where numpy lacks its own.
-    """
-
-    path: str
-    kind: str
-    dtype: str
-    stored: np.dtype[Any]
+    path: str  # in the result, such as "['tokens'][0]"; "": it is the result
+    kind: str  # "t" for a tensor on the CPU, "m" for one on the module's device, "n" for an array
+    dtype: str  # its name in torch, or numpy's text for an array
+    stored: np.dtype[Any]  # the dtype by which numpy reads it: an unsigned integer where numpy lacks its own
     shape: tuple[int, ...]
     start: int
     stop: int
@@ -215,3 +203,61 @@ def _stored(dtype: str) -> np.dtype[Any]:
     if bits is None:
         raise ValueError(f"a tensor of {dtype}")
     return np.dtype(f"uint{max(8, int(bits[0]))}")
+
+
+NOTE = b"parts"
+"""Before a fingerprint: the key of its note."""
+SETTINGS = ("torch", "autocast", "float32_matmul_precision", "allow_tf32", "default_dtype")
+"""Values of `fingerprint.torch_settings`, in its order."""
+
+
+def digest_of_parts(parts: Mapping[str, Any]) -> bytes:
+    """The 16 bytes of the fingerprint that has these parts."""
+    text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def read_parts(key: bytes, data: bytes) -> dict[str, Any]:
+    """The parts that a stored note holds.
+
+    Raises:
+        CacheCorrupt: it isn't what was written, or isn't of the fingerprint in its key.
+    """
+    try:
+        parts = json.loads(bytes(unseal(key, data).body))
+    except (ValueError, RecursionError) as exc:
+        raise CacheCorrupt(f"the note {key.hex()} can't be read: {exc}") from exc
+    if not isinstance(parts, dict) or NOTE + digest_of_parts(parts) != key:
+        raise CacheCorrupt(f"the note {key.hex()} is of another fingerprint")
+    return parts
+
+
+def kind_of(parts: Mapping[str, Any] | None) -> str:
+    """Parts in which modules of one label may differ and be in use at once; "": the parts aren't known."""
+    if parts is None:
+        return ""
+    return json.dumps({name: parts.get(name) for name in ("arguments", "inputs")}, sort_keys=True)
+
+
+def flat(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of parts by name, such as "arguments.width", "code.Extractor.forward", "settings.torch"."""
+    settings = parts.get("settings")
+    if isinstance(settings, list) and len(settings) == len(SETTINGS):
+        parts = {**parts, "settings": dict(zip(SETTINGS, settings, strict=True))}
+    return dict(_flattened(parts, ()))
+
+
+def _flattened(parts: Mapping[str, Any], inside: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    for name, value in parts.items():
+        path = (*inside, name) if name else inside  # "" is a module itself, among those in it
+        if isinstance(value, Mapping) and value:
+            yield from _flattened(value, path)
+        else:
+            yield ".".join(path), value
+
+
+def compared(first_parts: Mapping[str, Any], second_parts: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """The parts in which two fingerprints differ, each with both values; None of what one hasn't."""
+    first, second = flat(first_parts), flat(second_parts)
+    both = ((name, first.get(name), second.get(name)) for name in sorted({*first, *second}))
+    return [(name, before, after) for name, before, after in both if before != after]

@@ -28,7 +28,7 @@ from streamload.cache.shared.objects import Objects
 from streamload.cache.shared.tier import SharedTier
 from streamload.cache.tier import Tier
 from streamload.derived.store.catalog import all_but_newest
-from streamload.derived.store.parts import kind_of
+from streamload.derived.store.sealed import kind_of
 from streamload.derived.store.shard import RowShard, fingerprint_in, rows_in, rows_recipe
 from streamload.errors import (
     CacheCorrupt,
@@ -52,29 +52,17 @@ UNREADABLE = (OSError, StreamloadError, ValueError, TypeError, LookupError, Arit
 
 @dataclass(frozen=True, slots=True)
 class HeldRows:
-    """A derived shard that is held somewhere.
+    """A derived shard that is held somewhere."""
 
-    Attributes:
-        fingerprint: of its rows, 32 hex digits.
-        digest: its name.
-        url: of the shard it was made of, without secrets; "": unknown.
-        rows: how many it has, by its index.
-        size_bytes: what it takes.
-        used_at: in a tier, when it was last opened; in a shared cache, when it was stored.
-        cause: why its index can't be read; "": it can.
-        directory: in a tier; None: it is in a shared cache.
-        objects: in a shared cache, its index first.
-    """
-
-    fingerprint: str
-    digest: str
-    url: str
-    rows: int
-    size_bytes: int
-    used_at: float
-    cause: str = ""
-    directory: HeldShard | None = None
-    objects: tuple[str, ...] = ()
+    fingerprint: str  # of its rows, 32 hex digits
+    digest: str  # its name
+    url: str  # of the shard it was made of, without secrets; "": unknown
+    rows: int  # how many it has, by its index
+    size_bytes: int  # what it takes
+    used_at: float  # in a tier, when it was last opened; in a shared cache, when it was stored
+    cause: str = ""  # why its index can't be read; "": it can
+    directory: HeldShard | None = None  # in a tier; None: it is in a shared cache
+    objects: tuple[str, ...] = ()  # in a shared cache, its index first
 
     @property
     def form(self) -> Shard:
@@ -84,17 +72,12 @@ class HeldRows:
 
 @dataclass(frozen=True, slots=True)
 class FingerprintShards:
-    """The derived shards of one fingerprint in one place.
-
-    Attributes:
-        label: what its rows are listed by; "": none of the shards can be read.
-        parts: of the fingerprint; None: none of the shards can be read.
-    """
+    """The derived shards of one fingerprint in one place."""
 
     where: str
     fingerprint: str
-    label: str
-    parts: dict[str, Any] | None
+    label: str  # what its rows are listed by; "": none of the shards can be read
+    parts: dict[str, Any] | None  # of the fingerprint; None: none of the shards can be read
     shards: tuple[HeldRows, ...]
 
     @property
@@ -122,13 +105,9 @@ class Removed:
 
 
 class RowShards(ABC):
-    """The derived shards of rows in one place.
+    """The derived shards of rows in one place."""
 
-    Attributes:
-        where: the directory, or the URL without secrets.
-    """
-
-    where: str
+    where: str  # the directory, or the URL without secrets
 
     @abstractmethod
     def held(self) -> list[HeldRows]:

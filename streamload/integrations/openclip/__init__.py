@@ -47,7 +47,7 @@ def install(
     compile: bool = True,  # noqa: A002
     shared_cache: str | None = None,
     prepare: str | None = None,
-    decode: Literal["host", "device"] = "host",
+    decode: Literal["host", "device", "auto"] = "host",
     moved: Sequence[tuple[str, str]] = (),
     mixing: Schedule | Progress | None = None,
     on_device: bool = True,

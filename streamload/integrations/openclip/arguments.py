@@ -107,9 +107,10 @@ def parser() -> argparse.ArgumentParser:
     add(
         f"{_OURS}decode",
         dest="decode",
-        choices=["host", "device"],
+        choices=["host", "device", "auto"],
         default="host",
-        help="device: decode the training's JPEGs on the GPU, by its engine; needs streamload[gpu]",
+        help="device: decode the training's JPEGs on the GPU, by its engine; needs streamload[gpu]. auto: if "
+        "workers can't keep up",
     )
     add(
         f"{_OURS}moved",
