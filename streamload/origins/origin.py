@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from streamload.origins.access import granted
@@ -50,7 +51,8 @@ __all__ = [
 ]
 
 _logger = logging.getLogger("streamload")
-_OWN = frozenset({"http", "https", "pipe", "file"})
+_MODULES = {"http": "web", "https": "web", "pipe": "pipe", "file": "local", "s3": "s3"}
+"""The modules that read without fsspec, by scheme; s3fs reads some of S3."""
 
 
 def open_origin(
@@ -119,17 +121,17 @@ def import_origins(
         shared: the URL of a shared cache, whose small objects fsspec reads.
     """
     examples = {url.split(maxsplit=1)[0] if scheme(url) == "pipe" else scheme(url): url for url in urls}
-    stores = {scheme(shared)} if shared is not None else set()
+    stores = {scheme(shared)} - {"file"} if shared is not None else set()
     for url in examples.values():
         name = _opened_as(url)
-        if name not in _OWN and not (name == "s3" and _is_read_directly(url, storage_options or {})):
+        if name not in _MODULES or (name == "s3" and not _is_read_directly(url, storage_options or {})):
             stores.add(name)
         else:
-            _kind(name)
-    if stores - _OWN:
+            importlib.import_module(f"streamload.origins.{_MODULES[name]}")
+    if stores:
         from streamload.origins.stores import import_store
 
-        for name in stores - _OWN:
+        for name in stores:
             import_store(name)
 
 
@@ -157,9 +159,29 @@ def _requested(url: str) -> str:
 
 
 def _plain_origin(url: str, storage_options: dict[str, Any], session: Session) -> Origin:
-    if scheme(url) == "pipe":
-        return _of_command(url, session)
-    return _kind(scheme(url))(url, storage_options, session)
+    """Return the origin of a URL, importing it on first use: fsspec and urllib3 take a while."""
+    match scheme(url):
+        case "http" | "https":
+            from streamload.origins.access import WebCredentials
+            from streamload.origins.web import HttpOrigin
+            from streamload.origins.web_client import HttpClient
+
+            return HttpOrigin(HttpClient(url, session, WebCredentials(url, storage_options, session)))
+        case "pipe":
+            return _of_command(url, session)
+        case "file":
+            from streamload.origins.local import LocalOrigin
+
+            return LocalOrigin(url, session)
+        case "hf":
+            from streamload.origins.hub import HubOrigin
+
+            return HubOrigin(url, storage_options, session)
+        case "s3":
+            return _of_s3(url, storage_options, session)
+    from streamload.origins.stores import StoreOrigin
+
+    return StoreOrigin(url, storage_options, session)
 
 
 def _of_command(url: str, session: Session) -> Origin:
@@ -170,20 +192,21 @@ def _of_command(url: str, session: Session) -> Origin:
     request = parse_command(url.removeprefix("pipe:"))
     if isinstance(request, Opaque):
         _log_once(f"pipe: {request.program or 'other'} commands are run by bash: {request.reason}")
-        return _kind("pipe")(url, {}, session)
+        from streamload.origins.pipe import PipeOrigin
+
+        return PipeOrigin(url, session)
     _log_once(f"pipe: {request.program} commands are opened natively: all of their flags are supported")
     if request.program == "aws":
-        return _kind("s3")(request.url, dict(request.storage_options), session)
+        return _of_s3(request.url, dict(request.storage_options), session)
     from streamload.origins.access import WebCredentials
     from streamload.origins.web import HttpOrigin
     from streamload.origins.web_client import HttpClient
 
     credentials = WebCredentials(request.url, {"headers": request.own_headers}, session)
-    return HttpOrigin(
-        HttpClient(
-            request.url, session, credentials, common_headers=request.headers, redirects=request.redirects
-        )
+    client = HttpClient(
+        request.url, session, credentials, common_headers=request.headers, redirects=request.redirects
     )
+    return HttpOrigin(client)
 
 
 def _of_s3(url: str, storage_options: dict[str, Any], session: Session) -> Origin:
@@ -210,36 +233,3 @@ def _is_read_directly(url: str, storage_options: Mapping[str, Any]) -> bool:
 def _log_once(line: str) -> None:
     """Log a line once per process, whatever the number of shards."""
     _logger.info("%s", line)
-
-
-def _kind(name: str) -> Callable[[str, dict[str, Any], Session], Origin]:
-    """Return the constructor for a scheme, importing it on first use: fsspec and urllib3 take a while."""
-    match name:
-        case "http" | "https":
-            from streamload.origins.access import WebCredentials
-            from streamload.origins.web import HttpOrigin
-            from streamload.origins.web_client import HttpClient
-
-            return lambda url, storage, session: HttpOrigin(
-                HttpClient(url, session, WebCredentials(url, storage, session))
-            )
-        case "pipe":
-            from streamload.origins.pipe import PipeOrigin
-
-            return lambda url, _, session: PipeOrigin(url, session)
-        case "file":
-            from streamload.origins.local import LocalOrigin
-
-            return lambda url, _, session: LocalOrigin(url, session)
-        case "hf":
-            from streamload.origins.hub import HubOrigin
-
-            return HubOrigin
-        case "s3":
-            import streamload.origins.s3  # noqa: F401
-
-            return _of_s3
-        case _:
-            from streamload.origins.stores import StoreOrigin
-
-            return StoreOrigin

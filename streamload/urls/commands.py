@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
@@ -150,10 +150,13 @@ _CHOOSE_NOTHING = frozenset({"authorization", "user-agent"})
 
 def _curl(words: list[str]) -> CommandRequest:
     options: dict[str, str] = {}
-    headers = _Headers()
+    headers: dict[str, tuple[str, str]] = {}  # names as given and values, by name in lower case
     for name, value in _curl_options(iter(words)):
         if name == "header":
-            headers.add_line(value)
+            header = _HEADER.fullmatch(value)
+            if header is None:
+                raise _Unsupported("the value of --header isn't plain")
+            _add(headers, header[1], header[2])
         elif name in _CURL_VALUES and name in options:
             raise _Unsupported("several URLs" if name == "url" else f"--{name} is given twice")
         else:
@@ -169,22 +172,22 @@ def _curl(words: list[str]) -> CommandRequest:
     if user is not None:
         if not _ANY.fullmatch(user):
             raise _Unsupported("the user isn't plain ASCII")
-        headers.add("Authorization", f"Basic {base64.b64encode(user.encode()).decode()}")
+        _add(headers, "Authorization", f"Basic {base64.b64encode(user.encode()).decode()}")
     if "cookie" in options and "location" in options:
         raise _Unsupported("which hosts get the cookies of -b with -L depends on curl's version")
     if "oauth2-bearer" in options:
-        headers.add("Authorization", f"Bearer {options['oauth2-bearer']}")
+        _add(headers, "Authorization", f"Bearer {options['oauth2-bearer']}")
     for option, name in (("cookie", "Cookie"), ("user-agent", "User-Agent"), ("referer", "Referer")):
         if option in options:
-            headers.add(name, options[option])
-    named_by_url = headers.names <= _CHOOSE_NOTHING
-    headers.add_default("User-Agent", "curl/8 (streamload)")  # some servers check for it
-    headers.add_default("Accept", "*/*")
+            _add(headers, name, options[option])
+    named_by_url = headers.keys() <= _CHOOSE_NOTHING
+    headers.setdefault("user-agent", ("User-Agent", "curl/8 (streamload)"))  # some servers check for it
+    headers.setdefault("accept", ("Accept", "*/*"))
     return CommandRequest(
         "curl",
         match["scheme"] + match["place"],
-        headers={name: value for name, value in headers.items() if name.lower() in FOR_ALL_HOSTS},
-        own_headers={name: value for name, value in headers.items() if name.lower() not in FOR_ALL_HOSTS},
+        headers=dict(header for name, header in headers.items() if name in FOR_ALL_HOSTS),
+        own_headers=dict(header for name, header in headers.items() if name not in FOR_ALL_HOSTS),
         redirects=int(options.get("max-redirs", _CURL_REDIRECTS)) if "location" in options else 0,
         named_by_url=named_by_url,
     )
@@ -228,32 +231,11 @@ def _value(name: str, attached: str, words: Iterator[str]) -> str:
     return value
 
 
-class _Headers:
-    """Headers, each name at most once."""
-
-    def __init__(self) -> None:
-        self._lines: dict[str, tuple[str, str]] = {}
-
-    @property
-    def names(self) -> set[str]:
-        return set(self._lines)
-
-    def items(self) -> Iterable[tuple[str, str]]:
-        return self._lines.values()
-
-    def add_line(self, line: str) -> None:
-        match = _HEADER.fullmatch(line)
-        if match is None:
-            raise _Unsupported("the value of --header isn't plain")
-        self.add(match[1], match[2])
-
-    def add(self, name: str, value: str) -> None:
-        if name.lower() in _NOT_OURS or name.lower() in self._lines:
-            raise _Unsupported(f"the header {name[:40]} is given twice, or isn't supported")
-        self._lines[name.lower()] = (name, value)
-
-    def add_default(self, name: str, value: str) -> None:
-        self._lines.setdefault(name.lower(), (name, value))
+def _add(headers: dict[str, tuple[str, str]], name: str, value: str) -> None:
+    """Add a header, whose name in lower case isn't among them yet."""
+    if name.lower() in _NOT_OURS or name.lower() in headers:
+        raise _Unsupported(f"the header {name[:40]} is given twice, or isn't supported")
+    headers[name.lower()] = (name, value)
 
 
 _BUCKET_AND_KEY = re.compile(

@@ -169,8 +169,6 @@ class SharedShard:
         """
         try:
             return cls._unpacked(packed)
-        except CacheCorrupt:
-            raise
         except (ValueError, TypeError, KeyError, RecursionError) as exc:
             raise CacheCorrupt(f"its index can't be read: {exc}") from None
 
