@@ -200,6 +200,21 @@ def test_what_was_not_read_for_longest_goes_first(tmp_path, monkeypatch):
         assert key(4) not in store.read([key(4)])
 
 
+def test_rows_that_are_stored_again_replace_those_of_before_among_new_ones(tmp_path):
+    with opened(tmp_path / "rows") as store:
+        store.write([row(at) for at in range(0, 900, 3)], "first")
+        assert store.write([row(at, 200, seed=1) for at in range(600)], "second") == 600
+        assert len(store.read([key(at) for at in range(900)])) == 700
+        assert bodies(store.read([key(at) for at in range(600, 900)]), range(600, 900)) == expected(
+            range(600, 900, 3)
+        )
+        replaced = bodies(store.read([key(at) for at in range(600)]), range(600))
+        assert replaced == {at: random.Random(f"1 {at}").randbytes(200) for at in range(600)}
+        counted = {rows.label: (rows.rows, rows.size_bytes) for rows in store.fingerprints()}
+        sizes = {at: len(row(at, size)[1]) for at, size in ((0, 100), (1, 200))}
+        assert counted == {"first": (100, 100 * sizes[0]), "second": (600, 600 * sizes[1])}
+
+
 def test_a_limit_below_one_row_stores_nothing_and_says_so_once(tmp_path, caplog):
     with opened(tmp_path / "rows", 100 * KIB) as store, caplog.at_level(logging.WARNING):
         for at in range(5):

@@ -284,13 +284,12 @@ def _believed(module: Any, store: RowStore, description: Description, proof: Pro
     meanings = [meaning for _, _, meaning in pending.asked]
     if proof.believed is not None and proof.believed[0] == meanings:
         start = time.monotonic()
-        if not proof.beliefs.is_due:
-            return proof.believed[1]
-        if proof.believed[1].still_holds():
+        if proof.beliefs.is_due:
+            if not proof.believed[1].still_holds():
+                proof.believed = None
+                return None
             proof.beliefs.looked(start)
-            return proof.believed[1]
-        proof.believed = None
-        return None
+        return proof.believed[1]
     key = _recipe(description, pending)
     builds = read_builds(store.read_note(key))
     has_weights = options.weights is not None

@@ -307,7 +307,10 @@ class RowCheck:
             if time.monotonic() > ends:
                 raise CannotCheck("other processes of the node are checking")
             time.sleep(_POLL_SECONDS)
-        _remove_old(path.parent)
+        with contextlib.suppress(OSError):  # verdicts of a day ago
+            for old in path.parent.iterdir():
+                if old.name != "lock" and old.lstat().st_mtime < time.time() - _KEPT_SECONDS:
+                    old.unlink()
         self._process.answer()
         return RowVerdict(self._process.answer()["is_same"])
 
@@ -367,14 +370,6 @@ def _read_verdict(path: Path) -> RowVerdict | None:
     with contextlib.suppress(OSError, ValueError, TypeError):
         return RowVerdict(**json.loads(path.read_bytes()))
     return None
-
-
-def _remove_old(home: Path) -> None:
-    """Remove verdicts of a day ago."""
-    with contextlib.suppress(OSError):
-        for path in home.iterdir():
-            if path.name != "lock" and path.lstat().st_mtime < time.time() - _KEPT_SECONDS:
-                path.unlink()
 
 
 def _run_began() -> float:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from streamload.cache.directory import inode_of
 from streamload.errors import CacheError
 
 KEY_BYTES, FINGERPRINT_BYTES = 32, 16
@@ -97,7 +98,7 @@ class Database:
             uri, uri=True, timeout=WAIT_SECONDS, isolation_level=None, check_same_thread=False
         )
         self.connection.text_factory = bytes
-        self._status = path.stat() if path.name else None
+        self._inode = inode_of(path) if path.name else None
 
     @classmethod
     def open(cls, home: Path, limit_bytes: int) -> Database:
@@ -162,10 +163,9 @@ class Database:
 
     def is_current(self) -> bool:
         """True if the file is still the one that was opened."""
-        try:
-            return self._status is not None and os.path.samestat(self.path.stat(), self._status)
-        except OSError:
-            return False
+        with contextlib.suppress(OSError):
+            return self._inode is not None and inode_of(self.path) == self._inode
+        return False
 
     def execute(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """All rows of an answer."""

@@ -7,7 +7,6 @@ locked: a kill gives the share back. Those that get none read from the disk.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import shutil
 import threading
@@ -18,11 +17,10 @@ from pathlib import Path
 
 from streamload.cache import memory
 from streamload.cache.directory import check_owner
-from streamload.cache.locks import FileLock, exclusive
+from streamload.cache.locks import FileLock, exclusive, live_file, remove_if_unlocked
 from streamload.derived.store.database import FINGERPRINT_BYTES
 from streamload.derived.store.queue import return_memory
 from streamload.derived.store.sealed import Row
-from streamload.errors import CacheError
 from streamload.shards.record import write_at
 
 _ROW_BYTES = 400
@@ -32,7 +30,6 @@ _FULL_SECONDS = 1.0
 _RETURNED_PARTS, _LEAST_RETURNED_BYTES = 8, 4 << 20
 """Memory of rows that went is given back when they were one of so many parts of all: a thread that has ended
 may have taken it, and then it isn't used again."""
-_numbers = itertools.count()
 
 
 class MemoryRows:
@@ -144,12 +141,10 @@ class _Share:
         self._root = home_in(memory.PLACE, "memory") / name
         self._limit = limit
         self._full_until = 0.0
-        self._path = self._root / f"{os.getpid()}.{next(_numbers)}"
         self._root.mkdir(mode=0o700, exist_ok=True)
+        self._held: FileLock | None
         with exclusive(self._root / "lock"):
-            self._held = FileLock.acquire(self._path, create=True)
-        if self._held is None:
-            raise CacheError(f"{self._path} is in use")
+            self._path, self._held = live_file(self._root)
 
     def grow(self, size_bytes: int) -> bool:
         """Take another block of at least so many bytes; False: there is none left for now."""
@@ -170,15 +165,9 @@ class _Share:
 
     def _of_others(self) -> Iterator[int]:
         for path in list(self._root.iterdir()):
-            if path in (self._path, self._root / "lock"):
-                continue
-            lock = FileLock.acquire(path)
-            if lock is None:
-                with contextlib.suppress(OSError, ValueError):
+            if path not in (self._path, self._root / "lock") and not remove_if_unlocked(path):
+                with contextlib.suppress(OSError, ValueError):  # else of a process that was killed
                     yield int(path.read_bytes())
-                continue
-            path.unlink(missing_ok=True)  # of a process that was killed
-            lock.close()
 
     def close(self) -> None:
         """Give it back; the last process that does removes the directory."""
