@@ -7,8 +7,8 @@ which stay until `close()` and continue to fill between two epochs.
   `refusals.py` refuses what can't be used together. `registered.py` knows the extensions.
 - started: `loader.py` asks `schedule.py` (`order_spec.py`, `sizes.py`) for the epoch,
   `destination.py` for the device, and `pool.py` for workers, which get a `worker_config.py`.
-- iterated: `epoch.py` takes batches in order; `rank_process.py` counts and `checks.py` checks them,
-  `rank_run.py` passes them to extensions, `output.py` gives them their form.
+- iterated: `epoch.py` has the batches in order, and `output.py` takes each: `rank_process.py` counts and
+  `checks.py` checks it, `rank_run.py` passes it to extensions; then it gets its form.
 - resumed: `position.py` follows the batches; `state.py` writes and reads it.
 - for frameworks: `dataloader.py`; for an observer: `observer.py`; for commands: `feature_recipe.py`.
 """

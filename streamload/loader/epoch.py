@@ -11,73 +11,28 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from streamload.device import Feed
 from streamload.errors import LoaderClosed, OrderDiverged, StreamloadError, WorkerDied
-from streamload.loader.options import MAIN_GUARD, LoaderOptions
+from streamload.loader.dataloader import AccelerateEpoch
+from streamload.loader.options import MAIN_GUARD
+from streamload.loader.output import Collector
+from streamload.ranks.distributed import RankMonitor
 from streamload.torch_internals import next_batch, next_if_arrived
 from streamload.worker import Batch, Failed
 
-if TYPE_CHECKING:
-    from streamload.loader.dataloader import AccelerateEpoch
-    from streamload.loader.observer import Observer
-    from streamload.loader.rank_process import LoopClock
-    from streamload.ranks.distributed import RankMonitor
-
 _Pending = Callable[[], tuple[Batch, dict[str, Any]]]
 """Returns a batch as the worker made it, and its values on the device."""
-
-
-class Owner(Protocol):
-    """The part of a loader that an epoch needs (loader.Loader)."""
-
-    options: LoaderOptions
-    observer: Observer
-    waited_ns: int
-    """Duration of the last `waiting` block."""
-
-    @property
-    def clock(self) -> LoopClock:
-        """Of the training loop."""
-        ...
-
-    def received(self, count: int) -> None:
-        """So many batches of the epoch have come from the workers."""
-        ...
-
-    def waiting(self, since: float) -> AbstractContextManager[None]:
-        """Count the time since `since` as data wait."""
-        ...
-
-    def before_batch(self) -> None:
-        """A batch is asked for, and not yet waited for: extensions decide."""
-        ...
-
-    def accept(self, batch: Batch, values: dict[str, Any], waited_ns: int) -> Any:
-        """Advance the state by a batch; returns it in its output form, or None if it has no samples."""
-        ...
-
-    def finish_epoch(self) -> None:
-        """The last batch of the epoch was accepted.
-
-        Raises:
-            DataError: too much of it could not be used.
-        """
-        ...
-
-    def close(self) -> None:
-        """End the workers."""
-        ...
 
 
 class Epoch:
     """The batches of one epoch.
 
     Args:
-        loader: the loader.
-        batches: those of the workers.
+        collector: takes each batch.
+        close_loader: ends the workers; the epoch keeps the loader alive by it.
+        batches: those of the workers, as they arrive.
         feed: moves them to the device.
         started: the time of `iter()`.
         steps: how many batches it has; None: until the data ends.
@@ -93,8 +48,9 @@ class Epoch:
 
     def __init__(
         self,
-        loader: Owner,
-        batches: InOrder,
+        collector: Collector,
+        close_loader: Callable[[], object],
+        batches: Iterator[Batch | Failed],
         feed: Feed,
         started: float,
         steps: int | None,
@@ -103,8 +59,8 @@ class Epoch:
         monitor: RankMonitor | None,
     ):
         self.done = False
-        self._loader = loader
-        self._batches = batches
+        self._collector, self._close_loader = collector, close_loader
+        self._batches = InOrder(batches)
         self._feed = feed
         self._count = 0  # of batches so far
         self._received = 0  # also one that was looked ahead
@@ -135,9 +91,9 @@ class Epoch:
         if self.done:
             self._release()
             raise StopIteration
-        clock = self._loader.clock
+        clock = self._collector.clock
         clock.asked()
-        self._loader.observer.tick()
+        self._collector.observer.tick()
         try:
             output = self._next_output()
             clock.returned()
@@ -150,7 +106,9 @@ class Epoch:
             self._fail(exc)
             raise
         except BaseException as exc:
-            if self._loader.options.num_workers:  # Ctrl-C in a notebook: the workers stay for the next epoch
+            if (
+                self._collector.options.num_workers
+            ):  # Ctrl-C in a notebook: the workers stay for the next epoch
                 self.close(f"{type(exc).__name__} was raised")
             else:
                 self._fail(exc)
@@ -159,7 +117,7 @@ class Epoch:
     @property
     def ahead(self) -> int:
         """Steps after the last one yielded that may have been begun, the same on all ranks."""
-        options = self._loader.options
+        options = self._collector.options
         looks = self._feed.runs_ahead or self._accelerate is not None or self._pending is not None
         return options.workers.prefetch_factor * options.num_workers + looks
 
@@ -177,29 +135,29 @@ class Epoch:
             self._monitor.check()
         if self._count == 0 and self._accelerate is not None:
             self._accelerate.start()
-        self._loader.before_batch()
+        self._collector.before_batch()
         while True:
             since = self._started if self._count == 0 else time.monotonic()
-            with self._loader.waiting(since):
+            with self._collector.waiting(since):
                 pending, self._pending = self._pending or self._next_pending(), None
                 if pending is not None:
-                    with self._loader.clock.copying():
+                    with self._collector.clock.copying():
                         batch, values = pending()
             if pending is None:
                 self._refuse_if_closed()  # closed by a signal handler while this waited for a batch
                 self._finish()
                 raise StopIteration
-            waited_ns, self._pending_waited_ns = self._pending_waited_ns + self._loader.waited_ns, 0
+            waited_ns, self._pending_waited_ns = self._pending_waited_ns + self._collector.waited_ns, 0
             self._count += 1
             is_last = self._count == self.steps
             if not is_last and (self._accelerate is not None or self._count == self.expected):
-                with self._loader.waiting(time.monotonic()):
+                with self._collector.waiting(time.monotonic()):
                     self._pending = self._look_ahead(self._next_or_none)
-                self._pending_waited_ns = self._loader.waited_ns
+                self._pending_waited_ns = self._collector.waited_ns
                 is_last = self._pending is None
             elif self._feed.runs_ahead and not is_last:
                 self._pending = self._look_ahead(self._batches.next_if_arrived)
-            output = self._loader.accept(batch, values, waited_ns)
+            output = self._collector.accept(batch, values, waited_ns)
             if is_last:
                 self._finish()
             if batch.samples:
@@ -220,13 +178,13 @@ class Epoch:
         if self._monitor is not None and isinstance(reported, Exception):
             self._monitor.fail(reported)
         self._release()
-        self._loader.close()
+        self._close_loader()
         if died is not None:
             raise died from error
 
     def _advice_on_death(self) -> str:
         """Handle the death of a worker."""
-        method = self._loader.options.start_method
+        method = self._collector.options.start_method
         if self._received or method == "fork":
             return "; what it had fetched is kept: iterate again"
         return (
@@ -247,7 +205,7 @@ class Epoch:
         """The last batch was accepted, or there is none."""
         self.done = True
         self._batches = InOrder(iter(()))
-        self._loader.finish_epoch()
+        self._collector.finish_epoch()
         if self._monitor is not None:
             self._monitor.close()
         if self._accelerate is not None:
@@ -268,7 +226,7 @@ class Epoch:
 
     def _next_or_none(self) -> Batch | None:
         try:
-            return self._batches.next(self._loader.observer.tick)
+            return self._batches.next(self._collector.observer.tick)
         except StopIteration:
             return None
 
@@ -278,7 +236,7 @@ class Epoch:
 
     def _send(self, batch: Batch) -> _Pending:
         self._received += 1
-        self._loader.received(self._received)
+        self._collector.received(self._received)
         ready = self._feed.send(batch.values) if batch.samples else dict
         return lambda: (batch, ready())
 

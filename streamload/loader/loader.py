@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,9 +25,9 @@ from streamload.loader.destination import Destination
 from streamload.loader.epoch import Epoch, is_worker_death
 from streamload.loader.observer import Observer, RunTrace
 from streamload.loader.options import LoaderOptions
-from streamload.loader.output import BatchInfo, Outputs
+from streamload.loader.output import BatchInfo, Collector
 from streamload.loader.pool import WorkerPool
-from streamload.loader.rank_process import LoopClock, RankProcess
+from streamload.loader.rank_process import RankProcess
 from streamload.loader.rank_run import RankParts, RankRun, RunEvents
 from streamload.loader.schedule import EpochLengths, RunSchedule
 from streamload.loader.state import attempt_in, counts_in, joined_state, order_and_position, to_state
@@ -38,7 +37,7 @@ from streamload.metrics.findings import OnAlert, Requests, Verdict
 from streamload.options import DEFAULT_METRICS_LISTEN
 from streamload.options.values import at_least
 from streamload.ranks.distributed import RankMonitor, gather, ranks_of
-from streamload.worker import Batch, EpochStart, SkippedSample, nothing_ready
+from streamload.worker import EpochStart, SkippedSample, nothing_ready
 
 
 class Loader(DataLoaderInterface):
@@ -48,8 +47,6 @@ class Loader(DataLoaderInterface):
 
     Attributes:
         options: as they were given.
-        observer: of this rank.
-        waited_ns: for the epoch: of the last batch.
     """
 
     def __init__(
@@ -67,20 +64,16 @@ class Loader(DataLoaderInterface):
             lambda: registered.reports_of(options),
         )
         events.listeners.append(self._parts.event_set)
-        self._outputs = Outputs(options, self._parts)
         self._microbatching: registered.Microbatching | None = None
         if options.batches.microbatch == "auto":
             self._microbatching = registered.microbatching_of(options, schedule)
-        self.observer: Observer = registered.observer_of(
-            self, options, schedule, process, self._parts, Requests()
+        self._collector = Collector(
+            options, schedule, process, self._parts, self._lengths, self._new_observer(Requests())
         )
         self._destination = Destination(options.device, options.order)
         self._is_accelerated = False
-        self._step = -1  # of the epoch, of the batch that was yielded last
-        self._epoch = 0  # that was started last
         self._pool: WorkerPool | None = None
         self._feed: Feed | None = None
-        self.waited_ns = 0
 
     def __repr__(self) -> str:
         options = self.options
@@ -149,6 +142,11 @@ class Loader(DataLoaderInterface):
     def device(self) -> torch.device:
         """The device that batches are on, as far as it is known: for `model.to(loader.device)`."""
         return self._destination.expected()
+
+    @property
+    def observer(self) -> Observer:
+        """Of this rank."""
+        return self._collector.observer
 
     @property
     def skipped(self) -> list[SkippedSample]:
@@ -285,7 +283,7 @@ class Loader(DataLoaderInterface):
         Raises:
             OptionError: another batch, or one with tensors that haven't a row for each sample.
         """
-        info = self._outputs.info_of(batch)
+        info = self._collector.outputs.info_of(batch)
         if self._microbatching is None:
             self._microbatching = registered.microbatching_of(self.options, self._schedule)
         return self._microbatching.parts(batch, info)
@@ -297,9 +295,9 @@ class Loader(DataLoaderInterface):
         Raises:
             OptionError: no batch was yielded yet.
         """
-        if self._outputs.last is None:
+        if self._collector.outputs.last is None:
             raise OptionError("loader.info is that of the last batch, and none was yielded yet")
-        return self._outputs.last
+        return self._collector.outputs.last
 
     def info_of(self, batch: Any) -> BatchInfo:
         """Record of a batch that the training loop still holds.
@@ -310,7 +308,7 @@ class Loader(DataLoaderInterface):
         Raises:
             OptionError: it is another one, or one without tensors.
         """
-        return self._outputs.info_of(batch)
+        return self._collector.outputs.info_of(batch)
 
     def report(
         self,
@@ -399,11 +397,6 @@ class Loader(DataLoaderInterface):
                 parts of several groups, or more than Workers(memory=…) has room for.
         """
         return self._events.set_batch_size(rows, {"reason": "set_batch_size"})
-
-    @property
-    def clock(self) -> LoopClock:
-        """Of the training loop, for the epoch."""
-        return self._process.clock
 
     def stats(self) -> Snapshot:
         """The counters of all processes of this rank so far. Cheap; at any time."""
@@ -499,63 +492,11 @@ class Loader(DataLoaderInterface):
             self._feed.close()
         self._feed = self._pool = None
 
-    def received(self, count: int) -> None:
-        """So many batches of the epoch have come from the workers, which may begin as many more."""
-        self._process.control.take(count)
-
-    def accept(self, batch: Batch, values: dict[str, Any], waited_ns: int) -> Any:
-        """Step K: advance the state by a batch, and give the batch its output form.
-
-        Args:
-            batch: as the worker made it.
-            values: its values on the device.
-            waited_ns: the data wait for it.
-
-        Returns:
-            The batch in its output form; None if none of its samples could be used.
-        """
-        process = self._process
-        process.checks.check_order(batch)
-        process.clock.took(batch, waited_ns)
-        self.observer.took(batch)
-        if batch.blocked:
-            process.waits.add(batch.blocked, waited_ns, process.counts.value("data_wait_ns"))
-        if self._parts.by_name:
-            self._parts.taken(batch)
-        self._schedule.tracker.advance(batch.stop, batch.step.groups)
-        self._step += 1
-        process.count(batch)
-        if not batch.samples:
-            return None
-        return self._outputs.form(batch, values, self._step)
-
-    def finish_epoch(self) -> None:
-        """The last batch of the epoch was accepted.
-
-        Raises:
-            TooManyBadSamples, TooManyBadShards, NoValidSamples: see checks.PassEnd.check.
-        """
-        self._parts.end_epoch()
-        self.observer.end_epoch(self._epoch)
-        self._schedule.tracker.finish()
-        self._process.check_shards()
-        self._check_pass()
-
-    def before_batch(self) -> None:
-        """A batch is asked for, and not yet waited for: extensions decide."""
-        if self._parts.by_name:
-            self._parts.before_batch()
-            self.observer.reported = list(self._parts.reported)
-
-    @contextlib.contextmanager
-    def waiting(self, since: float) -> Iterator[None]:
-        """Count the time since `since` as data wait, and signal the wait to the workers."""
-        self.clock.wait_began(since)
-        try:
-            yield
-        finally:
-            self.waited_ns = self.clock.wait_ended(since)
-            self.observer.waited(self.waited_ns)
+    def _new_observer(self, requests: Requests) -> Observer:
+        """An observer of this rank, in this process."""
+        return registered.observer_of(
+            self, self.options, self._schedule, self._process, self._parts, requests
+        )
 
     def _extension_state(self) -> dict[str, Any]:
         """The extensions' keys of a state."""
@@ -564,31 +505,12 @@ class Loader(DataLoaderInterface):
         self._schedule.settle()
         return self._parts.state(self._schedule.tracker.saved().position)
 
-    def _check_pass(self) -> None:
-        """Compare the shares of all ranks with the limits, as an epoch has ended."""
-        schedule, world_size = self._schedule, self.world_size
-        lost = shards = 0
-        if schedule.reports_shards and self._pool is not None:
-            lost, shards = self._pool.lost(self._process.given_up), self._pool.shards
-        counted = self._process.pass_end.totals(lost, shards, schedule.epochs_are_passes)
-        order = schedule.order
-        totals = self._process.pass_end.agree(
-            f"epoch {self._epoch} of {order.seed} {order.train}",
-            counted,
-            world_size,
-            lambda: self._lengths.least_of_pass(self._process.counts),
-        )
-        is_first = not self.options.train or schedule.topology.rank == 0
-        self._process.pass_end.check(self._epoch, totals, world_size, logs=is_first)
-
     def _start_epoch(self, started: float) -> Epoch:
         """Write the workers' EpochStart before the first batch is requested."""
         if self._process.is_forked:
             self.close()
             self._process.reset()
-            self.observer = registered.observer_of(
-                self, self.options, self._schedule, self._process, self._parts, self.observer.requests
-            )
+            self._collector.observer = self._new_observer(self.observer.requests)
         pool, schedule, process = self._ready_pool(), self._schedule, self._process
         position = schedule.tracker.next()
         start = EpochStart(
@@ -614,15 +536,22 @@ class Loader(DataLoaderInterface):
         schedule.tracker.start()
         is_start = position.position == (position.start if schedule.epochs_are_passes else 0)
         process.pass_end.start_epoch(is_start)
-        self._epoch = position.epoch
-        self._step = schedule.step_of(position) - 1
-        expected = self._lengths.expected(position)
-        accelerate = AccelerateEpoch(self) if self._is_accelerated else None
+        self._collector.start_epoch(position, pool.shards, pool.lost)
         ranks = ranks_of(self.world_size)
         if ranks is not None and schedule.topology.nodes > 1:
             ranks.be_on(schedule.topology.node)
         monitor = None if ranks is None else RankMonitor(ranks, process.control, self.observer)
-        epoch = Epoch(self, batches, self._feed, started, start.steps, expected, accelerate, monitor)
+        epoch = Epoch(
+            self._collector,
+            self.close,
+            batches,
+            self._feed,
+            started,
+            start.steps,
+            self._lengths.expected(position),
+            AccelerateEpoch(self) if self._is_accelerated else None,
+            monitor,
+        )
         events = self._events
         events.start_epoch(epoch)
         process.clock.start_epoch()

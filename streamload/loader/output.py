@@ -1,14 +1,15 @@
-"""Output for the training loop: a batch in the form of `output=`, and its record (step K).
+"""Each batch on its way to the training loop: checked, counted, given its form and its record (step K).
 
 Of a record nothing is computed, and nothing goes to the device, before it is asked for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -19,8 +20,12 @@ import torch
 from streamload.batches.collate import unnamed
 from streamload.errors import OptionError
 from streamload.extension import Yielded
+from streamload.loader.observer import Observer
 from streamload.loader.options import LoaderOptions
+from streamload.loader.position import Position
+from streamload.loader.rank_process import LoopClock, RankProcess
 from streamload.loader.rank_run import RankParts
+from streamload.loader.schedule import EpochLengths, RunSchedule
 from streamload.worker import SEAT, Batch
 
 MODEL_INPUTS = {"image": "pixel_values", "text": "input_ids", "label": "labels"}
@@ -28,6 +33,132 @@ MODEL_INPUTS = {"image": "pixel_values", "text": "input_ids", "label": "labels"}
 _ORIGINS = ("__key__", "__url__")
 _NESTED_LOOKED_AT = 8
 """Elements of a value in which a batch's first tensor is looked for."""
+
+
+class Collector:
+    """Takes the batches of a loader's epochs from the workers.
+
+    Args:
+        options: of the loader.
+        schedule: of its epochs; has the position.
+        process: counts and checks.
+        parts: of its extensions.
+        lengths: of its epochs.
+        observer: of this rank.
+
+    Attributes:
+        options, observer: the same.
+        outputs: the form of batches.
+        waited_ns: duration of the last `waiting` block.
+    """
+
+    def __init__(
+        self,
+        options: LoaderOptions,
+        schedule: RunSchedule,
+        process: RankProcess,
+        parts: RankParts,
+        lengths: EpochLengths,
+        observer: Observer,
+    ):
+        self.options, self.observer = options, observer
+        self.outputs = Outputs(options, parts)
+        self.waited_ns = 0
+        self._schedule, self._process, self._parts, self._lengths = schedule, process, parts, lengths
+        self._step = -1  # of the epoch, of the batch that was yielded last
+        self._epoch = 0  # that was started last
+        self._shards = 0  # that this rank reads in a pass
+        self._lost: Callable[[int], int] = lambda given_up: 0
+
+    def start_epoch(self, position: Position, shards: int, lost: Callable[[int], int]) -> None:
+        """Start an epoch.
+
+        Args:
+            position: of its start.
+            shards: how many this rank reads in a pass.
+            lost: returns how many of these are lost, of so many that were given up.
+        """
+        self._epoch, self._step = position.epoch, self._schedule.step_of(position) - 1
+        self._shards, self._lost = shards, lost
+
+    @property
+    def clock(self) -> LoopClock:
+        """Of the training loop, for the epoch."""
+        return self._process.clock
+
+    def before_batch(self) -> None:
+        """A batch is asked for, and not yet waited for: extensions decide."""
+        if self._parts.by_name:
+            self._parts.before_batch()
+            self.observer.reported = list(self._parts.reported)
+
+    @contextlib.contextmanager
+    def waiting(self, since: float) -> Iterator[None]:
+        """Count the time since `since` as data wait, and signal the wait to the workers."""
+        self.clock.wait_began(since)
+        try:
+            yield
+        finally:
+            self.waited_ns = self.clock.wait_ended(since)
+            self.observer.waited(self.waited_ns)
+
+    def received(self, count: int) -> None:
+        """So many batches of the epoch have come from the workers, which may begin as many more."""
+        self._process.control.take(count)
+
+    def accept(self, batch: Batch, values: dict[str, Any], waited_ns: int) -> Any:
+        """Advance the state by a batch, and give the batch its output form.
+
+        Args:
+            batch: as the worker made it.
+            values: its values on the device.
+            waited_ns: the data wait for it.
+
+        Returns:
+            The batch in its output form; None if none of its samples could be used.
+        """
+        process = self._process
+        process.checks.check_order(batch)
+        process.clock.took(batch, waited_ns)
+        self.observer.took(batch)
+        if batch.blocked:
+            process.waits.add(batch.blocked, waited_ns, process.counts.value("data_wait_ns"))
+        if self._parts.by_name:
+            self._parts.taken(batch)
+        self._schedule.tracker.advance(batch.stop, batch.step.groups)
+        self._step += 1
+        process.count(batch)
+        if not batch.samples:
+            return None
+        return self.outputs.form(batch, values, self._step)
+
+    def finish_epoch(self) -> None:
+        """The last batch of the epoch was accepted.
+
+        Raises:
+            TooManyBadSamples, TooManyBadShards, NoValidSamples: see checks.PassEnd.check.
+        """
+        self._parts.end_epoch()
+        self.observer.end_epoch(self._epoch)
+        self._schedule.tracker.finish()
+        self._process.check_shards()
+        self._check_pass()
+
+    def _check_pass(self) -> None:
+        """Compare the shares of all ranks with the limits, as an epoch has ended."""
+        schedule, process = self._schedule, self._process
+        lost = shards = 0
+        if schedule.reports_shards:
+            lost, shards = self._lost(process.given_up), self._shards
+        order, world_size = schedule.order, schedule.topology.world_size
+        totals = process.pass_end.agree(
+            f"epoch {self._epoch} of {order.seed} {order.train}",
+            process.pass_end.totals(lost, shards, schedule.epochs_are_passes),
+            world_size,
+            lambda: self._lengths.least_of_pass(process.counts),
+        )
+        is_first = not self.options.train or schedule.topology.rank == 0
+        process.pass_end.check(self._epoch, totals, world_size, logs=is_first)
 
 
 class Outputs:

@@ -18,7 +18,6 @@ from streamload import limits
 from streamload.descriptors import in_this_process
 from streamload.errors import StreamloadError
 from streamload.ipc import ControlBlock, buffers_for, context_with_queues
-from streamload.loader.epoch import InOrder
 from streamload.loader.options import LoaderOptions
 from streamload.loader.schedule import RunSchedule
 from streamload.loader.worker_config import worker_config_for
@@ -78,8 +77,8 @@ class WorkerPool:
             raise
         self._stop = weakref.finalize(owner, in_this_process(_stop), control, self.batches, dataset)
 
-    def start_epoch(self) -> InOrder:
-        """The batches of the epoch that stands in the control block; starts the workers at the first call.
+    def start_epoch(self) -> Iterator[Batch | Failed]:
+        """The batches of the epoch in the control block, as they arrive; the first call starts the workers.
 
         Raises:
             OptionError: an argument can't be sent to the workers.
@@ -96,7 +95,7 @@ class WorkerPool:
                 raise
             raise limits.reached("the worker processes can't be started", exc) from exc
         protect_workers(batches)
-        return InOrder(batches)
+        return batches
 
     def lost(self, given_up: int) -> int:
         """Number of lost shards, of those that count on this rank.

@@ -10,11 +10,10 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from streamload.errors import OptionError
 from streamload.extension import Event, Extension, RankPart, RecordedEvents, Run, TakenBatch, YieldedInfo
-from streamload.loader.epoch import Epoch
 from streamload.loader.options import LoaderOptions
 from streamload.loader.position import Position
 from streamload.loader.rank_process import RankProcess
@@ -284,6 +283,35 @@ class RankParts:
             part.report_eval(values)
 
 
+class CurrentEpoch(Protocol):
+    """The epoch that events are set in (epoch.Epoch).
+
+    Attributes:
+        done: no more batches come.
+        steps: how many batches it has; None: until the data ends.
+    """
+
+    done: bool
+    steps: int | None
+
+    @property
+    def ahead(self) -> int:
+        """Steps after the last one yielded that may have been begun, the same on all ranks."""
+        ...
+
+    def plan(self, left: int | None) -> None:
+        """Steps have another size: so many are left, None until the data ends."""
+        ...
+
+    def expect(self, left: int | None) -> None:
+        """So many batches should be left by the known sizes of shards; None: unknown."""
+        ...
+
+    def close(self, why: str) -> None:
+        """Yield nothing more."""
+        ...
+
+
 class RunEvents:
     """The events of one loader; its workers read them before each step.
 
@@ -308,15 +336,15 @@ class RunEvents:
         self._expected, self._check_size = expected, check_size
         self.listeners: list[Callable[[Event, Mapping[str, Any]], None]] = []
         self._sent: list[Event] = []  # in this epoch
-        self._current: weakref.ref[Epoch] | None = None
+        self._current: weakref.ref[CurrentEpoch] | None = None
 
     @property
-    def epoch(self) -> Epoch | None:
+    def epoch(self) -> CurrentEpoch | None:
         """The current epoch; None: there is none, and no worker has begun the next step."""
         epoch = None if self._current is None else self._current()
         return None if epoch is None or epoch.done else epoch
 
-    def start_epoch(self, epoch: Epoch) -> None:
+    def start_epoch(self, epoch: CurrentEpoch) -> None:
         """The workers were started on an epoch: events that are set from now on are sent to them."""
         self._current, self._sent = weakref.ref(epoch), []
 
