@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from streamload.cache.locks import FileLock, exclusive, live_file, remove_if_unlocked
+from streamload.cache.locks import FileLock, exclusive, live_file, remove_if_unlocked, remove_live_file
 from streamload.descriptors import Descriptor
 from streamload.origins.origin import Version
 
@@ -71,9 +71,7 @@ class DemandFile:
     def close(self) -> None:
         """Delete the file. Idempotent."""
         if self._lock is not None:
-            with contextlib.suppress(OSError):
-                self._path.unlink()
-            self._lock.close()
+            remove_live_file(self._path, self._lock)
             self._lock = None
 
 

@@ -11,7 +11,7 @@ import enum
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -21,6 +21,7 @@ from streamload.cache.locks import FileLock
 from streamload.cache.part import NoRoom, Part, PartWriter
 from streamload.cache.shard import Shard, version_of
 from streamload.cache.shard_copy import read_sample
+from streamload.descriptors import Descriptor
 from streamload.errors import (
     CacheCorrupt,
     CacheError,
@@ -288,7 +289,7 @@ class _Fill:
             self._writer.begin(asdict(version))
             while self._writer.written_bytes < scanner.position:
                 chunk = os.pread(
-                    source,
+                    source.number,
                     min(_COPY_BYTES, scanner.position - self._writer.written_bytes),
                     self._writer.written_bytes,
                 )
@@ -316,25 +317,22 @@ def verified_prefix(orphan: Path, limit: int | None = None) -> tuple[Version, li
         version = version_of(index)
         for number in range(0 if index.ended else index.count)[:limit]:
             entry = index.entry(number)
-            if read_sample(data, entry, lambda extensions: ()) is None:
+            if read_sample(data.number, entry, lambda extensions: ()) is None:
                 break
             entries.append(entry)
     return version, entries
 
 
-@contextlib.contextmanager
-def open_data(orphan: Path) -> Iterator[int]:
-    """Open the data of an orphan; yields a descriptor.
+def open_data(orphan: Path) -> Descriptor:
+    """Open the data of an orphan.
 
     Raises:
         FileNotFoundError: there is none, or the orphan has been removed.
         CacheCorrupt: no filler made it.
     """
     try:
-        data = open_file(orphan / "data")
+        return open_file(orphan / "data")
     except OSError as exc:
         if exc.errno == errno.ELOOP:
             raise CacheCorrupt(f"{orphan / 'data'} is a symbolic link") from exc
         raise
-    with data:
-        yield data.number

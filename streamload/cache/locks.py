@@ -111,6 +111,14 @@ def live_file(directory: Path, suffix: str = "") -> tuple[Path, FileLock]:
     raise FileExistsError(errno.EEXIST, "no name is free", str(directory))
 
 
+def remove_live_file(path: Path, lock: FileLock) -> None:
+    """Delete a file of `live_file`; a fork of the process that made it leaves it alone."""
+    if lock.file.number >= 0:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    lock.close()
+
+
 def remove_if_unlocked(path: Path) -> bool:
     """Delete a file that no live process has locked; False if one has, or if there is none."""
     lock = FileLock.acquire(path)

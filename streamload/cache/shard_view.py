@@ -296,9 +296,8 @@ class ShardView:
 
     def close(self) -> None:
         """Close the shard; it may be evicted from now on."""
-        for copy in {self._index, self._data}:
-            if copy is not None:
-                copy.close()
+        for copy in self._copies_open():
+            copy.close()
         self._index = self._data = None
         self._is_resting = False
 

@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 
 from streamload.cache import demand
-from streamload.cache.locks import FileLock, is_locked, live_file, remove_if_unlocked
+from streamload.cache.locks import FileLock, is_locked, live_file, remove_if_unlocked, remove_live_file
 from streamload.descriptors import Descriptor
 from streamload.metrics.counters import Snapshot
 from streamload.metrics.registry import BUCKET_NS, BUCKETS, BY_NAME, COUNTERS, ROWS
@@ -276,9 +276,7 @@ class PageFile:
     def close(self) -> None:
         """Delete the file. Idempotent."""
         if self._lock is not None:
-            with contextlib.suppress(OSError):
-                self.path.unlink()
-            self._lock.close()
+            remove_live_file(self.path, self._lock)
             self._lock = None
 
     def _log(self, error: OSError) -> None:

@@ -230,6 +230,18 @@ def test_the_word_of_a_run_ends_with_its_process(tmp_path: Path) -> None:
     assert not list(runs.iterdir())
 
 
+def test_a_fork_that_closes_what_a_run_announces_ends_none_of_it(tmp_path: Path) -> None:
+    tier = tier_of(tmp_path)
+    run = DemandFile(tier.root / "runs")
+    run.announce([A])
+    child = multiprocessing.get_context("fork").Process(target=run.close)
+    child.start()
+    child.join()
+    assert next_uses(tier.root / "runs", [A]) == {A: 0.0}
+    run.close()
+    assert next_uses(tier.root / "runs", [A]) == {}
+
+
 def test_the_second_publisher_drops_its_own(tmp_path: Path) -> None:
     tier = tier_of(tmp_path)
     late = fill(tier, A, 100)

@@ -183,9 +183,10 @@ def test_a_forked_child_neither_holds_nor_deletes_the_page(tier: Tier) -> None:
     file.write(PAGE)
     context = multiprocessing.get_context("fork")
     begun, end = context.Event(), context.Event()
-    child = context.Process(target=lambda: (begun.set(), end.wait()))
+    child = context.Process(target=lambda: (file.close(), begun.set(), end.wait()))
     child.start()
     assert begun.wait(60)
+    assert len(read_runs([tier.root])) == 1
     assert file._lock is not None
     file._lock.close()  # as if this process had been killed
     assert read_runs([tier.root]) == []
