@@ -28,7 +28,7 @@ def test_functions_without_a_form_on_a_device_are_refused_by_name(shards):  # no
 
 
 def test_the_flag_is_streamloads_own():
-    own, others = take_own(["--workers", "3", "--streamload-decode", "device", "--epochs", "1"])
-    assert own.decode == "device"
+    own, others = take_own(["--workers", "3", "--streamload-decode", "auto", "--epochs", "1"])
+    assert own.decode == "auto"
     assert others == ["--workers", "3", "--epochs", "1"]
     assert take_own([])[0].decode == "host"

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import streamload
+from streamload.pixels import auto
 from tests.oracle.cases import Case, draw
 from tests.oracle.place import running
 from tests.oracle.replay import _comparable as comparable
@@ -22,6 +23,8 @@ from tests.oracle.run import Outcome, read, resume, run
 pytestmark = pytest.mark.timeout(900)
 
 SHORT, ALL, PARTS = 40, 320, 7
+CHOOSING = 8
+CHOSEN = "chosen in mid-epoch"
 FIRST_SEED = 1000
 
 
@@ -81,7 +84,8 @@ def differing(case: Case, host: Outcome, device: Outcome) -> list[str]:
         for outcome in (host, device)
     ]
     for state in [*values[0]["states"], *values[1]["states"]]:
-        state.pop("decoder", None)
+        for key in ("decoder", auto.NAME):
+            state.pop(key, None)
     return [name for name in {**values[0], **values[1]} if values[0].get(name) != values[1].get(name)]
 
 
@@ -94,13 +98,14 @@ def differences_of_batches(case: Case) -> list[str]:
     return [f"{case.name}: {name}" for name in differing(case, expected, outcome)]
 
 
-def differences(case: Case) -> list[str]:
+def differences(case: Case, decode: str = "device") -> list[str]:
     """What differs where the rank decodes, in states, and after a resume from the other way of decoding."""
-    host, device = with_decode(case, "host"), with_decode(case, "device")
+    host, device = with_decode(case, "host"), with_decode(case, decode)
     expected, outcome = (attempt(functools.partial(run, way)) for way in (host, device))
     if isinstance(expected, str) or isinstance(outcome, str):
         return [] if expected == outcome else [f"{case.name}: {expected}; {outcome}"]
-    names = differing(case, expected, outcome)
+    names = [CHOSEN] if all(auto.NAME in state for state in outcome.states) else []
+    names += differing(case, expected, outcome)
     for way, states in ((host, outcome.states), (device, expected.states)):
         shutil.rmtree("second", ignore_errors=True)
         rest = resume(way, states, expected.numbers["epochs left"]).parts
@@ -134,3 +139,21 @@ def test_the_batches_of_forty_runs_are_the_same_where_the_rank_decodes() -> None
 @pytest.mark.parametrize("part", range(PARTS))
 def test_hundreds_of_runs_are_the_same_and_resume_either_way(part: int) -> None:
     assert all_differences(differences, list(itertools.islice(cases(), ALL))[part::PARTS], jobs=1) == []
+
+
+@pytest.mark.parametrize("count", [CHOOSING, pytest.param(8 * CHOOSING, marks=pytest.mark.deep)])
+def test_runs_that_choose_in_mid_epoch_are_the_same_and_resume_either_way(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr(auto, "FIRST_STEP", 1)
+    monkeypatch.setattr(auto, "LAST_STEP", 2)
+    monkeypatch.setattr(auto.DecoderChoice, "_measured", lambda self, *began: auto.DecodingLoad("", 1.0, 1.0))
+    alone = (
+        replace(case, layouts=[replace(layout, ranks=1) for layout in case.layouts])
+        for case in cases()
+        if case.options.get("train", True)  # an evaluation chooses nothing
+    )
+    chosen = list(itertools.islice(alone, count))
+    lines = all_differences(functools.partial(differences, decode="auto"), chosen, jobs=2)
+    assert [line for line in lines if not line.endswith(CHOSEN)] == []
+    assert len(lines) >= count // 4
