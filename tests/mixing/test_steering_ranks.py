@@ -24,7 +24,7 @@ import streamload
 from streamload.errors import PolicyError, RankFailed
 from streamload.mixing import Replay
 from streamload.steering import Decided, Summary
-from tests.loader.test_steering import STEPS, Failing, Seesaw, losses, make, place, rows_of, train
+from tests.mixing.test_steering import STEPS, Failing, Seesaw, losses, make, place, rows_of, train
 
 __all__ = ["place"]
 RANKS = 3
