@@ -231,11 +231,8 @@ class Measure:
         if shard.local is not None or not has_ranges(shard.url):
             return 0
         for digest in shard.digests:
-            with (
-                contextlib.suppress(OSError, CacheCorrupt),
-                IndexReader(self.tier.published(digest)) as index,
-            ):
-                return reserved_bytes(index.size or 0)
+            if (size := self._published_bytes(digest)) is not None:
+                return reserved_bytes(size)
         with contextlib.suppress(StreamloadError):
             return reserved_bytes(self._asked(shard) or 0)
         return 0
@@ -245,11 +242,8 @@ class Measure:
         form = shard.prepared
         if form is None:
             return 0
-        path = self.tier.published(form.digest)
-        with contextlib.suppress(OSError, CacheCorrupt), IndexReader(path) as index:
-            return reserved_bytes(index.size or 0)
-        size = None
-        if self._backing is not None and shard.local is None:
+        size = self._published_bytes(form.digest)
+        if size is None and self._backing is not None and shard.local is None:
             with contextlib.suppress(StreamloadError):
                 size = self._backing.size(form)
         return 0 if size is None else reserved_bytes(size)
@@ -287,6 +281,12 @@ class Measure:
                     return size
         with contextlib.closing(self._origin(shard)) as origin:
             return origin.version().size
+
+    def _published_bytes(self, digest: str) -> int | None:
+        """The size of a published shard; None: there is none."""
+        with contextlib.suppress(OSError, CacheCorrupt), IndexReader(self.tier.published(digest)) as index:
+            return index.size or 0
+        return None
 
     def _held_head(self, shard: Shard) -> bytes | None:
         for digest in shard.digests:

@@ -24,28 +24,23 @@ from streamload.errors import (
     OriginUnavailable,
     StreamloadError,
 )
-from streamload.origins.protocol import http_error, is_unreachable
+from streamload.origins.protocol import ENDED, http_error, is_unreachable
 from streamload.urls import redact_text
 
 _WAKE_SECONDS = 0.1
-_CODES = {
+_CODES = dict.fromkeys(ENDED, 403) | {
     "AccessDenied": 403,
-    "ExpiredToken": 403,
     "ExpiredTokenException": 403,
     "InternalError": 500,
-    "InvalidAccessKeyId": 403,
     "InvalidClientTokenId": 403,
     "InvalidIdentityToken": 403,
-    "InvalidToken": 403,
     "NoSuchBucket": 404,
     "NoSuchKey": 404,
     "PreconditionFailed": 412,
-    "RequestExpired": 403,
     "RequestTimeout": 408,
     "ServiceUnavailable": 503,
     "SignatureDoesNotMatch": 403,
     "SlowDown": 503,
-    "TokenRefreshRequired": 403,
     "TooManyRequests": 429,
 }
 _NETWORK_PACKAGES = {"aiohttp", "aiobotocore", "botocore", "httpcore", "httpx", "requests", "urllib3"}

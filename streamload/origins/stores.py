@@ -218,7 +218,7 @@ class StoreOrigin(Origin):
             try:
                 return _version(self._info())
             except Exception as exc:
-                if _lacks_credentials(exc) and self._files.may_be_anonymous:
+                if type(exc).__name__ == "NoCredentialsError" and self._files.may_be_anonymous:
                     warn_anonymous(self.url.partition("://")[2].partition("/")[0])
                     return self._anonymous_version()
                 cause = self._cause(files, exc)
@@ -458,10 +458,6 @@ def _version(info: dict[str, Any]) -> Version:
     date = next((str(info[name]) for name in DATES if info.get(name)), None)
     size = info.get("size")
     return Version(None if size is None else int(size), strong(etag), date)
-
-
-def _lacks_credentials(exc: BaseException) -> bool:
-    return type(exc).__name__ == "NoCredentialsError"
 
 
 @functools.lru_cache(maxsize=256)
