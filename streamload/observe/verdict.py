@@ -41,7 +41,7 @@ _COPY = "Give device= to make_loader, so that copies overlap with the steps; ima
 _COMPILED = "A transform that is compiled costs less than one that runs as given."
 _CHEAPER = {
     "decode": "Prepared images (Images(prepare=…)) are smaller, and decoded in a fraction of the time.",
-    "resize": f"{_COMPILED} Prepared images (Images(prepare=…)) cost less in any case.",
+    "resize": "Prepared images (Images(prepare=…)) are smaller, and cost less.",
     "tokenize": "A fast tokenizer, such as transformers' PreTrainedTokenizerFast, costs less.",
     "collate": "Return fewer or smaller values of each sample.",
 }
@@ -196,15 +196,17 @@ def _of_workers(limit: Limit, share: float, figures: Figures) -> tuple[Limit, st
 
 def _cheaper(stage: str, figures: Figures) -> str:
     """Advice that makes a stage cheaper, other than what the training has already."""
-    if figures.machine.functions.get(stage) == "map_sample=":
+    function = figures.machine.functions.get(stage)
+    if function == "map_sample=":
         return _FUNCTION
+    as_given = f"{_COMPILED} " if function == "preprocess=" else ""
     if stage not in ("decode", "resize") or not figures.machine.prepare:
-        return _CHEAPER[stage]
+        return as_given + _CHEAPER[stage]
     counted = figures.counted
     if counted.samples_unprepared and (option := _prepare_option(figures)):
         share = min(1.0, counted.samples_unprepared / max(1, counted.samples_yielded))
         return _PREPARE_AHEAD.format(share, option)
-    return _COMPILED if stage == "resize" else ""
+    return as_given
 
 
 def _unclear(figures: Figures) -> tuple[Limit, str, str]:

@@ -254,6 +254,21 @@ def test_prepared_images_are_advised_only_where_they_are_not_asked_for(
     assert advice
 
 
+@pytest.mark.parametrize("function", ["", "preprocess="])
+@pytest.mark.parametrize("prepare", ["", "raw-256", "auto"])
+def test_compiling_is_advised_only_where_a_transform_runs_as_given(prepare: str, function: str) -> None:
+    figures = figures_of(
+        machine=Machine(4, 8, prepare=prepare, functions={"resize": function} if function else {}),
+        data_wait_seconds=18.6,
+        batches_yielded=100,
+        stages={"resize": 200.0},
+    )
+    advice = judge(figures).advice
+    assert ("A transform that is compiled costs less" in advice) == bool(function)
+    assert ("Images(prepare=…)" in advice) == (not prepare)
+    assert "More workers" in advice
+
+
 @pytest.mark.parametrize(
     ("prepare", "origin_bytes", "limit"), [("raw-256", 10**8, "CPU"), ("raw-256", 0, "disk"), ("", 0, "disk")]
 )
