@@ -23,7 +23,7 @@ OPENCLIP_TESTS = $(wildcard tests/*/test_*openclip*.py tests/openclip/test_*.py)
 help:  ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "%-10s%s\n", $$1, $$2}'
 
-demo: $(READY)  ## Train a small CLIP while its shards arrive (about 3 minutes)
+demo: $(READY)  ## Train a small CLIP while its shards arrive (about a minute)
 	$(BIN)/python examples/demo.py
 
 # Two at a time, each to its end, whatever fails; what one says is shown when it ends.
