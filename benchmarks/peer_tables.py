@@ -175,7 +175,7 @@ def _cores_chart(title: str, result: Result) -> str:
         if label.startswith("loader, "):
             _, decoder, cores = label.split(", ")
             series.setdefault(decoder, []).append((int(cores.split()[0]), row["images_per_second"]))
-    small = " (a small form, which says nothing about speed)" if result["quick"] else ""
+    small = " (small form: no figures)" if result["quick"] else ""
     return charts.lines(f"{title}, {result['device']}{small}", "cores", series)
 
 
@@ -208,7 +208,7 @@ _CHARTS: dict[str, tuple[str, Callable[[str, Result], str]]] = {
         "Useful tokens of captions a second, × those in the order of the run (4 microbatches)",
         lambda title, result: charts.bars(title, _rates(result), digits=2),
     ),
-    "gpu_decode": ("Loader alone: images a second against cores, three decoders", _cores_chart),
+    "gpu_decode": ("Images/s of the loader alone, three decoders", _cores_chart),
     "half": ("Room for half of the data: MB held at most, beside the limit", _half_chart),
     "scaling": ("Images a second by the number of workers", _scaling_chart),
     "consumer": (

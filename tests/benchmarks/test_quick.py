@@ -101,7 +101,7 @@ def test_a_devices_decoder_is_timed_and_compared_with_the_hosts_by_kind_of_image
     tables = report.tables_of({"gpu_decode": result})
     assert all(f"{label} |" in tables["gpu_decode"] for label in result["medians"])
     ((_, chart),) = peer_tables.charts_of({"gpu_decode": result}).values()
-    assert "three decoders, cpu (a small form, which says nothing about speed)" in chart
+    assert "three decoders, cpu (small form: no figures)" in chart
     assert chart.count("<polyline") == 3
 
 
