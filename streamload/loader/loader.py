@@ -563,7 +563,8 @@ class Loader(DataLoaderInterface):
         if self._destination.settle():
             self.close()
         device = self.observer.device = self._destination.device
-        self.options = replace(self.options, device=device)
+        if device != self.options.device:
+            self.options = replace(self.options, device=device)
 
     def _end_epoch(self, why: str) -> None:
         epoch = self._events.epoch
