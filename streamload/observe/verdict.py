@@ -148,13 +148,13 @@ def _bytes(figures: Figures) -> tuple[Limit, str, str]:
     if counted.shared_bytes > arrived:
         sender, arrived = "the shared cache", counted.shared_bytes
     rate = arrived / figures.seconds
-    if not arrived or figures.wait >= 0.99:
-        evidence = f"bytes don't arrive ({busy}{failures})"
-    else:
-        needed = format_bytes(rate / (1 - figures.wait))
-        prepared = ", and fills prepare them" if figures.machine.prepare else ""
-        rates = f"{sender} gives {format_bytes(rate)}/s where {needed}/s are needed{prepared}"
-        evidence = f"{rates} ({busy}{failures})"
+    rates = "bytes don't arrive"
+    if arrived:
+        rates = f"{sender} gives {format_bytes(rate)}/s"
+        if figures.wait < 0.99:
+            rates += f" where {format_bytes(rate / (1 - figures.wait))}/s are needed"
+        rates += ", and fills prepare them" if figures.machine.prepare else ""
+    evidence = f"{rates} ({busy}{failures})"
     fill = _FILL.format(_prepare_option(figures)) + ("" if figures.machine.prepare else f" {_SMALLER}")
     is_failing = counted.origin_retries > 0.1 * max(1, counted.origin_requests)
     return "origin", evidence, _FAILING if is_failing else fill

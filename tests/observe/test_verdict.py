@@ -156,6 +156,11 @@ def test_a_rank_without_workers_makes_its_batches_while_the_training_waits() -> 
         ({"blocked_wait_seconds": 18.0, "shared_bytes": 10**9}, "origin", "the shared cache gives 16.7 MB/s"),
         ({"blocked_wait_seconds": 18.0}, "origin", "bytes don't arrive"),
         (
+            {"blocked_wait_seconds": 58.0, "data_wait_seconds": 59.9, "origin_bytes": 60 * 10**6},
+            "origin",
+            "the origin gives 1.0 MB/s (",
+        ),
+        (
             {"blocked_wait_seconds": 18.0, "stages": {"bytes": 60.0, "shuffle": 80.0}},
             "shuffle",
             "the window of shuffle= holds back most samples that arrive (workers waited 58% of their time",
