@@ -224,7 +224,7 @@ class BoundFeatures:
     def _canaries(self, fingerprint: Fingerprint) -> int:
         """Of how many stored rows a worker sends the inputs as well."""
         proof, is_built = proof_of(self.module), not is_pending(self.module)
-        return proof.unchecked(fingerprint, is_built=is_built) if self.features.is_checked else 0
+        return proof.unchecked(fingerprint, is_built) if self.features.is_checked else 0
 
     def fingerprint(self) -> Fingerprint | None:
         """Under which rows are found now; None: rows are neither read nor stored."""

@@ -61,7 +61,7 @@ def stored_result(module: Any, store: RowStore, args: tuple[Any, ...], cache_key
         return None
     fingerprint = proof.fingerprint(module, store)
     is_built = not is_pending(module)
-    if proof.unchecked(fingerprint, is_built=is_built) and options_of(module).is_checked:
+    if proof.unchecked(fingerprint, is_built) and options_of(module).is_checked:
         return None
     name = _naming(fingerprint.digest).name(cache_key)
     row = store.read_from_memory(name)
@@ -273,7 +273,7 @@ class Call:
     def _check(self) -> None:
         """Compute some rows again and compare: the first after a build, else in another process."""
         is_built = not is_pending(self.module)
-        most = self.proof.unchecked(self.fingerprint, is_built=is_built)
+        most = self.proof.unchecked(self.fingerprint, is_built)
         if not most:
             return
         digests = self.inputs.digests(self.first) if self.inputs.leaves else []

@@ -136,7 +136,7 @@ class Stamp:
         self._dicts, self._empty = [held for held in dicts if held], [held for held in dicts if not held]
         self._copies = [dict(held) for held in self._dicts]
         self._count = sum(map(len, self._sized))
-        self._members = self._members_now()
+        self._members = [get(state) for get, state in self._getters]
         self._counted = [tensor for tensor in self._tensors if _has_version(tensor)]
         self._versions = list(map(_version_of, self._counted))
         self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
@@ -149,7 +149,7 @@ class Stamp:
                 compared in half of the time.
         """
         try:
-            members = self._members_now()
+            members = [get(state) for get, state in self._getters]
             return (
                 list(map(_version_of, self._counted)) == self._versions
                 and list(map(torch.Tensor.data_ptr, self._tensors)) == self._pointers
@@ -161,9 +161,6 @@ class Stamp:
             )
         except Exception:  # one has gone, or can't be compared with what stands in its place
             return False
-
-    def _members_now(self) -> list[tuple[Any, ...]]:
-        return [get(state) for get, state in self._getters]
 
     def _are_identical(self, members: list[tuple[Any, ...]]) -> bool:
         held, copied = (map(dict.values, dicts) for dicts in (self._dicts, self._copies))

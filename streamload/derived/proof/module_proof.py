@@ -224,7 +224,7 @@ class Proof:
         self._latest = parts, inputs, settings, entry[0]
         return entry[0]
 
-    def unchecked(self, fingerprint: Fingerprint, *, is_built: bool) -> int:
+    def unchecked(self, fingerprint: Fingerprint, is_built: bool) -> int:
         """Number of its rows to compare before others are served without that."""
         if is_built:
             return self.canaries

@@ -234,7 +234,8 @@ def digest_of(value: Any, seed: int = 0) -> int:
     """A digest of one input; the seed itself where it can't be seen."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         plain = _plain(value)
-        return seed if plain is None else _combined([[seed], _digests_of_rows(plain, whole=True)()], 1)[0]
+        digest = 0 if plain is None else _digests_of_rows(plain, whole=True)()[0]
+        return _combined([[seed], [digest]], 1)[0] if seed and digest else digest or seed
     if isinstance(value, str):
         return _digest(b"s" + value.encode("utf-8", "surrogatepass"), seed)
     if isinstance(value, (bytes, bytearray, memoryview)):
