@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import streamload
+from streamload.derived.store.row_store import close_stores
 from streamload.pixels import auto
 from tests.oracle.cases import Case, draw
 from tests.oracle.place import running
@@ -61,6 +62,7 @@ def attempt(read_case: Callable[[], Outcome]) -> Outcome | str:
 
     Its text has the worker that was first, and some of the samples that it had seen.
     """
+    close_stores()  # rows of features are still being stored
     for name in ("first", "second", "all", "replayed", "decisions.jsonl", "shared"):
         path = Path(name)
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -107,6 +109,7 @@ def differences(case: Case, decode: str = "device") -> list[str]:
     names = [CHOSEN] if all(auto.NAME in state for state in outcome.states) else []
     names += differing(case, expected, outcome)
     for way, states in ((host, outcome.states), (device, expected.states)):
+        close_stores()
         shutil.rmtree("second", ignore_errors=True)
         rest = resume(way, states, expected.numbers["epochs left"]).parts
         names += [
