@@ -235,7 +235,8 @@ def check_fits(saved: OrderSpec, ours: OrderSpec, position: Position, needed: se
     if position.position and (missing := sorted(needed - position.groups.keys())):
         raise StateMismatch(
             f"the state is incomplete: it lacks groups {missing} of {saved.groups}. A rank knows only its "
-            f"own node's: save streamload.gather_state(loader), or give the states of all nodes as a list"
+            f"own node's: save streamload.gather_state(loader), or give the states of all nodes as a list. "
+            f"Where a framework saves one rank's state, make the loader with Order(groups=1)"
         )
 
 
