@@ -37,8 +37,8 @@ from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
 from streamload.options import file_system
 from streamload.origins.origin import OriginOptions, Version
-from streamload.shards.index import IndexWriter
 from streamload.shards.samples import Entry, ShardScanner
+from tests.support.indexes import WrittenIndex
 
 SHARDS, SAMPLES_PER_SHARD = 4, 384
 MEMORY = Path("/dev/shm")
@@ -174,7 +174,7 @@ def indexed(entries: list[list[list[Entry]]], directory: Path) -> None:
     """Append entries as they came."""
     for number, of_shard in enumerate(entries):
         (directory / str(number)).mkdir()
-        with IndexWriter(directory / str(number), {}) as index:
+        with WrittenIndex(directory / str(number), {}) as index:
             for some in of_shard:
                 index.append(some)
             index.finish()

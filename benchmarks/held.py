@@ -23,9 +23,9 @@ from streamload import Workers
 from streamload.cache.shard import shard_of
 from streamload.cache.tier import Tier
 from streamload.options import file_system
-from streamload.shards.index import IndexWriter
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
+from tests.support.indexes import WrittenIndex
 
 HELD = (0, 5_000, 60_000)
 SHARDS, SAMPLES_PER_SHARD = 80, 8
@@ -90,7 +90,7 @@ def hold(root: Path, count: int) -> Tier:
         first = tier.published(f"{0:032x}")
         first.mkdir()
         (first / "data").write_bytes(bytes(10_240))
-        with IndexWriter(first, {"url": "http://elsewhere.invalid/0.tar"}) as index:
+        with WrittenIndex(first, {"url": "http://elsewhere.invalid/0.tar"}) as index:
             index.finish(size=10_240)
         for number in range(1, count):
             shutil.copytree(first, tier.published(f"{number:032x}"))

@@ -24,8 +24,8 @@ from streamload.cache.tier import Tier
 from streamload.metrics import Counters
 from streamload.options import read_settings
 from streamload.prefetch import fallback
-from streamload.shards.index import IndexWriter
 from streamload.testing.server import ShardServer
+from tests.support.indexes import WrittenIndex
 from tests.support.kills import Child, Stage
 
 _OTHER_USER = 12345
@@ -259,7 +259,7 @@ def _hold(tier: Tier, count: int) -> None:
     for number in range(count):
         path = tier.published(f"{number:032x}")
         path.mkdir()
-        with IndexWriter(path, {"url": f"http://elsewhere.invalid/{number}.tar"}) as index:
+        with WrittenIndex(path, {"url": f"http://elsewhere.invalid/{number}.tar"}) as index:
             index.finish(size=1024)
         (path / "data").write_bytes(bytes(1024))
 

@@ -505,5 +505,5 @@ def is_no_space(error: OSError) -> bool:
 
 
 def _is_closed(shard: HeldShard) -> bool:
-    """True if nobody reads a shard (fills it, for a part), so that it may be evicted."""
-    return not is_locked(shard.path / ("index" if shard.kind == "parts" else "names"))
+    """True if nobody reads a shard (fills it, for a part), so that it may be evicted; False: it is gone."""
+    return not is_locked(shard.path / ("index" if shard.kind == "parts" else "names")) and shard.path.exists()

@@ -33,6 +33,8 @@ from streamload.prefetch.scheduler import FillRequest
 logger = logging.getLogger("streamload")
 
 _TICK_SECONDS = 0.05
+_LAST_TICKS = 20
+"""With `once`, wait so long for the results of tasks whose shards a look found held before."""
 _MOST_MARGIN_SECONDS = 5.0
 _MARGIN_SHARE = 0.2
 """This share of a notice is kept for the end: to hand back unfinished tasks and exit."""
@@ -257,12 +259,8 @@ class Daemon:
         return since is not None and self._clock() - since > self._options.trouble_seconds
 
     def _is_through(self) -> bool:
-        """True if each demanded shard is held, or has failed once, and all tasks that counted are settled.
-
-        A look may find a shard held before its task's result is here.
-        """
-        digests = itertools.chain(self._missing, self._mine)
-        return not self._status.trouble and all(digest in self.failures for digest in digests)
+        """True if each demanded shard is held, or has failed once."""
+        return not self._status.trouble and all(digest in self.failures for digest in self._missing)
 
     def _settle(self, timeout_seconds: float) -> bool:
         """Take the results of tasks, waiting for the first; False if there are none."""
@@ -272,7 +270,7 @@ class Daemon:
             if result.shard.digest in self._mine:  # else it was handed back before
                 if not result.error:
                     self._note_completed(result)
-                elif not (result.is_refused and finds_room):
+                elif result.shard.digest in self._missing and not (result.is_refused and finds_room):
                     self._note_failed(result)
                 self._release(result.shard)
         return bool(results)
@@ -330,6 +328,11 @@ class Daemon:
                 *(notice.by, len(shards), left),
             )
             while self._mine and notice.seconds_left() > margin:
+                self._settle(_TICK_SECONDS)
+        else:
+            for _ in range(_LAST_TICKS):
+                if not self._mine.keys() - self._missing.keys():
+                    break
                 self._settle(_TICK_SECONDS)
         handed_back = list(self._mine.values())
         for shard in handed_back:  # before the executor is closed: its end must not hold others up

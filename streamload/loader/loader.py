@@ -491,6 +491,7 @@ class Loader(DataLoaderInterface):
         if self._feed is not None:
             self._feed.close()
         self._feed = self._pool = None
+        self._collector.release()
 
     def _new_observer(self, requests: Requests) -> Observer:
         """An observer of this rank, in this process."""
@@ -537,6 +538,7 @@ class Loader(DataLoaderInterface):
         is_start = position.position == (position.start if schedule.epochs_are_passes else 0)
         process.pass_end.start_epoch(is_start)
         self._collector.start_epoch(position, pool.shards, pool.lost)
+        expected = self._lengths.expected(position)
         ranks = ranks_of(self.world_size)
         if ranks is not None and schedule.topology.nodes > 1:
             ranks.be_on(schedule.topology.node)
@@ -548,7 +550,7 @@ class Loader(DataLoaderInterface):
             self._feed,
             started,
             start.steps,
-            self._lengths.expected(position),
+            expected,
             AccelerateEpoch(self) if self._is_accelerated else None,
             monitor,
         )

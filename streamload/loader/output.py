@@ -67,6 +67,10 @@ class Collector:
         self._schedule, self._process, self._parts, self._lengths = schedule, process, parts, lengths
         self._step = -1  # of the epoch, of the batch that was yielded last
         self._epoch = 0  # that was started last
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the epoch's workers."""
         self._shards = 0  # that this rank reads in a pass
         self._lost: Callable[[int], int] = lambda given_up: 0
 

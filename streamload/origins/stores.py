@@ -143,7 +143,8 @@ class StoreFiles:
         has_ended = renewal.have_ended(exc) or (may_be_silent and renewal.is_silent(exc))
         if not (has_ended if self.is_s3 else renewal.is_refused(exc)):
             return False
-        if self._opened is None or self._opened[1] is not files:
+        opened = self._opened
+        if opened is None or opened[1] is not files:
             return True
         storage_options, lookup = renewal.read_file(self._url, self._storage_options)
         if lookup is None:  # the credentials aren't in a file of options

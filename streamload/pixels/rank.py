@@ -197,14 +197,16 @@ class DeviceDecoding(Extension):
         Raises:
             OptionError: it says which, and what to give instead.
         """
+        if self.is_auto and not options.train:
+            return  # an evaluation stays in the workers
         refused = {
             "map_sample=": options.workers.map_sample is not None,
             "patches=": options.images.patches is not None,
         }
         if used := [name for name, is_given in refused.items() if is_given]:
             raise OptionError(
-                f"{', '.join(used)} can't be used with Images(decode='device'), which leaves images to the "
-                f"rank: leave one out, or give decode='host'"
+                f"{', '.join(used)} can't be used with Images(decode='device'), nor 'auto', which leaves images "
+                f"to the rank: leave one out, or give decode='host'"
             )
         if (recipe := options.images.prepare) not in (None, AUTO):
             preparation = Preparation.parse(recipe)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import gzip
 import io
 import itertools
@@ -23,6 +24,7 @@ import tarfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -1013,6 +1015,18 @@ def test_break_close_and_drop_leave_nothing_behind(
         tier = Tier.open(tmp_path / name)
         assert not list((tier.root / "runs").iterdir())
         assert not list((tier.root / "trash").iterdir())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_closed_loader_lets_go_of_its_workers_memory(
+    workers: int, server: ShardServer, tmp_path: Path
+) -> None:
+    with make(urls(server), tmp_path, num_workers=workers) as loader:
+        keys_of(loader)
+        assert loader._pool is not None
+        pool = weakref.ref(loader._pool)
+    gc.collect()
+    assert pool() is None
 
 
 @pytest.mark.parametrize("workers", [0, 2])

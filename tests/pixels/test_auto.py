@@ -204,8 +204,9 @@ def test_without_an_engine_workers_go_on_and_the_log_says_why(data, tmp_path, mo
     assert f"decode: auto chose host: {reason}" in caplog.messages
 
 
-def test_an_evaluation_stays_in_the_workers(data, tmp_path, engine):
-    options = {"train": False, "num_batches": None, "groups": None, "batch_size": 2}
+@pytest.mark.parametrize("compiles", [True, False])
+def test_an_evaluation_stays_in_the_workers(data, tmp_path, engine, compiles):
+    options = {"train": False, "num_batches": None, "groups": None, "batch_size": 2, "compile": compiles}
     with make(data, tmp_path, **options) as loader, make(data, tmp_path, "host", **options) as host:
         assert all(are_equal(run(loader)[0], run(host)[0]))
         assert "decode" not in loader.state_dict()
