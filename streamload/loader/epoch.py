@@ -159,6 +159,8 @@ class Epoch:
                 self._pending = self._look_ahead(self._batches.next_if_arrived)
             output = self._collector.accept(batch, values, waited_ns)
             if is_last:
+                if self._count == self.expected and self.steps is None:
+                    self._collector.before_batch()  # as ranks do that find the end when they ask for more
                 self._finish()
             if batch.samples:
                 return output

@@ -97,6 +97,8 @@ def why_no_engine(device: torch.device | None) -> str:
         decoder_for(device)
     except OptionError as error:
         return str(error)
+    except Exception as error:  # of the engine's library, whichever it raises
+        return f"{type(error).__name__}: {error}"
     return ""
 
 

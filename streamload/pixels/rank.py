@@ -205,7 +205,7 @@ class DeviceDecoding(Extension):
         }
         if used := [name for name, is_given in refused.items() if is_given]:
             raise OptionError(
-                f"{', '.join(used)} can't be used with Images(decode='device'), nor 'auto', which leaves images "
+                f"{', '.join(used)} can't be used with Images(decode='device') or 'auto', which leave images "
                 f"to the rank: leave one out, or give decode='host'"
             )
         if (recipe := options.images.prepare) not in (None, AUTO):

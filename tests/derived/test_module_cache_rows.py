@@ -494,6 +494,20 @@ def test_a_full_disk_stores_nothing_and_rows_are_read_on(tmp_path, caplog):
         assert store.write([row(2)], "it") == 1  # there is room again
 
 
+def test_a_disk_that_fills_up_within_a_transaction_costs_no_rows(tmp_path, caplog):
+    with opened(tmp_path / "rows", 1 << 40) as store, caplog.at_level(logging.WARNING):
+        assert store.write([row(at) for at in range(100)], "it") == 100
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, limits[1]))
+        try:  # more than SQLite holds in memory
+            assert store.write([row(at, 200 * KIB) for at in range(200, 300)], "it") == 0
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert "can't be read or stored for now" in caplog.text
+        assert len(store.read([key(at) for at in range(100)])) == 100
+        assert store.write([row(200)], "it") == 1
+
+
 class Doubles(nn.Module):
     def forward(self, x):
         return 2 * x

@@ -103,6 +103,14 @@ def test_a_device_without_an_engine_is_known():
     assert "decode='host'" in why_no_engine(torch.device("meta"))
 
 
+def test_an_engine_whose_library_fails_is_none(monkeypatch):
+    def fails(device):
+        raise RuntimeError("no such backend")
+
+    monkeypatch.setattr(auto, "decoder_for", fails)
+    assert why_no_engine(torch.device("meta")) == "RuntimeError: no such backend"
+
+
 def test_shares_are_of_the_steps_between_the_first_and_the_last(monkeypatch):
     seconds, counted, sent = [100.0], [Snapshot(data_wait_seconds=7.0, decode_seconds=50.0)], []
 
@@ -210,6 +218,20 @@ def test_an_evaluation_stays_in_the_workers(data, tmp_path, engine, compiles):
     with make(data, tmp_path, **options) as loader, make(data, tmp_path, "host", **options) as host:
         assert all(are_equal(run(loader)[0], run(host)[0]))
         assert "decode" not in loader.state_dict()
+
+
+@pytest.mark.parametrize("knows_its_end", [False, True])
+def test_it_is_chosen_in_the_last_step_whether_or_not_a_rank_knows_that_it_is(
+    data, tmp_path, engine, knows_its_end
+):
+    """Else ranks that know wouldn't be asked, and others would wait for them."""
+    with make(data, tmp_path, "host", num_batches=None) as loader:
+        run(loader)  # from then on the cache has all shards
+    with make(data, tmp_path, num_batches=None, batch_size=20) as loader:
+        if knows_its_end:
+            assert len(loader) == LAST
+        assert len(run(loader)[0]) == LAST
+        assert "decode" in loader.state_dict()
 
 
 def test_a_state_of_another_decoder_is_said_and_a_damaged_choice_fails(data, tmp_path, engine, caplog):

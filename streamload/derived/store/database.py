@@ -460,7 +460,8 @@ class Database:
         try:
             yield
         except BaseException:
-            self.connection.execute("ROLLBACK")
+            if self.connection.in_transaction:  # after some errors, SQLite has rolled back itself
+                self.connection.execute("ROLLBACK")
             raise
         self.connection.execute("COMMIT")
 
