@@ -48,7 +48,7 @@ _PAGE_BYTES, _SMALL_PAGE_BYTES = 16384, 4096
 _SMALL_LIMIT_BYTES = 64 << 20
 _LOG_SHARE, _LARGE_LOG_SHARE = 8, 64
 """An eighth of the limit is for the log, up to `_LOG_BYTES`; of a large limit a part of 64."""
-_LOG_BYTES, _MOST_LOG_BYTES = 8 << 20, 256 << 20
+_LOG_BYTES, _MOST_LOG_BYTES = 8 << 20, 128 << 20
 _LOG_WAIT_MILLISECONDS = 200
 _PAGES_PER_ROW = 8
 """So many a transaction may write for a row and one that goes for it: its own, and those of indexes."""
