@@ -14,7 +14,7 @@ from streamload.cache import budget, fill, part, tier
 from streamload.errors import ShardCut
 from streamload.origins.origin import Origin, Stream, Version
 from streamload.prefetch import scheduler
-from streamload.shards.index import IndexWriter
+from streamload.shards.index import IndexWriter, Packed
 from streamload.shards.record import write_at
 from streamload.shards.samples import Entry, ShardScanner
 
@@ -59,14 +59,12 @@ def entry_before_the_next_header() -> None:
 def record_before_its_names() -> None:
     """The fixed part of an entry is written first, then what it points to."""
 
-    def turned(self: IndexWriter, names: bytes | bytearray, records: bytes | bytearray) -> None:
-        write_at(self._index, records, self._index_bytes)
-        write_at(self._names, names, self._names_bytes)
-        self._records.update(records)
-        self._names_bytes += len(names)
-        self._index_bytes += len(records)
+    def turned(self: IndexWriter, packed: Packed) -> None:
+        write_at(self._index, packed.records, self._index_bytes)
+        write(self, packed)
 
-    _set(IndexWriter, "_write", turned)
+    write = IndexWriter.write
+    _set(IndexWriter, "write", turned)
 
 
 @_bug
@@ -172,4 +170,5 @@ def publish_in_two_steps() -> None:
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
+    assert hasattr(owner, name), f"{owner.__name__} has no {name} any more: nothing would be planted"
     setattr(owner, name, value)
