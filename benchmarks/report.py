@@ -360,12 +360,11 @@ def articles(features: Result, strategies: Result) -> str:
 def row_memory(result: Result) -> str:
     names = {"none": "no cache", "disk": "rows on disk", "memory": "and rows in memory"}
     rows = [
-        [names[name], *(f"{row[kind] / (1 << 20):,.0f}" for kind in ("process_bytes", "copy_bytes"))]
-        for name, row in result["medians"].items()
+        [names[name], f"{row['total_bytes'] / (1 << 20):,.0f}"] for name, row in result["medians"].items()
     ]
     limit_mib = result["settings"]["limit_bytes"] >> 20
     head = f"2 ranks with 4 workers each, limit {limit_mib} MiB"
-    return table([head, "all processes, MiB", "the copy, MiB"], rows)
+    return table([head, "all processes, MiB"], rows)
 
 
 def row_shards(result: Result) -> str:
