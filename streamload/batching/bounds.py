@@ -134,12 +134,12 @@ class WidestRows:
         split, rows = self._split, block.rows
         run = repr((self._describe_run(), rows.shape))
         name = f"bounds/{xxhash.xxh3_64_hexdigest(run.encode())}/{block.begin}/{block.end}"
-        tellers, told = [], set[int]()
+        tellers, covered = [], set[int]()
         for other in range(split.ranks):
             groups = set(split.groups_of(other))
-            if not groups <= told:
+            if not groups <= covered:
                 tellers.append(other)
-                told |= groups
+                covered |= groups
         if self._rank == 0:
             self._names.append(name)
             if len(self._names) > _BLOCKS_KEPT:

@@ -81,13 +81,13 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, head: bool =
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(box=None, pad_edge=False, show_header=head)
+    grid = Table(box=None, pad_edge=False, show_header=head)
     for name in columns:
         justify: Literal["left", "right"] = "right" if name.startswith(">") else "left"
-        made.add_column(Text(name.removeprefix(">")), overflow="fold", justify=justify)
+        grid.add_column(Text(name.removeprefix(">")), overflow="fold", justify=justify)
     for row in rows:
-        made.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    return made
+        grid.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return grid
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, head: bool = True) -> None:

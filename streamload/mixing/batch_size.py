@@ -65,6 +65,7 @@ class BatchSizing(RankPart):
         self._run, self._clock = run, clock
         self._steps = self._decided = 0  # of the run
         self._memory: Any = None
+        self._are_sizes_checked = False
         self._cause: Exception | None = None
         self._forget()
 
@@ -83,9 +84,10 @@ class BatchSizing(RankPart):
         """
         self._last = None
         self._run.join()
-        if isinstance(self._policy, ThroughputBalanced):
+        if isinstance(self._policy, ThroughputBalanced) and not self._are_sizes_checked:
             for size in (self._policy.most, self._policy.least, self._policy.multiple):
                 self._run.refuse_batch_size(size)
+            self._are_sizes_checked = True
         return ()
 
     def taken(self, batch: TakenBatch) -> None:
@@ -150,8 +152,8 @@ class BatchSizing(RankPart):
             rows = decided.size
             if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
                 raise OptionError(f"it returned {rows!r}; expected a whole number of at least 1, or None")
-            told = {"reason": " ".join(str(decided.reason).split())[:500], **measured._asdict()}
-            return {"size": rows, "memory": kept_memory(decided.memory), "told": told}
+            reasons = {"reason": " ".join(str(decided.reason).split())[:500], **measured._asdict()}
+            return {"size": rows, "memory": kept_memory(decided.memory), "told": reasons}
         except Exception as exc:
             self._cause = exc
             problem = str(exc) if isinstance(exc, OptionError) else f"{type(exc).__name__}: {exc}"

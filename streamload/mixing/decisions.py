@@ -309,12 +309,12 @@ class Decisions(RankPart):
             if decided_weights is None
             else shares_of(decided_weights, [source.floor for source in sources])
         )
-        told = {"reason": " ".join(str(decided.reason).split())[:500], "sources": described(summary)}
+        reasons = {"reason": " ".join(str(decided.reason).split())[:500], "sources": described(summary)}
         answer = {
             "weights": decided_weights,
             "shares": shares,
             "memory": kept_memory(decided.memory),
-            "told": told,
+            "told": reasons,
         }
         return {**answer, "sizes": reported.sizes}
 

@@ -68,7 +68,7 @@ class StoreFiles:
         connect_seconds, read_seconds: timeouts of S3, unless the user set others.
         attempts: how often S3 is asked by the library itself.
         check: called while other credentials are looked up; may raise to end that.
-        more: options of the file system.
+        client_options: further ones of the file system.
 
     Attributes:
         is_s3: whether it is S3, or a store like it.
@@ -83,7 +83,7 @@ class StoreFiles:
         read_seconds: float,
         attempts: int,
         check: Callable[[], None],
-        more: Mapping[str, Any] = {},
+        client_options: Mapping[str, Any] = {},
     ) -> None:
         self.is_s3 = scheme(url) == "s3"
         self.lookup: renewal.Lookup | None = None
@@ -94,7 +94,7 @@ class StoreFiles:
             "retries": {"total_max_attempts": attempts, "mode": "standard"},
         }
         self._seconds, self._attempts, self._check = read_seconds, attempts, check
-        self._more = more
+        self._client_options = client_options
         self._is_anonymous = False
         self._opened: tuple[int, Any] | None = None
 
@@ -167,7 +167,7 @@ class StoreFiles:
             for name, value in self._storage_options.items()
             if name not in OF_WEB or not (self.is_s3 or callable(value))
         }
-        options |= self._more
+        options |= self._client_options
         if self._is_anonymous:
             options["anon"] = True
         if self.is_s3:

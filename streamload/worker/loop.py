@@ -225,21 +225,21 @@ class WorkerLoop:
                     values |= origins
                 stop = sampler.steps.begin(number + 1)
                 blocked, rows = self._reader.blocked(), len(origins["__key__"])
-                taken = [rows]  # an evaluation ends with fewer than its seats
+                rows_by_source = [rows]  # an evaluation ends with fewer than its seats
                 packed = b""
                 passes: tuple[int, ...] = ()
                 if len(self._config.sources) > 1:
                     seats = step.seats
-                    taken = np.bincount(seats, minlength=len(self._config.sources)).tolist()
+                    rows_by_source = np.bincount(seats, minlength=len(self._config.sources)).tolist()
                     packed = seats.astype(SEAT).tobytes()
-                    passes = tuple(step.passes.get(source, 0) for source in range(len(taken)))
+                    passes = tuple(step.passes.get(source, 0) for source in range(len(rows_by_source)))
                 self._stages.ready(ready)
                 yield Batch(
                     values,
                     number,
                     start.generation,
                     OrderStep(position, stop, states, spans),
-                    RowSources(rows, taken, packed, passes),
+                    RowSources(rows, rows_by_source, packed, passes),
                     skipped,
                     blocked,
                     extras,

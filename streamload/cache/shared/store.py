@@ -38,11 +38,11 @@ class Store:
         self._url = url.rstrip("/")
         self._timeout_seconds = timeout_seconds
         self._stop = stop or threading.Event()
-        more: dict[str, Any] = {"use_listings_cache": False}
+        client_options: dict[str, Any] = {"use_listings_cache": False}
         if scheme(url) == "s3":
-            more["max_concurrency"] = 2
+            client_options["max_concurrency"] = 2
         self._files = StoreFiles(
-            self._url, storage_options, timeout_seconds, timeout_seconds, 3, self._check, more
+            self._url, storage_options, timeout_seconds, timeout_seconds, 3, self._check, client_options
         )
 
     def target(self, name: str) -> str:
@@ -89,9 +89,9 @@ class Store:
         """Upload in parts, some at once; others see the object when it is complete."""
         files, target = self._at(name)
         self._make_folder(files, target)
-        more = {"chunksize": _PIECE_BYTES} if self._files.is_s3 else {}
+        parts = {"chunksize": _PIECE_BYTES} if self._files.is_s3 else {}
         seconds = self._timeout_seconds + path.stat().st_size / _SLOWEST_BYTES_PER_SECOND
-        self._do(files, "put_file", str(path), target, seconds=seconds, **more)
+        self._do(files, "put_file", str(path), target, seconds=seconds, **parts)
 
     def names(self, folder: str) -> list[str]:
         """List all objects below a folder."""
