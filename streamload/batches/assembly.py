@@ -27,7 +27,7 @@ from streamload.batches.tokenize import BatchTokenizer, Texts
 from streamload.errors import BlankCaption, add_note
 from streamload.extension import BatchColumn
 from streamload.shards.samples import Sample
-from streamload.transforms.user import SeededGenerators
+from streamload.transforms.augment import SeededGenerators
 
 _KEYS_SHOWN = 16
 _MAP_SAMPLE_SEED, _COLLATE_SEED = 0x9E37_79B9_7F4A_7C15, 0xD1B5_4A32_D192_ED03

@@ -15,19 +15,19 @@ from PIL import Image
 
 from streamload.batches.collate import Allocate, collate_images
 from streamload.origins.origin import Origin
+from streamload.transforms.augment import SeededGenerators
 from streamload.transforms.decode import (
     Pixels,
     decode_jpeg_or_image,
     decode_there,
     place_in_scratch,
 )
-from streamload.transforms.execute import PlannedTransform, Put
+from streamload.transforms.execute import PlannedTransform, Put, UserTransform
 from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
 from streamload.transforms.plan import ImagePlan, Statistics
 from streamload.transforms.ppm import PPM_START, ppm_pixels
 from streamload.transforms.processors import GivenProcessor, image_processor_of
 from streamload.transforms.resize import Place
-from streamload.transforms.user import SeededGenerators, UserTransform
 
 Preprocess = Callable[[Any], Any]
 MakeImages = Callable[[dict[str, Any]], dict[str, Any]]

@@ -17,7 +17,7 @@ import torch
 
 from streamload.batches.simple_tokenizer import CachingTokenizer, is_simple_tokenizer
 from streamload.errors import OptionError
-from streamload.transforms.user import SeededGenerators
+from streamload.transforms.augment import SeededGenerators
 
 CLIP_LENGTH = 77
 _LONGEST = 1024

@@ -23,7 +23,7 @@ from streamload.cache import demand
 from streamload.cache.directory import KINDS, bytes_below, reserved_for_rows
 from streamload.cache.locks import is_locked
 from streamload.cache.tier import Tier
-from streamload.shards.record import END, RECORD, open_file, read_at, read_header
+from streamload.shards.record import END, RECORD, open_file, read_at, read_header, shown_url
 
 _OWN_FILE = re.compile(r"data|index|names|reserved(\.new)?|facts\.[0-9a-f]{32}")
 _RECORD = re.compile(r"lock|tier\.json(\.new)?")
@@ -204,7 +204,7 @@ def count_samples(path: Path) -> int:
 
 def url_of(path: Path) -> str:
     """The URL without secrets of a shard in the tier; empty if its index doesn't name it."""
-    return str(meta_of(path).get("url", ""))
+    return shown_url(meta_of(path))
 
 
 def meta_of(path: Path) -> dict[str, object]:

@@ -8,13 +8,14 @@ not refused.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
+
+from streamload.options import nearest
 
 PLACE = Path("/dev/shm")
 """The tmpfs of every Linux."""
@@ -84,12 +85,6 @@ def free_memory(place: Path = PLACE, root: Path = Path("/")) -> FreeMemory:
     """
     tmpfs = FreeMemory(shutil.disk_usage(nearest(place)).free, str(place))
     return min(tmpfs, available(root), key=lambda place_free: place_free.free_bytes)
-
-
-def nearest(path: Path) -> Path:
-    """A path, or the nearest directory above it that exists."""
-    parents = (path, *path.absolute().parents)
-    return next(parent for parent in parents if os.path.exists(parent))  # noqa: PTH110  (Path's raises)
 
 
 def usage(place: Path) -> MemoryUsage:

@@ -29,7 +29,7 @@ from streamload.cache.shard import Shard, fingerprint, spread
 from streamload.cache.tier import Tier, open_tier
 from streamload.errors import CacheError, OriginError
 from streamload.metrics import format_bytes
-from streamload.options import DEFAULT_FREE_DISK, FreeDisk, Settings, file_system
+from streamload.options import DEFAULT_FREE_DISK, FreeDisk, Settings, file_system, nearest
 from streamload.origins.origin import OriginOptions, open_origin
 
 logger = logging.getLogger("streamload")
@@ -187,15 +187,13 @@ def why_no_disk(directory: Path) -> str:
     if refused:
         return refused
     tier = _existing(directory)
-    free_bytes = shutil.disk_usage(memory.nearest(directory)).free + (
-        tier.used_bytes if tier is not None else 0
-    )
+    free_bytes = shutil.disk_usage(nearest(directory)).free + (tier.used_bytes if tier is not None else 0)
     return f"only {format_bytes(free_bytes)} free at {directory}" if free_bytes < _LEAST_DISK_BYTES else ""
 
 
 def why_not_writable(directory: Path) -> str:
     """Return the reason why nothing can be stored there, or "". Probes with a temporary directory."""
-    there = memory.nearest(directory)
+    there = nearest(directory)
     if not there.is_dir():
         return f"{there} is not a directory"
     try:

@@ -25,7 +25,7 @@ from streamload.cache.memory import DiskUsage
 from streamload.cache.part import Orphan, Part
 from streamload.errors import CacheError, is_shortage
 from streamload.metrics import Counters, Counts
-from streamload.options import DEFAULT_FREE_DISK, Eviction, FreeDisk, Settings, file_system
+from streamload.options import DEFAULT_FREE_DISK, Eviction, FreeDisk, Settings, file_system, nearest
 
 
 class Tier(Directory):
@@ -224,4 +224,4 @@ def open_tier(settings: Settings) -> Tier:
         if settings.sources["cache_size"] == "default":
             return tier
         held = 0 if size.share is None else tier.budget.count()
-    return open_one(size.limit_bytes(shutil.disk_usage(memory.nearest(root)).free, held))
+    return open_one(size.limit_bytes(shutil.disk_usage(nearest(root)).free, held))

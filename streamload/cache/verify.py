@@ -30,7 +30,7 @@ from streamload.errors import CacheCorrupt, StreamloadError
 from streamload.shards.facts import valid_frames
 from streamload.shards.index import IndexReader
 from streamload.shards.local import LocalVersion
-from streamload.shards.record import open_file
+from streamload.shards.record import open_file, shown_url
 
 _ATTEMPTS = 3
 _WHOLE = ("shards", "bare")
@@ -210,7 +210,7 @@ class _ShardCheck:
 
     def _check_known(self, reader: IndexReader) -> str:
         """Return why it isn't the shard that its name says, or that the caller knows; empty if it is."""
-        named = str(reader.meta.get("url", ""))
+        named = shown_url(reader.meta)
         if reader.meta.get("digest", self._held.digest) != self._held.digest:
             return f"it is another shard: {named}"
         if self._known is None:

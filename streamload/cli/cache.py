@@ -109,6 +109,7 @@ def _described(shard: HeldShard) -> dict[str, Any]:
     from streamload.cache.inventory import as_time
     from streamload.errors import StreamloadError
     from streamload.shards.index import IndexReader
+    from streamload.shards.record import shown_url
 
     described: dict[str, Any] = {"url": "", "samples": 0, "size_bytes": None, "arrived_bytes": 0}
     try:
@@ -116,7 +117,7 @@ def _described(shard: HeldShard) -> dict[str, Any]:
             index.refresh()
             stated = None if "prepared" in index.meta else index.meta.get("size")
             described = {
-                "url": index.meta["url"],
+                "url": shown_url(index.meta),
                 "samples": index.count,
                 "size_bytes": stated or index.size,
                 "arrived_bytes": int(index.records["stop"].max()) if index.count else 0,

@@ -144,7 +144,7 @@ def _shown(option: "Option[Any]", settings: "Settings") -> str:
 
 
 def _kept_free(settings: "Settings") -> str:
-    from streamload.cache.memory import nearest
+    from streamload.options import nearest
 
     disk = shutil.disk_usage(nearest(settings.cache_dir))
     return f"{format_bytes(settings.free_disk.floor_bytes(disk.total, disk.free))} ({settings.free_disk})"
@@ -201,9 +201,8 @@ def _cache(settings: "Settings") -> list[Finding]:
 
 
 def _cache_dir(directory: Path, size_bytes: int | None) -> list[Finding]:
-    from streamload.cache.memory import nearest
     from streamload.cache.placement import why_not_writable
-    from streamload.options import file_system
+    from streamload.options import file_system, nearest
 
     place = file_system(directory)
     advice = _ON_NETWORK if place.is_elsewhere else ""

@@ -539,7 +539,7 @@ class Loader(DataLoaderInterface):
         process.pass_end.start_epoch(is_start)
         self._collector.start_epoch(position, pool.shards, pool.lost)
         expected = self._lengths.expected(position)
-        ranks = ranks_of(self.world_size)
+        ranks = ranks_of(self.world_size) if self.world_size > 1 else None
         if ranks is not None and schedule.topology.nodes > 1:
             ranks.be_on(schedule.topology.node)
         monitor = None if ranks is None else RankMonitor(ranks, process.control, self.observer)

@@ -129,7 +129,8 @@ class LoaderOptions:
     @property
     def storage_options(self) -> dict[str, Any] | None:
         """Of fsspec; None if there are none."""
-        return copy_options(self.shards.storage_options) or None
+        storage_options = self.shards.storage_options
+        return None if storage_options is None else copy_options(storage_options) or None
 
     @property
     def start_method(self) -> str:

@@ -203,7 +203,7 @@ def compare_groups(order: OrderSpec, topology: Topology) -> None:
     Raises:
         OrderDiverged: the first rank that called this has another one.
     """
-    if not order.train:
+    if not order.train or topology.world_size == 1:
         return
     summary = f"{order.groups} groups on rank {topology.rank} ({topology.nodes} nodes)"
     first = first_value(f"groups {order.data} {order.seed}", summary, topology.world_size)
@@ -263,9 +263,11 @@ def fit_to_cache(
     widths = None
     if topology.local_rank == 0:
         widths = _widths_of_node(order, options, topology, shards, measure)
-    if topology.world_size > 1 and not can_compare(topology.world_size):
-        return replace(order, fitted=True)  # the ranks might narrow it differently
-    agreed = agree(f"widths/{order.data}/{order.seed}", widths, _narrowest, topology.world_size)
+    agreed = widths
+    if topology.world_size > 1:
+        if not can_compare(topology.world_size):
+            return replace(order, fitted=True)  # the ranks might narrow it differently
+        agreed = agree(f"widths/{order.data}/{order.seed}", widths, _narrowest, topology.world_size)
     needed = [list(source[1:]) for source in order.sources]
     if agreed is None or agreed == needed:
         return replace(order, fitted=True)

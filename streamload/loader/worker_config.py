@@ -150,8 +150,9 @@ def _worker_config(
     processes = topology.local_world_size * max(1, options.num_workers)
     logger.info("cache %s: %s", tier.root, forecast(tier, shards, lanes, window, topology.nodes))
     groups, reads = orders[0].groups, options.urls.fingerprint()
-    # Of Lightning's launcher the first rank is the others' parent: their own names would differ.
-    run = first_value(f"run {topology.node} {reads}", run_name(topology, reads), topology.world_size)
+    run = run_name(topology, reads)
+    if topology.world_size > 1:  # of Lightning's launcher the first rank is the others' parent: another name
+        run = first_value(f"run {topology.node} {reads}", run, topology.world_size)
     if schedule.agrees_on_widths:
         assembly = _whole_texts(assembly, options)
     if shared is not None and shared.write_back and shared.wait_seconds > 0:
@@ -355,7 +356,8 @@ def _choose(key: str | None) -> Choose | None:
 
 def _transform(options: LoaderOptions) -> ImagePlan | ImageMaker | Preprocess | None:
     """The plan of preprocess=, or the function itself if it isn't compiled; None: images stay bytes."""
-    if options.workers.map_sample is None or options.preprocess is not None:
+    is_used = options.workers.map_sample is None or options.preprocess is not None
+    if is_used and None in (kernel.resize_into, kernel.jpeg_size):
         _warn_of_missing_kernel()
     if options.images.patches is not None:
         return PatchImages(patch_transform(options, options.images.compile))

@@ -159,11 +159,14 @@ class RunObserver:
     # What the loader does.
 
     def open(self, tier: Tier, run: str, functions: Mapping[str, str]) -> None:
-        """A run begins: publish it."""
+        """A run begins: publish it. Alerts need an interval: they are judged from the next second on."""
         self._functions = functions
         file = PageFile(tier.root)
         self._close_page = self._at_end(file.close)
         self._publisher.open(file, tier, run)
+        with self._lock:
+            self._next_tick = time.monotonic() + TICK_SECONDS
+            self._publish(self._sample(), {})
 
     def start_epoch(self, is_running: Callable[[], bool]) -> None:
         """An epoch begins; its workers run."""
@@ -293,11 +296,10 @@ class RunObserver:
             sample = self._sample()
             if self._line_from is not None:
                 self._history.add(sample)
-            minute = self._figures(sample, _MINUTE)
-            self._publisher.look(sample, minute, self.reported, self.device)
+            self._publisher.look_at_memory(sample, self.device)
             recent = self._figures(sample, WINDOW_SECONDS)
             changed = self._alerts.look(recent, time.monotonic(), time.time())
-            self._publisher.publish(sample, minute, self._run_figures(sample), self._alerts.raised())
+            self._publish(sample, self._alerts.raised())
             if self._line_from is not None and sample.at_ns - self._line_from.at_ns >= LINE_SECONDS * 1e9:
                 self._log_line("", LINE_SECONDS)
         finally:
@@ -311,9 +313,19 @@ class RunObserver:
             return None
         with self._lock:
             sample = self._sample()
-            minute = self._figures(sample, _MINUTE)
-            self._publisher.look(sample, minute, self.reported, self.device)
+            self._publisher.look_at_memory(sample, self.device)
+            minute = self._look(sample)
             return self._publisher.page(sample, minute, self._run_figures(sample), self._alerts.raised())
+
+    def _look(self, sample: CounterSample) -> Figures:
+        """Set the gauges of the page; return the figures of the last minute."""
+        minute = self._figures(sample, _MINUTE)
+        self._publisher.look(sample, minute, self.reported)
+        return minute
+
+    def _publish(self, sample: CounterSample, alerts: Mapping[str, str]) -> None:
+        """Write the page, with the alerts that are raised; under the lock."""
+        self._publisher.publish(sample, self._look(sample), self._run_figures(sample), alerts)
 
     def wait_ratio(self) -> float:
         """The share of the last minute in which the training loop waited for data."""

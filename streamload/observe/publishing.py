@@ -111,7 +111,7 @@ class Publisher:
         self._extension_metrics = extension_metrics
         self._file: PageFile | None = None
         self._tier: Tier | None = None
-        self._next_seldom = 0.0
+        self._next_seldom = self._next_memory = 0.0
         self._fixed: dict[str, Any] = {}
 
     def open(self, file: PageFile, tier: Tier, run: str) -> None:
@@ -140,7 +140,6 @@ class Publisher:
         sample: CounterSample,
         figures: Figures,
         reported: Sequence[Mapping[str, Any]],
-        device: torch.device | None,
     ) -> None:
         """Set the gauges.
 
@@ -148,7 +147,6 @@ class Publisher:
             sample: the counters now.
             figures: of the last minute.
             reported: means by source of what the training reports.
-            device: of the batches; None: nothing says that they leave host memory.
         """
         put, tracker = self.gauges.set, self._schedule.tracker
         put("data_wait_ratio", figures.wait)
@@ -177,7 +175,23 @@ class Publisher:
             self._next_seldom = time.monotonic() + _SELDOM_SECONDS
             self._look_at_tier()
             self._look_at_passes()
-            self._look_at_memory(device, has_batches=sample.row[_YIELDED] > 0)
+
+    def look_at_memory(self, sample: CounterSample, device: torch.device | None) -> None:
+        """Set `memory_ratio`; in the next ten seconds it stays.
+
+        Args:
+            sample: the counters now.
+            device: of the batches; None: nothing says that they leave host memory.
+        """
+        if time.monotonic() < self._next_memory:
+            return
+        self._next_memory = time.monotonic() + _SELDOM_SECONDS
+        self.memory_ratio = taken_ratio()
+        memory = memory_of(device)
+        if memory is not None and sample.row[_YIELDED] > 0:  # this must not be what starts the device
+            ratio = memory.peak_bytes() / max(1, memory.limit_bytes())
+            self.gauges.set("device_memory_ratio", ratio)
+            self.memory_ratio = max(self.memory_ratio, ratio)
 
     def publish(
         self, sample: CounterSample, figures: Figures, run: Figures, alerts: Mapping[str, str]
@@ -236,14 +250,6 @@ class Publisher:
             passes = [group.sources[0].cursor.pass_ for group in groups][:1]
         for name, number in zip(self._names, passes, strict=False):
             self.gauges.set("source_passes", number, name)
-
-    def _look_at_memory(self, device: torch.device | None, has_batches: bool) -> None:
-        self.memory_ratio = taken_ratio()
-        memory = memory_of(device)
-        if memory is not None and has_batches:  # this must not be what starts the device
-            ratio = memory.peak_bytes() / max(1, memory.limit_bytes())
-            self.gauges.set("device_memory_ratio", ratio)
-            self.memory_ratio = max(self.memory_ratio, ratio)
 
 
 def _verdict_on(figures: Figures) -> str:

@@ -1,6 +1,6 @@
 """Options: one row each, with its parser; settings from arguments and STREAMLOAD_* variables."""
 
-from streamload.options.directories import FileSystem, default_cache_dir, file_system, own_directory
+from streamload.options.directories import FileSystem, default_cache_dir, file_system, nearest, own_directory
 from streamload.options.settings import (
     DEFAULT_FREE_DISK,
     DEFAULT_MAX_IMAGE_PIXELS,
@@ -42,6 +42,7 @@ __all__ = [
     "default_cache_dir",
     "file_system",
     "listen_at",
+    "nearest",
     "options",
     "own_directory",
     "parse_cache_size",

@@ -128,3 +128,9 @@ def file_system(path: Path, mounts: str | None = None) -> FileSystem:
         if real.is_relative_to(mount_point) and len(mount_point) >= len(file_system.mount_point):
             file_system = FileSystem(mount_point, source.split(" ", 1)[0])
     return file_system
+
+
+def nearest(path: Path) -> Path:
+    """A path, or the nearest directory above it that exists."""
+    parents = (path, *path.absolute().parents)
+    return next(parent for parent in parents if os.path.exists(parent))  # noqa: PTH110  (Path's raises)

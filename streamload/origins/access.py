@@ -66,7 +66,7 @@ def granted(url: str, storage_options: Mapping[str, Any] | None, named: Named | 
     Raises:
         OriginDenied: this scheme can't be read without credentials.
     """
-    options = copy_options(storage_options)
+    options = {} if storage_options is None else copy_options(storage_options)
     if named is None or named.has(url):
         return options
     name = scheme(url)

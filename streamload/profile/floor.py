@@ -31,7 +31,7 @@ import torch
 
 from streamload.torch_internals import upsample_bicubic
 from streamload.transforms import kernel
-from streamload.transforms.normalise import packed
+from streamload.transforms.resize import packed
 
 Form = Literal["uint8", "float32", "decode"]
 """uint8[N, 3, 224, 224], channels last; float32[N, 3, 224, 224], normalised; or decoded only."""

@@ -102,10 +102,15 @@ def read_header(read: Callable[[int, int], bytes]) -> tuple[dict[str, object], i
         raise CacheCorrupt(f"its header is a JSON {type(values).__name__}, not an object")
     if values.get("format") != _FORMAT:
         raise CacheCorrupt(f"it has format {values.get('format')!r}; this version reads {_FORMAT}")
-    if isinstance(values.get("url"), str):  # written by any process, perhaps of an older version
-        url, mark, recipe = values["url"].rpartition("#") if "prepared" in values else (values["url"], "", "")
-        values["url"] = printable(redact(url) + mark + recipe)
     return values, header_bytes
+
+
+def shown_url(meta: Mapping[str, object]) -> str:
+    """The URL in a header as it may be shown: any process may have written it; "": there is none."""
+    url, mark, recipe = str(meta.get("url", "")), "", ""
+    if "prepared" in meta:
+        url, mark, recipe = url.rpartition("#")
+    return printable(redact(url) + mark + recipe)
 
 
 def pack_record(*fields: int) -> bytes:

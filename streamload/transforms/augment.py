@@ -1,4 +1,4 @@
-"""Random draws of an augmentation (step I): the numbers of a sample's seed, and the box of a random crop."""
+"""Random numbers of a sample's seed (step I), of global generators or without them; boxes of random crops."""
 
 from __future__ import annotations
 
@@ -20,11 +20,50 @@ UNIT = 1 / (1 << 24)
 _BLOCK = 8
 
 
+class SeededGenerators:
+    """Makes functions that use global generators depend only on a sample's seed.
+
+    A context manager around a batch, which restores the generators at its exit; call `seed` before each
+    sample. Seeds Python's `random`, numpy's legacy generator and torch's CPU generator. Not thread-safe.
+    """
+
+    def __enter__(self) -> SeededGenerators:
+        self._states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
+        return self
+
+    def seed(self, seed: int, torch_taken: int = 0) -> None:
+        """Seed all of them from one uint64; about 20 µs.
+
+        numpy's and torch's generators are the same Mersenne Twister, so each gets a half of the seed.
+
+        Args:
+            seed: of the sample.
+            torch_taken: how many numbers of torch's generator count as used (`Draws`).
+        """
+        random.seed(seed)
+        np.random.seed(seed >> 32)
+        torch.default_generator.manual_seed(seed & _LOW_32)
+        if torch_taken:
+            torch.rand(torch_taken, device="cpu", dtype=torch.float32)
+
+    def were_used(self, seed: int) -> bool:
+        """Return whether any generator was used since `seed` seeded it."""
+        after = _draw()
+        self.seed(seed)
+        return after != _draw()
+
+    def __exit__(self, *_: object) -> None:
+        python, legacy, cpu = self._states
+        random.setstate(python)
+        np.random.set_state(legacy)
+        torch.set_rng_state(cpu)
+
+
 class Draws:
     """The same random numbers as torch's CPU generator and Python's `random` after seeding.
 
     So a compiled transform draws exactly what the original functions would draw from the global generators
-    (user.py seeds those alike), in half of the time. Not thread-safe.
+    (`SeededGenerators` seeds those alike), in half of the time. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -189,3 +228,8 @@ class RandomBox:
 def _is_near_half(length: float) -> bool:
     """Return whether float32 rounding, far less than a millionth, could change the number of pixels."""
     return abs(length % 1.0 - 0.5) <= 1e-6 * length
+
+
+def _draw() -> tuple[float, float, float]:
+    """Return the next number of each generator."""
+    return random.random(), np.random.random_sample(), torch.rand((), device="cpu").item()

@@ -1,23 +1,23 @@
-"""Runs a plan: pixels → an image in its place in a batch (step I)."""
+"""Runs a transform: a plan, pixels → an image in its place in a batch; or a function as given (step I)."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 
 from streamload.errors import DecodeError
-from streamload.transforms.augment import Box, Draws, RandomBox
-from streamload.transforms.decode import Pixels
-from streamload.transforms.normalise import normalise_into, normalise_levels_into, packed
+from streamload.transforms.augment import Box, Draws, RandomBox, SeededGenerators
+from streamload.transforms.decode import Pixels, decode_to_pillow
+from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
+from streamload.transforms.normalise import normalise_into, normalise_levels_into
 from streamload.transforms.plan import Given, ImagePlan, RandomCrop, Size
-from streamload.transforms.resize import Place, empty, resizing, resizing_tensor, resizing_to_floats
+from streamload.transforms.resize import Place, empty, packed, resizing, resizing_tensor, resizing_to_floats
 from streamload.transforms.resize import Put as Put
-from streamload.transforms.user import SeededGenerators
 
 
 class Choices(NamedTuple):
@@ -64,7 +64,7 @@ class PlannedTransform:
         Args:
             height: of the image, in pixels.
             width: of the image, in pixels.
-            seed: uint64 of sample and pass, with which the original's generators would be seeded (user.py).
+            seed: uint64 of sample and pass, with which the original's generators would be seeded.
         """
         if self._boxes is not None and not self.plan.colour:
             drawn = self._boxes.draw_seeded(height, width, seed)
@@ -134,6 +134,34 @@ class PlannedTransform:
         """Run the functions as given on uint8[3, H, W], with the random numbers that they would draw."""
         self._generators.seed(choices.seed, choices.torch_taken)
         return run_given(self.plan.given, levels)
+
+
+class UserTransform:
+    """Applies a user's function on RGB Pillow images to image files.
+
+    Raises DecodeError if the image can't be decoded; errors of the function are passed on unchanged.
+    """
+
+    def __init__(
+        self, function: Callable[[Image.Image], Any], most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS
+    ) -> None:
+        self._function = function
+        self._most_pixels = most_pixels
+
+    def decoded(self, data: bytes | memoryview) -> Image.Image:
+        """The image in a file."""
+        return decode_to_pillow(data, self._most_pixels)
+
+    def __call__(self, image: Image.Image, generators: SeededGenerators, seed: int) -> Any:
+        """Seed, and call the function.
+
+        Args:
+            image: which the function may keep.
+            generators: entered by the caller, around the batch.
+            seed: uint64 of sample and pass.
+        """
+        generators.seed(seed)
+        return self._function(image)
 
 
 def fitted(plan: ImagePlan, height: int, width: int, box: Box | None) -> tuple[Box, Size, Box]:

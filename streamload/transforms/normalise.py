@@ -41,12 +41,6 @@ def normalise_levels_into(
     destination.copy_(image).sub_(means * 255).div_(stds * 255)
 
 
-@functools.cache
-def packed(mean: Channels, std: Channels) -> bytes:
-    """Return mean and std as resize.py needs them: the bytes of float32[2, C]."""
-    return torch.cat(_as_tensors(mean, std)).numpy().tobytes()
-
-
 def normalise_batch(
     images: torch.Tensor,
     mean: Channels = OPENAI_MEAN,

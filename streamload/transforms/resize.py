@@ -122,7 +122,7 @@ def resizing_to_floats(
 
     Args:
         pixels, box, size, by, part: as for `resizing`.
-        statistics: from normalise.packed.
+        statistics: from `packed`.
     """
     if not fits_kernel(pixels, box):
         return None
@@ -167,7 +167,7 @@ def kernel_resizing(
         pixels, size, by: as for `resizing`.
         box: one that `fits_kernel`.
         is_columns_first: whether the vertical pass runs before the horizontal one.
-        statistics: from normalise.packed; None: write uint8 levels.
+        statistics: from `packed`; None: write uint8 levels.
         part: of the resized image, with sides of at most 65,536 pixels; None: all of it.
     """
     resize_into = kernel.resize_into
@@ -187,6 +187,12 @@ def kernel_resizing(
         tensor.copy_(between)
 
     return put
+
+
+@functools.cache
+def packed(mean: tuple[float, ...], std: tuple[float, ...]) -> bytes:
+    """Return mean and std of the channels as the kernel takes them: the bytes of float32[2, C]."""
+    return np.array((mean, std), np.float32).tobytes()
 
 
 def _layout(tensor: torch.Tensor) -> torch.memory_format:

@@ -16,7 +16,7 @@ from streamload import Images, Patches
 from streamload.order.hashing import sample_seed
 from streamload.testing.shards import read_oracle, write_shards
 from streamload.transforms import kernel
-from streamload.transforms.user import SeededGenerators
+from streamload.transforms.augment import SeededGenerators
 from tests.support import flat
 
 define_torchvision_schemas()

@@ -21,9 +21,8 @@ from streamload.shards.samples import Sample
 from streamload.testing.shards import write_shards
 from streamload.transforms import kernel, resize
 from streamload.transforms.augment import Box
-from streamload.transforms.normalise import packed
 from streamload.transforms.plan import OPENAI, UNIT
-from streamload.transforms.resize import Place, resize_box, resizing
+from streamload.transforms.resize import Place, packed, resize_box, resizing
 from tests.support.photographs import clip_examples
 
 FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
@@ -213,7 +212,7 @@ GUARDED = """
 import ctypes, mmap, sys
 import numpy as np
 from streamload.transforms import kernel
-from streamload.transforms.normalise import packed
+from streamload.transforms.resize import packed
 from streamload.transforms.plan import OPENAI
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -342,6 +341,7 @@ def test_an_installation_without_a_compiler_is_said_by_the_first_loader_and_by_d
     assert kernel.lost() == ""
     monkeypatch.setattr(kernel.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(kernel, module, None)
+    monkeypatch.setattr(kernel, {"_avx2": "resize_into", "_before": "jpeg_size"}[module], None)
     monkeypatch.setattr(
         worker_config, "_warn_of_missing_kernel", worker_config._warn_of_missing_kernel.__wrapped__
     )

@@ -16,11 +16,10 @@ from streamload.batches.simple_tokenizer import CachingTokenizer, is_simple_toke
 from streamload.batches.tokenize import adapt_tokenizer
 from streamload.batching.padding import cut_to_longest
 from streamload.transforms import kernel
-from streamload.transforms.augment import Draws, RandomBox
+from streamload.transforms.augment import Draws, RandomBox, SeededGenerators
 from streamload.transforms.execute import PlannedTransform
 from streamload.transforms.normalise import OPENAI_MEAN, OPENAI_STD, normalise_into
 from streamload.transforms.plan import clip_plan
-from streamload.transforms.user import SeededGenerators
 from tests.support.photographs import SIZES, photograph, transformed
 
 define_torchvision_schemas()

@@ -21,8 +21,8 @@ from streamload.patches.grid import PatchCrop, patch_grid
 from streamload.patches.images import PatchMemory
 from streamload.patches.plan import GivenPatches, clip_patch_plan
 from streamload.transforms import kernel
+from streamload.transforms.augment import SeededGenerators
 from streamload.transforms.plan import NotRecognised
-from streamload.transforms.user import SeededGenerators
 from tests.support.photographs import photograph
 
 define_torchvision_schemas()

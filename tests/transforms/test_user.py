@@ -9,7 +9,8 @@ import torch
 from PIL import Image
 
 from streamload.errors import DecodeError
-from streamload.transforms.user import SeededGenerators, UserTransform
+from streamload.transforms.augment import SeededGenerators
+from streamload.transforms.execute import UserTransform
 from tests.support.photographs import whole_photograph
 
 

@@ -30,7 +30,7 @@ from streamload.derived.store.queue import RowQueue
 from streamload.derived.store.sealed import Row, seal, unseal
 from streamload.errors import CacheError, OptionError
 from streamload.metrics import format_bytes
-from streamload.options.directories import own_directory
+from streamload.options.directories import nearest, own_directory
 from streamload.options.settings import Settings, read_settings
 
 _LEAST_MEMORY_BYTES = 256 << 10
@@ -275,7 +275,7 @@ class RowStore:
 
     def _disk_limit(self, used_bytes: int) -> int:
         root = self._place.root
-        disk = shutil.disk_usage(memory.nearest(root))
+        disk = shutil.disk_usage(nearest(root))
         limit_bytes = self._settings.cache_size.limit_bytes(disk.free, used_bytes)
         available_bytes = disk.free + used_bytes
         return min(
