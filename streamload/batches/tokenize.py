@@ -288,6 +288,23 @@ def adapt_tokenizer(
     return BatchTokenizer(tokenizer, finds_padding or bool(columns), columns)
 
 
+def refuse_unknown_padding(option: str, tokenizer: Any, columns: Sequence[str]) -> None:
+    """Refuse an option that goes by padding without ids, or where it isn't certain which are padding.
+
+    Args:
+        option: for the error.
+        tokenizer: of the loader.
+        columns: names of TEXT_COLUMNS that texts have beside ids.
+
+    Raises:
+        OptionError: it says why.
+    """
+    adapted = adapt_tokenizer(tokenizer, finds_padding=True, columns=columns)
+    if adapted is None:
+        raise OptionError(f"{option} is for ids: give a tokenizer")
+    adapted(["a photo of a dog", ""], [0, 0])
+
+
 def _is_of_transformers(tokenizer: Any) -> bool:
     return hasattr(tokenizer, "convert_tokens_to_ids") and hasattr(tokenizer, "model_max_length")
 

@@ -1,4 +1,4 @@
-"""Widths of the rows of a step on any rank, where several groups plan their blocks by themselves (I, K).
+"""Rows of several lengths, and their widths where several groups plan their blocks by themselves (I, K).
 
 A group knows the lengths of its own samples alone. So at the first step of a block the ranks exchange how
 wide each row of each of its steps is, and go by the widest: then a step has one shape on all ranks. This
@@ -10,18 +10,21 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
-from streamload.batching.padding import WIDTHS, RankLengths, RowLengths, RowWidths, cut
+from streamload.batches.assembly import BatchAssembly
+from streamload.batches.tokenize import refuse_unknown_padding
+from streamload.batching.costs import row_costs_of
+from streamload.batching.padding import WIDTHS, RankLengths, RowLengths, RowWidths, Trimming, cut
 from streamload.batching.steps import BlockBounds, PlannedStep
-from streamload.extension import BatchRows, RankPart, Run, WorkerPart, WorkerProcess
+from streamload.extension import BatchRows, Extension, RankPart, Run, WorkerPart, WorkerProcess
 from streamload.order.steps import Split
-from streamload.ranks.distributed import forget, largest
+from streamload.ranks.distributed import can_compare, forget, largest
 
 Widest = Callable[[BlockBounds], BlockBounds]
 """Returns the widest bounds of a block on any rank; all ranks have to call it."""
@@ -29,20 +32,63 @@ _BLOCKS_KEPT = 64
 """Blocks whose widths stay in the ranks' store: no rank is so far behind another."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class PaddedRows(Extension):
+    """The extension of a loader whose rows have several lengths; a run has one of the two others.
+
+    Attributes:
+        trimming: of captions.
+    """
+
+    trimming: Trimming
+
+    name = RowLengths.name
+
+    def refuse_unusable(self, options: Any) -> None:
+        """Refuse to cut captions without ids, or where it isn't certain which are padding."""
+        if options.batches.text_padding == "longest":
+            refuse_unknown_padding('text_padding="longest"', options.tokenizer, options.batches.text_columns)
+
+    def assembly(self, assembly: BatchAssembly, options: Any, split: Split | None) -> BatchAssembly:
+        """Cut captions in workers, unless the ranks agree on the widths of rows and cut them."""
+        trimming = self.trimming
+        if trimming.multiple is not None and split is not None and _agree_on_widths(options, split):
+            most = row_costs_of(options, assembly.tokenizer).text_most
+            trimming = replace(trimming, multiple=max(1, most))
+        return replace(assembly, trim=trimming)
+
+    def in_run(self, options: Any, config: Any) -> RowLengths:
+        """The extension of a run, by whether its ranks agree on the widths of rows."""
+        if _agree_on_widths(options, config.split):
+            return AgreedLengths(options.batches.text_pad_multiple, config.split)
+        return RowLengths()
+
+
+def padded_rows(options: Any) -> PaddedRows:
+    """The extension of a loader, by its options, `LoaderOptions`, with text_padding="longest" or patches."""
+    batches = options.batches
+    if batches.text_padding != "longest":
+        return PaddedRows(Trimming(None))
+    return PaddedRows(Trimming(batches.text_pad_multiple, options.output == "dict"))
+
+
+def _agree_on_widths(options: Any, split: Split) -> bool:
+    """True if several groups plan blocks, each by itself, and ranks can agree on how wide rows are."""
+    is_alone = split.groups == 1 or split.ranks == 1
+    return options.batches.bucketing is not None and not is_alone and can_compare(split.ranks)
+
+
+@dataclass(frozen=True, slots=True)
 class AgreedLengths(RowLengths):
-    """The extension of a loader whose groups agree on the lengths of rows: then ranks cut texts, not workers.
+    """The extension of a run whose groups agree on the lengths of rows: then ranks cut texts, not workers.
 
     Attributes:
         multiple: of the columns of texts.
-        widest: of all ranks; it stays in the rank. None: this rank's are.
+        split: of steps among ranks and groups; None: nobody else has to agree.
     """
 
     multiple: int = 1
-    widest: Widest | None = field(default=None, compare=False, repr=False)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.multiple,)
+    split: Split | None = None
 
     def in_worker(self, process: WorkerProcess) -> WorkerPart:
         """Its part in a worker process; None: it has none there."""
@@ -50,7 +96,9 @@ class AgreedLengths(RowLengths):
 
     def in_rank(self, run: Run) -> RankPart:
         """Its part in the rank; None: it has none."""
-        return AgreedBounds(self.multiple, self.widest or (lambda block: block))
+        if self.split is None:
+            return AgreedBounds(self.multiple, lambda block: block)
+        return AgreedBounds(self.multiple, WidestRows(run, self.split).of_block)
 
 
 class WorkerBounds(WorkerPart):
@@ -113,13 +161,12 @@ class WidestRows:
     """Widths of the rows of blocks of steps, on which the groups of a run agree: the widest of any rank.
 
     Args:
-        describe_run: describes what widths depend on, alike on all ranks.
+        run: of this rank.
         split: of steps among ranks.
-        rank: this one.
     """
 
-    def __init__(self, describe_run: Callable[[], str], split: Split, rank: int):
-        self._describe_run, self._split, self._rank = describe_run, split, rank
+    def __init__(self, run: Run, split: Split):
+        self._run, self._split, self._rank = run, split, run.rank
         self._names: deque[str] = deque()
 
     def of_block(self, block: BlockBounds) -> BlockBounds:
@@ -132,8 +179,7 @@ class WidestRows:
             RankFailed: another rank has ended, or didn't come to this block in half an hour.
         """
         split, rows = self._split, block.rows
-        run = repr((self._describe_run(), rows.shape))
-        name = f"bounds/{xxhash.xxh3_64_hexdigest(run.encode())}/{block.begin}/{block.end}"
+        name = f"bounds/{self._digest(rows.shape)}/{block.begin}/{block.end}"
         tellers, covered = [], set[int]()
         for other in range(split.ranks):
             groups = set(split.groups_of(other))
@@ -145,3 +191,11 @@ class WidestRows:
             if len(self._names) > _BLOCKS_KEPT:
                 forget(self._names.popleft(), split.ranks)
         return block._replace(rows=largest(name, rows, self._rank, tellers, split.ranks))
+
+    def _digest(self, shape: tuple[int, ...]) -> str:
+        """A digest of what the widths of a block depend on, alike on all ranks."""
+        run, batches = self._run, self._run.options.batches
+        lengths = (batches.text_padding, batches.text_pad_multiple, batches.max_tokens)
+        position = run.position
+        text = repr((run.identity, lengths, position.sequence, position.events, shape))
+        return xxhash.xxh3_64_hexdigest(text.encode())

@@ -1,21 +1,90 @@
-"""Rows of about the same length put together: `Batches(bucketing=…)`."""
+"""Rows of about one length put together, `Batches(bucketing=…)`: an extension (streamload/extension/)."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any, Literal
 
-from streamload.batching.costs import RowCosts
+from streamload.batching.costs import RowCosts, row_costs_of
 from streamload.batching.steps import BucketSampler
+from streamload.errors import OptionError
 from streamload.extension import Extension, StepsStart, WorkerPart, WorkerProcess
+from streamload.order.steps import Split
+from streamload.ranks.distributed import can_compare
+from streamload.shards.columns import TOKENS
 from streamload.worker.messages import EpochStart
 from streamload.worker.reader import Reader
 
-__all__ = ["Buckets"]
+__all__ = ["Bucketing", "Buckets", "bucketing_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucketing(Extension):
+    """The extension of a loader whose steps are planned by block; a run has `Buckets`.
+
+    Attributes:
+        block: samples of a block, or "step".
+        max_tokens: of a part of a batch; None: any.
+        by_texts: whether the lengths of captions vary.
+    """
+
+    block: Literal["step"] | int
+    max_tokens: int | None
+    by_texts: bool
+
+    name = "buckets"
+
+    @property
+    def facts(self) -> Collection[str]:
+        """The names of the built-in facts that it needs."""
+        return (TOKENS,) if self.by_texts else ()
+
+    def refuse_unusable(self, options: Any) -> None:
+        """Refuse it where nothing varies that it could go by, or where the order is fixed."""
+        if not options.train:
+            raise OptionError("bucketing= is for training: evaluation has the samples in the order as listed")
+        if options.listed_steps is not None:
+            raise OptionError("bucketing= is for steps of one size, not for those of Patches(steps=…)")
+        patches = options.images.patches
+        if not self.by_texts and (patches is None or patches.max_ratio is None):
+            raise OptionError(
+                'bucketing= goes by lengths that vary: give text_padding="longest", or patches=Patches(…, '
+                "max_ratio=1.0) (captions of one length and images that fill theirs have nothing to gain)"
+            )
+
+    def refuse_split(self, split: Split) -> None:
+        """Refuse unequal parts of a step for the groups of a run, and groups that can't agree."""
+        if split.batch % split.groups:
+            raise OptionError(
+                f"bucketing= needs steps of equal parts from each of the {split.groups} groups, and a step "
+                f"has {split.batch} samples: give a batch_size so that {split.groups} divides that"
+            )
+        is_alone = split.groups == 1 or split.ranks == 1
+        if self.max_tokens is not None and not (is_alone or can_compare(split.ranks)):
+            raise OptionError(
+                f"max_tokens= needs ranks that agree on the width of rows, as each of {split.groups} groups "
+                f"has a plan of its own: initialise torch.distributed first, or give order=Order(groups=1)"
+            )
+
+    def block_steps(self, batch: int) -> int:
+        """The steps of a block, of so many samples each."""
+        return 1 if self.block == "step" else max(1, self.block // batch)
+
+    def in_run(self, options: Any, config: Any) -> Buckets:
+        """The extension of a run, which knows what rows cost."""
+        return Buckets(row_costs_of(options, config.assembly.tokenizer))
+
+
+def bucketing_of(options: Any) -> Bucketing:
+    """The extension of a loader, by its options, `LoaderOptions`, with bucketing."""
+    batches = options.batches
+    return Bucketing(batches.bucketing, batches.max_tokens, batches.text_padding == "longest")
 
 
 @dataclass(frozen=True, slots=True)
 class Buckets(Extension):
-    """The extension of a loader whose steps are planned by block.
+    """The extension of a run whose steps are planned by block.
 
     Attributes:
         costs: of rows.
@@ -23,7 +92,7 @@ class Buckets(Extension):
 
     costs: RowCosts
 
-    name = "buckets"
+    name = Bucketing.name
 
     def in_worker(self, process: WorkerProcess) -> WorkerPart:
         """Its part in a worker process; None: it has none there."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,6 @@ import numpy.typing as npt
 from streamload.batches.tokenize import BatchTokenizer
 from streamload.errors import OptionError
 from streamload.patches.grid import most_patches
-from streamload.patches.options import Patches
 from streamload.shards.columns import TOKENS
 
 LONG_TEXT = "word " * 4096
@@ -66,29 +66,25 @@ class RowCosts:
         return room
 
 
-def row_costs(
-    tokenizer: BatchTokenizer | None, multiple: int, patches: Patches | None, max_tokens: int | None
-) -> RowCosts:
-    """Options of the lengths of rows.
+def row_costs_of(options: Any, tokenizer: BatchTokenizer | None) -> RowCosts:
+    """Options of the lengths of rows of a loader.
 
     Args:
-        tokenizer: of the texts; None: texts don't count.
-        multiple: of the tokens of a place in a batch.
-        patches: options of images as patches; None: images have none.
-        max_tokens: of a part of a batch; None: any.
+        options: of the loader, `LoaderOptions`, with bucketing.
+        tokenizer: of its batches.
 
     Raises:
         OptionError: a row may be longer than a part of a batch.
     """
-    text, most = None, 0
-    if tokenizer is not None:
+    batches, patches, text, most = options.batches, options.images.patches, None, 0
+    if batches.text_padding == "longest" and tokenizer is not None:
         text, most = TOKENS, tokenizer([LONG_TEXT], [0]).ids.shape[1]
     longest = most + (max(patches.seq_lens) if patches is not None else 0)
-    if max_tokens is not None and max_tokens < longest:
+    if batches.max_tokens is not None and batches.max_tokens < longest:
         raise OptionError(
-            f"max_tokens={max_tokens}; expected at least {longest}, what the longest row may have"
+            f"max_tokens={batches.max_tokens}; expected at least {longest}, what the longest row may have"
         )
-    costs = RowCosts(text, most, multiple)
+    costs = RowCosts(text, most, batches.text_pad_multiple)
     if patches is None:
         return costs
     return replace(

@@ -11,21 +11,64 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from streamload.batches.assembly import BatchAssembly
 from streamload.batches.images import ImageAssembly, ImageMaker
 from streamload.batching.costs import LONG_TEXT
 from streamload.errors import OptionError
-from streamload.extension import Extension, WorkerPart, WorkerProcess
+from streamload.extension import Extension, Run, WorkerPart, WorkerProcess
 from streamload.metrics import format_bytes
 from streamload.options.values import parse_size
+from streamload.order.steps import Split
 from streamload.patches.images import PatchImages
 from streamload.transforms.plan import ImagePlan
 
 logger = logging.getLogger("streamload")
 
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 0.0005, 0.008
+
+
+@dataclass(frozen=True)
+class MemoryLimits(Extension):
+    """The extension of a loader whose batches in flight have limits; a run has `InFlight`.
+
+    Attributes:
+        limits: bytes by modality, over the rank's workers.
+    """
+
+    limits: Mapping[str, int]
+
+    name = "in_flight"
+
+    def refuse_rows(self, rows: int, options: Any, assembly: Callable[[], BatchAssembly]) -> None:
+        """Refuse a batch that there is no room for; with Patches(steps=…), each step says its own."""
+        self._of(assembly()).check(options.step_options(Split(rows, 1, 1), None).kinds(rows))
+
+    def in_run(self, options: Any, config: Any) -> InFlight:
+        """The extension of a run, which knows what rows take."""
+        in_flight = self._of(config.assembly)
+        return replace(in_flight, most_steps=in_flight.check(config.steps.kinds(options.batch_size)))
+
+    def _of(self, assembly: BatchAssembly) -> InFlight:
+        """The limits with what rows take of them.
+
+        Raises:
+            OptionError: the bytes of a row aren't known before it is made.
+        """
+        row_bytes, patch_bytes = {}, 0
+        if "text" in self.limits:
+            row_bytes["text"] = _text_bytes(assembly)
+        if "image" in self.limits:
+            row_bytes["image"], patch_bytes = _image_bytes(assembly.images)
+        return InFlight(self.limits, row_bytes, patch_bytes)
+
+
+def memory_limits(options: Any) -> MemoryLimits:
+    """The extension of a loader, by its options, `LoaderOptions`, with `Workers(memory=…)`."""
+    memory = options.workers.memory
+    return MemoryLimits({name: parse_size(value, f"memory[{name!r}]") for name, value in memory.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +87,16 @@ class InFlight(Extension):
     patch_bytes: int = 0
     most_steps: int | None = None
 
-    name = "in_flight"
+    name = MemoryLimits.name
 
     def in_worker(self, process: WorkerProcess) -> WorkerPart | None:
         """Its part in a worker process; None: a rank that reads itself makes no batch ahead."""
         return WorkerInFlight(self, process) if process.workers else None
+
+    def in_rank(self, run: Run) -> None:
+        """None: it logs what is in flight at most, and has no part in the rank."""
+        workers, kinds = run.options.workers, run.step_options.kinds(run.most_rows)
+        self.report(kinds, max(1, workers.prefetch_factor * run.options.num_workers))
 
     def step_bytes(self, rows: int, seq_len: int = 0) -> dict[str, int]:
         """Return the most bytes of a step, by modality.
@@ -106,25 +154,6 @@ class InFlight(Extension):
         logger.info(
             "memory: batches in flight have at most %s (%s of %d)", ", ".join(shown), count, steps_ahead
         )
-
-
-def in_flight_of(memory: Mapping[str, int | str], assembly: BatchAssembly) -> InFlight:
-    """The limits of batches in flight, and what rows take of them.
-
-    Args:
-        memory: of `Workers(memory=…)`.
-        assembly: of the batches.
-
-    Raises:
-        OptionError: the bytes of a row aren't known before it is made.
-    """
-    limits = {name: parse_size(value, f"memory[{name!r}]") for name, value in memory.items()}
-    row_bytes, patch_bytes = {}, 0
-    if "text" in limits:
-        row_bytes["text"] = _text_bytes(assembly)
-    if "image" in limits:
-        row_bytes["image"], patch_bytes = _image_bytes(assembly.images)
-    return InFlight(limits, row_bytes, patch_bytes)
 
 
 class WorkerInFlight(WorkerPart):

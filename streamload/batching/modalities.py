@@ -1,4 +1,4 @@
-"""Batches in which some rows have only an image, or only a text (`Source(modality=…)`; steps I, J).
+"""Batches in which some rows have only an image, or only a text, `Source(modality=…)`: an extension (I, J).
 
 Images and texts then have rows of their own, and the batch says to which of its rows they belong.
 """
@@ -7,16 +7,51 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from streamload.batches.assembly import BatchAssembly
 from streamload.batches.collate import Allocate
 from streamload.batches.in_progress import Choose
 from streamload.cache.selection import Modality
+from streamload.errors import OptionError
+from streamload.extension import Extension
+from streamload.order.steps import Split
 
 _TEXTS = ("text", "text_valid")
+
+
+@dataclass(frozen=True, slots=True)
+class RowsOfModalities(Extension):
+    """The extension of a loader in which some rows have only an image, or only a text."""
+
+    name = "modalities"
+
+    def refuse_unusable(self, options: Any) -> None:
+        """Refuse what has to have a row for each sample, or an image or a text of each."""
+        refused = {
+            "train=False": not options.train,
+            f"output={options.output!r}": options.output != "dict",
+            "text_key=None": options.shards.text_key is None,
+            "label_key=": options.shards.label_key is not None,
+            "map_sample=": options.workers.map_sample is not None,
+            "features=": bool(options.features),
+            "prepare=": options.images.prepare is not None,
+            "bucketing=": options.batches.bucketing is not None,
+            "microbatch=": options.batches.microbatch is not None,
+        }
+        if used := [name for name, is_given in refused.items() if is_given]:
+            raise OptionError(
+                "sources with modality='text' or 'image' are for training with output='dict', where images "
+                f"and texts have rows of their own: leave out {', '.join(used)}"
+            )
+
+    def assembly(self, assembly: BatchAssembly, options: Any, split: Split | None) -> BatchAssembly:
+        """Rows of images and of texts, by the source of a shard."""
+        modalities = tuple(source.modality for source in options.sources)
+        return replace(assembly, kinds=Modalities(tuple(options.first_shards), modalities))
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,9 +148,9 @@ def cut(tensor: torch.Tensor, columns: slice, length: int) -> torch.Tensor:
     return tensor[:, columns].contiguous()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RowLengths(Extension):
-    """The extension of a loader whose rows have several lengths: the rank gets each batch's RowWidths."""
+    """The extension of a run whose rows have several lengths: the rank gets each batch's RowWidths."""
 
     name = "row_lengths"
 

@@ -1,13 +1,13 @@
 """The contract of an extension: a feature that adds to batches, without the kernel's knowledge of it.
 
-An `Extension` is made of options (loader/registered.py) and is picklable. It has a part in each worker
-(`worker.py`) and one in the rank (`rank.py`); their hooks are called once a batch. A loader without
-extensions has no parts and calls none.
+An `Extension` is made of options (loader/registered.py) and is picklable. It refuses options, and says which
+steps and values it needs (here). It has a part in each worker (`worker.py`) and one in the rank (`rank.py`);
+their hooks are called once a batch. A loader without extensions has no parts and calls none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
 from streamload.extension.rank import (
@@ -34,6 +34,7 @@ from streamload.extension.worker import (
     WorkerProcess,
 )
 from streamload.order.events import Event
+from streamload.order.steps import ListedSteps, Split, StepOptions
 
 __all__ = [
     "BatchColumn",
@@ -65,10 +66,12 @@ class Extension:
 
     Attributes:
         name: the key of its part of messages.
+        takes_preprocess: whether `preprocess=` is for this extension, which makes the images by it.
         most_steps: how many steps of a rank its workers make ahead at most; None: any number.
     """
 
     name: ClassVar[str]
+    takes_preprocess: ClassVar[bool] = False
     most_steps: int | None = None
 
     @property
@@ -85,6 +88,69 @@ class Extension:
         Raises:
             OptionError: it says which, and what to give instead.
         """
+
+    def refuse_split(self, split: Split) -> None:
+        """Refuse steps that the ranks and groups of a run share in a way in which it can't be used.
+
+        Raises:
+            OptionError: it says what to give instead.
+        """
+
+    def refuse_rows(self, rows: int, options: Any, assembly: Callable[[], Any]) -> None:
+        """Refuse another size of a rank's batch.
+
+        Args:
+            rows: of a rank in a step.
+            options: of the loader.
+            assembly: returns the recipe of its batches (`BatchAssembly`).
+
+        Raises:
+            OptionError: it says why.
+        """
+
+    @property
+    def listed_steps(self) -> ListedSteps | None:
+        """The steps of each epoch, if it lists them; None: all are of `batch_size`."""
+        return None
+
+    def block_steps(self, batch: int) -> int | None:
+        """The number of steps that it plans together, by the samples of one; None: it plans none."""
+        return None
+
+    def step_options(self, steps: StepOptions) -> StepOptions:
+        """Options of the steps of a run, by those without this extension."""
+        return steps
+
+    def image_maker(self, options: Any, plan: Any) -> Any:
+        """What makes the images of a batch (`ImagePlan`, `ImageMaker`, or a function as given).
+
+        Args:
+            options: of the loader.
+            plan: what makes them without this extension; None: nothing does, or it takes `preprocess=`.
+        """
+        return plan
+
+    def assembly(self, assembly: Any, options: Any, split: Split | None) -> Any:
+        """The recipe of batches (`BatchAssembly`) with what it adds.
+
+        Args:
+            assembly: without this extension.
+            options: of the loader.
+            split: of the steps of a run; None: no run has begun.
+        """
+        return assembly
+
+    def in_run(self, options: Any, config: Any) -> Extension:
+        """The extension as a run has it, once it is known what its workers read; by default itself.
+
+        Args:
+            options: of the loader.
+            config: of the run's workers (`WorkerConfig`), with the extensions of the options.
+
+        Raises:
+            OptionError: the run can't have it.
+        """
+        return self
 
     def in_worker(self, process: WorkerProcess) -> WorkerPart | None:
         """Its part in a worker process; None: it has none there."""

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from streamload.metrics import Counters, Snapshot
 from streamload.order.events import Event
+from streamload.order.steps import StepOptions
 
 
 class TakenBatch(Protocol):
@@ -389,6 +390,16 @@ class Run(Protocol):
     @property
     def rows(self) -> int:
         """Samples of a step of this rank, as set last."""
+        ...
+
+    @property
+    def most_rows(self) -> int:
+        """The most samples of a step of this rank by the sizes of now: another one may be set already."""
+        ...
+
+    @property
+    def step_options(self) -> StepOptions:
+        """Options of the steps of the run."""
         ...
 
     def set_batch_size(self, rows: int, reason: Mapping[str, Any]) -> int:

@@ -29,7 +29,7 @@ from streamload.facts.recipes import read_facts, read_repeat
 from streamload.loader.destination import read_device
 from streamload.loader.groups import Batches, Cache, Images, Order, Shards, Workers, with_moved
 from streamload.loader.loader import Loader, gather_state
-from streamload.loader.options import LoaderOptions, Output, sizes_of_epoch, whole_number
+from streamload.loader.options import LoaderOptions, Output, whole_number
 from streamload.loader.refusals import refuse_arguments, refuse_other_groups, refuse_unusable
 from streamload.loader.registered import extensions_of
 from streamload.loader.sources import Source, read_sources
@@ -170,7 +170,6 @@ def make_loader(
     mixing = order.mixing
     if mixing is not None and not isinstance(mixing, Replay):
         mixing = as_policy(mixing, [source.name for source in sources])
-    batch_size, num_batches = sizes_of_epoch(images.patches, train, batch_size, order.num_batches)
     options = LoaderOptions(
         sources=sources,
         tokenizer=tokenizer,
@@ -178,7 +177,7 @@ def make_loader(
         batch_size=batch_size,
         num_workers=num_workers,
         num_samples=num_samples,
-        num_batches=num_batches,
+        num_batches=order.num_batches,
         seed=whole_number("seed", seed),
         shuffle=shuffle,
         train=train,
@@ -196,7 +195,8 @@ def make_loader(
         columns=columns,
         mixing=mixing,
         repeat=read_repeat(shards.repeat, columns),
-        extensions=extensions_of(images, batches, order, mixing),
+        extensions=(),
     )
+    options = options.with_extensions(extensions_of(options))
     refuse_unusable(options)
     return Loader(options)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,9 +25,7 @@ from streamload.loader.sources import SourceOptions
 from streamload.options import Settings, options, read_settings
 from streamload.options.storage import copy_options
 from streamload.options.values import at_least, parse_choice
-from streamload.order.steps import Split, StepOptions
-from streamload.patches.options import Patches
-from streamload.patches.steps import StepTable, TableOptions
+from streamload.order.steps import ListedSteps, Split, StepOptions
 from streamload.shards.columns import BUILT_IN, Column
 from streamload.steering import Policy
 from streamload.steering.replay import Replay
@@ -193,17 +192,28 @@ class LoaderOptions:
         return any(source.modality != "image-text" for source in self.sources)
 
     @property
-    def goes_by_tokens(self) -> bool:
-        """True if bucketing goes by the lengths of captions."""
-        return self.batches.bucketing is not None and self.batches.text_padding == "longest"
+    def first_shards(self) -> list[int]:
+        """The index of each source's first shard among those of the run."""
+        return list(itertools.accumulate((len(source.urls) for source in self.sources[:-1]), initial=0))
+
+    def with_extensions(self, extensions: tuple[Extension, ...]) -> LoaderOptions:
+        """The same with extensions; where one lists the steps of an epoch, sizes are those of its steps."""
+        options = replace(self, extensions=extensions)
+        steps = options.listed_steps
+        if steps is None:
+            return options
+        return replace(options, batch_size=steps.most_rows, num_batches=steps.count)
 
     @property
-    def step_table(self) -> StepTable | None:
-        """The steps of an epoch of training, where Patches(steps=…) gives them."""
-        patches = self.images.patches
-        if patches is None or patches.steps is None or not self.train:
-            return None
-        return StepTable(tuple(patches.steps), self.num_batches or len(patches.steps), self.seed)
+    def listed_steps(self) -> ListedSteps | None:
+        """The steps of each epoch, where an extension lists them."""
+        steps = (extension.listed_steps for extension in self.extensions)
+        return next((listed for listed in steps if listed is not None), None)
+
+    def block_steps(self, batch: int) -> int | None:
+        """The steps that are planned together, of so many samples over all ranks; None: none are."""
+        counts = (extension.block_steps(batch) for extension in self.extensions)
+        return next((count for count in counts if count is not None), None)
 
     def step_options(self, split: Split, block_steps: int | None) -> StepOptions:
         """Options of the steps of a run.
@@ -215,11 +225,10 @@ class LoaderOptions:
         Raises:
             OptionError: ranks can't share the groups of steps of several sizes.
         """
-        patches, table = self.images.patches, self.step_table
-        if table is not None:
-            return TableOptions(split, table=table)
-        seq_lens = None if patches is None else patches.lengths(self.train, self.seed)
-        return StepOptions(split, seq_lens, None if block_steps is None else BlockOptions(block_steps))
+        steps = StepOptions(split, blocks=None if block_steps is None else BlockOptions(block_steps))
+        for extension in self.extensions:
+            steps = extension.step_options(steps)
+        return steps
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -248,16 +257,6 @@ class LoaderOptions:
         """True if an epoch starts where the last one stopped, in the middle of a pass."""
         sized = self.num_batches is not None or self.num_samples is not None
         return self.train and (sized or self.order.endless or len(self.sources) > 1)
-
-
-def sizes_of_epoch(
-    patches: Patches | None, train: bool, batch_size: int, num_batches: int | None
-) -> tuple[int, int | None]:
-    """The rows of a batch and the number of batches; where steps are listed the most rows, and all steps."""
-    if patches is None or patches.steps is None or not train:
-        return batch_size, num_batches
-    rows = max(rows for _, rows in patches.steps)
-    return rows, len(patches.steps) if num_batches is None else num_batches
 
 
 def whole_number(name: str, value: Any) -> int:

@@ -94,7 +94,7 @@ def make_order_spec(
         shares: of the sources at the start of the run; they divide lanes and window.
         digest: of the data.
     """
-    is_listed = options.shuffle == 0 or not options.train
+    is_listed, listed = options.shuffle == 0 or not options.train, options.listed_steps
     samples = max(1, options.batch_size * topology.world_size // groups)
     lanes = options.order.lanes if options.order.lanes is not None else default_lanes(samples)
     window = options.shuffle if options.shuffle is not None else default_window(samples)
@@ -119,7 +119,7 @@ def make_order_spec(
         tuple(len(source.urls) for source in options.sources),
         fitted=is_listed or None not in (options.order.lanes, options.shuffle),
         blocks=_blocks(options, topology, groups),
-        table=None if options.step_table is None else options.step_table.digest,
+        table=None if listed is None else listed.digest,
         multiple=_multiple(options, topology, groups),
     )
 
@@ -131,32 +131,16 @@ def _multiple(options: LoaderOptions, topology: Topology, groups: int) -> int:
 
 
 def _blocks(options: LoaderOptions, topology: Topology, groups: int) -> tuple[int, int] | None:
-    """The steps of a block and the samples of a step; None without bucketing.
+    """The steps of a block and the samples of a step; None: steps aren't planned together.
 
     Raises:
-        OptionError: the groups of a run have unequal parts of a step.
+        OptionError: ranks and groups can't share steps as an extension needs it.
     """
-    bucketing, batch = options.batches.bucketing, options.batch_size * topology.world_size
-    if bucketing is None:
-        return None
-    if batch % groups:
-        raise OptionError(
-            f"bucketing= needs steps of equal parts from each of the {groups} groups, and a step has {batch} "
-            f"samples: give a batch_size so that {groups} divides that"
-        )
-    is_alone = groups == 1 or topology.world_size == 1
-    if options.batches.max_tokens is not None and not (is_alone or can_compare(topology.world_size)):
-        raise OptionError(
-            f"max_tokens= needs ranks that agree on the width of rows, as each of {groups} groups has a plan "
-            f"of its own: initialise torch.distributed first, or give order=Order(groups=1)"
-        )
-    return block_steps(options, batch) or 1, batch
-
-
-def block_steps(options: LoaderOptions, batch: int) -> int | None:
-    """The steps of a block, of so many samples each; None without bucketing."""
-    bucketing = options.batches.bucketing
-    return bucketing if bucketing is None else 1 if bucketing == "step" else max(1, bucketing // batch)
+    split = split_for(options, topology, groups)
+    for extension in options.extensions:
+        extension.refuse_split(split)
+    steps = options.block_steps(split.batch)
+    return None if steps is None else (steps, split.batch)
 
 
 def source_orders(order: OrderSpec, sizes: Sequence[Sequence[int] | None]) -> list[OrderOptions]:

@@ -44,7 +44,7 @@ class WorkerPool:
     Attributes:
         order: by which the workers read.
         statistics: by which images that arrive as bytes are to be normalised, if any.
-        extensions: of the run, beside those of the options.
+        extensions: of the run that aren't those of the options.
         tier: that they read.
         run: its name on this node.
         shards: how many this rank reads in a pass; one that it shares counts on the rank with its beginning.
@@ -64,7 +64,7 @@ class WorkerPool:
         self._continued = [config.shards[number] for number in continued]
         self._close_tier = weakref.finalize(owner, in_this_process(placed.close))
         self.order = schedule.order
-        self.extensions = config.extensions[len(options.extensions) :]
+        self.extensions = [part for part in config.extensions if part not in options.extensions]
         images = config.assembly.images if options.images.dtype == "float32" else None
         self.statistics: Statistics | None = None if images is None else images.unnormalised
         self.images = config.assembly.images

@@ -20,6 +20,7 @@ from streamload.loader.rank_process import RankProcess
 from streamload.loader.schedule import RunSchedule
 from streamload.metrics import Counters, Snapshot
 from streamload.order.events import BATCH_SIZE, WEIGHTS, joined, of_kind
+from streamload.order.steps import StepOptions
 from streamload.ranks.agreement import Agreement
 from streamload.ranks.distributed import can_compare, gather
 from streamload.worker import EpochChange
@@ -135,6 +136,16 @@ class RankRun:
     def rows(self) -> int:
         """Samples of a step of this rank, as set last."""
         return self._schedule.rows
+
+    @property
+    def most_rows(self) -> int:
+        """The most samples of a step of this rank by the sizes of now: another one may be set already."""
+        return self._schedule.most_rows
+
+    @property
+    def step_options(self) -> StepOptions:
+        """Options of the steps of the run."""
+        return self._schedule.step_options
 
     def set_batch_size(self, rows: int, reason: Mapping[str, Any]) -> int:
         """Set the size of a rank's batch, and return the step of the epoch from which it holds."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from streamload.batches.tokenize import adapt_tokenizer
+from streamload.batches.tokenize import refuse_unknown_padding
 from streamload.errors import OptionError
 from streamload.loader.groups import GROUPS
 from streamload.loader.options import LoaderOptions
 from streamload.loader.words import instead_of
-from streamload.patches.compile import patch_transform
-from streamload.patches.plan import GivenPatches
 from streamload.transforms.compile import compile_transform
 from streamload.transforms.plan import NotRecognised
 
@@ -31,12 +29,8 @@ def refuse_unusable(options: LoaderOptions) -> None:
     if options.images.dtype == "uint8":
         _refuse_uint8_of_given(options)
     _refuse_unusable_features(options)
-    _refuse_unknown_padding(options)
-    _refuse_bucketing(options)
-    if options.has_modalities:
-        _refuse_modalities(options)
-    if options.images.patches is not None:
-        _refuse_unusable_patches(options)
+    if options.batches.text_columns:
+        _refuse_unusable_columns(options)
 
 
 def _refuse_training_options(options: LoaderOptions) -> None:
@@ -47,8 +41,6 @@ def _refuse_training_options(options: LoaderOptions) -> None:
             "num_batches= is for training: an evaluation yields each sample once (num_samples= may say "
             "how many there are)"
         )
-    if options.step_table is not None and (options.num_samples is not None or options.order.endless):
-        raise OptionError("Patches(steps=…) says what an epoch has: leave out num_samples= and endless=")
     if options.order.endless and (sized or not options.train):
         raise OptionError("endless= is for training, without num_samples= and num_batches=")
     if options.repeat is not None and not options.train:
@@ -74,68 +66,16 @@ def _refuse_unusable_features(options: LoaderOptions) -> None:
             raise OptionError(f"text_key=None selects no captions for the feature {name!r}")
 
 
-def _refuse_unknown_padding(options: LoaderOptions) -> None:
-    """Refuse what goes by padding without ids, or where it isn't certain which are padding."""
+def _refuse_unusable_columns(options: LoaderOptions) -> None:
+    """Refuse columns of captions in other batches than a model's inputs, and where there are no ids."""
     columns = options.batches.text_columns
-    if options.batches.text_padding == "max" and not columns:
-        return
-    if columns and options.output != "hf":
+    if options.output != "hf":
         raise OptionError(f'text_columns={columns!r} is for output="hf"')
     if "labels" in columns and options.shards.label_key is not None:
         raise OptionError(
             "label_key= makes labels, too: leave it out, or leave 'labels' out of text_columns="
         )
-    tokenizer = adapt_tokenizer(options.tokenizer, finds_padding=True, columns=columns)
-    if tokenizer is None:
-        option = f"text_columns={columns!r}" if columns else 'text_padding="longest"'
-        raise OptionError(f"{option} is for ids: give a tokenizer")
-    tokenizer(["a photo of a dog", ""], [0, 0])
-
-
-def _refuse_bucketing(options: LoaderOptions) -> None:
-    """Refuse bucketing= where nothing varies that it could go by, or where the order is fixed."""
-    if options.batches.bucketing is None:
-        return
-    if not options.train:
-        raise OptionError("bucketing= is for training: evaluation has the samples in the order as listed")
-    if options.step_table is not None:
-        raise OptionError("bucketing= is for steps of one size, not for those of Patches(steps=…)")
-    patches = options.images.patches
-    if options.batches.text_padding == "max" and (patches is None or patches.max_ratio is None):
-        raise OptionError(
-            'bucketing= goes by lengths that vary: give text_padding="longest", or patches=Patches(…, '
-            "max_ratio=1.0) (captions of one length and images that fill theirs have nothing to gain)"
-        )
-
-
-def _refuse_modalities(options: LoaderOptions) -> None:
-    """Refuse what has to have a row for each sample, or an image or a text of each."""
-    refused = {
-        "train=False": not options.train,
-        f"output={options.output!r}": options.output != "dict",
-        "text_key=None": options.shards.text_key is None,
-        "label_key=": options.shards.label_key is not None,
-        "map_sample=": options.workers.map_sample is not None,
-        "features=": bool(options.features),
-        "prepare=": options.images.prepare is not None,
-        "bucketing=": options.batches.bucketing is not None,
-        "microbatch=": options.batches.microbatch is not None,
-    }
-    if used := [name for name, is_given in refused.items() if is_given]:
-        raise OptionError(
-            "sources with modality='text' or 'image' are for training with output='dict', where images "
-            f"and texts have rows of their own: leave out {', '.join(used)}"
-        )
-
-
-def _refuse_unusable_patches(options: LoaderOptions) -> None:
-    """Refuse what needs images of one size, and a transform that isn't made for a number of patches."""
-    if options.output == "hf":
-        raise OptionError('patches= is for output="dict" or "tuple": "hf" has images of one size')
-    for name, value in (("map_sample", options.workers.map_sample), ("features", options.features)):
-        if value:
-            raise OptionError(f"{name}= is for images of one size, and patches= makes images of several")
-    patch_transform(options, is_compiled=False)
+    refuse_unknown_padding(f"text_columns={columns!r}", options.tokenizer, columns)
 
 
 def _refuse_uint8_of_given(options: LoaderOptions) -> None:
@@ -145,10 +85,7 @@ def _refuse_uint8_of_given(options: LoaderOptions) -> None:
         raise OptionError(
             'Images(dtype="uint8") is for a compiled preprocess=, not for functions that run as given'
         )
-    if options.images.patches is not None:
-        if isinstance(patch_transform(options, options.images.compile), GivenPatches):
-            raise OptionError('Images(dtype="uint8") is for a preprocess= that can be compiled')
-    elif options.preprocess is not None:
+    if options.preprocess is not None and not any(part.takes_preprocess for part in options.extensions):
         try:
             compile_transform(options.preprocess)
         except NotRecognised as exc:

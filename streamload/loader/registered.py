@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from streamload.batches.assembly import BatchAssembly
-from streamload.batching.bounds import AgreedLengths, WidestRows
-from streamload.batching.buckets import Buckets
-from streamload.batching.costs import RowCosts, row_costs
-from streamload.batching.in_flight import InFlight, in_flight_of
+from streamload.batching.bounds import PaddedRows, padded_rows
+from streamload.batching.buckets import Bucketing, bucketing_of
+from streamload.batching.in_flight import MemoryLimits, memory_limits
 from streamload.batching.microbatches import Microbatches, Microbatching
-from streamload.batching.padding import RowLengths
+from streamload.batching.modalities import RowsOfModalities
 from streamload.errors import OptionError
 from streamload.extension import Extension, RankPart
 from streamload.features import RowFeatures
 from streamload.features.assembly import bound_features
 from streamload.features.columns import FeatureAssembly
 from streamload.loader.destination import AUTO
-from streamload.loader.groups import Batches, Images, Order
 from streamload.loader.observer import Observer
 from streamload.loader.options import LoaderOptions
 from streamload.loader.output import MODEL_INPUTS
@@ -35,9 +31,8 @@ from streamload.mixing.reports import ReportedMeans, Rows
 from streamload.observe.observer import ObservedRun, RunObserver
 from streamload.options import Settings
 from streamload.options import options as all_options
-from streamload.patches.rank import PatchedImages
+from streamload.patches.rank import PatchedImages, patched_images
 from streamload.ranks.distributed import gather
-from streamload.steering import Policy
 from streamload.steering.replay import Replay
 from streamload.weights import RowWeights
 from streamload.weights.sample import read_sample_weight
@@ -54,11 +49,9 @@ __all__ = [
     "backing_of",
     "extensions_of",
     "extensions_of_run",
-    "in_flight_of_run",
     "microbatching_of",
     "observer_of",
     "reports_of",
-    "row_costs_of",
     "warn_of_decoder",
 ]
 
@@ -66,16 +59,16 @@ BY_RANK = frozenset({*Decisions.by_rank, *BatchSizing.by_rank})
 """The keys of a state of which each rank has its part; see RankPart.by_rank."""
 
 
-def extensions_of(
-    images: Images, batches: Batches, order: Order, mixing: Policy | Replay | None
-) -> tuple[Extension, ...]:
-    """The extensions of a loader: those of its options, and the user's own.
+def extensions_of(options: LoaderOptions) -> tuple[Extension, ...]:
+    """The extensions of a loader: those of its options, which are without any, and the user's own.
 
     Raises:
         OptionError: one of the user's own can't be used.
     """
+    images, batches, order = options.images, options.batches, options.order
+    mixing, decides = options.mixing, order.decisions is not None or order.objective is not None
     extensions: list[Extension] = []
-    if mixing is not None or order.decisions is not None or order.objective is not None:
+    if mixing is not None or decides:
         extensions.append(Mixing(0 if mixing is None or isinstance(mixing, Replay) else mixing.every))
     if batches.batch_policy is not None:
         extensions.append(BatchSizes())
@@ -86,6 +79,16 @@ def extensions_of(
     sample_weight = read_sample_weight(batches.sample_weight)
     if sample_weight is not None:
         extensions.append(RowWeights(sample_weight))
+    if images.patches is not None:
+        extensions.append(patched_images(options))
+    if options.has_modalities:
+        extensions.append(RowsOfModalities())
+    if images.patches is not None or batches.text_padding == "longest":
+        extensions.append(padded_rows(options))
+    if batches.bucketing is not None:
+        extensions.append(bucketing_of(options))
+    if options.workers.memory is not None:
+        extensions.append(memory_limits(options))
     _check_own(batches.extensions)
     return (*extensions, *batches.extensions)
 
@@ -97,8 +100,11 @@ def _check_own(extensions: Collection[Extension]) -> None:
     from streamload.daemon.publication import PlanPublication
     from streamload.pixels.rank import DeviceDecoding
 
-    of_runs = (DeviceDecoding, PlanPublication, RowFeatures, PatchedImages, RowLengths, Buckets, InFlight)
-    names = {Mixing.name, BatchSizes.name, RowWeights.name, *(extension.name for extension in of_runs)}
+    built_in = (
+        Mixing, BatchSizes, DeviceDecoding, RowWeights, PatchedImages, RowsOfModalities, PaddedRows,
+        Bucketing, MemoryLimits, RowFeatures, PlanPublication,
+    )  # fmt: skip
+    names = {extension.name for extension in built_in}
     for extension in extensions:
         if not isinstance(extension, Extension):
             raise OptionError(f"extensions has {extension!r:.100}; expected a streamload.extension.Extension")
@@ -155,77 +161,22 @@ def microbatching_of(options: LoaderOptions, schedule: RunSchedule) -> Microbatc
 
 
 def extensions_of_run(
-    options: LoaderOptions, config: WorkerConfig, schedule: RunSchedule, features: tuple[FeatureAssembly, ...]
+    options: LoaderOptions, config: WorkerConfig, features: tuple[FeatureAssembly, ...]
 ) -> tuple[Extension, ...]:
     """The extensions of a run, by what its workers read.
 
     Args:
         options: of the loader.
-        config: of its workers.
-        schedule: of its epochs.
+        config: of its workers, with the extensions of the options.
         features: how they make its features.
 
     Raises:
         OptionError: a step of the loader has no room, or rows of it.
     """
-    extensions: list[Extension] = []
+    extensions = [extension.in_run(options, config) for extension in config.extensions]
     if features:
         extensions.append(RowFeatures(features, bound_features(options, features)))
-    if options.images.patches is not None:
-        extensions.append(PatchedImages())
-    if config.assembly.trim is not None and schedule.agrees_on_widths:
-
-        def describe_run() -> str:
-            position = schedule.tracker.now()
-            return repr((schedule.order, options.batches, position.sequence, position.events))
-
-        rows = WidestRows(describe_run, schedule.split(), schedule.topology.rank)
-        extensions.append(AgreedLengths(options.batches.text_pad_multiple, rows.of_block))
-    elif config.assembly.trim is not None:
-        extensions.append(RowLengths())
-    if schedule.order.blocks is not None:
-        extensions.append(Buckets(row_costs_of(options, config.assembly)))
-    if options.workers.memory is not None:
-        in_flight = in_flight_of_run(options, config.assembly, options.batch_size)
-        steps_ahead = max(1, options.workers.prefetch_factor * options.num_workers)
-        in_flight.report(_kinds_of_steps(options, schedule.most_rows), steps_ahead)
-        extensions.append(in_flight)
     return (*extensions, *_publication(config))
-
-
-def row_costs_of(options: LoaderOptions, assembly: BatchAssembly) -> RowCosts:
-    """Options of the lengths of rows, by which blocks of steps are planned.
-
-    Raises:
-        OptionError: a row may be longer than a part of a batch.
-    """
-    batches, tokenizer = options.batches, assembly.tokenizer if options.goes_by_tokens else None
-    return row_costs(tokenizer, batches.text_pad_multiple, options.images.patches, batches.max_tokens)
-
-
-def in_flight_of_run(options: LoaderOptions, assembly: BatchAssembly, rows: int) -> InFlight:
-    """The limits of `Workers(memory=…)`, checked.
-
-    Args:
-        options: of the loader, with limits.
-        assembly: of its batches.
-        rows: of a rank in a step; with Patches(steps=…), each says its own.
-
-    Raises:
-        OptionError: a step has no room, or the bytes of a row aren't known before it is made.
-    """
-    assert options.workers.memory is not None
-    in_flight = in_flight_of(options.workers.memory, assembly)
-    return replace(in_flight, most_steps=in_flight.check(_kinds_of_steps(options, rows)))
-
-
-def _kinds_of_steps(options: LoaderOptions, rows: int) -> Sequence[tuple[int, int]]:
-    """Patches of each image and rows of a rank, of each kind of steps; the longest of `rows` come first."""
-    patches, table = options.images.patches, options.step_table
-    if table is not None:
-        return list(dict.fromkeys(table.steps))
-    seq_lens = [0] if patches is None else sorted(set(patches.seq_lens), reverse=True)
-    return [(seq_len, rows) for seq_len in seq_lens]
 
 
 def _publication(config: WorkerConfig) -> tuple[Extension, ...]:

@@ -19,7 +19,6 @@ from streamload.errors import OptionError, StateMismatch
 from streamload.loader.options import LoaderOptions
 from streamload.loader.order_spec import (
     OrderSpec,
-    block_steps,
     compare_groups,
     data_digest,
     fit_to_cache,
@@ -45,7 +44,7 @@ from streamload.options.values import at_least
 from streamload.order.events import BATCH_SIZE, WEIGHTS, Event, new_batch_size, new_weights, shares_of
 from streamload.order.plan import OrderOptions
 from streamload.order.steps import Split, StepOptions, Steps
-from streamload.ranks.distributed import can_compare, first_value
+from streamload.ranks.distributed import first_value
 from streamload.topology import RunAttempt, Topology, read_rank, read_topology
 
 logger = logging.getLogger("streamload")
@@ -129,7 +128,7 @@ class RunSchedule:
         """Samples of an epoch over all ranks; None if only reading the data tells, or there is no end."""
         if not self._options.train:
             return self.epoch_samples()
-        table, batches = self._options.step_table, self.num_batches
+        table, batches = self._options.listed_steps, self.num_batches
         if table is not None:
             return table.rows * self.topology.world_size
         return None if batches is None else batches * self.rows * self.topology.world_size
@@ -198,7 +197,7 @@ class RunSchedule:
                 f"a run that {cause} has to know how long an epoch is: give num_samples or num_batches, "
                 f"{counts}or say endless=True"
             )
-        split, table = self.split(), self._options.step_table
+        split, table = self.split(), self._options.listed_steps
         if table is not None:
             offset = position.position - position.start
             return len(table.remaining(position.epoch, offset, split.ranks))
@@ -224,20 +223,13 @@ class RunSchedule:
             position: of the run.
             later: the first step that begins there, or after it, instead.
         """
-        split, table = self.split(), self._options.step_table
+        split, table = self.split(), self._options.listed_steps
         offset = position.position - position.start
         if table is not None:
             offset = offset if later is None else later - position.start
             return table.count - len(table.remaining(position.epoch, offset, split.ranks))
         steps = offset // split.batch if position.base_batch is None else position.steps
         return steps if later is None else steps + self.steps_from(position).number(later)
-
-    @property
-    def agrees_on_widths(self) -> bool:
-        """True if the run's groups agree on how wide rows are: then ranks cut texts, not workers."""
-        order, world_size = self.order, self.topology.world_size
-        is_alone = order.groups == 1 or world_size == 1
-        return order.blocks is not None and not is_alone and can_compare(world_size)
 
     @property
     def reports_shards(self) -> bool:
@@ -405,7 +397,7 @@ class RunSchedule:
         options, split = self._options, self.split()
         if not options.train:
             raise OptionError("set_batch_size() is for training: an evaluation has one batch_size")
-        if options.step_table is not None:
+        if options.listed_steps is not None:
             raise OptionError("set_batch_size() is for steps of one size: Patches(steps=…) says each step's")
         batch = rows * split.ranks
         if batch % split.groups or split.batch % split.groups:
@@ -414,7 +406,7 @@ class RunSchedule:
                 f"parts of each, before and after, and {split.batch} and {batch} samples aren't both "
                 f"multiples of that"
             )
-        return new_batch_size(position, batch, block_steps(options, batch) or 1)
+        return new_batch_size(position, batch, options.block_steps(batch) or 1)
 
     def next_block(self, position: int) -> int:
         """The first position from this one on between two blocks; without bucketing, this one."""

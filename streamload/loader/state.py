@@ -13,7 +13,7 @@ import xxhash
 
 from streamload.errors import OptionError, StateMismatch
 from streamload.loader.options import LoaderOptions
-from streamload.loader.order_spec import OrderSpec, block_steps, data_digest, split_for
+from streamload.loader.order_spec import OrderSpec, data_digest, split_for
 from streamload.loader.position import Position
 from streamload.order.events import (
     BATCH_SIZE,
@@ -285,7 +285,7 @@ def from_block(options: LoaderOptions, saved: OrderSpec, ours: OrderSpec, positi
     events = [event for event in position.events if event.kind != BATCH_SIZE]
     for size in sizes[-1:]:
         batch = size.value["batch"]
-        events.append(new_batch_size(place, batch, block_steps(options, batch) or 1))
+        events.append(new_batch_size(place, batch, options.block_steps(batch) or 1))
     return replace(position, blocks_from=place, events=tuple(events))
 
 

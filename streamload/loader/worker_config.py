@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,8 +13,6 @@ from streamload.batches.assembly import BatchAssembly
 from streamload.batches.images import ImageAssembly, ImageMaker, Preprocess, by_workers
 from streamload.batches.in_progress import Choose
 from streamload.batches.tokenize import adapt_tokenizer
-from streamload.batching.modalities import Modalities
-from streamload.batching.padding import Trimming
 from streamload.cache.forecast import Measure, forecast
 from streamload.cache.placement import Placed, memory_root, place_tier
 from streamload.cache.selection import KeySpec, Selection
@@ -37,16 +34,15 @@ from streamload.facts.shard_facts import ShardFacts
 from streamload.features.assembly import feature_assemblies
 from streamload.features.columns import FeatureAssembly
 from streamload.loader.options import LoaderOptions
-from streamload.loader.registered import backing_of, extensions_of_run, in_flight_of_run, row_costs_of
+from streamload.loader.registered import backing_of, extensions_of_run
 from streamload.loader.schedule import RunSchedule
 from streamload.metrics import Counters
 from streamload.observe.spans import SpanFile
 from streamload.options import Settings
 from streamload.order.plan import OrderOptions, pieces
+from streamload.order.steps import Split
 from streamload.origins.access import warn_of_shared_headers
 from streamload.origins.origin import OriginOptions, warn_of_compressed
-from streamload.patches.compile import patch_transform
-from streamload.patches.images import PatchImages
 from streamload.prefetch.fallback import remove_all_unused
 from streamload.prefetch.idle import idle_share
 from streamload.ranks.distributed import first_value
@@ -94,7 +90,7 @@ def worker_config_for(options: LoaderOptions, schedule: RunSchedule) -> tuple[Wo
                 options, settings, by_workers(transform), placed, shared, topology, schedule.order
             )
             shards = prepared.of(shards)
-        made = _assembly(options, transform, prepared, settings.max_image_pixels)
+        made = _assembly(options, transform, prepared, settings.max_image_pixels, schedule.split())
         config = _worker_config(options, schedule, settings, shards, placed, shared, *made)
         if prepared.is_made:
             processes = topology.local_world_size * max(1, options.num_workers)
@@ -117,7 +113,7 @@ def assembly_of(options: LoaderOptions) -> tuple[BatchAssembly, tuple[FeatureAss
 
 
 def check_room(options: LoaderOptions, rows: int) -> None:
-    """Refuse a batch that `Workers(memory=…)` has no room for.
+    """Refuse another size of a rank's batch, if an extension does.
 
     Args:
         options: the loader's.
@@ -126,8 +122,8 @@ def check_room(options: LoaderOptions, rows: int) -> None:
     Raises:
         OptionError: a step is larger than a limit.
     """
-    if options.workers.memory is not None:
-        in_flight_of_run(options, assembly_of(options)[0], rows)
+    for extension in options.extensions:
+        extension.refuse_rows(rows, options, lambda: assembly_of(options)[0])
 
 
 def _worker_config(
@@ -153,8 +149,6 @@ def _worker_config(
     run = run_name(topology, reads)
     if topology.world_size > 1:  # of Lightning's launcher the first rank is the others' parent: another name
         run = first_value(f"run {topology.node} {reads}", run, topology.world_size)
-    if schedule.agrees_on_widths:
-        assembly = _whole_texts(assembly, options)
     if shared is not None and shared.write_back and shared.wait_seconds > 0:
         attempt = schedule.agree_on_attempt()
         shared = shared.in_run(attempt, len(shards), topology, options.num_workers)
@@ -182,8 +176,7 @@ def _worker_config(
         extensions=options.extensions,
         open_sink=SpanFile,
     )
-    own_extensions = extensions_of_run(options, config, schedule, features)
-    return replace(config, extensions=(*config.extensions, *own_extensions))
+    return replace(config, extensions=extensions_of_run(options, config, features))
 
 
 def counted_samples(options: LoaderOptions, counts: Counters, epoch: int) -> int | None:
@@ -254,7 +247,7 @@ def _selection(options: LoaderOptions) -> Selection:
     keys = tuple(KeySpec.parse(key) for key in options.keys)
     reads_all = options.workers.map_sample is not None
     columns = dict(options.columns)
-    if options.goes_by_tokens or any(TOKENS in extension.facts for extension in options.extensions):
+    if any(TOKENS in extension.facts for extension in options.extensions):
         columns[TOKENS] = token_count(options.shards.text_key, options.tokenizer)
     selection = Selection(keys, options.shards.keep, reads_all, columns, options.repeat)
     if columns:
@@ -263,21 +256,7 @@ def _selection(options: LoaderOptions) -> Selection:
         return selection
     keys_of = {"image-text": keys, "image": keys[:1], "text": keys[1:]}
     by_source = [replace(selection, keys=keys_of[source.modality]) for source in options.sources]
-    return replace(selection, by_source=tuple(zip(_firsts(options), by_source, strict=True)))
-
-
-def _firsts(options: LoaderOptions) -> list[int]:
-    """The index of each source's first shard among those of the run."""
-    return list(itertools.accumulate((len(source.urls) for source in options.sources[:-1]), initial=0))
-
-
-def _whole_texts(assembly: BatchAssembly, options: LoaderOptions) -> BatchAssembly:
-    """The same without cutting texts, which ranks do."""
-    trim = assembly.trim
-    if not isinstance(trim, Trimming) or trim.multiple is None:
-        return assembly
-    most = row_costs_of(options, assembly).text_most
-    return replace(assembly, trim=replace(trim, multiple=max(1, most)))
+    return replace(selection, by_source=tuple(zip(options.first_shards, by_source, strict=True)))
 
 
 def _assembly(
@@ -285,6 +264,7 @@ def _assembly(
     transform: ImagePlan | ImageMaker | Preprocess | None,
     prepared: RunPreparation,
     most_pixels: int,
+    split: Split | None = None,
 ) -> tuple[BatchAssembly, tuple[FeatureAssembly, ...]]:
     is_mapped = options.workers.map_sample is not None
     device = options.settled_device
@@ -307,11 +287,7 @@ def _assembly(
             most_pixels=most_pixels,
             as_model_inputs=options.output == "hf",
         )
-    shards, batches, trim = options.shards, options.batches, None
-    if batches.text_padding == "longest":
-        trim = Trimming(batches.text_pad_multiple, options.output == "dict")
-    elif options.images.patches is not None:
-        trim = Trimming(None)
+    shards, batches = options.shards, options.batches
     features = feature_assemblies(options, images) if options.features else ()
     need_images = [feature.images for feature in options.features.values()]
     if True not in need_images and (
@@ -329,18 +305,11 @@ def _assembly(
         map_sample=options.workers.map_sample,
         collate=options.workers.collate,
         as_model_inputs=options.output == "hf",
-        trim=None if is_mapped else trim,
         preparation=preparation if have_images else None,
-        kinds=_modalities(options),
     )
+    for extension in options.extensions:
+        assembly = extension.assembly(assembly, options, split)
     return assembly, features
-
-
-def _modalities(options: LoaderOptions) -> Modalities | None:
-    """Of the sources; None: all rows have images and texts."""
-    if not options.has_modalities:
-        return None
-    return Modalities(tuple(_firsts(options)), tuple(source.modality for source in options.sources))
 
 
 @functools.cache
@@ -359,13 +328,15 @@ def _transform(options: LoaderOptions) -> ImagePlan | ImageMaker | Preprocess | 
     is_used = options.workers.map_sample is None or options.preprocess is not None
     if is_used and None in (kernel.resize_into, kernel.jpeg_size):
         _warn_of_missing_kernel()
-    if options.images.patches is not None:
-        return PatchImages(patch_transform(options, options.images.compile))
     plan: ImagePlan | Preprocess | None
-    if options.preprocess is not None:
+    if any(extension.takes_preprocess for extension in options.extensions):
+        plan = None
+    elif options.preprocess is not None:
         plan = plan_or_given(options.preprocess, options.images.compile)
     else:
         plan = None if options.workers.map_sample is not None else clip_plan(options.train)
+    for extension in options.extensions:
+        plan = extension.image_maker(options, plan)
     if options.images.decode == "host" or (options.images.decode == "auto" and not options.train):
         return plan
     from streamload.pixels.files import file_images

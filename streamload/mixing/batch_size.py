@@ -42,7 +42,7 @@ class BatchSizes(Extension):
             raise OptionError("batch_policy= is for training: an evaluation yields each sample once")
         if isinstance(options.mixing, Replay):
             raise OptionError(f"leave out batch_policy=: {options.mixing!r} has all decisions")
-        if options.step_table is not None:
+        if options.listed_steps is not None:
             raise OptionError("batch_policy= is for steps of one size: Patches(steps=…) says each step's")
 
     def in_rank(self, run: Run) -> BatchSizing:

@@ -165,8 +165,47 @@ class MakeBlocks(Protocol):
 class SeqLengths(Protocol):
     """The most patches of an image of each step. Picklable."""
 
+    @property
+    def lengths(self) -> Sequence[int]:
+        """All that steps may have."""
+        ...
+
     def at(self, epoch: int, position: int) -> int:
         """Return that of the step that begins at a global position of a sequence, by its epoch."""
+        ...
+
+
+class ListedSteps(Protocol):
+    """Steps of each epoch of training that an option lists, of one size or several."""
+
+    @property
+    def count(self) -> int:
+        """Steps of an epoch."""
+        ...
+
+    @property
+    def rows(self) -> int:
+        """All rows of a rank in an epoch."""
+        ...
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows of a rank in a step."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Two with one digest have the same steps in each epoch of as many."""
+        ...
+
+    def remaining(self, epoch: int, offset: int, ranks: int) -> Sequence[object]:
+        """The steps of an epoch that begin at an offset or later.
+
+        Args:
+            epoch: its number.
+            offset: samples of the epoch over all ranks before it.
+            ranks: that share the steps.
+        """
         ...
 
 
@@ -193,6 +232,15 @@ class StepOptions:
         """
         blocks = None if self.blocks is None else self.blocks.blocks(self.split.batch, start)
         return Steps(self.split, start.position, blocks, resizes, self.seq_lens, start.sequence)
+
+    def kinds(self, rows: int) -> Sequence[tuple[int, int]]:
+        """Patches of each image and rows of a rank, of each kind of steps; the longest come first.
+
+        Args:
+            rows: of a rank, where steps have one size.
+        """
+        lengths = [0] if self.seq_lens is None else sorted(set(self.seq_lens.lengths), reverse=True)
+        return [(length, rows) for length in lengths]
 
 
 class _Stretch(NamedTuple):

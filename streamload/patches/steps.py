@@ -57,6 +57,11 @@ class StepTable:
         return xxhash.xxh3_64_hexdigest(repr([(int(most), int(rows)) for most, rows in self.steps]).encode())
 
     @property
+    def most_rows(self) -> int:
+        """The most rows of a rank in a step."""
+        return max(rows for _, rows in self.steps)
+
+    @property
     def rows(self) -> int:
         """All rows of a rank in an epoch, by the order of the table."""
         return sum(self.steps[number % len(self.steps)][1] for number in range(self.count))
@@ -76,6 +81,11 @@ class TableOptions(StepOptions):
         assert self.table is not None
         remaining = self.table.remaining(start.epoch, start.offset, self.split.ranks)
         return TableSteps(self.split, start.position, remaining)
+
+    def kinds(self, rows: int) -> Sequence[tuple[int, int]]:
+        """Patches of each image and rows of a rank, of each kind of steps."""
+        assert self.table is not None
+        return list(dict.fromkeys(self.table.steps))
 
 
 class TableSteps(Steps):

@@ -52,7 +52,7 @@ def test_each_epoch_has_the_steps_of_the_table(shards, tmp_path, workers):
     for epoch, steps in enumerate(epochs):
         assert sorted(steps[:5]) == sorted(STEPS)
         assert steps[5:] == steps[:2]
-        assert steps == loader.options.step_table.of_epoch(epoch)
+        assert steps == loader.options.listed_steps.of_epoch(epoch)
     assert len({tuple(steps) for steps in epochs}) > 1
 
 
@@ -111,7 +111,7 @@ def test_a_state_goes_on_with_another_number_of_ranks_at_the_next_step(shards, t
     for loader in loaders:
         loader.load_state_dict(state)
     rest = list(zip(*loaders, strict=True))
-    expected = loaders[0].options.step_table.remaining(0, taken, 2)
+    expected = loaders[0].options.listed_steps.remaining(0, taken, 2)
     assert [shape_of(batch) for batch, _ in rest] == [shape_of(batch) for _, batch in rest] == expected
     before = {key for batch in first for key in batch["__key__"]}
     assert not before & {key for pair in rest for batch in pair for key in batch["__key__"]}
@@ -172,7 +172,7 @@ def test_where_the_cache_has_no_room_ranges_are_read_up_to_the_last_step(tmp_pat
         ) as loader:
             shapes = [shape_of(batch) for _ in range(3) for batch in loader]
             assert sum(request.sent for request in server.log) > 1.2 * sum(p.stat().st_size for p in paths)
-    table = loader.options.step_table
+    table = loader.options.listed_steps
     assert shapes == [step for epoch in range(3) for step in table.of_epoch(epoch)]
 
 

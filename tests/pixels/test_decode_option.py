@@ -17,7 +17,6 @@ from streamload.derived.prepare.preparation import Preparation
 from streamload.device import feed_for
 from streamload.errors import DecodeError, OptionError
 from streamload.loader import worker_config
-from streamload.loader.registered import extensions_of
 from streamload.pixels import files, rank
 from streamload.pixels.decoders import HostDecoder
 from streamload.pixels.rank import DeviceDecoding
@@ -385,9 +384,9 @@ def test_choices_are_the_same_behind_the_workers():
 
 
 def test_only_a_loader_that_asks_for_it_has_the_extension():
-    batches, order = streamload.Batches(), streamload.Order()
-    assert extensions_of(streamload.Images(decode="device"), batches, order, None) == (DeviceDecoding(),)
-    assert extensions_of(streamload.Images(), batches, order, None) == ()
+    decoding = streamload.make_loader("unread.tar", images=streamload.Images(decode="device"))
+    assert decoding.options.extensions == (DeviceDecoding(),)
+    assert streamload.make_loader("unread.tar").options.extensions == ()
 
 
 def test_the_feed_makes_images_before_it_moves_a_batch():

@@ -89,7 +89,9 @@ class ExtensionContract:
             assert all(len(batch[name]) == len(batch["text"]) for batch in batches for name in self.adds)
             self.check_batches(batches, expected)
             if self.by_options is not None:
-                assert type(self.extension) in map(type, extended._pool.extensions)
+                assert type(self.extension) in map(
+                    type, [*extended._pool.extensions, *extended.options.extensions]
+                )
             added = extended.state_dict().keys() - plain.state_dict().keys()
             assert added == set(self.state_keys)
 
