@@ -21,6 +21,7 @@ import numpy as np
 from PIL import Image
 
 from streamload.errors import ImageTooLarge
+from streamload.transforms import kernel
 from streamload.transforms.decode import jpeg_size
 from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
 
@@ -58,12 +59,20 @@ def refusal(file: File, most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS) -> str | No
     """
     if file[:2] != _START:
         return "not a JPEG"
-    if reason := _Jpeg(file).doubt():
+    if not _is_plainly_sound(file) and (reason := _Jpeg(file).doubt()):
         return reason
     try:
         return "other colours than YCbCr and gray" if jpeg_size(file, most_pixels) is None else None
     except ImageTooLarge as error:
         return str(error)
+
+
+def _is_plainly_sound(file: File) -> bool:
+    """Return whether a JPEG is of the most usual kind and not doubted; False: only `_Jpeg` can tell."""
+    if kernel.jpeg_is_sound is None:
+        return False
+    levels = np.frombuffer(file, np.uint8)
+    return kernel.jpeg_is_sound(levels.__array_interface__["data"][0], len(levels))
 
 
 class _Jpeg:

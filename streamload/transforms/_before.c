@@ -1,6 +1,7 @@
-/* Steps before an image is decoded: its size from a JPEG header, the number of scans of an unusual JPEG, and the box
- * that torchvision's RandomResizedCrop draws. A function that returns None leaves the answer to Python (decode.py,
- * limits.py, augment.py), which gives the same result, several times slower.
+/* Steps before an image is decoded: its size from a JPEG header, the number of scans of an unusual JPEG, whether a JPEG
+ * is sound for any decoder, and the box that torchvision's RandomResizedCrop draws. A function that returns None or
+ * False leaves the answer to Python (decode.py, limits.py, pixels/segments.py, augment.py), which gives the same result,
+ * several times slower.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -117,6 +118,155 @@ static PyObject *jpeg_passes(PyObject *Py_UNUSED(module), PyObject *jpeg) {
     return PyLong_FromLong(count_passes((const uint8_t *)data, (const uint8_t *)data + size));
 }
 
+/* ---- Whether a JPEG is sound for any decoder ---- */
+
+enum { TABLES = 4, MOST_COMPONENTS = 3, MOST_SEGMENTS = 1024, LONGEST_SIDE = 65500, MOST_PIXELS = 1 << 26 };
+
+struct tables {
+    int quantisation, dc, ac; /* bits by number */
+};
+
+static int begins(const uint8_t *payload, int length, const char *with, int bytes) {
+    return length >= bytes && memcmp(payload, with, (size_t)bytes) == 0;
+}
+
+/* Tables of 8 bits. */
+static int read_quantisation(const uint8_t *payload, int length, struct tables *tables) {
+    for (; length > 0; payload += 65, length -= 65) {
+        if (length < 65 || payload[0] >= TABLES)
+            return 0;
+        tables->quantisation |= 1 << payload[0];
+    }
+    return 1;
+}
+
+static int read_huffman(const uint8_t *payload, int length, struct tables *tables) {
+    while (length > 0) {
+        if (length < 17 || (payload[0] & 15) >= TABLES || payload[0] >> 4 > 1)
+            return 0;
+        const int is_ac = payload[0] >> 4;
+        int values = 0, code = 0;
+        for (int bits = 1; bits <= 16; bits++) {
+            values += payload[bits];
+            code += payload[bits];
+            if (code >= 1 << bits) /* no room for so many codes, as none is all ones */
+                return 0;
+            code <<= 1;
+        }
+        if (values > 256 || length < 17 + values)
+            return 0;
+        for (int i = 0; i < values && !is_ac; i++)
+            if (payload[17 + i] >= 16)
+                return 0;
+        *(is_ac ? &tables->ac : &tables->dc) |= 1 << (payload[0] & 15);
+        payload += 17 + values;
+        length -= 17 + values;
+    }
+    return 1;
+}
+
+/* 8 bits, in gray or three components of the usual sampling; returns the number of components. */
+static int read_frame(const uint8_t *payload, int length) {
+    if (length < 9 || payload[0] != 8 || length != 6 + 3 * payload[5])
+        return 0;
+    const int height = two_bytes(payload + 1), width = two_bytes(payload + 3);
+    if (!height || !width || height > LONGEST_SIDE || width > LONGEST_SIDE || (int64_t)height * width > MOST_PIXELS)
+        return 0;
+    const int first = payload[7];
+    if (payload[5] == 1)
+        return first == 0x11 ? 1 : 0;
+    if (payload[5] != MOST_COMPONENTS || payload[6] == payload[9] || payload[6] == payload[12] ||
+        payload[9] == payload[12])
+        return 0;
+    const int is_usual = first == 0x11 || first == 0x21 || first == 0x12 || first == 0x22;
+    return is_usual && payload[10] == 0x11 && payload[13] == 0x11 ? MOST_COMPONENTS : 0;
+}
+
+/* The only scan: all components of the frame, with tables that are there. */
+static int read_scan(const uint8_t *payload, int length, const uint8_t *frame, int components, struct tables tables) {
+    if (length < 1 || payload[0] != components || length != 4 + 2 * components)
+        return 0;
+    int scanned = 0;
+    for (int i = 0; i < components; i++) {
+        const int dc = payload[2 + 2 * i] >> 4, ac = payload[2 + 2 * i] & 15;
+        if (dc >= TABLES || ac >= TABLES || !(tables.dc >> dc & 1) || !(tables.ac >> ac & 1))
+            return 0;
+        for (int j = 0; j < components; j++) {
+            const int quantisation = frame[8 + 3 * j];
+            if (frame[6 + 3 * j] == payload[1 + 2 * i] && quantisation < TABLES &&
+                tables.quantisation >> quantisation & 1)
+                scanned |= 1 << j;
+        }
+    }
+    return scanned == (1 << components) - 1;
+}
+
+/* Segments that Pillow parses, and may stumble over, are left to Python. */
+static int is_skipped(int marker, const uint8_t *payload, int length) {
+    if (marker == 0xfe)
+        return 1;
+    if (marker < 0xe0 || marker > 0xef)
+        return 0;
+    if (begins(payload, length, "JFIF", 4) || begins(payload, length, "Adobe", 5))
+        return length >= (marker == 0xee ? 12 : 14);
+    return !begins(payload, length, "Exif\0", 6) && !begins(payload, length, "ICC_PROFILE", 12) &&
+           !begins(payload, length, "MPF", 4) && !begins(payload, length, "Photoshop 3.0", 14);
+}
+
+/* Whether the next marker that isn't within a scan is the end mark; stuffed 0xff and restarts are within. */
+static int is_followed_by_end(const uint8_t *at, const uint8_t *end) {
+    while ((at = memchr(at, 0xff, (size_t)(end - at))) && end - at >= 2) {
+        at++;
+        if (*at != 0 && (*at & 0xf8) != 0xd0)
+            return *at == 0xd9;
+    }
+    return 0;
+}
+
+static int is_sound(const uint8_t *at, const uint8_t *end) {
+    struct tables tables = {0, 0, 0};
+    const uint8_t *frame = NULL;
+    int components = 0;
+    if (end - at < 2 || at[0] != 0xff || at[1] != 0xd8)
+        return 0;
+    at += 2;
+    for (int segments = 0; segments < MOST_SEGMENTS && end - at >= 4 && at[0] == 0xff; segments++) {
+        const int marker = at[1], length = two_bytes(at + 2) - 2;
+        const uint8_t *payload = at + 4;
+        if (length < 0 || length > end - payload)
+            return 0;
+        at = payload + length;
+        int is_read;
+        if (marker == 0xda)
+            return components && read_scan(payload, length, frame, components, tables) && is_followed_by_end(at, end);
+        if (marker == 0xdb)
+            is_read = read_quantisation(payload, length, &tables);
+        else if (marker == 0xc4)
+            is_read = read_huffman(payload, length, &tables);
+        else if (marker == 0xdd)
+            is_read = length == 2;
+        else if (marker == 0xc0 || marker == 0xc1) {
+            is_read = !components && (components = read_frame(payload, length));
+            frame = payload;
+        } else
+            is_read = is_skipped(marker, payload, length);
+        if (!is_read)
+            return 0;
+    }
+    return 0;
+}
+
+static PyObject *jpeg_is_sound(PyObject *Py_UNUSED(module), PyObject *const *arguments, Py_ssize_t count) {
+    if (count != 2)
+        return PyErr_Format(PyExc_TypeError, "expected an address and a size, got %zd arguments", count);
+    const size_t address = PyLong_AsSize_t(arguments[0]);
+    const Py_ssize_t size = PyLong_AsSsize_t(arguments[1]);
+    if (PyErr_Occurred())
+        return NULL;
+    const uint8_t *at = (const uint8_t *)address;
+    return PyBool_FromLong(size > 0 && is_sound(at, at + size));
+}
+
 /* ---- A random box ---- */
 
 enum { TRIES = 10, NUMBERS = 2 * TRIES + 2, SHIFT = 397 };
@@ -180,6 +330,7 @@ static PyObject *random_box(PyObject *Py_UNUSED(module), PyObject *const *argume
 static PyMethodDef functions[] = {
     {"jpeg_size", jpeg_size, METH_O, "See decode.py."},
     {"jpeg_passes", jpeg_passes, METH_O, "See limits.py."},
+    {"jpeg_is_sound", (PyCFunction)(void (*)(void))jpeg_is_sound, METH_FASTCALL, "See pixels/segments.py."},
     {"random_box", (PyCFunction)(void (*)(void))random_box, METH_FASTCALL, "See augment.py."},
     {NULL, NULL, 0, NULL},
 };

@@ -30,6 +30,8 @@ jpeg_size: Callable[[bytes], tuple[int, int] | None] | None = getattr(_before, "
 """See decode.py."""
 jpeg_passes: Callable[[bytes], int] | None = getattr(_before, "jpeg_passes", None)
 """See limits.py."""
+jpeg_is_sound: Callable[[int, int], bool] | None = getattr(_before, "jpeg_is_sound", None)
+"""See pixels/segments.py."""
 random_box: Callable[..., Any] | None = getattr(_before, "random_box", None)
 """See augment.py and _before.pyi."""
 

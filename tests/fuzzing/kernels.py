@@ -1,8 +1,8 @@
 """The C code before and after a decoder: headers of JPEGs, sound and damaged; boxes, strides, offsets, parts.
 
 What must hold: a header that is understood says what libjpeg-turbo says, and its JPEG has one scan; scans are
-counted as by Python; a box that is resized is Pillow's to the bit; no byte is touched but of the image and
-of the result, which code that is built with sanitizers (sanitized.py) reports.
+counted as by Python, which doubts no JPEG that is sound by C; resized pixels are Pillow's to the bit; no byte
+is touched but of the image and of the result, which code built with sanitizers (sanitized.py) reports.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy.typing as npt
 import simplejpeg
 from PIL import Image
 
+from streamload.pixels import segments
 from streamload.transforms import kernel
 from streamload.transforms.limits import count_passes
 
@@ -163,6 +164,8 @@ def _place(data: bytearray, rng: random.Random) -> int:
 def _check_jpeg(data: bytes, jpeg_size: Any, jpeg_passes: Any) -> str:
     passes = jpeg_passes(data)
     assert passes == count_passes(data), f"{passes} passes, by Python {count_passes(data)}"
+    is_doubted = data[:2] == b"\xff\xd8" and segments._Jpeg(data).doubt() is not None
+    assert not (is_doubted and segments._is_plainly_sound(data)), "sound, but not by Python"
     size = jpeg_size(data)
     if size is None:
         return "left to libjpeg-turbo"

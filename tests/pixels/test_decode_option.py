@@ -8,6 +8,7 @@ import tarfile
 
 import numpy as np
 import pytest
+import simplejpeg
 import torch
 from PIL import Image
 
@@ -22,6 +23,7 @@ from streamload.pixels.decoders import HostDecoder
 from streamload.pixels.rank import DeviceDecoding
 from streamload.pixels.segments import refusal
 from streamload.transforms.plan import Flip, Grey, ImagePlan, KeepRatio, RandomCrop, ShortSide, clip_plan
+from tests.pixels import damage
 from tests.support import flat
 from tests.support.extension_contract import ids
 
@@ -69,6 +71,13 @@ def encoded_long():
     return buffer.getvalue()
 
 
+def add_sample(tar, key, **members):
+    for extension, data in members.items():
+        info = tarfile.TarInfo(f"{key}.{extension}")
+        info.size = len(data)
+        tar.addfile(info, io.BytesIO(data))
+
+
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
     """Three shards of all kinds of images, with as many damaged ones in the last one."""
@@ -81,10 +90,7 @@ def shards(tmp_path_factory):
                 if shard == 2 and index % 2:
                     file = DAMAGE[list(DAMAGE)[index // 2 % len(DAMAGE)]](encoded(rng))
                 members = {"jpg": file, "txt": f"{kind} {shard} {index}".encode(), "cls": b"%d" % index}
-                for extension, data in members.items():
-                    info = tarfile.TarInfo(f"{shard}{index:03d}.{extension}")
-                    info.size = len(data)
-                    tar.addfile(info, io.BytesIO(data))
+                add_sample(tar, f"{shard}{index:03d}", **members)
     return str(folder / "{0..2}.tar")
 
 
@@ -211,6 +217,46 @@ def test_what_the_devices_decoder_fails_at_is_decoded_by_the_rank(shards, tmp_pa
         numbers = loader._parts.metrics()
         assert 0.1 < numbers["decode.by_rank_share"] < 0.5
         assert 0.2 < numbers["decode.by_workers_share"] < 0.6
+
+
+def fails_where_libjpeg_warns(file):
+    try:
+        simplejpeg.decode_jpeg(file, "RGB")
+    except ValueError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(1, 12))])
+def test_images_damaged_at_random_are_skipped_and_replaced_as_by_the_host(tmp_path, monkeypatch, seed):
+    rng = random.Random(seed)
+    for shard in range(3):
+        with tarfile.open(tmp_path / f"{shard}.tar", "w") as tar:
+            for index in range(120):
+                is_sound = rng.random() < 0.2
+                file = rng.choice(damage.sound()) if is_sound else damage.damaged(rng)
+                add_sample(
+                    tar, f"{shard}{index:03d}", jpg=file, txt=b"%d %d" % (shard, index), cls=b"%d" % index
+                )
+    plant(monkeypatch, fails_where_libjpeg_warns)
+    monkeypatch.setattr(worker_config, "clip_plan", lambda train: clip_plan(train, size=24))
+    for train in (True, False):
+        options = {"train": train, "num_workers": seed % 3, "max_bad_samples": None}
+        with (
+            make(str(tmp_path / "{0..2}.tar"), tmp_path / "cache", **options) as loader,
+            make(str(tmp_path / "{0..2}.tar"), tmp_path / "cache", "host", **options) as host,
+        ):
+            assert all(same(batch, expected) for batch, expected in zip(loader, host, strict=True))
+            assert without_decoder(loader.state_dict()) == without_decoder(host.state_dict())
+            if not (train and options["num_workers"]):  # in training, workers are ahead of the last step
+                assert sorted(loader.skipped) == sorted(host.skipped)
+                counts, of_host = loader.stats(), host.stats()
+                assert counts.samples_skipped == of_host.samples_skipped
+                assert counts.samples_replaced == of_host.samples_replaced
+                damaged = counts.samples_replaced if train else counts.samples_skipped
+                assert sum(damaged.values()) > 50
+            numbers = loader._parts.metrics()
+            assert numbers["decode.by_rank_share"] > 0.05 < numbers["decode.by_workers_share"]
 
 
 def test_what_a_decoder_says_it_refuses_is_decoded_by_workers(shards, tmp_path, monkeypatch):

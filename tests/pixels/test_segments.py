@@ -9,9 +9,12 @@ import pytest
 from PIL import Image
 
 from streamload.errors import DecodeError
+from streamload.pixels import segments
 from streamload.pixels.segments import refusal
-from streamload.transforms.decode import decode_jpeg_or_image
+from streamload.transforms import kernel
+from streamload.transforms.decode import decode_jpeg_or_image, jpeg_size
 from tests.fuzzing import kernels
+from tests.pixels import damage
 
 
 def encoded(mode="RGB", side=(40, 57), **options):
@@ -62,13 +65,13 @@ def test_a_half_with_an_end_mark_is_not_doubted_and_one_without_is(options):
     assert refusal(ended) is None
 
 
-def segment(marker, payload):
+def segment_of(marker, payload):
     return struct.pack(">BBH", 0xFF, marker, len(payload) + 2) + payload
 
 
 def with_first(file, marker, payload):
     """The file with another segment before all others."""
-    return file[:2] + segment(marker, payload) + file[2:]
+    return file[:2] + segment_of(marker, payload) + file[2:]
 
 
 def damaged_scan(file):
@@ -114,16 +117,32 @@ def test_what_the_host_refuses_is_doubted(file, reason):
     assert str(refusal(file)).startswith(reason)
 
 
+def damaged_header(rng):
+    file = kernels._damaged(rng)
+    return file.rstrip(b"\xff\xd9") + b"\xff\xd9" if rng.random() < 0.5 else file
+
+
+@pytest.mark.parametrize("damaged", [damaged_header, damage.damaged])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(1, 20))])
-def test_of_damaged_files_those_that_are_not_doubted_are_taken(seed):
+def test_of_damaged_files_those_that_are_not_doubted_are_taken(seed, damaged):
     rng = random.Random(seed)
     undoubted = doubted = 0
     for _ in range(600):
-        file = kernels._damaged(rng)
-        if rng.random() < 0.5:
-            file = file.rstrip(b"\xff\xd9") + b"\xff\xd9"
+        file = damaged(rng)
         reason = refusal(file)
         undoubted, doubted = undoubted + (reason is None), doubted + (reason is not None)
-        assert reason is not None or taken(file), file.hex()
+        assert reason is not None or (taken(file) and jpeg_size(file) is not None), file.hex()
     assert undoubted > 100
     assert doubted > 40
+
+
+@pytest.mark.skipif(kernel.jpeg_is_sound is None, reason="streamload was installed without a C compiler")
+def test_what_the_c_code_does_not_doubt_python_does_not_either():
+    assert sum(map(segments._is_plainly_sound, damage.sound())) > len(damage.sound()) // 2
+    rng, sound = random.Random(0), 0
+    for number in range(3000):
+        file = damaged_header(rng) if number % 2 else damage.damaged(rng)
+        if file[:2] == b"\xff\xd8" and segments._is_plainly_sound(file):
+            sound += 1
+            assert segments._Jpeg(file).doubt() is None, file.hex()
+    assert sound > 300
