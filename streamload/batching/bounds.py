@@ -57,7 +57,7 @@ class PaddedRows(Extension):
             trimming = replace(trimming, multiple=max(1, most))
         return replace(assembly, trim=trimming)
 
-    def in_run(self, options: Any, config: Any) -> RowLengths:
+    def in_run(self, options: Any, config: Any, plain: Any) -> RowLengths:
         """The extension of a run, by whether its ranks agree on the widths of rows."""
         if _agree_on_widths(options, config.split):
             return AgreedLengths(options.batches.text_pad_multiple, config.split)

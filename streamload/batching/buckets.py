@@ -71,7 +71,7 @@ class Bucketing(Extension):
         """The steps of a block, of so many samples each."""
         return 1 if self.block == "step" else max(1, self.block // batch)
 
-    def in_run(self, options: Any, config: Any) -> Buckets:
+    def in_run(self, options: Any, config: Any, plain: Any) -> Buckets:
         """The extension of a run, which knows what rows cost."""
         return Buckets(row_costs_of(options, config.assembly.tokenizer))
 

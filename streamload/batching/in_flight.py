@@ -46,7 +46,7 @@ class MemoryLimits(Extension):
         """Refuse a batch that there is no room for; with Patches(steps=…), each step says its own."""
         self._of(assembly()).check(options.step_options(Split(rows, 1, 1), None).kinds(rows))
 
-    def in_run(self, options: Any, config: Any) -> InFlight:
+    def in_run(self, options: Any, config: Any, plain: Any) -> InFlight:
         """The extension of a run, which knows what rows take."""
         in_flight = self._of(config.assembly)
         return replace(in_flight, most_steps=in_flight.check(config.steps.kinds(options.batch_size)))

@@ -109,6 +109,23 @@ class Selected(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class KeptByAll:
+    """Keeps the samples that several functions keep."""
+
+    functions: tuple[Keep, ...]
+
+    def __call__(self, entry: Entry) -> bool:
+        """True if all of them keep the sample of an entry."""
+        return all(keep(entry) for keep in self.functions)
+
+
+def kept_by_all(functions: Sequence[Keep | None]) -> Keep | None:
+    """Join functions that keep samples; None: all samples are kept."""
+    keeps = tuple(keep for keep in functions if keep is not None)
+    return keeps[0] if len(keeps) == 1 else KeptByAll(keeps) if keeps else None
+
+
+@dataclass(frozen=True, slots=True)
 class Selection:
     """The samples that have the required members, and that the user's function keeps.
 

@@ -35,6 +35,7 @@ from streamload.extension.worker import (
 )
 from streamload.order.events import Event
 from streamload.order.steps import ListedSteps, Split, StepOptions
+from streamload.shards.samples import Entry
 
 __all__ = [
     "BatchColumn",
@@ -68,11 +69,14 @@ class Extension:
         name: the key of its part of messages.
         takes_preprocess: whether `preprocess=` is for this extension, which makes the images by it.
         most_steps: how many steps of a rank its workers make ahead at most; None: any number.
+        keep: takes the index entry of a sample, with the facts of the user's columns; False leaves the sample
+            out, as Shards(keep=…) does. Pure. None: all samples are used.
     """
 
     name: ClassVar[str]
     takes_preprocess: ClassVar[bool] = False
     most_steps: int | None = None
+    keep: Callable[[Entry], bool] | None = None
 
     @property
     def facts(self) -> Collection[str]:
@@ -140,12 +144,13 @@ class Extension:
         """
         return assembly
 
-    def in_run(self, options: Any, config: Any) -> Extension:
+    def in_run(self, options: Any, config: Any, plain: Any) -> Extension:
         """The extension as a run has it, once it is known what its workers read; by default itself.
 
         Args:
             options: of the loader.
             config: of the run's workers (`WorkerConfig`), with the extensions of the options.
+            plain: the recipe of batches without any extension (`BatchAssembly`).
 
         Raises:
             OptionError: the run can't have it.

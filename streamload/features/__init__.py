@@ -8,21 +8,56 @@ options; `recipe.py` makes derived shards of rows ahead.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from streamload.batches.assembly import BatchAssembly
 from streamload.derived.calls.features import BoundFeatures
+from streamload.errors import OptionError
 from streamload.extension import Extension, Run, WorkerProcess
+from streamload.features.assembly import bound_features, feature_assemblies
 from streamload.features.columns import FeatureAssembly
 from streamload.features.rank import NAME, RankFeatures
 from streamload.features.worker import WorkerFeatures
+from streamload.order.steps import Split
 
-__all__ = ["RowFeatures"]
+__all__ = ["RowFeatures", "StoredFeatures"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFeatures(Extension):
+    """The extension of a loader with features; a run has `RowFeatures`."""
+
+    name = NAME
+
+    def refuse_unusable(self, options: Any) -> None:
+        """Refuse features of what batches don't have, or in batches without names."""
+        if options.output == "tuple":
+            raise OptionError('features= is for output="dict" or "hf", whose values have names')
+        if options.workers.map_sample is not None:
+            raise OptionError("features= is for images and texts, and map_sample= makes the whole example")
+        for name, feature in options.features.items():
+            if feature.inputs != "image" and options.shards.text_key is None:
+                raise OptionError(f"text_key=None selects no captions for the feature {name!r}")
+
+    def assembly(self, assembly: BatchAssembly, options: Any, split: Split | None) -> BatchAssembly:
+        """Batches without images of their own, if only features need them."""
+        wanted = [feature.images for feature in options.features.values()]
+        are_read = any(feature.inputs != "text" for feature in options.features.values())
+        are_read = are_read and assembly.images is not None
+        if True in wanted or not (are_read or False in wanted):
+            return assembly
+        return replace(assembly, images=None, preparation=assembly.preparation if are_read else None)
+
+    def in_run(self, options: Any, config: Any, plain: BatchAssembly) -> RowFeatures:
+        """The extension of a run."""
+        assemblies = feature_assemblies(options, plain.images)
+        return RowFeatures(assemblies, bound_features(options, assemblies))
 
 
 @dataclass(frozen=True, slots=True)
 class RowFeatures(Extension):
-    """The extension of a loader with features.
+    """The extension of a run with features.
 
     Attributes:
         assemblies: how workers make them.

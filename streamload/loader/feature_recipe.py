@@ -8,7 +8,7 @@ from typing import Any
 from streamload.derived.calls.features import Features
 from streamload.derived.prepare.preparation import AUTO
 from streamload.errors import OptionError
-from streamload.features.assembly import bound_features
+from streamload.features.assembly import bound_features, feature_assemblies
 from streamload.features.named import NAME, NamedFeatures, named
 from streamload.features.recipe import FeatureRecipe
 from streamload.loader import make_loader
@@ -56,7 +56,8 @@ def make_recipe(names: NamedFeatures, cache_dir: str | None = None) -> FeatureRe
         raise OptionError('--prepare auto is chosen by each training: name the recipe, such as "raw-256"')
     arguments = loader_arguments(names, features)
     options = make_loader("unread.tar", cache_dir=cache_dir, **arguments).options
-    assembly, (feature,) = assembly_of(options)
+    assembly, plain = assembly_of(options)
+    (feature,) = feature_assemblies(options, plain.images)
     bound = bound_features(options, (feature,))[NAME]
     return FeatureRecipe(names, assembly, feature, bound, feature_recipe)
 

@@ -28,7 +28,6 @@ def refuse_unusable(options: LoaderOptions) -> None:
         raise OptionError("prepare= is for images that streamload decodes: map_sample= gets their bytes")
     if options.images.dtype == "uint8":
         _refuse_uint8_of_given(options)
-    _refuse_unusable_features(options)
     if options.batches.text_columns:
         _refuse_unusable_columns(options)
 
@@ -51,19 +50,6 @@ def _refuse_training_options(options: LoaderOptions) -> None:
         )
     if options.order.groups is not None and not options.train:
         raise OptionError("groups= is for training: in an evaluation each rank has a group of its own")
-
-
-def _refuse_unusable_features(options: LoaderOptions) -> None:
-    """Refuse features of what batches don't have, or in batches without names."""
-    if not options.features:
-        return
-    if options.output == "tuple":
-        raise OptionError('features= is for output="dict" or "hf", whose values have names')
-    if options.workers.map_sample is not None:
-        raise OptionError("features= is for images and texts, and map_sample= makes the whole example")
-    for name, feature in options.features.items():
-        if feature.inputs != "image" and options.shards.text_key is None:
-            raise OptionError(f"text_key=None selects no captions for the feature {name!r}")
 
 
 def _refuse_unusable_columns(options: LoaderOptions) -> None:

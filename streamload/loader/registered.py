@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from streamload.batches.assembly import BatchAssembly
 from streamload.batching.bounds import PaddedRows, padded_rows
 from streamload.batching.buckets import Bucketing, bucketing_of
 from streamload.batching.in_flight import MemoryLimits, memory_limits
@@ -14,9 +15,7 @@ from streamload.batching.microbatches import Microbatches, Microbatching
 from streamload.batching.modalities import RowsOfModalities
 from streamload.errors import OptionError
 from streamload.extension import Extension, RankPart
-from streamload.features import RowFeatures
-from streamload.features.assembly import bound_features
-from streamload.features.columns import FeatureAssembly
+from streamload.features import StoredFeatures
 from streamload.loader.destination import AUTO
 from streamload.loader.observer import Observer
 from streamload.loader.options import LoaderOptions
@@ -79,6 +78,8 @@ def extensions_of(options: LoaderOptions) -> tuple[Extension, ...]:
     sample_weight = read_sample_weight(batches.sample_weight)
     if sample_weight is not None:
         extensions.append(RowWeights(sample_weight))
+    if options.features:
+        extensions.append(StoredFeatures())
     if images.patches is not None:
         extensions.append(patched_images(options))
     if options.has_modalities:
@@ -102,7 +103,7 @@ def _check_own(extensions: Collection[Extension]) -> None:
 
     built_in = (
         Mixing, BatchSizes, DeviceDecoding, RowWeights, PatchedImages, RowsOfModalities, PaddedRows,
-        Bucketing, MemoryLimits, RowFeatures, PlanPublication,
+        Bucketing, MemoryLimits, StoredFeatures, PlanPublication,
     )  # fmt: skip
     names = {extension.name for extension in built_in}
     for extension in extensions:
@@ -161,21 +162,19 @@ def microbatching_of(options: LoaderOptions, schedule: RunSchedule) -> Microbatc
 
 
 def extensions_of_run(
-    options: LoaderOptions, config: WorkerConfig, features: tuple[FeatureAssembly, ...]
+    options: LoaderOptions, config: WorkerConfig, plain: BatchAssembly
 ) -> tuple[Extension, ...]:
     """The extensions of a run, by what its workers read.
 
     Args:
         options: of the loader.
         config: of its workers, with the extensions of the options.
-        features: how they make its features.
+        plain: the recipe of its batches without any extension.
 
     Raises:
         OptionError: a step of the loader has no room, or rows of it.
     """
-    extensions = [extension.in_run(options, config) for extension in config.extensions]
-    if features:
-        extensions.append(RowFeatures(features, bound_features(options, features)))
+    extensions = [extension.in_run(options, config, plain) for extension in config.extensions]
     return (*extensions, *_publication(config))
 
 

@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from streamload.batches.assembly import BatchAssembly
 from streamload.batches.images import ImageAssembly, ImageMaker, Preprocess, by_workers
@@ -15,7 +15,7 @@ from streamload.batches.in_progress import Choose
 from streamload.batches.tokenize import adapt_tokenizer
 from streamload.cache.forecast import Measure, forecast
 from streamload.cache.placement import Placed, memory_root, place_tier
-from streamload.cache.selection import KeySpec, Selection
+from streamload.cache.selection import KeySpec, Selection, kept_by_all
 from streamload.cache.shard import ShardList
 from streamload.cache.shard_cache import ShardCache
 from streamload.cache.tier import Tier
@@ -31,8 +31,6 @@ from streamload.errors import StreamloadError
 from streamload.facts.recipes import token_count
 from streamload.facts.repeats import uses, visit_key
 from streamload.facts.shard_facts import ShardFacts
-from streamload.features.assembly import feature_assemblies
-from streamload.features.columns import FeatureAssembly
 from streamload.loader.options import LoaderOptions
 from streamload.loader.registered import backing_of, extensions_of_run
 from streamload.loader.schedule import RunSchedule
@@ -90,8 +88,8 @@ def worker_config_for(options: LoaderOptions, schedule: RunSchedule) -> tuple[Wo
                 options, settings, by_workers(transform), placed, shared, topology, schedule.order
             )
             shards = prepared.of(shards)
-        made = _assembly(options, transform, prepared, settings.max_image_pixels, schedule.split())
-        config = _worker_config(options, schedule, settings, shards, placed, shared, *made)
+        recipes = _assembly(options, transform, prepared, settings.max_image_pixels, schedule.split())
+        config = _worker_config(options, schedule, settings, shards, _Places(placed, shared), recipes)
         if prepared.is_made:
             processes = topology.local_world_size * max(1, options.num_workers)
             config = replace(config, ahead=config.ahead._replace(prepare_share=idle_share(processes)))
@@ -101,8 +99,24 @@ def worker_config_for(options: LoaderOptions, schedule: RunSchedule) -> tuple[Wo
         raise
 
 
-def assembly_of(options: LoaderOptions) -> tuple[BatchAssembly, tuple[FeatureAssembly, ...]]:
-    """Recipe of a loader's workers for batches and features.
+class BatchRecipes(NamedTuple):
+    """Recipes of batches: that of a loader's workers, and the same without any extension."""
+
+    assembly: BatchAssembly
+    plain: BatchAssembly
+
+
+class _Places(NamedTuple):
+    """Places that a run's shards are read from, beside their origins."""
+
+    placed: Placed
+    """The node's tier."""
+    shared: SharedOptions | None
+    """The shared cache; None: there is none."""
+
+
+def assembly_of(options: LoaderOptions) -> BatchRecipes:
+    """Recipes of a loader's workers for batches.
 
     Of one without `prepare="auto"`, as that depends on data.
     """
@@ -123,7 +137,7 @@ def check_room(options: LoaderOptions, rows: int) -> None:
         OptionError: a step is larger than a limit.
     """
     for extension in options.extensions:
-        extension.refuse_rows(rows, options, lambda: assembly_of(options)[0])
+        extension.refuse_rows(rows, options, lambda: assembly_of(options).assembly)
 
 
 def _worker_config(
@@ -131,11 +145,10 @@ def _worker_config(
     schedule: RunSchedule,
     settings: Settings,
     shards: ShardList,
-    placed: Placed,
-    shared: SharedOptions | None,
-    assembly: BatchAssembly,
-    features: tuple[FeatureAssembly, ...],
+    places: _Places,
+    recipes: BatchRecipes,
 ) -> WorkerConfig:
+    placed, shared = places
     topology, tier = schedule.topology, placed.tier
     remove_all_unused()
     with Measure(tier, shared) as measure:
@@ -170,13 +183,13 @@ def _worker_config(
         skip=options.shards.on_error == "skip",
         replacements=None if options.shards.max_bad_samples is None else _REPLACEMENTS,
         selection=_selection(options),
-        assembly=assembly,
+        assembly=recipes.assembly,
         with_keys=options.batches.with_keys or options.batches.microbatch is not None,
         multiple=schedule.order.multiple,
         extensions=options.extensions,
         open_sink=SpanFile,
     )
-    return replace(config, extensions=extensions_of_run(options, config, features))
+    return replace(config, extensions=extensions_of_run(options, config, recipes.plain))
 
 
 def counted_samples(options: LoaderOptions, counts: Counters, epoch: int) -> int | None:
@@ -249,7 +262,8 @@ def _selection(options: LoaderOptions) -> Selection:
     columns = dict(options.columns)
     if any(TOKENS in extension.facts for extension in options.extensions):
         columns[TOKENS] = token_count(options.shards.text_key, options.tokenizer)
-    selection = Selection(keys, options.shards.keep, reads_all, columns, options.repeat)
+    keeps = [options.shards.keep, *(extension.keep for extension in options.extensions)]
+    selection = Selection(keys, kept_by_all(keeps), reads_all, columns, options.repeat)
     if columns:
         selection = replace(selection, open_companion=ShardFacts)
     if not options.has_modalities:
@@ -265,7 +279,7 @@ def _assembly(
     prepared: RunPreparation,
     most_pixels: int,
     split: Split | None = None,
-) -> tuple[BatchAssembly, tuple[FeatureAssembly, ...]]:
+) -> BatchRecipes:
     is_mapped = options.workers.map_sample is not None
     device = options.settled_device
     on_device = device is not None and device.type != "cpu" and not is_mapped
@@ -288,14 +302,7 @@ def _assembly(
             as_model_inputs=options.output == "hf",
         )
     shards, batches = options.shards, options.batches
-    features = feature_assemblies(options, images) if options.features else ()
-    need_images = [feature.images for feature in options.features.values()]
-    if True not in need_images and (
-        False in need_images or any(feature.images is not None for feature in features)
-    ):
-        images = None
-    have_images = images is not None or any(feature.images is not None for feature in features)
-    assembly = BatchAssembly(
+    plain = assembly = BatchAssembly(
         image=KeySpec.parse(shards.image_key).choose,
         images=images,
         text=_choose(shards.text_key),
@@ -305,11 +312,11 @@ def _assembly(
         map_sample=options.workers.map_sample,
         collate=options.workers.collate,
         as_model_inputs=options.output == "hf",
-        preparation=preparation if have_images else None,
+        preparation=None if images is None else preparation,
     )
     for extension in options.extensions:
         assembly = extension.assembly(assembly, options, split)
-    return assembly, features
+    return BatchRecipes(assembly, plain)
 
 
 @functools.cache

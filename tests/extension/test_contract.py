@@ -35,6 +35,7 @@ from streamload.mixing.batch_size import BatchSizes
 from streamload.mixing.decisions import Mixing
 from streamload.observe.exposition import exposition
 from streamload.shards.columns import TOKENS
+from streamload.shards.samples import Entry
 from streamload.steering import as_policy
 from streamload.testing.resume import Layout
 from streamload.testing.shards import read_oracle, write_shards
@@ -309,6 +310,42 @@ class TestEventsInMidEpoch(ExtensionContract):
         for step, batch in enumerate(batches):
             limit = max([event.value for event in events if event.position <= 10 * step], default=0)
             assert batch["is_large"].tolist() == [sizes[key] > limit for key in batch["__key__"]]
+
+
+@dataclass(frozen=True)
+class EachOther(Extension):
+    """Leaves out each other sample."""
+
+    name = "each_other"
+
+    def keep(self, entry: Entry) -> bool:
+        return int(entry.key) % 2 == 0
+
+
+def is_of_first_shard(entry: Entry) -> bool:
+    return entry.key < "00001"
+
+
+def test_an_extension_leaves_out_samples_beside_the_users_function(tmp_path):
+    write_shards(tmp_path / "shards", [20, 14], seed=5)
+
+    def keys(*extensions: Extension, **shards: Any) -> set[str]:
+        with streamload.make_loader(
+            str(tmp_path / "shards"),
+            batch_size=5,
+            num_workers=2,
+            train=False,
+            output="dict",
+            cache_dir=tmp_path / "cache",
+            shards=streamload.Shards(**shards),
+            batches=streamload.Batches(with_keys=True, extensions=extensions),
+        ) as loader:
+            return {key for batch in loader for key in batch["__key__"]}
+
+    everything, first = keys(), keys(keep=is_of_first_shard)
+    assert 0 < len(first) < len(everything)
+    assert keys(EachOther()) == {key for key in everything if int(key) % 2 == 0}
+    assert keys(EachOther(), keep=is_of_first_shard) == {key for key in first if int(key) % 2 == 0}
 
 
 class FailingInRank(RankPart):
