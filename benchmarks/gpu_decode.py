@@ -68,9 +68,8 @@ from streamload.pixels.decoders import HostDecoder, ImageDecoder, decoder_for
 from streamload.pixels.pipeline import DeviceImages, Together
 from streamload.pixels.segments import refusal
 from streamload.transforms.decode import decode_jpeg_or_image, jpeg_size
-from streamload.transforms.execute import Choices, PlannedTransform
 from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
-from streamload.transforms.plan import clip_plan
+from streamload.transforms.plan import Choices, PlannedTransform, clip_plan
 
 PLAN = clip_plan(train=True)
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from streamload.cache import shard_copy
 from streamload.ipc import BufferPool
 from streamload.shards.index import IndexReader
 from streamload.transforms import decode, execute, kernel, resize
-from streamload.transforms.execute import PlannedTransform
+from streamload.transforms.plan import PlannedTransform
 from streamload.worker import loop, reader
 from streamload.worker.sampler import Sampler, Step
 

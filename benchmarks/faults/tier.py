@@ -18,9 +18,9 @@ from benchmarks.faults.rows import Row
 from streamload.cache import memory
 from streamload.cache.directory import Directory
 from streamload.cache.locks import FileLock
-from streamload.cache.placement import Choice, agreement_on
+from streamload.cache.placement import agreement_on
 from streamload.cache.shard import shard_of
-from streamload.cache.tier import Tier
+from streamload.cache.tier import Choice, Tier
 from streamload.metrics import Counters
 from streamload.options import read_settings
 from streamload.prefetch import fallback

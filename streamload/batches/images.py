@@ -22,9 +22,8 @@ from streamload.transforms.decode import (
     decode_there,
     place_in_scratch,
 )
-from streamload.transforms.execute import PlannedTransform, Put, UserTransform
 from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
-from streamload.transforms.plan import ImagePlan, Statistics
+from streamload.transforms.plan import ImagePlan, PlannedTransform, Put, Statistics, UserTransform
 from streamload.transforms.ppm import PPM_START, ppm_pixels
 from streamload.transforms.processors import GivenProcessor, image_processor_of
 from streamload.transforms.resize import Place

@@ -1,17 +1,15 @@
-"""Forecast of a tier's use in a run: shard sizes, what is open at once, which widths fit, warm hit rates.
+"""Forecast of a tier's use in a run, and sizes of shards.
 
-The arithmetic is pure; `forecast` applies it to what the tier holds now. `Measure` asks the tier, the shared
-cache or the origin for the size of a shard and its samples, when a run starts whose cache may be too small
-(loader/order_spec.py).
+`forecast` goes by what the tier holds now. `Measure` asks the tier, the shared cache or the origin for the
+size of a shard and its samples, when a run starts whose cache may be too small (loader/order_spec.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from streamload.cache.backing import Backing
 from streamload.cache.directory import bytes_below, reserved_for_rows
@@ -20,23 +18,13 @@ from streamload.cache.shard import LOOKED_THROUGH, Shard, spread
 from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt, StreamloadError
 from streamload.metrics import Counters, format_bytes
+from streamload.order.lanes import live_shards
 from streamload.origins.origin import Origin, OriginOptions, has_ranges, open_origin
 from streamload.shards.index import IndexReader
 from streamload.shards.samples import ShardScanner, border
 
 _SHARDS_LOOKED_INTO = 64
 _SHARDS_MEASURED = 1000
-LARGE_SHARD_BYTES, LARGE_SAMPLE_BYTES = 4 << 30, 1 << 20
-"""The assumed size of shards and samples before one is looked at."""
-_KNOWN_AHEAD = 256
-KNOWN_PART = 8
-"""A worker knows 256 references ahead (order/group.py), or as many as fill this part of the tier if these are
-fewer: their shards are open, too."""
-_STEPS_AHEAD = 8
-"""The distance between a rank's first and last worker when all wait, by the default number of workers; the
-run's own number must not matter, as batches are the same for every number."""
-_CUTS, _CUTS_OF_HALF = 256, 8
-_WINDOW_DIGITS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,83 +66,6 @@ class Forecast:
             f"{used}; {self.shards:,} shards of about {format_bytes(self.data_bytes)}, of them "
             f"{format_bytes(self.live_bytes)} open at once: a warm epoch finds {self.hit_rate:.0%} here"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Width:
-    """Lanes and window of one source.
-
-    Attributes:
-        lanes, window: of its order.
-        shards: the number in a group; more are never open at once.
-        shard_bytes: the size of a shard in the tier; 0: none, or unknown.
-        sample_bytes: the size of a sample.
-    """
-
-    lanes: int
-    window: int
-    shards: int
-    shard_bytes: int = 0
-    sample_bytes: float = 1.0
-
-    @property
-    def open_bytes(self) -> int:
-        """Bytes that have to be in the tier at once."""
-        most = self.shards * self.shard_bytes
-        live = live_shards(self.lanes, self.window, self.shard_bytes / self.sample_bytes)
-        return min(most, int(live * self.shard_bytes))
-
-    def scaled(self, share: float, lanes: bool, window: bool) -> Width:
-        """The same with a share of the lanes, the window, or both; at least one of each.
-
-        A source that takes no space stays as it is.
-        """
-        if not self.shard_bytes:
-            return self
-        samples = self.shards * self.shard_bytes / self.sample_bytes  # a wider window has no effect
-        cut = int(min(self.window, samples) * share)
-        unit = 10 ** max(0, len(str(cut)) - _WINDOW_DIGITS)  # so a slightly smaller limit has no effect
-        return replace(
-            self,
-            lanes=max(1, math.ceil(self.lanes * share)) if lanes else self.lanes,
-            window=max(1, cut // unit * unit) if window else self.window,
-        )
-
-
-def fitting(
-    widths: Sequence[Width], limit_bytes: int, step: int, *, lanes: bool, window: bool
-) -> list[Width] | None:
-    """The widest reading that fits into a tier, with one share for all sources; None if nothing fits.
-
-    One lane with a window of one sample is assumed to fit wherever two shards do: one of them ends.
-
-    Args:
-        limit_bytes: of the tier, for each group that is read through it.
-        step: how many samples of a group the training takes at a time.
-        lanes, window: whether these may be reduced.
-    """
-    cut = [*widths]
-    for number in range(1, _CUTS + 1):
-        if fits(cut, limit_bytes, step):
-            return cut
-        cut = [width.scaled(0.5 ** (number / _CUTS_OF_HALF), lanes, window) for width in widths]
-    is_least = lanes and window and 2 * sum(width.shard_bytes for width in widths) <= limit_bytes
-    return cut if is_least else None
-
-
-def fits(widths: Sequence[Width], limit_bytes: int, step: int) -> bool:
-    """True if a tier can hold what has to be open at once, of all sources; see `fitting`."""
-    if sum(width.shards * width.shard_bytes for width in widths) <= limit_bytes:
-        return True
-    sample_bytes = max(width.sample_bytes for width in widths)
-    ahead_bytes = min(_KNOWN_AHEAD * sample_bytes, limit_bytes / KNOWN_PART)
-    ahead_bytes += _STEPS_AHEAD * step * sample_bytes
-    return sum(width.open_bytes for width in widths) + ahead_bytes <= limit_bytes
-
-
-def live_shards(lanes: int, window: int, samples_per_shard: float) -> float:
-    """Number of shards that have to be open at once: those in lanes, those of a window, and a margin."""
-    return 1.2 * (lanes + window / max(1.0, samples_per_shard)) + 1
 
 
 def forecast(tier: Tier, shards: Sequence[Shard], lanes: int, window: int, nodes: int = 1) -> Forecast:

@@ -19,6 +19,8 @@ from streamload.options import nearest
 
 PLACE = Path("/dev/shm")
 """The tmpfs of every Linux."""
+MOST_SHARE = 0.9
+"""The most of the free memory that a tier may take, whatever is asked for."""
 _UNLIMITED_BYTES = 1 << 60
 """Version 1 expresses "no limit" as a huge number."""
 _OCTAL = re.compile(r"\\([0-7]{3})")

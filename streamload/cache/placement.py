@@ -15,9 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import xxhash
 
@@ -26,10 +24,10 @@ from streamload.cache import demand, memory
 from streamload.cache.directory import check_owner
 from streamload.cache.locks import FileLock, exclusive, remove_if_unlocked
 from streamload.cache.shard import Shard, fingerprint, spread
-from streamload.cache.tier import Tier, open_tier
+from streamload.cache.tier import Choice, Placed, Tier, placed_on_disk
 from streamload.errors import CacheError, OriginError
 from streamload.metrics import format_bytes
-from streamload.options import DEFAULT_FREE_DISK, FreeDisk, Settings, file_system, nearest
+from streamload.options import DEFAULT_FREE_DISK, Settings, file_system, nearest
 from streamload.origins.origin import OriginOptions, open_origin
 
 logger = logging.getLogger("streamload")
@@ -46,25 +44,6 @@ _INDEX_BYTES = 32 << 10
 _SHARDS_ASKED = 16
 _MARGIN = 1.1
 """The data may be so much larger than estimated from the shards whose size was asked."""
-_MOST_SHARE = 0.9
-"""The most of the free memory that a tier may take, whatever is asked for."""
-
-
-@dataclass(slots=True)
-class Placed:
-    """A run's tier, and where it is. `close()` when the run is over: then another run may decide again."""
-
-    tier: Tier
-    answer: Choice
-    free_disk: FreeDisk
-    """Bytes that stay free on its disk."""
-    agreements: list[SharedDecision] = field(default_factory=list)
-    """Decisions that hold as long as the run."""
-
-    def close(self) -> None:
-        """Release the decisions. Idempotent."""
-        for agreement in self.agreements:
-            agreement.close()
 
 
 def place_tier(settings: Settings, shards: Sequence[Shard], nodes: int = 1) -> Placed:
@@ -77,23 +56,24 @@ def place_tier(settings: Settings, shards: Sequence[Shard], nodes: int = 1) -> P
         CacheError: the directory can't be used, or others can write there; or there is too little memory for
             cache="memory".
     """
-    agreement = None
+    agreement, answer = None, Choice(settings.cache, settings.sources["cache"])
     if settings.cache == "auto":
         agreement = agreement_on(settings, shards)
         ask = _origin_size
         answer = agreement.join(lambda: decide(settings, shards, ask, nodes))
-    else:
-        answer = Choice(settings.cache, settings.sources["cache"])
     try:
-        tier = open_memory(settings) if answer.chosen == "memory" else _bounded(open_tier(settings), settings)
+        if answer.chosen == "disk":
+            placed = placed_on_disk(settings, answer.why)
+        else:
+            placed = Placed(open_memory(settings), answer, DEFAULT_FREE_DISK)
+            logger.info("cache in memory at %s (%s)", placed.tier.root, answer.why)
     except BaseException:
         if agreement is not None:
             agreement.close()
         raise
-    place = "in memory" if answer.chosen == "memory" else "on disk"
-    logger.info("cache %s at %s (%s)", place, tier.root, answer.why)
-    free_disk = DEFAULT_FREE_DISK if answer.chosen == "memory" else settings.free_disk
-    return Placed(tier, answer, free_disk, [] if agreement is None else [agreement])
+    if agreement is not None:
+        placed.agreements.append(agreement)
+    return placed
 
 
 def agreement_on(settings: Settings, shards: Sequence[Shard]) -> SharedDecision:
@@ -169,7 +149,7 @@ def memory_budget(settings: Settings) -> int:
     asked_bytes = settings.memory_size.limit_bytes(free.free_bytes, held_bytes)
     if tier is not None and settings.sources["memory_size"] == "default":
         asked_bytes = tier.limit_bytes
-    budget_bytes = min(asked_bytes, int((free.free_bytes + held_bytes) * _MOST_SHARE))
+    budget_bytes = min(asked_bytes, int((free.free_bytes + held_bytes) * memory.MOST_SHARE))
     least_bytes = min(settings.memory_size.size_bytes or _LEAST_MEMORY_BYTES, _LEAST_MEMORY_BYTES)
     if budget_bytes < least_bytes:
         raise CacheError(
@@ -211,16 +191,6 @@ def why_not_writable(directory: Path) -> str:
         with contextlib.suppress(OSError):
             shutil.rmtree(probe)
     return ""
-
-
-def _bounded(tier: Tier, settings: Settings) -> Tier:
-    """Limit a tier that is configured as on disk but whose directory is in memory."""
-    if not file_system(tier.root).is_memory:
-        return tier
-    most_bytes = int((memory.available().free_bytes + tier.used_bytes) * _MOST_SHARE)
-    if tier.limit_bytes <= most_bytes:
-        return tier
-    return Tier(tier.root, most_bytes, free_disk=settings.free_disk, eviction=settings.eviction)
 
 
 def _existing(root: Path) -> Tier | None:
@@ -280,18 +250,6 @@ def _origin_size(shard: Shard) -> int | None:
     with contextlib.suppress(OriginError):  # the reader of the shard will report it
         return open_origin(shard.url, shard.storage_options, options).version().size
     return None
-
-
-class Choice(NamedTuple):
-    """The decision and its reason, for messages.
-
-    Attributes:
-        chosen: of a tier's place "disk" or "memory".
-        why: with the numbers that it follows from.
-    """
-
-    chosen: str
-    why: str
 
 
 class SharedDecision:

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from streamload import limits
 from streamload.cache import demand, memory
@@ -26,6 +29,8 @@ from streamload.cache.part import Orphan, Part
 from streamload.errors import CacheError, is_shortage
 from streamload.metrics import Counters, Counts
 from streamload.options import DEFAULT_FREE_DISK, Eviction, FreeDisk, Settings, file_system, nearest
+
+logger = logging.getLogger("streamload")
 
 
 class Tier(Directory):
@@ -225,3 +230,57 @@ def open_tier(settings: Settings) -> Tier:
             return tier
         held = 0 if size.share is None else tier.budget.count()
     return open_one(size.limit_bytes(shutil.disk_usage(nearest(root)).free, held))
+
+
+class Choice(NamedTuple):
+    """The decision and its reason, for messages.
+
+    Attributes:
+        chosen: of a tier's place "disk" or "memory".
+        why: with the numbers that it follows from.
+    """
+
+    chosen: str
+    why: str
+
+
+class HeldDecision(Protocol):
+    """A decision that processes share."""
+
+    def close(self) -> None:
+        """Release it. Idempotent."""
+        ...
+
+
+@dataclass(slots=True)
+class Placed:
+    """A run's tier, and where it is. `close()` when the run is over: then another run may decide again."""
+
+    tier: Tier
+    answer: Choice
+    free_disk: FreeDisk
+    """Bytes that stay free on its disk."""
+    agreements: list[HeldDecision] = field(default_factory=list)
+    """Decisions that hold as long as the run (placement.py)."""
+
+    def close(self) -> None:
+        """Release the decisions. Idempotent."""
+        for agreement in self.agreements:
+            agreement.close()
+
+
+def placed_on_disk(settings: Settings, why: str) -> Placed:
+    """Open the tier of a run in its directory; log where that is, and why.
+
+    If the directory is in memory after all, the tier may take what memory there is.
+
+    Raises:
+        CacheError: as for `open_tier`.
+    """
+    tier = open_tier(settings)
+    if file_system(tier.root).is_memory:
+        most_bytes = int((memory.available().free_bytes + tier.used_bytes) * memory.MOST_SHARE)
+        if tier.limit_bytes > most_bytes:
+            tier = Tier(tier.root, most_bytes, free_disk=settings.free_disk, eviction=settings.eviction)
+    logger.info("cache on disk at %s (%s)", tier.root, why)
+    return Placed(tier, Choice("disk", why), settings.free_disk)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -18,14 +18,14 @@ import numpy as np
 import xxhash
 
 from streamload import limits, urls
-from streamload.cache.forecast import LARGE_SAMPLE_BYTES, LARGE_SHARD_BYTES, Measure, Width, fits, fitting
+from streamload.cache.forecast import Measure
 from streamload.cache.shard import ShardList
 from streamload.errors import OptionError, OrderDiverged
 from streamload.loader.options import LoaderOptions
 from streamload.metrics import format_bytes
 from streamload.order.events import UNIT
 from streamload.order.hashing import SOURCE, key
-from streamload.order.lanes import default_lanes
+from streamload.order.lanes import LARGE_SAMPLE_BYTES, LARGE_SHARD_BYTES, Width, default_lanes, fits, fitting
 from streamload.order.plan import WITH_ARRIVALS, OrderOptions
 from streamload.order.shuffle import default_window
 from streamload.order.steps import Split
@@ -231,7 +231,12 @@ def data_digest(
 
 
 def fit_to_cache(
-    order: OrderSpec, options: LoaderOptions, topology: Topology, shards: ShardList, measure: Measure
+    order: OrderSpec,
+    options: LoaderOptions,
+    topology: Topology,
+    shards: ShardList,
+    limit_bytes: int,
+    measure: Callable[[], Measure],
 ) -> OrderSpec:
     """Narrow lanes and windows that weren't given to what the caches of all nodes can hold.
 
@@ -242,11 +247,12 @@ def fit_to_cache(
         options: the loader's; what they give isn't narrowed.
         topology: of this rank; the first rank of a node measures.
         shards: of all sources.
-        measure: gives sizes of shards and samples, and this node's tier.
+        limit_bytes: of this node's tier.
+        measure: opens what gives sizes of shards and samples.
     """
     widths = None
     if topology.local_rank == 0:
-        widths = _widths_of_node(order, options, topology, shards, measure)
+        widths = _widths_of_node(order, options, topology, shards, limit_bytes, measure)
     agreed = widths
     if topology.world_size > 1:
         if not can_compare(topology.world_size):
@@ -263,12 +269,16 @@ def fit_to_cache(
 
 
 def _widths_of_node(
-    order: OrderSpec, options: LoaderOptions, topology: Topology, shards: ShardList, measure: Measure
+    order: OrderSpec,
+    options: LoaderOptions,
+    topology: Topology,
+    shards: ShardList,
+    limit_bytes: int,
+    measure: Callable[[], Measure],
 ) -> _Widths | None:
     """The lanes and windows that fit on this node; None if all do, none would, or sizes are unknown."""
     counts = [len(source.urls) for source in options.sources]
-    firsts = [shards[sum(counts[:place])] for place in range(len(counts))]
-    limit_bytes = measure.tier.limit_bytes // -(-order.groups // topology.nodes)
+    limit_bytes //= -(-order.groups // topology.nodes)
     asked = [
         Width(lanes, window, -(-count // order.groups), LARGE_SHARD_BYTES, LARGE_SAMPLE_BYTES)
         for (_, lanes, window), count in zip(order.sources, counts, strict=True)
@@ -276,12 +286,13 @@ def _widths_of_node(
     step = max(1, options.batch_size * topology.world_size // order.groups)
     if fits(asked, limit_bytes, step):
         return None
-    with limits.Threads(len(firsts), "streamload-sizes") as pool:
-        shard_bytes = pool.map(measure.shard_bytes, firsts)
+    firsts = [shards[sum(counts[:place])] for place in range(len(counts))]
+    with measure() as sizes, limits.Threads(len(firsts), "streamload-sizes") as pool:
+        shard_bytes = pool.map(sizes.shard_bytes, firsts)
         asked = [replace(w, shard_bytes=size) for w, size in zip(asked, shard_bytes, strict=True)]
         if fits(asked, limit_bytes, step):
             return None
-        sample_bytes = pool.map(measure.sample_bytes, firsts)
+        sample_bytes = pool.map(sizes.sample_bytes, firsts)
         asked = [replace(w, sample_bytes=size) for w, size in zip(asked, sample_bytes, strict=True)]
     narrower = fitting(
         asked, limit_bytes, step, lanes=options.order.lanes is None, window=options.shuffle is None
@@ -291,7 +302,7 @@ def _widths_of_node(
     needed, limit = format_bytes(sum(w.open_bytes for w in asked)), format_bytes(limit_bytes)
     shard = format_bytes(max(w.shard_bytes for w in asked))
     problem = (
-        f"cache {measure.tier.root}: about {needed} have to be open at once (shards of {shard}); its limit "
+        f"cache {sizes.tier.root}: about {needed} have to be open at once (shards of {shard}); its limit "
         f"is {limit}"
     )
     if narrower is None:

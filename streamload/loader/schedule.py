@@ -258,14 +258,20 @@ class RunSchedule:
             self._settled = self._order(topology, self.tracker.latest[WEIGHTS].value["shares"])
         return self._settled
 
-    def fit(self, shards: ShardList, measure: Measure) -> None:
+    def fit(self, shards: ShardList, limit_bytes: int, measure: Callable[[], Measure]) -> None:
         """At the start of a run, narrow lanes and windows that weren't given to what the caches can hold.
 
         All ranks have to call it.
+
+        Args:
+            shards: of all sources.
+            limit_bytes: of this node's tier.
+            measure: opens what gives sizes of shards and samples; called if the tier may be too small.
         """
         order = self.settle()
         if not order.fitted:
-            self._settled = fit_to_cache(order, self._options, self.topology, shards, measure)
+            topology = self.topology
+            self._settled = fit_to_cache(order, self._options, topology, shards, limit_bytes, measure)
 
     def source_orders(self) -> list[OrderOptions]:
         """The order of each source's own sequence.

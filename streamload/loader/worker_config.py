@@ -14,11 +14,11 @@ from streamload.batches.images import ImageAssembly, ImageMaker, Preprocess, by_
 from streamload.batches.in_progress import Choose
 from streamload.batches.tokenize import adapt_tokenizer
 from streamload.cache.forecast import Measure, forecast
-from streamload.cache.placement import Placed, memory_root, place_tier
+from streamload.cache.placement import memory_root, place_tier
 from streamload.cache.selection import KeySpec, Selection, kept_by_all
 from streamload.cache.shard import ShardList
 from streamload.cache.shard_cache import ShardCache
-from streamload.cache.tier import Tier
+from streamload.cache.tier import Placed, Tier, placed_on_disk
 from streamload.derived.prepare.decision import (
     UNPREPARED,
     RunPreparation,
@@ -80,7 +80,10 @@ def worker_config_for(options: LoaderOptions, schedule: RunSchedule) -> tuple[Wo
     topology = schedule.topology
     if topology.rank == 0:
         warn_of_compressed(options.urls)
-    placed = place_tier(settings, shards, topology.nodes)
+    if settings.cache == "disk":
+        placed = placed_on_disk(settings, settings.sources["cache"])
+    else:
+        placed = place_tier(settings, shards, topology.nodes)
     try:
         shared = backing_of(options, settings)
         if options.images.prepare is not None:
@@ -151,13 +154,13 @@ def _worker_config(
     placed, shared = places
     topology, tier = schedule.topology, placed.tier
     remove_all_unused()
-    with Measure(tier, shared) as measure:
-        schedule.fit(shards, measure)
+    schedule.fit(shards, tier.limit_bytes, lambda: Measure(tier, shared))
     orders, split = schedule.source_orders(), schedule.split()
     lanes, window = (sum(order.lanes for order in orders), sum(order.window for order in orders))
     rank, first_group = (topology.rank, 0) if options.train else (0, topology.rank)
     processes = topology.local_world_size * max(1, options.num_workers)
-    logger.info("cache %s: %s", tier.root, forecast(tier, shards, lanes, window, topology.nodes))
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("cache %s: %s", tier.root, forecast(tier, shards, lanes, window, topology.nodes))
     groups, reads = orders[0].groups, options.urls.fingerprint()
     run = run_name(topology, reads)
     if topology.world_size > 1:  # of Lightning's launcher the first rank is the others' parent: another name

@@ -39,7 +39,7 @@ from streamload.origins.protocol import (
     same_version,
     strong,
 )
-from streamload.origins.ranged import OrderedParts
+from streamload.origins.web import OrderedParts
 from streamload.urls import redact, scheme
 
 _LATEST_SECONDS = 0.5

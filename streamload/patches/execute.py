@@ -19,9 +19,8 @@ from streamload.patches.grid import Grid, patch_grid
 from streamload.patches.plan import NAMES, PatchPlan
 from streamload.transforms.augment import Box, Draws, SeededGenerators
 from streamload.transforms.decode import Pixels
-from streamload.transforms.execute import run_given
 from streamload.transforms.normalise import Channels
-from streamload.transforms.plan import Size, Statistics
+from streamload.transforms.plan import Size, Statistics, run_given
 from streamload.transforms.resize import Filter, Place, Put, resizing
 
 

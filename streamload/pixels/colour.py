@@ -15,8 +15,7 @@ import torch
 
 from streamload.transforms.augment import Draws
 from streamload.transforms.chain import OPEN_CLIP, TORCHVISION, colour_step, name_of, shown
-from streamload.transforms.execute import Choices
-from streamload.transforms.plan import Flip, Given, Grey, NotRecognised
+from streamload.transforms.plan import Choices, Flip, Given, Grey, NotRecognised
 
 _JITTER = (TORCHVISION, "ColorJitter")
 _MOST_LEVELS = 4 << 20

@@ -31,8 +31,7 @@ from streamload.pixels.auto import Switch
 from streamload.pixels.rank import CHOICES, FILES, MADE, NO_FILE, DeviceDecoding, ImagesOfFiles, packed
 from streamload.pixels.segments import refusal
 from streamload.transforms.decode import jpeg_size
-from streamload.transforms.execute import Choices, PlannedTransform, fitted
-from streamload.transforms.plan import ImagePlan, Statistics
+from streamload.transforms.plan import Choices, ImagePlan, PlannedTransform, Statistics, fitted
 
 _FIRST_FILE_BYTES = 64 << 10
 _GROWTH = 1.25

@@ -16,8 +16,7 @@ from streamload.pixels.resample import Fit, resize_images
 from streamload.pixels.segments import File
 from streamload.transforms.augment import Box, Draws
 from streamload.transforms.decode import jpeg_size
-from streamload.transforms.execute import Choices, PlannedTransform, fitted
-from streamload.transforms.plan import ImagePlan, NotRecognised
+from streamload.transforms.plan import Choices, ImagePlan, NotRecognised, PlannedTransform, fitted
 from streamload.transforms.resize import Place
 
 DECODED_BYTES = 128 << 20

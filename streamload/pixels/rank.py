@@ -22,9 +22,8 @@ from streamload.pixels.decoders import HostDecoder, ImageDecoder, decoder_for
 from streamload.pixels.pipeline import DeviceImages, why_not
 from streamload.transforms.augment import Box
 from streamload.transforms.compile import compile_transform
-from streamload.transforms.execute import Choices
 from streamload.transforms.normalise import normalise_into, normalise_levels_into
-from streamload.transforms.plan import ImagePlan, NotRecognised
+from streamload.transforms.plan import Choices, ImagePlan, NotRecognised
 
 logger = logging.getLogger("streamload")
 

@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from streamload.transforms.augment import Box
-from streamload.transforms.execute import padding
-from streamload.transforms.plan import ImagePlan, Size
+from streamload.transforms.plan import ImagePlan, Size, padding
 from streamload.transforms.resize import Filter, goes_down_first
 
 Fit = tuple[Box, Size, Box]

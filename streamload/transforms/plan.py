@@ -1,22 +1,41 @@
-"""An image transform as data: crop or resize, colour, statistics (step I).
+"""An image transform as data: crop or resize, colour, statistics; and how it runs on pixels (step I).
 
-A plan represents a chain of functions on Pillow images, such as open_clip's. compile.py derives it from the
-chain, execute.py runs it on pixels.
+A plan represents a chain of functions on Pillow images, such as open_clip's; compile.py derives it from the
+chain. A function that can't be compiled runs as given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from PIL import Image
 
-from streamload.transforms.augment import CLIP_RATIO, CLIP_SCALE, Draws
-from streamload.transforms.normalise import OPENAI_MEAN, OPENAI_STD, Channels
-from streamload.transforms.resize import Filter
+from streamload.errors import DecodeError
+from streamload.transforms.augment import CLIP_RATIO, CLIP_SCALE, Box, Draws, RandomBox, SeededGenerators
+from streamload.transforms.decode import Pixels, decode_to_pillow
+from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
+from streamload.transforms.normalise import (
+    OPENAI_MEAN,
+    OPENAI_STD,
+    Channels,
+    normalise_into,
+    normalise_levels_into,
+)
+from streamload.transforms.resize import (
+    Filter,
+    Place,
+    empty,
+    packed,
+    resizing,
+    resizing_tensor,
+    resizing_to_floats,
+)
+from streamload.transforms.resize import Put as Put
 
 Size = tuple[int, int]
 """Height and width, in pixels."""
@@ -171,6 +190,211 @@ class ImagePlan:
 def clip_plan(train: bool, size: int = 224) -> ImagePlan:
     """Return open_clip's default: in training a random crop of most of the image, otherwise a centre crop."""
     return ImagePlan((size, size), RandomCrop() if train else ShortSide(size))
+
+
+class Choices(NamedTuple):
+    """The random choices for one image.
+
+    Attributes:
+        box: the part that is used; None: given by the plan.
+        colour: whether each of the plan's colour steps is applied.
+        seed: of all choices.
+        torch_taken: how many numbers of torch's generator they took.
+    """
+
+    box: Box | None
+    colour: tuple[bool, ...]
+    seed: int
+    torch_taken: int
+
+
+class PlannedTransform:
+    """Runs a plan on pixels, with the results of Pillow's resizing and torch's normalisation.
+
+    To the bit where the kernel can be used, otherwise close to it (resize.py). About 190 µs for 500×375 →
+    224 px; 360 where the kernel can't be used, and 290 to normalise. Deterministic in (pixels, choices);
+    functions as given leave the global generators changed. One thread at a time.
+
+    Args:
+        plan: to run.
+        as_bytes: leave out the normalisation.
+    """
+
+    def __init__(self, plan: ImagePlan, as_bytes: bool = True) -> None:
+        self.plan = plan
+        self._statistics = None if as_bytes else plan.statistics
+        self._normalise = normalise_levels_into if plan.on_tensors else normalise_into
+        self._levels: torch.Tensor | None = None
+        self._boxes = RandomBox(plan.fit.scale, plan.fit.ratio) if isinstance(plan.fit, RandomCrop) else None
+        self._is_random = self._boxes is not None or bool(plan.colour)
+        self._draws = Draws()
+        self._generators = SeededGenerators()
+
+    def draw(self, height: int, width: int, seed: int) -> Choices:
+        """Make the random choices exactly as the functions of the original transform would.
+
+        Args:
+            height: of the image, in pixels.
+            width: of the image, in pixels.
+            seed: uint64 of sample and pass, with which the original's generators would be seeded.
+        """
+        if self._boxes is not None and not self.plan.colour:
+            drawn = self._boxes.draw_seeded(height, width, seed)
+            if drawn is not None:
+                return Choices(drawn[0], (), seed, drawn[1])
+        if self._is_random:
+            self._draws.seed(seed)
+        box = None if self._boxes is None else self._boxes.draw(height, width, self._draws)
+        colour = tuple([step.is_drawn(self._draws) for step in self.plan.colour])
+        return Choices(box, colour, seed, self._draws.torch_taken)
+
+    def put(self, pixels: Pixels, choices: Choices) -> Put:
+        """Return a function that transforms pixels, which may not be decoded yet.
+
+        Args:
+            pixels: uint8[H, W, 3], writable.
+            choices: for an image of this size.
+
+        Returns:
+            A function that writes the image to the Place `out`. A Place without address costs 90 µs more.
+
+        Raises:
+            DecodeError: the image is so elongated that its short side would have no pixel.
+        """
+        plan, statistics = self.plan, self._statistics
+        height, width, _ = pixels.shape
+        box, size, part = fitted(plan, height, width, choices.box)
+        is_all = not (plan.given or any(choices.colour)) and part[2:] == plan.size
+        if plan.on_tensors:
+            return functools.partial(
+                self._finished, resizing_tensor(pixels, size, plan.by, part), part, choices
+            )
+        if is_all and statistics is not None:
+            put = resizing_to_floats(pixels, box, size, plan.by, part, packed(*statistics))
+            if put is not None:
+                return put
+        levels = resizing(pixels, box, size, plan.by, part)
+        if is_all and statistics is None:
+            return levels
+        return functools.partial(self._finished, levels, part, choices)
+
+    def _finished(self, put: Put, part: Box, choices: Choices, *, out: Place) -> None:
+        """Pad, apply the colour steps that were drawn, and normalise, as far as the plan says."""
+        plan = self.plan
+        if self._levels is None:
+            self._levels = empty(*plan.size)
+        levels = self._levels
+        if part[2:] == plan.size:
+            put(out=Place.of(levels))
+        else:
+            put(out=Place.of(resized := empty(*part[2:])))
+            levels.copy_(torch.tensor(plan.fill, dtype=torch.uint8, device="cpu").view(3, 1, 1))
+            above, before = padding(plan, part)
+            levels[:, :, above : above + part.height, before : before + part.width] = resized
+        image = levels[0]
+        for step, is_done in zip(plan.colour, choices.colour, strict=True):
+            if is_done:
+                image = step(image)
+        if plan.given:
+            image = self._as_given(image, choices)
+        if self._statistics is None:
+            out.tensor.copy_(image)
+        else:
+            self._normalise(image, out.tensor, *self._statistics)
+
+    def _as_given(self, levels: torch.Tensor, choices: Choices) -> torch.Tensor:
+        """Run the functions as given on uint8[3, H, W], with the random numbers that they would draw."""
+        self._generators.seed(choices.seed, choices.torch_taken)
+        return run_given(self.plan.given, levels)
+
+
+class UserTransform:
+    """Applies a user's function on RGB Pillow images to image files.
+
+    Raises DecodeError if the image can't be decoded; errors of the function are passed on unchanged.
+    """
+
+    def __init__(
+        self, function: Callable[[Image.Image], Any], most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS
+    ) -> None:
+        self._function = function
+        self._most_pixels = most_pixels
+
+    def decoded(self, data: bytes | memoryview) -> Image.Image:
+        """The image in a file."""
+        return decode_to_pillow(data, self._most_pixels)
+
+    def __call__(self, image: Image.Image, generators: SeededGenerators, seed: int) -> Any:
+        """Seed, and call the function.
+
+        Args:
+            image: which the function may keep.
+            generators: entered by the caller, around the batch.
+            seed: uint64 of sample and pass.
+        """
+        generators.seed(seed)
+        return self._function(image)
+
+
+def fitted(plan: ImagePlan, height: int, width: int, box: Box | None) -> tuple[Box, Size, Box]:
+    """Return the box of an image to resize, its new size, and the part of that to use.
+
+    Args:
+        plan: that says so.
+        height: of the image, in pixels.
+        width: of the image, in pixels.
+        box: that was drawn; None: given by the plan.
+
+    Raises:
+        DecodeError: the image is so elongated that its short side would have no pixel.
+    """
+    if box is not None:
+        return box, plan.size, Box(0, 0, *plan.size)
+    assert not isinstance(plan.fit, RandomCrop)
+    size = plan.fit.resized(height, width)
+    if not all(size):
+        raise DecodeError(f"image of {width}×{height} can't be resized to {size[1]}×{size[0]}")
+    cut = _middle_rounded_down if plan.rounds_down else _middle
+    (top, down), (left, across) = map(cut, size, plan.size)
+    return Box(0, 0, height, width), size, Box(max(top, 0), max(left, 0), down, across)
+
+
+def padding(plan: ImagePlan, part: Box) -> tuple[int, int]:
+    """Return the rows above and the columns before an image that is smaller than the plan's size."""
+    return (plan.size[0] - part.height) // 2, (plan.size[1] - part.width) // 2
+
+
+def run_given(functions: Sequence[Given], levels: torch.Tensor) -> torch.Tensor:
+    """Run functions of Pillow images on uint8[3, H, W]; the global generators are seeded.
+
+    Raises:
+        TypeError: the last one returned an image of another size or mode.
+    """
+    _, height, width = levels.shape
+    image = Image.fromarray(levels.permute(1, 2, 0).numpy())
+    for function in functions:
+        image = function(image)
+    if (image.mode, image.size) != ("RGB", (width, height)):
+        raise TypeError(
+            f"{functions[-1]} returned an image of {image.width}×{image.height} in {image.mode}, expected "
+            f"{width}×{height} in RGB: use compile=False for a preprocess= that contains it"
+        )
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def _middle(length: int, size: int) -> tuple[int, int]:
+    """Return start and length of the middle of a side; the start is negative if the side is too short.
+
+    Rounds like torchvision's CenterCrop, which pads sides that are too short.
+    """
+    if length < size:
+        return -((size - length) // 2), length
+    return round((length - size) / 2), size
+
+
+def _middle_rounded_down(length: int, size: int) -> tuple[int, int]:
+    """Do the same with the rounding of transformers' image processors, for a side that is long enough."""
+    return (length - size) // 2, size
 
 
 def _float32(value: float) -> float:

@@ -18,12 +18,12 @@ from PIL import Image
 
 from streamload.transforms import kernel
 from streamload.transforms.decode import Pixels
-from streamload.transforms.execute import PlannedTransform
 from streamload.transforms.plan import (
     UNIT,
     Fit,
     ImagePlan,
     NotRecognised,
+    PlannedTransform,
     RandomCrop,
     ShortSide,
     Size,

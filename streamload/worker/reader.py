@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from streamload.batches.in_progress import Unread
-from streamload.cache.forecast import KNOWN_PART
 from streamload.cache.selection import Numbers
 from streamload.cache.shard_cache import Facts, ShardCache
 from streamload.cache.shard_copy import ReadMemory
@@ -24,6 +23,7 @@ from streamload.ipc import ControlBlock
 from streamload.metrics import Counters
 from streamload.order.events import Event
 from streamload.order.group import GroupOrder
+from streamload.order.lanes import KNOWN_PART
 from streamload.order.plan import pass_order
 from streamload.origins.endpoints import listen, outages
 from streamload.prefetch.ranges import ShardRange

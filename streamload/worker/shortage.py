@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from streamload.cache.directory import BLOCK_BYTES, bytes_below, granted_bytes
-from streamload.cache.forecast import LARGE_SAMPLE_BYTES, Width, fitting
 from streamload.cache.part import reserved_bytes
 from streamload.cache.shard import Shard
 from streamload.cache.shard_cache import ShardCache
 from streamload.errors import CacheFull
 from streamload.ipc import ControlBlock
+from streamload.order.lanes import LARGE_SAMPLE_BYTES, Width, fitting
 from streamload.worker.blocked import Blocked
 from streamload.worker.fills import Fills
 from streamload.worker.messages import WorkerConfig

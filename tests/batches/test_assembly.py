@@ -17,8 +17,7 @@ from streamload.errors import BlankCaption, CaptionError, DecodeError
 from streamload.ipc import own_empty
 from streamload.shards.samples import Sample
 from streamload.transforms.decode import decode_jpeg_or_image
-from streamload.transforms.execute import PlannedTransform
-from streamload.transforms.plan import clip_plan
+from streamload.transforms.plan import PlannedTransform, clip_plan
 from tests.support.photographs import clip_examples, photograph, transformed
 
 

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 import streamload
 from streamload import Workers
-from streamload.cache.forecast import Forecast, Width, fits, fitting, forecast, live_shards
+from streamload.cache.forecast import Forecast, forecast
 from streamload.cache.shard import LOOKED_THROUGH, ShardList, shard_of
 from streamload.cache.tier import Tier
 from streamload.cli.doctor import _data
+from streamload.order.lanes import Width, fits, fitting, live_shards
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
 from streamload.urls import expand_urls

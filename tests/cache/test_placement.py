@@ -19,7 +19,6 @@ import streamload
 from streamload.cache import memory, placement
 from streamload.cache.locks import FileLock
 from streamload.cache.placement import (
-    Choice,
     SharedDecision,
     agreement_on,
     decide,
@@ -28,7 +27,7 @@ from streamload.cache.placement import (
     why_not_writable,
 )
 from streamload.cache.shard import shard_of
-from streamload.cache.tier import Tier
+from streamload.cache.tier import Choice, Tier
 from streamload.daemon.warm import warm
 from streamload.errors import CacheError
 from streamload.metrics import Counters

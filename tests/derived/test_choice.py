@@ -23,8 +23,7 @@ from streamload.derived.prepare.choice import (
 from streamload.derived.prepare.preparation import Preparation
 from streamload.transforms import kernel
 from streamload.transforms.decode import decode_jpeg_or_image
-from streamload.transforms.execute import PlannedTransform
-from streamload.transforms.plan import ImagePlan, KeepRatio, ShortSide, Squash, clip_plan
+from streamload.transforms.plan import ImagePlan, KeepRatio, PlannedTransform, ShortSide, Squash, clip_plan
 from tests.support.photographs import SIZES, photograph, transformed
 
 LIMIT = 20_000_000

@@ -11,9 +11,8 @@ from streamload.pixels.decoders import HostDecoder, decoder_for
 from streamload.pixels.engine import EngineDecoder
 from streamload.pixels.pipeline import DeviceImages, OneByOne, Together
 from streamload.transforms import kernel
-from streamload.transforms.execute import PlannedTransform
 from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
-from streamload.transforms.plan import clip_plan
+from streamload.transforms.plan import PlannedTransform, clip_plan
 from tests.pixels.plans import cases, jpeg
 from tests.support.photographs import SIZES, photograph
 

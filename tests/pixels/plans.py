@@ -6,8 +6,16 @@ import random
 import numpy as np
 from PIL import Image
 
-from streamload.transforms.execute import PlannedTransform
-from streamload.transforms.plan import Flip, Grey, ImagePlan, KeepRatio, RandomCrop, ShortSide, Squash
+from streamload.transforms.plan import (
+    Flip,
+    Grey,
+    ImagePlan,
+    KeepRatio,
+    PlannedTransform,
+    RandomCrop,
+    ShortSide,
+    Squash,
+)
 from tests.support.photographs import photograph
 
 SIDES = [1, 2, 7, 24, 64, 97, 224]

@@ -11,7 +11,7 @@ from PIL import Image, ImageEnhance
 from streamload.pixels import colour
 from streamload.pixels.colour import Jitter, draw_all
 from streamload.transforms.augment import Draws
-from streamload.transforms.execute import Choices
+from streamload.transforms.plan import Choices
 
 RANGES = ((0.6, 1.4), (0.2, 3.0), (0.0, 2.0), (-0.5, 0.5))
 KINDS = range(4)

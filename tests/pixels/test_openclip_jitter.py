@@ -15,8 +15,8 @@ from streamload.pixels.pipeline import DeviceImages, Together, why_not
 from streamload.transforms import kernel
 from streamload.transforms.augment import SeededGenerators
 from streamload.transforms.compile import compile_transform
-from streamload.transforms.execute import PlannedTransform
 from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
+from streamload.transforms.plan import PlannedTransform
 from tests.pixels.plans import jpeg
 from tests.pixels.test_pipeline import CPU, of_workers
 from tests.support.photographs import SIZES, photograph

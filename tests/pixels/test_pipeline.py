@@ -14,9 +14,8 @@ from streamload.pixels.pipeline import DeviceImages, Together, why_not
 from streamload.transforms import kernel
 from streamload.transforms.augment import Box
 from streamload.transforms.decode import decode_jpeg_or_image
-from streamload.transforms.execute import Choices, PlannedTransform
 from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
-from streamload.transforms.plan import ImagePlan, RandomCrop, clip_plan
+from streamload.transforms.plan import Choices, ImagePlan, PlannedTransform, RandomCrop, clip_plan
 from streamload.transforms.resize import Place, empty
 from tests.pixels.plans import an_image, cases, jpeg
 

@@ -11,8 +11,7 @@ from streamload.pixels import resample
 from streamload.pixels.pipeline import OneByOne, Together
 from streamload.transforms import kernel
 from streamload.transforms.augment import Box
-from streamload.transforms.execute import Choices
-from streamload.transforms.plan import ImagePlan, KeepRatio, RandomCrop, ShortSide
+from streamload.transforms.plan import Choices, ImagePlan, KeepRatio, RandomCrop, ShortSide
 from tests.pixels.plans import an_image, cases
 
 PILLOWS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}

@@ -3,7 +3,7 @@
 import torch
 from PIL import Image
 
-from streamload.transforms.execute import PlannedTransform
+from streamload.transforms.plan import PlannedTransform
 from streamload.transforms.processors import plan_of
 from streamload.transforms.resize import Place
 from tests.support.photographs import SIZES, photograph

@@ -13,12 +13,12 @@ from streamload.errors import DecodeError
 from streamload.transforms import kernel, resize
 from streamload.transforms.augment import Box, Draws, RandomBox
 from streamload.transforms.decode import decode_jpeg_or_image
-from streamload.transforms.execute import PlannedTransform
 from streamload.transforms.plan import (
     Flip,
     Grey,
     ImagePlan,
     KeepRatio,
+    PlannedTransform,
     RandomCrop,
     ShortSide,
     Squash,

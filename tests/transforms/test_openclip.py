@@ -17,9 +17,8 @@ from streamload.batches.tokenize import adapt_tokenizer
 from streamload.batching.padding import cut_to_longest
 from streamload.transforms import kernel
 from streamload.transforms.augment import Draws, RandomBox, SeededGenerators
-from streamload.transforms.execute import PlannedTransform
 from streamload.transforms.normalise import OPENAI_MEAN, OPENAI_STD, normalise_into
-from streamload.transforms.plan import clip_plan
+from streamload.transforms.plan import PlannedTransform, clip_plan
 from tests.support.photographs import SIZES, photograph, transformed
 
 define_torchvision_schemas()

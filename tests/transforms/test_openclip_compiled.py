@@ -21,9 +21,8 @@ from streamload.errors import OptionError
 from streamload.transforms import kernel
 from streamload.transforms.augment import SeededGenerators
 from streamload.transforms.compile import compile_transform, leading_resize
-from streamload.transforms.execute import PlannedTransform
 from streamload.transforms.normalise import normalise_into
-from streamload.transforms.plan import OPENAI, NotRecognised, ShortSide, clip_plan
+from streamload.transforms.plan import OPENAI, NotRecognised, PlannedTransform, ShortSide, clip_plan
 from tests.support import flat
 from tests.support.photographs import SIZES, photograph, transformed
 

@@ -10,7 +10,7 @@ from PIL import Image
 
 from streamload.errors import DecodeError
 from streamload.transforms.augment import SeededGenerators
-from streamload.transforms.execute import UserTransform
+from streamload.transforms.plan import UserTransform
 from tests.support.photographs import whole_photograph
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 from PIL import Image
 
-from streamload.cache.placement import Choice
+from streamload.cache.tier import Choice
 from streamload.derived.prepare.preparation import SIZES, Preparation
 from streamload.metrics import format_bytes
 from streamload.transforms.compile import leading_resize

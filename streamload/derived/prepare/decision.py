@@ -11,15 +11,16 @@ from typing import Any, NamedTuple, Protocol
 
 from streamload.cache import memory
 from streamload.cache.backing import Backing
-from streamload.cache.forecast import Measure, live_shards
-from streamload.cache.placement import Choice, Placed, SharedDecision, memory_root
+from streamload.cache.forecast import Measure
+from streamload.cache.placement import SharedDecision, memory_root
 from streamload.cache.shard import Shard, ShardList, fingerprint, prepared_form, spread
-from streamload.cache.tier import Tier
+from streamload.cache.tier import Choice, Placed, Tier
 from streamload.derived.prepare.choice import Room, choose, exact_recipes, measure
 from streamload.derived.prepare.preparation import AUTO, Preparation, growth, images_of
 from streamload.errors import StreamloadError
 from streamload.metrics import format_bytes
 from streamload.options import Settings, file_system
+from streamload.order.lanes import live_shards
 from streamload.topology import Topology
 
 logger = logging.getLogger("streamload")
