@@ -11,7 +11,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from streamload.device import Feed
 from streamload.errors import LoaderClosed, OrderDiverged, StreamloadError, WorkerDied
@@ -26,6 +26,15 @@ _Pending = Callable[[], tuple[Batch, dict[str, Any]]]
 """Returns a batch as the worker made it, and its values on the device."""
 
 
+class StepCount(NamedTuple):
+    """Number of an epoch's batches."""
+
+    steps: int | None
+    """How many it has; None: until the data ends."""
+    expected: int | None
+    """How many it should have by the known sizes of shards; None: unknown."""
+
+
 class Epoch:
     """The batches of one epoch.
 
@@ -35,8 +44,7 @@ class Epoch:
         batches: those of the workers, as they arrive.
         feed: moves them to the device.
         started: the time of `iter()`.
-        steps: how many batches it has; None: until the data ends.
-        expected: how many it should have by the known sizes of shards; None: unknown.
+        count: of its batches.
         accelerate: is told of the last batch; None: Accelerate isn't used.
         monitor: of the other ranks; it ends with the epoch. None: there are none.
 
@@ -53,8 +61,7 @@ class Epoch:
         batches: Iterator[Batch | Failed],
         feed: Feed,
         started: float,
-        steps: int | None,
-        expected: int | None,
+        count: StepCount,
         accelerate: AccelerateEpoch | None,
         monitor: RankMonitor | None,
     ):
@@ -64,7 +71,7 @@ class Epoch:
         self._feed = feed
         self._count = 0  # of batches so far
         self._received = 0  # also one that was looked ahead
-        self.steps, self.expected = steps, expected
+        self.steps, self.expected = count
         self._accelerate = accelerate
         self._started = started
         self._pending: _Pending | None = None  # looked ahead

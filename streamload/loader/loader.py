@@ -22,7 +22,7 @@ from streamload.loader.dataloader import (
     silence_doubts_of_length,
 )
 from streamload.loader.destination import Destination
-from streamload.loader.epoch import Epoch, is_worker_death
+from streamload.loader.epoch import Epoch, StepCount, is_worker_death
 from streamload.loader.observer import Observer, RunTrace
 from streamload.loader.options import LoaderOptions
 from streamload.loader.output import BatchInfo, Collector
@@ -538,7 +538,7 @@ class Loader(DataLoaderInterface):
         is_start = position.position == (position.start if schedule.epochs_are_passes else 0)
         process.pass_end.start_epoch(is_start)
         self._collector.start_epoch(position, pool.shards, pool.lost)
-        expected = self._lengths.expected(position)
+        count = StepCount(start.steps, self._lengths.expected(position))
         ranks = ranks_of(self.world_size) if self.world_size > 1 else None
         if ranks is not None and schedule.topology.nodes > 1:
             ranks.be_on(schedule.topology.node)
@@ -549,8 +549,7 @@ class Loader(DataLoaderInterface):
             batches,
             self._feed,
             started,
-            start.steps,
-            expected,
+            count,
             AccelerateEpoch(self) if self._is_accelerated else None,
             monitor,
         )

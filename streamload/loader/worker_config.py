@@ -347,9 +347,4 @@ def _transform(options: LoaderOptions) -> ImagePlan | ImageMaker | Preprocess | 
         plan = None if options.workers.map_sample is not None else clip_plan(options.train)
     for extension in options.extensions:
         plan = extension.image_maker(options, plan)
-    if options.images.decode == "host" or (options.images.decode == "auto" and not options.train):
-        return plan
-    from streamload.pixels.files import file_images
-
-    assert isinstance(plan, ImagePlan)  # others are refused
-    return file_images(plan, options)
+    return plan

@@ -228,6 +228,15 @@ class DeviceDecoding(Extension):
         if reason is not None:
             raise OptionError(reason)
 
+    def image_maker(self, options: Any, plan: Any) -> Any:
+        """Images that the rank decodes; in an evaluation with "auto" workers do."""
+        if self.is_auto and not options.train:
+            return plan
+        from streamload.pixels.files import file_images  # which needs this module
+
+        assert isinstance(plan, ImagePlan)  # others are refused
+        return file_images(plan, options)
+
     def in_worker(self, process: WorkerProcess) -> WorkerPart | None:
         """Its part in a worker process."""
         return SwitchInWorker(self.switch) if self.is_auto else None

@@ -171,10 +171,13 @@ def _in_step(loaders: list[Loader]) -> Iterator[tuple[tuple[str, ...], ...]]:
 def _samples(batch: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     keys, urls = batch["__key__"], batch["__url__"]
     values = {name: value for name, value in batch.items() if name not in ("__key__", "__url__")}
+    patches = values.pop("image") if isinstance(values.get("image"), dict) else {}
+    values |= {f"image.{name}": value for name, value in patches.items()}
     for place, (key, url) in enumerate(zip(keys, urls, strict=True)):
         digest = hashlib.blake2b(digest_size=12)
         for name, value in sorted(values.items()):
-            digest.update(name.encode() + _bytes(value[place]))
+            of_sample = value if isinstance(value, int) else value[place]
+            digest.update(name.encode() + _bytes(of_sample))
         yield key, url, digest.hexdigest()
 
 

@@ -34,6 +34,8 @@ from streamload.mixing import Summary
 from streamload.mixing.batch_size import BatchSizes
 from streamload.mixing.decisions import Mixing
 from streamload.observe.exposition import exposition
+from streamload.patches.rank import PatchedImages
+from streamload.patches.seq_lens import SeqLens
 from streamload.shards.columns import TOKENS
 from streamload.shards.samples import Entry
 from streamload.steering import as_policy
@@ -218,6 +220,15 @@ class TestRowFeatures(ExtensionContract):
         super().check_batches(batches, plain)
         for batch, expected in zip(batches, plain, strict=True):
             assert torch.equal(batch["sums"], 2 * expected["image"])
+
+
+class TestPatchedImages(ExtensionContract):
+    extension = PatchedImages(SeqLens((4,), (1,), 0))
+    adds = ()
+    state_keys = ()
+    damaged = ()
+    options = MappingProxyType({"preprocess": None})
+    by_options = MappingProxyType({"patches": streamload.Patches(seq_lens=(4, 9))})
 
 
 LIMITS = (1984, 2500, 3000, 3200, 3300, 3400)
