@@ -197,6 +197,42 @@ EDITS = {
         "2.0",
         "3.0",
     ),
+    "the state of what wraps": (
+        (
+            "class Wrapper:\n    def __init__(self, function, by):\n        self.by = by\n"
+            "        functools.update_wrapper(self, function)\n"
+            "    def __call__(self, x): return self.__wrapped__(x) * self.by\n"
+            "f = Wrapper(lambda x: x + 1, by=2)"
+        ),
+        "by=2",
+        "by=3",
+    ),
+    "the code of what wraps": (
+        (
+            "class Wrapper:\n    def __init__(self, function): functools.update_wrapper(self, function)\n"
+            "    def __call__(self, x): return self.__wrapped__(x) * 2\nf = Wrapper(lambda x: x + 1)"
+        ),
+        "* 2",
+        "* 3",
+    ),
+    "a method of a dict": (
+        "scale = {'a': 2.0}.get\ndef f(x): return x * scale('a')",
+        "2.0",
+        "3.0",
+    ),
+    "a method of a pattern": (
+        "import re\nmatch = re.compile('a').match\ndef f(x): return x * bool(match('ab'))",
+        "'a'",
+        "'b'",
+    ),
+    "flags": (
+        (
+            "import enum\nclass Parts(enum.Flag):\n    A = 1\n    B = 2\n    C = 4\n"
+            "PARTS = Parts.A | Parts.B\ndef f(x): return x * PARTS.value"
+        ),
+        "Parts.A | Parts.B",
+        "Parts.A | Parts.C",
+    ),
     "a function of a library": (
         "def mine(x): return x * 2\nF.gelu = mine\ndef f(x): return F.gelu(x)",
         "x * 2",
@@ -320,6 +356,71 @@ def test_a_renamed_and_moved_project_is_the_same_description(
     first = described(source, place, name="edited_before", path="/home/a/before.py")
     monkeypatch.chdir(tmp_path)
     assert described(source, place, name="edited_after", path="/srv/b/project/after.py") == first
+
+
+IN_ITS_FOLDER = """
+import os
+from pathlib import Path
+HERE = Path(__file__).parent
+ROOT = os.path.dirname(__file__)
+TABLE = HERE / "data" / "table.txt"
+ELSEWHERE = Path("/data/table.txt")
+class Files:
+    KEPT = HERE / "kept.txt"
+def f(x):
+    return x, HERE, ROOT, TABLE, ELSEWHERE, Files.KEPT, __file__
+"""
+
+
+def described_in(folder: str, source: str = IN_ITS_FOLDER, package: str = "") -> Any:
+    """What a run knows of `f` in a module of that folder."""
+    made = types.ModuleType(f"edited_{next(_numbers)}")
+    made.__file__, made.__package__ = f"{folder}/{package.replace('.', '/')}/steps.py", package
+    sys.modules[made.__name__] = made
+    exec(source, vars(made))
+    describer = Describer()
+    return json.dumps([describer.value(made.f, "it"), describer.arranged_code], sort_keys=True)
+
+
+def test_paths_in_the_folder_of_a_project_move_with_it() -> None:
+    first = described_in("/home/a/project")
+    assert described_in("/srv/b") == first
+    assert described_in("/home/a", package="steps.of") == described_in("/srv/b/c", package="steps.of")
+    for old in ("data", "kept.txt", "/data/table.txt"):
+        assert described_in("/srv/b", IN_ITS_FOLDER.replace(f'"{old}', f'"{old}-2')) != first, old
+
+
+def test_a_package_without_init_is_of_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    package = tmp_path / "edited_package"
+    package.mkdir()
+    (package / "config.py").write_text("SCALE = 2.0")
+    made = module_of("import edited_package.config\ndef f(x): return x * edited_package.config.SCALE\n")
+    first = Describer().value(made.f, "it")
+    vars(sys.modules["edited_package.config"])["SCALE"] = 3.0
+    assert Describer().value(made.f, "it") != first
+
+
+def test_which_child_stands_in_two_places_counts() -> None:
+    def of(*children: nn.Module) -> Any:
+        return Describer().value(nn.Sequential(*children), "it")
+
+    first, second = nn.ReLU(), nn.Sigmoid()
+    assert of(first, second, first) != of(first, second, second)
+    assert of(first, second, first) == of(first, second, first)
+
+
+def test_functions_of_c_are_described_without_what_cannot_be() -> None:
+    import random
+
+    made = module_of(
+        "from numpy import sqrt\nfrom random import random\nfrom torch import relu\n"
+        "f = [sqrt, random, relu, len]"
+    )
+    assert made.f[1] == random.random
+    describer = Describer()
+    describer.value(made.f, "it")
+    assert set(describer.code) == {"package numpy", "package random", "package torch", "package builtins"}
 
 
 UNSEEN = {

@@ -58,6 +58,8 @@ _BOOKKEEPING = re.compile(
 _Pair = collections.namedtuple("_Pair", ("first", "second"))
 _STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 _OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
+_METHODS_OF_C = (types.BuiltinFunctionType, types.MethodWrapperType)
+_NO_VALUES = (types.ModuleType, type, type(None))
 _SLOTS = (types.GetSetDescriptorType, types.MemberDescriptorType, type(_Pair.first))
 _SAME_FOR_RESULTS = (logging.Logger, logging.LoggerAdapter)
 _STEPS = 3
@@ -202,7 +204,8 @@ class Describer:
         if isinstance(value, (np.ndarray, np.generic)):
             return self._array(np.asarray(value), where)
         if isinstance(value, enum.Enum):
-            return ["enum", self.reach(kind, where), value.name]
+            name = value.name if value.name is not None else repr(value.value)  # flags, before Python 3.11
+            return ["enum", self.reach(kind, where), name]
         if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format, np.dtype)):
             return [kind.__name__, str(value)]
         if isinstance(value, pathlib.PurePath):
@@ -210,6 +213,9 @@ class Describer:
             return ["path", str(value)]
         if isinstance(value, re.Pattern):
             return ["pattern", self.value(value.pattern, where), value.flags]
+        if isinstance(value, _METHODS_OF_C) and not isinstance(value.__self__, _NO_VALUES):
+            with contextlib.suppress(FeatureNotCacheable):  # `{…}.get`; but not `random.random`
+                return ["method", value.__name__, self.value(value.__self__, where)]
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)):
             return ["code", self.reach(value, where)]
         if isinstance(value, types.MethodType):
@@ -246,10 +252,13 @@ class Describer:
             return ["script", self.value(value.__getstate__(), where)]
         if isinstance(value, torch.nn.Module):
             return ["module", *module_parts(value, self.value, where)]
+        if isinstance(value, np.ufunc) and getattr(np, value.__name__, None) is value:
+            return ["code", self.reach(value, where)]
         if isinstance(value, CustomOpDef):
             return ["op", [self.value(member, where) for member in functions_of_op(value)]]
-        if callable(value) and getattr(value, "__wrapped__", None) is not None:  # functools.lru_cache
-            return ["wrapped", self.value(value.__wrapped__, where)]
+        is_of_package = package_of(type(value)) is not None
+        if is_of_package and callable(value) and getattr(value, "__wrapped__", None) is not None:
+            return ["wrapped", self.value(value.__wrapped__, where)]  # functools.lru_cache
         attributes = _attributes(value)
         if attributes is None:
             raise FeatureNotCacheable(
@@ -323,7 +332,8 @@ class Describer:
         for key, member in sorted(vars(cls).items()):
             if _BOOKKEEPING.fullmatch(key) or isinstance(member, _SLOTS):
                 continue
-            members.append([key, self._member(member, f"{name}.{key}")])
+            located = self._located(member, vars(sys.modules.get(cls.__module__, object)))
+            members.append([key, self._member(located, f"{name}.{key}")])
         return members
 
     def _member(self, member: Any, where: str) -> Any:
@@ -364,8 +374,22 @@ class Describer:
             if free != "__class__":
                 parts.append([free, self.value(_content(cell), f"{free} in {name}")])
         for chain, reached in globals_of(code, function.__globals__):
-            parts.append([chain, self.value(reached, f"{chain} in {name}")])
+            located = self._located(reached, function.__globals__)
+            parts.append([chain, self.value(located, f"{chain} in {name}")])
         return parts
+
+    def _located(self, value: Any, names: Mapping[str, Any]) -> Any:
+        """A path below the folder that its module is imported from, from there: a project may move."""
+        file, package = names.get("__file__"), names.get("__package__") or ""
+        if not (file and isinstance(value, (str, pathlib.PurePath))):
+            return value
+        self.strings.add(str(value))
+        if value == file:
+            return "__file__"
+        folder = pathlib.Path(file).absolute().parents[len(package.split(".")) if package else 0]
+        path = pathlib.PurePath(value)
+        is_below = path.is_absolute() and len(folder.parts) > 1 and path.is_relative_to(folder)
+        return path.relative_to(folder) if is_below else value
 
 
 def has_code(code: Mapping[str, str], part: Mapping[str, str]) -> bool:
@@ -491,6 +515,7 @@ def module_parts(
     digest = xxh3_128()
     attributes: dict[str, Any] = {}
     classes: dict[str, Any] = {}
+    names = {id(child): prefix for prefix, child in module.named_modules()}
     for prefix, child in module.named_modules():
         for name, tensor in (*child._parameters.items(), *child._buffers.items()):
             if tensor is not None:
@@ -505,8 +530,16 @@ def module_parts(
             describe(hook, f"a forward hook of {place}")
             for hook in (*child._forward_pre_hooks.values(), *child._forward_hooks.values())
         ]
-        classes[prefix] = [describe(type(child), place), *hooks]
+        classes[prefix] = [describe(type(child), place), *hooks, *_shared(prefix, child, names)]
     return digest.hexdigest(), attributes, classes
+
+
+def _shared(prefix: str, module: torch.nn.Module, names: Mapping[int, str]) -> list[Any]:
+    """The children of a module that `named_modules` has under another name, with that."""
+    children = ((f"{prefix}.{key}" if prefix else key, child) for key, child in module._modules.items())
+    return [
+        ["again", name, names[id(child)]] for name, child in children if names.get(id(child), name) != name
+    ]
 
 
 def attributes_of(module: torch.nn.Module) -> dict[str, Any]:

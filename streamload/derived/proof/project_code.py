@@ -56,12 +56,9 @@ def _package(name: str) -> str | None:
         return None
     if top == "streamload" or top in sys.builtin_module_names:
         return top
-    modules = [
-        sys.modules.get(name),
-        sys.modules.get(top),
-    ]  # the modules of C code have no file
-    file = next((path for module in modules if (path := getattr(module, "__file__", None))), None)
-    if file is None:
+    modules = [sys.modules.get(name), sys.modules.get(top)]
+    file = next((path for module in modules if (path := _place_of(module))), None)
+    if file is None:  # C code
         is_known = top in sys.stdlib_module_names or any(
             getattr(module, "__spec__", None) for module in modules
         )
@@ -69,6 +66,11 @@ def _package(name: str) -> str | None:
     if not file.startswith(_INSTALLED):
         return None
     return None if is_of_folder(top) else top
+
+
+def _place_of(module: types.ModuleType | None) -> str | None:
+    """The file of a module, or the folder of a package without `__init__.py`."""
+    return getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
 
 
 def is_of_folder(package: str) -> bool:
