@@ -72,7 +72,7 @@ def extensions_of(options: LoaderOptions) -> tuple[Extension, ...]:
     if batches.batch_policy is not None:
         extensions.append(BatchSizes())
     if images.decode != "host":
-        from streamload.pixels.rank import decoding_by
+        from streamload.pixels.decoding import decoding_by
 
         extensions.append(decoding_by(images.decode))
     sample_weight = read_sample_weight(batches.sample_weight)
@@ -99,7 +99,7 @@ def _check_own(extensions: Collection[Extension]) -> None:
     if not extensions:
         return
     from streamload.daemon.publication import PlanPublication
-    from streamload.pixels.rank import DeviceDecoding
+    from streamload.pixels.decoding import DeviceDecoding
 
     built_in = (
         Mixing, BatchSizes, DeviceDecoding, RowWeights, PatchedImages, RowsOfModalities, PaddedRows,

@@ -28,7 +28,7 @@ from streamload.batches.images import (
     PlannedImages,
 )
 from streamload.pixels.auto import Switch
-from streamload.pixels.rank import CHOICES, FILES, MADE, NO_FILE, DeviceDecoding, ImagesOfFiles, packed
+from streamload.pixels.rank import CHOICES, FILES, MADE, NO_FILE, ImagesOfFiles, packed
 from streamload.pixels.segments import refusal
 from streamload.transforms.decode import jpeg_size
 from streamload.transforms.plan import Choices, ImagePlan, PlannedTransform, Statistics, fitted
@@ -102,17 +102,6 @@ class FileImages(ImageMaker):
         if self.switch.is_on:
             make()
         return lambda values: make()(values) if CHOICES in values else values
-
-
-def file_images(plan: ImagePlan, options: Any) -> FileImages:
-    """The maker of a loader's images.
-
-    Args:
-        plan: that makes images of pixels.
-        options: of the loader, `LoaderOptions`, with DeviceDecoding among its extensions.
-    """
-    (decoding,) = (part for part in options.extensions if isinstance(part, DeviceDecoding))
-    return FileImages(plan, "image" in (options.workers.memory or {}), decoding.switch)
 
 
 class _FileRoom:

@@ -17,8 +17,8 @@ from streamload.metrics import Snapshot
 from streamload.pixels import auto, rank
 from streamload.pixels.auto import DecoderChoice, DecodingLoad, choose, why_no_engine
 from streamload.pixels.decoders import HostDecoder
-from streamload.pixels.files import FileImages, file_images
-from streamload.pixels.rank import decoding_by
+from streamload.pixels.decoding import decoding_by
+from streamload.pixels.files import FileImages
 from streamload.testing.shards import write_shards
 from streamload.transforms.plan import clip_plan
 from tests.support import flat
@@ -257,10 +257,8 @@ def test_ranks_that_nothing_joins_are_refused(data, tmp_path):
 
 def test_in_another_process_both_parts_have_one_switch():
     decoding = decoding_by("auto")
-    options = types.SimpleNamespace(
-        extensions=(decoding,), workers=streamload.Workers(memory={"image": "1GB"})
-    )
-    images = file_images(clip_plan(train=True), options)
+    options = types.SimpleNamespace(train=True, workers=streamload.Workers(memory={"image": "1GB"}))
+    images = decoding.image_maker(options, clip_plan(train=True))
     assert images == FileImages(clip_plan(train=True), is_bounded=True)
     images, decoding = pickle.loads(pickle.dumps((images, decoding)))
     assert decoding == decoding_by("auto") != decoding_by("device")

@@ -20,7 +20,7 @@ from streamload.errors import DecodeError, OptionError
 from streamload.loader import worker_config
 from streamload.pixels import files, rank
 from streamload.pixels.decoders import HostDecoder
-from streamload.pixels.rank import DeviceDecoding
+from streamload.pixels.decoding import DeviceDecoding
 from streamload.pixels.segments import refusal
 from streamload.transforms.plan import Flip, Grey, ImagePlan, KeepRatio, RandomCrop, ShortSide, clip_plan
 from tests.pixels import damage
