@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import streamload
+from streamload.observe import observer
 
 PACKAGE = os.path.dirname(streamload.__file__)
 BATCHES = 22
@@ -52,6 +53,7 @@ def main(url: str, folder: str) -> None:
         )
 
     make().close()  # imports are no part of it
+    observer.TICK_SECONDS = 60.0  # a busy machine takes more than a second for a first batch
     made = modules_run(make, threads=False)
     with make() as loader:
         cold = modules_run(lambda: next(iter(loader)), threads=True)
