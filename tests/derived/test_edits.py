@@ -279,6 +279,12 @@ EDITS = {
     ),
     "a module by getattr": ("import edited_config as c\ndef f(x): return x * getattr(c, 'SCALE')", "", ""),
     "a late import": ("def f(x):\n    from edited_config import SCALE\n    return x * SCALE", "", ""),
+    "a late import of a module": ("def f(x):\n    import edited_config as c\n    return x * c.SCALE", "", ""),
+    "a late import on the line": (
+        "def f(x):\n    import edited_config; return edited_config.SCALE * x",
+        "",
+        "",
+    ),
     "a nested value": ("import edited_config\ndef f(x): return x * edited_config.TABLE['a'][0]", "", ""),
 }
 """By kind the code before, and what is replaced in it by what; of a config module nothing, its values."""
