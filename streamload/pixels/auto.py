@@ -16,7 +16,6 @@ import torch
 
 from streamload.errors import OptionError, StateMismatch
 from streamload.extension import Event, Run, WorkerPart
-from streamload.metrics import Snapshot
 from streamload.pixels.decoders import decoder_for
 
 logger = logging.getLogger("streamload")
@@ -25,7 +24,7 @@ NAME = "decode"
 """Of the extension, and of the choice's key in a state."""
 DEVICE, HOST = "device", "host"
 FIRST_STEP, LAST_STEP = 16, 48
-"""Steps of an epoch between which is measured: in the first ones, workers and kernels start."""
+"""Steps of a run between which is measured: in the first ones, workers and kernels start."""
 _MOST_WAITING = 0.05
 _LEAST_DECODING = 0.5
 """Of the workers' time: else something else than images keeps them from keeping up."""
@@ -69,6 +68,25 @@ class DecodingLoad(NamedTuple):
     lacks: str
     waiting: float
     decoding: float
+
+
+class _Times(NamedTuple):
+    """Seconds so far, of a rank.
+
+    Attributes:
+        seconds: that passed.
+        waiting: in which the training waited for data.
+        images: that workers spent on images.
+    """
+
+    seconds: float = 0.0
+    waiting: float = 0.0
+    images: float = 0.0
+
+    def and_between(self, began: _Times, ended: _Times) -> _Times:
+        """Add what passed between two times."""
+        sums = zip(self, began, ended, strict=True)
+        return _Times(*(total + end - start for total, start, end in sums))
 
 
 def choose(by_rank: Sequence[DecodingLoad]) -> tuple[str, str]:
@@ -117,8 +135,11 @@ class DecoderChoice:
         self.device: torch.device | None = None
         self._run, self._clock = run, clock
         self._event: Event | None = None  # the choice, once it is made
-        self._steps = 0  # of the epoch
-        self._before: tuple[float, Snapshot] | None = None
+        self._steps = 0  # since the run began or was continued
+        self._is_begun = False  # measuring, on all ranks at the same step
+        self._measured_before = _Times()  # in earlier epochs
+        self._began: _Times | None = None  # what is measured of this epoch
+        self._last: _Times | None = None
 
     @property
     def is_made(self) -> bool:
@@ -126,13 +147,15 @@ class DecoderChoice:
         return self._event is not None
 
     def start_epoch(self, start: int) -> Sequence[Event]:
-        """Measure anew, or go on with the choice.
+        """Go on measuring, or with the choice; the time between epochs isn't measured.
 
         Raises:
             OptionError: nothing joins the ranks.
         """
-        self._steps, self._before = 0, None
         if self._event is None:
+            if self._began is not None and self._last is not None:
+                self._measured_before = self._measured_before.and_between(self._began, self._last)
+            self._began = self._last = None
             if not self._run.can_agree:
                 raise OptionError(
                     "Images(decode='auto') is one choice for all ranks, and nothing joins these: initialise "
@@ -146,28 +169,36 @@ class DecoderChoice:
     def took(self) -> None:
         """A step was taken."""
         self._steps += 1
+        if self._began is not None:
+            self._last = self._times()
 
     def before_batch(self) -> None:
         """Measure, and choose after the last of the steps."""
-        if self._event is not None:
+        if self._event is not None or self._steps < FIRST_STEP:
             return
-        if self._before is None and self._steps >= FIRST_STEP:
-            self._before = self._clock(), self._run.stats()
-        if self._before is None or self._steps < LAST_STEP:
-            return
-        self._event = self._run.send(
-            self._run.agree("where images are decoded", self._measured(*self._before), _decided)
-        )
+        if self._steps >= LAST_STEP and self._is_begun:
+            self._event = self._run.send(
+                self._run.agree("where images are decoded", self._measured(), _decided)
+            )
+            self._began = self._last = None
+        elif self._began is None:
+            self._began, self._is_begun = self._times(), True
 
-    def _measured(self, began: float, before: Snapshot) -> DecodingLoad:
-        seconds = max(self._clock() - began, 1e-9)
-        counted = self._run.stats().since(before)
-        worker_seconds = seconds * max(1, self._run.options.num_workers)
+    def _times(self) -> _Times:
+        counted = self._run.stats()
         image_seconds = counted.decode_seconds + counted.resize_seconds
+        return _Times(self._clock(), counted.data_wait_seconds, image_seconds)
+
+    def _measured(self) -> DecodingLoad:
+        measured = self._measured_before
+        if self._began is not None:
+            measured = measured.and_between(self._began, self._times())
+        seconds = max(measured.seconds, 1e-9)
+        worker_seconds = seconds * max(1, self._run.options.num_workers)
         return DecodingLoad(
             why_no_engine(self.device),
-            min(1.0, counted.data_wait_seconds / seconds),
-            min(1.0, image_seconds / worker_seconds),
+            min(1.0, measured.waiting / seconds),
+            min(1.0, measured.images / worker_seconds),
         )
 
     def state(self) -> dict[str, Any]:
@@ -180,7 +211,8 @@ class DecoderChoice:
         Raises:
             StateMismatch: it is damaged.
         """
-        self._event = None
+        self._event, self._steps, self._is_begun = None, 0, False
+        self._measured_before, self._began, self._last = _Times(), None, None
         if (saved := state.get(NAME)) is not None:
             try:
                 position, value = saved

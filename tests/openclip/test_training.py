@@ -77,6 +77,27 @@ def test_over_a_pipe_two_epochs_take_the_planned_batches_and_the_second_asks_not
 
 
 @pytest.mark.deep
+def test_decoded_by_the_rank_it_is_the_training_that_workers_decode_for(
+    shards: list[Path], validation_shards: list[Path], train: Callable[..., Run], tmp_path: Path
+) -> None:
+    runs = []
+    with ShardServer(shards[0].parent) as server, ShardServer(validation_shards[0].parent) as held_out:
+        data = f"{server.url}/{{00000..00003}}.tar", f"{held_out.url}/{{00000..00001}}.tar"
+        for decode in ("host", "device"):
+            chosen = "--train-data", data[0], "--val-data", data[1], "--streamload-decode", decode
+            runs.append(train(*chosen, *SIZES, "--seed", "7"))
+            (tmp_path / "run").rename(tmp_path / decode)
+    host, device = runs
+    assert_is_trained(device)
+    for epoch in (0, 1):
+        assert device.keys(0, epoch) == host.keys(0, epoch)
+        assert device.keys(0, epoch, train=False) == host.keys(0, epoch, train=False)
+    assert device.losses == host.losses
+    assert "images are decoded on cpu by libjpeg-turbo" in device.log
+    assert "images are decoded on" not in host.log
+
+
+@pytest.mark.deep
 def test_over_s3_and_a_pipe_from_s3_the_second_epoch_asks_nothing(
     shards: list[Path], train: Callable[..., Run]
 ) -> None:

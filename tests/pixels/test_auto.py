@@ -142,14 +142,27 @@ def test_shares_are_of_the_steps_between_the_first_and_the_last(monkeypatch):
     assert len(sent) == 1
 
 
-def test_steps_of_an_epoch_that_is_too_short_are_measured_anew_in_the_next():
-    choice = DecoderChoice(types.SimpleNamespace(can_agree=True, stats=Snapshot))
-    for _ in range(3):
+def test_steps_of_short_epochs_are_measured_together_without_the_time_between(monkeypatch):
+    seconds, waited, sent = [100.0], [5.0], []
+    run = types.SimpleNamespace(
+        options=types.SimpleNamespace(num_workers=1),
+        can_agree=True,
+        stats=lambda: Snapshot(data_wait_seconds=waited[0]),
+        agree=lambda subject, value, decide: value,
+        send=lambda value: sent.append(value) or Event(60, "decode", value),
+    )
+    choice = DecoderChoice(run, clock=lambda: seconds[0])
+    for _ in range(auto.LAST_STEP // 12):
+        assert not sent
         choice.start_epoch(0)
-        for _ in range(auto.LAST_STEP - 1):
-            choice.took()
+        for _ in range(12):
             choice.before_batch()
-        assert choice.state() == {}
+            seconds[0], waited[0] = seconds[0] + 1.0, waited[0] + 0.25
+            choice.took()
+        seconds[0], waited[0] = seconds[0] + 100.0, waited[0] + 50.0  # an evaluation
+    choice.start_epoch(0)
+    choice.before_batch()
+    assert sent == [DecodingLoad("batches are in host memory", 0.25, 0.0)]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

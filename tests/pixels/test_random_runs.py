@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import random
 import shutil
 import traceback
 from collections.abc import Callable, Iterator
@@ -45,10 +46,25 @@ def with_decode(case: Case, decode: str) -> Case:
     return replace(case, options=options)
 
 
+def with_more(case: Case, seed: int) -> Case:
+    """The case with more of what is seldom drawn: rows of features, prepared images, microbatches."""
+    rng, options = random.Random(seed), copy.deepcopy(case.options)
+    if rng.random() < 0.7:
+        options["output"] = "dict"
+        options["features"] = {"means": rng.choice(["@means", "@means_half", "@means_variants"])}
+    if rng.random() < 0.6:
+        options.setdefault("images", {})["prepare"] = rng.choice(["raw", "jpeg-48-q90"])
+    if rng.random() < 0.5:
+        options.setdefault("batches", {})["microbatch"] = rng.choice([1, 2, 3])
+    return replace(case, options=options)
+
+
 def cases() -> Iterator[Case]:
-    """Cases that both ways of decoding can run."""
+    """Cases that both ways of decoding can run; every second has more of what is seldom drawn."""
     for seed in itertools.count(FIRST_SEED):
         case = draw(f"d{seed}", seed)
+        if seed % 2:
+            case = with_more(case, seed)
         try:
             for layout in case.layouts:
                 with_decode(case, "device").loader(layout, 0, "unused")
