@@ -449,15 +449,12 @@ class _StateProver:
         if built is None or built.parts is not was.parts or built.code is not was.code:
             _say_changed(self._module, {**was.parts, "code": was.code}, built)
             return False
-        return True if built.watch.looked_at >= rows.computed_at else None
+        return True if built.looked_at >= rows.computed_at else None
 
     def look(self) -> None:
         """Look at the whole module now."""
-        start = time.monotonic()
         try:
-            watch = built_state(self._module).watch
-            if watch.looked_at < start and not watch.is_unchanged(whole=True):
-                built_state(self._module)  # all of it is due: described anew
+            built_state(self._module, anew=True)
         except FeatureNotCacheable:  # it is said by the next call
             self._proof.built = None
 

@@ -98,12 +98,11 @@ class Describer:
     Attributes:
         origins: where each class of the project was found, as "module:qualname".
         strings: all that code and values hold, some of which may name files.
-        names: of globals and attributes in code.
     """
 
     def __init__(self) -> None:
         self._code: dict[str, set[str]] = {}
-        self.names: set[str] = set()
+        self._names: set[str] = set()
         self.origins: dict[str, str] = {}
         self.strings: set[str] = set()
         self._reached: dict[int, _Reached] = {}
@@ -120,23 +119,14 @@ class Describer:
             for digest in digests
         }
 
-    @property
-    def reached(self) -> tuple[set[str], set[str]]:
-        """The packages that were reached, and the names in code: where `patches` are looked for."""
-        packages = {name.removeprefix("package ") for name in self._code if name.startswith("package ")}
-        return packages, self.names
-
-    def patches(self, reached: tuple[set[str], set[str]] | None = None) -> dict[str, Any]:
-        """Patches of the project in packages, by their place.
-
-        Args:
-            reached: by a describer; None: by this one.
+    def patches(self) -> dict[str, Any]:
+        """Patches of the project in the packages that were reached, by their place.
 
         Raises:
-            FeatureNotCacheable: it can't be described.
+            FeatureNotCacheable: one can't be described.
         """
-        packages, names = self.reached if reached is None else reached
-        return {place: self.value(member, place) for place, member in patches(packages, names)}
+        packages = {name.removeprefix("package ") for name in self._code if name.startswith("package ")}
+        return {place: self.value(member, place) for place, member in patches(packages, self._names)}
 
     @property
     def arranged_code(self) -> dict[str, str]:
@@ -361,7 +351,7 @@ class Describer:
             )
         for inner in functions_in(code):
             self.strings.update(value for value in inner.co_consts if isinstance(value, str))
-            self.names.update(inner.co_names)
+            self._names.update(inner.co_names)
         parts: list[Any] = [bytecode(code)]
         parts.append(self.value(function.__defaults__, f"a default of {name}"))
         parts.append(self.value(function.__kwdefaults__, f"a default of {name}"))

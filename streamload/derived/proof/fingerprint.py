@@ -22,22 +22,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn.parameter import is_lazy
-from xxhash import xxh3_64
 
-from streamload.derived.proof.code import STRUCTURE, Describer, attributes_of, has_code, script_digest
+from streamload.derived.proof.code import STRUCTURE, Describer, attributes_of
 from streamload.derived.store.sealed import compared, digest_of_parts
 from streamload.errors import FeatureNotCacheable
 
 FORMAT = 4
-_TINY_BYTES, _SMALL_BYTES = 1 << 15, 1 << 20
-"""So many bytes of weights are digested in 4 µs: at every call; in 0.1 ms: for a twentieth of the time."""
-_SMALL_SHARE, _SHARE = 0.05, 0.01
-"""Of the time, for digesting small weights and larger ones while rows are only read."""
+_SHARE = 0.01
+"""Of the time, for describing modules anew while rows are only read."""
+_TINY_BYTES = 1 << 15
+"""Weights of no more bytes are compared in every call, which takes about 4 µs."""
 _SAMPLED_BYTES, _SAMPLED_TENSORS = 32, 16
-"""Of the CPU's tensors so many of each of so many are looked at in a call: each byte is a cache line."""
+"""Of larger weights so many bytes of each of so many tensors are: each byte is a cache line."""
 _DEVICE_BYTES = 128
-_FEW_BYTES, _FEW_CHARACTERS = 1 << 14, 2000
-"""Attributes that take no more as bytes (10 µs), or described (0.1 ms), are looked at in every call."""
+_FEW_VALUES, _FEW_BYTES, _FEW_CHARACTERS, _MOST_BYTES = 32, 1 << 14, 2000, 1 << 20
+"""Attributes that take no more as bytes (10 µs), or described (0.1 ms), are looked at in every call, unless
+their tensors are larger."""
+_HOLDING = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 _version_of = operator.attrgetter("_version")
 _IMMUTABLE = (
     *(bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device, torch.Size),
@@ -113,26 +114,24 @@ class Stamp:
 
     It is of what the objects are, not of what they hold: about 0.3 µs a module and 0.1 µs a tensor, as all
     loops are the interpreter's own. What is written through `.data` or into a list isn't seen; that is for
-    `ModuleWatch`.
+    `ModuleWatch`; nor is another object that is equal.
     """
 
     def __init__(self, module: torch.nn.Module):
         self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
-        self._containers: list[tuple[Any, str, Any]] = []
         self._tensors: list[torch.Tensor] = []
         self._sized: list[Any] = []
         dicts: list[Any] = []
         for child in module.modules():
             self._tensors += tensors_of(child)
             self._sized.append(vars(child))
-            held = [getattr(child, name) for name in (*_HOLDING, "_forward_hooks", "_forward_pre_hooks")]
+            held = [getattr(child, name) for name in _HOLDING]
             if isinstance(child, torch.jit.ScriptModule):  # hands out a new object at each look
                 self._sized += held
                 continue
             dicts += held
             names = [name for name in vars(child) if name not in STRUCTURE or name == "training"]
             self._getters.append((_getter(tuple(names)), vars(child)))
-            self._containers += [(vars(child), name, vars(child)[name]) for name in _HOLDING]
         self._dicts, self._empty = [held for held in dicts if held], [held for held in dicts if not held]
         self._copies = [dict(held) for held in self._dicts]
         self._count = sum(map(len, self._sized))
@@ -141,36 +140,19 @@ class Stamp:
         self._versions = list(map(_version_of, self._counted))
         self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
 
-    def holds(self, *, whole: bool = False) -> bool:
-        """True if all objects are the same, and the tensors' versions.
-
-        Args:
-            whole: else an object may be another that is equal, and a dict of parameters another one: that is
-                compared in half of the time.
-        """
+    def holds(self) -> bool:
+        """True if all objects are the same, or equal, and the tensors' versions."""
         try:
-            members = [get(state) for get, state in self._getters]
             return (
                 list(map(_version_of, self._counted)) == self._versions
                 and list(map(torch.Tensor.data_ptr, self._tensors)) == self._pointers
-                and members == self._members
+                and [get(state) for get, state in self._getters] == self._members
                 and sum(map(len, self._sized)) == self._count
                 and self._dicts == self._copies
                 and not any(self._empty)
-                and (not whole or self._are_identical(members))
             )
         except Exception:  # one has gone, or can't be compared with what stands in its place
             return False
-
-    def _are_identical(self, members: list[tuple[Any, ...]]) -> bool:
-        held, copied = (map(dict.values, dicts) for dicts in (self._dicts, self._copies))
-        same = all(map(operator.is_, _chained(members), _chained(self._members)))
-        same = same and all(map(operator.is_, _chained(held), _chained(copied)))
-        return same and all(state[name] is holder for state, name, holder in self._containers)
-
-
-_chained = itertools.chain.from_iterable
-_HOLDING = ("_parameters", "_buffers", "_modules")
 
 
 def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
@@ -199,8 +181,8 @@ class LookPace:
         due: when the next look may begin, `time.monotonic()`.
     """
 
-    def __init__(self, share: float = _SHARE):
-        self._share, self.due = share, 0.0
+    def __init__(self) -> None:
+        self.due = 0.0
 
     @property
     def is_due(self) -> bool:
@@ -210,119 +192,63 @@ class LookPace:
     def looked(self, start: float) -> None:
         """Note a look that began then (`time.monotonic()`), and has ended now."""
         end = time.monotonic()
-        self.due = end + (end - start) / self._share
+        self.due = end + (end - start) / _SHARE
 
 
 class ModuleWatch:
-    """Notices what changes unseen by torch: weights through `.data`, attributes in place, code and globals.
+    """Notices what changes unseen by torch: weights through `.data`, attributes in place.
 
-    What takes little time to look at is looked at in every call. The rest (large weights, of which a sample
-    is looked at; many attributes; code) is looked at before rows are stored, and for a hundredth of the time.
-    On a GPU the sample is compared there, and the answer is waited for by the next look at the whole.
+    It looks at what takes little time: all of small weights, a sample of large ones, another in each call,
+    and attributes if they are few. The rest is seen when the module is described anew
+    (`module_proof.built_state`). On a GPU the sample is compared there, without waiting for the answer.
 
     Args:
         module: built; to be watched as long as its stamp stays the same.
-        code: digests of code by name, which its classes had.
-        reached: `Describer.reached`, from there.
-        start: before the module was described for its fingerprint, `time.monotonic()`.
-
-    Attributes:
-        looked_at: when the last look at the whole began that has found nothing.
     """
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        stamp: Stamp,
-        code: Mapping[str, str],
-        reached: tuple[set[str], set[str]],
-        patches: Mapping[str, Any],
-        start: float,
-    ):
-        self.looked_at = start
-        self._stamp = stamp
+    def __init__(self, module: torch.nn.Module):
         tensors = [
             tensor.detach() for item in module.modules() for tensor in tensors_of(item) if tensor.numel()
         ]
-        self._views = [
-            _bytes_of(item) for item in tensors if item.device.type == "cpu" and item.is_contiguous()
-        ]
-        self._others = [item for item in tensors if not (item.device.type == "cpu" and item.is_contiguous())]
-        self._samples = _Samples(self._others)
-        size_bytes = sum(map(len, self._views))
-        self._is_tiny = not self._others and size_bytes <= _TINY_BYTES
-        self._is_small = not self._others and size_bytes <= _SMALL_BYTES
-        self._whole = self._digest()
-        strided = [view[:: -(-len(view) // _SAMPLED_BYTES) | 1] for view in self._views]
-        parts = [
-            strided[first : first + _SAMPLED_TENSORS] for first in range(0, len(strided), _SAMPLED_TENSORS)
-        ]
-        self._sampled = itertools.cycle(
-            [(part, list(map(np.ndarray.tobytes, part))) for part in parts or [[]]]
+        of_cpu = [tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors]
+        views = [_bytes_of(tensor) for tensor in itertools.compress(tensors, of_cpu)]
+        self._samples = _Samples(
+            [tensor for tensor, is_seen in zip(tensors, of_cpu, strict=True) if not is_seen]
         )
-        self._classes = {type(item) for item in module.modules()}
-        self._code, self._reached, self._patches = code, reached, patches
-        self._scripts = [item for item in module.modules() if isinstance(item, torch.jit.ScriptModule)]
-        self._mutable = [
-            value for item in module.modules() for value in attributes_of(item).values() if _is_mutable(value)
-        ]
-        size_bytes = sum(map(_size_of, self._mutable))
-        self._are_plain = not size_bytes and _packed(self._mutable) is not None
-        self._attributes, self._script_digests = self._attributes_now(), self._script_digests_now()
-        most = _FEW_BYTES if self._are_plain else _FEW_CHARACTERS
-        is_short = len(self._attributes) <= most and size_bytes <= _SMALL_BYTES
-        self._has_few_attributes = bool(self._mutable) and is_short
-        self._small_pace, self._pace = LookPace(_SMALL_SHARE), LookPace()
+        parts = [views]
+        if sum(map(len, views)) > _TINY_BYTES:
+            views = [view[:: -(-len(view) // _SAMPLED_BYTES) | 1] for view in views]
+            parts = [
+                views[first : first + _SAMPLED_TENSORS] for first in range(0, len(views), _SAMPLED_TENSORS)
+            ]
+        self._sampled = itertools.cycle([(part, list(map(np.ndarray.tobytes, part))) for part in parts])
+        values = [value for item in module.modules() for value in attributes_of(item).values()]
+        self._mutable = list({id(value): value for value in values if _is_mutable(value)}.values())
+        if sum(map(_size_of, self._mutable)) > _MOST_BYTES:
+            self._mutable = []
+        self._are_plain = _packed(self._mutable) is not None
+        if not self._are_plain and len(self._mutable) > _FEW_VALUES:
+            self._mutable = []
+        self._attributes = self._attributes_now()
+        if len(self._attributes) > (_FEW_BYTES if self._are_plain else _FEW_CHARACTERS):
+            self._mutable = []
 
-    def is_unchanged(self, *, whole: bool) -> bool:
-        """True if all is as it was.
+    def is_unchanged(self) -> bool:
+        """True if what is looked at is as it was."""
+        self._samples.compare()
+        if self._mutable and self._attributes_now() != self._attributes:
+            return False
+        views, were = next(self._sampled)
+        return list(map(np.ndarray.tobytes, views)) == were
 
-        Args:
-            whole: look at everything; else at what takes little time, unless the rest is due.
-        """
-        start = time.monotonic()
-        if not whole and start < self._pace.due:
-            if self._others:
-                self._samples.compare()
-            if self._has_few_attributes and self._attributes_now() != self._attributes:
-                return False
-            if not self._is_tiny and not (self._is_small and start >= self._small_pace.due):
-                views, were = next(self._sampled)  # some bytes of the next tensors; each call looks at others
-                return list(map(np.ndarray.tobytes, views)) == were
-            same = self._digest() == self._whole
-            self._small_pace.looked(start)
-            return same
-        same = self._stamp.holds(whole=True)
-        same = same and self._digest() == self._whole and self._samples.are_unchanged()
-        same = same and self._attributes_now() == self._attributes and self._has_same_code()
-        same = same and self._script_digests_now() == self._script_digests
-        if same:
-            self.looked_at = start
-            self._pace.looked(start)
-        else:
-            self._pace = LookPace()  # who looks next finds it, too
-        return same
+    def are_device_samples_unchanged(self) -> bool:
+        """True if no look so far has found a difference on a device, for which this waits."""
+        return self._samples.are_unchanged()
 
     def _attributes_now(self) -> str | bytes:
         if self._are_plain:
             return _packed(self._mutable) or ""
         return json.dumps(Describer().value(self._mutable, "an attribute"))
-
-    def _script_digests_now(self) -> list[str]:
-        return [script_digest(script) for script in self._scripts]
-
-    def _has_same_code(self) -> bool:
-        describer = Describer()
-        for cls in self._classes:
-            describer.reach(cls, cls.__name__)
-        same = describer.patches(self._reached) == self._patches
-        return same and has_code(self._code, describer.code)
-
-    def _digest(self) -> tuple[int, tuple[int, ...]]:
-        digest = xxh3_64()
-        for view in self._views:
-            digest.update(view.data)
-        return digest.intdigest(), tuple(_sums(self._others))
 
 
 class _Samples:
@@ -383,14 +309,3 @@ def _is_mutable(value: Any) -> bool:
 def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
     view: NDArray[np.uint8] = tensor.reshape(-1).view(torch.uint8).numpy()
     return view
-
-
-def _sums(tensors: list[torch.Tensor]) -> list[int]:
-    """Of each tensor, on its device: sums over its bytes at two strides. Each device is waited for once."""
-    sums_by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        view = tensor.contiguous().reshape(-1).view(torch.uint8)
-        wide = view[: len(view) // 4 * 4].view(torch.int32) if len(view) % 4 == 0 else view
-        sums = wide.sum(dtype=torch.int64), wide[::3].sum(dtype=torch.int64)
-        sums_by_device.setdefault(tensor.device, []).extend(sums)
-    return [number for sums in sums_by_device.values() for number in torch.stack(sums).tolist()]

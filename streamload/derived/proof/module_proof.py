@@ -141,17 +141,18 @@ os.register_at_fork(before=_describe_before_fork)
 
 @dataclass
 class Built:
-    """Last record of a built module."""
+    """Last description of a built module."""
 
-    stamp: Stamp
-    watch: ModuleWatch
     parts: dict[str, Any]
     code: dict[str, str]
     device: torch.device
+    stamp: Stamp
+    watch: ModuleWatch
+    looked_at: float  # before it was described, `time.monotonic()`
 
     def holds(self) -> bool:
         """True if nothing in the module has changed, as far as a look that takes little time tells."""
-        return self.stamp.holds() and self.watch.is_unchanged(whole=False)
+        return self.stamp.holds() and self.watch.is_unchanged()
 
 
 class Proof:
@@ -181,7 +182,9 @@ class Proof:
         """True if the module has computed since it was built."""
         self.are_rows_apart = False
         self.is_chance_harmless = False
-        self.looks, self.beliefs = LookPace(), LookPace()
+        self.reads, self.looks, self.beliefs = LookPace(), LookPace(), LookPace()
+        """When to describe a built module anew while rows are read, and while they are stored; when to look
+        whether a belief still holds."""
         self.computed_rows, self.compute_seconds = 0, 0.0
         self.seconds_per_row = 0.0
         """Time of computing a row in this process; 0: none was computed."""
@@ -199,7 +202,7 @@ class Proof:
             FeatureNotCacheable: it can't be known.
         """
         built = self.built
-        if built is not None and not is_pending(module) and built.holds():
+        if built is not None and not is_pending(module) and not self.reads.is_due and built.holds():
             parts, code = built.parts, built.code
         else:
             with unbuilt(module):
@@ -398,31 +401,35 @@ def _noted(module: Any, store: RowStore, key: bytes, latest: Build) -> list[Buil
     return builds
 
 
-def built_state(module: Any) -> Built:
-    """Record of a built module as it is now; made anew if something in it has changed."""
+def built_state(module: Any, *, anew: bool = False) -> Built:
+    """Description of a built module as it is now; its parts are the same objects until something changes.
+
+    Args:
+        anew: describe it also if no look that takes little time finds a change.
+    """
     start, proof = time.monotonic(), proof_of(module)
-    built = proof.built
+    last = proof.built
     if proof.process is not None:  # it isn't needed where the module is built
         proof.process.close()
         proof.process = None
-    if built is not None and built.holds():
-        return built
+    if last is not None and not anew and not proof.reads.is_due and last.holds():
+        return last
     stamp = Stamp(module)
     describer = Describer()
     parts = built_parts(module, describer)
     code = {**description_of(module).parts["code"], **describer.code}
     code[f"{ARRANGEMENT} when built"] = describer.arranged_code[ARRANGEMENT]
-    if built is not None and parts == built.parts and code == built.code:
-        parts, code = built.parts, built.code
-    elif built is not None:
+    if (
+        last is not None
+        and parts == last.parts
+        and code == last.code
+        and last.watch.are_device_samples_unchanged()
+    ):
+        parts, code = last.parts, last.code
+        proof.reads.looked(start)
+    elif last is not None:
         proof.canaries, proof.are_rows_apart, proof.is_chance_harmless = CANARIES, False, False
-    proof.built = Built(
-        stamp,
-        ModuleWatch(module, stamp, code, describer.reached, parts["patches"], start),
-        parts,
-        code,
-        device_of(module),
-    )
+    proof.built = Built(parts, code, device_of(module), stamp, ModuleWatch(module), start)
     return proof.built
 
 
