@@ -5,7 +5,6 @@ Each kind of edit is tried in each place in which a function can stand, and what
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import os
@@ -503,7 +502,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def answers_of(head: dict[str, Any], module: Any, rows: Rows) -> list[dict[str, Any]]:
     """What a process answers that has imported nothing of the project."""
-    data = json.dumps(head).encode() + b"\n" + module_bytes(module) + module_bytes(rows)
+    messages = iter([json.dumps(head).encode(), module_bytes(module), module_bytes(rows)])
     for name in [name for name in sys.modules if name.startswith("edited_")]:
         del sys.modules[name]
     here, there = os.pipe()
@@ -511,7 +510,7 @@ def answers_of(head: dict[str, Any], module: Any, rows: Rows) -> list[dict[str, 
     if not child:
         found: list[dict[str, Any]] = []
         try:
-            rebuilding.serve(io.BytesIO(data), found.append)
+            rebuilding.serve(messages.__next__, found.append)
         finally:
             os.write(there, json.dumps(found).encode()[:60000])
             os._exit(0)
@@ -540,7 +539,7 @@ def checked(project: Path, read: str, holder: str, change: Callable[[Path], Any]
     asked = remade(module, pending_of(module), parts, "cpu", torch_settings("cpu"))
     rows = Rows((x,), {}, 2, [value])
     change(project)
-    head = {"path": sys.path, "arguments": sys.argv, "script": "", "package": None, "has_rows": True}
+    head = {"path": sys.path, "arguments": sys.argv, "script": "", "package": None, "is_awaited": False}
     return answers_of(head, asked, rows)
 
 

@@ -1,8 +1,7 @@
 """A module built again in a process of its own, to compute a few of its rows and compare them (row_check.py).
 
-The process sees no devices, has a low priority, and is bounded in memory and time. It reads from its
-standard input what its parent sends, and answers in lines of JSON. What stands in the main script is made
-from the statements that it needs: the script itself, which trains, never runs here.
+The process sees no devices, has a low priority, and is bounded in memory and time. What stands in the main
+script is made from the statements that it needs: the script itself, which trains, never runs here.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import contextlib
 import dataclasses
 import dis
 import importlib
+import io
 import json
 import os
 import pickle
@@ -23,8 +23,9 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from streamload.cache.directory import write_whole
 
@@ -155,25 +156,26 @@ class _Reader(pickle.Unpickler):
 Answer = Callable[[dict[str, Any]], None]
 
 
-def serve(source: BinaryIO, answer: Answer) -> None:
+def serve(receive: Callable[[], bytes], answer: Answer) -> None:
     """Build a module, say what it is, then compute its rows and compare them.
 
     Args:
-        source: a line of JSON (`row_check.CheckProcess` writes it), then a Module, then Rows.
+        receive: the next message: a head as JSON (`row_check.CheckProcess` sends it), a Module, Rows.
         answer: is told {"built": parts, …}, {"is_same": bool}, or {"error": text} of what can't be done here.
     """
     try:
-        head = json.loads(source.readline())
+        head = json.loads(receive())
+        if not head["is_awaited"]:
+            os.nice(_NICE)
         sys.path[:], sys.argv[:] = head["path"], head["arguments"]
         sys.modules["__main__"] = sys.modules["__mp_main__"] = Script(head["script"], head["package"])
-        order: Module = _Reader(source).load()
-        rows: Rows | None = _Reader(source).load() if head["has_rows"] else None
+        order: Module = _Reader(io.BytesIO(receive())).load()
         with _settings(order):
             module, before = _built(order)
             answer({"built": _parts(module, order), "generators": before[0], "draws": before[1]})
-            if rows is None:
+            if head["is_awaited"]:  # so far the training has waited
                 os.nice(_NICE)
-                rows = _Reader(source).load()
+            rows: Rows = _Reader(io.BytesIO(receive())).load()
             answer({"is_same": _are_same(module, order, rows)})
     except EOFError:  # there is nothing to compare
         return
@@ -182,34 +184,28 @@ def serve(source: BinaryIO, answer: Answer) -> None:
         answer({"error": text if len(text) < 300 else f"{text[:300]}…"})
 
 
-def main(most_bytes: int, most_seconds: int, verdict: str) -> None:
-    """Serve the standard input, as a process of its own.
+def main(channel_number: int, most_bytes: int, most_seconds: int, verdict: str) -> None:
+    """Serve a parent, as a process of its own.
 
     Args:
+        channel_number: the descriptor of the channel to the parent.
         most_bytes: of memory.
         most_seconds: that it may take.
         verdict: the file for it; "": there is none.
     """
-    start = time.time()
-    if verdict:  # else the training waits for what the module is
-        os.nice(_NICE)
+    began, channel = time.time(), Connection(channel_number)
     signal.alarm(most_seconds)
     resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
-    answers = os.fdopen(os.dup(1), "w")
-    quiet = os.open(os.devnull, os.O_RDWR)
-    os.dup2(quiet, 1)
-    os.dup2(quiet, 2)
 
     def answer(value: dict[str, Any]) -> None:
         if "is_same" in value and verdict:  # also where the parent has ended
-            result = {"is_same": value["is_same"], "reason": "", "began": start}
+            result = {"is_same": value["is_same"], "reason": "", "began": began}
             with contextlib.suppress(OSError):
                 write_whole(Path(verdict), json.dumps(result))
         with contextlib.suppress(OSError):
-            answers.write(json.dumps(value) + "\n")
-            answers.flush()
+            channel.send_bytes(json.dumps(value).encode())
 
-    serve(sys.stdin.buffer, answer)
+    serve(channel.recv_bytes, answer)
     os._exit(0)
 
 

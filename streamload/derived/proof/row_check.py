@@ -17,7 +17,6 @@ import json
 import multiprocessing
 import os
 import pickle
-import select
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -164,14 +164,12 @@ class CheckProcess:
     def __init__(self, module: Module, lock: FileLock, rows: bytes, verdict: Path | None):
         self._lock = lock
         self._owner = os.getpid()
-        self._text = b""
         self._ends = time.monotonic() + MOST_SECONDS
         try:
-            self._process = _started(bool(rows), verdict)
-            assert self._process.stdout is not None
-            self._arrived = select.poll()
-            self._arrived.register(self._process.stdout, select.POLLIN)
-            self.send(module_bytes(module) + rows)
+            messages = [_head(is_awaited=not rows), module_bytes(module), rows]
+            self._process, self._channel = _started(verdict)
+            for message in filter(None, messages):
+                self.send(message)
         except BaseException:
             lock.close()
             raise
@@ -191,10 +189,8 @@ class CheckProcess:
 
     def send(self, data: bytes) -> None:
         """Send what `module_bytes` gave; a process that has ended is noticed by `answer`."""
-        assert self._process.stdin is not None
         with contextlib.suppress(OSError):
-            self._process.stdin.write(data)
-            self._process.stdin.flush()
+            self._channel.send_bytes(data)
 
     def answer(self, most_seconds: float = MOST_SECONDS) -> dict[str, Any]:
         """Wait for the next answer of `rebuilding.serve`.
@@ -202,18 +198,13 @@ class CheckProcess:
         Raises:
             CannotCheck: it has failed, ended, or needs longer.
         """
-        assert self._process.stdout is not None
-        ends = min(self._ends, time.monotonic() + most_seconds)
-        while b"\n" not in self._text:
-            left = ends - time.monotonic()
-            if left <= 0 or not self._arrived.poll(left * 1000):
+        left = min(self._ends - time.monotonic(), most_seconds)
+        try:
+            if not self._channel.poll(max(0.0, left)):
                 raise CannotCheck(f"it takes more than {most_seconds:.0f} s")
-            data = os.read(self._process.stdout.fileno(), 1 << 16)
-            if not data:
-                raise CannotCheck(f"its process ended with {self._process.wait()}")
-            self._text += data
-        line, _, self._text = self._text.partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
+            answer: dict[str, Any] = json.loads(self._channel.recv_bytes())
+        except (EOFError, OSError) as exc:
+            raise CannotCheck(f"its process ended with {self._process.wait()}") from exc
         if "error" in answer:
             raise CannotCheck(answer["error"])
         return answer
@@ -224,13 +215,9 @@ class CheckProcess:
 
     def close(self) -> None:
         """End the process. Idempotent."""
-        process = self._process
-        process.kill()
-        process.wait()
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
+        self._process.kill()
+        self._process.wait()
+        self._channel.close()
         self._lock.close()
 
 
@@ -331,9 +318,8 @@ def module_bytes(value: Module | Rows) -> bytes:
         raise CannotCheck(f"{type(exc).__name__}: {exc}") from exc
 
 
-def _started(has_rows: bool, verdict: Path | None) -> subprocess.Popen[bytes]:
-    if not sys.executable:
-        raise CannotCheck("this Python has no executable")
+def _head(*, is_awaited: bool) -> bytes:
+    """The first message to a process: where it finds the code, and whether a training waits for a build."""
     main = sys.modules["__main__"]
     script = getattr(main, "__file__", None)
     head = {
@@ -341,24 +327,32 @@ def _started(has_rows: bool, verdict: Path | None) -> subprocess.Popen[bytes]:
         "arguments": sys.argv,
         "script": "" if script is None else str(Path(script).absolute()),
         "package": getattr(main, "__package__", None),
-        "has_rows": has_rows,
+        "is_awaited": is_awaited,
     }
+    return json.dumps(head).encode()
+
+
+def _started(verdict: Path | None) -> tuple[subprocess.Popen[bytes], Connection]:
+    """A process that serves (`rebuilding.main`), and the channel to it."""
+    if not sys.executable:
+        raise CannotCheck("this Python has no executable")
     most_bytes = max(0, int(memory.available().free_bytes * _MEMORY_SHARE))
-    program = (
-        f"import sys; sys.path[:] = {sys.path!r}; from streamload.derived.proof.rebuilding import main; "
-        f"main({most_bytes}, {MOST_SECONDS}, {str(verdict or '')!r})"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, **_NO_DEVICES},
-        start_new_session=True,  # an interrupt at the terminal is for the training
-    )
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(head).encode() + b"\n")
-    return process
+    here, there = multiprocessing.Pipe()
+    with there:
+        program = (
+            f"import sys; sys.path[:] = {sys.path!r}; from streamload.derived.proof.rebuilding import main; "
+            f"main({there.fileno()}, {most_bytes}, {MOST_SECONDS}, {str(verdict or '')!r})"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[there.fileno()],
+            env={**os.environ, **_NO_DEVICES},
+            start_new_session=True,  # an interrupt at the terminal is for the training
+        )
+    return process, here
 
 
 def _home() -> Path:
