@@ -35,12 +35,11 @@ from streamload.derived.proof.module_proof import (
     refuse_rows,
     refuse_stale,
 )
-from streamload.derived.proof.row_check import Rows, is_close, on_cpu
+from streamload.derived.proof.row_check import Rows, cast, is_close, map_tensors, on_cpu
 from streamload.derived.store.results import Result, layout_of, overwrite, reordered
 from streamload.derived.store.row_store import Mapped, RowPlace, RowStore, open_store
 from streamload.errors import FeatureMismatch, FeatureNotCacheable, OptionError
 from streamload.metrics import Counts
-from streamload.torch_internals import tree_map
 
 FeatureInputs = Literal["image", "text", "sample"]
 _COUNTERS = {
@@ -302,11 +301,7 @@ class BoundFeatures:
     def _run(self, inputs: Any) -> Any:
         module = self.module
         build(module)
-        value = module._streamload_run(_to(inputs, device_of(module)))
-        return value if self.features.dtype is None else _mapped(value, self._cast)
-
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.features.dtype) if tensor.is_floating_point() else tensor
+        return cast(module._streamload_run(_to(inputs, device_of(module))), self.features.dtype)
 
 
 class FeatureRows(ModuleRows):
@@ -441,12 +436,7 @@ class FeatureRows(ModuleRows):
 
 
 def _to(value: Any, device: torch.device) -> Any:
-    return _mapped(value, lambda tensor: tensor.to(device))
-
-
-def _mapped(value: Any, act: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A tree of lists, tuples, dicts and dataclasses, with each of its tensors replaced."""
-    return tree_map(lambda leaf: act(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
+    return map_tensors(lambda tensor: tensor.to(device), value)
 
 
 def read_features(values: Mapping[str, Any] | None, taken: Sequence[str]) -> dict[str, Features]:

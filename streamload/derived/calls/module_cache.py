@@ -122,10 +122,7 @@ def cache_module(
         FeatureMismatch: by a call: a row is of another input, or isn't what is computed now.
     """
     caller = sys._getframe(1).f_locals
-    if isinstance(cache_path, type):
-        places.add(RowPlace(""))
-        options = Options(RowPlace(""), cache_name, version, weights, on_mismatch, check)
-        return _decorated(cache_path, options, caller)
+    bare, cache_path = (cache_path, "") if isinstance(cache_path, type) else (None, cache_path)
     if not (cache_path is None or isinstance(cache_path, str) or hasattr(cache_path, "__fspath__")):
         raise OptionError(f"cache_path={cache_path!r}: expected a directory, or None")
     if not isinstance(cache_level, CacheLevel):
@@ -151,6 +148,8 @@ def cache_module(
     if not isinstance(check, bool):
         raise OptionError(f"check={check!r}; expected True or False")
     options = Options(place, cache_name, version, weights, on_mismatch, check)
+    if bare is not None:
+        return _decorated(bare, options, caller)
     return lambda cls: _decorated(cls, options, caller)
 
 

@@ -145,27 +145,26 @@ class Generators:
 
     def were_used(self) -> bool:
         """True if anything has drawn from them since; about 20 µs."""
-        current = Generators()
-        (python, twister, cpu), (python_now, twister_now, cpu_now) = self._states, current._states
-        return (
-            python != python_now
-            or twister["state"]["pos"] != twister_now["state"]["pos"]
-            or not np.array_equal(twister["state"]["key"], twister_now["state"]["key"])
-            or not torch.equal(cpu, cpu_now)
-            or not all(map(torch.equal, self._cuda, current._cuda))
-        )
+        return self._contents != Generators()._contents
 
     @property
     def digests(self) -> dict[str, str]:
         """By generator, 32 digits by which states can be compared."""
-        python, twister, cpu = self._states
+        python, key, position, cpu, cuda = self._contents
         states = {
             "python": repr(python).encode(),
-            "numpy": twister["state"]["key"].tobytes() + repr(twister["state"]["pos"]).encode(),
-            "torch": cpu.numpy().tobytes(),
-            "cuda": b"".join(state.numpy().tobytes() for state in self._cuda),
+            "numpy": key + repr(position).encode(),
+            "torch": cpu,
+            "cuda": cuda,
         }
         return {name: hashlib.blake2b(state, digest_size=16).hexdigest() for name, state in states.items()}
+
+    @property
+    def _contents(self) -> tuple[Any, bytes, int, bytes, bytes]:
+        python, twister, cpu = self._states
+        cuda = b"".join(state.numpy().tobytes() for state in self._cuda)
+        key, position = twister["state"]["key"].tobytes(), twister["state"]["pos"]
+        return python, key, position, cpu.numpy().tobytes(), cuda
 
 
 def process_name() -> str:

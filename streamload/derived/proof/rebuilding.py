@@ -256,16 +256,9 @@ def _parts(module: Any, order: Module) -> dict[str, Any]:
 
 
 def _are_same(module: Any, order: Module, rows: Rows) -> bool:
-    import torch
-
-    from streamload.derived.proof.row_check import is_close
+    from streamload.derived.proof.row_check import cast, is_close
     from streamload.derived.store.results import Result
-    from streamload.torch_internals import tree_map
 
-    def cast(value: Any) -> Any:
-        is_cast = rows.dtype is not None and isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(rows.dtype) if is_cast else value
-
-    value = tree_map(cast, module._streamload_run(*rows.arguments, **rows.keywords))
+    value = cast(module._streamload_run(*rows.arguments, **rows.keywords), rows.dtype)
     computed = Result(value, rows.count).leaves
     return is_close(computed, rows.leaves, is_of_device=order.device != "cpu")

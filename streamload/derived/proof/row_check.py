@@ -141,11 +141,21 @@ def _has_file(name: str) -> bool:
     return False
 
 
+def map_tensors(act: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """A tree of lists, tuples, dicts and dataclasses, with each of its tensors replaced."""
+    return tree_map(lambda leaf: act(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
 def on_cpu(value: Any) -> Any:
     """A tree with its tensors on the CPU, in memory of their own."""
-    return tree_map(
-        lambda leaf: leaf.detach().cpu().clone() if isinstance(leaf, torch.Tensor) else leaf, value
-    )
+    return map_tensors(lambda tensor: tensor.detach().cpu().clone(), value)
+
+
+def cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """A tree with its floating tensors in a dtype; None: as it is."""
+    if dtype is None:
+        return value
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
 class CheckProcess:
@@ -264,10 +274,8 @@ class RowCheck:
         verdict = None
         try:
             verdict = self._found()
-        except CannotCheck as exc:
-            verdict = RowVerdict(None, str(exc))
         except Exception as exc:
-            verdict = RowVerdict(None, repr(exc))
+            verdict = RowVerdict(None, str(exc) if isinstance(exc, CannotCheck) else repr(exc))
         finally:
             self.verdict = verdict
             if self._process is not None:
@@ -438,43 +446,29 @@ def is_close(first: Sequence[Any], second: Sequence[Any], *, is_of_device: bool 
             an order of their own. Then the distance of all elements together counts, as that of a few grows
             with the depth of a module.
     """
-    near = _is_leaf_near if is_of_device else _is_leaf_close
-    return len(first) == len(second) and all(map(near, first, second))
-
-
-def _comparable(first_leaf: Any, second_leaf: Any) -> tuple[torch.Tensor, torch.Tensor, torch.dtype] | None:
-    """Two leaves on the CPU, floating ones in 64 bits, and their type; None: it or their shapes differ."""
-    first, second = (
-        leaf if isinstance(leaf, torch.Tensor) else torch.as_tensor(np.asarray(leaf))
-        for leaf in (first_leaf, second_leaf)
+    return len(first) == len(second) and all(
+        _is_leaf_close(leaf, other, is_of_device) for leaf, other in zip(first, second, strict=True)
     )
-    if first.shape != second.shape or first.dtype != second.dtype:
-        return None
-    dtype, wide = first.dtype, torch.complex128 if first.dtype.is_complex else torch.float64
-    if not (dtype.is_floating_point or dtype.is_complex):
-        return first.cpu(), second.cpu(), dtype
-    return first.cpu().to(wide), second.cpu().to(wide), dtype
 
 
-def _is_leaf_close(leaf: Any, other: Any) -> bool:
-    leaves = _comparable(leaf, other)
-    if leaves is None:
+def _is_leaf_close(leaf: Any, other: Any, is_of_device: bool) -> bool:
+    first, second = (
+        value.cpu() if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value))
+        for value in (leaf, other)
+    )
+    dtype = first.dtype
+    if first.shape != second.shape or dtype != second.dtype:
         return False
-    first, second, dtype = leaves
     if not (dtype.is_floating_point or dtype.is_complex):
-        return torch.equal(first, second)
-    tolerance = _TOLERANCES.get(dtype, _TOLERANCE if dtype.itemsize > 1 else 2e-1)
-    scale = first[first.isfinite()].abs().max().item() if first.isfinite().any() else 0.0
-    return torch.allclose(first, second, rtol=tolerance, atol=tolerance * scale * 0.1 + 1e-12, equal_nan=True)
-
-
-def _is_leaf_near(leaf: Any, other: Any) -> bool:
-    leaves = _comparable(leaf, other)
-    if leaves is None:
-        return False
-    first, second, dtype = leaves
-    if not (dtype.is_floating_point or dtype.is_complex):  # a class may change at a tie
-        return bool((first != second).double().sum() <= _UNEQUAL_SHARE * first.numel())
+        unequal = int((first != second).sum())
+        return unequal <= (_UNEQUAL_SHARE * first.numel() if is_of_device else 0)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    first, second = first.to(wide), second.to(wide)
+    if not is_of_device:
+        tolerance = _TOLERANCES.get(dtype, _TOLERANCE if dtype.itemsize > 1 else 2e-1)
+        scale = first[first.isfinite()].abs().max().item() if first.isfinite().any() else 0.0
+        least = tolerance * scale * 0.1 + 1e-12
+        return torch.allclose(first, second, rtol=tolerance, atol=least, equal_nan=True)
     if not torch.equal(first.isfinite(), second.isfinite()):
         return False
     first, second = first[first.isfinite()], second[second.isfinite()]
