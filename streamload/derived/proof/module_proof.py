@@ -163,6 +163,7 @@ class Proof:
         self.believed: tuple[list[str], Build] | None = None
         self.fingerprints: dict[Any, tuple[Fingerprint, Any]] = {}
         """By what a fingerprint covers; with that, so that nothing else gets its id."""
+        self._latest: tuple[Any, Any, Any, Fingerprint | None] = (None, None, None, None)
         self.noted: set[bytes] = set()
         self.served: Fingerprint | None = None
         """The last by which rows were returned while the module wasn't built."""
@@ -207,6 +208,9 @@ class Proof:
             with unbuilt(module):
                 parts, code = _state(module, store, self)
         settings = torch_settings(parts["device"])
+        latest_parts, latest_inputs, latest_settings, latest = self._latest
+        if latest and latest_parts is parts and latest_inputs is inputs and latest_settings is settings:
+            return latest
         covered = (id(parts), id(inputs), settings)
         entry = self.fingerprints.get(covered)
         if entry is None:
@@ -220,6 +224,7 @@ class Proof:
                 number += 1
                 fingerprint = Fingerprint.of({**whole, "computed again": number})
             entry = self.fingerprints[covered] = fingerprint, (parts, inputs)
+        self._latest = parts, inputs, settings, entry[0]
         return entry[0]
 
     def unchecked(self, fingerprint: Fingerprint, is_built: bool) -> int:
