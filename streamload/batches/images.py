@@ -117,7 +117,7 @@ class ImageMaker:
 
     @property
     def by_workers(self) -> ImagePlan | ImageMaker:
-        """What makes the same images where workers make all of them."""
+        """The maker of the same images where workers make all of them."""
         return self
 
     def row_bytes(self, as_bytes: bool) -> int | None:
@@ -133,7 +133,7 @@ class ImageMaker:
         raise NotImplementedError
 
     def in_rank(self, assembly: ImageAssembly, device: torch.device) -> MakeImages | None:
-        """What makes a batch's images in the rank, on their device; None: the worker has made them."""
+        """The maker of a batch's images in the rank, on their device; None: the worker has made them."""
         return None
 
 
@@ -172,7 +172,7 @@ class ImageAssembly:
         return None
 
     def in_rank(self, device: torch.device | None) -> MakeImages | None:
-        """What makes a batch's images in the rank; None: workers make them.
+        """The maker of a batch's images in the rank; None: workers make them.
 
         Args:
             device: of the batches; None: host memory.
@@ -344,7 +344,7 @@ class PlannedImages:
         return _Planned(data, is_prepared, seed, place, put)
 
     def add(self, parsed: _Planned) -> None:
-        """See BatchImages. Written for few calls: between two images each costs a microsecond or two."""
+        """Decode and transform an image. Of few calls: between two images each costs a microsecond or two."""
         data, is_prepared, seed, pixels, put = parsed
         is_timed = self._count % _TIMED_OF == _TIMED
         start_ns = monotonic_ns() if is_timed else 0
@@ -364,7 +364,7 @@ class PlannedImages:
             self.timed_ns = before[0] + done - start_ns, before[1] + monotonic_ns() - done
 
     def last_image(self) -> torch.Tensor:
-        """See BatchImages. Not a view of the batch: torch would copy the whole batch to send one."""
+        """The last image. Not a view of the batch: torch would copy the whole batch to send one."""
         batch: torch.Tensor = self._memory.values(self._count)["image"]
         image = torch.from_numpy(batch.numpy()[-1])
         del self._given[self._count - 1 :]

@@ -126,7 +126,7 @@ class Extension:
         return steps
 
     def image_maker(self, options: Any, plan: Any) -> Any:
-        """What makes the images of a batch (`ImagePlan`, `ImageMaker`, or a function as given).
+        """The maker of a batch's images: `ImagePlan`, `ImageMaker`, or a function as given.
 
         Args:
             options: of the loader.

@@ -30,9 +30,9 @@ class StepCount(NamedTuple):
     """Number of an epoch's batches."""
 
     steps: int | None
-    """How many it has; None: until the data ends."""
+    """The epoch's batches; None: until the data ends."""
     expected: int | None
-    """How many it should have by the known sizes of shards; None: unknown."""
+    """Its batches by the known sizes of shards; None: unknown."""
 
 
 class Epoch:

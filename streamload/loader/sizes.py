@@ -74,7 +74,7 @@ class ShardSizes:
         return self._sizes
 
     def units(self, topology: Topology, groups: int) -> list[int]:
-        """What upsampling factors are multiplied by: samples of each source, listed or estimated; or shards.
+        """The units that upsampling factors multiply: samples of each source, listed or estimated; or shards.
 
         OpenCLIP draws shards by their factors, so that each sample comes in proportion to its factor. Ranks
         that nothing joins don't estimate: a server that fails one of them would give it other shares.

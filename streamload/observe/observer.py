@@ -200,7 +200,7 @@ class RunObserver:
             self._line_from = self._epoch_from = None
 
     def close(self) -> None:
-        """See Observer: the next workers are another run."""
+        """End this run's page and recording; the next workers are another run."""
         if self._recording is not None:
             self._recording.finish()
             self._publisher.readers.remove(self._recording.add)
@@ -249,7 +249,7 @@ class RunObserver:
             self._open_exports()
 
     def serve_metrics(self, listen: str) -> str | None:
-        """See Loader."""
+        """Serve the metrics of this node's runs; return the URL, None where somebody serves already."""
         if self._close_server is not None or listen in _serving:
             return None
         settings = self._run.settings()

@@ -19,7 +19,7 @@ logger = logging.getLogger("streamload")
 
 
 def patch_transform(options: Any, is_compiled: bool) -> PatchPlan | GivenPatches:
-    """How a loader makes images into patches.
+    """The way in which a loader makes images into patches.
 
     Args:
         options: of the loader, `LoaderOptions`, with patches.

@@ -32,7 +32,7 @@ _LEAST_DECODING = 0.5
 
 @dataclass(slots=True)
 class Switch:
-    """Whether the workers of a process leave images to the device, from the next batch on."""
+    """Decides if the workers of a process leave images to the device, from the next batch on."""
 
     is_on: bool
 

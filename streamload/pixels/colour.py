@@ -45,11 +45,11 @@ class Whole(NamedTuple):
     step: Flip | Grey
 
     def draw(self, draws: Draws) -> bool | None:
-        """See ColourStep."""
+        """Draw if the step is done: True, or None."""
         return self.step.is_drawn(draws) or None
 
     def apply(self, levels: torch.Tensor, drawn: Sequence[bool | None]) -> None:
-        """See ColourStep."""
+        """Do the step to the images for which it was drawn."""
         chosen = {row: 1.0 for row, is_done in enumerate(drawn) if is_done}
         _change(levels, chosen, lambda images, _: self.step(images.permute(3, 0, 1, 2)).permute(1, 2, 3, 0))
 
@@ -89,7 +89,7 @@ class Jitter(NamedTuple):
         return [_Adjustment(kind, factor) for kind in order if (factor := factors[kind]) is not None]
 
     def apply(self, levels: torch.Tensor, drawn: Sequence[list[_Adjustment] | None]) -> None:
-        """See ColourStep."""
+        """Adjust images as drawn for each, one place in the order after another."""
         for place in range(4):
             for kind, adjust in enumerate(_ADJUST):
                 factors = {

@@ -47,7 +47,7 @@ class HostDecoder:
         self._most_pixels = most_pixels
 
     def decode(self, files: Sequence[File]) -> list[torch.Tensor | DecodeError]:
-        """See ImageDecoder."""
+        """Decode files one after another, on the CPU."""
         return [self._decoded(file) for file in files]
 
     def _decoded(self, file: File) -> torch.Tensor | DecodeError:

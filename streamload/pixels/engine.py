@@ -60,7 +60,7 @@ class EngineDecoder:
         )
 
     def decode(self, files: Sequence[File]) -> list[torch.Tensor | DecodeError]:
-        """See ImageDecoder."""
+        """Decode files on the engine, in the current stream; what it refuses is an error."""
         streams = [self._stream_of(np.frombuffer(file, np.uint8)) for file in files]
         current = torch.cuda.current_stream(self._device).cuda_stream
         images = self._decoder.decode(streams, params=self._params, cuda_stream=current)

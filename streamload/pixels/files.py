@@ -61,7 +61,7 @@ class FileImages(ImageMaker):
 
     @property
     def by_workers(self) -> ImagePlan:
-        """What makes the same images where workers make all of them."""
+        """The plan of the same images where workers make all of them."""
         return self.plan
 
     def row_bytes(self, as_bytes: bool) -> int | None:
@@ -95,7 +95,7 @@ class FileImages(ImageMaker):
         return begin
 
     def in_rank(self, assembly: ImageAssembly, device: torch.device) -> MakeImages:
-        """What makes images of a batch's values, on their device; opens its decoder once it is used."""
+        """The maker of images from a batch's values, on their device; opens its decoder once it is used."""
         make = functools.cache(
             lambda: ImagesOfFiles(self.plan, assembly.as_bytes, device, assembly.most_pixels)
         )
@@ -233,7 +233,7 @@ class FilesInProgress:
         self._rows.append(packed(len(parsed.data), parsed.choices))
 
     def last_image(self) -> Any:
-        """See BatchImages.
+        """There is none in a worker.
 
         Raises:
             TypeError: always, as images are made in the rank; map_sample= is refused with them.

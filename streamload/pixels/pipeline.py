@@ -193,7 +193,7 @@ class OneByOne:
     def __call__(
         self, decoded: Mapping[int, torch.Tensor], choices: Mapping[int, Choices], levels: torch.Tensor
     ) -> dict[int, str]:
-        """See _Transform."""
+        """Write images into their rows, one after another."""
         images = levels.permute(0, 3, 1, 2)
         failed: dict[int, str] = {}
         for row, pixels in decoded.items():
@@ -215,7 +215,7 @@ class Together:
     def __call__(
         self, decoded: Mapping[int, torch.Tensor], choices: Mapping[int, Choices], levels: torch.Tensor
     ) -> dict[int, str]:
-        """See _Transform."""
+        """Write images into their rows, all that fit together."""
         fits: dict[int, Fit] = {}
         failed: dict[int, str] = {}
         for row, pixels in decoded.items():

@@ -23,17 +23,17 @@ except ImportError:
     _before = None
 
 resize_into: Callable[..., None] | None = None
-"""See resize.py and _avx2.pyi; None if it can't be used: it needs AVX2 and FMA."""
+"""Resizes a box of an image into a batch's row (resize.py, _avx2.pyi); None without AVX2 and FMA."""
 if _avx2 is not None and _avx2.is_supported():
     resize_into = _avx2.resize_into
 jpeg_size: Callable[[bytes], tuple[int, int] | None] | None = getattr(_before, "jpeg_size", None)
-"""See decode.py."""
+"""A JPEG's size by its header (decode.py)."""
 jpeg_passes: Callable[[bytes], int] | None = getattr(_before, "jpeg_passes", None)
-"""See limits.py."""
+"""The number of a JPEG's scans (limits.py)."""
 jpeg_is_sound: Callable[[int, int], bool] | None = getattr(_before, "jpeg_is_sound", None)
-"""See pixels/segments.py."""
+"""True if no decoder can doubt a JPEG, by its address and size (pixels/segments.py)."""
 random_box: Callable[..., Any] | None = getattr(_before, "random_box", None)
-"""See augment.py and _before.pyi."""
+"""The box of a RandomResizedCrop (augment.py, _before.pyi)."""
 
 
 def why_not() -> str:

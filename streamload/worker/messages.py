@@ -254,9 +254,9 @@ class RowSources(NamedTuple):
     """The rows of a batch, and their sources."""
 
     samples: int
-    """How many there are."""
+    """The number of rows."""
     by_source: list[int]
-    """How many its step takes of each source; in an evaluation some may be left out."""
+    """Rows that the step takes of each source; in an evaluation some may be left out."""
     seats: bytes = b""
     """SEAT[rows]: the source of each; empty: there is one source."""
     passes: tuple[int, ...] = ()

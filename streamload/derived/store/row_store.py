@@ -81,7 +81,7 @@ class RowPlace:
     mapped: Mapped | None = None
     """A mapping that has the rows in place of a directory; only the process that made it uses it."""
     reads_default: bool = False
-    """Whether rows that aren't there are looked for in the default directory, which then is only read."""
+    """Rows that aren't there are looked for in the default directory, too, which is only read."""
 
     def __hash__(self) -> int:
         return hash(self.path)  # of a few places in a process: each call looks for its own
