@@ -19,7 +19,7 @@ from streamload.batches.tokenize import BatchTokenizer
 from streamload.cache import shard_copy
 from streamload.ipc import BufferPool
 from streamload.shards.index import IndexReader
-from streamload.transforms import decode, execute, kernel, resize
+from streamload.transforms import decode, kernel, plan, resize
 from streamload.transforms.plan import PlannedTransform
 from streamload.worker import loop, reader
 from streamload.worker.sampler import Sampler, Step
@@ -39,7 +39,7 @@ STAGES: dict[str, list[tuple[Owner, str]]] = {
         (resize._TORCH_KERNELS, "bicubic"),
         *([(kernel, "resize_into")] if kernel.resize_into else []),
     ],
-    "normalise": [(execute, "normalise_into")],
+    "normalise": [(plan, "normalise_into")],
     "tokenize": [(BatchTokenizer, "__call__")],
     "hand-over": [(BufferPool, "empty"), (BufferPool, "hand_over")],
     "between the stages": [(loop.WorkerLoop, "_make")],

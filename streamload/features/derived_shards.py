@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from streamload.cache.shard import Shard
 from streamload.cache.shard_copy import ShardCopy
+from streamload.derived import log_once
 from streamload.derived.store.results import layout_of
 from streamload.derived.store.sealed import Row
 from streamload.derived.store.shard import RowShard, SampleKey, rows_form
@@ -134,7 +135,8 @@ class DerivedShards:
         self._await(form)
         try:
             row_shard = self._opened(form, fingerprint)
-        except CacheCorrupt:
+        except CacheCorrupt as exc:
+            log_once(f"{form.name} isn't used, and its rows are computed: {exc}")
             self._counts.add("checksum_failures")
             self._tier.quarantine(self._tier.published(form.digest))
             row_shard = None

@@ -581,7 +581,7 @@ class Loader(DataLoaderInterface):
         if self._pool is None:
             self._pool = WorkerPool(self, self.options, self._schedule, self._process.control)
             pool = self._pool
-            self._parts.add(pool.extensions)
+            self._parts.add(pool.extensions, self._extension_state() if pool.extensions else None)
             self.observer.open(pool.tier, pool.run, pool.functions)
         return self._pool
 

@@ -193,10 +193,18 @@ class RankParts:
         self._shown: Collection[str] = ()  # names of the numbers that the page has
         self.add(extensions)
 
-    def add(self, extensions: Sequence[Extension]) -> None:
-        """Add the parts of more extensions, in place of those of their names."""
-        parts = {extension.name: extension.in_rank(self._run(extension.name)) for extension in extensions}
-        self.by_name = self.by_name | {name: part for name, part in parts.items() if part is not None}
+    def add(self, extensions: Sequence[Extension], state: Mapping[str, Any] | None = None) -> None:
+        """Add the parts of more extensions, in place of those of their names.
+
+        Args:
+            state: of all parts; those that replace others go on with it.
+        """
+        made = ((extension.name, extension.in_rank(self._run(extension.name))) for extension in extensions)
+        parts = {name: part for name, part in made if part is not None}
+        for name, part in parts.items():
+            if name in self.by_name and state is not None:
+                part.load(state)
+        self.by_name = self.by_name | parts
 
     @property
     def reported(self) -> Sequence[Mapping[str, Any]]:

@@ -113,6 +113,10 @@ def _check_own(extensions: Collection[Extension]) -> None:
             raise OptionError(
                 f"extensions has the name {extension.name!r} twice, or it is one of streamload's own"
             )
+        if extension.keep is not None and not callable(extension.keep):
+            raise OptionError(
+                f"keep of the extension {extension.name!r} is {extension.keep!r:.100}; expected a function"
+            )
         names.add(extension.name)
 
 

@@ -139,6 +139,7 @@ class RunObserver:
         )
         self._is_in_epoch: Callable[[], bool] = bool
         self._next_tick = 0.0
+        self._is_published = False  # this run
         self._machine: Machine | None = None
         self._trace: Trace | None = None  # while one runs
         self._shown: RunPage | None = None  # at the last call of `metrics`
@@ -159,19 +160,22 @@ class RunObserver:
     # What the loader does.
 
     def open(self, tier: Tier, run: str, functions: Mapping[str, str]) -> None:
-        """A run begins: publish it. Alerts need an interval: they are judged from the next second on."""
+        """A run begins: it is published with its first epoch."""
         self._functions = functions
         file = PageFile(tier.root)
         self._close_page = self._at_end(file.close)
         self._publisher.open(file, tier, run)
-        with self._lock:
-            self._next_tick = time.monotonic() + TICK_SECONDS
-            self._publish(self._sample(), {})
+        self._is_published = False
 
     def start_epoch(self, is_running: Callable[[], bool]) -> None:
-        """An epoch begins; its workers run."""
+        """An epoch begins; its workers run. Alerts need an interval: they are judged a second later."""
         self._is_in_epoch = is_running
         self._open_exports()
+        if not self._is_published:
+            self._is_published = True
+            with self._lock:
+                self._next_tick = time.monotonic() + TICK_SECONDS
+                self._publish(self._sample(), self._alerts.raised())
 
     def waited(self, waited_ns: int) -> None:
         """The training loop has just waited for so long."""

@@ -84,9 +84,9 @@ class _Times(NamedTuple):
     images: float = 0.0
 
     def and_between(self, began: _Times, ended: _Times) -> _Times:
-        """Add what passed between two times."""
-        sums = zip(self, began, ended, strict=True)
-        return _Times(*(total + end - start for total, start, end in sums))
+        """Add what passed between two times; the first wait of an epoch has begun before them."""
+        seconds, waiting, images = (end - start for start, end in zip(began, ended, strict=True))
+        return _Times(self.seconds + seconds, self.waiting + min(waiting, seconds), self.images + images)
 
 
 def choose(by_rank: Sequence[DecodingLoad]) -> tuple[str, str]:

@@ -45,6 +45,9 @@ class DeviceDecoding(Extension):
         refused = {
             "map_sample=": options.workers.map_sample is not None,
             "patches=": options.images.patches is not None,
+        } | {
+            f"the extension {extension.name!r}": extension.takes_preprocess
+            for extension in options.batches.extensions
         }
         if used := [name for name, is_given in refused.items() if is_given]:
             raise OptionError(

@@ -29,7 +29,7 @@ uint8[M, 3, H, W], the images of rows without a file."""
 NO_FILE = -1
 """In place of a file's bytes, in a row that the worker made."""
 DECODING = " decoding"
-"""The key of the bytes that the rank's part gets of a batch (Decoding)."""
+"""The key of a batch's Decoding, which the rank takes out of it."""
 STATE_KEY = "decoder"
 
 

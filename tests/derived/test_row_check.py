@@ -136,6 +136,40 @@ def test_the_process_that_checks_is_niced_and_bounded_and_sees_no_devices(
     assert again.verdict.began > 0
 
 
+LARGE = """
+from torch import nn
+from streamload import cache_module
+
+WORDS = {f"a word of many {number}": number for number in range(30_000)}
+
+@cache_module(cache_path=None)
+class Knows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = WORDS
+    def forward(self, x):
+        return x.sum((1, 2), keepdim=True) + len(self.words)
+"""
+
+
+def test_rows_and_descriptions_larger_than_a_channel_are_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "large_in_a_check.py").write_text(LARGE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("streamload.cache.memory.PLACE", tmp_path)
+    import large_in_a_check  # type: ignore[import-not-found]
+
+    x = torch.ones(2, 512, 1024)
+    stored = x.sum((1, 2), keepdim=True) + 30_000
+    check = RowCheck(
+        made(large_in_a_check.Knows), Rows((x,), {}, 2, [stored]), b"g" * 16, None, lambda verdict: None
+    )
+    check.wait(120)
+    assert check.verdict is not None
+    assert (check.verdict.is_same, check.verdict.reason) == (True, "")
+
+
 def test_a_class_that_no_process_could_find_is_not_checked() -> None:
     from streamload import cache_module
 

@@ -324,6 +324,9 @@ LAYOUTS = {
     "great depth": lambda layout: '["l",[' * 50_000 + json.dumps(layout) + "]]" * 50_000,
     "no node": lambda layout: "7",
     "numbers of no type": lambda layout: json.dumps(layout).replace("float32", "number32"),
+    "numbers of a type that isn't parsed": lambda layout: json.dumps(["n", "f4,,", [7]]),
+    "an infinite size": lambda layout: '["l",[["s",[Infinity]],' + json.dumps(layout) + "]]",
+    "a list as a name": lambda layout: json.dumps(["d", [[["x", []], layout]]]),
 }
 
 
@@ -348,6 +351,31 @@ def test_what_another_node_has_stored_makes_no_objects_and_ends_no_training(
     assert (stats.feature_rows_read, stats.feature_rows_computed) == (0, SAMPLES)
     nodes("other")
     assert are_equal(rows, epoch(origin.urls, None, Net().eval())[0])
+
+
+HEADS = {
+    "of an archive": lambda data: b"PK\x03\x04" + data[4:],
+    "of two dimensions": lambda data: _head_of(data, len(data) // 8 - 16, 1),
+    "of more rows than any memory": lambda data: _head_of(data, 10**15),
+    "that ends in the middle": lambda data: data[:40].replace(b"{", b"("),
+}
+
+
+def _head_of(data: bytes, *shape: int) -> bytes:
+    return row_shard.npy_head(np.dtype("<u8"), shape) + data[128:]
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_of_numbers_that_numpy_cannot_read_ends_no_training(
+    origin: Origin, place: Place, nodes: Any, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    numbers = row_shard._numbers
+    monkeypatch.setattr(row_shard, "_numbers", lambda values: HEADS[kind](numbers(values)))
+    make(origin, place)
+    monkeypatch.undo()
+    nodes("trainer")
+    _, _, stats = epoch(origin.urls, place, Net().eval())
+    assert (stats.feature_rows_read, stats.feature_rows_computed) == (0, SAMPLES)
 
 
 def test_a_head_without_end_is_refused_before_it_is_read(

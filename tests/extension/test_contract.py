@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -25,7 +25,7 @@ from streamload.batching.costs import RowCosts
 from streamload.batching.in_flight import InFlight
 from streamload.batching.padding import RowLengths
 from streamload.derived.store.row_store import close_stores
-from streamload.errors import StateMismatch
+from streamload.errors import OptionError, StateMismatch
 from streamload.extension import BatchRows, Event, Extension, RankPart, Run, WorkerPart, WorkerProcess
 from streamload.features import RowFeatures
 from streamload.features.columns import FeatureAssembly
@@ -357,6 +357,97 @@ def test_an_extension_leaves_out_samples_beside_the_users_function(tmp_path):
     assert 0 < len(first) < len(everything)
     assert keys(EachOther()) == {key for key in everything if int(key) % 2 == 0}
     assert keys(EachOther(), keep=is_of_first_shard) == {key for key in first if int(key) % 2 == 0}
+
+
+class CountedInRank(RankPart):
+    """Counts rows from the first epoch's start on."""
+
+    def __init__(self, by: int):
+        self._by = by
+        self._rows = 0
+
+    def start_epoch(self, start: int) -> list[Event]:
+        self._batches = 0
+        return []
+
+    def yielded(self, part: bytes, values: dict[str, Any]) -> Mapping[str, Any]:
+        self._batches += 1
+        self._rows += self._by * len(values["image"])
+        return {}
+
+    def metrics(self) -> Mapping[str, float]:
+        return {"batches": self._batches}
+
+    def state(self, position: int) -> Mapping[str, Any]:
+        return {"counted": self._rows}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._rows = state.get("counted", 0)
+
+
+@dataclass(frozen=True)
+class Counted(Extension):
+    """Is made anew with each run, from one that doesn't count as unlike it, nor can be compared."""
+
+    by: int = field(default=0, compare=False)
+    table: Any = None
+
+    name = "counted"
+
+    def in_run(self, options: Any, config: Any, plain: Any) -> Extension:
+        return replace(self, by=1)
+
+    def in_rank(self, run: Run) -> RankPart | None:
+        return CountedInRank(self.by)
+
+
+@dataclass(frozen=True)
+class AlsoCounted(Counted):
+    name = "also_counted"
+
+    def in_rank(self, run: Run) -> None:
+        return None
+
+
+def test_a_part_made_anew_for_a_run_goes_on_with_its_state(tmp_path, caplog):
+    write_shards(tmp_path / "shards", [40])
+    array = np.arange(3)
+
+    def made() -> Loader:
+        return streamload.make_loader(
+            str(tmp_path / "shards"),
+            batch_size=5,
+            num_workers=0,
+            output="dict",
+            cache_dir=tmp_path / "cache",
+            batches=streamload.Batches(
+                extensions=[Counted(table=array), AlsoCounted(table=array), EachOther()]
+            ),
+        )
+
+    with made() as loader:
+        batches = iter(loader)
+        next(batches)
+        next(batches)
+        state = loader.state_dict()
+    with made() as resumed:
+        resumed.load_state_dict(state)
+        next(iter(resumed))
+        counted = [state["counted"], resumed.state_dict()["counted"]]
+        resumed.close()
+        next(iter(resumed))
+        counted.append(resumed.state_dict()["counted"])
+    assert counted == [10, 15, 20]
+    assert "counted" not in caplog.text
+
+
+def test_what_keep_cannot_be_is_refused():
+    class Three(Extension):
+        name = "three"
+        keep = 3
+
+    with pytest.raises(OptionError, match="keep of the extension 'three' is 3"):
+        streamload.make_loader("shards", batches=streamload.Batches(extensions=[Three()]))
 
 
 class FailingInRank(RankPart):

@@ -322,8 +322,7 @@ class Describer:
         for key, member in sorted(vars(cls).items()):
             if _BOOKKEEPING.fullmatch(key) or isinstance(member, _SLOTS):
                 continue
-            located = self._located(member, vars(sys.modules.get(cls.__module__, object)))
-            members.append([key, self._member(located, f"{name}.{key}")])
+            members.append([key, self._member(member, f"{name}.{key}")])
         return members
 
     def _member(self, member: Any, where: str) -> Any:
@@ -364,22 +363,8 @@ class Describer:
             if free != "__class__":
                 parts.append([free, self.value(_content(cell), f"{free} in {name}")])
         for chain, reached in globals_of(code, function.__globals__):
-            located = self._located(reached, function.__globals__)
-            parts.append([chain, self.value(located, f"{chain} in {name}")])
+            parts.append([chain, self.value(reached, f"{chain} in {name}")])
         return parts
-
-    def _located(self, value: Any, names: Mapping[str, Any]) -> Any:
-        """A path below the folder that its module is imported from, from there: a project may move."""
-        file, package = names.get("__file__"), names.get("__package__") or ""
-        if not (file and isinstance(value, (str, pathlib.PurePath))):
-            return value
-        self.strings.add(str(value))
-        if value == file:
-            return "__file__"
-        folder = pathlib.Path(file).absolute().parents[len(package.split(".")) if package else 0]
-        path = pathlib.PurePath(value)
-        is_below = path.is_absolute() and len(folder.parts) > 1 and path.is_relative_to(folder)
-        return path.relative_to(folder) if is_below else value
 
 
 def has_code(code: Mapping[str, str], part: Mapping[str, str]) -> bool:

@@ -170,12 +170,13 @@ def serve(receive: Callable[[], bytes], answer: Answer) -> None:
         sys.path[:], sys.argv[:] = head["path"], head["arguments"]
         sys.modules["__main__"] = sys.modules["__mp_main__"] = Script(head["script"], head["package"])
         order: Module = _Reader(io.BytesIO(receive())).load()
+        rows_data = b"" if head["is_awaited"] else receive()  # before an answer: a channel holds little
         with _settings(order):
             module, before = _built(order)
             answer({"built": _parts(module, order), "generators": before[0], "draws": before[1]})
             if head["is_awaited"]:  # so far the training has waited
                 os.nice(_NICE)
-            rows: Rows = _Reader(io.BytesIO(receive())).load()
+            rows: Rows = _Reader(io.BytesIO(rows_data or receive())).load()
             answer({"is_same": _are_same(module, order, rows)})
     except EOFError:  # there is nothing to compare
         return

@@ -207,7 +207,7 @@ def layout_of(text: bytes) -> ResultLayout:
         if any(leaf.kind != "n" and leaf.dtype not in _DTYPES for leaf in leaves):
             raise ValueError("a tensor of a dtype that torch doesn't have here")
         build = _builder(json.loads(text), itertools.count())
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as exc:
+    except Exception as exc:
         raise CacheCorrupt(f"a row's layout can't be read: {exc}") from exc
     return ResultLayout(leaves, leaves[-1].stop if leaves else 0, build)
 
@@ -228,9 +228,9 @@ def _builder(node: Any, places: Iterator[int]) -> Builder:
         sequence: type = list if kind == "l" else tuple
         return lambda leaves: sequence([part(leaves) for part in inner])
     if kind in ("d", "o"):
-        pairs = [(_from_name(name), _builder(part, places)) for name, part in content]
+        members = {_from_name(name): _builder(part, places) for name, part in content}
         mapping: type = dict if kind == "d" else collections.OrderedDict
-        return lambda leaves: mapping([(name, part(leaves)) for name, part in pairs])
+        return lambda leaves: mapping([(name, part(leaves)) for name, part in members.items()])
     cls = _class_named(content)
     if kind != "c" or cls is None or _fields(cls) != [name for name, _ in node[2]]:
         raise ValueError(f"{content} isn't imported here, or has other fields")

@@ -117,7 +117,7 @@ def leaves_in(layout: bytes) -> tuple[StoredLeaf, ...]:
             start = leaves[-1].stop if leaves else 0
             stop = start + stored.itemsize * math.prod(shape)
             leaves.append(StoredLeaf(path, kind, dtype, stored, shape, start, stop))
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as exc:
+    except Exception as exc:  # parsers of dtypes raise SyntaxError, too
         raise CacheCorrupt(f"a row's layout can't be read: {exc}") from exc
     return tuple(leaves)
 

@@ -41,10 +41,6 @@ _PIECE_BYTES = 1 << 20
 _IN_MEMORY_BYTES = 64 << 20
 _MOST_HEAD_BYTES = 16 << 20
 """Of the four `rows.` files: some 100,000 rows."""
-_UNREADABLE = (
-    *(KeyError, IndexError, ValueError, TypeError, AttributeError, EOFError),
-    *(OverflowError, RecursionError),
-)
 
 
 def rows_recipe(fingerprint: str) -> str:
@@ -230,21 +226,21 @@ class RowShard:
         try:
             about, keys = (json.loads(bytes(members[name])) for name in ("json", "keys.json"))
             samples, checksums = (
-                np.load(io.BytesIO(members[name]), allow_pickle=False).astype("<u8", casting="equiv").tolist()
+                np.load(io.BytesIO(members[name]), allow_pickle=False).astype("<u8", casting="equiv")
                 for name in ("samples.npy", "checksums.npy")
             )
             is_whole = type(about) is dict and all(type(key) is str for key in keys)
-            if not is_whole or not (len(keys) == len(samples) == len(checksums)):
-                raise ValueError(f"{len(keys)} keys for {len(samples)} samples and {len(checksums)} rows")
-        except _UNREADABLE as exc:
-            raise CacheCorrupt(f"{path} isn't a derived shard of rows: {exc}") from exc
-        return about, keys, samples, checksums
+            if not is_whole or not samples.shape == checksums.shape == (len(keys),):
+                raise ValueError(f"{len(keys)} keys for {samples.shape} samples and {checksums.shape} rows")
+        except Exception as exc:  # numpy's reader raises what its parsers do
+            raise CacheCorrupt(f"{path} isn't a derived shard of rows: {exc!r:.300}") from exc
+        return about, keys, samples.tolist(), checksums.tolist()
 
     def _read_layout(self) -> bytes:
         try:
             layout = json.dumps(self.about.get("layout"), separators=(",", ":")).encode()
             name = class_in(layout)
-        except _UNREADABLE as exc:
+        except Exception as exc:
             raise CacheCorrupt(f"{self.copy.path} has a layout that can't be read: {exc}") from exc
         if name is not None:
             raise CacheCorrupt(f"{self.copy.path} has a layout that names the class {name}")
