@@ -175,7 +175,7 @@ class RunObserver:
             self._is_published = True
             with self._lock:
                 self._next_tick = time.monotonic() + TICK_SECONDS
-                self._publish(self._sample(), self._alerts.raised())
+                self._publish(self._sample(), self._alerts.raised() if self._run_from else {})
 
     def waited(self, waited_ns: int) -> None:
         """The training loop has just waited for so long."""
