@@ -66,7 +66,7 @@ def train(tmp_path: Path) -> Callable[..., Run]:
             },
             capture_output=True,
             text=True,
-            timeout=150,
+            timeout=300,
         )
         ended = done.returncode == 0 if killed_behind is None else done.returncode in (1, -signal.SIGKILL)
         assert ended, done.stdout[-3000:] + done.stderr[-6000:]

@@ -77,6 +77,7 @@ def test_over_a_pipe_two_epochs_take_the_planned_batches_and_the_second_asks_not
 
 
 @pytest.mark.deep
+@pytest.mark.timeout(400)
 def test_decoded_by_the_rank_it_is_the_training_that_workers_decode_for(
     shards: list[Path], validation_shards: list[Path], train: Callable[..., Run], tmp_path: Path
 ) -> None:
