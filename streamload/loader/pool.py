@@ -64,8 +64,8 @@ class WorkerPool:
         self._continued = [config.shards[number] for number in continued]
         self._close_tier = weakref.finalize(owner, in_this_process(placed.close))
         self.order = schedule.order
-        known = set(map(id, options.extensions))  # two of a dataclass may be equal
-        self.extensions = [part for part in config.extensions if id(part) not in known]
+        own_ids = set(map(id, options.extensions))  # two of a dataclass may be equal
+        self.extensions = [part for part in config.extensions if id(part) not in own_ids]
         images = config.assembly.images if options.images.dtype == "float32" else None
         self.statistics: Statistics | None = None if images is None else images.unnormalised
         self.images = config.assembly.images

@@ -413,7 +413,7 @@ def test_a_part_made_anew_for_a_run_goes_on_with_its_state(tmp_path, caplog):
     write_shards(tmp_path / "shards", [40])
     array = np.arange(3)
 
-    def made() -> Loader:
+    def new_loader() -> Loader:
         return streamload.make_loader(
             str(tmp_path / "shards"),
             batch_size=5,
@@ -425,12 +425,12 @@ def test_a_part_made_anew_for_a_run_goes_on_with_its_state(tmp_path, caplog):
             ),
         )
 
-    with made() as loader:
+    with new_loader() as loader:
         batches = iter(loader)
         next(batches)
         next(batches)
         state = loader.state_dict()
-    with made() as resumed:
+    with new_loader() as resumed:
         resumed.load_state_dict(state)
         next(iter(resumed))
         counted = [state["counted"], resumed.state_dict()["counted"]]
