@@ -16,12 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import streamload
 from streamload.errors import OptionError
 from streamload.observe.charts import Chart, drawn, duration
 from streamload.observe.page import RunPage
 from streamload.observe.recording import MOST, Recording, read_recording, recordings
 from streamload.observe.report import numbers, report
 from streamload.observe.timeline import Timeline
+from streamload.testing.shards import write_shards
 from tests.observe.test_exposition import full_page
 from tests.support import browser
 
@@ -265,3 +267,13 @@ def test_an_axis_has_round_numbers_and_the_largest_value_on_it() -> None:
         assert ticks[0] == 0
         assert largest <= ticks[-1] * 1.001 <= 2.5 * largest
     assert [duration(seconds) for seconds in (5, 90, 7200, 36000)] == ["5 s", "1.5 min", "2 h", "10 h"]
+
+
+def test_a_run_of_one_short_epoch_has_a_report(tmp_path: Path) -> None:
+    write_shards(tmp_path / "shards", [20])
+    with streamload.make_loader(
+        str(tmp_path / "shards"), batch_size=5, num_workers=0, cache_dir=tmp_path / "cache"
+    ) as loader:
+        loader.record(tmp_path / "recordings")
+        assert len(list(loader)) == 4
+    assert numbers(timeline(tmp_path / "recordings"))["totals"]["samples_yielded"] == 20
