@@ -111,8 +111,13 @@ def made(made_once, tmp_path):
     with table(tmp_path / "features") as rows:
         found = rows.execute("SELECT key FROM rows ORDER BY place").fetchall()
     in_order = list(dict.fromkeys(key[:16].hex() for (key,) in found))
-    results = {of: np.load(made_once / f"{at + 1}.npz") for at, of in enumerate(in_order[:2])}
+    results = {of: arrays_in(made_once / f"{at + 1}.npz") for at, of in enumerate(in_order[:2])}
     return Made(str(tmp_path / "features"), results, in_order[2:])
+
+
+def arrays_in(path):
+    with np.load(path) as arrays:
+        return dict(arrays)
 
 
 @contextlib.contextmanager
