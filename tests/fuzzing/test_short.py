@@ -8,7 +8,7 @@ import pytest
 
 from streamload.loader import checks
 from streamload.order.group import GroupOrder
-from tests.fuzzing import indexes, kernels, runner, sanitized, tars, trainings, troubles, urls
+from tests.fuzzing import decoders, indexes, kernels, runner, sanitized, tars, trainings, troubles, urls
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,7 +69,7 @@ def test_the_command_runs_in_all_processors_and_shows_a_failure_so_that_it_can_b
 
 
 def test_a_case_is_made_from_its_seed_and_number_alone():
-    for module in (tars, indexes, urls, kernels, trainings, troubles):
+    for module in (tars, indexes, urls, kernels, trainings, troubles, decoders):
         first, second = (module.make(runner.random.Random(5 << 40 | 77)) for _ in range(2))
         assert first == second
 

@@ -1,4 +1,4 @@
-"""`Images(decode="device")` has the batches, states and counts of decode="host"; see test_random_runs.py."""
+"""`Images(decode="device")` has the batches, states and counts of "host" (tests/fuzzing/decoders.py)."""
 
 import io
 import json
