@@ -10,7 +10,8 @@ import contextlib
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +22,8 @@ import torch
 from streamload.loader import Loader
 
 State = dict[str, Any]
+_MODALITIES = ("image", "text")
+"""Of values that have rows of their own where `Source(modality=…)` leaves some out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,20 +168,32 @@ def _compare(place: str, loaders: list[Loader], expected: list[_Step], most: int
 def _in_step(loaders: list[Loader]) -> Iterator[tuple[tuple[str, ...], ...]]:
     """The global batches: each sample's key, URL and a digest of its values."""
     for parts in zip(*loaders, strict=True):
-        yield tuple(sample for part in parts for sample in _samples(part))
+        yield tuple(sample for part in parts for sample in samples_of(part))
 
 
-def _samples(batch: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+def samples_of(batch: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """The key, the URL and a digest of the values of each sample of a batch, a dict."""
     keys, urls = batch["__key__"], batch["__url__"]
     values = {name: value for name, value in batch.items() if name not in ("__key__", "__url__")}
     patches = values.pop("image") if isinstance(values.get("image"), dict) else {}
     values |= {f"image.{name}": value for name, value in patches.items()}
-    for place, (key, url) in enumerate(zip(keys, urls, strict=True)):
+    places = {name: _places(batch[f"{name}_rows"]) for name in _MODALITIES if f"{name}_rows" in batch}
+    for row, (key, url) in enumerate(zip(keys, urls, strict=True)):
         digest = hashlib.blake2b(digest_size=12)
         for name, value in sorted(values.items()):
-            of_sample = value if isinstance(value, int) else value[place]
-            digest.update(name.encode() + _bytes(of_sample))
+            modality = re.split("[._]", name)[0]
+            if name == f"{modality}_rows":
+                continue
+            place = places[modality].get(row) if modality in places else row
+            if place is not None:
+                of_sample = value if isinstance(value, int) else value[place]
+                digest.update(name.encode() + _bytes(of_sample))
         yield key, url, digest.hexdigest()
+
+
+def _places(rows: torch.Tensor) -> dict[int, int]:
+    """The places among the values of a modality, by the rows of a batch that have one."""
+    return {row: place for place, row in enumerate(rows.tolist())}
 
 
 def _bytes(value: Any) -> bytes:

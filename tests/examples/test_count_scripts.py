@@ -14,8 +14,7 @@ import pytest
 import streamload
 from streamload.errors import OptionError
 from streamload.observe.exposition import exposition
-from streamload.testing.resume import Layout
-from tests.support.extension_contract import ExtensionContract
+from streamload.testing.extension import ExtensionContract
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "count_scripts.py"
 spec = importlib.util.spec_from_file_location("count_scripts", EXAMPLE)
@@ -28,8 +27,7 @@ class TestCountScripts(ExtensionContract):
     adds = ("script",)
     state_keys = ("count_scripts",)
     damaged = (3, [1], {"latin": "many"})
-    layout = Layout(1, 2)
-    options = MappingProxyType({"facts": count_scripts.FACTS})
+    options = MappingProxyType({"shards": streamload.Shards(facts=count_scripts.FACTS)})
 
 
 @pytest.fixture

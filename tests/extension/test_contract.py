@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,39 +15,40 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+import torch.multiprocessing
 from torch import nn
 
 import streamload
-from streamload import complexity
+from streamload import Source, complexity
 from streamload.batching import Measured, SizeDecided
-from streamload.batching.bounds import AgreedLengths
-from streamload.batching.buckets import Buckets
-from streamload.batching.costs import RowCosts
-from streamload.batching.in_flight import InFlight
+from streamload.batching.bounds import AgreedLengths, PaddedRows
+from streamload.batching.buckets import Bucketing, Buckets
+from streamload.batching.in_flight import InFlight, MemoryLimits
+from streamload.batching.modalities import RowsOfModalities
 from streamload.batching.padding import RowLengths
+from streamload.daemon.publication import PlanPublication
 from streamload.derived.store.row_store import close_stores
 from streamload.errors import OptionError, StateMismatch
 from streamload.extension import BatchRows, Event, Extension, RankPart, Run, WorkerPart, WorkerProcess
-from streamload.features import RowFeatures
-from streamload.features.columns import FeatureAssembly
+from streamload.features import RowFeatures, StoredFeatures
 from streamload.loader.loader import Loader
 from streamload.mixing import Summary
 from streamload.mixing.batch_size import BatchSizes
 from streamload.mixing.decisions import Mixing
 from streamload.observe.exposition import exposition
 from streamload.patches.rank import PatchedImages
-from streamload.patches.seq_lens import SeqLens
-from streamload.shards.columns import TOKENS
+from streamload.pixels.decoding import DeviceDecoding
 from streamload.shards.samples import Entry
-from streamload.steering import as_policy
+from streamload.testing.extension import ExtensionContract
 from streamload.testing.resume import Layout
 from streamload.testing.shards import read_oracle, write_shards
 from streamload.weights import RowWeights
-from tests.support.extension_contract import ExtensionContract
+from tests.support.extension_contract import FeatureContract
 
 
-class TestRowWeights(ExtensionContract):
-    extension = RowWeights(complexity(1, 0))
+class TestRowWeights(FeatureContract):
+    asked = MappingProxyType({"sample_weight": complexity(1, 0)})
+    kinds = (RowWeights,)
     adds = ("weight",)
     state_keys = ("mean_weight",)
     damaged = ([1, 2], ["complexity", 0], ["complexity", "much"], "x", ["complexity", math.inf])
@@ -58,12 +60,11 @@ def equal_weights(summary: Summary) -> dict[str, float] | None:
     return {source.name: 1.0 for source in summary.sources} if summary.step < 8 else None
 
 
-class TestMixing(ExtensionContract):
-    extension = Mixing(as_policy(equal_weights, ["0"]).every)
-    adds = ()
+class TestMixing(FeatureContract):
+    asked = MappingProxyType({"mixing": equal_weights})
+    kinds = (Mixing,)
     state_keys = ("steering", "reports")
     damaged = (3, {"steps": -1}, "x", {"0.0": {"sums": "x"}})
-    options = MappingProxyType({"mixing": equal_weights})
 
 
 class SameSize:
@@ -75,12 +76,11 @@ class SameSize:
         return SizeDecided(None, (memory or 0) + 1, "as it is")
 
 
-class TestBatchSizes(ExtensionContract):
-    extension = BatchSizes()
-    adds = ()
+class TestBatchSizes(FeatureContract):
+    asked = MappingProxyType({"batch_policy": SameSize()})
+    kinds = (BatchSizes,)
     state_keys = ("batch_policy", "step_times")
     damaged = (3, {"steps": 1, "decided": 2, "memory": None}, {"0": [1]}, {"0": [1, 1, 1, "x"]})
-    options = MappingProxyType({"batch_policy": SameSize()})
 
 
 def masked_ids(captions: list[str]) -> dict[str, torch.Tensor]:
@@ -90,12 +90,10 @@ def masked_ids(captions: list[str]) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.tensor(texts) * valid, "attention_mask": valid.long()}
 
 
-class TestRowLengths(ExtensionContract):
-    extension = RowLengths()
+class TestRowLengths(FeatureContract):
+    asked = MappingProxyType({"text_padding": "longest", "text_pad_multiple": 1})
+    kinds = (PaddedRows, RowLengths)
     adds = ("text_valid",)
-    state_keys = ()
-    damaged = ()
-    by_options = MappingProxyType({"text_padding": "longest", "text_pad_multiple": 1})
     tokenizer = staticmethod(masked_ids)
 
     def check_batches(self, batches: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]]) -> None:
@@ -107,55 +105,44 @@ class TestRowLengths(ExtensionContract):
             assert batch["__key__"] == expected["__key__"]
 
 
-class TestAgreedLengths(ExtensionContract):
-    """Of the pickled form alone: several ranks are in tests/loader/test_bounds.py."""
-
-    extension = AgreedLengths(4)
-    adds = ()
-    state_keys = ()
-    damaged = ()
-
-
-BLOCKS = (0, 1, 2, 4, 5)
-"""Steps at which blocks of 20 samples begin: the first are smaller."""
-
-
-class TestBuckets(ExtensionContract):
-    extension = Buckets(RowCosts(TOKENS, 16, 1))
-    adds = ()
+class TestBuckets(FeatureContract):
+    blocks = (0, 1, 2, 4, 5)  # steps at which they begin, and the end of the epoch: the first are smaller
+    asked = MappingProxyType({"bucketing": 20})
+    kinds = (Bucketing, Buckets)
     state_keys = ("blocks", "blocks_from")
     damaged = ("x", [1], {"steps": 2})
     options = MappingProxyType({"text_padding": "longest", "text_pad_multiple": 1})
-    by_options = MappingProxyType({"bucketing": 20})
     tokenizer = staticmethod(masked_ids)
 
     def check_batches(self, batches: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]]) -> None:
         """The samples of each block are the same, in other steps."""
         assert [len(batch["text"]) for batch in batches] == [len(batch["text"]) for batch in plain]
         assert [batch["__key__"] for batch in batches] != [batch["__key__"] for batch in plain]
-        for begin, end in itertools.pairwise(BLOCKS):
+        for begin, end in itertools.pairwise(self.blocks):
             assert by_key(batches[begin:end]) == by_key(plain[begin:end])
 
-    def test_a_state_without_it_loads_and_one_with_it_where_it_is_not_used(self, shards, tmp_path):
+    def test_a_state_without_it_loads_and_one_with_it_where_it_is_not_used(self, tmp_path):
         """Between two blocks: the samples of the next one are the same."""
+        urls, cache = self.write_data(tmp_path / "shards"), tmp_path / "cache"
         with (
-            self.make(shards, cache_dir=tmp_path) as extended,
-            self.make(shards, False, cache_dir=tmp_path) as plain,
+            self.make(urls, cache_dir=cache) as extended,
+            self.make(urls, is_extended=False, cache_dir=cache) as plain,
         ):
             batches = iter(extended)
-            list(itertools.islice(batches, BLOCKS[2] + 1))
+            list(itertools.islice(batches, self.blocks[2] + 1))
             with pytest.raises(StateMismatch, match="within a block"):
                 plain.load_state_dict(extended.state_dict())
             list(itertools.islice(batches, 1))
             plain_batches = iter(plain)
-            list(itertools.islice(plain_batches, BLOCKS[2]))
+            list(itertools.islice(plain_batches, self.blocks[2]))
             with_it, without = extended.state_dict(), plain.state_dict()
             left = by_key(list(plain_batches))
             extended.load_state_dict(without)
             assert by_key(list(extended)) == left
             plain.load_state_dict(json.loads(json.dumps(with_it)))
-            (last,) = plain
-            assert by_key([last]) == {key: left[key] for key in last["__key__"]}
+            last = by_key(list(plain))
+            assert last
+            assert last == {key: left[key] for key in last}
 
 
 def by_key(batches: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
@@ -167,12 +154,45 @@ def by_key(batches: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
     }
 
 
-class TestInFlight(ExtensionContract):
-    extension = InFlight({"text": 1000}, {"text": 32}, most_steps=3)
-    adds = ()
-    state_keys = ()
-    damaged = ()
-    by_options = MappingProxyType({"memory": {"text": 1000}})  # three batches of 10 rows of 4 ids
+class AgreedLengthsContract(TestBuckets):
+    """In a rank of two, each of which plans the blocks of its own group; torch.distributed joins them."""
+
+    __test__ = False
+    blocks = (0, 1, 2, 4, 6)
+    asked = MappingProxyType({"bucketing": 40})
+    kinds = (Bucketing, Buckets, AgreedLengths)
+    options = MappingProxyType({**TestBuckets.options, "num_samples": 120})
+
+    def __init__(self, rank: int, urls: str):
+        self._rank, self._urls = rank, urls
+
+    def write_data(self, folder: Path) -> str:
+        """The shards of both ranks."""
+        return self._urls
+
+    def make(self, urls: Any, **layout: Any) -> Loader:
+        """The loader of this rank, which is the only one of its process."""
+        return super().make(urls, **{**layout, "groups": 2, "rank": self._rank, "world_size": 2})
+
+
+def run_in_rank(rank: int, name: str, folder: Path) -> None:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
+    )
+    getattr(AgreedLengthsContract(rank, str(folder / "shards")), name)(folder / str(rank))
+    torch.distributed.destroy_process_group()
+
+
+class TestAgreedLengths:
+    @pytest.mark.parametrize("name", [name for name in dir(AgreedLengthsContract) if name.startswith("test")])
+    def test_in_two_ranks(self, name, tmp_path):
+        write_shards(tmp_path / "shards", [20, 14, 16, 20], seed=5)
+        torch.multiprocessing.start_processes(run_in_rank, (name, tmp_path), nprocs=2, start_method="fork")
+
+
+class TestInFlight(FeatureContract):
+    asked = MappingProxyType({"memory": {"text": 1000}})  # three batches of 10 rows of 4 ids
+    kinds = (MemoryLimits, InFlight)
     layout = Layout(1, 2)
 
 
@@ -198,13 +218,11 @@ class LoaderOfResults(Loader):
             yield {**batch, "sums": batch["sums"].result()} if "sums" in batch else batch
 
 
-class TestRowFeatures(ExtensionContract):
-    extension = RowFeatures((FeatureAssembly("sums", "image", None, None, "", 1),))
+class TestRowFeatures(FeatureContract):
+    asked = MappingProxyType({"features": {"sums": SUMS}})
+    kinds = (StoredFeatures, RowFeatures)
     adds = ("sums",)
-    state_keys = ()
-    damaged = ()
     options = MappingProxyType({"seed": 3})
-    by_options = MappingProxyType({"features": {"sums": SUMS}})
 
     @pytest.fixture(autouse=True)
     def rows_of_the_test(self, tmp_path, monkeypatch):
@@ -213,22 +231,90 @@ class TestRowFeatures(ExtensionContract):
         yield
         close_stores()
 
-    def make(self, shards: Path, extended: bool = True, **options: Any) -> Loader:
-        return LoaderOfResults(super().make(shards, extended, **options).options)
+    def make(self, urls: Any, **options: Any) -> Loader:
+        return LoaderOfResults(super().make(urls, **options).options)
 
     def check_batches(self, batches: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]]) -> None:
+        """Of the images themselves batches have none."""
+        images = [expected.pop("image") for expected in plain]
         super().check_batches(batches, plain)
-        for batch, expected in zip(batches, plain, strict=True):
-            assert torch.equal(batch["sums"], 2 * expected["image"])
+        for batch, image in zip(batches, images, strict=True):
+            assert torch.equal(batch["sums"], 2 * image)
 
 
-class TestPatchedImages(ExtensionContract):
-    extension = PatchedImages(SeqLens((4,), (1,), 0))
-    adds = ()
-    state_keys = ()
-    damaged = ()
+class TestPatchedImages(FeatureContract):
+    asked = MappingProxyType({"patches": streamload.Patches(seq_lens=(4, 9))})
+    kinds = (PatchedImages, PaddedRows, RowLengths)
     options = MappingProxyType({"preprocess": None})
-    by_options = MappingProxyType({"patches": streamload.Patches(seq_lens=(4, 9))})
+
+    def check_batches(self, batches: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]]) -> None:
+        assert {batch["image"]["seq_len"] for batch in batches} == {4, 9}
+        images = [batch.pop("image") for batch in (*batches, *plain)]
+        assert all(len(image["patches"]) == len(plain[0]["text"]) for image in images[: len(batches)])
+        super().check_batches(batches, plain)
+
+
+class TestDeviceDecoding(FeatureContract):
+    """On the host its images are those of workers, to the bit."""
+
+    asked = MappingProxyType({"decode": "device"})
+    kinds = (DeviceDecoding,)
+    state_keys = ("decoder",)
+    options = MappingProxyType({"preprocess": None})
+
+
+class TestRowsOfModalities(FeatureContract):
+    asked = MappingProxyType({})
+    kinds = (RowsOfModalities,)
+    adds = ("image_rows", "text_rows")
+    options = MappingProxyType({"num_samples": 50})
+
+    def make(self, urls: Any, *, is_extended: bool = True, **options: Any) -> Loader:
+        """Of two sources, of which the second has only texts with the extension."""
+        modality = "text" if is_extended else "image-text"
+        sources = [Source(urls, name="pairs"), Source(urls, name="texts", modality=modality)]
+        return super().make(sources, is_extended=is_extended, **options)
+
+    def check_batches(self, batches: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]]) -> None:
+        for batch, expected in zip(batches, plain, strict=True):
+            assert torch.equal(batch["text"], expected["text"])
+            assert torch.equal(batch["image"], expected["image"][batch["image_rows"]])
+            assert batch["__key__"] == expected["__key__"]
+            assert 0 < len(batch["image"]) < len(batch["text"])
+
+    def test_a_state_without_it_loads_and_one_with_it_where_it_is_not_used(self, tmp_path):
+        """Neither does: which samples are used follows from the members that they need."""
+        urls, cache = self.write_data(tmp_path / "shards"), tmp_path / "cache"
+        with (
+            self.make(urls, cache_dir=cache) as extended,
+            self.make(urls, is_extended=False, cache_dir=cache) as plain,
+        ):
+            for loader, other in ((extended, plain), (plain, extended)):
+                with pytest.raises(StateMismatch, match="another choice of image_key"):
+                    loader.load_state_dict(other.state_dict())
+
+
+class TestPlanPublication(FeatureContract):
+    kinds = (PlanPublication,)
+
+    @pytest.fixture(autouse=True)
+    def shared_cache_of_the_test(self, tmp_path):
+        self.asked = {"shared_cache": str(tmp_path / "shared")}
+
+
+def test_each_extension_of_streamload_runs_the_suite():
+    classes = dict(
+        found
+        for path in Path(streamload.__file__).parent.rglob("*.py")
+        for found in re.findall(r"^class (\w+)\((\w+)\):", path.read_text(), re.MULTILINE)
+    )
+    extensions = {name for name in classes if "Extension" in (classes[name], classes.get(classes[name]))}
+    assert extensions == {kind.__name__ for suite in suites(FeatureContract) for kind in suite.kinds}
+
+
+def suites(suite: type[FeatureContract]) -> list[type[FeatureContract]]:
+    below = suite.__subclasses__()
+    return [*below, *(deeper for each in below for deeper in suites(each))]
 
 
 LIMITS = (1984, 2500, 3000, 3200, 3300, 3400)
@@ -307,11 +393,14 @@ class TestEventsInMidEpoch(ExtensionContract):
     layout = Layout(1, 1)  # its worker is ahead of the batches that were yielded
     layouts = (Layout(1, 1),)
 
-    def test_an_event_holds_from_its_step_on_in_a_worker_that_is_ahead(self, shards, tmp_path):
+    def test_an_event_holds_from_its_step_on_in_a_worker_that_is_ahead(self, tmp_path):
+        urls = self.write_data(tmp_path / "shards")
         sizes = {
-            key: len(members["jpg"]) for path in shards.glob("*.tar") for key, members in read_oracle(path)
+            key: len(members["jpg"])
+            for path in Path(urls).glob("*.tar")
+            for key, members in read_oracle(path)
         }
-        with self.make(shards, cache_dir=tmp_path, num_workers=1) as loader:
+        with self.make(urls, cache_dir=tmp_path / "cache", num_workers=1) as loader:
             batches = list(loader)
             events = [Event(*event) for event in loader.state_dict()["large"]["events"]]
         positions = [event.position for event in events]

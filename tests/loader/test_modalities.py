@@ -170,7 +170,7 @@ def test_it_resumes_exactly_at_every_step_and_the_state_keeps_the_rows(data: Pat
     def made(**layout: Any) -> streamload.Loader:
         weights = {"pairs": 5.0, "texts": 2.0, "images": 1.4}
         options = {"weights": weights, "groups": 1, "output": "dict", **layout}
-        return ByRow(make(data, options.pop("cache_dir"), **options))  # type: ignore[return-value]
+        return make(data, options.pop("cache_dir"), **options)
 
     cuts = assert_resumes_exactly(
         made,
@@ -180,32 +180,6 @@ def test_it_resumes_exactly_at_every_step_and_the_state_keeps_the_rows(data: Pat
         layouts=[Layout(1, 0), Layout(2, 1), Layout(4, 0)],
     )
     assert cuts == 8
-
-
-class ByRow:
-    """A loader whose batches have a value for each row, as `assert_resumes_exactly` compares them."""
-
-    def __init__(self, loader: streamload.Loader):
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def __enter__(self) -> ByRow:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._loader.close()
-
-    def __iter__(self) -> Any:
-        for batch in self._loader:
-            rows: dict[str, Any] = {name: batch[name] for name in ("__key__", "__url__")}
-            for name in ("image", "text"):
-                of_row = dict(zip(batch[f"{name}_rows"].tolist(), batch.get(name, []), strict=True))
-                rows[name] = [
-                    of_row[row].tolist() if row in of_row else None for row in range(len(rows["__key__"]))
-                ]
-            yield rows
 
 
 def test_a_bad_image_is_replaced_by_a_row_of_the_same_modality(data: Path, tmp_path: Path):

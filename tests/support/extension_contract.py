@@ -1,23 +1,17 @@
-"""The contract that each extension's test runs: a subclass of `ExtensionContract` for each."""
+"""The contract suite of streamload's own extensions, which a loader makes of its options."""
 
 from __future__ import annotations
 
-import json
-import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-import pytest
 import torch
 
-import streamload
 from streamload.extension import Extension
 from streamload.loader.loader import Loader
-from streamload.testing.resume import Layout, assert_resumes_exactly
-from streamload.testing.shards import write_shards
+from streamload.testing.extension import BATCH, ExtensionContract
+from streamload.testing.resume import Layout
 from tests.support import flat
 
 
@@ -29,101 +23,37 @@ def pixels(image: Any) -> torch.Tensor:
     return torch.tensor([float(image.size[0])])
 
 
-class ExtensionContract:
-    """What holds for any extension.
+class FeatureContract(ExtensionContract):
+    """What holds for an extension of streamload's own.
 
     Attributes:
-        extension: as its options make it.
-        adds: the names of the values that it adds to batches.
-        state_keys: the keys that it adds to states, once batches were yielded.
-        damaged: values of these keys that no loader saves.
-        layout: of the run that is interrupted.
-        layouts: of the resumed ones.
-        options: of the loader, beside.
-        by_options: options by which a loader makes the extension itself; None: it is given to the loader.
-        tokenizer: of the loader.
+        asked: the options by which a loader makes it.
+        kinds: the classes of the extensions that a loader with these options has, and its run.
+        options: of a loader with and without it, as those of `flat.make_loader`.
+        tokenizer: of both.
     """
 
-    extension: Extension
-    adds: tuple[str, ...]
-    state_keys: tuple[str, ...]
-    damaged: tuple[Any, ...]
+    asked: Mapping[str, Any]
+    kinds: tuple[type[Extension], ...]
     layout = Layout(1, 0)
-    layouts: tuple[Layout, ...] = (Layout(1, 0), Layout(1, 2))
-    options: Mapping[str, Any] = MappingProxyType({})
-    by_options: Mapping[str, Any] | None = None
     tokenizer = staticmethod(ids)
 
-    @pytest.fixture
-    def shards(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        folder = tmp_path_factory.mktemp("shards")
-        write_shards(folder, [20, 14, 16], seed=5)
-        return folder
+    def make(self, urls: Any, *, is_extended: bool = True, **layout: Any) -> Loader:
+        defaults = {"num_workers": 0, "batch_size": BATCH, "preprocess": pixels, "cache_size": "1GB"}
+        defaults |= {"output": "dict", "with_keys": True, "groups": 1}
+        asked = self.asked if is_extended else {}
+        return flat.make_loader(urls, self.tokenizer, **{**defaults, **self.options, **layout, **asked})
 
-    def make(self, shards: Path, extended: bool = True, **options: Any) -> Loader:
-        """A loader with the extension, or the same one without it."""
-        defaults = {"num_workers": 0, "batch_size": 10, "preprocess": pixels, "cache_size": "1GB"}
-        defaults |= {"output": "dict", "with_keys": True, **self.options}
-        if self.by_options is not None:
-            asked = self.by_options if extended else {}
-            return flat.make_loader(shards, self.tokenizer, **{**defaults, **options, **asked})
-        plain = flat.make_loader(shards, self.tokenizer, **{**defaults, **options})
-        return Loader(replace(plain.options, extensions=(self.extension,) if extended else ()))
+    def forms(self, folder: Path) -> Sequence[Extension]:
+        """The extensions of a loader and of its run, which one without the options hasn't."""
+        urls = self.write_data(folder / "shards")
 
-    def check_batches(self, batches: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]]) -> None:
-        """Compare an epoch's batches with those of a loader without the extension."""
-        for batch, expected in zip(batches, plain, strict=True):
-            assert torch.equal(batch["text"], expected["text"])
-            assert batch["__key__"] == expected["__key__"]
-
-    def test_it_is_the_same_after_it_was_pickled(self):
-        assert pickle.loads(pickle.dumps(self.extension)) == self.extension
-
-    def test_it_adds_its_values_and_changes_no_other(self, shards: Path, tmp_path: Path):
-        with (
-            self.make(shards, cache_dir=tmp_path) as extended,
-            self.make(shards, False, cache_dir=tmp_path) as plain,
-        ):
-            batches, expected = list(extended), list(plain)
-            assert {name for batch in batches for name in batch} - expected[0].keys() == set(self.adds)
-            assert all(len(batch[name]) == len(batch["text"]) for batch in batches for name in self.adds)
-            self.check_batches(batches, expected)
-            if self.by_options is not None:
-                assert type(self.extension) in map(
-                    type, [*extended._pool.extensions, *extended.options.extensions]
-                )
-            added = extended.state_dict().keys() - plain.state_dict().keys()
-            assert added == set(self.state_keys)
-
-    def test_it_resumes_exactly_at_every_step(self, shards: Path, tmp_path: Path):
-        def make(**layout: Any) -> Loader:
-            return self.make(shards, groups=1, **layout)
-
-        cuts = assert_resumes_exactly(
-            make, tmp_path, global_batch=10, first=self.layout, layouts=self.layouts, epochs=2
-        )
-        assert cuts == 10
-
-    def test_a_state_without_it_loads_and_one_with_it_where_it_is_not_used(
-        self, shards: Path, tmp_path: Path
-    ):
-        with (
-            self.make(shards, cache_dir=tmp_path) as extended,
-            self.make(shards, False, cache_dir=tmp_path) as plain,
-        ):
-            for loader in (extended, plain):
+        def extensions(is_extended: bool) -> list[Extension]:
+            with self.make(urls, is_extended=is_extended, cache_dir=folder / "cache") as loader:
                 next(iter(loader))
-            with_it, without = extended.state_dict(), plain.state_dict()
-            extended.load_state_dict(without)
-            plain.load_state_dict(json.loads(json.dumps(with_it)))
-            assert next(iter(extended))["__key__"] == next(iter(plain))["__key__"]
-            assert plain.state_dict().keys().isdisjoint(self.state_keys)
+                return [*loader.options.extensions, *loader._pool.extensions]
 
-    def test_a_damaged_state_fails(self, shards: Path, tmp_path: Path):
-        with self.make(shards, cache_dir=tmp_path) as loader:
-            next(iter(loader))
-            saved = {name: value for name, value in loader.state_dict().items() if name != "checksum"}
-            for key in self.state_keys:
-                for value in self.damaged:
-                    with pytest.raises(streamload.errors.StateMismatch):  # one of before there was a checksum
-                        loader.load_state_dict({**saved, "streamload_state": 2, key: value})
+        plain = set(map(type, extensions(False)))
+        forms = [extension for extension in extensions(True) if type(extension) not in plain]
+        assert set(map(type, forms)) == set(self.kinds)
+        return forms

@@ -1,0 +1,148 @@
+"""ExtensionContract: tests of an extension of a loader, to be subclassed in a test file of pytest."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from streamload.errors import StateMismatch
+from streamload.extension import Extension
+from streamload.loader import Batches, Loader, Order, make_loader
+from streamload.testing.resume import Layout, assert_resumes_exactly, samples_of
+from streamload.testing.shards import write_shards
+
+BATCH = 10
+"""Samples in a step, over all ranks."""
+
+
+class ExtensionContract:
+    """Tests that each extension has to pass.
+
+    Attributes:
+        extension: as its users make it.
+        options: other arguments of make_loader.
+        adds: the names of the values that it adds to batches.
+        state_keys: the keys that it adds to states, once batches were yielded.
+        damaged: values of these keys that it never saves.
+        layout: of the run that is interrupted.
+        layouts: of the resumed ones.
+    """
+
+    extension: Extension
+    options: Mapping[str, Any] = MappingProxyType({})
+    adds: tuple[str, ...] = ()
+    state_keys: tuple[str, ...] = ()
+    damaged: tuple[Any, ...] = ()
+    layout = Layout(1, 2)
+    layouts: tuple[Layout, ...] = (Layout(1, 0), Layout(1, 2))
+
+    def write_data(self, folder: Path) -> Any:
+        """Write the shards of a test.
+
+        Args:
+            folder: may be missing.
+
+        Returns:
+            make_loader's first argument.
+        """
+        write_shards(folder, [20, 14, 16], seed=5)
+        return str(folder)
+
+    def make(
+        self, urls: Any, *, is_extended: bool = True, rank: int = 0, world_size: int = 1, **layout: Any
+    ) -> Loader:
+        """Make a loader of the test's shards.
+
+        Args:
+            urls: from `write_data`.
+            is_extended: whether it has the extension.
+            rank, world_size: of the loader.
+            layout: arguments of make_loader: cache_dir, and with several layouts batch_size and num_workers.
+        """
+        options = {"batch_size": BATCH, "num_workers": 0, "output": "dict", **self.options, **layout}
+        batches, order = options.pop("batches", Batches()), options.pop("order", Order())
+        extensions = [*batches.extensions, self.extension] if is_extended else batches.extensions
+        return make_loader(
+            urls,
+            batches=replace(batches, with_keys=True, extensions=extensions),
+            order=replace(order, groups=1, rank=rank, world_size=world_size),
+            **options,
+        )
+
+    def forms(self, folder: Path) -> Sequence[Extension]:
+        """The extensions that are pickled on the way to workers.
+
+        Args:
+            folder: empty.
+        """
+        return [self.extension]
+
+    def check_batches(self, batches: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]]) -> None:
+        """Compare an epoch's batches, without what the extension adds, with those of a loader without it."""
+        for batch, expected in zip(batches, plain, strict=True):
+            kept = {name: value for name, value in batch.items() if name not in self.adds}
+            assert list(samples_of(kept)) == list(samples_of(expected))
+
+    def test_it_is_the_same_after_it_was_pickled(self, tmp_path: Path) -> None:
+        """It is compared by its values, and goes to workers by pickle."""
+        for extension in self.forms(tmp_path):
+            assert pickle.loads(pickle.dumps(extension)) == extension
+
+    def test_it_adds_its_values_and_changes_no_other(self, tmp_path: Path) -> None:
+        """Batches have their values and no others, and a state its keys."""
+        urls, cache = self.write_data(tmp_path / "shards"), tmp_path / "cache"
+        with (
+            self.make(urls, cache_dir=cache) as extended,
+            self.make(urls, is_extended=False, cache_dir=cache) as plain,
+        ):
+            batches, expected = list(extended), list(plain)
+            assert {name for batch in batches for name in batch} - expected[0].keys() == set(self.adds)
+            self.check_batches(batches, expected)
+            added = extended.state_dict().keys() - plain.state_dict().keys()
+            assert added == set(self.state_keys)
+
+    def test_it_resumes_exactly_at_every_step(self, tmp_path: Path) -> None:
+        """A run of two epochs goes on after each step as it would have, with its values."""
+        urls = self.write_data(tmp_path / "shards")
+
+        def make(**layout: Any) -> Loader:
+            return self.make(urls, **layout)
+
+        assert_resumes_exactly(
+            make, tmp_path, global_batch=BATCH, first=self.layout, layouts=self.layouts, epochs=2
+        )
+
+    def test_a_state_without_it_loads_and_one_with_it_where_it_is_not_used(self, tmp_path: Path) -> None:
+        """A run may begin to use it, and may go on without it."""
+        urls, cache = self.write_data(tmp_path / "shards"), tmp_path / "cache"
+        with (
+            self.make(urls, cache_dir=cache) as extended,
+            self.make(urls, is_extended=False, cache_dir=cache) as plain,
+        ):
+            for loader in (extended, plain):
+                next(iter(loader))
+            with_it, without = extended.state_dict(), plain.state_dict()
+            extended.load_state_dict(without)
+            plain.load_state_dict(json.loads(json.dumps(with_it)))
+            assert next(iter(extended))["__key__"] == next(iter(plain))["__key__"]
+            assert plain.state_dict().keys().isdisjoint(self.state_keys)
+
+    def test_a_damaged_state_fails(self, tmp_path: Path) -> None:
+        """It isn't taken for a sound one, also where nothing else notices the damage."""
+        urls = self.write_data(tmp_path / "shards")
+        with self.make(urls, cache_dir=tmp_path / "cache") as loader:
+            next(iter(loader))
+            saved = {name: value for name, value in loader.state_dict().items() if name != "checksum"}
+            for key in self.state_keys:
+                for value in self.damaged:
+                    before_checksums = {**saved, "streamload_state": 2, key: value}
+                    try:
+                        loader.load_state_dict(before_checksums)
+                    except StateMismatch:
+                        continue
+                    raise AssertionError(f"{key}={value!r} in a state doesn't raise StateMismatch")
