@@ -74,8 +74,7 @@ def padded_rows(options: Any) -> PaddedRows:
 
 def _agree_on_widths(options: Any, split: Split) -> bool:
     """True if several groups plan blocks, each by itself, and ranks can agree on how wide rows are."""
-    is_alone = split.groups == 1 or split.ranks == 1
-    return options.batches.bucketing is not None and not is_alone and can_compare(split.ranks)
+    return options.batches.bucketing is not None and not split.has_one_plan and can_compare(split.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +83,11 @@ class AgreedLengths(RowLengths):
 
     Attributes:
         multiple: of the columns of texts.
-        split: of steps among ranks and groups; None: nobody else has to agree.
+        split: of steps among ranks and groups.
     """
 
-    multiple: int = 1
-    split: Split | None = None
+    multiple: int
+    split: Split
 
     def in_worker(self, process: WorkerProcess) -> WorkerPart:
         """Its part in a worker process; None: it has none there."""
@@ -96,8 +95,6 @@ class AgreedLengths(RowLengths):
 
     def in_rank(self, run: Run) -> RankPart:
         """Its part in the rank; None: it has none."""
-        if self.split is None:
-            return AgreedBounds(self.multiple, lambda block: block)
         return AgreedBounds(self.multiple, WidestRows(run, self.split).of_block)
 
 

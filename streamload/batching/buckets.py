@@ -60,8 +60,7 @@ class Bucketing(Extension):
                 f"bucketing= needs steps of equal parts from each of the {split.groups} groups, and a step "
                 f"has {split.batch} samples: give a batch_size so that {split.groups} divides that"
             )
-        is_alone = split.groups == 1 or split.ranks == 1
-        if self.max_tokens is not None and not (is_alone or can_compare(split.ranks)):
+        if self.max_tokens is not None and not (split.has_one_plan or can_compare(split.ranks)):
             raise OptionError(
                 f"max_tokens= needs ranks that agree on the width of rows, as each of {split.groups} groups "
                 f"has a plan of its own: initialise torch.distributed first, or give order=Order(groups=1)"

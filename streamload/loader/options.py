@@ -89,10 +89,6 @@ class LoaderOptions:
                 f"shuffle={self.shuffle}: give the number of positions that a sample may move, 0 for the "
                 f"order as listed, or None for the default"
             )
-        if self.batch_size is None:
-            raise OptionError(
-                "batch_size=None: batches are made here; give 1, and index the single sample of each batch"
-            )
         at_least(1, batch_size=self.batch_size, num_samples=self.num_samples)
         at_least(0, num_workers=self.num_workers, shuffle=self.shuffle)
         parse_choice(self.output, get_args(Output), "output")
@@ -197,11 +193,25 @@ class LoaderOptions:
         return list(itertools.accumulate((len(source.urls) for source in self.sources[:-1]), initial=0))
 
     def with_extensions(self, extensions: tuple[Extension, ...]) -> LoaderOptions:
-        """The same with extensions; where one lists the steps of an epoch, sizes are those of its steps."""
+        """The same with extensions; where one lists the steps of an epoch, sizes are those of its steps.
+
+        Raises:
+            OptionError: nothing says the rows of a batch; the number of steps isn't `num_batches`.
+        """
         options = replace(self, extensions=extensions)
         steps = options.listed_steps
         if steps is None:
+            if self.batch_size is None:
+                raise OptionError(
+                    "batch_size=None: batches are made here; give 1, and index the single sample of each "
+                    "batch"
+                )
             return options
+        if self.num_batches not in (None, steps.count):
+            raise OptionError(
+                f"num_batches={self.num_batches}, and an extension lists {steps.count} steps for each epoch: "
+                f"leave num_batches= out"
+            )
         return replace(options, batch_size=steps.most_rows, num_batches=steps.count)
 
     @property

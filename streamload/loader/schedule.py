@@ -394,7 +394,7 @@ class RunSchedule:
 
         Args:
             rows: of a rank.
-            position: where a step begins; with bucketing, a block.
+            position: where a step begins, or a block of steps that are planned together.
 
         Raises:
             OptionError: steps can't have this size.
@@ -404,7 +404,10 @@ class RunSchedule:
         if not options.train:
             raise OptionError("set_batch_size() is for training: an evaluation has one batch_size")
         if options.listed_steps is not None:
-            raise OptionError("set_batch_size() is for steps of one size: Patches(steps=…) says each step's")
+            raise OptionError(
+                "set_batch_size() is for steps of one size, and Patches(steps=…), or an extension, lists "
+                "those of this run"
+            )
         batch = rows * split.ranks
         if batch % split.groups or split.batch % split.groups:
             raise OptionError(
@@ -415,7 +418,7 @@ class RunSchedule:
         return new_batch_size(position, batch, options.block_steps(batch) or 1)
 
     def next_block(self, position: int) -> int:
-        """The first position from this one on between two blocks; without bucketing, this one."""
+        """The first position from this one on between two blocks; without blocks, this one."""
         block = self.steps_from(self.tracker.now()).block(position)
         return position if block is None or block.begin == position else block.end
 

@@ -65,6 +65,11 @@ class Split:
             if value < 1:
                 raise OptionError(f"{name} must be at least 1, not {value}.")
 
+    @property
+    def has_one_plan(self) -> bool:
+        """True if all ranks plan steps of the same samples: those of one group, or there is one rank."""
+        return self.groups == 1 or self.ranks == 1
+
     def start(self, position: int, group: int) -> int:
         """Return the number of a group's positions before a global position."""
         return -((group - position) // self.groups)

@@ -37,12 +37,14 @@ from streamload.mixing.batch_size import BatchSizes
 from streamload.mixing.decisions import Mixing
 from streamload.observe.exposition import exposition
 from streamload.patches.rank import PatchedImages
+from streamload.patches.steps import StepTable
 from streamload.pixels.decoding import DeviceDecoding
 from streamload.shards.samples import Entry
 from streamload.testing.extension import ExtensionContract
 from streamload.testing.resume import Layout
 from streamload.testing.shards import read_oracle, write_shards
 from streamload.weights import RowWeights
+from tests.support import flat
 from tests.support.extension_contract import FeatureContract
 
 
@@ -537,6 +539,38 @@ def test_what_keep_cannot_be_is_refused():
 
     with pytest.raises(OptionError, match="keep of the extension 'three' is 3"):
         streamload.make_loader("shards", batches=streamload.Batches(extensions=[Three()]))
+
+
+class Listing(Extension):
+    """Lists five steps of 7 and of 3 rows for each epoch."""
+
+    name = "listing"
+    listed_steps = StepTable(((0, 7), (0, 3)), 5, 0)
+
+
+class ImageMaking(Extension):
+    name = "image_making"
+    takes_preprocess = True
+
+
+@pytest.mark.parametrize(
+    ("extension", "options", "says"),
+    [
+        (Listing(), {"num_batches": 4}, "num_batches=4, and an extension lists 5 steps for each epoch"),
+        (ImageMaking(), {"decode": "device"}, "the extension 'image_making' can't be used with Images"),
+        (EachOther(), {"batch_size": None}, "batch_size=None: batches are made here"),
+    ],
+)
+def test_options_that_an_extension_can_not_be_used_with_fail(extension, options, says):
+    with pytest.raises(OptionError, match=says):
+        flat.make_loader("shards", extensions=[extension], **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_batches": 5}, {"batch_size": None}])
+def test_an_extension_that_lists_steps_says_their_number_and_rows(options):
+    loader = flat.make_loader("shards", extensions=[Listing()], **options)
+    assert loader.num_batches == 5
+    assert loader.batch_size == 7
 
 
 class FailingInRank(RankPart):
