@@ -64,14 +64,14 @@ def cursor_stream() -> TextIO:
 
 
 def say(text: str) -> None:
-    """Print a line that has names in it: nothing in it is markup, and it isn't cut."""
+    """Print one line that has names in it: nothing in it is markup, and it isn't cut."""
     from rich.console import Console
 
-    Console(highlight=False).print(text, markup=False, soft_wrap=True)
+    Console(highlight=False).print(printable(text), markup=False, soft_wrap=True)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, head: bool = True) -> Table:
-    """Make a table; nothing in its cells is markup, except in a `rich.text.Text`.
+    """Make a table; a cell's text is on one line, without markup, except in a `rich.text.Text`.
 
     Args:
         columns: their names; those that begin with ">" are to the right.
@@ -86,7 +86,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, head: bool =
         justify: Literal["left", "right"] = "right" if name.startswith(">") else "left"
         grid.add_column(Text(name.removeprefix(">")), overflow="fold", justify=justify)
     for row in rows:
-        grid.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+        grid.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in row))
     return grid
 
 
@@ -108,7 +108,7 @@ def confirm(action: str) -> None:
 
     if not sys.stdin.isatty():
         raise OptionError(f"this would {action}: say --yes, or --dry-run to see them")
-    typer.confirm(f"{action[0].upper()}{action[1:]}?", abort=True, err=True)
+    typer.confirm(printable(f"{action[0].upper()}{action[1:]}?"), abort=True, err=True)
 
 
 def format_bytes(number: float) -> str:

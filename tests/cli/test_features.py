@@ -208,6 +208,19 @@ def test_ls_shows_reads_that_were_noted_and_rows_without_a_note(features, made):
     )
 
 
+def test_a_label_is_on_its_line_and_moves_no_cursor(features, made):
+    first = next(iter(made.results))
+    with table(made.path) as rows:
+        rows.execute("UPDATE fingerprints SET label = ?", ("a\nlabel\x1b[2J\u202e",))
+    for command in (("ls",), ("show", first), ("gc", "--stale", "--dry-run"), ("clear", "--dry-run")):
+        code, out, _ = features(*command, "--path", made.path)
+        assert code == 0
+        assert not {"\x1b", "\u202e"} & set(out)
+        assert "\nlabel" not in out
+        assert (r"a\nlabel\x1b[2J\u202e" in out) == (command[0] != "clear")
+    assert as_json(features, "ls", "--path", made.path)["fingerprints"][0]["label"].startswith("a\nlabel")
+
+
 def test_the_default_is_the_cache_directory(features, made, monkeypatch):
     monkeypatch.setenv("STREAMLOAD_CACHE_DIR", made.path)
     assert len(as_json(features, "ls")["fingerprints"]) == 4

@@ -8,7 +8,7 @@ import typer
 
 from streamload.cli.features.options import Directory, Fingerprint, rows_at
 from streamload.cli.options import AsJson
-from streamload.cli.terminal import print_json
+from streamload.cli.terminal import print_json, say
 
 
 def export(
@@ -40,11 +40,11 @@ def export(
         print_json({**about, "named": exported.named, "damaged": exported.damaged})
     else:
         layouts = f"{len(exported.layouts):,} layout{'s' if len(exported.layouts) > 1 else ''}"
-        print(f"{sum(exported.layouts):,} rows of {layouts}: {out}")
+        say(f"{sum(exported.layouts):,} rows of {layouts}: {out}")
         if keys is not None:
-            print(f"{exported.named:,} of them have keys of {keys}")
+            say(f"{exported.named:,} of them have keys of {keys}")
         if exported.damaged:
-            print(f"left out: {exported.damaged:,} damaged rows (streamload features verify --delete)")
+            say(f"left out: {exported.damaged:,} damaged rows (streamload features verify --delete)")
     if exported.damaged:
         raise typer.Exit(1)
 

@@ -352,7 +352,7 @@ def clear(
         print_json({**about, "rows": count, "size_bytes": size_bytes, "derived": derived})
     else:
         deleted = "would delete" if dry_run else "deleted"
-        print(f"{deleted} {count:,} rows{owner} in {root}")
+        say(f"{deleted} {count:,} rows{owner} in {root}")
         _print_removed(removed, deleted)
 
 
@@ -383,7 +383,7 @@ def _print_removed(removed: Sequence[Removed], deleted: str) -> None:
     """Print which derived shards were deleted and kept; nothing if there was nothing to delete."""
     counts = _removed_as_dict(removed)
     for kept in counts["kept"]:
-        print(f"kept the rows of {kept['url']}: {kept['why']}")
+        say(f"kept the rows of {kept['url']}: {kept['why']}")
     if counts["shards"]:
         size = format_bytes(counts["size_bytes"])
-        print(f"{deleted} {counts['shards']:,} derived shards with {counts['rows']:,} rows: {size}")
+        say(f"{deleted} {counts['shards']:,} derived shards with {counts['rows']:,} rows: {size}")

@@ -37,7 +37,6 @@ from streamload.errors import (
     SharedTierError,
     StreamloadError,
     is_shortage,
-    printable,
 )
 from streamload.metrics import Counters
 from streamload.node import is_dead_or_stopped
@@ -186,7 +185,7 @@ class RowShards(ABC):
         parts = about.get("parts")
         parts = parts if isinstance(parts, dict) else None
         label = about.get("label") or (parts or {}).get("class") or ""
-        return FingerprintShards(self.where, fingerprint, printable(str(label)), parts, tuple(shards))
+        return FingerprintShards(self.where, fingerprint, str(label), parts, tuple(shards))
 
 
 def stale_of(held: Sequence[FingerprintShards]) -> list[FingerprintShards]:
