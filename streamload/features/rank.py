@@ -74,10 +74,9 @@ def take_features(
         bodies, inputs = values.pop(f"{name}{ROWS}", None), values.pop(f"{name}{INPUTS}", None)
         if feature.features.inputs == "sample" and inputs is not None:
             inputs = {"image": inputs, "text": values.pop(f"{name}{INPUTS} text")}
-        stored = read.samples - len(read.missing)
-        counts.add("feature_rows_read", stored)
-        counts.add("feature_bytes_read", 0 if bodies is None else stored * bodies.shape[1])
-        feature.count(counts, stored)
+        if bodies is not None:
+            feature.count_read(counts, read.samples - len(read.missing), bodies.shape[1])
+        feature.count(counts)
         counts.add("feature_read_ns", read.read_ns)
         rows[name] = FeatureRows(feature, read, bodies, inputs, counts)
     return rows

@@ -175,6 +175,18 @@ def test_only_the_rank_reads_and_writes_a_mapping_of_features(shard: str, worker
     assert cache_info(again.module).stored == 0
 
 
+def test_rows_that_a_mapping_has_count_as_read(shard: str) -> None:
+    mapping: MutableMapping[str, bytes] = {}
+    features = Features(Means(), store=mapping)
+    options: Any = {"batch_size": 4, "train": False, "output": "dict", "num_workers": 0}
+    with flat.make_loader(shard, None, features={"mean": features}, **options) as loader:
+        for epoch, (read, computed) in enumerate(((0, SAMPLES), (SAMPLES, SAMPLES))):
+            *_, row_bytes = (features(batch)[0].nbytes for batch in loader)
+            stats = loader.stats()
+            assert (stats.feature_rows_read, stats.feature_rows_computed) == (read, computed), epoch
+            assert stats.feature_bytes_read == read * row_bytes
+
+
 def test_a_loader_s_rows_are_in_its_cache_dir_and_those_of_the_default_one_are_read(
     shard: str, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ import functools
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from torch import nn
 
 import streamload
 from streamload import Features
+from streamload.derived.calls.feature_rows import shown
 from streamload.derived.store.row_store import close_stores
 from streamload.errors import FeatureMismatch, FeatureNotCacheable, OptionError, SampleError
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
@@ -505,11 +507,22 @@ def test_a_row_that_is_not_what_is_computed_now_is_found_by_a_canary(
     monkeypatch.setenv("SCALE_OF_THE_TEST", "1")
     net = Scaled().eval()
     with make(data, features={"f": net}) as loader:
-        rows_of(loader, net)
+        keys = rows_of(loader, net)
     monkeypatch.setenv("SCALE_OF_THE_TEST", "2")  # nothing that a fingerprint covers
     net = Scaled().eval()
-    with make(data, features={"f": net}) as loader, pytest.raises(FeatureMismatch):
+    with make(data, features={"f": net}) as loader, pytest.raises(FeatureMismatch) as raised:
         rows_of(loader, net)
+    words = r"the row of key ('.*') of Scaled isn't what it computes now .* check=False"
+    named = re.fullmatch(words, str(raised.value))
+    assert named is not None
+    assert named[1] in map(repr, keys)
+
+
+def test_a_mismatch_names_a_sample_by_its_key_and_a_text_by_itself() -> None:
+    assert shown(("a/7", 12)) == shown(("a/7", 12, 1)) == "a/7"
+    assert shown(("text", 12)) == "text"
+    assert shown(("text", "a dog")) == "a dog"
+    assert shown(("ids", "torch.int64", 5)) == ("ids", "torch.int64", 5)
 
 
 def test_a_module_twice_is_refused(data: Path) -> None:

@@ -41,6 +41,14 @@ class FeaturesRead(NamedTuple):
     read_ns: int  # the time it took to read rows
 
 
+def shown(key: RowKey) -> Any:
+    """The sample's key, or the text, in the key of a row: for messages."""
+    name, content = key[:2]
+    if isinstance(content, str):  # of a text, or of its ids
+        return content if name == "text" else key
+    return name
+
+
 def stacked(rows: Sequence[Row | None], allocate: Allocate) -> tuple[bytes, torch.Tensor | None]:
     """The bodies of rows of one layout: uint8[N, bytes]; where a row is None the memory is left as it is.
 

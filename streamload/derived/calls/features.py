@@ -5,6 +5,7 @@ fingerprint (rank, each epoch) → rows that are there (worker) → missing ones
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from streamload.derived.calls.feature_rows import (
     RowKey,
     leaves_in,
     rows_of,
+    shown,
 )
 from streamload.derived.calls.module_cache import Cached, switches
 from streamload.derived.calls.module_call import Call
@@ -230,15 +232,19 @@ class BoundFeatures:
         store = self._store()
         return None if store is None else proof_of(self.module).fingerprint(self.module, store, self._parts)
 
-    def compute(self, inputs: Any, keys: Sequence[RowKey]) -> tuple[Any, str]:
-        """Compute and store rows; return them, and the fingerprint under which they were stored."""
+    def compute(self, inputs: Any, keys: Sequence[RowKey]) -> tuple[Any, str, list[bool]]:
+        """Compute and store rows.
+
+        Returns:
+            the rows; the fingerprint under which they are stored; for each key, True if its row was stored.
+        """
         module, store = self.module, self._store()
         if store is None:
             with torch.no_grad():
-                return self._run(inputs), ""
+                return self._run(inputs), "", [False] * len(keys)
         call = Call(module, self._run, store, (inputs,), {}, list(keys), self._parts)
         value = call.result()
-        return value, str(call.fingerprint)
+        return value, str(call.fingerprint), call.are_stored
 
     def check(self, inputs: Any, keys: Sequence[RowKey], leaves: Sequence[Any]) -> bool:
         """Let another process compute stored rows again; False: the module is built, and has to."""
@@ -248,8 +254,7 @@ class BoundFeatures:
         fingerprint = self.fingerprint()
         if fingerprint is not None and self._canaries(fingerprint):
             rows = Rows((on_cpu(inputs),), {}, len(keys), on_cpu(list(leaves)), self.features.dtype)
-            key = keys[0][0] if len(keys[0]) > 1 else keys[0]
-            check_elsewhere(module, store, fingerprint, key, rows)
+            check_elsewhere(module, store, fingerprint, shown(keys[0]), rows)
         return True
 
     def refuse(self, key: Any) -> FeatureMismatch:
@@ -274,12 +279,17 @@ class BoundFeatures:
         proof = proof_of(self.module)
         proof.canaries = max(0, proof.canaries - rows)
 
-    def count(self, counts: Counts, read: int = 0, *, at_end: bool = False) -> None:
+    def count_read(self, counts: Counts, rows: int, row_bytes: int) -> None:
+        """Count stored rows of a batch."""
+        counts.add("feature_rows_read", rows)
+        counts.add("feature_bytes_read", rows * row_bytes)
+        counts.add("feature_saved_ns", int(rows * proof_of(self.module).seconds_per_row * 1e9))
+
+    def count(self, counts: Counts, *, at_end: bool = False) -> None:
         """Count what happened to rows in the rank since the last call.
 
         Args:
             counts: of the rank.
-            read: rows that came with a batch.
             at_end: of an epoch, when rows that are on their way are stored.
         """
         store = self._store()
@@ -291,7 +301,6 @@ class BoundFeatures:
         for name, counter in _COUNTERS.items():
             if number := getattr(happened, name):
                 counts.add(counter, number)
-        counts.add("feature_saved_ns", int(read * proof_of(self.module).seconds_per_row * 1e9))
 
     def _store(self) -> RowStore | None:
         place = self.features.options.place
@@ -393,10 +402,14 @@ class FeatureRows(ModuleRows):
         """Compute the rows whose inputs came with the batch: missing ones, and canaries to compare."""
         read, feature = self._read, self._of
         start_ns = time.monotonic_ns()
-        value, fingerprint = feature.compute(self._inputs, read.keys)
+        value, fingerprint, are_stored = feature.compute(self._inputs, read.keys)
         computed = Result(value, len(read.keys))
         self._counts.add("feature_compute_ns", time.monotonic_ns() - start_ns)
-        self._counts.add("feature_rows_computed", len(read.missing))
+        missing = set(read.missing)
+        stored = sum(itertools.compress((place in missing for place in read.places), are_stored))
+        self._counts.add("feature_rows_computed", len(missing) - stored)
+        if stored:  # by another process since, or in a store that only the rank reads
+            feature.count_read(self._counts, stored, layout_of(computed.layout).body_bytes)
         if self._bodies is not None:
             self._refuse_if_other(fingerprint)
             if computed.layout != read.layout:
@@ -424,7 +437,7 @@ class FeatureRows(ModuleRows):
             return
         stored = self._leaves([read.places[number] for number in numbers])
         if not is_close([reordered(leaf, numbers) for leaf in computed.leaves], stored):
-            raise self._of.refuse(read.keys[numbers[0]][0])
+            raise self._of.refuse(shown(read.keys[numbers[0]]))
         self._of.note_compared(len(numbers))
 
     def _refuse_if_other(self, fingerprint: str) -> None:

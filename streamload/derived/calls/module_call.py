@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from streamload.derived import log_once
+from streamload.derived.calls.feature_rows import shown
 from streamload.derived.proof.builds import Generators
 from streamload.derived.proof.code import Describer
 from streamload.derived.proof.fingerprint import Fingerprint, differences, torch_settings
@@ -148,17 +149,21 @@ class Call:
             self._check()
         if self.missing and not self.proof.has_settled:
             self._settle()
-        missing = set(self.missing)
-        hits = len(self.where) - sum(place in missing for place in self.where) if missing else len(self.where)
+        hits = sum(self.are_stored) if self.missing else len(self.where)
         self.counts.hits += hits
         self.counts.saved_seconds += hits * self.proof.seconds_per_row
-        self.counts.misses += len(missing)
+        self.counts.misses += len(self.missing)
         return self._put_together(self._compute_missing() if self.missing else None)
 
     @property
     def _label(self) -> str:
         """Name of the module in messages."""
         return label_of(self.module)
+
+    def _key(self, place: int) -> Any:
+        """Key of a row in messages."""
+        key = self.keys[self.first[place]]
+        return key if self._made_by is None else shown(key)
 
     def _now(self) -> Fingerprint:
         return self.proof.fingerprint(self.module, self.store, self._made_by)
@@ -183,6 +188,11 @@ class Call:
     def held(self) -> list[int]:
         """Places of the rows that are stored."""
         return [place for place, row in enumerate(self.stored) if row is not None]
+
+    @property
+    def are_stored(self) -> list[bool]:
+        """For each key, True if its row was there."""
+        return [self.stored[place] is not None for place in self.where]
 
     def _place(self, names: list[bytes]) -> None:
         """Give each name a place."""
@@ -247,13 +257,13 @@ class Call:
             for number, place in enumerate(self.where):
                 if digests[number] != digests[self.first[place]]:
                     raise FeatureMismatch(
-                        f"key {self.keys[number]!r} is given for two different inputs in one call: a key "
+                        f"key {self._key(place)!r} is given for two different inputs in one call: a key "
                         f"has to name one input"
                     )
 
     def _mismatch(self, place: int) -> None:
         self.counts.mismatches += 1
-        key = self.keys[self.first[place]]
+        key = self._key(place)
         if self.options.on_mismatch == "error":
             raise FeatureMismatch(
                 f"the row of key {key!r} was computed from another input: two samples share the key, the "
@@ -284,7 +294,7 @@ class Call:
         ][:most]
         if not places:
             return
-        key = self.keys[self.first[places[0]]]
+        key = self._key(places[0])
         args, kwargs = self.inputs.of([self.first[place] for place in places])
         count = None if self.rows is None else len(places)
         _, stored = self._joined(places)
