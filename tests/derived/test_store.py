@@ -175,6 +175,26 @@ def test_only_the_rank_reads_and_writes_a_mapping_of_features(shard: str, worker
     assert cache_info(again.module).stored == 0
 
 
+class ScaledMeans(Means):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * float(os.environ["SCALE_OF_THE_TEST"])
+
+
+def test_rows_of_a_mapping_are_checked_unless_that_is_off(
+    shard: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapping: MutableMapping[str, bytes] = {}
+    monkeypatch.setenv("SCALE_OF_THE_TEST", "1")
+    first = features_of(shard, Features(ScaledMeans(), store=mapping, dtype=torch.float16))
+    again = features_of(shard, Features(ScaledMeans(), store=mapping, dtype=torch.float16))
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    monkeypatch.setenv("SCALE_OF_THE_TEST", "2")  # nothing that a fingerprint covers
+    unchecked = Features(ScaledMeans(), store=mapping, dtype=torch.float16, check=False)
+    assert all(torch.equal(first[key], row) for key, row in features_of(shard, unchecked).items())
+    with pytest.raises(FeatureMismatch, match=r"the row of key '.*' of ScaledMeans isn't"):
+        features_of(shard, Features(ScaledMeans(), store=mapping, dtype=torch.float16))
+
+
 def test_rows_that_a_mapping_has_count_as_read(shard: str) -> None:
     mapping: MutableMapping[str, bytes] = {}
     features = Features(Means(), store=mapping)

@@ -21,25 +21,23 @@ from streamload.derived.calls.feature_rows import (
     RowKey,
     leaves_in,
     rows_of,
-    shown,
 )
 from streamload.derived.calls.module_cache import Cached, switches
-from streamload.derived.calls.module_call import Call
+from streamload.derived.calls.module_call import Call, SampleRows
 from streamload.derived.proof.fingerprint import Fingerprint, device_of
 from streamload.derived.proof.lazy import build, is_pending
 from streamload.derived.proof.module_proof import (
     Description,
     Options,
-    check_elsewhere,
     label_of,
     options_of,
     proof_of,
-    refuse_rows,
     refuse_stale,
 )
-from streamload.derived.proof.row_check import Rows, cast, is_close, map_tensors, on_cpu
+from streamload.derived.proof.row_check import cast, map_tensors
 from streamload.derived.store.results import Result, layout_of, overwrite, reordered
 from streamload.derived.store.row_store import Mapped, RowPlace, RowStore, open_store
+from streamload.derived.store.sealed import Row
 from streamload.errors import FeatureMismatch, FeatureNotCacheable, OptionError
 from streamload.metrics import Counts
 
@@ -120,7 +118,8 @@ class Features:
         self.dtype = dtype
         self.variants = variants
         self.images = images
-        self.is_checked = check and self.options.is_checked
+        if not check:
+            self.module.__dict__["_streamload_options"] = replace(self.options, check=False)
 
     def __repr__(self) -> str:
         return f"Features({self.label}, inputs={self.inputs!r})"
@@ -225,15 +224,20 @@ class BoundFeatures:
     def _canaries(self, fingerprint: Fingerprint) -> int:
         """Of how many stored rows a worker sends the inputs as well."""
         proof, is_built = proof_of(self.module), not is_pending(self.module)
-        return proof.unchecked(fingerprint, is_built) if self.features.is_checked else 0
+        return proof.unchecked(fingerprint, is_built) if self.features.options.is_checked else 0
 
     def fingerprint(self) -> Fingerprint | None:
         """Under which rows are found now; None: rows are neither read nor stored."""
         store = self._store()
         return None if store is None else proof_of(self.module).fingerprint(self.module, store, self._parts)
 
-    def compute(self, inputs: Any, keys: Sequence[RowKey]) -> tuple[Any, str, list[bool]]:
-        """Compute and store rows.
+    def compute(
+        self, inputs: Any, keys: Sequence[RowKey], stored: Mapping[int, Row], fingerprint: str
+    ) -> tuple[Any, str, list[bool]]:
+        """Compute and store rows, and check some of those that are stored.
+
+        Args:
+            stored, fingerprint: see SampleRows.
 
         Returns:
             the rows; the fingerprint under which they are stored; for each key, True if its row was stored.
@@ -242,27 +246,10 @@ class BoundFeatures:
         if store is None:
             with torch.no_grad():
                 return self._run(inputs), "", [False] * len(keys)
-        call = Call(module, self._run, store, (inputs,), {}, list(keys), self._parts)
+        samples = SampleRows(self._parts, self.features.dtype, stored, fingerprint)
+        call = Call(module, self._run, store, (inputs,), {}, list(keys), samples)
         value = call.result()
         return value, str(call.fingerprint), call.are_stored
-
-    def check(self, inputs: Any, keys: Sequence[RowKey], leaves: Sequence[Any]) -> bool:
-        """Let another process compute stored rows again; False: the module is built, and has to."""
-        module, store = self.module, self._store()
-        if store is None or not is_pending(module):
-            return False
-        fingerprint = self.fingerprint()
-        if fingerprint is not None and self._canaries(fingerprint):
-            rows = Rows((on_cpu(inputs),), {}, len(keys), on_cpu(list(leaves)), self.features.dtype)
-            check_elsewhere(module, store, fingerprint, shown(keys[0]), rows)
-        return True
-
-    def refuse(self, key: Any) -> FeatureMismatch:
-        """Let no row be served any more, of which one isn't what is computed now; the error to raise."""
-        store, fingerprint = self._store(), self.fingerprint()
-        assert store is not None
-        assert fingerprint is not None
-        return refuse_rows(self.module, store, fingerprint, key)
 
     def refuse_stale(self, *, wait: bool = False) -> None:
         """Raise a FeatureMismatch if a check has found one; `wait` for it, a while."""
@@ -273,11 +260,6 @@ class BoundFeatures:
     def placed(self, value: Any) -> Any:
         """A result on the loader's device."""
         return _to(value, self._device)
-
-    def note_compared(self, rows: int) -> None:
-        """Note that so many canaries were compared: a derived shard may have had them, and not the store."""
-        proof = proof_of(self.module)
-        proof.canaries = max(0, proof.canaries - rows)
 
     def count_read(self, counts: Counts, rows: int, row_bytes: int) -> None:
         """Count stored rows of a batch."""
@@ -381,9 +363,7 @@ class FeatureRows(ModuleRows):
     def _made(self) -> Any:
         read, feature = self._read, self._of
         feature.refuse_stale()
-        if not read.keys or (
-            not read.missing and feature.check(self._inputs, read.keys, self._leaves(read.places))
-        ):
+        if not read.keys:
             self._refuse_if_other(str(feature.fingerprint() or ""))
             return layout_of(read.layout).build(self._leaves())
         value, computed = self._computed()
@@ -401,11 +381,14 @@ class FeatureRows(ModuleRows):
     def _computed(self) -> tuple[Any, Result]:
         """Compute the rows whose inputs came with the batch: missing ones, and canaries to compare."""
         read, feature = self._read, self._of
-        start_ns = time.monotonic_ns()
-        value, fingerprint, are_stored = feature.compute(self._inputs, read.keys)
+        start_ns, missing, canaries = time.monotonic_ns(), set(read.missing), dict[int, Row]()
+        if self._bodies is not None:
+            places = ((number, place) for number, place in enumerate(read.places) if place not in missing)
+            bodies = self._bodies.numpy()
+            canaries = {number: Row(read.layout, bodies[place].tobytes(), 0) for number, place in places}
+        value, fingerprint, are_stored = feature.compute(self._inputs, read.keys, canaries, read.fingerprint)
         computed = Result(value, len(read.keys))
         self._counts.add("feature_compute_ns", time.monotonic_ns() - start_ns)
-        missing = set(read.missing)
         stored = sum(itertools.compress((place in missing for place in read.places), are_stored))
         self._counts.add("feature_rows_computed", len(missing) - stored)
         if stored:  # by another process since, or in a store that only the rank reads
@@ -416,29 +399,12 @@ class FeatureRows(ModuleRows):
                 raise FeatureNotCacheable(
                     "rows of this batch have different shapes, so they can't be one batch"
                 )
-            self._refuse_unlike(computed)
         return value, computed
 
-    def _leaves(self, places: Sequence[int] | None = None) -> list[Any]:
-        """The leaves of the stored rows: of all places of the batch, or of some."""
+    def _leaves(self) -> list[Any]:
+        """The leaves of the stored rows."""
         assert self._bodies is not None
-        leaves = leaves_in(self._bodies, layout_of(self._read.layout))
-        return leaves if places is None else [reordered(leaf, places) for leaf in leaves]
-
-    def _refuse_unlike(self, computed: Result) -> None:
-        """Compare the canaries with what was computed for them: a derived shard may have them, or the store.
-
-        Raises:
-            FeatureMismatch: a row isn't what the module computes now.
-        """
-        read, missing = self._read, set(self._read.missing)
-        numbers = [number for number, place in enumerate(read.places) if place not in missing]
-        if not numbers:
-            return
-        stored = self._leaves([read.places[number] for number in numbers])
-        if not is_close([reordered(leaf, numbers) for leaf in computed.leaves], stored):
-            raise self._of.refuse(shown(read.keys[numbers[0]]))
-        self._of.note_compared(len(numbers))
+        return leaves_in(self._bodies, layout_of(self._read.layout))
 
     def _refuse_if_other(self, fingerprint: str) -> None:
         if fingerprint != self._read.fingerprint:

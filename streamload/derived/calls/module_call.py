@@ -10,6 +10,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -89,12 +90,29 @@ def _naming(digest: bytes) -> Naming:
     return Naming(digest, b"", is_row=False)
 
 
+@dataclass(frozen=True)
+class SampleRows:
+    """Rows of samples, whose keys stand for their inputs, too.
+
+    Attributes:
+        made_by: what makes an input from a sample: a part of the fingerprint.
+        dtype: see `row_check.Rows`.
+        stored: rows that came with the samples, by the places of their keys.
+        fingerprint: of these, as hexadecimal digits.
+    """
+
+    made_by: Mapping[str, Any]
+    dtype: torch.dtype | None
+    stored: Mapping[int, Row]
+    fingerprint: str
+
+
 class Call:
     """One call with keys. Rows go by the places of their keys among `unique`, where each key is once.
 
     Args:
         run: calls the module without keys, once it is built.
-        made_by: what makes the input, if a key stands for that, too: a part of the fingerprint.
+        samples: of which the rows are; None: of a user's inputs.
 
     Raises:
         OptionError: keys that can't be used, or not one for each row.
@@ -109,10 +127,10 @@ class Call:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         cache_key: Any,
-        made_by: Mapping[str, Any] | None = None,
+        samples: SampleRows | None = None,
     ):
         self.module, self.run, self.store, self.options = module, run, store, options_of(module)
-        self._made_by = made_by
+        self._samples = samples
         self.counts = store.counts
         values = [*args, *kwargs.values()]
         keys = keys_of(cache_key, values)
@@ -163,10 +181,11 @@ class Call:
     def _key(self, place: int) -> Any:
         """Key of a row in messages."""
         key = self.keys[self.first[place]]
-        return key if self._made_by is None else shown(key)
+        return key if self._samples is None else shown(key)
 
     def _now(self) -> Fingerprint:
-        return self.proof.fingerprint(self.module, self.store, self._made_by)
+        made_by = None if self._samples is None else self._samples.made_by
+        return self.proof.fingerprint(self.module, self.store, made_by)
 
     def _look_up(self) -> None:
         """Read the rows that are there."""
@@ -177,6 +196,9 @@ class Call:
         )
         rows = self.store.read([name for name in self.unique if len(name) == KEY_BYTES], self._label)
         self.stored: list[Row | None] = list(map(rows.get, self.unique))
+        if self._samples is not None and self._samples.fingerprint == str(self.fingerprint):
+            for number, row in self._samples.stored.items():
+                self.stored[self.where[number]] = row
         for layout in {row.layout for row in rows.values()}:
             self._drop_unreadable(layout)
         self._spot_check()
@@ -286,11 +308,12 @@ class Call:
         most = self.proof.unchecked(self.fingerprint, is_built)
         if not most:
             return
-        digests = self.inputs.digests(self.first) if self.inputs.leaves else []
+        digests = self.inputs.digests(self.first) if self.inputs.leaves else [0] * len(self.first)
+        are_of_samples = self._samples is not None  # whose keys stand for the inputs
         places = [
             place
-            for place, (row, digest) in enumerate(zip(self.stored, digests, strict=False))
-            if row is not None and digest and digest == row.input_digest
+            for place, (row, digest) in enumerate(zip(self.stored, digests, strict=True))
+            if row is not None and (are_of_samples or (digest and digest == row.input_digest))
         ][:most]
         if not places:
             return
@@ -299,8 +322,9 @@ class Call:
         count = None if self.rows is None else len(places)
         _, stored = self._joined(places)
         if not is_built:
-            rows = Rows(on_cpu(args), on_cpu(kwargs), count, on_cpu(stored))
-            check_elsewhere(self.module, self.store, self.fingerprint, key, rows)
+            dtype = None if self._samples is None else self._samples.dtype
+            check = Rows(on_cpu(args), on_cpu(kwargs), count, on_cpu(stored), dtype)
+            check_elsewhere(self.module, self.store, self.fingerprint, key, check)
             return
         self.proof.canaries -= len(places)
         computed = Result(self._detached(args, kwargs), count)
