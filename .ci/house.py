@@ -1,0 +1,91 @@
+"""Print the figures of the package's shape: what may only fall, by the code of today.
+
+Usage: python .ci/house.py. The kernel is all modules that the contract "The kernel imports no extension" in
+pyproject.toml doesn't list. Two runs of a plain batch are traced, which takes some seconds.
+"""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import grimp
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import streamload  # noqa: E402
+from streamload.worker import EpochStart, WorkerConfig  # noqa: E402
+from streamload.worker.messages import Batch  # noqa: E402
+from tests.project.test_house import traced  # noqa: E402
+
+
+def listed(name: str) -> str:
+    """The text of a list of that contract."""
+    text = (ROOT / "pyproject.toml").read_text()
+    contract = text[text.index('name = "The kernel imports no extension"') :]
+    return re.search(rf"^{name} = \[\n(.*?)^\]", contract, re.MULTILINE | re.DOTALL)[1]
+
+
+def matching(name: str) -> re.Pattern[str]:
+    """Matches the modules of a list."""
+    patterns = re.findall(r'"([\w.*]+)"', listed(name))
+    return re.compile("|".join(re.escape(each).replace(r"\*\*", r"[\w.]+") for each in patterns))
+
+
+def rooms() -> Iterator[str]:
+    """The rooms of each group of features."""
+    for group in re.split(r"^ *# ", listed("protected_modules"), flags=re.MULTILINE)[1:]:
+        title, _, modules = group.partition("\n")
+        names = sorted(set(re.findall(r'"streamload\.(\w+)', modules)))
+        yield f"{title}: {', '.join(names)}"
+
+
+def main() -> None:
+    """Print a figure a line."""
+    graph = grimp.build_graph("streamload")
+    features, no_kernel = matching("protected_modules"), matching("allowed_importers")
+    kernel = {module for module in graph.modules if not no_kernel.fullmatch(module)}
+    into = [
+        (a, b) for a in kernel for b in graph.find_modules_directly_imported_by(a) if features.fullmatch(b)
+    ]
+    lines, classes = {}, defaultdict(set)
+    for path in (ROOT / "streamload").rglob("*.py"):
+        text = path.read_text()
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        lines[module] = text.count("\n")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name].add(module)
+    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
+        runs = [traced(Path(folder)) for folder in (first, second)]
+    batch = min(runs, key=lambda run: len(run["cold"]))
+    names = subprocess.run(
+        [sys.executable, ROOT / ".ci" / "names.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    signature = inspect.signature(streamload.make_loader)
+    parameters = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    several = sorted(name for name, modules in classes.items() if len(modules) > 1)
+    for figure, value in {
+        "imports from the kernel into features": len(into),
+        "modules that a plain batch runs, warm / cold": f"{len(batch['warm'])} / {len(batch['cold'])}",
+        "lines of the package; of the kernel": f"{sum(lines.values()):,}; "
+        f"{sum(lines[module] for module in kernel if module in lines):,} in {len(kernel)} modules",
+        "names that say nothing": names.stdout.strip(),
+        "fields of Batch / EpochStart / WorkerConfig": " / ".join(
+            str(len(inspect.signature(message).parameters)) for message in (Batch, EpochStart, WorkerConfig)
+        ),
+        "class names in several modules": f"{len(several)} {' '.join(several)}",
+        "rooms of features": "; ".join(rooms()),
+        "parameters of make_loader": len(parameters),
+        "names at the top level": len(streamload.__all__),
+    }.items():
+        print(f"{figure}: {value}")
+
+
+main()
