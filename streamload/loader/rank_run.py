@@ -32,7 +32,7 @@ _REPORTS = "streamload.reports"
 
 
 class RankRun:
-    """The run, for one part (extension.Run).
+    """The run for the part of one extension: implements `extension.Run`, whose docstrings are the contract.
 
     Args:
         name: of the extension.
@@ -169,11 +169,11 @@ class RankRun:
 
 
 class RankParts:
-    """The parts of a loader in its rank.
+    """All parts of a loader's extensions in its rank: each hook of `extension.RankPart`, for all of them.
 
     Args:
         extensions: of the loader.
-        run: gives the run as the extension of a name sees it.
+        run: the run for the extension of a name.
         reports: makes the part that takes the training's reports where no other does.
 
     Attributes:
@@ -212,21 +212,21 @@ class RankParts:
         return next((part.reported for part in self.by_name.values() if part.takes_reports), ())
 
     def start_epoch(self, start: int) -> list[Event]:
-        """The events of an epoch that starts at a position; see extension.RankPart."""
+        """Return the events of all parts for an epoch that starts at a position."""
         return [event for part in self.by_name.values() for event in part.start_epoch(start)]
 
     def before_batch(self) -> None:
-        """A batch is asked for, and not yet waited for: parts decide."""
+        """Let parts decide: the training loop asks for a batch, and doesn't wait for it yet."""
         for part in self.by_name.values():
             part.before_batch()
 
     def taken(self, batch: TakenBatch) -> None:
-        """A batch is taken from its worker."""
+        """Pass a batch on that was taken from its worker."""
         for part in self.by_name.values():
             part.taken(batch)
 
     def yielded(self, messages: Mapping[str, bytes], values: dict[str, Any]) -> dict[str, Any]:
-        """The fields of a batch's info that follow from its messages.
+        """Return the fields of a batch's info that follow from its messages.
 
         Args:
             messages: of the parts in the worker, by name.
@@ -238,13 +238,13 @@ class RankParts:
         return fields
 
     def values(self, info: YieldedInfo) -> dict[str, Any]:
-        """The values that they add to a batch."""
+        """Return the values that parts add to a batch, by name."""
         return {name: value for part in self.by_name.values() for name, value in part.values(info).items()}
 
     def metrics(self) -> dict[str, float]:
-        """Their numbers for the published page, each by its name after that of its extension.
+        """Return the parts' numbers for the published page, named `extension.number`.
 
-        A name that the page had, and no part has now, is NaN, which takes it away. What a part raises is
+        A number that the page had, and no part has now, is NaN, by which the page drops it. A part's error is
         logged once: the training goes on, and so does the page, without the part's numbers.
         """
         numbers = dict.fromkeys(self._shown, math.nan)
@@ -259,7 +259,7 @@ class RankParts:
         return numbers
 
     def shaped(self, values: dict[str, Any]) -> dict[str, Any]:
-        """A batch's values as the training loop gets them."""
+        """Return a batch's values as the training loop gets them."""
         for part in self.by_name.values():
             values = part.shaped(values)
         return values
@@ -270,34 +270,34 @@ class RankParts:
             part.end_epoch()
 
     def state(self, position: int) -> dict[str, Any]:
-        """Their keys of a state."""
+        """Return the parts' keys of a state."""
         parts = [part.state(position) for part in self.by_name.values()]
         return {key: value for part in parts for key, value in part.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue after a state."""
+        """Continue all parts after a state."""
         for part in self.by_name.values():
             part.load(state)
 
     def gathered(self, state: Mapping[str, Any], position: int) -> dict[str, Any]:
-        """Their keys of the state of all ranks."""
+        """Return the parts' keys of the state of all ranks."""
         parts = [part.gathered(state, position) for part in self.by_name.values()]
         return {key: value for part in parts for key, value in part.items()}
 
     def event_set(self, event: Event, reason: Mapping[str, Any]) -> None:
-        """Weights or a batch size were set."""
+        """Tell parts that weights or a batch size were set."""
         for part in self.by_name.values():
             part.event_set(event, reason)
 
     def report(self, values: Mapping[str, Any], info: YieldedInfo, rows: Any) -> None:
-        """Take what the training reports of rows of a batch."""
+        """Pass on what the training reports of rows of a batch; the first report makes a part for them."""
         if not any(part.takes_reports for part in self.by_name.values()):
             self.by_name = {**self.by_name, _REPORTS: self._reports()}
         for part in self.by_name.values():
             part.report(values, info, rows)
 
     def report_eval(self, values: Mapping[str, Any]) -> None:
-        """Take losses on held-out data, by source."""
+        """Pass on losses on held-out data, by source."""
         for part in self.by_name.values():
             part.report_eval(values)
 

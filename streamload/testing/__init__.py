@@ -1,1 +1,1 @@
-"""Test helpers for users: shards, a misbehaving server, a faulty origin, and a check of exact resumption."""
+"""Test helpers for users: shards, servers and origins that fail, exact resumption, a suite for extensions."""
