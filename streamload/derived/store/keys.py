@@ -70,6 +70,8 @@ def key_bytes(key: Any) -> bytes:
         return b"s" + key.encode("utf-8", "surrogatepass")
     if type(key) is int:
         return b"i%d" % key
+    if isinstance(key, tuple):
+        return b"(" + b"".join([b"%d:%b" % (len(part), part) for part in map(key_bytes, key)])
     if isinstance(key, (bool, np.bool_)):
         return b"b1" if key else b"b0"
     if isinstance(key, (int, np.integer)):
@@ -78,9 +80,6 @@ def key_bytes(key: Any) -> bytes:
         return b"f" + float(key).hex().encode()
     if isinstance(key, bytes):
         return b"y" + key
-    if isinstance(key, tuple):
-        parts = [key_bytes(inner) for inner in key]
-        return b"(" + b"".join(b"%d:" % len(part) + part for part in parts)
     if isinstance(key, str):
         return b"s" + str(key).encode("utf-8", "surrogatepass")
     if isinstance(key, (torch.Tensor, np.ndarray)) and key.ndim == 0:
