@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import enum
 import functools
@@ -23,7 +24,6 @@ import io
 import json
 import logging
 import pathlib
-import pickle
 import random
 import re
 import struct
@@ -68,7 +68,7 @@ _USED_UP = (
     torch.Generator,
 )
 _GLOBAL_RANDOM = random.random.__self__  # type: ignore[attr-defined]
-_LONG = 256
+_LONG, _PROTOCOL = 256, 4
 _SLOTS = (types.GetSetDescriptorType, types.MemberDescriptorType, type(_Pair.first))
 _SAME_FOR_RESULTS = (logging.Logger, logging.LoggerAdapter)
 _STEPS = 3
@@ -274,7 +274,7 @@ class Describer:
         return ["object", self.reach(type(value), where), described]
 
     def _state(self, value: Any, where: str) -> Any:
-        """Of an object of C, the arguments that pickle makes it again from.
+        """Of an object of C, the arguments that a copy of it is made from.
 
         None: there are none, they aren't those of an equal object, or they change as the object is used.
         """
@@ -283,7 +283,7 @@ class Describer:
         if isinstance(value, _USED_UP):
             return None
         try:
-            twin = pickle.loads(pickle.dumps(value))
+            twin = copy.deepcopy(value)
             state, of_twin = (self.value(_reduced(member), where) for member in (value, twin))
         except Exception:
             return None
@@ -414,7 +414,7 @@ def _attributes(value: Any) -> dict[str, Any] | None:
 
 def _reduced(value: Any) -> list[Any]:
     """What `__reduce_ex__` returns, with long text as its digest."""
-    reduced = value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+    reduced = value.__reduce_ex__(_PROTOCOL)
     return [reduced] if isinstance(reduced, str) else list(map(_plain, reduced))
 
 
