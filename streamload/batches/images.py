@@ -230,7 +230,7 @@ class _Planned(NamedTuple):
 
 
 class Places:
-    """Where a batch's images lie in its memory; computed once for each pooled buffer."""
+    """Places of a batch's images in its memory; computed once for each pooled buffer."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], Sequence[Place]]] = {}

@@ -39,7 +39,7 @@ class BlockBounds(NamedTuple):
     rows: npt.NDArray[np.int32]
 
     def at(self, position: int) -> Bounds | None:
-        """Those of the step at a global position; None outside of the block."""
+        """Return the widths of the step at a global position; None outside of the block."""
         if not self.begin <= position < self.end:
             return None
         number = (position - self.begin) * len(self.rows) // (self.end - self.begin)

@@ -153,7 +153,7 @@ class Tier(Directory):
                 raise CacheError(f"{self.root / kind} is a symbolic link: a cache keeps to its own directory")
 
     def _orphans(self, parts: Iterable[Path], stopped: Collection[Path]) -> list[Orphan] | None:
-        """Those of a shard's parts that have no live filler; None if one has. Under the lock.
+        """Return the parts of a shard if none has a live filler, else None. Called under the lock.
 
         A part that has vanished since it was listed had a live filler: its shard may be published by now.
         """

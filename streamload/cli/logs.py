@@ -113,7 +113,7 @@ def writes_json() -> bool:
 
 
 def progress_console() -> Console:
-    """Where progress is shown: stderr, or nowhere if that gets JSON lines."""
+    """Stream that progress is shown on: stderr, or none if that gets JSON lines."""
     from rich.console import Console
 
     return Console(stderr=True, quiet=writes_json())

@@ -65,7 +65,7 @@ RayCpus = Annotated[float, typer.Option(min=0.01, help="With --ray: what each sh
 
 
 def roots_of(cache_dirs: list[str] | None) -> list[Path]:
-    """Where this node's runs are: the caches that were named, else those that a loader here would use."""
+    """Directories of this node's runs: the named caches, else those that a loader here would use."""
     from streamload.cache.placement import memory_root
 
     if cache_dirs:

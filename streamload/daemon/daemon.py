@@ -41,7 +41,7 @@ _MARGIN_SHARE = 0.2
 _TIDIED = 16
 """Leases of others, on shards that are no longer missing, that are looked at in one round."""
 _CROWD = 4
-"""Where others work on the same list, a daemon picks at random among this many tasks for each thread."""
+"""A daemon that shares its list with others picks at random among this many tasks for each thread."""
 
 
 class Daemon:

@@ -46,7 +46,7 @@ class Notice:
 
     @property
     def by(self) -> str:
-        """Who gave the notice: a signal or a cloud; "" if nobody has."""
+        """Source of the notice: a signal or a cloud; "" if there was none."""
         return self._word["first"][0] if self._word else ""
 
     def seconds_left(self) -> float:

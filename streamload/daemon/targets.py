@@ -1,4 +1,4 @@
-"""Where a daemon delivers shards: the tier of its node, or a shared tier."""
+"""Targets of a daemon: the tier of its node, or a shared tier."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_MISSES = 64
 
 
 class WarmTarget(Protocol):
-    """Where shards are delivered. Thread-safe.
+    """Target that shards are delivered to. Thread-safe.
 
     Attributes:
         has_copies: whether delivered shards are also kept outside the tier of this node, and may be evicted.

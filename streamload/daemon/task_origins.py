@@ -1,4 +1,4 @@
-"""Where a daemon's tasks get their bytes: origins, under one cap of bytes per second."""
+"""Origins of a daemon's tasks, under one cap of bytes per second."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ class RunPosition(Protocol):
 
     @property
     def events(self) -> Sequence[Event]:
-        """Those that hold from the position on, and later ones."""
+        """Events that hold from the position on, and later ones."""
         ...
 
     @property
@@ -287,7 +287,7 @@ class RecordedEvents(Protocol):
         ...
 
     def events(self, sequence: int, position: int) -> list[Event]:
-        """Those of a sequence that hold from a position on, and later ones."""
+        """Return the events of a sequence that hold from a position on, and later ones."""
         ...
 
 

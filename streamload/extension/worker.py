@@ -152,7 +152,7 @@ class WorkerProcess(Protocol):
 
 
 class StepsStart(Protocol):
-    """Where the steps of an epoch begin and end (worker.messages.EpochStart)."""
+    """Start and end of an epoch's steps (worker.messages.EpochStart)."""
 
     @property
     def start(self) -> StepStart:

@@ -34,7 +34,7 @@ _BETWEEN = ("torch.utils.data.", "streamload.")
 
 
 class Destination:
-    """Where a loader's batches go.
+    """Destination of a loader's batches.
 
     Args:
         given: the loader's `device=`.
@@ -61,7 +61,7 @@ class Destination:
             self._placed = torch.device(device)
 
     def expected(self) -> torch.device:
-        """Where batches go, if nothing else is around the loader than a plain loop."""
+        """Destination of batches in a plain loop."""
         return self._chosen(Surroundings()) or torch.device("cpu")
 
     def settle(self) -> bool:

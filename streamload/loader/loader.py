@@ -560,7 +560,7 @@ class Loader(DataLoaderInterface):
         return epoch
 
     def _settle_device(self) -> None:
-        """Where this epoch's batches go; workers that made images for another kind of place are ended."""
+        """Return this epoch's destination; ends workers that made images for another kind of place."""
         if self._destination.settle():
             self.close()
         device = self.observer.device = self._destination.device

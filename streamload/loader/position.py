@@ -1,4 +1,4 @@
-"""Where a rank is in its run: the epoch of the training loop, and the position in the sample sequence."""
+"""Position of a rank in its run: the epoch of the training loop, and the place in the sample sequence."""
 
 from __future__ import annotations
 

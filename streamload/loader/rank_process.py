@@ -151,7 +151,7 @@ class LoopClock:
         self.wait_began_ns = int(since * 1e9)
 
     def wait_ended(self, since: float) -> int:
-        """It waits no longer; returns for how many nanoseconds it did."""
+        """End the wait; return its nanoseconds."""
         self._control.want(False)
         self.wait_began_ns, waited_ns = 0, int((time.monotonic() - since) * 1e9)
         self._counted_until_ns, self._waited_ns = time.monotonic_ns(), self._waited_ns + waited_ns

@@ -423,7 +423,7 @@ class RunSchedule:
         return position if block is None or block.begin == position else block.end
 
     def _over_more_shards(self, saved: OrderSpec, position: Position) -> Position:
-        """Where to resume with more shards than the state has.
+        """Position to resume from with more shards than the state has.
 
         Raises:
             StateMismatch: in the middle of an epoch, which keeps the shards that it started with.

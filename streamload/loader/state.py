@@ -258,7 +258,7 @@ def check_options(saved: OrderSpec, position: Position, options: LoaderOptions) 
 
 
 def from_block(options: LoaderOptions, saved: OrderSpec, ours: OrderSpec, position: Position) -> Position:
-    """Where to resume with other blocks than the state's.
+    """Position to resume from with other blocks than the state's.
 
     Args:
         options: the loader's.
@@ -290,7 +290,7 @@ def from_block(options: LoaderOptions, saved: OrderSpec, ours: OrderSpec, positi
 
 
 def of_ranks(options: LoaderOptions, topology: Topology, position: Position) -> Position:
-    """Where to resume with another batch size than the state's, which replaces those that were set.
+    """Position to resume from with another batch size than the state's, which replaces those that were set.
 
     Raises:
         StateMismatch: the ranks can't share a step that has the size that was set.

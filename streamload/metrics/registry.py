@@ -153,7 +153,7 @@ STAGES = (
         high="duration: data is never late",
     ),
 )
-"""Where the time goes. All but the last two are of workers; with num_workers=0 they are of the training."""
+"""Seconds by stage. All but the last two are of workers; with num_workers=0 they are of the training."""
 
 METRICS: tuple[Metric, ...] = (
     counted("origin_requests", "requests sent to origins, including retries"),

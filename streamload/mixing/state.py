@@ -75,7 +75,7 @@ class SteeringState:
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any], sources: int) -> SteeringState | None:
-        """Those in a loader's state; None if it has none.
+        """Read steering from a loader's state; None if it has none.
 
         Raises:
             StateMismatch: they are damaged, or of another number of sources.

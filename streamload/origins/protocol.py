@@ -108,7 +108,7 @@ class Stream(Protocol):
 
 
 class Origin(Protocol):
-    """Where one shard lives. Not thread-safe, not picklable; created in the process that uses it.
+    """Origin of one shard. Not thread-safe, not picklable; created in the process that uses it.
 
     Subclasses inherit `read` and `close`.
 

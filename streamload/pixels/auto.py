@@ -1,4 +1,4 @@
-"""Where the images of a training are decoded, chosen by its first steps: `Images(decode="auto")`.
+"""The choice of a training's decoder by its first steps: `Images(decode="auto")`.
 
 Workers decode until then. The choice is one for all ranks, an event of the run: it holds from the first step
 on that no worker has begun, and is part of the state.

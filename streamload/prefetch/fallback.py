@@ -37,7 +37,7 @@ _MOST_FAILURES = 3
 """After this many disk failures all shards go to the fallback tier."""
 _MEMORY = memory.PLACE
 _SHARE = 4
-"""It may take a quarter of the free memory of machine and container."""
+"""The fallback tier may take a quarter of the free memory of machine and container."""
 _NO_FLOOR = FreeDisk(size_bytes=0)  # its limit, a share of what is free, leaves enough
 _LEAST_BYTES = 1 << 20
 """The smallest fallback tier of any use."""

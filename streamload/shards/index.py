@@ -106,7 +106,7 @@ class IndexReader:
 
     @property
     def directory(self) -> Path:
-        """Where the files are now: the directory may have been renamed since they were opened."""
+        """Path of the files now: the directory may have been renamed since they were opened."""
         return Path(f"/proc/self/fd/{self._names.number}").readlink().parent
 
     @property

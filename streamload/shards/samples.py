@@ -178,12 +178,12 @@ class Entry(NamedTuple):
 
     @property
     def start(self) -> int:
-        """Where the first payload begins in the tar."""
+        """Offset of the first payload in the tar."""
         return self.members[0][1]
 
     @property
     def stop(self) -> int:
-        """Where the last payload ends in the tar."""
+        """End of the last payload in the tar."""
         _, start, size = self.members[-1]
         return start + size
 
@@ -326,7 +326,7 @@ class ShardScanner:
 
     @property
     def stop(self) -> int:
-        """Where the end marker begins, or would begin."""
+        """Offset at which the end marker begins, or would begin."""
         return self._parser.stop
 
     @property

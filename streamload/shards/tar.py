@@ -113,7 +113,7 @@ class TarParser:
 
     @property
     def stop(self) -> int:
-        """Where the end marker begins, or would begin."""
+        """Offset at which the end marker begins, or would begin."""
         return self._header_start if self.ended else self.position
 
     @property

@@ -89,7 +89,7 @@ class ExtensionContract:
             assert list(samples_of(kept)) == list(samples_of(expected))
 
     def test_it_is_the_same_after_it_was_pickled(self, tmp_path: Path) -> None:
-        """It is compared by its values, and goes to workers by pickle."""
+        """The spec is compared by its values, and goes to workers by pickle."""
         for extension in self.forms(tmp_path):
             assert pickle.loads(pickle.dumps(extension)) == extension
 
@@ -133,7 +133,7 @@ class ExtensionContract:
             assert plain.state_dict().keys().isdisjoint(self.state_keys)
 
     def test_a_damaged_state_fails(self, tmp_path: Path) -> None:
-        """It isn't taken for a sound one, also where nothing else notices the damage."""
+        """A damaged state isn't taken for a sound one, also where nothing else notices the damage."""
         urls = self.write_data(tmp_path / "shards")
         with self.make(urls, cache_dir=tmp_path / "cache") as loader:
             next(iter(loader))

@@ -141,7 +141,7 @@ class Visit(NamedTuple):
 
 
 class EpochStart(NamedTuple):
-    """Where the workers start and end; the rank writes it into the control block before each epoch."""
+    """Start and end of the workers' epoch; the rank writes it into the control block before each epoch."""
 
     start: StepStart
     """Of the steps; an epoch that resumes another is of the same sequence."""
@@ -188,7 +188,7 @@ class EpochChange(NamedTuple):
     """Events since an epoch's start."""
 
     events: Sequence[Event]
-    """Those that set weights and sizes may be left out where they were over when it was written."""
+    """Without events that set weights or sizes and were over when this was written."""
     steps: int | None
     """Number of steps of the epoch since its start."""
     generation: int = 0

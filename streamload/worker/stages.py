@@ -1,4 +1,4 @@
-"""Where a worker's time goes: reading, decoding, resizing, tokenizing, collating, hand-over (steps H to J).
+"""Times of a worker's stages: reading, decoding, resizing, tokenizing, collating, hand-over (steps H to J).
 
 Time stamps are per batch and per row of reads, not per image; how the time with images divides into decoding
 and resizing follows from one image of 16 (batches/images.py).
@@ -104,11 +104,11 @@ class Stages:
             self._counts.add("read_ns", self._read_ns)
 
     def begin_read(self) -> None:
-        """A row of samples is read from here on."""
+        """Start the clock of reading."""
         self._read_began, self._waited_before = monotonic_ns(), self._waited_ns()
 
     def end_read(self) -> None:
-        """It was read."""
+        """Stop the clock of reading."""
         waited_ns = self._waited_ns() - self._waited_before
         self._read_ns += max(0, monotonic_ns() - self._read_began - waited_ns)
 

@@ -40,7 +40,7 @@ _LOOK_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class SharedOptions:
-    """Where the shared cache is, and whether a run writes to it.
+    """Location of the shared cache, and whether a run writes to it.
 
     Args:
         url: see Objects.

@@ -52,7 +52,7 @@ def rows_at(directory: str | None, *, writable: bool = False) -> AbstractContext
 def places_of(
     directory: str | None, shared_cache: str | None, shared_cache_options: str | None
 ) -> list[RowShards]:
-    """Where a command looks for derived shards: this node's caches that exist, and the shared cache."""
+    """Places where derived shards are looked up: this node's caches that exist, and the shared cache."""
     from streamload.cache.shared.objects import Objects, refuse_url
     from streamload.cache.tier import Tier
     from streamload.derived.store.shard_catalog import NodeRowShards, SharedRowShards

@@ -190,7 +190,7 @@ def _verify_rows(root: Path, show: Callable[..., None], *, delete: bool) -> tupl
 
 
 DamagedShard = tuple[str, "HeldRows", tuple[str, ...]]
-"""Where it is, the derived shard, and what is wrong."""
+"""Place, derived shard, and what is wrong with it."""
 
 
 def _verify_shards(

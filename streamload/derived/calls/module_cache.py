@@ -53,7 +53,7 @@ class Switches:
 
 switches = Switches()
 places: set[RowPlace] = set()
-"""Where the rows of this process's decorated classes go."""
+"""Places of the rows of this process's decorated classes."""
 
 
 @overload

@@ -80,7 +80,7 @@ def named_preparation(prepare: str, settings: Settings) -> RunPreparation:
 
 
 def possible_preparations(prepare: str | None, settings: Settings, transform: Any) -> list[RunPreparation]:
-    """Those in which the cache may have the run's data."""
+    """Return the preparations in which the cache may have the run's data."""
     if prepare is None:
         return [UNPREPARED]
     if prepare != AUTO:

@@ -87,7 +87,7 @@ def built_parts(module: torch.nn.Module, describer: Describer) -> dict[str, Any]
 
 
 def device_of(module: torch.nn.Module) -> torch.device:
-    """Where the first weight of a built module is; the CPU if it has none."""
+    """Device of a built module's first weight; the CPU if it has none."""
     for child in module.modules():
         for tensor in tensors_of(child):
             return tensor.device

@@ -63,7 +63,7 @@ class Pending:
 
     @property
     def device(self) -> torch.device:
-        """Where the module will be, as far as calls have said."""
+        """Device of the module to be, as far as calls have moved it."""
         moves = [arguments[0] for method, arguments, _ in self.asked if method == "_apply"]
         if self._device is None or self._device[0] != len(moves):
             probe = torch.empty(0)
@@ -278,7 +278,7 @@ os.register_at_fork(after_in_child=_new_lock)
 
 
 def _meaning_of(fn: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
-    """Where a function moves tensors and what types it gives them; None: it does something else to them."""
+    """Device and dtype that a function moves tensors to; None: it does something else to them."""
     results = []
     try:
         with torch.no_grad():

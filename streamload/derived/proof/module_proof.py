@@ -274,7 +274,7 @@ def _parts_of_version(version: str, training: bool, device: str) -> dict[str, An
 
 
 def device_now(module: Any) -> torch.device:
-    """Where a module is, or will be once it is built."""
+    """Device of a module, or of one that is still to be built."""
     proof = proof_of(module)
     if is_pending(module):
         believed = proof.believed

@@ -311,7 +311,7 @@ class RowCheck:
 
 
 _running: list[RowCheck] = []
-"""Those without a verdict, and those that have found a difference."""
+"""Checks without a verdict, and those that found a difference."""
 
 
 def module_bytes(value: Module | Rows) -> bytes:

@@ -64,7 +64,7 @@ class MemoryRows:
         return self.read((key,)).get(key) if self._share.was_refused else self._rows.get(key)
 
     def read(self, keys: Iterable[bytes]) -> dict[bytes, Row]:
-        """Those of some rows that are here; they are the last to go, once any have to."""
+        """Return the rows of these keys that are held; they become the last to be evicted."""
         get = self._rows.get
         rows = {key: row for key in keys if (row := get(key)) is not None}
         if self._share.was_refused:

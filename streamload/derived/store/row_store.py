@@ -1,4 +1,4 @@
-"""Where a cached module's rows are: on disk, with `MEMORY` also in the process, or in a user's own mapping.
+"""Stores of a cached module's rows: on disk, with `MEMORY` also in the process, or in a user's own mapping.
 
 Where the directory can't be used there is no store, which is said once: modules compute.
 """
@@ -40,7 +40,7 @@ _MOST_SHARE = 0.9
 
 
 class CacheLevel(enum.Enum):
-    """Where rows are read from.
+    """A source of rows.
 
     DISK: the directory. MEMORY: what this process has read or computed lately, too. AUTO: MEMORY where the
     rows that there are fit, else DISK.
@@ -70,7 +70,7 @@ class Mapped:
 
 @dataclass(frozen=True)
 class RowPlace:
-    """Where the rows of a module go, and how much they may take."""
+    """Place of a module's rows, and how much they may take."""
 
     path: str  # the directory; "": `rows` in streamload's cache directory
     level: CacheLevel = CacheLevel.DISK  # whether rows are held in memory, too
@@ -99,7 +99,7 @@ class RowPlace:
 
     @property
     def others(self) -> list[Path]:
-        """Where rows are looked for as well."""
+        """Other places that rows are looked up in."""
         default = RowPlace("").root
         return [default] if self.reads_default and default != self.root else []
 

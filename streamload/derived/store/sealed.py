@@ -90,7 +90,7 @@ def _checksum(key: bytes, layout_bytes: int, input_digest: int, content: Any) ->
 
 @dataclass(frozen=True, slots=True)
 class StoredLeaf:
-    """Where a tensor or array is in the body of a row."""
+    """Position of a tensor or array in the body of a row."""
 
     path: str  # in the result, such as "['tokens'][0]"; "": it is the result
     kind: str  # "t" for a tensor on the CPU, "m" for one on the module's device, "n" for an array

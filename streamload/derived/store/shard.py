@@ -247,7 +247,7 @@ class RowShard:
         return layout
 
     def _found_leaves(self, rows: int) -> list[tuple[int, int]]:
-        """Where the first row of each leaf is in the tar, and the bytes of a row."""
+        """Offset of each leaf's first row in the tar, and the bytes of a row."""
         places, reader = [], self.copy.reader
         for number, leaf in enumerate(leaves_in(self.layout)):
             size = leaf.stop - leaf.start

@@ -65,7 +65,7 @@ class HeldRows:
 
     @property
     def form(self) -> Shard:
-        """It, as tiers know it."""
+        """The derived shard as a tier's shard."""
         return Shard("", self.url, self.digest, recipe=rows_recipe(self.fingerprint))
 
 
@@ -218,7 +218,7 @@ class NodeRowShards(RowShards):
         return sorted(rows_held, key=lambda item: (item.url, item.digest))
 
     def remove(self, shards: Sequence[HeldRows], why: str, *, dry_run: bool = False) -> Removed:
-        """See RowShards; by the rules of the tier."""
+        """Evict by the rules of the tier (see RowShards)."""
         by_name = {f"shards/{shard.digest}": shard for shard in shards}
         directories = [shard.directory for shard in shards if shard.directory is not None]
         done = garbage.remove(self._tier, directories, why, dry_run=dry_run)
@@ -272,7 +272,7 @@ class SharedRowShards(RowShards):
         return sorted(rows_held, key=lambda item: (item.url, item.digest))
 
     def remove(self, shards: Sequence[HeldRows], why: str, *, dry_run: bool = False) -> Removed:
-        """See RowShards; who makes one holds its lease."""
+        """Remove derived shards that no maker has a lease on (see RowShards)."""
         gone, kept = [], []
         leases = Leases(self._objects, has_gone=is_dead_or_stopped)
         for shard in shards:
