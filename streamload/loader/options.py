@@ -196,8 +196,12 @@ class LoaderOptions:
         """The same with extensions; where one lists the steps of an epoch, sizes are those of its steps.
 
         Raises:
-            OptionError: nothing says the rows of a batch; the number of steps isn't `num_batches`.
+            OptionError: nothing says the rows of a batch, or two extensions do; the number of steps isn't
+                `num_batches`.
         """
+        listing = [extension.name for extension in extensions if extension.listed_steps is not None]
+        if len(listing) > 1:
+            raise OptionError(f"{' and '.join(listing)} both list the steps of an epoch: leave one out")
         options = replace(self, extensions=extensions)
         steps = options.listed_steps
         if steps is None:

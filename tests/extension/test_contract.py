@@ -556,6 +556,11 @@ class ImageMaking(Extension):
 @pytest.mark.parametrize(
     ("extension", "options", "says"),
     [
+        (
+            Listing(),
+            {"patches": streamload.Patches(seq_lens=(4, 9), steps=[(4, 5), (9, 2)])},
+            "patches and listing both list the steps of an epoch: leave one out",
+        ),
         (Listing(), {"num_batches": 4}, "num_batches=4, and an extension lists 5 steps for each epoch"),
         (ImageMaking(), {"decode": "device"}, "the extension 'image_making' can't be used with Images"),
         (EachOther(), {"batch_size": None}, "batch_size=None: batches are made here"),
