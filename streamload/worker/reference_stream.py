@@ -122,9 +122,8 @@ class ReferenceStream:
 
     def begin_at(self, position: int) -> None:
         """Leave the references before a position to other processes: here their shards aren't in use."""
-        if position > self._begin:
-            self._begin = position
-            self._in_use = None
+        self._begin = max(self._begin, position)
+        self._leave(position)
 
     def peek(self, first: int, stop: int) -> npt.NDArray[np.int64]:
         """The known references from position `first` to `stop`, without taking them."""
@@ -141,8 +140,7 @@ class ReferenceStream:
         references = self._known[first - self._base : count]
         self._known = self._known[count:]
         self._base = stop
-        if stop > self._in_use_until:
-            self._in_use = None
+        self._leave(stop)
         return references
 
     def digest(self, position: int) -> int:
@@ -227,6 +225,11 @@ class ReferenceStream:
     def close(self) -> None:
         """Withdraw the demand. Idempotent."""
         self._demand_file.close()
+
+    def _leave(self, position: int) -> None:
+        """Look anew which shards are in use once the last known reference of one is before a position."""
+        if position > self._in_use_until:
+            self._in_use = None
 
     def _here(self, shards: list[int]) -> list[int]:
         """The run's indexes of shards of the source."""
