@@ -133,6 +133,7 @@ class _CaptionedBatch:
         allocate: Allocate,
     ):
         self._images = images
+        self.decodes = images is None or images.decodes
         self._columns = columns
         self._assembly = assembly
         self._allocate = allocate
@@ -277,6 +278,7 @@ class _MappedBatch:
         self._choose_image = assembly.image
         self._collate = assembly.collate
         self._images = images
+        self.decodes = True
         self._allocate = allocate
         self._values: list[Mapping[str, Any]] = []
         self._keys: list[str] = []

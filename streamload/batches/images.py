@@ -41,9 +41,11 @@ class BatchImages(Protocol):
 
     Attributes:
         timed_ns: the time that decoding and transforming took, of those images that were timed.
+        decodes: whether adding images decodes them.
     """
 
     timed_ns: tuple[int, int]
+    decodes: bool
 
     def parse(self, data: memoryview, is_prepared: bool, seed: int) -> Any:
         """Do all of an image's work before its pixels: header and random choices."""
@@ -326,7 +328,7 @@ class PlannedImages:
         self._resizing = assembly.resizing
         self._most_pixels = assembly.most_pixels
         self._count = 0
-        self.timed_ns = (0, 0)
+        self.timed_ns, self.decodes = (0, 0), True
         self._given: list[torch.Tensor] = []  # by last_image
         self._exit = ExitStack()
         if transform.plan.given:
@@ -406,7 +408,7 @@ class GivenImages:
         self._as_model_inputs = assembly.as_model_inputs
         self._allocate = allocate
         self._values: list[Any] = []
-        self.timed_ns = (0, 0)
+        self.timed_ns, self.decodes = (0, 0), True
         self._exit = ExitStack()
         self._generators = self._exit.enter_context(SeededGenerators())
 

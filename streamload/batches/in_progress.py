@@ -138,6 +138,11 @@ class RowKinds(Protocol):
 class BatchInProgress(Protocol):
     """A batch to which samples are added one by one, each parsed first."""
 
+    @property
+    def decodes(self) -> bool:
+        """True if adding samples decodes images, or runs a function of the user."""
+        ...
+
     def parse(self, sample: Sample, seed: int) -> Any:
         """Do all of a sample's work before its pixels: caption, label, image header, random choices.
 

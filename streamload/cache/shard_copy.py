@@ -40,13 +40,18 @@ class ReadMemory:
 
     def __init__(self, size_bytes: int):
         self._memory = memoryview(limits.anonymous_memory(size_bytes))
-        self._taken_bytes = 0
+        self._taken_bytes, self._most_bytes = 0, size_bytes
         self.is_full = False
-        """True if something didn't fit and got memory of its own."""
+        """True if more was taken than is wanted, or if something didn't fit and got memory of its own."""
 
-    def reset(self) -> None:
-        """Reuse all of it: what was taken is no longer read."""
+    def reset(self, most_bytes: int | None = None) -> None:
+        """Reuse all of it: what was taken is no longer read.
+
+        Args:
+            most_bytes: it is full with more than so many; None: any number that fits.
+        """
         self._taken_bytes, self.is_full = 0, False
+        self._most_bytes = len(self._memory) if most_bytes is None else most_bytes
 
     def take(self, size_bytes: int) -> memoryview:
         """Return memory of this size."""
@@ -55,6 +60,7 @@ class ReadMemory:
             self.is_full = True
             return memoryview(bytearray(size_bytes))
         self._taken_bytes = stop
+        self.is_full = stop > self._most_bytes
         return self._memory[start:stop]
 
 

@@ -29,8 +29,7 @@ from streamload.batches.images import (
 )
 from streamload.pixels.auto import Switch
 from streamload.pixels.rank import CHOICES, FILES, MADE, NO_FILE, ImagesOfFiles, packed
-from streamload.pixels.segments import refusal
-from streamload.transforms.decode import jpeg_size
+from streamload.pixels.segments import size_for_device
 from streamload.transforms.plan import Choices, ImagePlan, PlannedTransform, Statistics, fitted
 
 _FIRST_FILE_BYTES = 64 << 10
@@ -203,18 +202,17 @@ class FilesInProgress:
         self._host: PlannedImages | None = None
         self._rows: list[tuple[int, ...]] = []
         self._made = 0
-        self.timed_ns = (0, 0)
+        self.timed_ns, self.decodes = (0, 0), False
 
     def parse(self, data: memoryview, is_prepared: bool, seed: int) -> _Row:
         """Judge a file by its header and its segments, and make the random choices."""
         is_original = is_prepared or not self._is_resized_first
-        if is_original and refusal(data, self._most_pixels) is None:
-            size = jpeg_size(data, self._most_pixels)
-            if size is not None:
-                choices = self._transform.draw(*size, seed)
-                fitted(self._plan, *size, choices.box)  # raises for an image that is too long
-                return _Row(data, is_prepared, seed, choices)
-        return self._of_worker(data, is_prepared, seed)
+        size = size_for_device(data, self._most_pixels) if is_original else ""
+        if isinstance(size, str):
+            return self._of_worker(data, is_prepared, seed)
+        choices = self._transform.draw(*size, seed)
+        fitted(self._plan, *size, choices.box)  # raises for an image that is too long
+        return _Row(data, is_prepared, seed, choices)
 
     def add(self, parsed: _Row) -> None:
         """Add an image, given the result of `parse`."""
@@ -255,7 +253,7 @@ class FilesInProgress:
 
     def finish(self, keys: Sequence[str]) -> dict[str, Any]:
         """The values of the images that were added."""
-        values: dict[str, Any] = {CHOICES: torch.tensor(self._rows, dtype=torch.int64, device="cpu")}
+        values: dict[str, Any] = {CHOICES: torch.from_numpy(np.array(self._rows, np.int64))}
         files = self._memory.files()
         if files is not None:
             values[FILES] = files

@@ -57,12 +57,18 @@ def refusal(file: File, most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS) -> str | No
         file: whole.
         most_pixels: of an image (transforms/limits.py).
     """
+    size = size_for_device(file, most_pixels)
+    return size if isinstance(size, str) else None
+
+
+def size_for_device(file: File, most_pixels: int) -> tuple[int, int] | str:
+    """Return height and width of a file that a device's decoder takes, or why not; see `refusal`."""
     if file[:2] != _START:
         return "not a JPEG"
     if not _is_plainly_sound(file) and (reason := _Jpeg(file).doubt()):
         return reason
     try:
-        return "other colours than YCbCr and gray" if jpeg_size(file, most_pixels) is None else None
+        return jpeg_size(file, most_pixels) or "other colours than YCbCr and gray"
     except ImageTooLarge as error:
         return str(error)
 

@@ -65,6 +65,8 @@ _POLL_SECONDS = 0.002
 """Between two looks at whether a decision was made, or a batch taken."""
 _READ_AHEAD_BYTES = 16 << 20
 """About the most bytes of a batch's samples that are read in advance."""
+_READ_AHEAD_WITHOUT_DECODING_BYTES = 1 << 19
+"""The same where adding a sample decodes nothing: its bytes are still in the processor's caches then."""
 
 
 class _Visited(NamedTuple):
@@ -334,19 +336,20 @@ class WorkerLoop:
 
         Decoding an image evicts all other code and data from the processor's caches: interleaved with it,
         this takes up to five times as long. So entries are looked up for all samples at once, and the rest is
-        done for as many in a row as there is memory for.
+        done for as many in a row as there is memory for, or for a few where nothing is decoded.
         """
+        most_bytes = _READ_AHEAD_BYTES if batch.decodes else _READ_AHEAD_WITHOUT_DECODING_BYTES
         self._stages.begin_read()
         entries = self._reader.find([visit.shard for visit in visits], [visit.number for visit in visits])
         row: list[tuple[Visit, Sample]] = []
-        self._memory.reset()
+        self._memory.reset(most_bytes)
         for visit, entry in zip(visits, entries, strict=True):
             row.append((visit, self._reader.sample(visit.shard, visit.number, self._memory, entry)))
             if self._memory.is_full:
                 self._stages.end_read()
                 yield from [self._look_at(batch, epoch, *pair) for pair in row]
                 row.clear()
-                self._memory.reset()
+                self._memory.reset(most_bytes)
                 self._stages.begin_read()
         self._stages.end_read()
         yield from [self._look_at(batch, epoch, *pair) for pair in row]

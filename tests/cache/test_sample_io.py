@@ -48,3 +48,16 @@ def test_what_has_no_room_gets_memory_of_its_own_and_what_was_taken_stays_until_
     assert not memory.is_full
     memory.take(2)[:] = b"xy"
     assert bytes(first[:3]) == b"xya"
+
+
+def test_it_is_full_with_more_than_is_wanted_which_still_has_its_place_there() -> None:
+    memory = ReadMemory(100)
+    memory.reset(most_bytes=50)
+    first = memory.take(50)
+    assert not memory.is_full
+    second = memory.take(30)
+    assert memory.is_full
+    first[:], second[:] = b"a" * 50, b"b" * 30
+    memory.reset()
+    assert bytes(memory.take(80)) == b"a" * 50 + b"b" * 30
+    assert not memory.is_full

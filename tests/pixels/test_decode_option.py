@@ -21,8 +21,10 @@ from streamload.loader import worker_config
 from streamload.pixels import files, rank
 from streamload.pixels.decoders import HostDecoder
 from streamload.pixels.decoding import DeviceDecoding
-from streamload.pixels.segments import refusal
+from streamload.pixels.segments import size_for_device
+from streamload.transforms.decode import jpeg_size
 from streamload.transforms.plan import Flip, Grey, ImagePlan, KeepRatio, RandomCrop, ShortSide, clip_plan
+from streamload.worker import loop
 from tests.pixels import damage
 from tests.support import flat
 from tests.support.extension_contract import ids
@@ -259,11 +261,20 @@ def test_images_damaged_at_random_are_skipped_and_replaced_as_by_the_host(tmp_pa
             assert numbers["decode.by_rank_share"] > 0.05 < numbers["decode.by_workers_share"]
 
 
-def test_what_a_decoder_says_it_refuses_is_decoded_by_workers(shards, tmp_path, monkeypatch):
-    def refuses(file, most_pixels):
-        return refusal(file, most_pixels) or ("planted" if len(file) % 2 else None)
+@pytest.mark.parametrize("most_bytes", [1, 10_000])
+def test_images_are_the_same_however_many_samples_are_read_at_a_time(
+    shards, tmp_path, monkeypatch, most_bytes
+):
+    monkeypatch.setattr(loop, "_READ_AHEAD_WITHOUT_DECODING_BYTES", most_bytes)
+    with make(shards, tmp_path) as loader, make(shards, tmp_path, "host") as host:
+        assert all(same(batch, expected) for batch, expected in zip(loader, host, strict=True))
 
-    monkeypatch.setattr(files, "refusal", refuses)
+
+def test_what_a_decoder_says_it_refuses_is_decoded_by_workers(shards, tmp_path, monkeypatch):
+    def size_of_some(file, most_pixels):
+        return "planted" if len(file) % 2 else size_for_device(file, most_pixels)
+
+    monkeypatch.setattr(files, "size_for_device", size_of_some)
     plant(monkeypatch, lambda file: len(file) % 2)  # none comes
     with make(shards, tmp_path) as loader, make(shards, tmp_path, "host") as host:
         assert all(same(batch, expected) for batch, expected in zip(loader, host, strict=True))
@@ -271,10 +282,10 @@ def test_what_a_decoder_says_it_refuses_is_decoded_by_workers(shards, tmp_path, 
 
 
 def test_what_no_decoder_takes_although_it_looked_sound_is_an_error(shards, tmp_path, monkeypatch):
-    def refuses(file, most_pixels):
-        return None if file[:2] == b"\xff\xd8" else "no JPEG"
+    def size_of_any(file, most_pixels):
+        return jpeg_size(file, most_pixels) or "no JPEG"
 
-    monkeypatch.setattr(files, "refusal", refuses)
+    monkeypatch.setattr(files, "size_for_device", size_of_any)
     with make(shards, tmp_path, train=False) as loader, pytest.raises(DecodeError, match="Please report"):
         list(loader)
 

@@ -137,6 +137,18 @@ def test_of_damaged_files_those_that_are_not_doubted_are_taken(seed, damaged):
 
 
 @pytest.mark.skipif(kernel.jpeg_is_sound is None, reason="streamload was installed without a C compiler")
+@pytest.mark.parametrize("following", [0x00, 0x01, 0xD0, 0xD7, 0xD8, 0xD9, 0xDA, 0xFF])
+def test_a_marker_at_any_place_of_a_scan_is_seen(following):
+    file = encoded("L", (8, 8))
+    for length in (*range(140), 1000):
+        scan = bytes(number % 255 for number in range(length))
+        for place in range(max(0, length - 70), length):
+            changed = file[:-2] + scan[:place] + bytes((0xFF, following)) + scan[place:] + file[-2:]
+            is_within = following == 0 or 0xD0 <= following <= 0xD7
+            assert segments._is_plainly_sound(changed) == (is_within or following == 0xD9), (length, place)
+
+
+@pytest.mark.skipif(kernel.jpeg_is_sound is None, reason="streamload was installed without a C compiler")
 def test_what_the_c_code_does_not_doubt_python_does_not_either():
     assert sum(map(segments._is_plainly_sound, damage.sound())) > len(damage.sound()) // 2
     rng, sound = random.Random(0), 0
