@@ -25,9 +25,9 @@ mean, largest, PSNR in dB (none if equal), and the share of images that are the 
 Then the loader alone: batches on the device, and nobody trains. A process of its own for each row has 2, 4, 8
 or 16 cores, as far as there are so many, with a worker for each but one. The decoders are Pillow in the loop
 that people write themselves (own_loop.py), libjpeg-turbo in our workers (`decode="host"`), and the device
-(`decode="device"`). All read local files; the clock starts at the first batch, and stops after --seconds at
-the latest. "cpu_microseconds" there is the time of workers and rank together, "worker_cpu_microseconds" that
-of workers alone, which needs no GPU: by `--quick`, too, it is what they spend on an image.
+(`decode="device"`). All read local files; the clock starts after a pass over them, and stops after --seconds
+at the latest. "cpu_microseconds" there is the time of workers and rank together, "worker_cpu_microseconds"
+that of workers alone, which needs no GPU: by `--quick`, too, it is about what they spend on an image.
 
 `--device cpu --quick` compares the CPU's form of the same code with itself, which only shows that the script
 works: there every difference is 0, no row is one of a GPU, and only the time of workers is what it says.
@@ -81,7 +81,10 @@ LARGE = (3000, 4000)
 CORES, QUICK_CORES = (2, 4, 8, 16), (1, 2)
 DECODERS = ("Pillow", "host", "device")
 PHOTOGRAPHS = 4096
-"""Of the loaders: an epoch of ours goes round and round in them."""
+"""Of the loaders: they go round and round in them."""
+STEPS_BEHIND = 64
+"""Behind those that are taken: workers neither end nor pause before their time has been read."""
+QUICK_PHOTOGRAPHS, QUICK_BATCH, QUICK_STEPS = 128, 32, 16
 
 KINDS = {
     "4:2:0, quality 85": {"quality": 85, "subsampling": 2},
@@ -228,6 +231,7 @@ class Alone:
 
     Attributes:
         decoder: one of DECODERS.
+        first_steps: before the clock starts: whatever is made once has been made then.
         steps: at most.
         seconds: at most.
     """
@@ -236,6 +240,7 @@ class Alone:
     workers: int
     device: str
     batch_size: int
+    first_steps: int
     steps: int
     seconds: float
 
@@ -246,13 +251,15 @@ def loaders_alone(
     """A row for each decoder and number of cores, each from a process of its own."""
     data = directory / "loaders"
     if not data.exists():
-        write_photograph_shards(data / "shards", *((128, 64) if options.quick else (PHOTOGRAPHS, 512)))
+        count, of_a_shard = (QUICK_PHOTOGRAPHS, 64) if options.quick else (PHOTOGRAPHS, 512)
+        write_photograph_shards(data / "shards", count, of_a_shard)
         own_loop.unpacked(data / "shards", data / "files", PHOTOGRAPHS)
     usable = sorted(os.sched_getaffinity(0))
     for cores in QUICK_CORES if options.quick else CORES:
         for decoder in turns.rotated(list(DECODERS), round_) if cores <= len(usable) else ():
-            size, steps = (8, 15) if options.quick else (512, 1 << 20)
-            alone = Alone(decoder, max(1, cores - 1), str(device), size, steps, options.seconds)
+            size, steps = (QUICK_BATCH, QUICK_STEPS) if options.quick else (512, 1 << 20)
+            first = (QUICK_PHOTOGRAPHS if options.quick else PHOTOGRAPHS) // size
+            alone = Alone(decoder, max(1, cores - 1), str(device), size, first, steps, options.seconds)
             label, load = f"loader, {decoder}, {cores} cores", machine.load()
             with on_cores(usable[:cores]) as pool:
                 row = pool.submit(run_alone, alone, data).result()
@@ -274,12 +281,12 @@ def on_cores(cores: Sequence[int]) -> Iterator[concurrent.futures.Executor]:
 
 
 def run_alone(alone: Alone, data: Path) -> Row:
-    """Take batches until the first limit, in a process of its own."""
+    """Take batches until the first limit, in a process of its own, after a pass over the photographs."""
     device = torch.device(alone.device)
     with contextlib.ExitStack() as stack:
+        steps = alone.first_steps + alone.steps + STEPS_BEHIND
         if alone.decoder == "Pillow":
-            few = min(alone.steps, len(list((data / "files").glob("*.jpg"))) // alone.batch_size)
-            batches = own_loop.batches(data / "files", alone.batch_size, few, alone.workers, device)
+            batches = own_loop.batches(data / "files", alone.batch_size, steps, alone.workers, device)
             return taken(batches, alone, device)
         cache = stack.enter_context(turns.empty_directory(data))
         loader = stack.enter_context(
@@ -287,7 +294,7 @@ def run_alone(alone: Alone, data: Path) -> Row:
                 str(data / "shards" / "*.tar"),
                 WordTokenizer(),
                 batch_size=alone.batch_size,
-                order=streamload.Order(num_batches=alone.steps + 1),
+                order=streamload.Order(num_batches=steps),
                 num_workers=alone.workers,
                 device=device,
                 cache_dir=cache,
@@ -300,8 +307,9 @@ def run_alone(alone: Alone, data: Path) -> Row:
 
 
 def taken(batches: Iterator[object], alone: Alone, device: torch.device) -> Row:
-    """The clock starts at the first batch."""
-    next(batches)
+    """The clock starts after the first steps."""
+    for _ in range(alone.first_steps):
+        next(batches)
     synchronize(device)
     cpu, cpu_of_workers = process_tree.cpu_seconds(), process_tree.children_cpu_seconds()
     began, images = time.monotonic(), 0

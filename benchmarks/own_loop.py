@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from benchmarks.contenders.workload import WordTokenizer
 from streamload.transforms.normalise import OPENAI_MEAN, OPENAI_STD
@@ -54,11 +54,12 @@ def unpacked(shards: Path, folder: Path, samples: int) -> Path:
 def batches(
     folder: Path, batch_size: int, steps: int, workers: int, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches on the device, by the options that are usually given."""
+    """Batches on the device, by the options that are usually given; files come again once all have come."""
+    files = Files(folder)
     loader = DataLoader(
-        Files(folder),
+        files,
         batch_size,
-        shuffle=True,
+        sampler=RandomSampler(files, num_samples=steps * batch_size),
         drop_last=True,
         num_workers=workers,
         pin_memory=device.type != "cpu",
