@@ -159,6 +159,12 @@ def agree(
     if rank and store.check([name]):
         return json.loads(store.get(name))  # type: ignore[no-any-return]
     arrived = keys if store.check(keys) else [key for key in keys if store.check([key])]
+    if missing := [number for number, key in enumerate(keys) if key not in arrived]:
+        logger.warning(
+            "rank %d has waited %.0f s for the values of ranks %s in %r, and goes on without them: they have "
+            "not begun, or read shards of other paths",
+            rank, _AGREE_SECONDS, missing, name,
+        )  # fmt: skip
     decision = decide([json.loads(text) for text in values_of(store, arrived)])
     return json.loads(store.compare_set(name, "", json.dumps(decision)))  # type: ignore[no-any-return]
 
