@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import dataclasses
 import enum
 import functools
@@ -24,14 +23,12 @@ import io
 import json
 import logging
 import pathlib
-import random
 import re
-import struct
 import sys
 import sysconfig
 import types
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,12 +60,6 @@ _STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 _OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 _METHODS_OF_C = (types.BuiltinFunctionType, types.MethodWrapperType)
 _NO_VALUES = (types.ModuleType, type, type(None))
-_USED_UP = (
-    *(Iterator, random.Random, np.random.Generator, np.random.BitGenerator, np.random.RandomState),
-    torch.Generator,
-)
-_GLOBAL_RANDOM = random.random.__self__  # type: ignore[attr-defined]
-_LONG, _PROTOCOL = 256, 4
 _SLOTS = (types.GetSetDescriptorType, types.MemberDescriptorType, type(_Pair.first))
 _SAME_FOR_RESULTS = (logging.Logger, logging.LoggerAdapter)
 _STEPS = 3
@@ -212,8 +203,9 @@ class Describer:
             return ["path", str(value)]
         if isinstance(value, re.Pattern):
             return ["pattern", self.value(value.pattern, where), value.flags]
-        if _is_method_of_c(value):
-            return ["method", value.__name__, self.value(value.__self__, f"{where}.__self__")]
+        if isinstance(value, _METHODS_OF_C) and not isinstance(value.__self__, _NO_VALUES):
+            with contextlib.suppress(FeatureNotCacheable):  # `{…}.get`; but not `random.random`
+                return ["method", value.__name__, self.value(value.__self__, where)]
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)):
             return ["code", self.reach(value, where)]
         if isinstance(value, types.MethodType):
@@ -258,8 +250,6 @@ class Describer:
         if is_of_package and callable(value) and getattr(value, "__wrapped__", None) is not None:
             return ["wrapped", self.value(value.__wrapped__, where)]  # functools.lru_cache
         attributes = _attributes(value)
-        if attributes is None and (state := self._state(value, where)) is not None:
-            return ["state", self.reach(type(value), where), state]
         if attributes is None:
             raise FeatureNotCacheable(
                 f"{where} is a {type(value).__module__}.{type(value).__qualname__}, of which nothing tells "
@@ -272,22 +262,6 @@ class Describer:
             if not isinstance(member, _SAME_FOR_RESULTS)
         }
         return ["object", self.reach(type(value), where), described]
-
-    def _state(self, value: Any, where: str) -> Any:
-        """Of an object of C, the arguments that a copy of it is made from.
-
-        None: there are none, they aren't those of an equal object, or they change as the object is used.
-        """
-        if isinstance(value, struct.Struct):  # which can't be pickled
-            return self.value(value.format, where)
-        if isinstance(value, _USED_UP):
-            return None
-        try:
-            twin = copy.deepcopy(value)
-            state, of_twin = (self.value(_reduced(member), where) for member in (value, twin))
-        except Exception:
-            return None
-        return state if _text(state) == _text(of_twin) else None
 
     def reach(self, value: Any, where: str) -> str:
         """Take in the code of a function, class or module; return the name under which it counts."""
@@ -410,28 +384,6 @@ def _attributes(value: Any) -> dict[str, Any] | None:
     if not _is_python(type(value)):
         return None
     return {**(state or {}), **{name: getattr(value, name) for name in slots if hasattr(value, name)}}
-
-
-def _reduced(value: Any) -> list[Any]:
-    """What `__reduce_ex__` returns, with long text as its digest."""
-    reduced = value.__reduce_ex__(_PROTOCOL)
-    return [reduced] if isinstance(reduced, str) else list(map(_plain, reduced))
-
-
-def _plain(part: Any) -> Any:
-    if isinstance(part, (str, bytes)) and len(part) > _LONG:
-        return xxh3_128(part.encode() if isinstance(part, str) else part).hexdigest()
-    return list(part) if isinstance(part, Iterator) else part
-
-
-def _is_method_of_c(value: Any) -> bool:
-    """True for `{…}.get` and `tokenizer.encode`; not for functions, nor for `random.random`."""
-    return (
-        isinstance(value, _METHODS_OF_C)
-        and not isinstance(value.__self__, _NO_VALUES)
-        and getattr(value, "__module__", None) is None  # pybind11's functions have a self, too
-        and value.__self__ is not _GLOBAL_RANDOM
-    )
 
 
 def _slots(cls: type) -> tuple[str, ...]:
