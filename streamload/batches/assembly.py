@@ -133,7 +133,7 @@ class _CaptionedBatch:
         allocate: Allocate,
     ):
         self._images = images
-        self.decodes = images is None or images.decodes
+        self.decodes = bool(columns) or images is None or images.decodes
         self._columns = columns
         self._assembly = assembly
         self._allocate = allocate

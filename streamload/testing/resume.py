@@ -178,6 +178,10 @@ def samples_of(batch: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     patches = values.pop("image") if isinstance(values.get("image"), dict) else {}
     values |= {f"image.{name}": value for name, value in patches.items()}
     places = {name: _places(batch[f"{name}_rows"]) for name in _MODALITIES if f"{name}_rows" in batch}
+    for name, value in values.items():
+        of_some = places.get(re.split("[._]", name)[0], keys)
+        if not isinstance(value, int) and len(value) != len(of_some):
+            raise AssertionError(f"{name} has {len(value)} rows in a batch of {len(of_some)}")
     for row, (key, url) in enumerate(zip(keys, urls, strict=True)):
         digest = hashlib.blake2b(digest_size=12)
         for name, value in sorted(values.items()):
@@ -199,7 +203,9 @@ def _places(rows: torch.Tensor) -> dict[int, int]:
 def _bytes(value: Any) -> bytes:
     if isinstance(value, torch.Tensor):
         value = value.numpy()
-    return value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}{value.shape}".encode() + value.tobytes()
+    return repr(value).encode()
 
 
 def _through_json(states: list[State]) -> list[State]:

@@ -12,10 +12,6 @@
 #include <stdint.h>
 #include <string.h>
 
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
-
 /* ---- A JPEG's header ---- */
 
 struct header {
@@ -217,33 +213,8 @@ static int is_skipped(int marker, const uint8_t *payload, int length) {
            !begins(payload, length, "MPF", 4) && !begins(payload, length, "Photoshop 3.0", 14);
 }
 
-/* Skip bytes of a scan, in blocks: none of them is 0xff but before a stuffed zero or a restart's number. */
-static const uint8_t *skip_blocks(const uint8_t *at, const uint8_t *end) {
-#ifdef __SSE2__
-    enum { VECTORS = 4, BLOCK = VECTORS * sizeof(__m128i) };
-    const __m128i first = _mm_set1_epi8((char)0xff), kind = _mm_set1_epi8((char)0xf8);
-    const __m128i restart = _mm_set1_epi8((char)0xd0), stuffed = _mm_setzero_si128();
-    for (; end - at > BLOCK; at += BLOCK) {
-        __m128i markers = _mm_setzero_si128();
-        for (int i = 0; i < VECTORS; i++) {
-            const __m128i bytes = _mm_loadu_si128((const __m128i *)at + i);
-            const __m128i following = _mm_loadu_si128((const __m128i *)(at + 1) + i);
-            const __m128i is_within = _mm_or_si128(_mm_cmpeq_epi8(following, stuffed),
-                                                   _mm_cmpeq_epi8(_mm_and_si128(following, kind), restart));
-            markers = _mm_or_si128(markers, _mm_andnot_si128(is_within, _mm_cmpeq_epi8(bytes, first)));
-        }
-        if (_mm_movemask_epi8(markers))
-            break;
-    }
-#else
-    (void)end;
-#endif
-    return at;
-}
-
 /* Whether the next marker that isn't within a scan is the end mark; stuffed 0xff and restarts are within. */
 static int is_followed_by_end(const uint8_t *at, const uint8_t *end) {
-    at = skip_blocks(at, end);
     while ((at = memchr(at, 0xff, (size_t)(end - at))) && end - at >= 2) {
         at++;
         if (*at != 0 && (*at & 0xf8) != 0xd0)

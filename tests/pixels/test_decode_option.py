@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 import streamload
+from streamload.cache.shard_copy import ReadMemory
 from streamload.daemon.warm import warm
 from streamload.derived.prepare.preparation import Preparation
 from streamload.device import feed_for
@@ -268,6 +269,29 @@ def test_images_are_the_same_however_many_samples_are_read_at_a_time(
     monkeypatch.setattr(loop, "_READ_AHEAD_WITHOUT_DECODING_BYTES", most_bytes)
     with make(shards, tmp_path) as loader, make(shards, tmp_path, "host") as host:
         assert all(same(batch, expected) for batch, expected in zip(loader, host, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("decode", "has_features", "expected"), [("device", False, 1), ("device", True, 7), ("host", False, 7)]
+)
+def test_samples_are_read_a_few_at_a_time_only_where_nothing_is_decoded(
+    shards, tmp_path, monkeypatch, decode, has_features, expected
+):
+    features = {"means": streamload.Features(Means().eval(), images=True)} if has_features else None
+    reads, reset, take = [], ReadMemory.reset, ReadMemory.take
+
+    def counted(self, size_bytes):
+        reads[-1] += 1
+        return take(self, size_bytes)
+
+    monkeypatch.setattr(loop, "_READ_AHEAD_WITHOUT_DECODING_BYTES", 1)
+    monkeypatch.setattr(
+        ReadMemory, "reset", lambda self, most_bytes: (reads.append(0), reset(self, most_bytes))
+    )
+    monkeypatch.setattr(ReadMemory, "take", counted)
+    with make(shards, tmp_path, decode, features=features, train=False) as loader:
+        next(iter(loader))
+    assert max(reads) == expected
 
 
 def test_what_a_decoder_says_it_refuses_is_decoded_by_workers(shards, tmp_path, monkeypatch):

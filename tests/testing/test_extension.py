@@ -1,6 +1,9 @@
 """ExtensionContract finds what each of its tests is for: an extension for each that breaks its promise."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +29,36 @@ class Reversing(WorkerPart):
         return b""
 
 
+@dataclass(frozen=True)
+class Changing(WorkerPart):
+    """Changes a value of each batch."""
+
+    name: str
+    change: Callable[[Any], Any]
+
+    def finish(self, values, rows):
+        values[self.name] = self.change(values[self.name])
+        return b""
+
+
+def one_more(values):
+    return [*values, values[0]]
+
+
+def flat_rows(values):
+    return values.reshape(len(values), -1)
+
+
+def as_integers(values):
+    return values.view(torch.int32)
+
+
+class TooMany(WorkerPart):
+    def finish(self, values, rows):
+        values["number"] = torch.zeros(len(rows) + 3)
+        return b""
+
+
 class Trusting(RankPart):
     """Takes any state for its own, and needs one."""
 
@@ -38,7 +71,7 @@ class Trusting(RankPart):
 
 @dataclass(frozen=True)
 class Breaking(Extension):
-    worker: type[WorkerPart] | None = None
+    worker: Callable[[], WorkerPart] | None = None
     rank: type[RankPart] | None = None
 
     name = "breaking"
@@ -61,6 +94,21 @@ class Unequal(Extension):
         (Breaking(Numbering), {}, "test_it_adds_its_values_and_changes_no_other", AssertionError),
         (Breaking(Reversing), {}, "test_it_adds_its_values_and_changes_no_other", AssertionError),
         (Breaking(rank=Trusting), {}, "test_it_adds_its_values_and_changes_no_other", AssertionError),
+        *(
+            (
+                Breaking(partial(Changing, name, change)),
+                {},
+                "test_it_adds_its_values_and_changes_no_other",
+                AssertionError,
+            )
+            for name, change in (("text", one_more), ("image", flat_rows), ("image", as_integers))
+        ),
+        (
+            Breaking(TooMany),
+            {"adds": ("number",)},
+            "test_it_resumes_exactly_at_every_step",
+            AssertionError,
+        ),
         (
             Breaking(Numbering),
             {"adds": ("number",)},
