@@ -144,7 +144,8 @@ def agree(
     keys = [f"{name}/{rank}" for rank in range(world_size)]
     store.set(keys[rank], json.dumps(value))
     awaited = [name] if rank else keys
-    deadline = time.monotonic() + _AGREE_SECONDS + _TURN_SECONDS * rank
+    began = time.monotonic()
+    deadline = began + _AGREE_SECONDS + _TURN_SECONDS * rank
     seconds = _FIRST_LOOK_SECONDS
     while (left := deadline - time.monotonic()) > 0:
         try:
@@ -161,9 +162,9 @@ def agree(
     arrived = keys if store.check(keys) else [key for key in keys if store.check([key])]
     if missing := [number for number, key in enumerate(keys) if key not in arrived]:
         logger.warning(
-            "rank %d has waited %.0f s for the values of ranks %s in %r, and goes on without them: they have "
-            "not begun, or read shards of other paths",
-            rank, _AGREE_SECONDS, missing, name,
+            "rank %d goes on without the values of ranks %s in %r, after %.0f s: they aren't as far yet, or "
+            "read shards of other paths",
+            rank, missing, name, time.monotonic() - began,
         )  # fmt: skip
     decision = decide([json.loads(text) for text in values_of(store, arrived)])
     return json.loads(store.compare_set(name, "", json.dumps(decision)))  # type: ignore[no-any-return]

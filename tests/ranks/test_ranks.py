@@ -304,8 +304,10 @@ def decide_together(rank: int, world_size: int, file: Path, answers: Any) -> Non
     store = Counted(torch.distributed.FileStore(str(file), world_size))
     distributed._store_of = lambda _: store  # type: ignore[assignment]
     torch.distributed.get_rank = lambda: rank  # type: ignore[assignment]
+    said: list[str] = []
+    distributed.logger.warning = lambda text, *values: said.append(text % values)  # type: ignore[assignment]
     decision = distributed.agree("sum", rank + 1, sum, world_size)
-    answers.put((decision, store.requests))
+    answers.put((decision, store.requests, said))
 
 
 @pytest.mark.parametrize(("name", "first"), [("all", 0), ("without", 1)])
@@ -320,12 +322,15 @@ def test_ranks_decide_once_by_a_few_requests_each_also_where_rank_0_takes_no_par
     ]
     for each in ranks:
         each.start()
-    decisions, requests = zip(*(answers.get(timeout=60) for _ in ranks), strict=True)
+    decisions, requests, said = zip(*(answers.get(timeout=60) for _ in ranks), strict=True)
     for each in ranks:
         each.join()
     assert len(set(decisions)) == 1
+    lines = [line for of_rank in said for line in of_rank]
     if first == 0:
+        assert not lines
         assert decisions[0] == sum(range(1, world_size + 1))
         assert sorted(requests)[:-1] == [4] * (world_size - 1)  # set, wait, check, get
     else:
+        assert any("goes on without the values of ranks [0" in line for line in lines)
         assert 0 < decisions[0] <= sum(range(2, world_size + 1))
