@@ -84,7 +84,7 @@ PHOTOGRAPHS = 4096
 """Of the loaders: they go round and round in them."""
 STEPS_BEHIND = 64
 """Behind those that are taken: workers neither end nor pause before their time has been read."""
-QUICK_PHOTOGRAPHS, QUICK_BATCH, QUICK_STEPS = 128, 32, 16
+QUICK_PHOTOGRAPHS, QUICK_BATCH, QUICK_STEPS = 128, 32, 4
 
 KINDS = {
     "4:2:0, quality 85": {"quality": 85, "subsampling": 2},

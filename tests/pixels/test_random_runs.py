@@ -16,7 +16,7 @@ from tests.oracle.cases import Case
 
 pytestmark = pytest.mark.timeout(900)
 
-SHORT, ALL, PARTS = 12, 40, 4
+SHORT, ALL, PARTS = 12, 24, 4
 CHOOSING = 4
 
 
