@@ -82,8 +82,8 @@ CORES, QUICK_CORES = (2, 4, 8, 16), (1, 2)
 DECODERS = ("Pillow", "host", "device")
 PHOTOGRAPHS = 4096
 """Of the loaders: they go round and round in them."""
-STEPS_BEHIND = 64
-"""Behind those that are taken: workers neither end nor pause before their time has been read."""
+LATER_STEPS = 64
+"""Steps after the measured ones, so that workers neither end nor pause before their time is read."""
 QUICK_PHOTOGRAPHS, QUICK_BATCH, QUICK_STEPS = 128, 32, 4
 
 KINDS = {
@@ -284,7 +284,7 @@ def run_alone(alone: Alone, data: Path) -> Row:
     """Take batches until the first limit, in a process of its own, after a pass over the photographs."""
     device = torch.device(alone.device)
     with contextlib.ExitStack() as stack:
-        steps = alone.first_steps + alone.steps + STEPS_BEHIND
+        steps = alone.first_steps + alone.steps + LATER_STEPS
         if alone.decoder == "Pillow":
             batches = own_loop.batches(data / "files", alone.batch_size, steps, alone.workers, device)
             return taken(batches, alone, device)

@@ -41,7 +41,7 @@ class BatchImages(Protocol):
 
     Attributes:
         timed_ns: the time that decoding and transforming took, of those images that were timed.
-        decodes: whether adding images decodes them.
+        decodes: whether adding images decodes them, rather than copying their files.
     """
 
     timed_ns: tuple[int, int]

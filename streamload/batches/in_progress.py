@@ -140,7 +140,7 @@ class BatchInProgress(Protocol):
 
     @property
     def decodes(self) -> bool:
-        """True if adding samples decodes images, or runs a function of the user."""
+        """False if adding a sample only copies its image's file, so that its bytes are best added at once."""
         ...
 
     def parse(self, sample: Sample, seed: int) -> Any:

@@ -42,7 +42,7 @@ class ReadMemory:
         self._memory = memoryview(limits.anonymous_memory(size_bytes))
         self._taken_bytes, self._most_bytes = 0, size_bytes
         self.is_full = False
-        """True if more was taken than is wanted, or if something didn't fit and got memory of its own."""
+        """True if more than `most_bytes` was taken, or if something didn't fit and got memory of its own."""
 
     def reset(self, most_bytes: int | None = None) -> None:
         """Reuse all of it: what was taken is no longer read.

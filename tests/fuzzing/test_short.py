@@ -25,7 +25,12 @@ def test_a_few_thousand_cases_hold(target, cases):
 
 @pytest.mark.parametrize(
     ("target", "cases"),
-    [("trainings", 2), ("troubles", 2), pytest.param("troubles", 20, marks=pytest.mark.deep)],
+    [
+        ("trainings", 2),
+        ("troubles", 2),
+        pytest.param("troubles", 20, marks=pytest.mark.deep),
+        pytest.param("decoders", 2, marks=pytest.mark.deep),
+    ],
 )
 def test_some_trainings_hold(target, cases):
     ends, failure = runner.run_here(target, cases, seed=7)

@@ -40,6 +40,17 @@ def test_a_plain_batch_runs_no_more_modules_than_it_did(modules, kind):
     assert MOST[kind] - SLACK <= count <= MOST[kind], "\n".join(modules[kind])
 
 
+@pytest.mark.deep
+def test_the_command_that_prints_the_figures_counts_as_the_import_contract_and_this_file_do():
+    done = subprocess.run(
+        [sys.executable, ".ci/house.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "imports from the kernel into features: 0\n" in done.stdout
+    warm, cold = map(int, re.search(r"warm / cold: (\d+) / (\d+)\n", done.stdout).groups())
+    assert warm <= MOST["warm"]
+    assert cold <= MOST["cold"]
+
+
 def test_a_plain_loader_imports_no_shared_cache_and_no_daemon(modules):
     assert "streamload.cache.tier" in modules["imported"]
     assert not [

@@ -74,7 +74,7 @@ class Features:
             variant changes from pass to pass.
         images: "auto": batches have no "image" if features are made of images, and only those of missing rows
             are decoded; False: batches have none; True: they have it as always.
-        check: as of `cache_module`.
+        check: as of `cache_module`; False holds for all calls of this module object, as `store` does.
         store: a mapping that has the rows in place of a directory, such as a dict or a `diskcache.Cache`.
             Only the rank reads and writes it, so that workers make the inputs of all samples.
 
