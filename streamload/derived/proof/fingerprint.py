@@ -35,8 +35,8 @@ _TINY_BYTES = 1 << 15
 _SAMPLED_BYTES, _SAMPLED_TENSORS = 32, 16
 """Of larger weights so many bytes of each of so many tensors are: each byte is a cache line."""
 _DEVICE_BYTES = 128
-_FEW_VALUES, _FEW_BYTES, _FEW_CHARACTERS, _MOST_BYTES = 32, 1 << 14, 2000, 1 << 20
-"""Attributes that take no more as bytes (10 µs), or described (0.1 ms), are looked at in every call, unless
+_FEW_VALUES, _FEW_BYTES, _FEW_CHARACTERS, _MOST_BYTES = 32, 1 << 14, 250, 1 << 20
+"""Attributes that take no more as bytes (10 µs), or described (20 µs), are looked at in every call, unless
 their tensors are larger."""
 _HOLDING = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 _version_of = operator.attrgetter("_version")
