@@ -12,6 +12,7 @@ from streamload.batches.tokenize import adapt_tokenizer
 from streamload.derived.calls.features import BoundFeatures, Features
 from streamload.derived.prepare.preparation import pixels_name
 from streamload.derived.proof.code import Describer
+from streamload.derived.store.row_store import RowPlace
 from streamload.errors import FeatureNotCacheable
 from streamload.features.columns import FeatureAssembly
 from streamload.transforms.compile import plan_or_given
@@ -31,8 +32,6 @@ def feature_assemblies(options: Any, images: ImageAssembly | None) -> tuple[Feat
     Raises:
         FeatureNotCacheable: the images of a feature are random.
     """
-    for features in options.features.values():
-        features.keep_rows_in(options.settings().cache_dir, options.cache_size)
     return tuple(_assembly(name, feature, images, options) for name, feature in options.features.items())
 
 
@@ -51,10 +50,14 @@ def _assembly(name: str, features: Features, images: ImageAssembly | None, optio
                 f"ever: give Features a preprocess= without random steps, or variants=K for rows of K draws"
             )
         images = replace(images, preprocess=preprocess, as_bytes=False)
-    place, label = features.options.place, features.label
+    place = _place_of(features, options)
     if place is not None and place.mapped is not None:
         place = None  # only the rank reads it
-    return FeatureAssembly(name, features.inputs, images, place, label, features.variants)
+    return FeatureAssembly(name, features.inputs, images, place, features.label, features.variants)
+
+
+def _place_of(features: Features, options: Any) -> RowPlace | None:
+    return features.place(options.settings().cache_dir, options.cache_size)
 
 
 def bound_features(options: Any, assemblies: tuple[FeatureAssembly, ...]) -> dict[str, BoundFeatures]:
@@ -64,10 +67,12 @@ def bound_features(options: Any, assemblies: tuple[FeatureAssembly, ...]) -> dic
         FeatureNotCacheable: a transform can't be described.
     """
     device = options.settled_device or torch.device("cpu")
-    return {
-        assembly.name: BoundFeatures(options.features[assembly.name], _parts_of(assembly, options), device)
-        for assembly in assemblies
-    }
+    bound: dict[str, BoundFeatures] = {}
+    for assembly in assemblies:
+        features = options.features[assembly.name]
+        parts, place = _parts_of(assembly, options), _place_of(features, options)
+        bound[assembly.name] = BoundFeatures(features, place, parts, device)
+    return bound
 
 
 def _parts_of(feature: FeatureAssembly, options: Any) -> dict[str, Any]:

@@ -221,3 +221,39 @@ def test_a_file_that_forward_reads_is_noticed_by_a_run_that_builds_nothing(tmp_p
     assert values == [32, 0]
     assert "the row of key 'a' of Extractor isn't what it computes now" in said
     assert run(2)[0] == [64, 1]  # none of these rows is read any more
+
+
+IN_TURN = """
+    import time
+    import torch
+    from streamload.errors import FeatureMismatch
+    from train import model, x
+
+    refused, ends = set(), time.monotonic() + 120
+    while len(refused) < 2 and time.monotonic() < ends:
+        for precision in ("highest", "high"):
+            torch.set_float32_matmul_precision(precision)
+            try:
+                model(x, cache_key=["a", "b"])
+            except FeatureMismatch:
+                refused.add(precision)
+        time.sleep(0.1)
+    print(*sorted(refused))
+"""
+
+
+@pytest.mark.deep
+def test_rows_of_two_fingerprints_that_are_read_in_turn_are_both_checked(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(TRAINING))
+    (tmp_path / "in_turn.py").write_text(textwrap.dedent(IN_TURN))
+
+    def run(factor: float) -> str:
+        (tmp_path / "factor.txt").write_text(str(factor))
+        command = [sys.executable, "in_turn.py"]
+        if factor == 1:  # no row is refused: it ends after a few calls
+            command = [sys.executable, "-c", textwrap.dedent(IN_TURN).replace("+ 120", "+ 1")]
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        return ended.stdout.splitlines()[-1]
+
+    assert [run(1) for _ in range(2)] == ["", ""]
+    assert run(2) == "high highest"

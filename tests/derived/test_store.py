@@ -224,8 +224,6 @@ def test_a_loader_s_rows_are_in_its_cache_dir_and_those_of_the_default_one_are_r
     other = Features(Means(), dtype=torch.float16)
     features_of(shard, other, cache_dir=str(own), cache_size="64MB")
     assert cache_info(other.module).stored == SAMPLES
-    assert other.options.place is not None
-    assert other.options.place.root == own / "rows"
     row_store.close_stores()
     tier = Tier.open(own)
     assert take_inventory(tier).rows_bytes > 0
@@ -236,20 +234,64 @@ def test_a_loader_s_rows_are_in_its_cache_dir_and_those_of_the_default_one_are_r
     assert reserved % (tier.limit_bytes // 64) in (0, tier.limit_bytes // 2 % (tier.limit_bytes // 64))
 
 
-def test_features_of_two_loaders_with_one_cache_dir_share_rows_and_with_two_fail(
-    shard: str, tmp_path: Path
-) -> None:
-    features, own = Features(Means()), str(tmp_path / "own")
-    features_of(shard, features, cache_dir=own)
-    features_of(shard, features, cache_dir=own)
-    assert cache_info(features.module).stored == SAMPLES
-    for options in ({}, {"cache_dir": str(tmp_path / "other")}):
-        with pytest.raises(OptionError, match=f"has its rows in {own} since it was given to another loader"):
-            features_of(shard, features, **options)
+def test_features_of_two_loaders_have_their_rows_in_the_cache_dir_of_each(shard: str, tmp_path: Path) -> None:
+    features = Features(Means())
+    for stored, directory in (SAMPLES, "one"), (SAMPLES, "one"), (2 * SAMPLES, "two"), (2 * SAMPLES, "one"):
+        features_of(shard, features, cache_dir=str(tmp_path / directory))
+        assert cache_info(features.module).stored == stored
+    assert not (tmp_path / "cache" / "rows").exists()
     decorated = cache_module(str(tmp_path / "named"))(Means)()
-    for directory in ("own", "other"):  # the module itself names a place
+    for directory in ("one", "two"):  # the module itself names a place
         features_of(shard, Features(decorated), cache_dir=str(tmp_path / directory))
     assert cache_info(decorated).stored == SAMPLES
+
+
+def test_options_of_features_hold_for_a_loader_and_not_for_the_module_s_own_calls(
+    shard: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decorate = cache_module(cache_name="ScaledMeans")
+    images, keys = torch.rand(2, 3, 4, 4), ["a", "b"]
+    mapping: MutableMapping[str, bytes] = {}
+
+    def rows_of(module: Any) -> dict[str, torch.Tensor]:
+        return features_of(shard, Features(module, store=mapping, check=False))
+
+    monkeypatch.setenv("SCALE_OF_THE_TEST", "1")
+    module = decorate(ScaledMeans)()
+    first = rows_of(module)
+    names = set(mapping)
+    module(images, cache_key=keys)
+    assert cache_info(decorate(ScaledMeans)).stored == 2  # in the default directory
+    assert set(mapping) == names
+    monkeypatch.setenv("SCALE_OF_THE_TEST", "2")  # nothing that a fingerprint covers
+    again = decorate(ScaledMeans)()
+    again(images)  # builds it, so that rows are checked here
+    assert all(torch.equal(first[key], row) for key, row in rows_of(again).items())
+    with pytest.raises(FeatureMismatch, match="the row of key 'a' of ScaledMeans isn't"):
+        again(images, cache_key=keys)
+
+
+class ReadsAFactor:
+    def __call__(self, image: Any) -> torch.Tensor:
+        return torch.full((3, 4, 4), float(Path("factor").read_text()))
+
+
+def test_rows_of_samples_are_checked_also_after_those_of_the_module_s_own_calls(
+    shard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    decorate = cache_module(cache_name="Means")
+    images, keys = torch.rand(8, 3, 4, 4), list(range(8))
+    for factor in ("1", "2"):
+        Path("factor").write_text(factor)
+        module = decorate(Means)()
+        features = Features(module, preprocess=ReadsAFactor())
+        module(images, cache_key=keys)
+        module(images, cache_key=keys)  # four of them are computed again
+        if factor == "1":
+            features_of(shard, features)
+    with pytest.raises(FeatureMismatch, match="of Means isn't"):
+        features_of(shard, features)
 
 
 def test_a_result_with_a_shape_in_it_is_whole_to_the_commands(tmp_path: Path) -> None:

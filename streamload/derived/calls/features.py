@@ -49,8 +49,6 @@ _COUNTERS = {
     "mismatches": "feature_mismatches",
     "builds": "feature_builds",
 }
-_KEPT_IN = "_streamload_kept_in"
-"""The attribute of a module that says in which loader's cache directory its rows are."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -74,9 +72,9 @@ class Features:
             variant changes from pass to pass.
         images: "auto": batches have no "image" if features are made of images, and only those of missing rows
             are decoded; False: batches have none; True: they have it as always.
-        check: as of `cache_module`; False holds for all calls of this module object, as `store` does.
-        store: a mapping that has the rows in place of a directory, such as a dict or a `diskcache.Cache`.
-            Only the rank reads and writes it, so that workers make the inputs of all samples.
+        check: as of `cache_module`, for a loader's rows.
+        store: a mapping that has a loader's rows in place of a directory, such as a dict or a
+            `diskcache.Cache`. Only the rank reads and writes it, so workers make the inputs of all samples.
 
     Raises:
         OptionError: a value that can't be used.
@@ -110,16 +108,13 @@ class Features:
         if inputs == "text" and (preprocess is not None or variants > 1):
             raise OptionError("preprocess= and variants= are for features of images, not of texts")
         self.module: Any = module if isinstance(module, Cached) else _Built(module)
-        if store is not None:
-            place = RowPlace("", mapped=Mapped(store))
-            self.module.__dict__["_streamload_options"] = replace(self.options, place=place)
         self.inputs: FeatureInputs = inputs
         self.preprocess = preprocess
         self.dtype = dtype
         self.variants = variants
         self.images = images
-        if not check:
-            self.module.__dict__["_streamload_options"] = replace(self.options, check=False)
+        self.check = check
+        self._mapped = None if store is None else RowPlace("", mapped=Mapped(store))
 
     def __repr__(self) -> str:
         return f"Features({self.label}, inputs={self.inputs!r})"
@@ -138,34 +133,16 @@ class Features:
             return rows.result()
         raise TypeError(f"{self!r} is called with a batch of a loader that was given it in features=")
 
-    def keep_rows_in(self, cache_dir: Path, cache_size: str | int | None) -> None:
-        """Keep rows in a loader's cache directory, unless the module names another place; from now on.
+    def place(self, cache_dir: Path, cache_size: str | int | None) -> RowPlace | None:
+        """Place of a loader's rows: its cache directory, unless this or the module names another; None: none.
 
         Rows that aren't there are looked for in the default directory, which then is only read.
-
-        Raises:
-            OptionError: another loader of this process keeps rows of the module in another directory.
         """
-        place = self.options.place
-        state = self.module.__dict__
-        if place is None or place.mapped is not None or (place.path and _KEPT_IN not in state):
-            return
-        if state.setdefault(_KEPT_IN, cache_dir) != cache_dir:
-            raise OptionError(
-                f"{self!r} has its rows in {state[_KEPT_IN]} since it was given to another loader, and this "
-                f"one has cache_dir={str(cache_dir)!r}: give both the same cache_dir, or each a module of "
-                f"its own"
-            )
-        if cache_dir / "rows" != place.root:
-            place = replace(
-                place, path=str(cache_dir), cache_size=place.cache_size or cache_size, reads_default=True
-            )
-            state["_streamload_options"] = replace(self.options, place=place)
-
-    @property
-    def options(self) -> Options:
-        """Options of keeping its rows."""
-        return options_of(self.module)
+        place = self._mapped or options_of(self.module).place
+        if place is None or place.mapped is not None or place.path or cache_dir / "rows" == place.root:
+            return place
+        cache_size = place.cache_size or cache_size
+        return replace(place, path=str(cache_dir), cache_size=cache_size, reads_default=True)
 
     @property
     def label(self) -> str:
@@ -196,13 +173,17 @@ class BoundFeatures:
 
     Args:
         features: which.
+        place: of its rows; None: they are neither read nor stored.
         parts: what makes the module's input, as far as rows depend on it; part of their fingerprint.
         device: where results are put.
     """
 
-    def __init__(self, features: Features, parts: Mapping[str, Any], device: torch.device):
+    def __init__(
+        self, features: Features, place: RowPlace | None, parts: Mapping[str, Any], device: torch.device
+    ):
         self.features = features
         self.module = features.module
+        self._place = place
         self._device = device
         cast = None if features.dtype is None else str(features.dtype)
         self._parts = {**parts, "inputs": features.inputs, "dtype": cast}
@@ -217,19 +198,20 @@ class BoundFeatures:
         if store is None:
             return FeatureStart("", 0)
         store.flush()  # rows of the epoch before
-        fingerprint = self.fingerprint()
-        assert fingerprint is not None
-        return FeatureStart(str(fingerprint), self._canaries(fingerprint))
-
-    def _canaries(self, fingerprint: Fingerprint) -> int:
-        """Of how many stored rows a worker sends the inputs as well."""
-        proof, is_built = proof_of(self.module), not is_pending(self.module)
-        return proof.unchecked(fingerprint, is_built) if self.features.options.is_checked else 0
+        fingerprint = self._fingerprint(store)
+        if not (self.features.check and options_of(self.module).is_checked):
+            return FeatureStart(str(fingerprint), 0)
+        canaries = proof_of(self.module).unchecked(fingerprint, not is_pending(self.module))
+        return FeatureStart(str(fingerprint), canaries)
 
     def fingerprint(self) -> Fingerprint | None:
         """Under which rows are found now; None: rows are neither read nor stored."""
         store = self._store()
-        return None if store is None else proof_of(self.module).fingerprint(self.module, store, self._parts)
+        return None if store is None else self._fingerprint(store)
+
+    def _fingerprint(self, store: RowStore) -> Fingerprint:
+        proof, check = proof_of(self.module), self.features.check
+        return proof.fingerprint(self.module, store, self._parts, check=check)
 
     def compute(
         self, inputs: Any, keys: Sequence[RowKey], stored: Mapping[int, Row], fingerprint: str
@@ -246,7 +228,7 @@ class BoundFeatures:
         if store is None:
             with torch.no_grad():
                 return self._run(inputs), "", [False] * len(keys)
-        samples = SampleRows(self._parts, self.features.dtype, stored, fingerprint)
+        samples = SampleRows(self._parts, self.features.dtype, stored, fingerprint, self.features.check)
         call = Call(module, self._run, store, (inputs,), {}, list(keys), samples)
         value = call.result()
         return value, str(call.fingerprint), call.are_stored
@@ -254,8 +236,8 @@ class BoundFeatures:
     def refuse_stale(self, *, wait: bool = False) -> None:
         """Raise a FeatureMismatch if a check has found one; `wait` for it, a while."""
         store, proof = self._store(), proof_of(self.module)
-        if store is not None and (proof.check is not None or proof.refused):
-            refuse_stale(self.module, store, proof.fingerprint(self.module, store, self._parts), wait=wait)
+        if store is not None and (proof.checks or proof.refused):
+            refuse_stale(self.module, store, self._fingerprint(store), wait=wait)
 
     def placed(self, value: Any) -> Any:
         """A result on the loader's device."""
@@ -285,9 +267,8 @@ class BoundFeatures:
                 counts.add(counter, number)
 
     def _store(self) -> RowStore | None:
-        place = self.features.options.place
-        is_off = place is None or not switches.is_enabled or switches.is_inference
-        return None if is_off or place is None else open_store(place)
+        is_off = not switches.is_enabled or switches.is_inference
+        return None if is_off or self._place is None else open_store(self._place)
 
     def _run(self, inputs: Any) -> Any:
         module = self.module

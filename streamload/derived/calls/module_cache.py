@@ -12,7 +12,6 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, MutableMapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -28,7 +27,7 @@ from streamload.derived.proof.lazy import (
     lazy_metaclass,
     made_lazy,
 )
-from streamload.derived.proof.module_proof import Options, describe, record_build
+from streamload.derived.proof.module_proof import Options, describe, proof_of, record_build
 from streamload.derived.store.disk import RowCounts
 from streamload.derived.store.row_store import CacheLevel, Mapped, RowPlace, open_store
 from streamload.errors import OptionError
@@ -154,10 +153,11 @@ def cache_module(
 
 
 def cache_info(module: torch.nn.Module | type[torch.nn.Module]) -> RowCounts:
-    """Counts of the rows of a module's directory in this process; rows that wait to be stored are stored.
+    """Counts of the rows where a module's are, in this process; rows that wait to be stored are stored.
 
     Args:
-        module: decorated by `cache_module`, or its class.
+        module: decorated by `cache_module`: of all directories in which its rows were looked up, those of
+            loaders too; or its class: of the directory that this names.
 
     Raises:
         TypeError: it isn't.
@@ -165,11 +165,14 @@ def cache_info(module: torch.nn.Module | type[torch.nn.Module]) -> RowCounts:
     options = getattr(module, "_streamload_options", None)
     if not isinstance(options, Options):
         raise TypeError(f"{module!r} is no module that cache_module decorates")
-    store = None if options.place is None else open_store(options.place)
-    if store is None:
-        return RowCounts()
-    store.flush()
-    return replace(store.counts)
+    places: set[RowPlace | None] = {*(() if isinstance(module, type) else proof_of(module).places)}
+    counts = RowCounts()
+    for place in places or {options.place}:
+        store = None if place is None else open_store(place)
+        if store is not None:
+            store.flush()
+            counts += store.counts
+    return counts
 
 
 class Cached(LazyModule):

@@ -59,9 +59,11 @@ def stored_result(module: Any, store: RowStore, args: tuple[Any, ...], cache_key
     if type(cache_key) not in _SIMPLE_KEYS or len(args) != 1 or type(args[0]) is not torch.Tensor:
         return None
     proof = proof_of(module)
-    if proof.check is not None or proof.refused or (args[0].requires_grad and torch.is_grad_enabled()):
+    if args[0].requires_grad and torch.is_grad_enabled():
         return None
     fingerprint = proof.fingerprint(module, store)
+    if proof.is_suspect(fingerprint):
+        return None
     is_built = not is_pending(module)
     if proof.unchecked(fingerprint, is_built) and options_of(module).is_checked:
         return None
@@ -99,12 +101,14 @@ class SampleRows:
         dtype: see `row_check.Rows`.
         stored: rows that came with the samples, by the places of their keys.
         fingerprint: of these, as hexadecimal digits.
+        check: see `Features`.
     """
 
     made_by: Mapping[str, Any]
     dtype: torch.dtype | None
     stored: Mapping[int, Row]
     fingerprint: str
+    check: bool
 
 
 class Call:
@@ -139,6 +143,7 @@ class Call:
         self.inputs = Inputs(args, kwargs, self.rows)
         self._refuse(values)
         self.proof = proof_of(module)
+        self._is_checked = self.options.is_checked and (samples is None or samples.check)
 
     def _refuse(self, values: Sequence[Any]) -> None:
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.inputs.tensors):
@@ -161,9 +166,8 @@ class Call:
             build(self.module)
             if self._is_another():
                 self._look_up()
-        if self.proof.check is not None or self.proof.refused:
-            refuse_stale(self.module, self.store, self.fingerprint)
-        if self.held and self.options.is_checked:
+        refuse_stale(self.module, self.store, self.fingerprint)
+        if self.held and self._is_checked:
             self._check()
         if self.missing and not self.proof.has_settled:
             self._settle()
@@ -185,7 +189,7 @@ class Call:
 
     def _now(self) -> Fingerprint:
         made_by = None if self._samples is None else self._samples.made_by
-        return self.proof.fingerprint(self.module, self.store, made_by)
+        return self.proof.fingerprint(self.module, self.store, made_by, check=self._is_checked)
 
     def _look_up(self) -> None:
         """Read the rows that are there."""
@@ -326,7 +330,7 @@ class Call:
             check = Rows(on_cpu(args), on_cpu(kwargs), count, on_cpu(stored), dtype)
             check_elsewhere(self.module, self.store, self.fingerprint, key, check)
             return
-        self.proof.canaries -= len(places)
+        self.proof.canaries[self.fingerprint.digest] = most - len(places)
         computed = Result(self._detached(args, kwargs), count)
         if not is_close(computed.leaves, stored):
             raise refuse_rows(self.module, self.store, self.fingerprint, key)

@@ -45,7 +45,7 @@ from streamload.derived.proof.fingerprint import (
 )
 from streamload.derived.proof.lazy import Pending, build, is_pending, not_built, pending_of, unbuilt
 from streamload.derived.proof.row_check import CannotCheck, CheckProcess, RowCheck, Rows, RowVerdict, remade
-from streamload.derived.store.row_store import RowPlace, RowStore, open_store
+from streamload.derived.store.row_store import RowPlace, RowStore
 from streamload.errors import FeatureMismatch, FeatureNotCacheable
 
 CANARIES = 4
@@ -167,17 +167,20 @@ class Proof:
         self.noted: set[bytes] = set()
         self.served: Fingerprint | None = None
         """The last by which rows were returned while the module wasn't built."""
-        self.canaries = CANARIES
-        self.check: RowCheck | None = None
-        """The check of rows by another process, once this one has served some without a module."""
-        self.checked: tuple[Fingerprint, Any] | None = None
-        """Of the rows of which a check has begun the fingerprint, and a key."""
+        self.canaries: dict[bytes, int] = {}
+        """By fingerprint how many of its rows are still to be computed again, once the module is built."""
+        self.checks: dict[bytes, tuple[RowCheck | None, Any]] = {}
+        """By fingerprint the check of its rows by another process, once this one has served some without a
+        module, and a key of them; None: it has ended."""
         self.process: CheckProcess | None = None
         """A process that has built the module, and waits for rows to check."""
         self.refused: dict[bytes, str] = {}
         """Of fingerprints whose rows aren't what is computed now: what to say of them."""
-        self.recorded: tuple[bytes, Build] | None = None
-        """The record of the build, and its key."""
+        self.recorded: tuple[bytes, Build | None] | None = None
+        """The record of the build, if there can be one, and its key."""
+        self.recorded_in: set[RowPlace] = set()
+        self.places: set[RowPlace] = set()
+        """Of the rows that were looked up: a loader's are in its cache directory."""
         self.has_settled = False
         """True if the module has computed since it was built."""
         self.are_rows_apart = False
@@ -191,12 +194,16 @@ class Proof:
         self.refused_at: Any = None
 
     def fingerprint(
-        self, module: Any, store: RowStore, inputs: Mapping[str, Any] | None = None
+        self, module: Any, store: RowStore, inputs: Mapping[str, Any] | None = None, *, check: bool = True
     ) -> Fingerprint:
         """The fingerprint of the module now; it is built if that is needed to know it.
 
-        It has a number if rows were found to be wrong by an earlier run. `inputs` is what makes the module's
-        input from a sample, for rows that are found without the input.
+        It has a number if rows were found to be wrong by an earlier run.
+
+        Args:
+            store: of the rows.
+            inputs: what makes the module's input from a sample, for rows that are found without the input.
+            check: False: no other process builds the module, see `cache_module`.
 
         Raises:
             FeatureNotCacheable: it can't be known.
@@ -206,7 +213,8 @@ class Proof:
             parts, code = built.parts, built.code
         else:
             with unbuilt(module):
-                parts, code = _state(module, store, self)
+                parts, code = _state(module, store, self, check)
+            self._record_build(module, store)
         settings = torch_settings(parts["device"])
         latest_parts, latest_inputs, latest_settings, latest = self._latest
         if latest and latest_parts is parts and latest_inputs is inputs and latest_settings is settings:
@@ -214,6 +222,7 @@ class Proof:
         covered = (id(parts), id(inputs), settings)
         entry = self.fingerprints.get(covered)
         if entry is None:
+            self._record_build(module, store)
             if len(self.fingerprints) > _FINGERPRINTS_KEPT:
                 self.fingerprints.clear()
             described = description_of(module).parts
@@ -227,11 +236,27 @@ class Proof:
         self._latest = parts, inputs, settings, entry[0]
         return entry[0]
 
+    def _record_build(self, module: Any, store: RowStore) -> None:
+        """Count the build where rows are looked up, and store its record; once in each place."""
+        self.places.add(store.place)
+        if self.recorded is None or store.place in self.recorded_in:
+            return
+        self.recorded_in.add(store.place)
+        store.counts.builds += 1
+        key, build_ = self.recorded
+        if build_ is not None:
+            _noted(module, store, key, build_)
+
     def unchecked(self, fingerprint: Fingerprint, is_built: bool) -> int:
         """Number of its rows to compare before others are served without that."""
         if is_built:
-            return self.canaries
-        return 0 if self.checked is not None and self.checked[0].digest == fingerprint.digest else CANARIES
+            return self.canaries.get(fingerprint.digest, CANARIES)
+        return 0 if fingerprint.digest in self.checks else CANARIES
+
+    def is_suspect(self, fingerprint: Fingerprint) -> bool:
+        """True if its rows are wrong, or are being checked."""
+        check, _ = self.checks.get(fingerprint.digest, (None, None))
+        return check is not None or fingerprint.digest in self.refused
 
     def count_computed(self, rows: int, seconds: float) -> None:
         """Count rows that were computed, and the time that it took."""
@@ -251,7 +276,7 @@ def proof_of(module: Any) -> Proof:
     return proof
 
 
-def _state(module: Any, store: RowStore, proof: Proof) -> tuple[dict[str, Any], dict[str, str]]:
+def _state(module: Any, store: RowStore, proof: Proof, check: bool) -> tuple[dict[str, Any], dict[str, str]]:
     """State of a module, as parts of a fingerprint, and its code: the same objects until it changes."""
     description, options = description_of(module), options_of(module)
     if description.error:
@@ -260,7 +285,7 @@ def _state(module: Any, store: RowStore, proof: Proof) -> tuple[dict[str, Any], 
         device = pending_of(module).device if is_pending(module) else device_of(module)
         return _parts_of_version(options.version, module.training, device.type), {}
     if is_pending(module):
-        build_ = _believed(module, store, description, proof)
+        build_ = _believed(module, store, description, proof, check)
         if build_ is not None:
             return build_.parts, build_.parts["code"]
         build(module)
@@ -282,7 +307,9 @@ def device_now(module: Any) -> torch.device:
     return proof.built.device if proof.built is not None else device_of(module)
 
 
-def _believed(module: Any, store: RowStore, description: Description, proof: Proof) -> Build | None:
+def _believed(
+    module: Any, store: RowStore, description: Description, proof: Proof, check: bool
+) -> Build | None:
     pending, options = pending_of(module), options_of(module)
     meanings = [meaning for _, _, meaning in pending.asked]
     if proof.believed is not None and proof.believed[0] == meanings:
@@ -297,7 +324,7 @@ def _believed(module: Any, store: RowStore, description: Description, proof: Pro
     builds = read_builds(store.read_note(key))
     has_weights = options.weights is not None
     build = believed(builds, pending.generators.digests, has_weights=has_weights)
-    if build is None and options.is_checked and may_agree(builds):
+    if build is None and check and options.is_checked and may_agree(builds):
         build = _agreed(module, store, key, description, proof)
     if build is not None:
         proof.believed = (meanings, build)
@@ -351,12 +378,11 @@ def _recipe(description: Description, pending: Pending) -> bytes:
 def record_build(
     module: Any, pending: Pending, description: Description, before: dict[str, str], inputs: BuildInputs
 ) -> None:
-    """Count a build, and remember how the module came out, for those that aren't built."""
-    options = options_of(module)
-    store = None if options.place is None else open_store(options.place)
-    if store is None:
+    """Remember how a module came out, for those that aren't built; the next call with a key stores that."""
+    options, proof = options_of(module), proof_of(module)
+    if options.place is None:
         return
-    store.counts.builds += 1
+    proof.recorded = (b"", None)
     if description.error or options.version is not None:
         return
     try:
@@ -378,9 +404,7 @@ def record_build(
         describer.origins,
         str(built.device),
     )
-    key = _recipe(description, pending)
-    proof_of(module).recorded = (key, latest)
-    _noted(module, store, key, latest)
+    proof.recorded = (_recipe(description, pending), latest)
 
 
 def record_settled(module: Any, store: RowStore, before: Fingerprint) -> None:
@@ -389,9 +413,11 @@ def record_settled(module: Any, store: RowStore, before: Fingerprint) -> None:
     if proof.recorded is None or proof.built is None:
         return
     key, build_ = proof.recorded
-    if {**before.parts, **build_.parts} != dict(before.parts):
+    if build_ is None or {**before.parts, **build_.parts} != dict(before.parts):
         return
-    _noted(module, store, key, replace(build_, parts={**proof.built.parts, "code": proof.built.code}))
+    settled = replace(build_, parts={**proof.built.parts, "code": proof.built.code})
+    proof.recorded = (key, settled)
+    _noted(module, store, key, settled)
 
 
 def _noted(module: Any, store: RowStore, key: bytes, latest: Build) -> list[Build]:
@@ -428,7 +454,7 @@ def built_state(module: Any, *, anew: bool = False) -> Built:
         parts, code = last.parts, last.code
         proof.reads.looked(start)
     elif last is not None:
-        proof.canaries, proof.are_rows_apart, proof.is_chance_harmless = CANARIES, False, False
+        proof.canaries, proof.are_rows_apart, proof.is_chance_harmless = {}, False, False
     proof.built = Built(parts, code, device_of(module), stamp, ModuleWatch(module), start)
     return proof.built
 
@@ -463,7 +489,7 @@ def label_of(module: Any) -> str:
 def check_elsewhere(module: Any, store: RowStore, fingerprint: Fingerprint, key: Any, rows: Rows) -> None:
     """Let another process compute some rows again of a module that isn't built; `key` is of the first."""
     proof, parts = proof_of(module), fingerprint.parts
-    proof.checked = (fingerprint, key)
+    proof.checks[fingerprint.digest] = None, key
 
     def at_exit(verdict: RowVerdict) -> None:
         if verdict.is_same is False and fingerprint.digest not in proof.refused:
@@ -478,7 +504,7 @@ def check_elsewhere(module: Any, store: RowStore, fingerprint: Fingerprint, key:
             tuple(parts["settings"]),
         )
         process, proof.process = proof.process, None
-        proof.check = RowCheck(remake, rows, fingerprint.digest, process, at_exit)
+        proof.checks[fingerprint.digest] = RowCheck(remake, rows, fingerprint.digest, process, at_exit), key
     except CannotCheck as exc:
         _say_unchecked(module, str(exc))
 
@@ -492,17 +518,17 @@ def refuse_stale(module: Any, store: RowStore, fingerprint: Fingerprint, *, wait
         FeatureMismatch: it has.
     """
     proof = proof_of(module)
-    check = proof.check
+    check, key = proof.checks.get(fingerprint.digest, (None, None))
     if check is not None:
         if wait:
             check.wait()
-        if check.verdict is not None and proof.checked is not None:
-            verdict, proof.check = check.verdict, None
-            if verdict.is_same is False:
-                raise refuse_rows(module, store, *proof.checked)
-            if verdict.is_same is None:
-                _say_unchecked(module, verdict.reason)
-    if proof.refused and fingerprint.digest in proof.refused:
+        if check.verdict is not None:
+            proof.checks[fingerprint.digest] = None, key
+            if check.verdict.is_same is False:
+                raise refuse_rows(module, store, fingerprint, key)
+            if check.verdict.is_same is None:
+                _say_unchecked(module, check.verdict.reason)
+    if fingerprint.digest in proof.refused:
         raise FeatureMismatch(proof.refused[fingerprint.digest])
 
 

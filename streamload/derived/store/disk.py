@@ -91,6 +91,9 @@ class RowCounts:
     store_seconds: float = 0.0
     saved_seconds: float = 0.0
 
+    def __add__(self, other: RowCounts) -> RowCounts:
+        return RowCounts(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
     def __sub__(self, other: RowCounts) -> RowCounts:
         return RowCounts(*(getattr(self, field.name) - getattr(other, field.name) for field in fields(self)))
 

@@ -172,6 +172,7 @@ class RowStore:
     """The rows of a place, as this process has them open.
 
     Attributes:
+        place: of the rows.
         disk: the rows on disk, or those of a mapping.
         memory: the rows in memory; None: there are none.
         queue: rows that a module computed, until they are stored; who reads one before waits for it.
@@ -184,7 +185,7 @@ class RowStore:
     def __init__(self, place: RowPlace):
         self.counts = RowCounts()
         self._taken = RowCounts()
-        self._place = place
+        self.place = place
         self._settings = place.settings()
         self._tier: Tier | None = None
         self.disk: Rows = self._opened()
@@ -269,12 +270,12 @@ class RowStore:
         self.counts.refused += count
 
     def _opened(self) -> Rows:
-        if self._place.mapped is not None:
-            return MappingRows(self._place.mapped, self.counts)
-        return DiskRows(self._place.root, self._disk_limit, self.counts, self._reserved)
+        if self.place.mapped is not None:
+            return MappingRows(self.place.mapped, self.counts)
+        return DiskRows(self.place.root, self._disk_limit, self.counts, self._reserved)
 
     def _disk_limit(self, used_bytes: int) -> int:
-        root = self._place.root
+        root = self.place.root
         disk = shutil.disk_usage(nearest(root))
         limit_bytes = self._settings.cache_size.limit_bytes(disk.free, used_bytes)
         available_bytes = disk.free + used_bytes
@@ -284,7 +285,7 @@ class RowStore:
 
     def _reserved(self, wanted_bytes: int, limit_bytes: int) -> int:
         """Limit of rows: beside the shards of a tier in the same directory no more than it reserves."""
-        home = self._place.root.parent
+        home = self.place.root.parent
         if self._tier is None and (home / "tier.json").is_file():
             self._tier = Tier.open(home, free_disk=self._settings.free_disk)
         if self._tier is None:
