@@ -29,7 +29,6 @@ from torch import nn
 import streamload
 from benchmarks import turns
 from streamload.cache.shard import shard_of
-from streamload.cache.shard_copy import ShardCopy
 from streamload.cache.tier import open_tier
 from streamload.daemon.warm import warm
 from streamload.derived.store.results import Result
@@ -160,9 +159,8 @@ def of_a_shard(given: argparse.Namespace, directory: Path, seed: int) -> dict[st
     form = rows_form(shard_of(str(path), None), FINGERPRINT)
     place = open_tier(read_settings()).published(form.digest)
     began = time.perf_counter()
-    copy = ShardCopy.open(place, form)
-    assert copy is not None
-    rows = RowShard(copy, FINGERPRINT)
+    rows = RowShard.open(place, form)
+    assert rows is not None
     opened = time.perf_counter()
     keys = list(recipe.keys)
     random.Random(seed).shuffle(keys)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,55 +65,49 @@ class FeatureAssembly:
         Args:
             derived: rows in derived shards; None: there are none.
         """
-        images = None if self.images is None else self.images.batch_factory()
-        reading = _ColumnReading(self, start, derived)
-        return lambda size, allocate: FeatureInProgress(self, reading, images, size, allocate)
+        return functools.partial(FeatureInProgress, _ColumnReading(self, start, derived))
 
 
 class _ColumnReading:
     """The rows of an epoch, as a worker looks them up."""
 
     def __init__(self, assembly: FeatureAssembly, start: FeatureStart, derived: DerivedRows | None):
+        self.assembly = assembly
         self.fingerprint = start.fingerprint
         self.canaries = start.canaries
         self.checks = 0 if assembly.variants > 1 else _CHECKED
         self.ns = 0
-        self._assembly = assembly
+        self.make_images = None if assembly.images is None else assembly.images.batch_factory()
         self._naming = Naming(bytes.fromhex(start.fingerprint), b"", is_row=True)
         self._derived = derived if assembly.has_derived_shards else None
         self._unreadable: dict[bytes, bool] = {}
 
-    def read(self, keys: Sequence[RowKey]) -> list[Row | None]:
-        """The rows that the store has for some keys."""
-        place = self._assembly.place
-        store = None if place is None or not self.fingerprint else open_store(place)
-        if store is None or not keys:
-            return [None] * len(keys)
-        start_ns = time.monotonic_ns()
-        names = [self._naming.name(key) for key in keys]
-        stored = store.read(names, self._assembly.label)
-        rows = [row if (row := stored.get(name)) and self._is_readable(row) else None for name in names]
-        self.ns += time.monotonic_ns() - start_ns
-        return rows
+    def read(self, keys: Sequence[RowKey], shards: Sequence[int] = ()) -> list[Row | None]:
+        """The rows of some keys: those that derived shards have, else those that the store has.
 
-    def read_of_shards(self, keys: Sequence[RowKey], shards: Sequence[int]) -> list[Row | None]:
-        """The rows of samples: those that derived shards have, else those that the store has."""
-        if self._derived is None or not self.fingerprint:
-            return self.read(keys)
-        start_ns = time.monotonic_ns()
+        Args:
+            shards: of the samples that the keys are of; none: they aren't of samples.
+        """
         rows: list[Row | None] = [None] * len(keys)
+        if not self.fingerprint:
+            return rows
+        start_ns = time.monotonic_ns()
         places: dict[int, list[int]] = {}
-        for place, shard in enumerate(shards):
+        for place, shard in enumerate(shards if self._derived is not None else ()):
             places.setdefault(shard, []).append(place)
         for shard, row_places in places.items():
-            shard_rows = self._derived(self._assembly.name, shard, [keys[place] for place in row_places])
+            assert self._derived is not None
+            shard_rows = self._derived(self.assembly.name, shard, [keys[place] for place in row_places])
             for place, row in zip(row_places, shard_rows, strict=True):
-                if row is not None and self._is_readable(row):
-                    rows[place] = row
+                rows[place] = row if row is not None and self._is_readable(row) else None
+        store = None if self.assembly.place is None else open_store(self.assembly.place)
+        if store is not None and (missing := [place for place, row in enumerate(rows) if row is None]):
+            names = [self._naming.name(keys[place]) for place in missing]
+            stored = store.read(names, self.assembly.label)
+            for place, name in zip(missing, names, strict=True):
+                row = stored.get(name)
+                rows[place] = row if row is not None and self._is_readable(row) else None
         self.ns += time.monotonic_ns() - start_ns
-        missing = [place for place, row in enumerate(rows) if row is None]
-        for place, row in zip(missing, self.read([keys[place] for place in missing]), strict=True):
-            rows[place] = row
         return rows
 
     def _is_readable(self, row: Row) -> bool:
@@ -149,19 +144,12 @@ class ParsedFeature:
 class FeatureInProgress:
     """A feature of a batch to which samples are added one by one, each parsed first."""
 
-    def __init__(
-        self,
-        assembly: FeatureAssembly,
-        reading: _ColumnReading,
-        images: Callable[[int, Allocate], BatchImages] | None,
-        size: int,
-        allocate: Allocate,
-    ):
-        self.name = assembly.name
-        self._inputs = assembly.inputs
-        self._variants = assembly.variants
+    def __init__(self, reading: _ColumnReading, size: int, allocate: Allocate):
+        self.name = reading.assembly.name
+        self._inputs = reading.assembly.inputs
+        self._variants = reading.assembly.variants
         self._reading = reading
-        self._make_images = images
+        self._make_images = reading.make_images
         self._size, self._allocate = size, allocate
         self._images: BatchImages | None = None  # of the rows that are missing; made for the first
         self._parsed: list[ParsedFeature] = []  # not looked up yet
@@ -227,7 +215,8 @@ class FeatureInProgress:
             self._rows = self._reading.read(self._keys)
             self._places = [place for place, row in enumerate(self._rows) if row is None]
             stored = [place for place, row in enumerate(self._rows) if row is not None]
-            self._places += stored[: self._canaries()]
+            self._places += stored[: self._reading.canaries]
+            self._reading.canaries = 0
             inputs = _taken(texts, self._places)
         elif self._images is not None:
             inputs = self._images.finish([str(self._keys[place][0]) for place in self._places])["image"]
@@ -252,14 +241,10 @@ class FeatureInProgress:
         if self._images is not None:
             self._images.close()
 
-    def _canaries(self) -> int:
-        count, self._reading.canaries = self._reading.canaries, 0
-        return count
-
     def _look_up(self) -> None:
         """Read the rows of all samples that were parsed since the last time: one query for many."""
         keys, shards = ([parsed.key for parsed in self._parsed], [parsed.shard for parsed in self._parsed])
-        rows = self._reading.read_of_shards(keys, shards)
+        rows = self._reading.read(keys, shards)
         for parsed, row in zip(self._parsed, rows, strict=True):
             parsed.row, parsed.is_known = row, True
         self._parsed.clear()

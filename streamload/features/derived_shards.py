@@ -12,7 +12,6 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from streamload.cache.shard import Shard
-from streamload.cache.shard_copy import ShardCopy
 from streamload.derived import log_once
 from streamload.derived.store.results import layout_of
 from streamload.derived.store.sealed import Row
@@ -133,9 +132,15 @@ class DerivedShards:
         if form.local is None and form.digest not in self._wanted:
             self._request([FillRequest(form, 0.0), *self._wanted.values()])
         self._await(form)
+        row_shard = None
         try:
-            row_shard = self._opened(form, fingerprint)
+            with contextlib.suppress(OSError):
+                row_shard = RowShard.open(self._tier.published(form.digest), form)
+            if row_shard is not None and len(row_shard):
+                layout_of(row_shard.layout)  # the rank makes results by it
         except CacheCorrupt as exc:
+            if row_shard is not None:
+                row_shard.close()
             log_once(f"{form.name} isn't used, and its rows are computed: {exc}")
             self._counts.add("checksum_failures")
             self._tier.quarantine(self._tier.published(form.digest))
@@ -146,19 +151,6 @@ class DerivedShards:
             self._open[key] = row_shard
             self._files.trim()
         return row_shard
-
-    def _opened(self, form: Shard, fingerprint: str) -> RowShard | None:
-        with contextlib.ExitStack() as unless_used, contextlib.suppress(OSError):
-            copy = ShardCopy.open(self._tier.published(form.digest), form)
-            if copy is None:
-                return None
-            unless_used.callback(copy.close)
-            row_shard = RowShard(copy, fingerprint)
-            if len(row_shard):
-                layout_of(row_shard.layout)  # the rank makes results by it
-            unless_used.pop_all()
-            return row_shard
-        return None
 
     def _request(self, wanted: Sequence[FillRequest]) -> None:
         if self._prefetcher is not None:

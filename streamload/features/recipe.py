@@ -15,21 +15,18 @@ from typing import Any
 from streamload.batches.assembly import BatchAssembly
 from streamload.batches.in_progress import BatchFactory
 from streamload.derived.calls.features import BoundFeatures
-from streamload.derived.prepare.preparation import whole
+from streamload.derived.prepare.preparation import DerivedOrigin, parts_of, whole
 from streamload.derived.store.shard import RowShardWriter, SampleKey, rows_recipe
-from streamload.errors import DatasetChanged, FeatureMismatch, OptionError, SampleError
+from streamload.errors import FeatureMismatch, OptionError, SampleError
 from streamload.features.columns import FeatureAssembly
 from streamload.features.named import NAME, NamedFeatures
 from streamload.features.rank import take_features
 from streamload.ipc import own_empty
 from streamload.metrics import Counters
 from streamload.origins.origin import Origin, Stream, Version
-from streamload.shards.samples import Entry, Sample, ShardScanner, border
+from streamload.shards.samples import Sample, ShardScanner
 from streamload.transforms.plan import ImagePlan
 from streamload.urls import redact
-
-_MOST_BYTES = 64 << 20
-"""Samples with more bytes get no row here; a training computes it."""
 
 
 class FeatureRecipe:
@@ -85,28 +82,34 @@ class FeatureRecipe:
         """A name for all that the result depends on beside the shard (`Shard.recipe`)."""
         return rows_recipe(self.fingerprint)
 
-    @property
-    def batch_size(self) -> int:
-        """Samples that are computed together."""
-        return self.named.batch_size
-
-    @property
-    def is_of_prepared(self) -> bool:
-        """True if rows are of the samples of prepared shards."""
-        return self._assembly.preparation is not None
-
     def derive(self, origin: Origin) -> Origin:
-        """The derived shard of an origin's shard, under that shard's version."""
-        preparation = self._assembly.preparation
-        return _RowsOrigin(origin if preparation is None else preparation.derive(origin), self)
+        """The derived shard of an origin's shard, under that shard's version.
 
-    def batches(self) -> BatchFactory:
+        It is never continued: rows that are computed again may be rounded otherwise.
+        """
+        preparation = self._assembly.preparation
+        source = origin if preparation is None else preparation.derive(origin)
+        return DerivedOrigin(source, self._rows_of, is_repeatable=False)
+
+    def _rows_of(self, stream: Stream, url: str) -> Iterator[bytes]:
+        """Nothing after each batch of rows, then the tar: so a fill can be stopped while rows are made."""
+        is_prepared = self._assembly.preparation is not None
+        chunks = stream.chunks() if is_prepared else whole(stream, url)
+        samples = samples_of(chunks, url, is_prepared=is_prepared)
+        begin = self._batches()
+        with RowShardWriter() as writer:
+            while batch := list(itertools.islice(samples, self.named.batch_size)):
+                self._compute(begin, batch, writer)
+                yield b""
+            yield from writer.chunks(self._about(url, stream.version))
+
+    def _batches(self) -> BatchFactory:
         """Makes empty batches, for one thread."""
         with self._computing:
             make = self._feature.batch_factory(self._bound.start(), None)
         return self._assembly.batch_factory(lambda size, allocate: [make(size, allocate)])
 
-    def compute(self, begin: BatchFactory, samples: list[Sample], writer: RowShardWriter) -> None:
+    def _compute(self, begin: BatchFactory, samples: list[Sample], writer: RowShardWriter) -> None:
         """Add the rows of samples to a derived shard; samples that can't be used get none.
 
         Raises:
@@ -136,7 +139,7 @@ class FeatureRecipe:
             )
         writer.add(layout, added, bodies)
 
-    def about(self, url: str, version: Version) -> dict[str, Any]:
+    def _about(self, url: str, version: Version) -> dict[str, Any]:
         """Header of a derived shard."""
         return {
             "format": 1,
@@ -154,85 +157,18 @@ class FeatureRecipe:
         return all(chosen)
 
 
-class _RowsOrigin(Origin):
-    """The derived shard with the rows of an origin's shard, under that shard's version."""
-
-    def __init__(self, origin: Origin, recipe: FeatureRecipe):
-        self.url = origin.url
-        self._origin, self._recipe = origin, recipe
-
-    def open(self, start: int = 0, expected: Version | None = None) -> Stream:
-        """Open it from its first byte.
-
-        Raises:
-            DatasetChanged: it was to be continued, and rows that are computed again may be rounded otherwise.
-        """
-        if start:
-            raise DatasetChanged(f"the rows of {redact(self.url)} are made from the first on")
-        return _RowsStream(self._origin.open(0, expected), self.url, self._recipe)
-
-    def version(self) -> Version:
-        """The current version of the shard itself."""
-        return self._origin.version()
-
-    def close(self) -> None:
-        """Close the origin."""
-        self._origin.close()
-
-
-class _RowsStream:
-    """The bytes of a derived shard; its length isn't known before all of its rows are."""
-
-    def __init__(self, stream: Stream, url: str, recipe: FeatureRecipe):
-        self.version = stream.version
-        self._stream, self._url, self._recipe = stream, url, recipe
-
-    def chunks(self) -> Iterator[bytes]:
-        """Nothing after each batch of rows, then the tar: so a fill can be stopped while rows are made."""
-        recipe = self._recipe
-        begin = recipe.batches()
-        chunks = self._stream.chunks() if recipe.is_of_prepared else whole(self._stream, self._url)
-        samples = samples_of(chunks, self._url, is_prepared=recipe.is_of_prepared)
-        with RowShardWriter() as writer:
-            while batch := list(itertools.islice(samples, recipe.batch_size)):
-                recipe.compute(begin, batch, writer)
-                yield b""
-            yield from writer.chunks(recipe.about(self._url, self.version))
-
-    def close(self) -> None:
-        """Close the stream of the shard."""
-        self._stream.close()
-
-
 def samples_of(chunks: Iterable[bytes], url: str, *, is_prepared: bool) -> Iterator[Sample]:
-    """The samples of a tar; without those of more than 64 MiB.
+    """The samples of a tar; without those of more than 64 MiB, whose rows a training computes.
 
     Raises:
         ShardError: not a tar, damaged or cut.
     """
-    scanner, buffer, first = ShardScanner(prepared=is_prepared), bytearray(), 0
-    for chunk in chunks:
-        entries = scanner.feed(chunk)
-        buffer += b"" if scanner.ended and not entries else chunk
-        for entry in entries:
-            if entry.start >= first:
-                yield _sample(entry, buffer, first, url)
-            count = max(0, border(entry) - first)
-            del buffer[:count]
-            first += count
-        if len(buffer) > _MOST_BYTES:
-            first += len(buffer)
-            buffer.clear()
-    for entry in scanner.finish()[0]:
-        if entry.start >= first:
-            yield _sample(entry, buffer, first, url)
-
-
-def _sample(entry: Entry, buffer: bytearray, first: int, url: str) -> Sample:
-    data = memoryview(bytearray(buffer[entry.start - first : entry.stop - first]))
-    members = {
-        extension: data[start - entry.start : start - entry.start + size]
-        for extension, start, size in entry.members
-    }
-    prepared = entry.prepared[0] if entry.prepared is not None else ""
-    return Sample(entry.key, url, members, prepared, entry.checksum)
+    for entry, begin, data in parts_of(chunks, ShardScanner(prepared=is_prepared), url):
+        if entry is not None:
+            view = memoryview(bytearray(data))
+            members = {
+                extension: view[start - begin : start - begin + size]
+                for extension, start, size in entry.members
+            }
+            prepared = entry.prepared[0] if entry.prepared is not None else ""
+            yield Sample(entry.key, url, members, prepared, entry.checksum)

@@ -8,11 +8,13 @@ both memory and disk are bounded. Rows that Torch Module Cache stored aren't rea
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 
 from streamload.derived.calls.module_cache import cache_module as _cache_module
 from streamload.derived.calls.module_cache import places, switches
+from streamload.derived.store.catalog import Catalog, open_catalog
 from streamload.derived.store.disk import DiskRows
 from streamload.derived.store.row_store import CacheLevel, RowPlace, stores_at
 
@@ -111,11 +113,10 @@ def get_cache_size(cache_path: str | None = None, cache_name: str | None = None)
         cache_path: the directory; None: the default.
         cache_name: only those of this name, without what the database takes beside them.
     """
-    for rows in _rows_on_disk(cache_path):
+    with _rows_at(cache_path) as catalog:
         if cache_name is None:
-            return rows.used_bytes
-        return sum(entry.size_bytes for entry in rows.fingerprints() if entry.label == cache_name)
-    return 0
+            return catalog.used_bytes
+        return sum(entry.size_bytes for entry in catalog.fingerprints() if entry.label == cache_name)
 
 
 def list_cache_entries(cache_path: str | None = None, cache_name: str | None = None) -> dict[str, list[str]]:
@@ -125,18 +126,20 @@ def list_cache_entries(cache_path: str | None = None, cache_name: str | None = N
         cache_path: the directory; None: the default.
         cache_name: only those of this name.
     """
-    return {
-        label: [key.hex() for key in keys]
-        for rows in _rows_on_disk(cache_path)
-        for label, keys in rows.labels().items()
-        if cache_name in (None, label)
-    }
+    keys: dict[str, list[str]] = {}
+    with _rows_at(cache_path) as catalog:
+        for entry in catalog.fingerprints():
+            if cache_name in (None, entry.label):
+                rows = catalog.rows(entry.fingerprint, entry.number)
+                keys.setdefault(entry.label, []).extend(key.hex() for key, _ in rows)
+    return keys
 
 
-def _rows_on_disk(cache_path: str | None) -> list[DiskRows]:
-    """The rows of a directory, once; none if there is no database."""
-    stores = stores_at(RowPlace(cache_path or ""))
-    return [store.disk for store in stores[:1] if isinstance(store.disk, DiskRows)]
+def _rows_at(cache_path: str | None) -> contextlib.AbstractContextManager[Catalog]:
+    """The rows of a directory, with those that this process has stored so far."""
+    place = RowPlace(cache_path or "")
+    stores_at(place)
+    return open_catalog(place.root)
 
 
 def _clear(place: RowPlace, cache_name: str | None, *, in_memory: bool = True) -> None:

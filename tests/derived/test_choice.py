@@ -11,15 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from streamload.derived.prepare.choice import (
-    Costs,
-    Form,
-    Room,
-    choose,
-    exact_recipes,
-    measure,
-    typical_photograph,
-)
+from streamload.derived.prepare.choice import Costs, Form, Room, choose, exact_recipes, measure
 from streamload.derived.prepare.preparation import Preparation
 from streamload.transforms import kernel
 from streamload.transforms.decode import decode_jpeg_or_image
@@ -74,18 +66,14 @@ def test_of_any_other_transform_only_decoding_can_be_done_in_advance(transform: 
 @pytest.mark.parametrize("size", [224, 97])
 def test_exact_recipes_give_the_pixels_of_the_plan_to_the_bit(width: int, height: int, size: int) -> None:
     plan = clip_plan(train=False, size=size)
-    out = io.BytesIO()
-    Image.fromarray(photograph(width, height)).save(out, "JPEG", quality=93)
+    data = jpeg(width, height)
     for as_bytes, dtype in ((True, torch.uint8), (False, torch.float32)):
         transform = PlannedTransform(plan, as_bytes)
         made = []
-        for data in (
-            out.getvalue(),
-            *(recipe.prepare(out.getvalue()) for recipe in exact_recipes(plan, LIMIT)),
-        ):
-            assert data is not None
+        for image in (data, *(recipe.prepare(data) for recipe in exact_recipes(plan, LIMIT))):
+            assert image is not None
             made.append(torch.empty((3, size, size), dtype=dtype))
-            transformed(transform, np.array(decode_jpeg_or_image(data)), made[-1])
+            transformed(transform, np.array(decode_jpeg_or_image(image)), made[-1])
         assert all(torch.equal(each, made[0]) for each in made[1:])
 
 
@@ -132,13 +120,20 @@ def test_data_of_unknown_size_stays_as_it_is() -> None:
     assert "unknown" in answer.why
 
 
+def jpeg(width: int, height: int) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(photograph(width, height)).save(out, "JPEG", quality=93)
+    return out.getvalue()
+
+
 def test_measuring_finds_what_the_forms_take_and_leaves_nothing(tmp_path: Path) -> None:
-    recipes = [Preparation(), Preparation(64)]
-    costs = measure([typical_photograph()], recipes, tmp_path)
+    recipes, image = [Preparation(), Preparation(64)], jpeg(640, 480)
+    costs = measure([image], recipes, tmp_path)
+    assert costs is not None
     assert [form.recipe for form in costs.forms] == ["", "raw", "raw-64"]
     as_it_is, raw, small = (form.image_bytes for form in costs.forms)
     assert (as_it_is, raw, small) == (
-        len(typical_photograph()),
+        len(image),
         640 * 480 * 3 + len(b"P6\n640 480\n255\n"),
         85 * 64 * 3 + len(b"P6\n85 64\n255\n"),
     )
@@ -148,12 +143,13 @@ def test_measuring_finds_what_the_forms_take_and_leaves_nothing(tmp_path: Path) 
 
 
 def test_what_cannot_be_decoded_does_not_count(tmp_path: Path) -> None:
-    costs = measure([b"nothing", typical_photograph()], [Preparation()], tmp_path)
-    alone = measure([b"nothing"], [Preparation()], tmp_path)
-    sizes = [[form.image_bytes for form in each.forms] for each in (costs, alone)]
-    assert sizes[0] == sizes[1] == [len(typical_photograph()), 640 * 480 * 3 + 15]
+    image = jpeg(640, 480)
+    costs = measure([b"nothing", image], [Preparation()], tmp_path)
+    assert costs is not None
+    assert [form.image_bytes for form in costs.forms] == [len(image), 640 * 480 * 3 + 15]
+    assert measure([b"nothing"], [Preparation()], tmp_path) is None
 
 
 def test_a_disk_that_cannot_be_written_fails(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nowhere"):
-        measure([], [Preparation()], tmp_path / "nowhere")
+        measure([jpeg(64, 48)], [Preparation()], tmp_path / "nowhere")

@@ -21,7 +21,7 @@ from streamload.cache.shard_view import ShardView
 from streamload.cache.tier import Tier
 from streamload.daemon.warm import warm
 from streamload.derived.prepare import preparation
-from streamload.derived.prepare.preparation import Preparation, PreparedOrigin, growth, prepared_tar
+from streamload.derived.prepare.preparation import Preparation, growth, prepared_tar
 from streamload.errors import OriginStopped, ShardCut, ShardFormatError
 from streamload.origins.origin import OriginOptions, Version, open_origin
 from streamload.shards.samples import Original, ShardScanner, border
@@ -305,7 +305,7 @@ class Served:
 
     def origin(self, stop=None):
         quick = OriginOptions(attempts=2, backoff_seconds=0.01)
-        return PreparedOrigin(open_origin(self.shard.url, None, quick, stop=stop), RAW)
+        return RAW.derive(open_origin(self.shard.url, None, quick, stop=stop))
 
     def fill(self, origin, stop=None):
         part = self.tier.claim(self.form.digest)
@@ -380,7 +380,7 @@ def test_a_command_that_fails_at_its_end_publishes_nothing(served):
     url = f"pipe:cat {served.path}; false"
     form = prepared_form(shard_of(url, None), RAW.name)
     part = served.tier.claim(form.digest)
-    origin = PreparedOrigin(open_origin(url, None, OriginOptions(attempts=1)), RAW)
+    origin = RAW.derive(open_origin(url, None, OriginOptions(attempts=1)))
     result = fill(part, form, lambda: origin, next_use=lambda: 0.0, stop=threading.Event()).result
     assert result is Filled.GAVE_UP
 

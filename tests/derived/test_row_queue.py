@@ -16,8 +16,9 @@ from streamload.derived.calls import module_call
 from streamload.derived.proof import fingerprint, module_proof
 from streamload.derived.store import queue as row_queue
 from streamload.derived.store import row_store
+from streamload.derived.store.catalog import open_catalog
 from streamload.derived.store.queue import ComputedRows, RowQueue
-from streamload.derived.store.row_store import RowPlace, RowStore
+from streamload.derived.store.row_store import RowPlace
 from streamload.derived.store.sealed import seal, seal_rows, unseal
 
 X = torch.randn(8, 10, generator=torch.Generator().manual_seed(1))
@@ -56,11 +57,8 @@ def keys(count, start=0):
 
 def stored_now():
     """The rows that another process would find."""
-    store = RowStore(RowPlace(""))
-    try:
-        return len(store.disk.labels().get("Plain", []))
-    finally:
-        store.close()
+    with open_catalog(RowPlace("").root) as catalog:
+        return sum(rows.rows for rows in catalog.fingerprints() if rows.label == "Plain")
 
 
 def name(number):

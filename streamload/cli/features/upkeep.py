@@ -278,11 +278,10 @@ def gc(
     """
     from streamload.cache.inventory import as_time
     from streamload.derived.store.catalog import collect_garbage
-    from streamload.derived.store.shard_catalog import stale_of
 
     root = root_of(directory)
     places = places_of(directory, shared_cache, shared_cache_options) if stale else []
-    old_shards = stale_of(fingerprints_in(places))
+    old_shards = [held for place in places for held in place.stale()]
     garbage = collect_garbage(root, stale=stale, dry_run=dry_run)
     removed = _remove(places, old_shards, "stale", dry_run=dry_run)
     if as_json:

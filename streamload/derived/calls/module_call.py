@@ -444,8 +444,7 @@ class Call:
         rows = [row for place in places if (row := self.stored[place]) is not None]
         if len({row.layout for row in rows}) > 1:
             raise FeatureNotCacheable("rows of this call have different shapes, so they can't be one batch")
-        _, leaves = join(rows, device_now(self.module), is_row=self.rows is not None)
-        return rows[0].layout, leaves
+        return rows[0].layout, join(rows, device_now(self.module), is_row=self.rows is not None)
 
     def _put_together(self, computed: tuple[Result, list[int]] | None) -> Any:
         """The result of all keys, in their order, out of stored rows and computed ones."""

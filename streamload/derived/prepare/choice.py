@@ -6,8 +6,6 @@ choice changes speed and room, never a batch. `measure` times decoding and readi
 
 from __future__ import annotations
 
-import functools
-import io
 import os
 import tempfile
 import time
@@ -18,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
-from PIL import Image
 
 from streamload.cache.tier import Choice
 from streamload.derived.prepare.preparation import SIZES, Preparation
@@ -101,44 +98,29 @@ def choose(costs: Costs, room: Room) -> Choice:
     )
 
 
-def measure(images: Sequence[bytes], recipes: Sequence[Preparation], directory: Path) -> Costs:
+def measure(images: Sequence[bytes], recipes: Sequence[Preparation], directory: Path) -> Costs | None:
     """Time decoding and reading on this machine, in some tenths of a second.
 
     Args:
-        images: files of images; those that can't be decoded don't count, and without any
-            `typical_photograph` stands for all.
+        images: files of images; those that can't be decoded don't count.
         recipes: from `exact_recipes`; the last goes furthest.
         directory: on the disk to be read; nothing stays there.
+
+    Returns:
+        None: no image can be decoded.
 
     Raises:
         OSError: the disk can't be written.
     """
-    sound = [image for image in images if recipes[0].prepare(image) is not None] or [typical_photograph()]
+    sound = [image for image in images if recipes[0].prepare(image) is not None]
+    if not sound:
+        return None
     stored = {"": sound} | {
         str(recipe): [recipe.prepare(image) or image for image in sound] for recipe in recipes
     }
     forms = [_form(recipe, files, recipes[-1]) for recipe, files in stored.items()]
     memory_seconds, disk_seconds = _reading(directory, int(max(form.image_bytes for form in forms)))
     return Costs(tuple(forms), memory_seconds, disk_seconds)
-
-
-@functools.cache
-def typical_photograph() -> bytes:
-    """A JPEG of 640×480 pixels with as many bytes a pixel as those of COCO and ImageNet: about 160 KB."""
-    rng = np.random.default_rng(0)
-    levels = sum(
-        np.asarray(
-            Image.fromarray(rng.integers(0, 256, (480 // scale, 640 // scale, 3), np.uint8)).resize(
-                (640, 480), Image.Resampling.BICUBIC
-            ),
-            np.float32,
-        )
-        * weight
-        for scale, weight in ((80, 0.5), (16, 0.25), (4, 0.1), (1, 0.15))
-    )
-    out = io.BytesIO()
-    Image.fromarray(np.asarray(levels).astype(np.uint8)).save(out, "JPEG", quality=94)
-    return out.getvalue()
 
 
 def _form(recipe: str, files: Sequence[bytes], last: Preparation) -> Form:

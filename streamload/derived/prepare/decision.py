@@ -224,6 +224,8 @@ def _cheapest(
         costs = measure(images_of(_head(shards, sizes))[:_SAMPLES_TIMED], recipes, tier.root)
     except OSError as exc:
         return Choice("", f"{tier.root} can't be written, to measure reading: {exc}")
+    if costs is None:
+        return Choice("", "no image of the data could be looked at")
     room = Room(
         data_bytes=_data_bytes(shards, sizes, nodes),
         cache_bytes=tier.budget.allowed_bytes,

@@ -18,7 +18,7 @@ import hashlib
 import logging
 import re
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ import PIL
 import simplejpeg
 import torch
 
-from streamload.errors import DecodeError, OptionError, ShardCut
+from streamload.errors import DatasetChanged, DecodeError, OptionError, ShardCut
 from streamload.origins.origin import Origin, Stream, Version
 from streamload.shards.samples import Entry, Original, ShardScanner, border
 from streamload.shards.tar import BLOCK_BYTES, NOTE
@@ -36,6 +36,7 @@ from streamload.transforms.decode import Pixels, decode_jpeg_or_image, kept_info
 from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
 from streamload.transforms.ppm import to_ppm
 from streamload.transforms.resize import resize_box
+from streamload.urls import redact
 
 RAW = "raw"
 AUTO = "auto"
@@ -103,7 +104,7 @@ class Preparation:
 
     def derive(self, origin: Origin) -> Origin:
         """The prepared form of an origin's shard."""
-        return PreparedOrigin(origin, self)
+        return DerivedOrigin(origin, lambda stream, url: prepared_tar(whole(stream, url), self, url))
 
     def prepare(self, data: bytes | memoryview) -> bytes | None:
         """An image file → the prepared one.
@@ -203,52 +204,61 @@ _END = bytes(2 * BLOCK_BYTES)
 _VOID = ord("-")
 
 
-class PreparedOrigin(Origin):
-    """The prepared form of another origin's shard, under that shard's version.
+class DerivedOrigin(Origin):
+    """A shard that is made of another origin's shard, under that shard's version.
 
     Args:
-        origin: of the original shard.
-        recipe: for its images.
+        origin: of the shard itself.
+        make: returns the bytes of the derived shard, given a stream of the shard from its first byte, and its
+            URL.
+        is_repeatable: whether another call of `make` returns the same bytes.
     """
 
-    def __init__(self, origin: Origin, recipe: Preparation):
+    def __init__(
+        self, origin: Origin, make: Callable[[Stream, str], Iterator[bytes]], *, is_repeatable: bool = True
+    ):
         self.url = origin.url
         self._origin = origin
-        self._recipe = recipe
+        self._make = make
+        self._is_repeatable = is_repeatable
 
     def open(self, start: int = 0, expected: Version | None = None) -> Stream:
-        """Open it at a byte of the prepared shard; the bytes before are made again and dropped."""
-        return _PreparedStream(self._origin.open(0, expected), self.url, self._recipe, start)
+        """Open it at a byte of the derived shard; the bytes before are made again and dropped.
+
+        Raises:
+            DatasetChanged: these may be others now.
+        """
+        if start and not self._is_repeatable:
+            raise DatasetChanged(f"what is made of {redact(self.url)} is made from the first byte on")
+        return _DerivedStream(self._origin.open(0, expected), self.url, self._make, start)
 
     def version(self) -> Version:
-        """The current version of the original shard."""
+        """The current version of the shard itself."""
         return self._origin.version()
 
     def close(self) -> None:
-        """Close the origin of the original shard."""
+        """Close the origin of the shard itself."""
         self._origin.close()
 
 
-class _PreparedStream:
-    """The bytes of a prepared shard from one byte on; its length isn't known."""
+class _DerivedStream:
+    """The bytes of a derived shard from one byte on; its length isn't known."""
 
-    def __init__(self, stream: Stream, url: str, recipe: Preparation, start: int):
+    def __init__(self, stream: Stream, url: str, make: Callable[[Stream, str], Iterator[bytes]], start: int):
         self.version = stream.version
         self._stream = stream
-        self._url = url
-        self._recipe = recipe
+        self._chunks = make(stream, url)
         self._start = start
 
     def chunks(self) -> Iterator[bytes]:
-        """Mostly one sample a chunk."""
+        """The chunks as they are made; empty ones, too, so that a fill can be stopped meanwhile."""
         to_drop = self._start
-        for chunk in prepared_tar(whole(self._stream, self._url), self._recipe, self._url):
-            if len(chunk) > to_drop:
-                yield chunk[to_drop:]
+        for chunk in self._chunks:
+            yield chunk[to_drop:]
             to_drop = max(0, to_drop - len(chunk))
 
     def close(self) -> None:
-        """Close the stream of the original shard."""
+        """Close the stream of the shard itself."""
         self._stream.close()
 
 
@@ -277,11 +287,88 @@ def prepared_tar(chunks: Iterable[bytes], recipe: Preparation, name: str) -> Ite
     Raises:
         ShardError: not a tar, damaged or cut.
     """
-    samples = _SamplesOfShard(recipe)
-    for chunk in chunks:
-        yield from samples.feed(chunk)
-    yield from samples.finish(name)
+    for entry, begin, data in parts_of(chunks, ShardScanner(checksums=False), name):
+        prepared = None if entry is None else _prepared(entry, data, begin, recipe)
+        yield data if prepared is None else prepared
     yield _END
+
+
+class TarPart(NamedTuple):
+    """Bytes of a tar, up to the end of a sample: headers, payloads, padding."""
+
+    entry: (
+        Entry | None
+    )  # of the sample, if all of its bytes are here; None: it is too large, or there is none
+    begin: int  # the first byte's position in the tar
+    data: bytes
+
+
+def parts_of(chunks: Iterable[bytes], scanner: ShardScanner, name: str) -> Iterator[TarPart]:
+    """The bytes of a tar, sample by sample; records of originals in it are voided.
+
+    Args:
+        chunks: the whole tar, in chunks of any size; consumed to the end.
+        scanner: at its start.
+        name: of the shard, for the log.
+
+    Raises:
+        ShardError: not a tar, damaged or cut.
+    """
+    buffer, start, border_before = bytearray(), 0, 0  # start: the buffer's position in the tar
+
+    def take(count: int) -> bytes:
+        nonlocal start
+        data = bytes(memoryview(buffer)[:count])
+        del buffer[:count]
+        start += count
+        return data
+
+    def part(entry: Entry) -> TarPart:
+        nonlocal border_before
+        begin, border_before = border_before, border(entry)
+        is_complete = start == begin
+        data = take(max(0, border_before - start))  # nothing, if all of it has already passed
+        return TarPart(entry if is_complete and len(data) <= _BUFFER_BYTES else None, begin, data)
+
+    for chunk in chunks:
+        if scanner.ended:
+            continue
+        buffer += chunk
+        entries = scanner.feed(chunk)
+        for note_at in scanner.notes_at:
+            buffer[note_at - start] = _VOID
+        yield from map(part, entries)
+        if len(buffer) > _BUFFER_BYTES and not scanner.ended:
+            # The header may have a record to void.
+            yield TarPart(None, start, take(len(buffer) - scanner.header_bytes))
+    entries, warnings = scanner.finish()
+    yield from map(part, entries)
+    if start > border_before:  # a part of what follows the last sample has already passed
+        yield TarPart(None, start, take(scanner.stop - start))
+    for warning in warnings:
+        logger.warning("shard %s: %s", name, warning)
+
+
+def _prepared(entry: Entry, data: bytes, begin: int, recipe: Preparation) -> bytes | None:
+    """A sample's bytes with its image replaced; None if it stays as it is."""
+    image = image_of(entry)
+    if image is None:
+        return None
+    extension, start, size = image
+    stem = extension.rpartition(".")[0]
+    name = f"{stem}.{recipe.extension}" if stem else recipe.extension
+    if name != extension and name in entry.sizes:
+        return None
+    prepared = recipe.prepare(memoryview(data)[start - begin : start - begin + size])
+    if prepared is None:
+        return None
+    ends = [member_start + bytes_ + -bytes_ % BLOCK_BYTES for _, member_start, bytes_ in entry.members]
+    before = max((end for end in ends if end <= start), default=begin)
+    after = start + size + -size % BLOCK_BYTES
+    original = Original(extension, size, entry.width, entry.height)
+    header = _header(f"{entry.key}.{name}", len(prepared), original)
+    padding = bytes(-len(prepared) % BLOCK_BYTES)
+    return b"".join((data[: before - begin], header, prepared, padding, data[after - begin :]))
 
 
 class Growth(NamedTuple):
@@ -318,74 +405,6 @@ def images_of(head: bytes) -> list[bytes]:
     """
     members = map(image_of, ShardScanner(checksums=False).feed(head))
     return [head[start : start + size] for _, start, size in filter(None, members)]
-
-
-class _SamplesOfShard:
-    """Buffers the bytes of each sample and returns them prepared."""
-
-    def __init__(self, recipe: Preparation):
-        self._recipe = recipe
-        self._scanner = ShardScanner(checksums=False)
-        self._buffer = bytearray()
-        self._start = 0  # the buffer's position in the tar
-        self._border = 0  # the end of the last sample that was returned
-
-    def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """Take the next bytes of the tar."""
-        if self._scanner.ended:
-            return
-        self._buffer += chunk
-        entries = self._scanner.feed(chunk)
-        for note_at in self._scanner.notes_at:
-            self._buffer[note_at - self._start] = _VOID
-        for entry in entries:
-            yield self._pop(entry)
-        if len(self._buffer) > _BUFFER_BYTES and not self._scanner.ended:
-            count = len(self._buffer) - self._scanner.header_bytes  # it may have a record to void
-            yield bytes(memoryview(self._buffer)[:count])
-            self._start += count
-            del self._buffer[:count]
-
-    def finish(self, name: str) -> Iterator[bytes]:
-        """The tar is complete."""
-        entries, warnings = self._scanner.finish()
-        for entry in entries:
-            yield self._pop(entry)
-        if self._start > self._border:  # a part of what follows the last sample has already passed
-            yield bytes(memoryview(self._buffer)[: self._scanner.stop - self._start])
-        for warning in warnings:
-            logger.warning("shard %s: %s", name, warning)
-
-    def _pop(self, entry: Entry) -> bytes:
-        """Remove and return a sample's bytes, from the end of the one before: headers, payloads, padding."""
-        begin, self._border = self._border, border(entry)
-        count = max(0, self._border - self._start)  # 0: all of it has already passed
-        whole = bytes(memoryview(self._buffer)[:count])
-        del self._buffer[:count]
-        is_complete = self._start == begin and count <= _BUFFER_BYTES
-        self._start += count
-        return (self._prepared(entry, whole, begin) if is_complete else None) or whole
-
-    def _prepared(self, entry: Entry, whole: bytes, begin: int) -> bytes | None:
-        """A sample's bytes with its image replaced; None if it stays as it is."""
-        image = image_of(entry)
-        if image is None:
-            return None
-        extension, start, size = image
-        stem = extension.rpartition(".")[0]
-        name = f"{stem}.{self._recipe.extension}" if stem else self._recipe.extension
-        if name != extension and name in entry.sizes:
-            return None
-        prepared = self._recipe.prepare(memoryview(whole)[start - begin : start - begin + size])
-        if prepared is None:
-            return None
-        ends = [member_start + bytes_ + -bytes_ % BLOCK_BYTES for _, member_start, bytes_ in entry.members]
-        before = max((end for end in ends if end <= start), default=begin)
-        after = start + size + -size % BLOCK_BYTES
-        original = Original(extension, size, entry.width, entry.height)
-        header = _header(f"{entry.key}.{name}", len(prepared), original)
-        padding = bytes(-len(prepared) % BLOCK_BYTES)
-        return b"".join((whole[: before - begin], header, prepared, padding, whole[after - begin :]))
 
 
 def image_of(entry: Entry) -> tuple[str, int, int] | None:

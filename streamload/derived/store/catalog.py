@@ -7,11 +7,12 @@ that is missing or has no database is one without rows. A row that is deleted is
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -29,19 +30,18 @@ from streamload.derived.store.database import (
     FingerprintRows,
     bytes_on_disk,
     current_home,
-    homes,
     is_broken,
-    old_homes,
     remove,
+    replaced_homes,
+    used_bytes,
 )
 from streamload.derived.store.disk import DiskRows
 from streamload.derived.store.row_store import RowPlace, RowStore
 from streamload.derived.store.sealed import (
     NOTE,
-    StoredLeaf,
-    described,
+    LeafFiles,
     kind_of,
-    npy_head,
+    leaf_name,
     read_parts,
     read_row,
     unseal,
@@ -53,19 +53,17 @@ _YOUNG_SECONDS = 600.0
 _MOST_LAYOUTS = 64
 
 
+@dataclass(frozen=True, slots=True)
 class Catalog:
-    """The rows of a directory; `home` is that of the database in use, None if there is none."""
+    """The rows of a directory."""
 
-    def __init__(self, root: Path, home: Path | None, database: Database):
-        self.root = root
-        self.home = home
-        self.database = database
+    root: Path
+    database: Database
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the files on disk."""
-        homes_ = [*old_homes(self.root), *([] if self.home is None else [self.home])]
-        return sum(map(bytes_on_disk, homes_))
+        return used_bytes(self.root)
 
     def fingerprints(self) -> list[FingerprintRows]:
         """All rows, by label and then by the last use."""
@@ -109,9 +107,13 @@ class Catalog:
         listed = ", ".join(digits[:12] for digits in (begin or all_of_them)[:8])
         raise OptionError(f"{which} with {prefix!r} in {self.root}; there are {listed}")
 
-    def rows(self, fingerprint: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """The names and bytes of a fingerprint's rows in the order of names, unchecked."""
-        for part in self.database.rows_of(fingerprint):
+    def rows(self, fingerprint: bytes, number: int | None = None) -> Iterator[tuple[bytes, bytes]]:
+        """The names and bytes of a fingerprint's rows in the order of names, unchecked.
+
+        Args:
+            number: of the fingerprint under one label; None: under all.
+        """
+        for part in self.database.rows_of(fingerprint, number):
             for key, data in part:
                 if type(key) is bytes and len(key) == KEY_BYTES and type(data) is bytes:
                     yield key, data
@@ -131,7 +133,7 @@ def open_catalog(root: Path, *, writable: bool = False) -> Iterator[Catalog]:
         home = None
     try:
         with contextlib.closing(Database.inspect(home, writable=writable)) as database:
-            yield Catalog(root, home, database)
+            yield Catalog(root, database)
     except ERRORS as exc:
         if isinstance(exc, OSError):
             raise
@@ -237,17 +239,23 @@ def collect_garbage(root: Path, *, stale: bool, dry_run: bool) -> Garbage:
     """Delete what no module will read.
 
     Args:
-        stale: delete the rows of old fingerprints (`stale_of`).
-        dry_run: delete nothing.
+        stale: delete the rows of old fingerprints, too (`stale_of`).
 
     Raises:
         CacheError: the rows can't be read or deleted.
     """
-    garbage = Garbage()
-    _replaced_databases(root, garbage, dry_run=dry_run)
+    check_owner(root)
+    replaced = replaced_homes(root)
+    garbage = Garbage(
+        databases=[home.name for home in replaced], size_bytes=sum(map(bytes_on_disk, replaced))
+    )
+    if replaced and not dry_run:
+        with exclusive(root / "lock"):
+            for home in replaced_homes(root):
+                remove(home)
     with open_catalog(root, writable=not dry_run) as catalog:
         rows = catalog.fingerprints()
-        garbage.stale = stale_of(catalog, rows) if stale else []
+        garbage.stale = stale_of(rows, lambda item: catalog.parts(item.fingerprint)) if stale else []
         garbage.size_bytes += sum(item.size_bytes for item in garbage.stale)
         left = {item.fingerprint for item in rows if item not in garbage.stale}
         gone = {item.fingerprint for item in garbage.stale}
@@ -265,52 +273,29 @@ def collect_garbage(root: Path, *, stale: bool, dry_run: bool) -> Garbage:
     return garbage
 
 
-_Rows = TypeVar("_Rows")
+_Held = TypeVar("_Held", bound=Any)
+"""FingerprintRows, or FingerprintShards."""
 
 
-def all_but_newest(
-    items: Sequence[_Rows], kind: Callable[[_Rows], Hashable], use: Callable[[_Rows], tuple[float, Any]]
-) -> list[_Rows]:
-    """All of each kind but the one that was used last, by when and what `use` says."""
-    newest = {kind(item): item for item in sorted(items, key=use)}
-    return [item for item in items if newest[kind(item)] is not item]
-
-
-def stale_of(catalog: Catalog, rows: Sequence[FingerprintRows]) -> list[FingerprintRows]:
+def stale_of(held: Sequence[_Held], parts: Callable[[_Held], Mapping[str, Any] | None]) -> list[_Held]:
     """All but the newest of each label, arguments and what makes the inputs, such as a transform.
 
-    The newest is the one of which a row was last stored, or last read as far as that was noted.
+    Args:
+        held: in one place.
+        parts: of a fingerprint.
     """
-    kinds = {item.fingerprint: kind_of(catalog.parts(item.fingerprint)) for item in rows}
-    return all_but_newest(
-        rows,
-        lambda item: (item.label, kinds[item.fingerprint]),
-        lambda item: (item.used_at, item.fingerprint),
-    )
-
-
-def _replaced_databases(root: Path, garbage: Garbage, *, dry_run: bool) -> None:
-    """Databases that were replaced by others, and those of an older format."""
-    check_owner(root)
-
-    def replaced() -> list[Path]:
-        return [*old_homes(root), *homes(root)[:-1]] if root.is_dir() else []
-
-    garbage.databases = [home.name for home in replaced()]
-    garbage.size_bytes += sum(bytes_on_disk(root / name) for name in garbage.databases)
-    if garbage.databases and not dry_run:
-        with exclusive(root / "lock"):
-            for home in replaced():
-                remove(home)
+    by_use = sorted(held, key=lambda item: (item.used_at, item.fingerprint))
+    newest = {(item.label, kind_of(parts(item))): item for item in by_use}.values()
+    return [item for item in held if item not in newest]
 
 
 @dataclass
 class Exported:
-    """Result of writing."""
+    """Counts of rows that were written."""
 
-    layouts: list[int]  # rows by layout, in the order of their folders
-    named: int  # rows whose keys were among those given
-    damaged: int  # rows that were left out, as they fail a check
+    layouts: list[int] = field(default_factory=list)  # rows by layout, in the order of their folders
+    named: int = 0  # rows whose keys were among those given
+    damaged: int = 0  # rows that were left out, as they fail a check
 
 
 def export(
@@ -323,8 +308,6 @@ def export(
         OUT/layout-0/names.npy        S64[rows]: the rows' names, hexadecimal digits
         OUT/layout-0/keys.txt         their keys, one a line; an empty line: it isn't among those given
         OUT/layout-0/leaf-0.npy       [rows, …]: a tensor or array of the results, in the order of the names
-
-    One pass: each row is appended, and the number of rows is put into the headers at the end.
 
     Args:
         keys: a line of keys.txt by the name of its row; None: there is no keys.txt.
@@ -349,14 +332,14 @@ def export(
 
 def _write(catalog: Catalog, fingerprint: bytes, folder: Path, keys: Mapping[bytes, str] | None) -> Exported:
     """Write a folder for each layout."""
-    named = damaged = 0
-    layouts: dict[bytes, _Folder] = {}
+    exported = Exported()
+    layouts: dict[bytes, tuple[Path, LeafFiles, list[bytes]]] = {}
     with contextlib.ExitStack() as stack:
         for name, data in catalog.rows(fingerprint):
             try:
-                row, leaves = read_row(name, data)
+                row = read_row(name, data)
             except CacheCorrupt:
-                damaged += 1
+                exported.damaged += 1
                 continue
             if row.layout not in layouts:
                 if len(layouts) == _MOST_LAYOUTS:
@@ -364,60 +347,25 @@ def _write(catalog: Catalog, fingerprint: bytes, folder: Path, keys: Mapping[byt
                         f"the rows of {fingerprint.hex()} have more than {_MOST_LAYOUTS} layouts (numbers "
                         f"and texts in a result are in its layout): read them by the module instead"
                     )
-                folder_of_layout = _Folder(folder / f"layout-{len(layouts)}", row.layout, leaves, keys)
-                layouts[row.layout] = stack.enter_context(folder_of_layout)
-            layouts[row.layout].add(name, row.body)
-            named += keys is not None and name in keys
-        for written in layouts.values():
-            written.finish()
+                place = folder / f"layout-{len(layouts)}"
+                place.mkdir()
+                files = LeafFiles(row.layout, functools.partial(_create, place))
+                layouts[row.layout] = place, stack.enter_context(files), []
+            _, files, names = layouts[row.layout]
+            files.add(row.body)
+            names.append(name)
+        for place, files, names in layouts.values():
+            (place / "layout.json").write_text(json.dumps(files.finish(), indent=1))
+            np.save(place / "names.npy", np.array([name.hex() for name in names], f"S{2 * KEY_BYTES}"))
+            if keys is not None:
+                lines = [f"{keys.get(name, '')}\n" for name in names]
+                (place / "keys.txt").write_text("".join(lines), encoding="utf-8")
+                exported.named += sum(name in keys for name in names)
+            exported.layouts.append(files.rows)
     if not layouts:
         raise OptionError(f"{fingerprint.hex()} has no rows in {catalog.root} that are whole")
-    return Exported([written.rows for written in layouts.values()], named, damaged)
+    return exported
 
 
-class _Folder(contextlib.ExitStack):
-    """The files of one layout."""
-
-    def __init__(
-        self,
-        path: Path,
-        layout: bytes,
-        leaves: tuple[StoredLeaf, ...],
-        keys: Mapping[bytes, str] | None,
-    ):
-        super().__init__()
-        path.mkdir()
-        self._path, self._layout, self._leaves, self._keys = path, layout, leaves, keys
-        self._lines = None if keys is None else self._opened("keys.txt")
-        self.rows = 0
-        self._columns = [self._column("names.npy", np.dtype(f"S{2 * KEY_BYTES}"), ())]
-        for number, leaf in enumerate(leaves):
-            self._columns.append(self._column(f"leaf-{number}.npy", leaf.stored, leaf.shape))
-
-    def _opened(self, name: str) -> IO[bytes]:
-        return self.enter_context((self._path / name).open("wb"))
-
-    def _column(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> _Column:
-        file = self._opened(name)
-        file.write(npy_head(dtype, (0, *shape)))
-        return file, dtype, shape
-
-    def add(self, name: bytes, body: bytes | memoryview) -> None:
-        """Append a row."""
-        if self._keys is not None and self._lines is not None:
-            self._lines.write(f"{self._keys.get(name, '')}\n".encode())
-        parts = [name.hex().encode(), *(body[leaf.start : leaf.stop] for leaf in self._leaves)]
-        for (file, _, _), part in zip(self._columns, parts, strict=True):
-            file.write(part)
-        self.rows += 1
-
-    def finish(self) -> None:
-        """Say in each file how many rows it has, and what they are."""
-        for file, dtype, shape in self._columns:
-            file.seek(0)
-            file.write(npy_head(dtype, (self.rows, *shape)))
-        about = {"rows": self.rows, "leaves": described(self._leaves), "layout": json.loads(self._layout)}
-        (self._path / "layout.json").write_text(json.dumps(about, indent=1))
-
-
-_Column = tuple[IO[bytes], "np.dtype[Any]", tuple[int, ...]]
+def _create(folder: Path, number: int) -> IO[bytes]:
+    return (folder / leaf_name(number)).open("wb")

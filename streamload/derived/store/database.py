@@ -203,7 +203,6 @@ class Database:
         """Store rows in one transaction; those that were not read for longest go to make room.
 
         Args:
-            rows: keys and bytes, or other buffers.
             limit_bytes: of all that the database takes.
 
         Returns:
@@ -518,7 +517,6 @@ def transactions(
     """Rows in parts that the log has room for; a part may be larger if it is one row.
 
     Args:
-        limit_bytes: of all that the database takes.
         is_full: others have to go for them, which writes more pages.
     """
     log, page = log_bytes(limit_bytes), page_bytes(limit_bytes)
@@ -555,6 +553,16 @@ def old_homes(root: Path) -> list[Path]:
             root / name for name in sorted(names) if name.isdecimal() and size_of(root / name / OLD_FILES[0])
         ]
     return []
+
+
+def replaced_homes(root: Path) -> list[Path]:
+    """The directories of databases that others have replaced, and of those of older versions."""
+    return [*old_homes(root), *homes(root)[:-1]]
+
+
+def used_bytes(root: Path) -> int:
+    """Bytes of the files on disk: of the database in use, and of those of older versions."""
+    return sum(map(bytes_on_disk, (*old_homes(root), *homes(root)[-1:])))
 
 
 def current_home(root: Path) -> Path | None:

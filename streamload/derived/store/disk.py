@@ -28,7 +28,6 @@ from streamload.derived.store.database import (
     DATABASE,
     ERRORS,
     Database,
-    FingerprintRows,
     bytes_on_disk,
     current_home,
     homes,
@@ -37,6 +36,7 @@ from streamload.derived.store.database import (
     old_homes,
     remove,
     transactions,
+    used_bytes,
 )
 from streamload.derived.store.sealed import Row, seal, unseal
 from streamload.errors import CacheCorrupt, CacheError
@@ -54,42 +54,24 @@ _FULL_ENOUGH = 0.7
 
 @dataclass(slots=True)
 class RowCounts:
-    """Counts of rows, in this process.
+    """Counts of rows, in this process."""
 
-    Attributes:
-        hits: rows that were read.
-        misses: rows that were not there.
-        stored: rows that were written.
-        corrupt: rows or databases that failed a check, and count as not there.
-        evicted: rows that were deleted to make room.
-        refused: rows that were not written: no room, a read-only or full disk.
-        mismatches: rows that were found to be of another input.
-        builds: modules that were built.
-        rows_computed: by modules, for want of a row.
-        bytes_read: of rows.
-        bytes_written: of rows.
-        read_seconds: reading, checks included.
-        compute_seconds: computing what was missing.
-        store_seconds: writing, by a thread that does so while others compute.
-        saved_seconds: that computing the rows that were read would have taken, by what a row of the module
-            has taken in this process.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    stored: int = 0
-    corrupt: int = 0
-    evicted: int = 0
-    refused: int = 0
-    mismatches: int = 0
-    builds: int = 0
-    rows_computed: int = 0
-    bytes_read: int = 0
-    bytes_written: int = 0
-    read_seconds: float = 0.0
-    compute_seconds: float = 0.0
-    store_seconds: float = 0.0
+    hits: int = 0  # rows that were read
+    misses: int = 0  # rows that were not there
+    stored: int = 0  # rows that were written
+    corrupt: int = 0  # rows or databases that failed a check, and count as not there
+    evicted: int = 0  # rows that were deleted to make room
+    refused: int = 0  # rows that were not written: no room, a read-only or full disk
+    mismatches: int = 0  # rows that were found to be of another input
+    builds: int = 0  # modules that were built
+    rows_computed: int = 0  # by modules, for want of a row
+    bytes_read: int = 0  # of rows
+    bytes_written: int = 0  # of rows
+    read_seconds: float = 0.0  # reading, checks included
+    compute_seconds: float = 0.0  # computing what was missing
+    store_seconds: float = 0.0  # writing, by a thread that does so while others compute
     saved_seconds: float = 0.0
+    """What computing the rows that were read would have taken, by what a row of the module has taken here."""
 
     def __add__(self, other: RowCounts) -> RowCounts:
         return RowCounts(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
@@ -99,12 +81,7 @@ class RowCounts:
 
 
 def checked(where: object, pairs: Iterable[tuple[Any, Any]], counts: RowCounts) -> dict[bytes, Row]:
-    """Stored rows that are what was written; others are counted, and computed again.
-
-    Args:
-        pairs: of a key and what is stored under it.
-        counts: where those that are damaged are counted.
-    """
+    """Rows of pairs of a key and its value that are what was written; others are counted as corrupt."""
     rows: dict[bytes, Row] = {}
     for key, data in pairs:
         try:
@@ -173,7 +150,7 @@ class DiskRows:
     @property
     def used_bytes(self) -> int:
         """Bytes of the files on disk."""
-        return sum(map(bytes_on_disk, (self._home, *old_homes(self.root))))
+        return used_bytes(self.root)
 
     def read(self, keys: Sequence[bytes]) -> dict[bytes, Row]:
         """The rows that are there and whole, of some keys of 32 bytes each."""
@@ -203,22 +180,6 @@ class DiskRows:
     def write_note(self, key: bytes, text: bytes, label: str) -> None:
         """Store a note."""
         self._attempt(lambda opened: opened.write_note(key, seal(key, b"", text, 0), label), None)
-
-    def fingerprints(self) -> list[FingerprintRows]:
-        """The fingerprints that have rows."""
-        return self._attempt(lambda opened: opened.fingerprints(), list[FingerprintRows]())
-
-    def labels(self) -> dict[str, list[bytes]]:
-        """The keys of all rows, by label."""
-
-        def keys(opened: Database) -> dict[str, list[bytes]]:
-            by_label: dict[str, list[bytes]] = {}
-            for rows in opened.fingerprints():
-                parts = opened.rows_of(rows.fingerprint, rows.number)
-                by_label.setdefault(rows.label, []).extend(key for part in parts for key, _ in part)
-            return by_label
-
-        return self._attempt(keys, dict[str, list[bytes]]())
 
     def clear(self, label: str | None = None) -> int:
         """Delete the rows of a label, or all; return how many there were."""

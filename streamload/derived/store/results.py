@@ -58,7 +58,6 @@ class Result:
     def __init__(self, value: Any, rows: int | None):
         self.rows = rows
         self._leaves: list[tuple[str, Any]] = []
-        self._at = 0
         tree = self._node(value, "the result")
         self.layout = json.dumps(tree, separators=(",", ":")).encode()
         if len(self.layout) > _MOST_LAYOUT_BYTES:
@@ -253,7 +252,7 @@ def result_of(row: Row, device: torch.device) -> Any:
     )
 
 
-def join(rows: Sequence[Row], device: torch.device, *, is_row: bool) -> tuple[ResultLayout, list[Any]]:
+def join(rows: Sequence[Row], device: torch.device, *, is_row: bool) -> list[Any]:
     """The leaves of rows of one layout, each stacked along a new dimension 0; or those of one whole result.
 
     Raises:
@@ -261,7 +260,7 @@ def join(rows: Sequence[Row], device: torch.device, *, is_row: bool) -> tuple[Re
     """
     layout = layout_of(rows[0].layout)
     bodies = [row.body for row in rows]
-    if set(map(len, bodies)) != {layout.body_bytes}:
+    if any(len(body) != layout.body_bytes for body in bodies):
         raise CacheCorrupt("a row isn't as long as its layout says")
     leaves = []
     for leaf in layout.leaves:
@@ -269,7 +268,7 @@ def join(rows: Sequence[Row], device: torch.device, *, is_row: bool) -> tuple[Re
         parts = bodies if is_all else [memoryview(body)[leaf.start : leaf.stop] for body in bodies]
         shape = (len(bodies), *leaf.shape) if is_row else leaf.shape
         leaves.append(_leaf(leaf, bytearray().join(parts), shape, device))
-    return layout, leaves
+    return leaves
 
 
 def _leaf(leaf: StoredLeaf, data: bytearray, shape: tuple[int, ...], device: torch.device) -> Any:

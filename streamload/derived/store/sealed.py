@@ -6,6 +6,7 @@ results of layouts again.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import io
@@ -13,9 +14,9 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -122,12 +123,47 @@ def leaves_in(layout: bytes) -> tuple[StoredLeaf, ...]:
     return tuple(leaves)
 
 
-def described(leaves: Sequence[StoredLeaf]) -> list[dict[str, Any]]:
-    """Leaves as files of columns say what they hold: `leaf-0.npy` and so on."""
-    return [
-        {"file": f"leaf-{number}.npy", "path": leaf.path, "dtype": leaf.dtype, "shape": list(leaf.shape)}
-        for number, leaf in enumerate(leaves)
-    ]
+class LeafFiles(contextlib.ExitStack):
+    """Rows of one layout, appended to a .npy file for each of their leaves. A context manager.
+
+    Args:
+        layout: of all rows.
+        create: opens the file of a leaf by its number, to write.
+    """
+
+    def __init__(self, layout: bytes, create: Callable[[int], IO[bytes]]):
+        super().__init__()
+        self.rows = 0
+        self.layout = layout
+        self._leaves = leaves_in(layout)
+        self.files = [self.enter_context(create(number)) for number in range(len(self._leaves))]
+        self._write_heads()
+
+    def add(self, body: bytes | memoryview) -> None:
+        """Append a row."""
+        for file, leaf in zip(self.files, self._leaves, strict=True):
+            file.write(body[leaf.start : leaf.stop])
+        self.rows += 1
+
+    def finish(self) -> dict[str, Any]:
+        """Complete the files; return what they hold, for JSON."""
+        self._write_heads()
+        leaves = [
+            {"file": leaf_name(number), "path": leaf.path, "dtype": leaf.dtype, "shape": list(leaf.shape)}
+            for number, leaf in enumerate(self._leaves)
+        ]
+        return {"rows": self.rows, "layout": json.loads(self.layout), "leaves": leaves}
+
+    def _write_heads(self) -> None:
+        """Write the heads, whose size doesn't depend on the number of rows."""
+        for file, leaf in zip(self.files, self._leaves, strict=True):
+            file.seek(0)
+            file.write(npy_head(leaf.stored, (self.rows, *leaf.shape)))
+
+
+def leaf_name(number: int) -> str:
+    """The name of the file of a leaf."""
+    return f"leaf-{number}.npy"
 
 
 def npy_head(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
@@ -147,11 +183,11 @@ def class_in(layout: bytes) -> str | None:
     return next((str(node[1]) for node in nodes if node[0] == "c"), None)
 
 
-def read_row(name: bytes, data: bytes) -> tuple[Row, tuple[StoredLeaf, ...]]:
-    """Check and read a stored row, and where its tensors are.
+def read_row(name: bytes, data: bytes) -> Row:
+    """Check and read a stored row, and that it is as long as its layout says.
 
     Raises:
-        CacheCorrupt: it isn't what was written under this name, or isn't as long as its layout says.
+        CacheCorrupt: it isn't, or isn't what was written under this name.
     """
     row = unseal(name, data)
     leaves = leaves_in(row.layout)
@@ -160,7 +196,7 @@ def read_row(name: bytes, data: bytes) -> tuple[Row, tuple[StoredLeaf, ...]]:
         raise CacheCorrupt(
             f"the row {name.hex()} has {len(row.body):,} bytes where its layout says {body_bytes:,}"
         )
-    return row, leaves
+    return row
 
 
 def _leaves(layout: Any) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:

@@ -22,14 +22,15 @@ import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import IO, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from streamload.cache.shard import Shard, prepared_form
 from streamload.cache.shard_copy import ShardCopy
-from streamload.derived.store.sealed import Row, class_in, described, leaves_in, npy_head
+from streamload.derived.store.sealed import LeafFiles, Row, class_in, leaf_name, leaves_in, npy_head
 from streamload.errors import CacheCorrupt, FeatureNotCacheable
 from streamload.shards.samples import Entry
 from streamload.shards.tar import BLOCK_BYTES
@@ -74,11 +75,9 @@ class RowShardWriter(ExitStack):
 
     def __init__(self) -> None:
         super().__init__()
-        self._keys: list[str] = []
-        self._samples: list[int] = []
+        self._keys: list[SampleKey] = []
         self._checksums: list[int] = []
-        self._layout: bytes | None = None
-        self._leaves: list[IO[bytes]] = []
+        self._leaves: LeafFiles | None = None
 
     def add(self, layout: bytes, keys: Sequence[SampleKey], bodies: Sequence[bytes]) -> None:
         """Add rows.
@@ -86,28 +85,23 @@ class RowShardWriter(ExitStack):
         Raises:
             FeatureNotCacheable: they have another layout than the rows before, or a class in it.
         """
-        if self._layout is None:
+        if self._leaves is None:
             if (name := class_in(layout)) is not None:
                 raise FeatureNotCacheable(
                     f"the results have a {name} in them: derived shards hold tensors, arrays, numbers and "
                     f"text in lists, tuples and dicts; let the module return one of these"
                 )
-            self._layout = layout
-            self._leaves = [
-                self.enter_context(tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES))  # noqa: SIM115
-                for _ in leaves_in(layout)
-            ]
-        if layout != self._layout:
+            files = LeafFiles(layout, lambda _: tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES))  # noqa: SIM115
+            self._leaves = self.enter_context(files)
+        if layout != self._leaves.layout:
             raise FeatureNotCacheable(
                 "rows of this shard have different shapes, so they can't be one derived shard: make them "
                 "without a shared cache"
             )
-        for (key, sample), body in zip(keys, bodies, strict=True):
-            self._keys.append(key)
-            self._samples.append(sample)
+        self._keys += keys
+        for body in bodies:
             self._checksums.append(xxh3_64_intdigest(body))
-            for file, leaf in zip(self._leaves, leaves_in(layout), strict=True):
-                file.write(memoryview(body)[leaf.start : leaf.stop])
+            self._leaves.add(body)
 
     def chunks(self, about: Mapping[str, Any]) -> Iterator[bytes]:
         """The bytes of the tar; equal for equal rows.
@@ -115,21 +109,15 @@ class RowShardWriter(ExitStack):
         Args:
             about: what `rows.json` says beside layout and leaves: "fingerprint", and more.
         """
-        leaves = [] if self._layout is None else leaves_in(self._layout)
-        head = {
-            **about,
-            "rows": len(self._keys),
-            "layout": None if self._layout is None else json.loads(self._layout),
-            "leaves": described(leaves),
-        }
-        yield _member("rows.json", json.dumps(head, indent=1).encode())
-        yield _member("rows.keys.json", json.dumps(self._keys).encode())
-        yield _member("rows.samples.npy", _numbers(self._samples))
+        content = {"rows": 0, "layout": None, "leaves": []} if self._leaves is None else self._leaves.finish()
+        yield _member("rows.json", json.dumps({**about, **content}, indent=1).encode())
+        yield _member("rows.keys.json", json.dumps([key for key, _ in self._keys]).encode())
+        yield _member("rows.samples.npy", _numbers([sample for _, sample in self._keys]))
         yield _member("rows.checksums.npy", _numbers(self._checksums))
-        for number, (file, leaf) in enumerate(zip(self._leaves, leaves, strict=True)):
-            start = npy_head(leaf.stored, (len(self._keys), *leaf.shape))
-            size = len(start) + file.tell()
-            yield _tar_header(_leaf_name(number), size) + start
+        for number, file in enumerate([] if self._leaves is None else self._leaves.files):
+            file.seek(0, io.SEEK_END)
+            size = file.tell()
+            yield _tar_header(leaf_name(number), size)
             file.seek(0)
             while piece := file.read(_PIECE_BYTES):
                 yield piece
@@ -140,11 +128,8 @@ class RowShardWriter(ExitStack):
 class RowShard:
     """The rows of a derived shard, open for reading. For one thread.
 
-    Args:
-        copy: of the derived shard in a tier; closed with this.
-        fingerprint: of the rows.
-
     Attributes:
+        copy: in a tier; closed with this.
         about: what `rows.json` says.
         layout: of all rows; b"": there are none.
         damaged: rows so far that failed their checksum or couldn't be read.
@@ -153,16 +138,49 @@ class RowShard:
         CacheCorrupt: it is incomplete or damaged, or has rows of another fingerprint.
     """
 
-    def __init__(self, copy: ShardCopy, fingerprint: str):
+    def __init__(self, copy: ShardCopy, fingerprint: str | None):
         self.damaged = 0
         self.copy = copy
-        about, keys, samples, self._checksums = self._head()
-        self.about = about
-        if about.get("fingerprint") != fingerprint:
-            raise CacheCorrupt(f"{copy.path} has rows of another fingerprint: {about.get('fingerprint')!r}")
-        self._places = dict(zip(zip(keys, samples, strict=True), range(len(keys)), strict=True))
-        self.layout = self._read_layout() if keys else b""
-        self._leaves = self._found_leaves(len(keys)) if keys else []
+        members = self._head()
+        try:
+            about, keys = (json.loads(bytes(members[name])) for name in ("json", "keys.json"))
+            samples, checksums = (
+                np.load(io.BytesIO(members[name]), allow_pickle=False).astype("<u8", casting="equiv")
+                for name in ("samples.npy", "checksums.npy")
+            )
+            if about.get("fingerprint") != fingerprint or not all(type(key) is str for key in keys):
+                raise ValueError(f"of rows of {about.get('fingerprint')!r}")
+            if not samples.shape == checksums.shape == (len(keys),):
+                raise ValueError(f"{len(keys)} keys for {samples.shape} samples and {checksums.shape} rows")
+            layout = json.dumps(about.get("layout"), separators=(",", ":")).encode() if keys else b""
+            if keys and (name := class_in(layout)) is not None:
+                raise ValueError(f"of a layout that names the class {name}")
+        except Exception as exc:  # numpy's reader raises what its parsers do
+            raise CacheCorrupt(
+                f"{copy.path} isn't a derived shard of rows of {fingerprint}: {exc!r:.300}"
+            ) from exc
+        self.about: dict[str, Any] = about
+        self.layout = layout
+        self._checksums = checksums.tolist()
+        self._places = dict(zip(zip(keys, samples.tolist(), strict=True), range(len(keys)), strict=True))
+        self._leaves = self._find_leaves(len(keys)) if keys else []
+
+    @classmethod
+    def open(cls, path: Path, form: Shard) -> RowShard | None:
+        """Open the derived shard of a form in a tier; None while it is being removed.
+
+        Raises:
+            OSError: as `ShardCopy.open`.
+            CacheCorrupt: it is incomplete or damaged, or has rows of another fingerprint.
+        """
+        copy = ShardCopy.open(path, form)
+        if copy is None:
+            return None
+        try:
+            return cls(copy, fingerprint_in(form.recipe))
+        except BaseException:
+            copy.close()
+            raise
 
     def __contains__(self, key: tuple[str, int | None]) -> bool:
         return key in self._places
@@ -208,8 +226,8 @@ class RowShard:
         del self._places[key]
         return None
 
-    def _head(self) -> tuple[dict[str, Any], list[str], list[int], list[int]]:
-        """Content of the first sample of the tar: rows.json, keys, checksums of samples and of rows."""
+    def _head(self) -> dict[str, memoryview]:
+        """The members of the first sample of the tar."""
         reader, path = self.copy.reader, self.copy.path
         if not reader.is_complete or not reader.count:
             raise CacheCorrupt(f"{path} isn't a complete derived shard")
@@ -220,47 +238,21 @@ class RowShard:
         if read is None or read[0].checksum is None:
             raise CacheCorrupt(f"{path} fails its checksum")
         entry, data = read
-        members = {
+        return {
             ext: data[start - entry.start : start - entry.start + size] for ext, start, size in entry.members
         }
-        try:
-            about, keys = (json.loads(bytes(members[name])) for name in ("json", "keys.json"))
-            samples, checksums = (
-                np.load(io.BytesIO(members[name]), allow_pickle=False).astype("<u8", casting="equiv")
-                for name in ("samples.npy", "checksums.npy")
-            )
-            is_whole = type(about) is dict and all(type(key) is str for key in keys)
-            if not is_whole or not samples.shape == checksums.shape == (len(keys),):
-                raise ValueError(f"{len(keys)} keys for {samples.shape} samples and {checksums.shape} rows")
-        except Exception as exc:  # numpy's reader raises what its parsers do
-            raise CacheCorrupt(f"{path} isn't a derived shard of rows: {exc!r:.300}") from exc
-        return about, keys, samples.tolist(), checksums.tolist()
 
-    def _read_layout(self) -> bytes:
-        try:
-            layout = json.dumps(self.about.get("layout"), separators=(",", ":")).encode()
-            name = class_in(layout)
-        except Exception as exc:
-            raise CacheCorrupt(f"{self.copy.path} has a layout that can't be read: {exc}") from exc
-        if name is not None:
-            raise CacheCorrupt(f"{self.copy.path} has a layout that names the class {name}")
-        return layout
-
-    def _found_leaves(self, rows: int) -> list[tuple[int, int]]:
+    def _find_leaves(self, rows: int) -> list[tuple[int, int]]:
         """Offset of each leaf's first row in the tar, and the bytes of a row."""
         places, reader = [], self.copy.reader
         for number, leaf in enumerate(leaves_in(self.layout)):
             size = leaf.stop - leaf.start
             entry = reader.entry(number + 1) if number + 1 < reader.count else None
             first = -1 if entry is None else entry.stop - rows * size
-            if entry is None or f"{entry.key}.npy" != _leaf_name(number) or first < entry.start:
-                raise CacheCorrupt(f"{self.copy.path} has no {_leaf_name(number)} of {rows} rows")
+            if entry is None or f"{entry.key}.npy" != leaf_name(number) or first < entry.start:
+                raise CacheCorrupt(f"{self.copy.path} has no {leaf_name(number)} of {rows} rows")
             places.append((first, size))
         return places
-
-
-def _leaf_name(number: int) -> str:
-    return f"leaf-{number}.npy"
 
 
 def _numbers(numbers: Sequence[int]) -> bytes:

@@ -22,13 +22,11 @@ from streamload.cache import garbage
 from streamload.cache.eviction import HeldShard
 from streamload.cache.inventory import meta_of, url_of
 from streamload.cache.shard import Shard, is_of
-from streamload.cache.shard_copy import ShardCopy
 from streamload.cache.shared.leases import Leases
 from streamload.cache.shared.objects import Objects
 from streamload.cache.shared.tier import SharedTier
 from streamload.cache.tier import Tier
-from streamload.derived.store.catalog import all_but_newest
-from streamload.derived.store.sealed import kind_of
+from streamload.derived.store.catalog import stale_of
 from streamload.derived.store.shard import RowShard, fingerprint_in, rows_in, rows_recipe
 from streamload.errors import (
     CacheCorrupt,
@@ -81,7 +79,7 @@ class FingerprintShards:
 
     @property
     def rows(self) -> int:
-        """Number of derived shards."""
+        """Number of rows in all of them."""
         return sum(shard.rows for shard in self.shards)
 
     @property
@@ -144,6 +142,11 @@ class RowShards(ABC):
         described = [self._described(fingerprint, shards) for fingerprint, shards in by_fingerprint.items()]
         return sorted(described, key=lambda shard: (shard.label, shard.used_at, shard.fingerprint))
 
+    def stale(self) -> list[FingerprintShards]:
+        """All but the newest of each label, arguments and transform, as far as these are known."""
+        described = [shards for shards in self.fingerprints() if shards.parts is not None]
+        return stale_of(described, lambda shards: shards.parts)
+
     def check(self, held: HeldRows) -> tuple[int, tuple[str, ...]] | None:
         """Read all of one, and compare it with its checksums.
 
@@ -188,16 +191,6 @@ class RowShards(ABC):
         return FingerprintShards(self.where, fingerprint, str(label), parts, tuple(shards))
 
 
-def stale_of(held: Sequence[FingerprintShards]) -> list[FingerprintShards]:
-    """All but the newest of each label, arguments and transform in a place, as far as these are known."""
-    described = [shards for shards in held if shards.parts is not None]
-    return all_but_newest(
-        described,
-        lambda shards: (shards.where, shards.label, kind_of(shards.parts)),
-        lambda shards: (shards.used_at, shards.fingerprint),
-    )
-
-
 class NodeRowShards(RowShards):
     """The derived shards in a tier of this node. Parts that are being filled aren't among them."""
 
@@ -230,12 +223,9 @@ class NodeRowShards(RowShards):
     @contextlib.contextmanager
     def _opened(self, held: HeldRows) -> Iterator[RowShard | None]:
         path = self._tier.published(held.digest)
-        copy = ShardCopy.open(path, held.form) if path.exists() else None
-        if copy is None:
-            yield None
-            return
-        with contextlib.closing(copy):
-            yield RowShard(copy, held.fingerprint)
+        shard = RowShard.open(path, held.form) if path.exists() else None
+        with contextlib.nullcontext() if shard is None else contextlib.closing(shard):
+            yield shard
 
     def _has_gone(self, held: HeldRows) -> bool:
         return not self._tier.published(held.digest).exists()
@@ -315,10 +305,10 @@ class SharedRowShards(RowShards):
                 with contextlib.closing(stream):
                     for chunk in stream.chunks():
                         data.write(chunk)
-            copy = ShardCopy.open(path, held.form)
-            assert copy is not None
-            with contextlib.closing(copy):
-                yield RowShard(copy, held.fingerprint)
+            shard = RowShard.open(path, held.form)
+            assert shard is not None
+            with contextlib.closing(shard):
+                yield shard
 
     def _has_gone(self, held: HeldRows) -> bool:
         return not self._tier.has(held.form)
