@@ -57,15 +57,11 @@ class StoredFeatures(Extension):
 
 @dataclass(frozen=True, slots=True)
 class RowFeatures(Extension):
-    """The extension of a run with features.
+    """The extension of a run with features."""
 
-    Attributes:
-        assemblies: how workers make them.
-        bound: the features as the rank uses them, by name; their modules stay there.
-    """
-
-    assemblies: tuple[FeatureAssembly, ...]
+    assemblies: tuple[FeatureAssembly, ...]  # how workers make them
     bound: Mapping[str, BoundFeatures] = field(default_factory=dict, compare=False, repr=False)
+    """The features as the rank uses them, by name; their modules stay there."""
 
     name = NAME
 

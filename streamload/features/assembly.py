@@ -27,7 +27,7 @@ def feature_assemblies(options: Any, images: ImageAssembly | None) -> tuple[Feat
 
     Args:
         options: of the loader, `LoaderOptions`.
-        images: how it makes its own images.
+        images: how it makes its own.
 
     Raises:
         FeatureNotCacheable: the images of a feature are random.

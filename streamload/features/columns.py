@@ -36,23 +36,14 @@ epochs of a worker: 0.9 to the power of 4 times 9 draws."""
 
 @dataclass(frozen=True, slots=True)
 class FeatureAssembly:
-    """Recipe by which a worker makes a feature.
-
-    Attributes:
-        name: of the feature.
-        inputs: what the module takes.
-        images: how images become its inputs; None: it takes texts.
-        place: where rows are; None: nowhere that a worker may read.
-        label: of the rows.
-        variants: how many random variants of an image have rows.
-    """
+    """Recipe by which a worker makes a feature."""
 
     name: str
     inputs: FeatureInputs
-    images: ImageAssembly | None
-    place: RowPlace | None
-    label: str
-    variants: int
+    images: ImageAssembly | None  # how images become the module's inputs; None: it takes texts
+    place: RowPlace | None  # where rows are; None: nowhere that a worker may read
+    label: str  # of the rows
+    variants: int  # random variants of an image that have rows
 
     @property
     def has_derived_shards(self) -> bool:

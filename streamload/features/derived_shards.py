@@ -38,7 +38,7 @@ class DerivedShards:
 
     Args:
         names: of the features that have some.
-        reader: of the process, which reads their shards; its shared cache has derived shards.
+        reader: of the process; its shared cache has derived shards.
     """
 
     def __init__(self, names: Sequence[str], reader: Reader):

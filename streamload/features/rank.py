@@ -16,12 +16,7 @@ NAME = "features"
 
 
 class RankFeatures(RankPart):
-    """The rank's part.
-
-    Args:
-        features: of the loader, by name.
-        run: has the counters of the rank.
-    """
+    """The rank's part, with the features of the loader by name."""
 
     def __init__(self, features: Mapping[str, BoundFeatures], run: Run):
         self._features, self._run = features, run

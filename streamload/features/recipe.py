@@ -36,14 +36,12 @@ class FeatureRecipe:
     computes for one at a time.
 
     Args:
-        named: the features.
-        assembly: of batches of a loader with them.
+        assembly: of batches of a loader with the features.
         feature: how workers of the loader make their inputs.
         bound: the features as its rank uses them.
         remake: makes the recipe of named features in another process.
 
     Attributes:
-        named: the features.
         fingerprint: of the rows.
         counts: of rows that were read and computed.
 

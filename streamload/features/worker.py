@@ -13,12 +13,7 @@ from streamload.worker.reader import Reader
 
 
 class WorkerFeatures(WorkerPart):
-    """The worker's part.
-
-    Args:
-        assemblies: of the features.
-        process: that reads their derived shards beside the shards.
-    """
+    """The worker's part; its process reads derived shards beside the shards."""
 
     def __init__(self, assemblies: Sequence[FeatureAssembly], process: WorkerProcess):
         reader = process.reader

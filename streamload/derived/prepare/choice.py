@@ -56,12 +56,7 @@ class Room:
 
 
 def exact_recipes(transform: Any, most_pixels: int) -> list[Preparation]:
-    """The recipes that leave a transform's pixels as they are: all pixels; its own first resize.
-
-    Args:
-        transform: a plan, or a function from Pillow image to value.
-        most_pixels: see Preparation.
-    """
+    """The recipes that leave a transform's pixels as they are: all pixels; its own first resize."""
     recipes = [Preparation(most_pixels=most_pixels)]
     resize = leading_resize(transform)
     if resize is not None and resize.size in SIZES:

@@ -36,17 +36,11 @@ _KEPT_BY_BYTES = "rows of features are found by the bytes of samples, so this ru
 
 
 class RunPreparation(NamedTuple):
-    """Preparation of a run's images.
+    """Preparation of a run's images."""
 
-    Attributes:
-        preparation: None: they aren't.
-        changes_pixels: whether the training gets other pixels by it.
-        is_made: whether the run's own fills prepare shards.
-    """
-
-    preparation: Preparation | None
-    changes_pixels: bool = True
-    is_made: bool = False
+    preparation: Preparation | None  # None: they aren't prepared
+    changes_pixels: bool = True  # the training gets other pixels by it
+    is_made: bool = False  # the run's own fills prepare shards
 
     def of(self, shards: ShardList) -> ShardList:
         """The run's shards, read as prepared where such shards exist."""
@@ -103,12 +97,9 @@ def decide_preparation(
 
     Args:
         options: of the loader, `LoaderOptions`.
-        settings: the run's.
         transform: a plan, or a function from Pillow image to value.
         placed: the run's tier; keeps the answer until it is closed.
         shared: the shared cache; None: there is none.
-        topology: of this rank.
-        reading: of the run.
     """
     prepare, shards = options.images.prepare, ShardList(options.urls, options.storage_options)
     named = named_preparation(prepare, settings)
@@ -155,15 +146,7 @@ def _log(recipe: Preparation, shards: ShardList, tier: Tier, answer: Choice) -> 
 
 
 def _fits(recipe: Preparation, forms: ShardList, sizes: Measure, nodes: int, reading: Reading) -> Choice:
-    """True if the tier has room for all data, prepared, beside the shards that are open at once.
-
-    Args:
-        recipe: by which it is prepared.
-        forms: all shards of the run, with their prepared forms.
-        sizes: measures shards; it has the tier.
-        nodes: of the run.
-        reading: of the run.
-    """
+    """The recipe, if the tier has room for all data, prepared, beside the shards that are open at once."""
     tier = sizes.tier
     command = f"streamload warm URLS --prepare {recipe}"
     if file_system(tier.root).is_memory:

@@ -281,7 +281,6 @@ def prepared_tar(chunks: Iterable[bytes], recipe: Preparation, name: str) -> Ite
 
     Args:
         chunks: the whole tar, in chunks of any size; consumed to the end.
-        recipe: for its images.
         name: of the shard, for the log.
 
     Raises:
@@ -379,12 +378,7 @@ class Growth(NamedTuple):
 
 
 def growth(head: bytes, recipe: Preparation, most: int) -> Growth | None:
-    """Prepare the first samples of a tar to see how it grows; None: no sample is whole in it.
-
-    Args:
-        head: the first bytes of the tar.
-        recipe: for its images.
-        most: samples.
+    """Prepare the first samples of a tar, at `most` so many; None: no sample is whole in its first bytes.
 
     Raises:
         ShardError: not a tar, or damaged.

@@ -88,10 +88,7 @@ class Catalog:
         return None
 
     def find(self, prefix: str, others: Iterable[str] = ()) -> bytes:
-        """The fingerprint that begins with some hexadecimal digits.
-
-        Args:
-            others: fingerprints that are known from elsewhere.
+        """The fingerprint, stored here or among others, that begins with some hexadecimal digits.
 
         Raises:
             OptionError: none does, or several do.
@@ -170,7 +167,8 @@ class VerifiedRows:
     read_bytes: int = 0
     damages: list[DamagedRow] = field(default_factory=list)
 
-    def _add(self, place: tuple[int, Any] | None, key: Any, label: str, data: Any) -> None:
+    def add(self, place: tuple[int, Any] | None, key: Any, label: str, data: Any) -> None:
+        """Check a row or note."""
         self.read_bytes += len(data) if type(data) is bytes else 0
         if cause := _cause(key, data):
             self.damages.append(DamagedRow(place, key, label, cause))
@@ -182,11 +180,11 @@ def verify(catalog: Catalog) -> Iterator[VerifiedRows]:
     labels = {rows.number: rows.label for rows in catalog.fingerprints()}
     for key, label, _, data in catalog.database.notes():
         verified.notes += 1
-        verified._add(None, key, label, data)
+        verified.add(None, key, label, data)
     for part in catalog.database.all_rows():
         for place, stored, number, key, data in part:
             verified.rows += 1
-            verified._add((place, stored), key, labels.get(number, ""), data)
+            verified.add((place, stored), key, labels.get(number, ""), data)
         yield verified
     yield verified
 
@@ -278,12 +276,7 @@ _Held = TypeVar("_Held", bound=Any)
 
 
 def stale_of(held: Sequence[_Held], parts: Callable[[_Held], Mapping[str, Any] | None]) -> list[_Held]:
-    """All but the newest of each label, arguments and what makes the inputs, such as a transform.
-
-    Args:
-        held: in one place.
-        parts: of a fingerprint.
-    """
+    """All in one place but the newest of each label, arguments and what makes the inputs (a transform)."""
     by_use = sorted(held, key=lambda item: (item.used_at, item.fingerprint))
     newest = {(item.label, kind_of(parts(item))): item for item in by_use}.values()
     return [item for item in held if item not in newest]
