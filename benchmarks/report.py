@@ -146,6 +146,17 @@ def gpu_decode(result: Result) -> str:
     return f"{rates}\n\n{table(['files', 'mean difference', 'largest', 'the same'], differences)}"
 
 
+def decode_workers(result: Result) -> str:
+    ratios = result["ratios"]["worker_cpu_microseconds"]
+    rows = []
+    for name, row in result["medians"].items():
+        both = f"{row['cpu_microseconds']:,.0f}"
+        ratio = "–" if ratios[name] is None else f"{ratios[name]:.3f}"
+        rows.append([name, spread(result, name, "worker_cpu_microseconds"), ratio, both])
+    head = ["", "worker, CPU µs an image (rounds)", "× decoding it", "worker and rank, CPU µs"]
+    return table(head, rows)
+
+
 def handover(result: Result) -> str:
     """Beside one copy of each batch; and with a busy core beside the same without."""
     rows = []
@@ -560,6 +571,7 @@ TABLES = {
     "flat": flat,
     "gpu_feed": gpu_feed,
     "gpu_decode": gpu_decode,
+    "decode_workers": decode_workers,
     "handover": handover,
     "handover_gpu": handover,
     "memory_tier": memory_tier,

@@ -107,6 +107,22 @@ def test_a_devices_decoder_is_timed_and_compared_with_the_hosts_by_kind_of_image
     assert chart.count("<polyline") == 3
 
 
+def test_what_a_worker_spends_on_an_image_that_the_device_decodes_is_set_beside_decoding_it(
+    tmp_path: Path,
+) -> None:
+    result = run_quickly("decode_workers", tmp_path / "out.json")
+    host, device, text = (f"{way}, batches of 16" for way in ("host", "device", "device, text"))
+    assert list(result["medians"]) == [host, device, text]
+    ratios = result["ratios"]["worker_cpu_microseconds"]
+    assert ratios[host] == 1
+    assert 0 < ratios[device] < 1  # no matter how busy the machine is: it decodes nothing
+    assert [target["value"] for target in result["targets"]] == [
+        result["medians"][device]["worker_cpu_microseconds"]
+    ]
+    table = report.tables_of({"decode_workers": result})["decode_workers"]
+    assert all(f"{label} |" in table for label in (host, device, text))
+
+
 def test_streamload_is_compared_with_the_floor_of_its_kind_and_its_stages_are_timed(tmp_path: Path) -> None:
     contenders = ["floor, uint8", "streamload, uint8", "stages, uint8"]
     result = run_quickly(
