@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import streamload
 from streamload import CacheLevel, cache_info, cache_module
@@ -896,6 +897,14 @@ def test_a_module_in_a_wrapper_of_several_devices_has_rows(wrap, group):
             first, again = (module(x, cache_key=["a", "b"]) for _ in range(2))
         assert torch.equal(first, again)
         assert cache_info(Wrapped).hits == hits + 2
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_module_that_fsdp_has_sharded_is_refused(is_whole, group):
+    module = Wrapped().eval()
+    fully_shard(module if is_whole else module.linear)
+    with pytest.raises(FeatureNotCacheable, match="keep it out of FSDP"), torch.no_grad():
+        module(torch.ones(2, 4), cache_key=["a", "b"])
 
 
 def test_a_tolerance_for_devices_passes_what_tf32_rounds_and_no_change_of_the_module():

@@ -468,6 +468,10 @@ def tensor_digest(tensor: torch.Tensor) -> str:
         FeatureNotCacheable: it has no bytes of its own (meta, sharded, sparse).
     """
     plain = tensor.detach()
+    if hasattr(plain, "device_mesh"):
+        raise FeatureNotCacheable(
+            "weights are sharded: the whole module has to be in this process; keep it out of FSDP"
+        )
     if plain.layout is not torch.strided or plain.device.type == "meta":
         raise FeatureNotCacheable(f"a {plain.device.type} tensor of layout {plain.layout} can't be digested")
     digest = xxh3_128(f"{plain.dtype}{list(plain.shape)}".encode())
@@ -475,7 +479,12 @@ def tensor_digest(tensor: torch.Tensor) -> str:
         digest.update(_quantization(plain).encode())
         plain = plain.int_repr()
     if plain.numel():
-        digest.update(plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        try:
+            digest.update(plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        except (RuntimeError, NotImplementedError) as exc:
+            if type(plain) is torch.Tensor:
+                raise
+            raise FeatureNotCacheable(f"a {type(plain).__name__} can't be digested: {exc}") from exc
     return digest.hexdigest()
 
 
