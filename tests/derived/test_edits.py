@@ -52,7 +52,18 @@ def module_of(source: str, name: str = "", path: str = "") -> types.ModuleType:
 
 
 IMPORTS = """
+import array
+import collections
+import dataclasses
+import datetime
+import decimal
+import enum
 import functools
+import logging
+import operator
+import types
+import typing
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -285,6 +296,156 @@ EDITS = {
         "",
     ),
     "a nested value": ("import edited_config\ndef f(x): return x * edited_config.TABLE['a'][0]", "", ""),
+    "an attribute of a partial": (
+        "by = functools.partial(lambda x: x)\nby.scale = 2\ndef f(x): return by(x) * by.scale",
+        "scale = 2",
+        "scale = 3",
+    ),
+    "a subclass of partial": (
+        (
+            "class By(functools.partial):\n    def __call__(self, x): return super().__call__(x) * 2\n"
+            "f = By(lambda x: x)"
+        ),
+        "* 2",
+        "* 3",
+    ),
+    "an attribute of a function": (
+        "def by(x): return x * by.scale\nby.scale = 2\ndef f(x): return by(x)",
+        "scale = 2",
+        "scale = 3",
+    ),
+    "what a decorator keeps": (
+        (
+            "def times(scale):\n    def around(function):\n        @functools.wraps(function)\n"
+            "        def inner(x): return function(x) * inner.scale\n        inner.scale = scale\n"
+            "        return inner\n    return around\n@times(2)\ndef f(x): return x"
+        ),
+        "times(2)",
+        "times(3)",
+    ),
+    "the length of a deque": (
+        (
+            "last = collections.deque([1.0], maxlen=2)\ndef f(x):\n    last.append(2.0)\n"
+            "    return x * len(last)"
+        ),
+        "maxlen=2",
+        "maxlen=1",
+    ),
+    "the default of a defaultdict": (
+        "scales = collections.defaultdict(lambda: 2.0)\ndef f(x): return x * scales['a']",
+        "2.0",
+        "3.0",
+    ),
+    "the default of a subclass of it": (
+        (
+            "class Scales(collections.defaultdict): pass\nscales = Scales(lambda: 2.0)\n"
+            "def f(x): return x * scales['a']"
+        ),
+        "2.0",
+        "3.0",
+    ),
+    "a slot of a list": (
+        (
+            "class Scales(list):\n    __slots__ = ('by',)\nscales = Scales([1])\nscales.by = 2\n"
+            "def f(x): return x * scales.by"
+        ),
+        "by = 2",
+        "by = 3",
+    ),
+    "a private slot": (
+        (
+            "class Scale:\n    __slots__ = ('__by',)\n    def __init__(self, by): self.__by = by\n"
+            "    def __call__(self, x): return x * self.__by\nf = Scale(2)"
+        ),
+        "Scale(2)",
+        "Scale(3)",
+    ),
+    "an attribute of a member of an enum": (
+        "class Kind(enum.Enum):\n    A = 1\nKind.A.by = 2\ndef f(x): return x * Kind.A.by",
+        "by = 2",
+        "by = 3",
+    ),
+    "a list in an enum": (
+        "class Kind(enum.Enum):\n    A = [2]\ndef f(x): return x * Kind.A.value[0]",
+        "[2]",
+        "[3]",
+    ),
+    "an attribute of a tensor": (
+        "scale = torch.ones(1)\nscale.by = 2\ndef f(x): return x * scale.by",
+        "by = 2",
+        "by = 3",
+    ),
+    "a subclass of Tensor": (
+        (
+            "class Scale(torch.Tensor):\n    by = 2\nscale = torch.ones(1).as_subclass(Scale)\n"
+            "def f(x): return x * scale.by"
+        ),
+        "by = 2",
+        "by = 3",
+    ),
+    "the mask of an array": (
+        ("scales = np.ma.array([1.0, 2.0], mask=[False, True])\ndef f(x): return x * float(scales.sum())"),
+        "[False, True]",
+        "[True, False]",
+    ),
+    "a number of decimals": ("by = decimal.Decimal('2')\ndef f(x): return x * float(by)", "'2'", "'3'"),
+    "a date": ("by = datetime.datetime(2, 1, 1)\ndef f(x): return x * by.year", "(2,", "(3,"),
+    "a plain array": ("by = array.array('f', [2])\ndef f(x): return x * by[0]", "[2]", "[3]"),
+    "a namespace that is passed": (
+        "config = types.SimpleNamespace(by=2)\ndef f(x): return x * getattr(config, 'by')",
+        "by=2",
+        "by=3",
+    ),
+    "a getter": ("of = operator.itemgetter(0)\ndef f(x): return x * of([2, 3])", "(0)", "(1)"),
+    "a method of a class of C": ("of = str.find\ndef f(x): return x * of('abca', 'a')", "find", "rfind"),
+    "a frozen set of one's own": (
+        "class Scales(frozenset): pass\nscales = Scales([2])\ndef f(x): return x * max(scales)",
+        "[2]",
+        "[3]",
+    ),
+    "a function that exec makes": (
+        "made = {}\nexec('def by(x): return x * 2', made)\nf = made['by']",
+        "* 2",
+        "* 3",
+    ),
+    "the order of named children": (
+        "f = nn.Sequential(collections.OrderedDict(a=nn.ReLU(), b=nn.Tanh()))",
+        "a=nn.ReLU(), b=nn.Tanh()",
+        "b=nn.Tanh(), a=nn.ReLU()",
+    ),
+    "the order of a ModuleDict": (
+        (
+            "steps = nn.ModuleDict({'a': nn.ReLU(), 'b': nn.Tanh()})\n"
+            "def f(x): return [x := step(x) for step in steps.values()][-1]"
+        ),
+        "{'a': nn.ReLU(), 'b': nn.Tanh()}",
+        "{'b': nn.Tanh(), 'a': nn.ReLU()}",
+    ),
+    "the keywords of a hook": (
+        (
+            "f = nn.Sequential(nn.ReLU())\ndef hook(module, args, *more): return more[-1] * len(more)\n"
+            "f.register_forward_hook(hook, with_kwargs=False)"
+        ),
+        "False",
+        "True",
+    ),
+    "a class that is parametrized": (
+        (
+            "class Layer(nn.Linear):\n    def forward(self, x): return super().forward(x) * 2\n"
+            "f = Layer(1, 1)\nnn.init.ones_(f.weight)\nnn.init.ones_(f.bias)\n"
+            "nn.utils.parametrizations.weight_norm(f)"
+        ),
+        "* 2",
+        "* 3",
+    ),
+    "an attribute of a weight": (
+        (
+            "class Layer(nn.Linear):\n    def forward(self, x): return super().forward(x) * self.weight.by\n"
+            "f = Layer(1, 1)\nnn.init.ones_(f.weight)\nnn.init.ones_(f.bias)\nf.weight.by = 2"
+        ),
+        "by = 2",
+        "by = 3",
+    ),
 }
 """By kind the code before, and what is replaced in it by what; of a config module nothing, its values."""
 UNCHANGED = {
@@ -351,6 +512,70 @@ def test_what_changes_no_result_is_the_same_description(kind: str, place: str) -
     source = "def times(k): return lambda x: x * 2 + k\ndef plus(x): return x + 1\nby = times(3)\n"
     source += "def f(x): return by(plus(x))\n"
     assert described(source, place) == described(UNCHANGED[kind](source), place)
+
+
+SAME = {
+    "what wraps": (
+        "class Wrapper:\n    def __init__(self, function): functools.update_wrapper(self, function)\n"
+        "    def __call__(self, x): return self.__wrapped__(x)\n@Wrapper\ndef f(x):\n    'DOC'\n    return x"
+    ),
+    "a partial that wraps": (
+        "def by(x, k):\n    'DOC'\n    return x * k\n"
+        "f = functools.update_wrapper(functools.partial(by, k=2), by)"
+    ),
+    "types of fields": (
+        "class Kind: pass\n@dataclasses.dataclass\nclass Config:\n    'DOC'\n    kind: Kind = None\n"
+        "config = Config()\ndef f(x): return x if config.kind is None else -x"
+    ),
+    "a logger by its module's name": (
+        "def f(x):\n    logging.getLogger(__name__).debug('a step')\n    return x"
+    ),
+    "the environment": (
+        "from os import environ\ndef f(x): return x * float(environ.get('NO_SUCH_VARIABLE', '1'))"
+    ),
+    "an enum of text": (
+        "class Kind(str, enum.Enum):\n    'DOC'\n    A = 'a'\ndef f(x): return x * len(Kind.A.value)"
+    ),
+    "a protocol": (
+        "class Steps(typing.Protocol):\n    def by(self): ...\nclass Scale(Steps):\n    'DOC'\n"
+        "    def by(self): return 2\nscale = Scale()\ndef f(x): return x * scale.by()"
+    ),
+    "a generic class": (
+        "T = typing.TypeVar('T')\nclass Scale(typing.Generic[T]):\n    'DOC'\n    by = 2\n"
+        "scale = Scale[int]()\ndef f(x): return x * scale.by"
+    ),
+    "a sentinel": ("UNSET = object()\ndef f(x, by=UNSET): return x if by is UNSET else x * by"),
+    "slots of nothing": (
+        "class Marker:\n    __slots__ = ()\nmarker = Marker()\ndef f(x): return marker and x"
+    ),
+    "a mapped file": (
+        "import tempfile\nwith tempfile.TemporaryFile() as file:\n"
+        "    scales = np.memmap(file, 'f4', 'w+', shape=(2,))\n"
+        "def f(x): return x * float(scales[0])"
+    ),
+}
+"""Code that a renamed file, another docstring, variable or current directory must not change."""
+
+
+@pytest.mark.parametrize("kind", SAME)
+def test_what_a_renamed_file_and_a_docstring_change_in_an_object_is_no_part_of_it(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = described(SAME[kind], "forward", name="edited_before")
+    monkeypatch.setenv("ANOTHER_VARIABLE", kind)
+    monkeypatch.chdir(tmp_path)
+    assert described(SAME[kind].replace("DOC", "what it is"), "forward", name="edited_after") == first
+
+
+def test_what_a_wrapper_counts_itself_is_no_part_of_it() -> None:
+    made = module_of(
+        "import functools\ndef counted(function):\n    @functools.wraps(function)\n    def inner(x):\n"
+        "        inner.calls += 1\n        return function(x)\n    inner.calls = 0\n    return inner\n"
+        "@counted\ndef f(x): return x\n"
+    )
+    first = Describer().value(made.f, "it")
+    assert made.f(2) == 2
+    assert (made.f.calls, Describer().value(made.f, "it")) == (1, first)
 
 
 @pytest.mark.parametrize("place", PLACES)

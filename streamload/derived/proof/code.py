@@ -22,13 +22,15 @@ import importlib.metadata
 import io
 import json
 import logging
+import os
 import pathlib
+import random
 import re
 import sys
 import sysconfig
 import types
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +40,7 @@ from xxhash import xxh3_128
 
 from streamload.derived.proof.project_code import (
     Plain,
+    attributes_set_by,
     bytecode,
     direct_url,
     functions_in,
@@ -51,17 +54,22 @@ from streamload.errors import FeatureNotCacheable
 from streamload.torch_internals import CustomOpDef
 
 _BOOKKEEPING = re.compile(
-    r"__(module|doc|dict|weakref|annotations|annotate(_func)?|annotations_cache|qualname|firstlineno|"
+    r"__(module|name|doc|dict|weakref|annotations|annotate(_func)?|annotations_cache|qualname|firstlineno|"
     r"static_attributes|parameters|abstractmethods|orig_bases|slots|match_args|dataclass_params|hash|"
-    r"conditional_annotations|type_params)__|_abc_impl|_streamload_\w+"
+    r"conditional_annotations|type_params)__|_abc_impl|_(streamload|dynamo)_\w+"
 )
 _Pair = collections.namedtuple("_Pair", ("first", "second"))
+_OF_MEMBER = ("_name_", "_sort_order_", "__objclass__")
 _STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 _OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 _METHODS_OF_C = (types.BuiltinFunctionType, types.MethodWrapperType)
 _NO_VALUES = (types.ModuleType, type, type(None))
 _SLOTS = (types.GetSetDescriptorType, types.MemberDescriptorType, type(_Pair.first))
-_SAME_FOR_RESULTS = (logging.Logger, logging.LoggerAdapter)
+_PLAIN = (torch.Tensor, torch.nn.Parameter, np.ndarray, np.memmap, functools.partial)
+_SAME_FOR_RESULTS = (logging.Logger, logging.LoggerAdapter, type(os.environ))
+"""No value of theirs counts: a variable that is read while a module is built does (builds.py)."""
+_DRAWN = (collections.abc.Iterator, random.Random)
+"""Each use of them changes them."""
 _STEPS = 3
 """So far code is followed to tell apart what has one name."""
 ARRANGEMENT = "arrangement"
@@ -177,25 +185,23 @@ class Describer:
     def _object(self, value: Any, where: str) -> Any:
         kind = type(value)
         if kind in (list, tuple, torch.Size, collections.deque):
-            return [
-                kind.__name__,
-                [self.value(member, f"{where}[{number}]") for number, member in enumerate(value)],
-            ]
+            members = [self.value(member, f"{where}[{number}]") for number, member in enumerate(value)]
+            return [kind.__name__, members, *self._unless_none(getattr(value, "maxlen", None), where)]
         if kind in (dict, collections.OrderedDict, collections.defaultdict, types.MappingProxyType):
             pairs = [
                 [self.value(key, f"a key of {where}"), self.value(member, f"{where}[{key!r}]")]
                 for key, member in value.items()
             ]
-            return [kind.__name__, pairs]
+            return [kind.__name__, pairs, *self._unless_none(_factory_of(value), where)]
         if kind in (set, frozenset):
             return [kind.__name__, _Unordered(self.value(member, f"a member of {where}") for member in value)]
         if isinstance(value, torch.Tensor):
-            return ["tensor", tensor_digest(value)]
+            return ["tensor", tensor_digest(value), *self.beside(value, where)]
         if isinstance(value, (np.ndarray, np.generic)):
-            return self._array(np.asarray(value), where)
+            return [*self._array(np.asarray(value), where), *self.beside(value, where)]
         if isinstance(value, enum.Enum):
             name = value.name if value.name is not None else repr(value.value)  # flags, before Python 3.11
-            return ["enum", self.reach(kind, where), name]
+            return ["enum", self.reach(kind, where), name, *self._unless_none(_more_of_member(value), where)]
         if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format, np.dtype)):
             return [kind.__name__, str(value)]
         if isinstance(value, pathlib.PurePath):
@@ -211,10 +217,8 @@ class Describer:
         if isinstance(value, types.MethodType):
             return ["method", self.reach(value.__func__, where), self.value(value.__self__, where)]
         if isinstance(value, functools.partial):
-            return [
-                "partial",
-                *(self.value(member, where) for member in (value.func, value.args, value.keywords)),
-            ]
+            members = [self.value(member, where) for member in (value.func, value.args, value.keywords)]
+            return ["partial", *members, *self.beside(value, where)]
         if isinstance(value, _SAME_FOR_RESULTS):
             return ["logger"]
         if isinstance(value, (str, int, float, bytes, list, tuple, dict, set)):
@@ -234,14 +238,33 @@ class Describer:
         return [
             self.reach(type(value), where),
             self.value(plain(value), where),
-            self.value(dict(getattr(value, "__dict__", {})), where),
+            self.value(_state(value), where),
+            *self._unless_none(_factory_of(value), where),
         ]
+
+    def beside(self, value: Any, where: str) -> list[Any]:
+        """Class and attributes of an object whose content is described elsewhere; nothing of a plain one."""
+        state = {} if type(value) is np.memmap else self._told(_state(value), where)
+        is_plain = type(value) in _PLAIN or isinstance(value, np.generic)
+        described = [state] if is_plain else [self.reach(type(value), where), state]
+        return [] if is_plain and not state else described
+
+    def _told(self, members: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Those of some values that can be described: others are left to the check of rows."""
+        described: dict[str, Any] = {}
+        for name, member in sorted(members.items()):
+            with contextlib.suppress(FeatureNotCacheable):
+                described[name] = self.value(member, f"{where}.{name}")
+        return described
+
+    def _unless_none(self, value: Any, where: str) -> list[Any]:
+        return [] if value is None else [self.value(value, where)]
 
     def _instance(self, value: Any, where: str) -> Any:
         if isinstance(value, torch.ScriptObject) and hasattr(value, "__getstate__"):  # quantised weights
             return ["script", self.value(value.__getstate__(), where)]
         if isinstance(value, torch.nn.Module):
-            return ["module", *module_parts(value, self.value, where)]
+            return ["module", *module_parts(value, self, where)]
         if isinstance(value, np.ufunc) and getattr(np, value.__name__, None) is value:
             return ["code", self.reach(value, where)]
         if isinstance(value, CustomOpDef):
@@ -249,8 +272,10 @@ class Describer:
         is_of_package = package_of(type(value)) is not None
         if is_of_package and callable(value) and getattr(value, "__wrapped__", None) is not None:
             return ["wrapped", self.value(value.__wrapped__, where)]  # functools.lru_cache
-        attributes = _attributes(value)
-        if attributes is None:
+        attributes = _state(value)
+        if not _is_python(type(value)) or not (attributes or hasattr(value, "__dict__")):
+            if (made_of := _made_of(value)) is not None:
+                return ["made", *(self.value(part, where) for part in made_of)]
             raise FeatureNotCacheable(
                 f"{where} is a {type(value).__module__}.{type(value).__qualname__}, of which nothing tells "
                 f"when it changes; pass what it is made of, or name the version yourself: "
@@ -274,6 +299,11 @@ class Describer:
             name = f"{package}:{getattr(value, '__module__', '')}.{name}"
         reached = self._reached[id(value)] = _Reached(value, name)
         if package is not None:
+            for base in (
+                value.__mro__ if isinstance(value, type) else ()
+            ):  # made there of a class of the project
+                if package_of(base) is None:
+                    self.reach(base, where)
             return _Reference(reached)
         inside, self._inside = self._inside, []
         self._depth += 1
@@ -338,7 +368,8 @@ class Describer:
         if isinstance(member, functools.singledispatchmethod):
             return ["dispatch", self.value(member.dispatcher, where)]
         if isinstance(member, dict) and where.endswith("__dataclass_fields__"):
-            return [[key, str(part.type), self.value(_default(part), where)] for key, part in member.items()]
+            fields = ((key, _annotation(part.type), _default(part)) for key, part in member.items())
+            return [[key, annotation, self.value(default, where)] for key, annotation, default in fields]
         return self.value(member, where)
 
     def _function(self, function: Any, name: str) -> Any:
@@ -359,6 +390,13 @@ class Describer:
         registered = getattr(function, "registry", None)  # functools.singledispatch
         if isinstance(registered, types.MappingProxyType):
             parts.append(_Unordered(self.value(pair, name) for pair in registered.items()))
+        else:
+            attributes = {
+                name: value
+                for name, value in _state(function).items()
+                if name != "__wrapped__" and name not in attributes_set_by(code)
+            }
+            parts += [attributes] if (attributes := self._told(attributes, name)) else []
         for free, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             if free != "__class__":
                 parts.append([free, self.value(_content(cell), f"{free} in {name}")])
@@ -375,27 +413,50 @@ def has_code(code: Mapping[str, str], part: Mapping[str, str]) -> bool:
     )
 
 
-def _attributes(value: Any) -> dict[str, Any] | None:
-    """Parts of an object; None: it hides them."""
-    state = getattr(value, "__dict__", None)
-    slots = [name for cls in type(value).__mro__ for name in _slots(cls)]
-    if state is None and not slots:
-        return None
-    if not _is_python(type(value)):
-        return None
-    return {**(state or {}), **{name: getattr(value, name) for name in slots if hasattr(value, name)}}
+def _state(value: Any) -> dict[str, Any]:
+    """Attributes and slots of an object, without the names that `functools.wraps` copies."""
+    state = dict(getattr(value, "__dict__", {}))
+    for cls in type(value).__mro__:
+        if "__slots__" in vars(cls):
+            names = (name for name, slot in vars(cls).items() if isinstance(slot, types.MemberDescriptorType))
+            state |= {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return {name: member for name, member in state.items() if not _BOOKKEEPING.fullmatch(str(name))}
 
 
-def _slots(cls: type) -> tuple[str, ...]:
-    slots = vars(cls).get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+def _made_of(value: Any) -> list[Any] | None:
+    """Parts of which the standard library makes a copy of an object of its own C code; None: it can't."""
+    packages = {package_of(base) for base in type(value).__mro__}
+    if isinstance(value, _DRAWN) or not packages <= {None, *sys.stdlib_module_names}:
+        return None
+    try:
+        parts = value.__reduce_ex__(2)
+    except Exception:  # whatever it is that can't be copied
+        return None
+    parts = [parts] if isinstance(parts, str) else parts
+    return [list(part) if isinstance(part, collections.abc.Iterator) else part for part in parts]
+
+
+def _factory_of(value: Any) -> Any:
+    return value.default_factory if isinstance(value, collections.defaultdict) else None
+
+
+def _more_of_member(member: enum.Enum) -> dict[str, Any] | None:
+    """What a member of an enum has beside its name; its value is among those of the class if it can be."""
+    held = {name: value for name, value in vars(member).items() if name not in _OF_MEMBER}
+    if type(member.value).__hash__ is not None:
+        held.pop("_value_", None)
+    return held or None
 
 
 def _is_python(cls: type) -> bool:
     """True if a class is written in Python to its root, so that its state is what its attributes hold."""
     members = (member for base in cls.__mro__ if base is not object for member in vars(base).values())
     return not any(isinstance(member, _OF_C) for member in members)
+
+
+def _annotation(annotation: Any) -> str:
+    is_of_project = isinstance(annotation, type) and package_of(annotation) is None
+    return annotation.__qualname__ if is_of_project else str(annotation)  # without the name of a module
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
@@ -456,6 +517,7 @@ STRUCTURE = frozenset(vars(torch.nn.Module())) | {"_compiled_call_impl"}
 """Names in the `__dict__` of every module: parameters, buffers, children, hooks, `training`."""
 _WRAPPERS = ("OptimizedModule", "DataParallel", "DistributedDataParallel")
 """Of `torch.compile` and of training on several devices: what they hold themselves computes nothing."""
+_CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleDict)
 _MANGLED = re.compile(rb"[./]___torch_mangle_\d+")
 """Suffix that TorchScript puts into the name of a class each time that it compiles one."""
 _NOT_COMPUTED_WITH = re.compile(r"\.debug_pkl$|/traced_inputs|/\.data/serialization_id$")
@@ -488,33 +550,34 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
-def module_parts(
-    module: torch.nn.Module, describe: Callable[[Any, str], Any], where: str
-) -> tuple[str, Any, Any]:
-    """Parts of a built module, described by `Describer.value`; `where` is its name, for errors.
+def module_parts(module: torch.nn.Module, describer: Describer, where: str) -> tuple[str, Any, Any]:
+    """Parts of a built module; `where` is its name, for errors.
 
     Returns:
         a digest of weights; by module, its other attributes; by module, its class and its hooks.
     """
-    digest = xxh3_128()
+    digest, describe = xxh3_128(), describer.value
     attributes: dict[str, Any] = {}
     classes: dict[str, Any] = {}
     names = {id(child): prefix for prefix, child in module.named_modules()}
     for prefix, child in module.named_modules():
-        for name, tensor in (*child._parameters.items(), *child._buffers.items()):
-            if tensor is not None:
-                digest.update(f"{prefix}.{name} {tensor_digest(tensor)}".encode())
         place = f"{where}.{prefix}" if prefix else where
         described = {
             name: describe(value, f"{place}.{name}") for name, value in sorted(attributes_of(child).items())
         }
+        for name, tensor in (*child._parameters.items(), *child._buffers.items()):
+            if tensor is not None:
+                digest.update(f"{prefix}.{name} {tensor_digest(tensor)}".encode())
+                if beside := describer.beside(tensor, f"{place}.{name}"):
+                    described[name] = beside
         if described:
             attributes[prefix] = described
         hooks = [
             describe(hook, f"a forward hook of {place}")
             for hook in (*child._forward_pre_hooks.values(), *child._forward_hooks.values())
         ]
-        classes[prefix] = [describe(type(child), place), *hooks, *_shared(prefix, child, names)]
+        more = [*_shared(prefix, child, names), *_order_of(child), *_with_keywords(child)]
+        classes[prefix] = [describe(type(child), place), *hooks, *more]
     return digest.hexdigest(), attributes, classes
 
 
@@ -524,6 +587,22 @@ def _shared(prefix: str, module: torch.nn.Module, names: Mapping[int, str]) -> l
     return [
         ["again", name, names[id(child)]] for name, child in children if names.get(id(child), name) != name
     ]
+
+
+def _order_of(module: torch.nn.Module) -> list[Any]:
+    """The names of the children of a container, if they were put in another order than sorted ones."""
+    names = list(module._modules) if isinstance(module, _CONTAINERS) else []
+    return [] if all(map(str.isdigit, names)) or names == sorted(names) else [["order", names]]
+
+
+def _with_keywords(module: torch.nn.Module) -> list[Any]:
+    """Places of the hooks that get the keywords of a call, among those of their kind."""
+    both = (
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        (module._forward_hooks, module._forward_hooks_with_kwargs),
+    )
+    places = [[place for place, key in enumerate(hooks) if key in chosen] for hooks, chosen in both]
+    return [["keywords", *places]] if any(places) else []
 
 
 def attributes_of(module: torch.nn.Module) -> dict[str, Any]:

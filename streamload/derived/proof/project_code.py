@@ -33,6 +33,8 @@ _INSTALLED = tuple(
 _OF_TORCH = ("torch", "torch.functional", "torch.nn", "torch.fft", "torch.linalg")
 """Modules with torch's own functions, beside those below `torch.nn`: 80,000 members take 30 ms."""
 
+_NAMES_OF_MODULE = ("__name__", "__package__", "__doc__", "__spec__", "__loader__")
+"""Globals of a module that a renamed file changes, or a script that is imported."""
 _FAST = re.compile(r"(?:LOAD|STORE)_FAST")
 _ATTRIBUTES_ONLY = (argparse.Namespace, types.SimpleNamespace)
 """Of such a global only the attributes that code reads count."""
@@ -45,6 +47,8 @@ def package_of(value: Any) -> str | None:
         defining = str(value.__globals__.get("__name__"))
         is_module = vars(sys.modules.get(defining, object)) is value.__globals__
         name = defining if is_module and _package(defining) is None else name
+        if name in (None, "builtins"):  # made by `exec`
+            return None
     if name is None:
         owner = getattr(value, "__objclass__", getattr(value, "__self__", None))
         name = getattr(owner, "__module__", None) or type(value).__module__
@@ -183,7 +187,7 @@ def globals_of(code: types.CodeType, names: dict[str, Any]) -> Iterator[tuple[st
         if chain:
             yield chain, value
         chain, value = "", None
-        if opname in ("LOAD_GLOBAL", "LOAD_NAME") and argval in names:
+        if opname in ("LOAD_GLOBAL", "LOAD_NAME") and argval in names and argval not in _NAMES_OF_MODULE:
             chain, value = argval, names[argval]
         elif opname.startswith("LOAD_FAST") and argval in local:
             chain, value = argval, local[argval]
@@ -214,6 +218,12 @@ def _imported(name: str, names: dict[str, Any]) -> Any:
         return importlib.import_module(name)
     except Exception:  # the function's own matter, when it runs
         return None
+
+
+@functools.lru_cache(maxsize=1024)
+def attributes_set_by(code: types.CodeType) -> frozenset[str]:
+    """Names of the attributes that code itself sets, as a wrapper that counts its calls."""
+    return frozenset(argval for opname, argval in _steps(code) if opname == "STORE_ATTR")
 
 
 @functools.lru_cache(maxsize=1024)
