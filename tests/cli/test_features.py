@@ -593,6 +593,11 @@ def test_arguments_are_shown_as_they_would_be_written(value):
     assert text_of(Describer().value(value, "it")) == repr(value)
 
 
+def test_a_class_with_its_hook_is_shown_as_it_is_described():
+    classes = [["code", "Linear"], ["code", "hook"]]
+    assert text_of(classes) == json.dumps(classes)
+
+
 DTYPES = {
     str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)
 }

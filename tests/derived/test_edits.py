@@ -5,6 +5,7 @@ Each kind of edit is tried in each place in which a function can stand, and what
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
@@ -576,6 +577,14 @@ def test_what_a_wrapper_counts_itself_is_no_part_of_it() -> None:
     first = Describer().value(made.f, "it")
     assert made.f(2) == 2
     assert (made.f.calls, Describer().value(made.f, "it")) == (1, first)
+
+
+def test_what_pickle_and_copy_leave_in_a_class_is_no_part_of_it() -> None:
+    made = module_of("class Config:\n    by = 2\nf = Config()\n")
+    first = Describer().value(made.f, "it")
+    copy.copy(made.f)
+    assert "__slotnames__" in vars(made.Config)
+    assert Describer().value(made.f, "it") == first
 
 
 @pytest.mark.parametrize("place", PLACES)

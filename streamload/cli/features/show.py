@@ -135,7 +135,7 @@ def text_of(described: Any) -> str:
             return repr(float.fromhex(content))
         if kind in _PLAIN:
             return content
-    if isinstance(content, list):
+    if isinstance(content, list) and isinstance(kind, str):
         if kind in _BRACKETS:
             left, right = _BRACKETS[kind]
             comma = "," if left == "(" and len(content) == 1 else ""

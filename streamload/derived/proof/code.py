@@ -55,7 +55,7 @@ from streamload.torch_internals import CustomOpDef
 
 _BOOKKEEPING = re.compile(
     r"__(module|name|doc|dict|weakref|annotations|annotate(_func)?|annotations_cache|qualname|firstlineno|"
-    r"static_attributes|parameters|abstractmethods|orig_bases|slots|match_args|dataclass_params|hash|"
+    r"static_attributes|parameters|abstractmethods|orig_bases|slots|slotnames|match_args|dataclass_params|hash|"
     r"conditional_annotations|type_params)__|_abc_impl|_(streamload|dynamo)_\w+"
 )
 _Pair = collections.namedtuple("_Pair", ("first", "second"))
