@@ -106,7 +106,8 @@ class _ColumnReading:
         is_readable = self._unreadable.get(row.layout)
         if is_readable is None:
             try:
-                is_readable = layout_of(row.layout).body_bytes == len(row.body)
+                layout_of(row.layout)
+                is_readable = True
             except CacheCorrupt:
                 is_readable = False
             self._unreadable[row.layout] = is_readable

@@ -60,7 +60,7 @@ def own_directory(tmp_path, monkeypatch):
 
 @contextlib.contextmanager
 def opened(root, limit_bytes=1 << 30):
-    found = DiskRows(root, lambda used_bytes: limit_bytes, RowCounts())
+    found = DiskRows(root, lambda used_bytes, new_bytes: limit_bytes, RowCounts())
     try:
         yield found
     finally:
@@ -92,7 +92,7 @@ def key(number):
 
 def row(number, size=100, seed=0):
     body = random.Random(f"{seed} {number}").randbytes(size)
-    return key(number), seal(key(number), b'["v",null]', body, number)
+    return key(number), seal(key(number), b'["n","|u1",[%d]]' % size, body, number)
 
 
 def bodies(found, numbers):

@@ -96,7 +96,8 @@ def _key(number: int) -> bytes:
 
 
 def _sealed(number: int, size: int) -> tuple[bytes, bytes]:
-    return _key(number), seal(_key(number), b"layout", number.to_bytes(4, "big") * (size // 4), number)
+    body = number.to_bytes(4, "big") * (size // 4)
+    return _key(number), seal(_key(number), b'["n","|u1",[%d]]' % len(body), body, number)
 
 
 def _is_exact(row: Any, number: int, size: int) -> bool:

@@ -348,7 +348,10 @@ def test_rows_take_room_of_shards_that_are_needed_last_but_half_of_the_limit_at_
     tier.budget.count()
     store = row_store.RowStore(RowPlace(str(root)))
     for start in range(0, 2000, 50):
-        sealed = [(key(at), seal(key(at), b"layout", os.urandom(4000), 1)) for at in range(start, start + 50)]
+        sealed = [
+            (key(at), seal(key(at), b'["n","|u1",[4000]]', os.urandom(4000), 1))
+            for at in range(start, start + 50)
+        ]
         store.write(sealed, "it")
         taken = sum(path.stat().st_blocks * 512 for path in root.rglob("*") if path.is_file())
         assert taken <= 1.05 * (8 << 20)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from streamload.derived.store.catalog import Catalog, VerifiedRows
-    from streamload.derived.store.shard_catalog import FingerprintShards, HeldRows, Removed, RowShards
+    from streamload.derived.store.catalog import Catalog
+    from streamload.derived.store.shard_catalog import FingerprintShards, Removed, RowShards
 
 
 def ls(
@@ -125,131 +125,116 @@ def verify(
     it is. With --delete a database that can't be read is replaced by an empty one, and a derived shard with a
     damaged row goes as a whole.
     """
-    from streamload.derived.store.catalog import VerifiedRows, replace_broken
-    from streamload.derived.store.row_store import RowPlace
-    from streamload.errors import CacheCorrupt
-
     places = places_of(directory, shared_cache, shared_cache_options)
-    root = root_of(directory)
-    deleted, broken = 0, ""
     with progress("{task.description}", is_counted=False) as show:
-        try:
-            verified, deleted = _verify_rows(root, show, delete=delete)
-        except CacheCorrupt as exc:
-            verified, broken = VerifiedRows(), str(exc)
-            if delete:
-                replace_broken(RowPlace(directory or ""))
-        shards, damaged_shards = _verify_shards(places, show, delete=delete)
+        rows = _verify_rows(directory, show, delete=delete)
+        derived = _verify_shards(places, show, delete=delete)
     if as_json:
-        print_json(
-            {
-                "path": str(root),
-                "rows": verified.rows,
-                "notes": verified.notes,
-                "read_bytes": verified.read_bytes,
-                "damaged": [
-                    {"label": damage.label, "name": damage.name, "cause": damage.cause}
-                    for damage in verified.damages
-                ],
-                "deleted": deleted,
-                "broken": broken,
-                "derived": {
-                    **shards,
-                    "damaged": [
-                        {
-                            "where": where,
-                            "fingerprint": held.fingerprint,
-                            "url": held.url or held.digest,
-                            "cause": cause,
-                        }
-                        for where, held, causes in damaged_shards
-                        for cause in causes
-                    ],
-                },
-            }
-        )
+        print_json({"path": str(root_of(directory)), **rows, "derived": derived})
     else:
-        _print_verified_rows(root, verified, deleted, broken)
-        _print_verified_shards(shards, damaged_shards)
-    if ((verified.damages or broken) and not delete) or len(damaged_shards) > shards["deleted"]:
+        _print_verified_rows(root_of(directory), rows)
+        _print_verified_shards(derived)
+    is_left = (rows["damaged"] or rows["broken"]) and not delete
+    if is_left or len(_causes(derived)) > derived["deleted"]:
         raise typer.Exit(1)
 
 
-def _verify_rows(root: Path, show: Callable[..., None], *, delete: bool) -> tuple[VerifiedRows, int]:
-    """Verify all rows; returns how many were deleted, too."""
-    from streamload.derived.store.catalog import VerifiedRows, delete_damaged, open_catalog
+def _verify_rows(directory: str | None, show: Callable[..., None], *, delete: bool) -> dict[str, Any]:
+    """Verify all rows, and delete damaged ones; for JSON."""
+    from streamload.derived.store.catalog import VerifiedRows, delete_damaged, replace_broken
     from streamload.derived.store.catalog import verify as look_at_all
+    from streamload.derived.store.row_store import RowPlace
+    from streamload.errors import CacheCorrupt
 
-    verified = VerifiedRows()
-    with open_catalog(root, writable=delete) as catalog:
-        show(description="0 rows")
-        for verified in look_at_all(catalog):
-            read = f"{verified.rows:,} rows, {format_bytes(verified.read_bytes)} read"
-            show(description=f"{read}, {len(verified.damages)} damaged")
-        return verified, delete_damaged(catalog, verified.damages) if delete else 0
+    verified, deleted, broken = VerifiedRows(), 0, ""
+    try:
+        with rows_at(directory, writable=delete) as catalog:
+            show(description="0 rows")
+            for verified in look_at_all(catalog):
+                read = f"{verified.rows:,} rows, {format_bytes(verified.read_bytes)} read"
+                show(description=f"{read}, {len(verified.damages)} damaged")
+            deleted = delete_damaged(catalog, verified.damages) if delete else 0
+    except CacheCorrupt as exc:
+        verified, broken = VerifiedRows(), str(exc)
+        if delete:
+            replace_broken(RowPlace(directory or ""))
+    return {
+        "rows": verified.rows,
+        "notes": verified.notes,
+        "read_bytes": verified.read_bytes,
+        "damaged": [
+            {"label": damage.label, "name": damage.name, "cause": damage.cause} for damage in verified.damages
+        ],
+        "deleted": deleted,
+        "broken": broken,
+    }
 
 
-DamagedShard = tuple[str, "HeldRows", tuple[str, ...]]
-"""Place, derived shard, and what is wrong with it."""
-
-
-def _verify_shards(
-    places: Iterable[RowShards], show: Callable[..., None], *, delete: bool
-) -> tuple[dict[str, int], list[DamagedShard]]:
-    """Read all derived shards in these places, and delete damaged ones; returns counts, and the damaged."""
-    counts = {"shards": 0, "rows": 0, "read_bytes": 0, "deleted": 0}
-    damaged: list[DamagedShard] = []
+def _verify_shards(places: Iterable[RowShards], show: Callable[..., None], *, delete: bool) -> dict[str, Any]:
+    """Read all derived shards in these places, and delete damaged ones; for JSON."""
+    report: dict[str, Any] = {"shards": 0, "rows": 0, "read_bytes": 0, "deleted": 0, "damaged": []}
+    damaged = 0
     for place in places:
         for held in place.held():
             checked = place.check(held)
             if checked is None:
                 continue
             rows, causes = checked
-            counts["shards"] += 1
-            counts["rows"] += rows
-            counts["read_bytes"] += held.size_bytes
-            if causes:
-                damaged.append((place.where, held, causes))
-                counts["deleted"] += len(place.remove([held], "damaged").shards) if delete else 0
-            show(description=f"{counts['shards']:,} derived shards, {len(damaged)} damaged")
-    return counts, damaged
+            report["shards"] += 1
+            report["rows"] += rows
+            report["read_bytes"] += held.size_bytes
+            about = {
+                "where": place.where,
+                "fingerprint": held.fingerprint,
+                "url": held.url or held.digest,
+            }
+            report["damaged"] += [{**about, "cause": cause} for cause in causes]
+            report["deleted"] += len(place.remove([held], "damaged").shards) if causes and delete else 0
+            damaged += bool(causes)
+            show(description=f"{report['shards']:,} derived shards, {damaged:,} damaged")
+    return report
 
 
-def _print_verified_rows(root: Path, verified: VerifiedRows, deleted: int, broken: str) -> None:
-    if verified.damages:
+def _causes(derived: dict[str, Any]) -> dict[tuple[str, str, str], list[str]]:
+    """The causes of damage by derived shard: its URL, fingerprint and place."""
+    causes: dict[tuple[str, str, str], list[str]] = {}
+    for damage in derived["damaged"]:
+        shard = damage["url"], damage["fingerprint"], damage["where"]
+        causes.setdefault(shard, []).append(damage["cause"])
+    return causes
+
+
+def _print_verified_rows(root: Path, report: dict[str, Any]) -> None:
+    damaged = report["damaged"]
+    if damaged:
+        names = [damage["name"] for damage in damaged]
+        short = [name if len(name) <= 2 * SHORT else f"{name[:SHORT]}…{name[-SHORT:]}" for name in names]
         cells = (
-            (
-                name if len(name) <= 2 * SHORT else f"{name[:SHORT]}…{name[-SHORT:]}",
-                damage.label,
-                damage.cause,
-            )
-            for damage in verified.damages
-            for name in [damage.name]
+            (name, damage["label"], damage["cause"]) for name, damage in zip(short, damaged, strict=True)
         )
         print_table(("damaged", "label", "cause"), cells)
-    if broken:
-        say(broken)
-    result = "a broken database" if broken else _result(len(verified.damages), deleted)
-    say(
-        f"{verified.rows:,} rows and {verified.notes:,} notes "
-        f"({format_bytes(verified.read_bytes)}) in {root}: {result}"
-    )
+    if report["broken"]:
+        say(report["broken"])
+    result = "a broken database" if report["broken"] else _result(len(damaged), report["deleted"])
+    size = format_bytes(report["read_bytes"])
+    say(f"{report['rows']:,} rows and {report['notes']:,} notes ({size}) in {root}: {result}")
 
 
-def _print_verified_shards(counts: dict[str, int], damaged: Sequence[DamagedShard]) -> None:
+def _print_verified_shards(report: dict[str, Any]) -> None:
     """Print what is damaged; nothing if there are no derived shards."""
-    if not counts["shards"]:
+    if not report["shards"]:
         return
+    damaged = _causes(report)
     if damaged:
         cells = (
-            (held.url or held.digest, held.fingerprint[:SHORT],
+            (url, fingerprint[:SHORT],
              causes[0] + (f", and {len(causes) - 1} more" if len(causes) > 1 else ""), where)
-            for where, held, causes in damaged
+            for (url, fingerprint, where), causes in damaged.items()
         )  # fmt: skip
         print_table(("damaged rows of", "fingerprint", "cause", "in"), cells)
-    size = format_bytes(counts["read_bytes"])
-    result = _result(len(damaged), counts["deleted"])
-    say(f"{counts['shards']:,} derived shards with {counts['rows']:,} rows ({size}): {result}")
+    result = _result(len(damaged), report["deleted"])
+    size = format_bytes(report["read_bytes"])
+    say(f"{report['shards']:,} derived shards with {report['rows']:,} rows ({size}): {result}")
 
 
 def _result(damaged: int, deleted: int) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from streamload.derived.store.results import ResultLayout, dtype_of, layout_of
 from streamload.derived.store.sealed import Row
-from streamload.errors import CacheCorrupt, FeatureNotCacheable
+from streamload.errors import FeatureNotCacheable
 
 Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 RowKey = tuple[Any, ...]
@@ -54,7 +54,6 @@ def stacked(rows: Sequence[Row | None], allocate: Allocate) -> tuple[bytes, torc
 
     Raises:
         FeatureNotCacheable: they are of several layouts.
-        CacheCorrupt: a body isn't as long as the layout says.
     """
     stored = [row for row in rows if row is not None]
     if not stored:
@@ -67,8 +66,6 @@ def stacked(rows: Sequence[Row | None], allocate: Allocate) -> tuple[bytes, torc
             continue
         if row.layout != text:
             raise FeatureNotCacheable("rows of this batch have different shapes, so they can't be one batch")
-        if len(row.body) != size:
-            raise CacheCorrupt("a row isn't as long as its layout says")
         memory[place] = np.frombuffer(row.body, np.uint8)
     return text, bodies
 

@@ -32,13 +32,12 @@ from streamload.derived.store.database import (
     current_home,
     homes,
     is_broken,
-    log_bytes,
     old_homes,
     remove,
     transactions,
     used_bytes,
 )
-from streamload.derived.store.sealed import Row, seal, unseal
+from streamload.derived.store.sealed import Row, read_row, seal, unseal
 from streamload.errors import CacheCorrupt, CacheError
 from streamload.metrics import format_bytes
 
@@ -85,7 +84,7 @@ def checked(where: object, pairs: Iterable[tuple[Any, Any]], counts: RowCounts) 
     rows: dict[bytes, Row] = {}
     for key, data in pairs:
         try:
-            rows[key] = unseal(key, data)
+            rows[key] = read_row(key, data)
         except (CacheCorrupt, TypeError, AttributeError) as exc:
             counts.corrupt += 1
             log_once(f"{where}: {exc}; it is computed again")
@@ -106,26 +105,18 @@ class DiskRows:
 
     Args:
         root: of the directory, which is made with mode 0700.
-        limit: what it may take, in bytes, given what it takes now; None: it is only read, and isn't made.
+        limit: what it may take, in bytes, given what it takes now and what is to be written; None: it is only
+            read, and isn't made.
         counts: where corrupt, evicted and refused rows are counted.
-        reserve: asked for room before rows are written, with what the directory will take then; returns what
-            it may take. None: all of the limit.
 
     Raises:
         CacheError: the directory can't be used, or isn't this user's alone.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        limit: Callable[[int], int] | None,
-        counts: RowCounts,
-        reserve: Callable[[int, int], int] | None = None,
-    ):
+    def __init__(self, root: Path, limit: Callable[[int, int], int] | None, counts: RowCounts):
         self.root = root
         self.counts = counts
         self._limit = limit
-        self._reserve = reserve
         self._database: Database | None = None
         self._home = root / "r0"
         self._use = threading.RLock()
@@ -196,7 +187,7 @@ class DiskRows:
         clock = time.monotonic()
         looked_at, fills_up = self._fills_up
         if clock > looked_at + 1.0:
-            fills_up = self.used_bytes > _FULL_ENOUGH * self._limit_bytes
+            fills_up = self.used_bytes > _FULL_ENOUGH * self._limit_bytes()
             self._fills_up = (clock, fills_up)
         if not fills_up:
             return
@@ -213,15 +204,12 @@ class DiskRows:
         if keys:
             self._attempt(lambda opened: opened.touch(keys), None)
 
-    @property
-    def _limit_bytes(self) -> int:
-        return self._limit(self.used_bytes) if self._limit is not None else 0
+    def _limit_bytes(self, new_bytes: int = 0) -> int:
+        return 0 if self._limit is None else self._limit(self.used_bytes, new_bytes)
 
     def _room(self, new_bytes: int) -> int:
         """Limit of all, with room for more if others can make it."""
-        used_bytes, limit_bytes = self.used_bytes, self._limit_bytes
-        if self._reserve is not None:
-            limit_bytes = self._reserve(used_bytes + new_bytes + log_bytes(limit_bytes), limit_bytes)
+        used_bytes, limit_bytes = self.used_bytes, self._limit_bytes(new_bytes)
         if used_bytes + new_bytes > limit_bytes and (old := old_homes(self.root)):
             with exclusive(self.root / "lock"):
                 for home in old:
@@ -296,7 +284,7 @@ class DiskRows:
                 )
             self._home = home or self.root / "r0"
             self._home.mkdir(mode=0o700, exist_ok=True)
-            limit_bytes = self._limit_bytes
+            limit_bytes = self._limit_bytes()
             with exclusive(self.root / "writing"):
                 self._database = Database.open(self._home, limit_bytes)
         return self._database

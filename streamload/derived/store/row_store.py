@@ -23,7 +23,7 @@ from typing import Any
 from streamload.cache import memory
 from streamload.cache.tier import Tier
 from streamload.derived import log_once
-from streamload.derived.store.database import DATABASE
+from streamload.derived.store.database import DATABASE, log_bytes
 from streamload.derived.store.disk import DiskRows, RowCounts, SealedRow, checked, note_in
 from streamload.derived.store.memory import MemoryRows
 from streamload.derived.store.queue import RowQueue
@@ -272,24 +272,22 @@ class RowStore:
     def _opened(self) -> Rows:
         if self.place.mapped is not None:
             return MappingRows(self.place.mapped, self.counts)
-        return DiskRows(self.place.root, self._disk_limit, self.counts, self._reserved)
+        return DiskRows(self.place.root, self._disk_limit, self.counts)
 
-    def _disk_limit(self, used_bytes: int) -> int:
-        root = self.place.root
-        disk = shutil.disk_usage(nearest(root))
-        limit_bytes = self._settings.cache_size.limit_bytes(disk.free, used_bytes)
-        available_bytes = disk.free + used_bytes
-        return min(
-            limit_bytes, available_bytes - self._settings.free_disk.floor_bytes(disk.total, available_bytes)
-        )
-
-    def _reserved(self, wanted_bytes: int, limit_bytes: int) -> int:
+    def _disk_limit(self, used_bytes: int, new_bytes: int) -> int:
         """Limit of rows: beside the shards of a tier in the same directory no more than it reserves."""
-        home = self.place.root.parent
+        disk, home = shutil.disk_usage(nearest(self.place.root)), self.place.root.parent
+        available_bytes = disk.free + used_bytes
+        floor_bytes = self._settings.free_disk.floor_bytes(disk.total, available_bytes)
+        limit_bytes = self._settings.cache_size.limit_bytes(disk.free, used_bytes)
+        limit_bytes = min(limit_bytes, available_bytes - floor_bytes)
+        if not new_bytes:
+            return limit_bytes
         if self._tier is None and (home / "tier.json").is_file():
             self._tier = Tier.open(home, free_disk=self._settings.free_disk)
         if self._tier is None:
             return limit_bytes
+        wanted_bytes = used_bytes + new_bytes + log_bytes(limit_bytes)
         return min(limit_bytes, self._tier.budget.reserve_rows(min(wanted_bytes, limit_bytes)))
 
     def _open_memory(self, place: RowPlace) -> None:

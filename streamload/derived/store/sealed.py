@@ -31,7 +31,7 @@ _IN_NUMPY = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)"
 
 @dataclass(slots=True)
 class Row:
-    """A stored row, checked."""
+    """A stored row, checked: it is what was written, and as long as its layout says."""
 
     layout: bytes  # what it looks like, as it is stored
     body: bytes | memoryview  # the bytes of its leaves
