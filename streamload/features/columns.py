@@ -138,8 +138,6 @@ class FeatureInProgress:
 
     def __init__(self, reading: _ColumnReading, size: int, allocate: Allocate):
         self.name = reading.assembly.name
-        self._inputs = reading.assembly.inputs
-        self._variants = reading.assembly.variants
         self._reading = reading
         self._make_images = reading.make_images
         self._size, self._allocate = size, allocate
@@ -159,8 +157,9 @@ class FeatureInProgress:
             for payload in sample.members.values():
                 digest.update(payload)
             checksum = digest.intdigest()
-        variant = seed % self._variants
-        row_key = (sample.key, checksum) if self._variants == 1 else (sample.key, checksum, variant)
+        variants = self._reading.assembly.variants
+        variant = seed % variants
+        row_key = (sample.key, checksum) if variants == 1 else (sample.key, checksum, variant)
         fixed = xxh3_64_intdigest(f"{checksum} {variant}".encode())
         parsed = ParsedFeature(row_key, sample.members, image, is_prepared, fixed, sample.shard)
         self._parsed.append(parsed)
@@ -224,7 +223,7 @@ class FeatureInProgress:
             values[f"{self.name}{ROWS}"] = bodies
         if self._places:
             values[f"{self.name}{INPUTS}"] = inputs
-            if self._inputs == "sample":
+            if self._reading.assembly.inputs == "sample":
                 values[f"{self.name}{INPUTS} text"] = _taken(texts, self._places)
         return values
 

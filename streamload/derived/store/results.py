@@ -57,7 +57,8 @@ class Result:
 
     def __init__(self, value: Any, rows: int | None):
         self.rows = rows
-        self._leaves: list[tuple[str, Any]] = []
+        self.leaves: list[Any] = []
+        """The tensors and arrays, as they were returned."""
         tree = self._node(value, "the result")
         self.layout = json.dumps(tree, separators=(",", ":")).encode()
         if len(self.layout) > _MOST_LAYOUT_BYTES:
@@ -72,7 +73,7 @@ class Result:
     def copied(self) -> Callable[[], Bytes]:
         """Copy the bytes of each row as they are now: uint8[rows, bytes of a row], when they have arrived."""
         rows = self.rows or 1
-        copies = [copied(leaf) for _, leaf in self._leaves]
+        copies = [copied(leaf) for leaf in self.leaves]
 
         def arrived() -> Bytes:
             arrays = [array.reshape(rows, len(array) // rows) for array in (copy() for copy in copies)]
@@ -91,17 +92,13 @@ class Result:
     @property
     def is_of_device(self) -> bool:
         """True if one of the tensors isn't on the CPU."""
-        return any(kind == "m" for kind, _ in self._leaves)
+        tensors = (leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
+        return any(tensor.device.type != "cpu" for tensor in tensors)
 
     @property
     def size_bytes(self) -> int:
         """Of the tensors and arrays."""
-        return sum(leaf.nbytes for _, leaf in self._leaves)
-
-    @property
-    def leaves(self) -> list[Any]:
-        """The tensors and arrays, as they were returned."""
-        return [leaf for _, leaf in self._leaves]
+        return sum(leaf.nbytes for leaf in self.leaves)
 
     def _node(self, value: Any, where: str) -> Any:
         if isinstance(value, torch.Tensor):
@@ -148,13 +145,13 @@ class Result:
             raise FeatureNotCacheable(f"{where} is a {tensor.layout} tensor of {tensor.dtype}: make it dense")
         shape = self._shape(tensor, where)
         kind = "t" if tensor.device.type == "cpu" else "m"
-        self._leaves.append((kind, tensor.detach()))
+        self.leaves.append(tensor.detach())
         return [kind, str(tensor.dtype).removeprefix("torch."), shape]
 
     def _array(self, array: np.ndarray[Any, Any], where: str) -> Any:
         if array.dtype.hasobject or array.dtype.names:
             raise FeatureNotCacheable(f"{where} is an array of {array.dtype}: only numbers can be stored")
-        self._leaves.append(("n", array))
+        self.leaves.append(array)
         return ["n", array.dtype.str, self._shape(array, where)]
 
     def _shape(self, value: Any, where: str) -> list[int]:
