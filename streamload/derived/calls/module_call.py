@@ -26,7 +26,6 @@ from streamload.derived.proof.module_proof import (
     Built,
     built_state,
     check_elsewhere,
-    device_now,
     label_of,
     options_of,
     proof_of,
@@ -76,8 +75,7 @@ def stored_result(module: Any, store: RowStore, args: tuple[Any, ...], cache_key
     if is_compared and row.input_digest and digest_of(args[0]) not in (0, row.input_digest):
         return None
     try:
-        device = proof.built.device if is_built and proof.built is not None else device_now(module)
-        value = result_of(row, device)
+        value = result_of(row, proof.device(module))
     except (CacheCorrupt, TypeError, ValueError):
         return None
     if not is_built:
@@ -444,7 +442,7 @@ class Call:
         rows = [row for place in places if (row := self.stored[place]) is not None]
         if len({row.layout for row in rows}) > 1:
             raise FeatureNotCacheable("rows of this call have different shapes, so they can't be one batch")
-        return rows[0].layout, join(rows, device_now(self.module), is_row=self.rows is not None)
+        return rows[0].layout, join(rows, self.proof.device(self.module), is_row=self.rows is not None)
 
     def _put_together(self, computed: tuple[Result, list[int]] | None) -> Any:
         """The result of all keys, in their order, out of stored rows and computed ones."""

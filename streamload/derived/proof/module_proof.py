@@ -160,7 +160,7 @@ class Proof:
 
     def __init__(self) -> None:
         self.built: Built | None = None
-        self.believed: tuple[list[str], Build] | None = None
+        self.believed: tuple[list[str], Build, torch.device] | None = None
         self.fingerprints: dict[Any, tuple[Fingerprint, Any]] = {}
         """By what a fingerprint covers; with that, so that nothing else gets its id."""
         self._latest: tuple[Any, Any, Any, Fingerprint | None] = (None, None, None, None)
@@ -214,7 +214,8 @@ class Proof:
         else:
             with unbuilt(module):
                 parts, code = _state(module, store, self, check)
-            self._record_build(module, store)
+            if self.recorded is not None:
+                self._record_build(module, store)
         settings = torch_settings(parts["device"])
         latest_parts, latest_inputs, latest_settings, latest = self._latest
         if latest and latest_parts is parts and latest_inputs is inputs and latest_settings is settings:
@@ -258,6 +259,12 @@ class Proof:
         check, _ = self.checks.get(fingerprint.digest, (None, None))
         return check is not None or fingerprint.digest in self.refused
 
+    def device(self, module: Any) -> torch.device:
+        """Device of the module, or of what it will be."""
+        if is_pending(module):
+            return self.believed[2] if self.believed is not None else pending_of(module).device
+        return self.built.device if self.built is not None else device_of(module)
+
     def count_computed(self, rows: int, seconds: float) -> None:
         """Count rows that were computed, and the time that it took."""
         self.computed_rows += rows
@@ -298,15 +305,6 @@ def _parts_of_version(version: str, training: bool, device: str) -> dict[str, An
     return {"version": version, "training": training, "device": device}
 
 
-def device_now(module: Any) -> torch.device:
-    """Device of a module, or of one that is still to be built."""
-    proof = proof_of(module)
-    if is_pending(module):
-        believed = proof.believed
-        return torch.device(believed[1].device) if believed is not None else pending_of(module).device
-    return proof.built.device if proof.built is not None else device_of(module)
-
-
 def _believed(
     module: Any, store: RowStore, description: Description, proof: Proof, check: bool
 ) -> Build | None:
@@ -327,7 +325,7 @@ def _believed(
     if build is None and check and options.is_checked and may_agree(builds):
         build = _agreed(module, store, key, description, proof)
     if build is not None:
-        proof.believed = (meanings, build)
+        proof.believed = (meanings, build, torch.device(build.device))
     return build
 
 

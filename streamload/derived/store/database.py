@@ -163,9 +163,11 @@ class Database:
 
     def is_current(self) -> bool:
         """True if the file is still the one that was opened."""
-        with contextlib.suppress(OSError):
-            return self._inode is not None and inode_of(self.path) == self._inode
-        return False
+        try:
+            status = self.path.stat()
+        except OSError:
+            return False
+        return (status.st_dev, status.st_ino) == self._inode
 
     def execute(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """All rows of an answer."""

@@ -21,6 +21,8 @@ from streamload.errors import OptionError
 
 Digests = Callable[[], list[int]]
 
+_OF_NUMPY = (torch.float32, torch.uint8, torch.int64, torch.float16)
+"""Dtypes whose bytes numpy gives in half the time."""
 _RUN_BYTES, _MOST_RUNS = 64, 128
 """Of an input's row so many runs of bytes are looked at to tell inputs apart, spread evenly over it: a cache
 line each."""
@@ -268,12 +270,19 @@ def _digests_of_rows(rows: torch.Tensor, *, whole: bool) -> Digests:
     if not rows.numel():
         digests = [head] * count
         return lambda: digests
-    data = rows.reshape(count, -1).contiguous().view(torch.uint8)
-    if not data.is_cuda:
-        computed = _digests_of_bytes(_runs(data.numpy() if data.is_cpu else data.cpu().numpy()), head)
+    if not rows.is_cuda:
+        computed = _digests_of_bytes(_runs(_bytes_of_rows(rows, count)), head)
         return lambda: computed
+    data = rows.reshape(count, -1).contiguous().view(torch.uint8)
     arrived = copied(_runs(data))
     return lambda: _digests_of_bytes(arrived().reshape(count, -1), head)
+
+
+def _bytes_of_rows(rows: torch.Tensor, count: int) -> Any:
+    """The bytes of rows that aren't on a GPU: uint8[N, bytes]."""
+    if rows.dtype in _OF_NUMPY and rows.is_cpu and not rows.is_neg():
+        return np.ascontiguousarray(rows.numpy()).reshape(count, -1).view(np.uint8)
+    return rows.reshape(count, -1).contiguous().view(torch.uint8).cpu().numpy()
 
 
 @functools.lru_cache(maxsize=256)
