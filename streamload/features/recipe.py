@@ -161,7 +161,7 @@ def samples_of(chunks: Iterable[bytes], url: str, *, is_prepared: bool) -> Itera
     Raises:
         ShardError: not a tar, damaged or cut.
     """
-    for entry, begin, data in parts_of(chunks, ShardScanner(prepared=is_prepared), url):
+    for entry, begin, data, _ in parts_of(chunks, ShardScanner(prepared=is_prepared), url):
         if entry is not None:
             view = memoryview(bytearray(data))
             members = {

@@ -29,6 +29,7 @@ from streamload.derived.proof.fingerprint import torch_settings
 from streamload.derived.proof.lazy import pending_of
 from streamload.derived.proof.module_proof import describe
 from streamload.derived.proof.row_check import Rows, module_bytes, remade
+from streamload.errors import FeatureNotCacheable
 from streamload.facts.recipes import read_facts
 
 _numbers = itertools.count()
@@ -310,20 +311,6 @@ EDITS = {
         "* 2",
         "* 3",
     ),
-    "an attribute of a function": (
-        "def by(x): return x * by.scale\nby.scale = 2\ndef f(x): return by(x)",
-        "scale = 2",
-        "scale = 3",
-    ),
-    "what a decorator keeps": (
-        (
-            "def times(scale):\n    def around(function):\n        @functools.wraps(function)\n"
-            "        def inner(x): return function(x) * inner.scale\n        inner.scale = scale\n"
-            "        return inner\n    return around\n@times(2)\ndef f(x): return x"
-        ),
-        "times(2)",
-        "times(3)",
-    ),
     "the length of a deque": (
         (
             "last = collections.deque([1.0], maxlen=2)\ndef f(x):\n    last.append(2.0)\n"
@@ -370,11 +357,6 @@ EDITS = {
         "class Kind(enum.Enum):\n    A = [2]\ndef f(x): return x * Kind.A.value[0]",
         "[2]",
         "[3]",
-    ),
-    "an attribute of a tensor": (
-        "scale = torch.ones(1)\nscale.by = 2\ndef f(x): return x * scale.by",
-        "by = 2",
-        "by = 3",
     ),
     "a subclass of Tensor": (
         (
@@ -438,14 +420,6 @@ EDITS = {
         ),
         "* 2",
         "* 3",
-    ),
-    "an attribute of a weight": (
-        (
-            "class Layer(nn.Linear):\n    def forward(self, x): return super().forward(x) * self.weight.by\n"
-            "f = Layer(1, 1)\nnn.init.ones_(f.weight)\nnn.init.ones_(f.bias)\nf.weight.by = 2"
-        ),
-        "by = 2",
-        "by = 3",
     ),
 }
 """By kind the code before, and what is replaced in it by what; of a config module nothing, its values."""
@@ -545,7 +519,6 @@ SAME = {
         "T = typing.TypeVar('T')\nclass Scale(typing.Generic[T]):\n    'DOC'\n    by = 2\n"
         "scale = Scale[int]()\ndef f(x): return x * scale.by"
     ),
-    "a sentinel": ("UNSET = object()\ndef f(x, by=UNSET): return x if by is UNSET else x * by"),
     "slots of nothing": (
         "class Marker:\n    __slots__ = ()\nmarker = Marker()\ndef f(x): return marker and x"
     ),
@@ -568,15 +541,43 @@ def test_what_a_renamed_file_and_a_docstring_change_in_an_object_is_no_part_of_i
     assert described(SAME[kind].replace("DOC", "what it is"), "forward", name="edited_after") == first
 
 
-def test_what_a_wrapper_counts_itself_is_no_part_of_it() -> None:
+COUNTED = {
+    "a wrapper's number": "    inner.calls += 1",
+    "a wrapper's list": "    inner.times.append(0.5)",
+    "another function's number": "    by.calls += 1",
+    "a number of a weight": "    scale.calls += 1",
+}
+"""Lines of code that count calls where nothing that is computed is kept."""
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+def test_what_counts_calls_in_attributes_of_functions_and_weights_is_no_part_of_a_description(
+    kind: str,
+) -> None:
     made = module_of(
-        "import functools\ndef counted(function):\n    @functools.wraps(function)\n    def inner(x):\n"
-        "        inner.calls += 1\n        return function(x)\n    inner.calls = 0\n    return inner\n"
+        "import functools, torch\ndef by(x): return x\nby.calls = 0\n"
+        "scale = torch.nn.Parameter(torch.ones(1))\nscale.calls = 0\n"
+        "def counted(function):\n  @functools.wraps(function)\n  def inner(x):\n"
+        f"{COUNTED[kind]}\n    return function(by(x)) * scale\n"
+        "  inner.calls, inner.times = 0, []\n  return inner\n"
         "@counted\ndef f(x): return x\n"
     )
     first = Describer().value(made.f, "it")
-    assert made.f(2) == 2
-    assert (made.f.calls, Describer().value(made.f, "it")) == (1, first)
+    made.f(2)
+    assert (made.f.calls or len(made.f.times) or made.by.calls or made.scale.calls) == 1
+    assert Describer().value(made.f, "it") == first
+
+
+def test_what_an_enum_keeps_once_it_is_used_is_no_part_of_it() -> None:
+    made = module_of("import enum\nclass Use(enum.Flag):\n    A = 1\n    B = 2\nf = Use.A\n")
+    first = Describer().value(made.f, "it")
+    assert ~made.f == made.Use.B
+    assert Describer().value(made.f, "it") == first
+
+
+def test_a_sentinel_is_refused_as_nothing_tells_it_from_another() -> None:
+    with pytest.raises(FeatureNotCacheable, match=r"it is a builtins\.object"):
+        Describer().value(object(), "it")
 
 
 def test_what_pickle_and_copy_leave_in_a_class_is_no_part_of_it() -> None:

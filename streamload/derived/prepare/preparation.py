@@ -286,8 +286,8 @@ def prepared_tar(chunks: Iterable[bytes], recipe: Preparation, name: str) -> Ite
     Raises:
         ShardError: not a tar, damaged or cut.
     """
-    for entry, begin, data in parts_of(chunks, ShardScanner(checksums=False), name):
-        prepared = None if entry is None else _prepared(entry, data, begin, recipe)
+    for entry, begin, data, is_whole in parts_of(chunks, ShardScanner(checksums=False), name):
+        prepared = _prepared(entry, data, begin, recipe) if entry is not None and is_whole else None
         yield data if prepared is None else prepared
     yield _END
 
@@ -295,11 +295,10 @@ def prepared_tar(chunks: Iterable[bytes], recipe: Preparation, name: str) -> Ite
 class TarPart(NamedTuple):
     """Bytes of a tar, up to the end of a sample: headers, payloads, padding."""
 
-    entry: (
-        Entry | None
-    )  # of the sample, if all of its bytes are here; None: it is too large, or there is none
+    entry: Entry | None  # of the sample, if its payloads are here; None: it is too large, or there is none
     begin: int  # the first byte's position in the tar
     data: bytes
+    is_whole: bool = False  # whether all is here that follows the sample before
 
 
 def parts_of(chunks: Iterable[bytes], scanner: ShardScanner, name: str) -> Iterator[TarPart]:
@@ -324,10 +323,11 @@ def parts_of(chunks: Iterable[bytes], scanner: ShardScanner, name: str) -> Itera
 
     def part(entry: Entry) -> TarPart:
         nonlocal border_before
-        begin, border_before = border_before, border(entry)
-        is_complete = start == begin
+        begin, stop_before, border_before = start, border_before, border(entry)
         data = take(max(0, border_before - start))  # nothing, if all of it has already passed
-        return TarPart(entry if is_complete and len(data) <= _BUFFER_BYTES else None, begin, data)
+        is_here = begin <= entry.start and entry.stop - entry.start <= _BUFFER_BYTES
+        is_whole = begin == stop_before and len(data) <= _BUFFER_BYTES
+        return TarPart(entry if is_here else None, begin, data, is_whole)
 
     for chunk in chunks:
         if scanner.ended:

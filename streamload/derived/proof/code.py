@@ -40,7 +40,6 @@ from xxhash import xxh3_128
 
 from streamload.derived.proof.project_code import (
     Plain,
-    attributes_set_by,
     bytecode,
     direct_url,
     functions_in,
@@ -59,7 +58,8 @@ _BOOKKEEPING = re.compile(
     r"conditional_annotations|type_params)__|_abc_impl|_(streamload|dynamo)_\w+"
 )
 _Pair = collections.namedtuple("_Pair", ("first", "second"))
-_OF_MEMBER = ("_name_", "_sort_order_", "__objclass__")
+_OF_ENUM = re.compile(r"_(?!value_)[a-z_]+_|__objclass__")
+"""Names of what an enum itself keeps in its members, some of it once it is used."""
 _STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 _OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 _METHODS_OF_C = (types.BuiltinFunctionType, types.MethodWrapperType)
@@ -243,19 +243,15 @@ class Describer:
         ]
 
     def beside(self, value: Any, where: str) -> list[Any]:
-        """Class and attributes of an object whose content is described elsewhere; nothing of a plain one."""
-        state = {} if type(value) is np.memmap else self._told(_state(value), where)
-        is_plain = type(value) in _PLAIN or isinstance(value, np.generic)
-        described = [state] if is_plain else [self.reach(type(value), where), state]
-        return [] if is_plain and not state else described
+        """Class and attributes of an object whose content is described elsewhere; nothing of a plain one.
 
-    def _told(self, members: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Those of some values that can be described: others are left to the check of rows."""
-        described: dict[str, Any] = {}
-        for name, member in sorted(members.items()):
-            with contextlib.suppress(FeatureNotCacheable):
-                described[name] = self.value(member, f"{where}.{name}")
-        return described
+        Attributes of tensors are for libraries' notes, some of which change with each use.
+        """
+        has_notes = isinstance(value, torch.Tensor) or type(value) is np.memmap
+        state = None if has_notes else self.value(_state(value), where) if _state(value) else None
+        is_plain = type(value) in _PLAIN or isinstance(value, np.generic)
+        described = [] if is_plain else [self.reach(type(value), where)]
+        return described if state is None else [*described, state]
 
     def _unless_none(self, value: Any, where: str) -> list[Any]:
         return [] if value is None else [self.value(value, where)]
@@ -390,13 +386,6 @@ class Describer:
         registered = getattr(function, "registry", None)  # functools.singledispatch
         if isinstance(registered, types.MappingProxyType):
             parts.append(_Unordered(self.value(pair, name) for pair in registered.items()))
-        else:
-            attributes = {
-                name: value
-                for name, value in _state(function).items()
-                if name != "__wrapped__" and name not in attributes_set_by(code)
-            }
-            parts += [attributes] if (attributes := self._told(attributes, name)) else []
         for free, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             if free != "__class__":
                 parts.append([free, self.value(_content(cell), f"{free} in {name}")])
@@ -426,7 +415,7 @@ def _state(value: Any) -> dict[str, Any]:
 def _made_of(value: Any) -> list[Any] | None:
     """Parts of which the standard library makes a copy of an object of its own C code; None: it can't."""
     packages = {package_of(base) for base in type(value).__mro__}
-    if isinstance(value, _DRAWN) or not packages <= {None, *sys.stdlib_module_names}:
+    if type(value) is object or isinstance(value, _DRAWN) or not packages <= {None, *sys.stdlib_module_names}:
         return None
     try:
         parts = value.__reduce_ex__(2)
@@ -442,7 +431,7 @@ def _factory_of(value: Any) -> Any:
 
 def _more_of_member(member: enum.Enum) -> dict[str, Any] | None:
     """What a member of an enum has beside its name; its value is among those of the class if it can be."""
-    held = {name: value for name, value in vars(member).items() if name not in _OF_MEMBER}
+    held = {name: value for name, value in vars(member).items() if not _OF_ENUM.fullmatch(name)}
     if type(member.value).__hash__ is not None:
         held.pop("_value_", None)
     return held or None

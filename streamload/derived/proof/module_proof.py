@@ -45,7 +45,7 @@ from streamload.derived.proof.fingerprint import (
 )
 from streamload.derived.proof.lazy import Pending, build, is_pending, not_built, pending_of, unbuilt
 from streamload.derived.proof.row_check import CannotCheck, CheckProcess, RowCheck, Rows, RowVerdict, remade
-from streamload.derived.store.row_store import RowPlace, RowStore
+from streamload.derived.store.row_store import RowPlace, RowStore, open_store
 from streamload.errors import FeatureMismatch, FeatureNotCacheable
 
 CANARIES = 4
@@ -415,7 +415,9 @@ def record_settled(module: Any, store: RowStore, before: Fingerprint) -> None:
         return
     settled = replace(build_, parts={**proof.built.parts, "code": proof.built.code})
     proof.recorded = (key, settled)
-    _noted(module, store, key, settled)
+    for place in proof.recorded_in:
+        if (recorded := open_store(place)) is not None:
+            _noted(module, recorded, key, settled)
 
 
 def _noted(module: Any, store: RowStore, key: bytes, latest: Build) -> list[Build]:

@@ -221,12 +221,6 @@ def _imported(name: str, names: dict[str, Any]) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def attributes_set_by(code: types.CodeType) -> frozenset[str]:
-    """Names of the attributes that code itself sets, as a wrapper that counts its calls."""
-    return frozenset(argval for opname, argval in _steps(code) if opname == "STORE_ATTR")
-
-
-@functools.lru_cache(maxsize=1024)
 def bytecode(code: types.CodeType) -> Plain:
     """The instructions of code with their operands; neither names of files nor lines."""
     steps = [[opname, _operand(argval)] for opname, argval in _steps(code)]

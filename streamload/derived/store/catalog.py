@@ -278,8 +278,9 @@ _Held = TypeVar("_Held", bound=Any)
 def stale_of(held: Sequence[_Held], parts: Callable[[_Held], Mapping[str, Any] | None]) -> list[_Held]:
     """All in one place but the newest of each label, arguments and what makes the inputs (a transform)."""
     by_use = sorted(held, key=lambda item: (item.used_at, item.fingerprint))
-    newest = {(item.label, kind_of(parts(item))): item for item in by_use}.values()
-    return [item for item in held if item not in newest]
+    newest = {(item.label, kind_of(parts(item))): id(item) for item in by_use}
+    kept = {*newest.values()}
+    return [item for item in held if id(item) not in kept]
 
 
 @dataclass
