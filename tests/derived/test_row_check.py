@@ -122,15 +122,13 @@ def test_the_process_that_checks_is_niced_and_bounded_and_sees_no_devices(
     model = nn.Identity()
     is_alive = weakref.ref(model)
     at_exit = functools.partial(lambda model, verdict: None, model)
-    check = RowCheck(made(told_by_a_check.Tells), Rows((x,), {}, 1, [x]), b"f" * 16, None, at_exit)
+    check = RowCheck(made(told_by_a_check.Tells), Rows((x,), {}, 1, [x]), "f", None, at_exit)
     del model, at_exit
     check.wait(120)
     assert is_alive() is None
     assert check.verdict is not None
     assert (check.verdict.is_same, check.verdict.reason) == (True, "")
-    again = RowCheck(
-        made(told_by_a_check.Tells), Rows((x,), {}, 1, [x]), b"f" * 16, None, lambda verdict: None
-    )
+    again = RowCheck(made(told_by_a_check.Tells), Rows((x,), {}, 1, [x]), "f", None, lambda verdict: None)
     again.wait(120)  # the verdict of the node, which is younger than this process
     assert again.verdict is not None
     assert again.verdict.began > 0
@@ -163,7 +161,7 @@ def test_rows_and_descriptions_larger_than_a_channel_are_checked(
     x = torch.ones(2, 512, 1024)
     stored = x.sum((1, 2), keepdim=True) + 30_000
     check = RowCheck(
-        made(large_in_a_check.Knows), Rows((x,), {}, 2, [stored]), b"g" * 16, None, lambda verdict: None
+        made(large_in_a_check.Knows), Rows((x,), {}, 2, [stored]), "g", None, lambda verdict: None
     )
     check.wait(120)
     assert check.verdict is not None
@@ -205,22 +203,31 @@ TRAINING = """
 
 
 @pytest.mark.deep
-def test_a_file_that_forward_reads_is_noticed_by_a_run_that_builds_nothing(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(textwrap.dedent(TRAINING))
+def test_a_file_that_forward_reads_is_noticed_by_a_run_that_builds_nothing_of_these_rows_alone(
+    tmp_path: Path,
+) -> None:
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    for directory in (here, elsewhere):
+        directory.mkdir()
+        (directory / "train.py").write_text(textwrap.dedent(TRAINING))
 
-    def run(factor: float) -> tuple[list[float], str]:
-        (tmp_path / "factor.txt").write_text(str(factor))
+    def run(directory: Path, factor: float) -> tuple[list[float], str]:
+        (directory / "factor.txt").write_text(str(factor))
         ended = subprocess.run(
-            [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True
+            [sys.executable, "train.py"], cwd=directory, capture_output=True, text=True, check=True
         )
         return [float(word) for word in ended.stdout.split()], ended.stderr
 
-    assert run(1)[0] == [32, 1]
-    assert run(1)[0] == [32, 0]  # another process has built it as well
-    values, said = run(2)
+    assert run(here, 1)[0] == [32, 1]
+    assert run(here, 1)[0] == [32, 0]  # another process has built it as well
+    values, said = run(here, 2)
     assert values == [32, 0]
     assert "the row of key 'a' of Extractor isn't what it computes now" in said
-    assert run(2)[0] == [64, 1]  # none of these rows is read any more
+    assert run(here, 2)[0] == [64, 1]  # none of these rows is read any more
+    assert [run(elsewhere, 1)[0] for _ in range(2)] == [[32, 1], [32, 0]]
+    values, said = run(elsewhere, 1)
+    assert values == [32, 0]
+    assert "isn't what it computes" not in said  # as rows of this name elsewhere aren't
 
 
 IN_TURN = """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import inspect
 import os
 import sys
@@ -504,7 +505,8 @@ def check_elsewhere(module: Any, store: RowStore, fingerprint: Fingerprint, key:
             tuple(parts["settings"]),
         )
         process, proof.process = proof.process, None
-        proof.checks[fingerprint.digest] = RowCheck(remake, rows, fingerprint.digest, process, at_exit), key
+        name = hashlib.blake2b(os.fsencode(store.place.root) + fingerprint.digest, digest_size=16).hexdigest()
+        proof.checks[fingerprint.digest] = RowCheck(remake, rows, name, process, at_exit), key
     except CannotCheck as exc:
         _say_unchecked(module, str(exc))
 

@@ -237,7 +237,7 @@ class RowCheck:
     Args:
         module: that computes them.
         rows: which.
-        fingerprint: of them.
+        name: of their fingerprint and place, by which the node's processes share the verdict.
         process: that has built the module already; None: it is started as soon as no other checks.
         at_exit: called when this process ends, if the verdict is known then.
 
@@ -252,14 +252,14 @@ class RowCheck:
         self,
         module: Module,
         rows: Rows,
-        fingerprint: bytes,
+        name: str,
         process: CheckProcess | None,
         at_exit: Callable[[RowVerdict], None],
     ):
         self.verdict: RowVerdict | None = None
         self.at_exit: Callable[[RowVerdict], None] | None = at_exit
         self._module, self._data = module, module_bytes(rows)
-        self._fingerprint, self._process = fingerprint, process
+        self._name, self._process = name, process
         self._is_done = threading.Event()
         module_bytes(module)  # what can't be sent is known at once
         _listen()
@@ -291,7 +291,7 @@ class RowCheck:
             self._process.send(self._data)
             return RowVerdict(self._process.answer()["is_same"])
         ends = time.monotonic() + MOST_SECONDS
-        path = _home() / self._fingerprint.hex()
+        path = _home() / self._name
         while True:
             verdict = _read_verdict(path)
             if verdict is not None and (verdict.began >= _run_began() or verdict.is_same is False):
