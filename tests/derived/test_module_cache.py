@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import datetime
 import importlib
+import math
 import pickle
 import threading
 import uuid
@@ -22,6 +23,8 @@ from torch.distributed.fsdp import fully_shard
 
 import streamload
 from streamload import CacheLevel, cache_info, cache_module
+from streamload.derived.proof.code import Describer
+from streamload.derived.proof.module_proof import proof_of
 from streamload.derived.proof.row_check import is_close
 from streamload.derived.store import row_store
 from streamload.errors import FeatureMismatch, FeatureNotCacheable, OptionError
@@ -897,6 +900,34 @@ def test_a_module_in_a_wrapper_of_several_devices_has_rows(wrap, group):
             first, again = (module(x, cache_key=["a", "b"]) for _ in range(2))
         assert torch.equal(first, again)
         assert cache_info(Wrapped).hits == hits + 2
+
+
+class Configuration:
+    def __init__(self):
+        for number in range(40):
+            setattr(self, f"width_{number}", number)
+
+
+@cache_module
+class Configured(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.config = nn.Linear(4, 4), Configuration()
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def test_a_hit_of_a_built_module_describes_no_configuration_object(monkeypatch):
+    module, x = Configured().eval(), torch.ones(1, 4)
+    module.state_dict()
+    for _ in range(3):
+        module(x, cache_key="a")
+    proof_of(module).reads.due = math.inf  # a look at all of it isn't due
+    monkeypatch.setattr(Describer, "value", None)
+    hits = cache_info(module).hits
+    module(x, cache_key="a")
+    assert cache_info(module).hits == hits + 1
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
