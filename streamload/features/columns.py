@@ -71,7 +71,7 @@ class _ColumnReading:
         self.make_images = None if assembly.images is None else assembly.images.batch_factory()
         self._naming = Naming(bytes.fromhex(start.fingerprint), b"", is_row=True)
         self._derived = derived if assembly.has_derived_shards else None
-        self._unreadable: dict[bytes, bool] = {}
+        self._is_known: dict[bytes, bool] = {}
 
     def read(self, keys: Sequence[RowKey], shards: Sequence[int] = ()) -> list[Row | None]:
         """The rows of some keys: those that derived shards have, else those that the store has.
@@ -83,14 +83,14 @@ class _ColumnReading:
         if not self.fingerprint:
             return rows
         start_ns = time.monotonic_ns()
-        places: dict[int, list[int]] = {}
-        for place, shard in enumerate(shards if self._derived is not None else ()):
-            places.setdefault(shard, []).append(place)
-        for shard, row_places in places.items():
-            assert self._derived is not None
-            shard_rows = self._derived(self.assembly.name, shard, [keys[place] for place in row_places])
-            for place, row in zip(row_places, shard_rows, strict=True):
-                rows[place] = row if row is not None and self._is_readable(row) else None
+        if self._derived is not None:
+            places: dict[int, list[int]] = {}
+            for place, shard in enumerate(shards):
+                places.setdefault(shard, []).append(place)
+            for shard, row_places in places.items():
+                shard_rows = self._derived(self.assembly.name, shard, [keys[place] for place in row_places])
+                for place, row in zip(row_places, shard_rows, strict=True):
+                    rows[place] = row if row is not None and self._is_readable(row) else None
         store = None if self.assembly.place is None else open_store(self.assembly.place)
         if store is not None and (missing := [place for place, row in enumerate(rows) if row is None]):
             names = [self._naming.name(keys[place]) for place in missing]
@@ -103,15 +103,13 @@ class _ColumnReading:
 
     def _is_readable(self, row: Row) -> bool:
         """True if the layout is known here: a class in it may be of a module that isn't imported."""
-        is_readable = self._unreadable.get(row.layout)
-        if is_readable is None:
+        if row.layout not in self._is_known:
             try:
                 layout_of(row.layout)
-                is_readable = True
+                self._is_known[row.layout] = True
             except CacheCorrupt:
-                is_readable = False
-            self._unreadable[row.layout] = is_readable
-        return is_readable
+                self._is_known[row.layout] = False
+        return self._is_known[row.layout]
 
 
 @dataclass(slots=True)

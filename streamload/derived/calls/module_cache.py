@@ -157,7 +157,7 @@ def cache_info(module: torch.nn.Module | type[torch.nn.Module]) -> RowCounts:
 
     Args:
         module: decorated by `cache_module`: of all directories in which its rows were looked up, those of
-            loaders too; or its class: of the directory that this names.
+            loaders too, and a build counts in each; or its class: of the directory that this names.
 
     Raises:
         TypeError: it isn't.

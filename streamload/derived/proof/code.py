@@ -247,11 +247,12 @@ class Describer:
 
         Attributes of tensors are for libraries' notes, some of which change with each use.
         """
-        has_notes = isinstance(value, torch.Tensor) or type(value) is np.memmap
-        state = None if has_notes else self.value(_state(value), where) if _state(value) else None
         is_plain = type(value) in _PLAIN or isinstance(value, np.generic)
         described = [] if is_plain else [self.reach(type(value), where)]
-        return described if state is None else [*described, state]
+        has_notes = isinstance(value, torch.Tensor) or type(value) is np.memmap
+        if not has_notes and (state := _state(value)):
+            described.append(self.value(state, where))
+        return described
 
     def _unless_none(self, value: Any, where: str) -> list[Any]:
         return [] if value is None else [self.value(value, where)]
@@ -295,10 +296,8 @@ class Describer:
             name = f"{package}:{getattr(value, '__module__', '')}.{name}"
         reached = self._reached[id(value)] = _Reached(value, name)
         if package is not None:
-            for base in (
-                value.__mro__ if isinstance(value, type) else ()
-            ):  # made there of a class of the project
-                if package_of(base) is None:
+            for base in value.__mro__ if isinstance(value, type) else ():
+                if package_of(base) is None:  # a package has made this class of one of the project
                     self.reach(base, where)
             return _Reference(reached)
         inside, self._inside = self._inside, []
