@@ -168,7 +168,7 @@ class ShardFacts:
 
     def _check(self, view: ShardView, copy: ShardCopy, column: Column) -> None:
         """Make some stored values of a column again, the first that this process has the samples of."""
-        first, which = self._stored.pop(column.digest, None), (os.getpid(), column.digest)
+        first, which = self._stored.get(column.digest), (os.getpid(), column.digest)
         if first is None or which in _checked:
             return
         values = self.values(column)[first : first + _CHECKED]
@@ -180,7 +180,6 @@ class ShardFacts:
             members = list(_members(view, copy, entries, needed, ReadMemory(_MEMORY_BYTES)))
         except (_Unreadable, CacheCorrupt):
             return
-        _checked.add(which)
         remade = column.make([FactSample(*sample) for sample in zip(entries, members, strict=True)])
         remade = unpack_values(pack_values(remade, column.dtype), column.dtype)
         same = np.isclose(remade, values, rtol=1e-6, atol=0.0, equal_nan=True)
@@ -192,6 +191,7 @@ class ShardFacts:
                 f"library); give the function with a version that you change with them: "
                 f'facts={{{name!r}: (function, "1")}}'
             )
+        _checked.add(which)  # only now: a caller that swallows the error, such as len(), is told again
 
     def _append(self, column: Column, samples: Sequence[FactSample], copy: ShardCopy) -> None:
         values_before, stop = self.values(column), samples[-1].entry.number + 1

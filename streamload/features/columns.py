@@ -16,8 +16,11 @@ from streamload.batches.collate import Allocate
 from streamload.batches.images import BatchImages, ImageAssembly
 from streamload.derived.calls.feature_rows import FeaturesRead, FeatureStart, RowKey, stacked
 from streamload.derived.calls.features import FeatureInputs
+from streamload.derived.proof.reads import Reads, watched
+from streamload.derived.proof.rounding import SEVERAL_ROWS
+from streamload.derived.proof.row_check import RowChecks
 from streamload.derived.store.keys import Naming
-from streamload.derived.store.results import layout_of
+from streamload.derived.store.results import is_whole_numbers, layout_of
 from streamload.derived.store.row_store import RowPlace, open_store
 from streamload.derived.store.sealed import Row
 from streamload.errors import CacheCorrupt, FeatureNotCacheable, SampleError
@@ -65,7 +68,10 @@ class _ColumnReading:
     def __init__(self, assembly: FeatureAssembly, start: FeatureStart, derived: DerivedRows | None):
         self.assembly = assembly
         self.fingerprint = start.fingerprint
-        self.canaries = start.canaries
+        self.is_watched, self.reads = start.is_watched, b""
+        self._checks = RowChecks() if start.is_checked else None
+        self._is_checked_again = start.is_built
+        self._canaries_left = 0
         self.checks = 0 if assembly.variants > 1 else _CHECKED
         self.ns = 0
         self.make_images = None if assembly.images is None else assembly.images.batch_factory()
@@ -100,6 +106,25 @@ class _ColumnReading:
                 rows[place] = row if row is not None and self._is_readable(row) else None
         self.ns += time.monotonic_ns() - start_ns
         return rows
+
+    def is_canary(self, row: Row) -> bool:
+        """True if the input of a stored row is made, too, so that the rank computes it again."""
+        if self._checks is None:
+            return False
+        if not self._canaries_left and self._checks.is_due(1):
+            self._checks.checked()
+            is_whole = any(map(is_whole_numbers, layout_of(row.layout).leaves))
+            self._canaries_left = SEVERAL_ROWS if is_whole else 1
+        if not self._canaries_left:
+            return False
+        self._canaries_left -= 1
+        if not self._canaries_left and not self._is_checked_again:
+            self._checks = None
+        return True
+
+    def watch(self) -> contextlib.AbstractContextManager[Reads | None]:
+        """Record what making an input reads, for the first few."""
+        return watched(of_project=True) if self.is_watched else contextlib.nullcontext()
 
     def _is_readable(self, row: Row) -> bool:
         """True if the layout is known here: a class in it may be of a module that isn't imported."""
@@ -177,10 +202,9 @@ class FeatureInProgress:
         if row is None:
             self._decode(parsed)
             self._places.append(place)
-        elif self._reading.canaries > 0:
-            with contextlib.suppress(SampleError):  # then another is the canary; its own row is there
+        elif self._reading.is_canary(row):
+            with contextlib.suppress(SampleError):  # its own row is there
                 self._decode(parsed)
-                self._reading.canaries -= 1
                 self._places.append(place)
         self._rows.append(row)
         self._keys.append(parsed.key)
@@ -203,18 +227,19 @@ class FeatureInProgress:
             self._keys = [_key_of_text(text) for text in texts]
             self._rows = self._reading.read(self._keys)
             self._places = [place for place, row in enumerate(self._rows) if row is None]
-            stored = [place for place, row in enumerate(self._rows) if row is not None]
-            self._places += stored[: self._reading.canaries]
-            self._reading.canaries = 0
+            stored = ((place, row) for place, row in enumerate(self._rows) if row is not None)
+            self._places += [place for place, row in stored if self._reading.is_canary(row)]
             inputs = _taken(texts, self._places)
         elif self._images is not None:
             inputs = self._images.finish([str(self._keys[place][0]) for place in self._places])["image"]
         layout, bodies = stacked(self._rows, self._allocate)
         missing = [place for place, row in enumerate(self._rows) if row is None]
         keys = [self._keys[place] for place in self._places]
-        read_ns, self._reading.ns = self._reading.ns, 0
+        reading = self._reading
+        read_ns, reading.ns = reading.ns, 0
         read = FeaturesRead(
-            self._reading.fingerprint, layout, missing, keys, self._places, len(self._rows), read_ns
+            *(reading.fingerprint, layout, missing, keys, self._places, len(self._rows), read_ns),
+            reading.reads,
         )
         values: dict[str, Any] = {f"{self.name}{READ}": read}
         if bodies is not None:
@@ -244,7 +269,10 @@ class FeatureInProgress:
             room = self._size + (1 if self._reading.checks else 0)  # _refuse_chance adds one for a moment
             self._images = self._make_images(room, self._allocate)
         images = self._images
-        images.add(images.parse(parsed.data, parsed.is_prepared, parsed.seed))
+        with self._reading.watch() as reads:
+            images.add(images.parse(parsed.data, parsed.is_prepared, parsed.seed))
+        if reads is not None:
+            self._reading.is_watched, self._reading.reads = False, reads.names().written()
         if self._reading.checks > 0:
             self._reading.checks -= 1
             self._refuse_chance(images, parsed)

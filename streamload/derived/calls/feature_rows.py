@@ -26,7 +26,9 @@ class FeatureStart(NamedTuple):
     """Plan of a feature for the workers of an epoch."""
 
     fingerprint: str  # under which rows are found, as hexadecimal digits; "": none are read
-    canaries: int  # of how many stored rows each worker sends the inputs as well, to be computed again
+    is_checked: bool  # whether the input of a first stored row is sent as well, to compute it again
+    is_built: bool  # whether inputs of later ones are: nothing is computed for an unbuilt module
+    is_watched: bool  # whether reads of making the first inputs are sent
 
 
 class FeaturesRead(NamedTuple):
@@ -39,6 +41,7 @@ class FeaturesRead(NamedTuple):
     places: list[int]  # of these in the batch
     samples: int  # of the batch
     read_ns: int  # the time it took to read rows
+    reads: bytes = b""  # `ReadNames.written` of making the first inputs, if that was watched
 
 
 def shown(key: RowKey) -> Any:

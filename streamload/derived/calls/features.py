@@ -18,7 +18,6 @@ from streamload.derived.calls.feature_rows import (
     FeaturesRead,
     FeatureStart,
     ModuleRows,
-    RowKey,
     leaves_in,
     rows_of,
 )
@@ -32,9 +31,8 @@ from streamload.derived.proof.module_proof import (
     label_of,
     options_of,
     proof_of,
-    refuse_stale,
 )
-from streamload.derived.proof.row_check import cast, map_tensors
+from streamload.derived.proof.rounding import cast, map_tensors
 from streamload.derived.store.results import Result, layout_of, overwrite, reordered
 from streamload.derived.store.row_store import Mapped, RowPlace, RowStore, open_store
 from streamload.derived.store.sealed import Row
@@ -196,13 +194,14 @@ class BoundFeatures:
         """
         store = self._store()
         if store is None:
-            return FeatureStart("", 0)
+            return FeatureStart("", False, False, False)
         store.flush()  # rows of the epoch before
         fingerprint = self._fingerprint(store)
-        if not (self.features.check and options_of(self.module).is_checked):
-            return FeatureStart(str(fingerprint), 0)
-        canaries = proof_of(self.module).unchecked(fingerprint, not is_pending(self.module))
-        return FeatureStart(str(fingerprint), canaries)
+        proof = proof_of(self.module)
+        is_checked = self.features.check and options_of(self.module).is_checked
+        is_checked = is_checked and not proof.checks(fingerprint).is_done
+        is_watched = proof.has_unknown_reads(store, fingerprint)
+        return FeatureStart(str(fingerprint), is_checked, not is_pending(self.module), is_watched)
 
     def fingerprint(self) -> Fingerprint | None:
         """Under which rows are found now; None: rows are neither read nor stored."""
@@ -210,16 +209,16 @@ class BoundFeatures:
         return None if store is None else self._fingerprint(store)
 
     def _fingerprint(self, store: RowStore) -> Fingerprint:
-        proof, check = proof_of(self.module), self.features.check
-        return proof.fingerprint(self.module, store, self._parts, check=check)
+        return proof_of(self.module).fingerprint(self.module, store, self._parts)
 
     def compute(
-        self, inputs: Any, keys: Sequence[RowKey], stored: Mapping[int, Row], fingerprint: str
+        self, inputs: Any, read: FeaturesRead, stored: Mapping[int, Row]
     ) -> tuple[Any, str, list[bool]]:
         """Compute and store rows, and check some of those that are stored.
 
         Args:
-            stored, fingerprint: see SampleRows.
+            inputs: of the rows that `read` has keys of.
+            stored: see SampleRows.
 
         Returns:
             the rows; the fingerprint under which they are stored; for each key, True if its row was stored.
@@ -227,17 +226,18 @@ class BoundFeatures:
         module, store = self.module, self._store()
         if store is None:
             with torch.no_grad():
-                return self._run(inputs), "", [False] * len(keys)
-        samples = SampleRows(self._parts, self.features.dtype, stored, fingerprint, self.features.check)
-        call = Call(module, self._run, store, (inputs,), {}, list(keys), samples)
+                return self._run(inputs), "", [False] * len(read.keys)
+        dtype, check = self.features.dtype, self.features.check
+        samples = SampleRows(self._parts, dtype, stored, read.fingerprint, read.reads, check)
+        call = Call(module, self._run, store, (inputs,), {}, list(read.keys), samples)
         value = call.result()
         return value, str(call.fingerprint), call.are_stored
 
-    def refuse_stale(self, *, wait: bool = False) -> None:
-        """Raise a FeatureMismatch if a check has found one; `wait` for it, a while."""
+    def raise_if_refused(self) -> None:
+        """Raise a FeatureMismatch if its rows were found to be wrong."""
         store, proof = self._store(), proof_of(self.module)
-        if store is not None and (proof.checks or proof.refused):
-            refuse_stale(self.module, store, self._fingerprint(store), wait=wait)
+        if store is not None and proof.refused:
+            proof.raise_if_refused(self._fingerprint(store))
 
     def placed(self, value: Any) -> Any:
         """A result on the loader's device."""
@@ -343,7 +343,7 @@ class FeatureRows(ModuleRows):
 
     def _made(self) -> Any:
         read, feature = self._read, self._of
-        feature.refuse_stale()
+        feature.raise_if_refused()
         if not read.keys:
             self._refuse_if_other(str(feature.fingerprint() or ""))
             return layout_of(read.layout).build(self._leaves())
@@ -367,7 +367,7 @@ class FeatureRows(ModuleRows):
             places = ((number, place) for number, place in enumerate(read.places) if place not in missing)
             bodies = self._bodies.numpy()
             canaries = {number: Row(read.layout, bodies[place].tobytes(), 0) for number, place in places}
-        value, fingerprint, are_stored = feature.compute(self._inputs, read.keys, canaries, read.fingerprint)
+        value, fingerprint, are_stored = feature.compute(self._inputs, read, canaries)
         computed = Result(value, len(read.keys))
         self._counts.add("feature_compute_ns", time.monotonic_ns() - start_ns)
         stored = sum(itertools.compress((place in missing for place in read.places), are_stored))

@@ -19,7 +19,7 @@ import torch
 
 from streamload.derived.calls.feature_rows import rows_of
 from streamload.derived.calls.module_call import Call, stored_result
-from streamload.derived.proof.builds import Generators, watched
+from streamload.derived.proof.builds import Generators
 from streamload.derived.proof.lazy import (
     LazyModule,
     Pending,
@@ -28,6 +28,7 @@ from streamload.derived.proof.lazy import (
     made_lazy,
 )
 from streamload.derived.proof.module_proof import Options, describe, proof_of, record_build
+from streamload.derived.proof.reads import watched
 from streamload.derived.store.disk import RowCounts
 from streamload.derived.store.row_store import CacheLevel, Mapped, RowPlace, open_store
 from streamload.errors import OptionError
@@ -107,8 +108,9 @@ def cache_module(
             without building; otherwise two, in different processes.
         on_mismatch: "error": a row that was stored for another input than is given with its key is a
             FeatureMismatch; "recompute": it is computed again, which is logged once.
-        check: compute a few stored rows again in each run, and refuse all if one comes out otherwise. Where
-            the module isn't built, a process of its own does. With a version nothing is checked.
+        check: where the module is built, compute the first row that another process stored again, then at
+            most one in a hundred, and refuse all if one differs by more than rounding explains. With a
+            version nothing is checked.
         store: a mapping that has the rows in place of a directory, such as a dict or a `diskcache.Cache`; it
             decides itself how many it keeps. See docs/reference/compute-once.md.
 
@@ -181,7 +183,6 @@ class Cached(LazyModule):
     _streamload_transparent = True
     _streamload_options: Options
     _streamload_wrapped: type | None = None
-    _streamload_decorate: Callable[..., Any]
 
     @classmethod
     def _streamload_eager(cls) -> bool:
@@ -194,11 +195,11 @@ class Cached(LazyModule):
         description = self.__dict__.get("_streamload_description") or describe(
             type(self), pending.arguments, pending.keywords
         )
-        with watched() as inputs:
+        with watched() as reads:
             before = Generators().digests
             super()._streamload_build(pending)
         self.__dict__["_streamload_description"] = description
-        record_build(self, pending, description, before, inputs)
+        record_build(self, pending, description, before, reads)
 
     def __call__(self, *args: Any, cache_key: Any = None, **kwargs: Any) -> Any:
         if cache_key is None:
@@ -260,7 +261,6 @@ def _subclass(cls: type[torch.nn.Module], options: Options) -> Any:
 
 
 _subclasses: dict[tuple[type, Options], Any] = {}
-Cached._streamload_decorate = staticmethod(_subclass)
 
 
 def _unwrapped(cls: type[torch.nn.Module], options: Options) -> Any:

@@ -6,11 +6,13 @@ look up → spot check → compute what is missing → check → store → put t
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
+import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,15 +27,25 @@ from streamload.derived.proof.lazy import build, is_pending
 from streamload.derived.proof.module_proof import (
     Built,
     built_state,
-    check_elsewhere,
     label_of,
+    note_checked,
     options_of,
     proof_of,
     record_settled,
     refuse_rows,
-    refuse_stale,
+    row_digest,
+    was_checked,
 )
-from streamload.derived.proof.row_check import Rows, is_close, on_cpu, refuse_module
+from streamload.derived.proof.reads import ReadNames, watched
+from streamload.derived.proof.rounding import (
+    SEVERAL_ROWS,
+    Difference,
+    RowComparison,
+    Sample,
+    arithmetic_epsilon,
+    has_whole_numbers,
+)
+from streamload.derived.proof.row_check import RowChecks, alone_on_node, refuse_module, run_began
 from streamload.derived.store.database import KEY_BYTES
 from streamload.derived.store.keys import Inputs, Naming, digest_of, keys_of
 from streamload.derived.store.queue import ComputedRows
@@ -61,12 +73,12 @@ def stored_result(module: Any, store: RowStore, args: tuple[Any, ...], cache_key
     if args[0].requires_grad and torch.is_grad_enabled():
         return None
     fingerprint = proof.fingerprint(module, store)
-    if proof.is_suspect(fingerprint):
+    if fingerprint.digest in proof.refused:
         return None
     is_built = not is_pending(module)
-    if proof.unchecked(fingerprint, is_built) and options_of(module).is_checked:
-        return None
     name = _naming(fingerprint.digest).name(cache_key)
+    if is_built and options_of(module).is_checked and not proof.checks(fingerprint).passes(name):
+        return None
     row = store.read_from_memory(name)
     is_compared = row is None or not _places.getrandbits(_CHECK_BITS)
     row = store.read((name,), label_of(module)).get(name) if row is None else row
@@ -96,9 +108,10 @@ class SampleRows:
 
     Attributes:
         made_by: what makes an input from a sample: a part of the fingerprint.
-        dtype: see `row_check.Rows`.
+        dtype: to which results are cast before they are stored; None: they aren't.
         stored: rows that came with the samples, by the places of their keys.
         fingerprint: of these, as hexadecimal digits.
+        reads: `ReadNames.written` of what making the inputs read; b"": it wasn't watched.
         check: see `Features`.
     """
 
@@ -106,6 +119,7 @@ class SampleRows:
     dtype: torch.dtype | None
     stored: Mapping[int, Row]
     fingerprint: str
+    reads: bytes
     check: bool
 
 
@@ -164,11 +178,11 @@ class Call:
             build(self.module)
             if self._is_another():
                 self._look_up()
-        refuse_stale(self.module, self.store, self.fingerprint)
-        if self.held and self._is_checked:
-            self._check()
         if self.missing and not self.proof.has_settled:
             self._settle()
+        self.proof.raise_if_refused(self.fingerprint)
+        if self.held and self._is_checked and not is_pending(self.module):
+            self._check()
         hits = sum(self.are_stored) if self.missing else len(self.where)
         self.counts.hits += hits
         self.counts.saved_seconds += hits * self.proof.seconds_per_row
@@ -187,20 +201,23 @@ class Call:
 
     def _now(self) -> Fingerprint:
         made_by = None if self._samples is None else self._samples.made_by
-        return self.proof.fingerprint(self.module, self.store, made_by, check=self._is_checked)
+        return self.proof.fingerprint(self.module, self.store, made_by)
 
     def _look_up(self) -> None:
         """Read the rows that are there."""
         self.fingerprint = self._now()
+        self._has_new_reads = False
         naming = Naming(self.fingerprint.digest, self._context(), is_row=self.rows is not None)
         self._place(
             [_NO_NAME % number if key is None else naming.name(key) for number, key in enumerate(self.keys)]
         )
         rows = self.store.read([name for name in self.unique if len(name) == KEY_BYTES], self._label)
         self.stored: list[Row | None] = list(map(rows.get, self.unique))
+        self._canaries: set[int] = set()
         if self._samples is not None and self._samples.fingerprint == str(self.fingerprint):
             for number, row in self._samples.stored.items():
                 self.stored[self.where[number]] = row
+                self._canaries.add(self.where[number])
         for layout in {row.layout for row in rows.values()}:
             self._drop_unreadable(layout)
         self._spot_check()
@@ -305,39 +322,101 @@ class Call:
         ]
 
     def _check(self) -> None:
-        """Compute some rows again and compare: the first after a build, else in another process."""
-        is_built = not is_pending(self.module)
-        most = self.proof.unchecked(self.fingerprint, is_built)
-        if not most:
+        """Compute some rows again that other processes stored, and compare: the first, then a few.
+
+        Raises:
+            FeatureMismatch: a row isn't what is computed now.
+        """
+        checks = self.proof.checks(self.fingerprint)
+        places = [] if checks.is_done else checks.foreign(self.unique, self.held)
+        canaries = [place for place in places if place in self._canaries]
+        if not places or not (checks.is_due(len(places)) or canaries):
             return
-        digests = self.inputs.digests(self.first) if self.inputs.leaves else [0] * len(self.first)
-        are_of_samples = self._samples is not None  # whose keys stand for the inputs
-        places = [
-            place
-            for place, (row, digest) in enumerate(zip(self.stored, digests, strict=True))
-            if row is not None and (are_of_samples or (digest and digest == row.input_digest))
-        ][:most]
+        if not checks.is_first:
+            self._compare(checks, canaries or places)
+            return
+        with alone_on_node(self._verdict_name):
+            began = time.time()
+            if was_checked(self.store, self.fingerprint) < run_began():
+                rows = self._compare(checks, canaries or places)
+                if rows:
+                    note_checked(self.module, self.store, self.fingerprint, rows, began)
+            else:
+                checks.checked()
+
+    def _compare(self, checks: RowChecks, places: Sequence[int]) -> dict[str, str]:
+        """Compare rows with what is computed now; returns digests of those that were judged.
+
+        One row shows what exact arithmetic would do otherwise. Of coarse arithmetic several are taken where
+        they are there; of whole numbers several are needed, and wait in `checks` for others.
+        """
+        places = self._with_same_inputs(places)
         if not places:
-            return
-        key = self._key(places[0])
-        args, kwargs = self.inputs.of([self.first[place] for place in places])
-        count = None if self.rows is None else len(places)
-        _, stored = self._joined(places)
-        if not is_built:
-            dtype = None if self._samples is None else self._samples.dtype
-            check = Rows(on_cpu(args), on_cpu(kwargs), count, on_cpu(stored), dtype)
-            check_elsewhere(self.module, self.store, self.fingerprint, key, check)
-            return
-        self.proof.canaries[self.fingerprint.digest] = most - len(places)
-        computed = Result(self._detached(args, kwargs), count)
-        if not is_close(computed.leaves, stored):
-            raise refuse_rows(self.module, self.store, self.fingerprint, key)
+            return {}
+        others = self._joined(self.held)[1]
+        comparison, are_whole = self._comparison(others), has_whole_numbers(others)
+        most = SEVERAL_ROWS if are_whole or comparison.is_coarse else 1
+        chosen = sorted(_places.sample(places, min(most, len(places))))
+        sample = replace(
+            self._inputs_of([self.first[place] for place in chosen]), leaves=self._joined(chosen)[1]
+        )
+        samples = [*checks.samples, sample]
+        if are_whole and sum(1 if self.rows is None else len(sample.leaves[0]) for sample in samples) < most:
+            checks.samples = samples
+            return {}
+        checks.samples = []
+        checks.checked()
+        rows = {
+            self.unique[place].hex(): row_digest(row)
+            for place in chosen
+            if (row := self.stored[place]) is not None
+        }
+        difference = comparison.difference(samples)
+        if difference is not None:
+            key = self._key(chosen[0])
+            raise refuse_rows(self.module, self.store, self.fingerprint, key, rows, difference)
+        return rows
+
+    def _with_same_inputs(self, places: Sequence[int]) -> list[int]:
+        """Places of stored rows whose inputs are those that the rows came from."""
+        if self._samples is not None or not self.inputs.leaves:  # keys of samples stand for their inputs
+            return list(places)
+        digests = self.inputs.digests([self.first[place] for place in places])
+        rows = ((place, self.stored[place], digest) for place, digest in zip(places, digests, strict=True))
+        return [place for place, row, digest in rows if row and digest and digest == row.input_digest]
+
+    def _inputs_of(self, numbers: Sequence[int]) -> Sample:
+        """Inputs of some rows of the call, for a comparison."""
+        if self.rows is None:
+            return Sample(self.inputs.of(numbers), [])
+        return Sample(self.inputs.of(numbers), [], lambda count: self.inputs.of([*numbers] * count))
+
+    def _comparison(self, others: Sequence[Any]) -> RowComparison:
+        """A comparison with what the module computes now; `others` are leaves of rows of the call."""
+        epsilon = arithmetic_epsilon(
+            self.module,
+            (self.inputs.args, self.inputs.kwargs),
+            self.fingerprint.parts["settings"],
+            self.proof.device(self.module).type,
+        )
+        is_of_rows = self.rows is not None and self.rows > 1
+        return RowComparison(self._leaves_of, epsilon, self.rows or 1, others if is_of_rows else ())
+
+    def _leaves_of(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
+        args, kwargs = arguments
+        with torch.no_grad():
+            return Result(self.run(*args, **kwargs), None).leaves
+
+    @property
+    def _verdict_name(self) -> str:
+        place = os.fsencode(self.store.place.root)
+        return hashlib.blake2b(place + self.fingerprint.digest, digest_size=16).hexdigest()
 
     def _compute_missing(self) -> tuple[Result, list[int]]:
         """Compute what is missing, and store what may be stored."""
         places = self.missing
         start = time.perf_counter()
-        value = self._detached(*self.inputs.of([self.first[place] for place in places]))
+        value = self._watched(self.inputs.of([self.first[place] for place in places]))
         seconds = time.perf_counter() - start
         self.counts.compute_seconds += seconds
         self.counts.rows_computed += len(places)
@@ -349,17 +428,31 @@ class Call:
 
     def _settle(self) -> None:
         """Compute one row after a build: that may complete the module, as by a table made when needed."""
-        self._detached(*self.inputs.of([self.first[self.missing[0]]]))
+        before = self.fingerprint
+        self._watched(self.inputs.of([self.first[self.missing[0]]]))
         self.proof.has_settled = True
-        fingerprint = self._now()
-        if fingerprint.digest != self.fingerprint.digest:
-            record_settled(self.module, self.store, self.fingerprint)
+        self.fingerprint = self._now()
+        if self.fingerprint.digest != before.digest:
+            record_settled(self.module, self.store, before)
             self._look_up()
+
+    def _watched(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        """Compute; the first time under a fingerprint store which files and variables that reads."""
+        if not self.proof.has_unknown_reads(self.store, self.fingerprint):
+            return self._detached(*arguments)
+        with watched(of_project=True) as reads:
+            value = self._detached(*arguments)
+        names = reads.names()
+        if self._samples is not None and (more := ReadNames.read(self._samples.reads)) is not None:
+            names = names.with_more(more)
+        self.proof.record_reads(self.module, self.store, self.fingerprint, names)
+        self._has_new_reads = names.contents() != {}
+        return value
 
     def _store(self, result: Result, places: Sequence[int]) -> None:
         """Store rows, soon, if the module is what its fingerprint said before it computed them."""
         named = [number for number, place in enumerate(places) if len(self.unique[place]) == KEY_BYTES]
-        if not named:
+        if not named or self._has_new_reads:  # the next call has names by what is read
             return
         proof, store, fingerprint = self.proof, self.store, self.fingerprint
         prover = None if self.options.version is not None else _StateProver(self.module)
@@ -383,6 +476,7 @@ class Call:
             *(self._label, proof.built),
         )
         store.queue.add(rows, prover)
+        proof.checks(fingerprint).add_own(names)
         if prover is not None and proof.looks.is_due:
             start = time.monotonic()
             prover.look()
@@ -393,14 +487,26 @@ class Call:
         """Compute one row by itself: it has to be the same as among others."""
         if self.proof.are_rows_apart or self.rows is None or len(places) < 2 or not self.inputs.leaves:
             return
-        alone = Result(self._detached(*self.inputs.of([self.first[places[-1]]])), 1)
-        if not is_close(alone.leaves, [leaf[-1:] for leaf in result.leaves]):
+        difference = self._alone(result, places, 1)
+        if difference is not None and has_whole_numbers(result.leaves):
+            if len(places) < SEVERAL_ROWS:
+                return  # a few whole numbers prove nothing: the next call may have more
+            difference = self._alone(result, places, SEVERAL_ROWS)
+        if difference is not None:
             raise FeatureNotCacheable(
                 f"{self._label} computes another result for a row by itself than among "
-                f"others: it mixes the rows of a batch (a norm or mean over dimension 0?), or something "
-                f"random is in it; give such calls one key for the whole batch"
+                f"others ({difference}): it mixes the rows of a batch (a norm or mean over dimension 0?), or "
+                f"something random is in it; give such calls one key for the whole batch"
             )
         self.proof.are_rows_apart = True
+
+    def _alone(self, result: Result, places: Sequence[int], count: int) -> Difference | None:
+        """Compute the last rows of a result one by one, and compare."""
+        samples = []
+        for number in range(len(places) - count, len(places)):
+            sample = self._inputs_of([self.first[places[number]]])
+            samples.append(replace(sample, leaves=[leaf[number : number + 1] for leaf in result.leaves]))
+        return self._comparison(result.leaves).difference(samples)
 
     def _detached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute without gradients; what draws random numbers that matter is refused."""
@@ -428,10 +534,11 @@ class Call:
             torch.rand(1)
             random.random()
             np.random.random_sample()
-            again = self.run(*args, **kwargs)
+            sample = Sample((args, kwargs), Result(value, None).leaves)
+            difference = self._comparison(()).difference([sample])
         finally:
             after.restore()
-        if not is_close(Result(value, None).leaves, Result(again, None).leaves):
+        if difference is not None:
             raise FeatureNotCacheable(
                 f"{self._label} draws random numbers, and its results depend on them: a "
                 f"stored row would repeat one draw for ever; move what is random out of the module"

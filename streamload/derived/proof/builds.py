@@ -7,18 +7,14 @@ they read are the same files, and if random initialisation plays no part. Else t
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
 import os
-import pathlib
 import random
-import stat
 import sys
-import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,13 +22,9 @@ import numpy as np
 import torch
 
 from streamload.derived.proof.code import Describer, has_code
+from streamload.derived.proof.reads import digests_of, identity_of
 
 _KEPT = 8
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".npy", ".h5", ".onnx", ".msgpack")
-_CODE = (".py", ".pyc", ".so", ".pth.py")
-_SYSTEM = ("/proc/", "/sys/", "/dev/")
-_LONGEST_PATH = 1024
-_MOST_SIBLINGS = 10_000
 
 
 @dataclass(frozen=True)
@@ -53,7 +45,7 @@ class Build:
 
     def still_holds(self) -> bool:
         """True if files and variables are as they were read, and the classes' code is the same."""
-        if not self.is_closed or any(_identity(identity[0]) != identity for identity in self.files):
+        if not self.is_closed or any(identity_of(identity[0]) != identity for identity in self.files):
             return False
         if self.variables != digests_of(self.variables):
             return False
@@ -109,11 +101,6 @@ def believed(
             build for build in builds if all(build.generators[name] == generators[name] for name in drawn)
         ]
     return builds[-1] if _agree(builds, needed) and builds[-1].still_holds() else None
-
-
-def may_agree(builds: Sequence[Build]) -> bool:
-    """True if one more build that comes out the same, in another process, is enough to know the next."""
-    return bool(builds) and _agree(builds, 1) and builds[-1].still_holds()
 
 
 def _agree(builds: Sequence[Build], needed: int) -> bool:
@@ -175,103 +162,3 @@ def process_name() -> str:
 @functools.lru_cache(maxsize=1)
 def _named(process: int) -> str:
     return f"{process}-{uuid.uuid4().hex}"
-
-
-class BuildInputs:
-    """Inputs of a build.
-
-    Attributes:
-        paths: of files opened for reading.
-        variables: names in the environment.
-        is_closed: whether it asked neither the network nor another process.
-    """
-
-    def __init__(self) -> None:
-        self.paths: set[str] = set()
-        self.variables: set[str] = set()
-        self.is_closed = True
-
-    def event(self, name: str, arguments: tuple[Any, ...]) -> None:
-        """Take note of an audit event."""
-        if name == "open":
-            path, mode = arguments[0], arguments[1]
-            if isinstance(path, (str, bytes)) and not (isinstance(mode, str) and set(mode) & set("wax")):
-                self.paths.add(os.path.realpath(os.fsdecode(path)))
-        elif name in ("socket.connect", "subprocess.Popen", "os.system", "os.posix_spawn"):
-            self.is_closed = False
-
-    def files(self, strings: set[str]) -> list[list[Any]]:
-        """The identities of the files read, of those that strings name, and of weights beside either."""
-        named = {os.path.realpath(path) for path in strings if _may_be_path(path)}
-        paths = {
-            path
-            for path in self.paths | named
-            if not path.startswith(_SYSTEM) and not path.endswith(_CODE) and "/__pycache__/" not in path
-        }
-        for folder in {path if path.is_dir() else path.parent for path in map(pathlib.Path, paths)}:
-            with contextlib.suppress(OSError), os.scandir(folder) as entries:
-                beside = [entry.path for _, entry in zip(range(_MOST_SIBLINGS), entries, strict=False)]
-                paths |= {os.path.realpath(path) for path in beside if path.endswith(_WEIGHTS)}
-        return sorted(identity for identity in map(_identity, paths) if identity[1] is not None)
-
-
-_watched = threading.local()
-
-
-def _hook(name: str, arguments: tuple[Any, ...]) -> None:
-    inputs = getattr(_watched, "inputs", None)
-    if inputs is not None:
-        inputs.event(name, arguments)
-
-
-@functools.cache
-def _listen() -> None:
-    sys.addaudithook(_hook)
-
-
-class _NotedEnviron(type(os.environ)):  # type: ignore[misc]
-    """An environment that notes what a build reads of it: there is no audit event for that."""
-
-    def __getitem__(self, name: Any) -> Any:
-        inputs = getattr(_watched, "inputs", None)
-        if inputs is not None and isinstance(name, str):
-            inputs.variables.add(name)
-        return super().__getitem__(name)
-
-
-@contextlib.contextmanager
-def watched() -> Iterator[BuildInputs]:
-    """Note what this thread reads in the block; one thread at a time (lazy.py)."""
-    _listen()
-    before, plain = getattr(_watched, "inputs", None), os.environ.__class__
-    inputs = _watched.inputs = BuildInputs()
-    os.environ.__class__ = _NotedEnviron
-    try:
-        yield inputs
-    finally:
-        os.environ.__class__ = plain
-        _watched.inputs = before
-
-
-def digests_of(variables: Iterable[str]) -> dict[str, str | None]:
-    """Of variables of the environment a digest of each value now: it may be a secret."""
-    values = {name: os.environ.get(name) for name in sorted(variables)}
-    return {
-        name: None if value is None else hashlib.blake2b(os.fsencode(value), digest_size=16).hexdigest()
-        for name, value in values.items()
-    }
-
-
-def _may_be_path(text: str) -> bool:
-    has_form = 0 < len(text) < _LONGEST_PATH and "\0" not in text and ("/" in text or text.endswith(_WEIGHTS))
-    with contextlib.suppress(OSError, ValueError):
-        return has_form and text not in ("/", "./", "../") and pathlib.Path(text).exists()
-    return False
-
-
-def _identity(path: str) -> list[Any]:
-    with contextlib.suppress(OSError):
-        status = pathlib.Path(path).stat()
-        if stat.S_ISREG(status.st_mode):
-            return [path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-    return [path, None, None, None, None]

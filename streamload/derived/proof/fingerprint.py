@@ -15,7 +15,7 @@ import operator
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from streamload.derived.proof.code import STRUCTURE, Describer, attributes_of
 from streamload.derived.store.sealed import compared, digest_of_parts
 from streamload.errors import FeatureNotCacheable
 
-FORMAT = 4
+FORMAT = 5
 _SHARE = 0.01
 """Of the time, for describing modules anew while rows are only read."""
 _TINY_BYTES = 1 << 15
@@ -52,6 +52,7 @@ class Fingerprint:
 
     parts: Mapping[str, Any]
     digest: bytes
+    base: bytes = field(default=b"", compare=False)  # the digest without what computing reads
 
     @classmethod
     def of(cls, parts: Mapping[str, Any]) -> Fingerprint:
@@ -101,12 +102,15 @@ def torch_settings(device: str) -> tuple[Any, ...]:
         torch.get_float32_matmul_precision(),
         device == "cuda" and torch.backends.cudnn.allow_tf32,
         torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
     )
 
 
 @functools.lru_cache(maxsize=256)
-def _settings(autocast: object, precision: str, tf32: bool, default: torch.dtype) -> tuple[Any, ...]:
-    return torch.__version__, str(autocast), precision, tf32, str(default)
+def _settings(
+    autocast: object, precision: str, tf32: bool, default: torch.dtype, is_deterministic: bool
+) -> tuple[Any, ...]:
+    return torch.__version__, str(autocast), precision, tf32, str(default), is_deterministic
 
 
 class Stamp:

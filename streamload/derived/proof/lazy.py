@@ -13,8 +13,9 @@ import functools
 import inspect
 import os
 import threading
+import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,23 +86,12 @@ class Lazily(type):
             built._streamload_made(args, kwargs)
             return built
         inspect.signature(cls.__init__).bind(None, *args, **kwargs)  # type: ignore[misc]
-        return pending_instance(cls, args, kwargs, Generators())[0]
-
-
-def pending_instance(
-    cls: type,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    generators: Generators,
-    asked: Sequence[tuple[str, tuple[Any, ...], str]] = (),
-) -> tuple[Any, str]:
-    """An instance that isn't built, see `Pending`; and the name of that in its `__dict__`."""
-    make: Any = cls.__new__
-    module = make(cls, *args, **kwargs)
-    not_built.add(module)
-    module.__dict__[_PENDING] = Pending(args, kwargs, generators, list(asked))
-    module.__dict__["training"] = True
-    return module, _PENDING
+        make: Any = cls.__new__
+        module = make(cls, *args, **kwargs)
+        not_built.add(module)
+        module.__dict__[_PENDING] = Pending(args, kwargs, Generators())
+        module.__dict__["training"] = True
+        return module
 
 
 def lazy_metaclass(metaclass: type) -> type:
@@ -281,7 +271,8 @@ def _meaning_of(fn: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
     """Device and dtype that a function moves tensors to; None: it does something else to them."""
     results = []
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of complex numbers that become real
             for dtype in _PROBED:
                 probe = torch.tensor([0, 1], dtype=dtype)
                 result = fn(probe)
@@ -291,10 +282,3 @@ def _meaning_of(fn: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
     except Exception:
         return None
     return ", ".join(results)
-
-
-def function_of(meaning: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that gives tensors the types that another does, of which this is the meaning; on the CPU."""
-    names = [text.split()[0].removeprefix("torch.") for text in meaning.split(", ")]
-    dtypes = {dtype: getattr(torch, name) for dtype, name in zip(_PROBED, names, strict=True)}
-    return lambda tensor: tensor.to("cpu", dtypes.get(tensor.dtype, tensor.dtype))

@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import inspect
+import json
 import os
 import sys
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from xxhash import xxh3_64_hexdigest
 
-from streamload.derived import log_once, logger
 from streamload.derived.proof.builds import (
     Build,
-    BuildInputs,
     Generators,
     believed,
-    digests_of,
-    may_agree,
     process_name,
     read_builds,
     with_latest,
@@ -45,18 +42,24 @@ from streamload.derived.proof.fingerprint import (
     torch_settings,
 )
 from streamload.derived.proof.lazy import Pending, build, is_pending, not_built, pending_of, unbuilt
-from streamload.derived.proof.row_check import CannotCheck, CheckProcess, RowCheck, Rows, RowVerdict, remade
+from streamload.derived.proof.reads import ReadNames, Reads, digests_of
+from streamload.derived.proof.rounding import Difference
+from streamload.derived.proof.row_check import RowChecks
 from streamload.derived.store.row_store import RowPlace, RowStore, open_store
+from streamload.derived.store.sealed import Row
 from streamload.errors import FeatureMismatch, FeatureNotCacheable
 
-CANARIES = 4
-"""So many rows are computed again after a build."""
 _FINGERPRINTS_KEPT = 64
 _REFUSED = b"refused"
 """Before a fingerprint: the key of a note that its rows aren't right."""
-_BUILD_SECONDS = 60.0
-"""So long a second run waits for another process to build its module; then it builds it."""
-_POLL_SECONDS = 0.1
+_CHECKED = b"checked"
+"""Before a fingerprint: the key of a note of when its rows were found to be right."""
+_READ = b"read"
+"""Before `Fingerprint.base`: the key of a note of what computing its rows reads."""
+_NOTHING_READ = ReadNames([], [])
+
+RowDigests = Mapping[str, str]
+"""By the name of a row, as hexadecimal digits, a digest of its bytes."""
 
 
 @dataclass(frozen=True)
@@ -168,13 +171,10 @@ class Proof:
         self.noted: set[bytes] = set()
         self.served: Fingerprint | None = None
         """The last by which rows were returned while the module wasn't built."""
-        self.canaries: dict[bytes, int] = {}
-        """By fingerprint how many of its rows are still to be computed again, once the module is built."""
-        self.checks: dict[bytes, tuple[RowCheck | None, Any]] = {}
-        """By fingerprint the check of its rows by another process, once this one has served some without a
-        module, and a key of them; None: it has ended."""
-        self.process: CheckProcess | None = None
-        """A process that has built the module, and waits for rows to check."""
+        self._checks: dict[bytes, RowChecks] = {}
+        """By fingerprint which of its rows are checked."""
+        self._read_names: dict[tuple[RowPlace, bytes], ReadNames | None] = {}
+        """By place and `Fingerprint.base` what computing reads; None: that isn't known."""
         self.refused: dict[bytes, str] = {}
         """Of fingerprints whose rows aren't what is computed now: what to say of them."""
         self.recorded: tuple[bytes, Build | None] | None = None
@@ -195,7 +195,7 @@ class Proof:
         self.refused_at: Any = None
 
     def fingerprint(
-        self, module: Any, store: RowStore, inputs: Mapping[str, Any] | None = None, *, check: bool = True
+        self, module: Any, store: RowStore, inputs: Mapping[str, Any] | None = None
     ) -> Fingerprint:
         """The fingerprint of the module now; it is built if that is needed to know it.
 
@@ -204,7 +204,6 @@ class Proof:
         Args:
             store: of the rows.
             inputs: what makes the module's input from a sample, for rows that are found without the input.
-            check: False: no other process builds the module, see `cache_module`.
 
         Raises:
             FeatureNotCacheable: it can't be known.
@@ -214,7 +213,7 @@ class Proof:
             parts, code = built.parts, built.code
         else:
             with unbuilt(module):
-                parts, code = _state(module, store, self, check)
+                parts, code = _state(module, store, self)
             if self.recorded is not None:
                 self._record_build(module, store)
         settings = torch_settings(parts["device"])
@@ -230,11 +229,7 @@ class Proof:
             described = description_of(module).parts
             whole = {**described, **parts, "code": code, "settings": list(settings), "format": FORMAT}
             whole |= {} if inputs is None else {"inputs": dict(inputs)}
-            fingerprint, number = Fingerprint.of(whole), 0
-            while fingerprint.digest not in self.refused and store.read_note(_REFUSED + fingerprint.digest):
-                number += 1
-                fingerprint = Fingerprint.of({**whole, "computed again": number})
-            entry = self.fingerprints[covered] = fingerprint, (parts, inputs)
+            entry = self.fingerprints[covered] = self._with_reads(module, store, whole), (parts, inputs)
         self._latest = parts, inputs, settings, entry[0]
         return entry[0]
 
@@ -249,16 +244,47 @@ class Proof:
         if build_ is not None:
             _noted(module, store, key, build_)
 
-    def unchecked(self, fingerprint: Fingerprint, is_built: bool) -> int:
-        """Number of its rows to compare before others are served without that."""
-        if is_built:
-            return self.canaries.get(fingerprint.digest, CANARIES)
-        return 0 if fingerprint.digest in self.checks else CANARIES
+    def checks(self, fingerprint: Fingerprint) -> RowChecks:
+        """The checks of a fingerprint's rows."""
+        return self._checks.setdefault(fingerprint.digest, RowChecks())
 
-    def is_suspect(self, fingerprint: Fingerprint) -> bool:
-        """True if its rows are wrong, or are being checked."""
-        check, _ = self.checks.get(fingerprint.digest, (None, None))
-        return check is not None or fingerprint.digest in self.refused
+    def raise_if_refused(self, fingerprint: Fingerprint) -> None:
+        """Raise if the rows of a fingerprint were found to be wrong.
+
+        Raises:
+            FeatureMismatch: they were.
+        """
+        if fingerprint.digest in self.refused:
+            raise FeatureMismatch(self.refused[fingerprint.digest])
+
+    def has_unknown_reads(self, store: RowStore, fingerprint: Fingerprint) -> bool:
+        """True if it isn't known which files and variables computing rows reads."""
+        return self._read_names.get((store.place, fingerprint.base), _NOTHING_READ) is None
+
+    def record_reads(self, module: Any, store: RowStore, fingerprint: Fingerprint, names: ReadNames) -> None:
+        """Store what computing rows reads, once: its contents are part of the fingerprint from now on."""
+        store.disk.write_note(_READ + fingerprint.base, names.written(), label_of(module))
+        self._read_names[store.place, fingerprint.base] = names
+        self.fingerprints.clear()
+        self._latest = (None, None, None, None)
+
+    def _with_reads(self, module: Any, store: RowStore, whole: dict[str, Any]) -> Fingerprint:
+        """The fingerprint of parts and of what computing reads; with a number if its rows were wrong."""
+        base = Fingerprint.of(whole).digest
+        if options_of(module).version is None:
+            place = store.place, base
+            if self._read_names.get(place) is None:
+                self._read_names[place] = ReadNames.read(store.read_note(_READ + base) or b"")
+            names = self._read_names[place]
+            contents = None if names is None else names.contents()
+            if contents is None:
+                self._read_names[place] = None
+            whole |= {"read": contents} if contents else {}
+        fingerprint, number = Fingerprint.of(whole), 0
+        while fingerprint.digest not in self.refused and _is_refused(store, fingerprint):
+            number += 1
+            fingerprint = Fingerprint.of({**whole, "computed again": number})
+        return replace(fingerprint, base=base)
 
     def device(self, module: Any) -> torch.device:
         """Device of the module, or of what it will be."""
@@ -284,7 +310,7 @@ def proof_of(module: Any) -> Proof:
     return proof
 
 
-def _state(module: Any, store: RowStore, proof: Proof, check: bool) -> tuple[dict[str, Any], dict[str, str]]:
+def _state(module: Any, store: RowStore, proof: Proof) -> tuple[dict[str, Any], dict[str, str]]:
     """State of a module, as parts of a fingerprint, and its code: the same objects until it changes."""
     description, options = description_of(module), options_of(module)
     if description.error:
@@ -293,7 +319,7 @@ def _state(module: Any, store: RowStore, proof: Proof, check: bool) -> tuple[dic
         device = pending_of(module).device if is_pending(module) else device_of(module)
         return _parts_of_version(options.version, module.training, device.type), {}
     if is_pending(module):
-        build_ = _believed(module, store, description, proof, check)
+        build_ = _believed(module, store, description, proof)
         if build_ is not None:
             return build_.parts, build_.parts["code"]
         build(module)
@@ -306,9 +332,7 @@ def _parts_of_version(version: str, training: bool, device: str) -> dict[str, An
     return {"version": version, "training": training, "device": device}
 
 
-def _believed(
-    module: Any, store: RowStore, description: Description, proof: Proof, check: bool
-) -> Build | None:
+def _believed(module: Any, store: RowStore, description: Description, proof: Proof) -> Build | None:
     pending, options = pending_of(module), options_of(module)
     meanings = [meaning for _, _, meaning in pending.asked]
     if proof.believed is not None and proof.believed[0] == meanings:
@@ -319,52 +343,11 @@ def _believed(
                 return None
             proof.beliefs.looked(start)
         return proof.believed[1]
-    key = _recipe(description, pending)
-    builds = read_builds(store.read_note(key))
-    has_weights = options.weights is not None
-    build = believed(builds, pending.generators.digests, has_weights=has_weights)
-    if build is None and check and options.is_checked and may_agree(builds):
-        build = _agreed(module, store, key, description, proof)
+    builds = read_builds(store.read_note(_recipe(description, pending)))
+    build = believed(builds, pending.generators.digests, has_weights=options.weights is not None)
     if build is not None:
         proof.believed = (meanings, build, torch.device(build.device))
     return build
-
-
-def _agreed(module: Any, store: RowStore, key: bytes, description: Description, proof: Proof) -> Build | None:
-    """The build that is known, if another process builds the same now; None: this one has to."""
-    pending, generators = pending_of(module), pending_of(module).generators.digests
-    ends = time.monotonic() + _BUILD_SECONDS
-    process = None
-    try:
-        while True:
-            builds = read_builds(store.read_note(key))
-            agreed = believed(builds, generators)
-            if agreed is not None or not may_agree(builds):
-                return agreed
-            latest = builds[-1]
-            device = latest.parts["device"]
-            process = CheckProcess.begin(
-                remade(module, pending, description.parts, device, torch_settings(device))
-            )
-            if process is not None:
-                break
-            if time.monotonic() > ends:
-                return None
-            time.sleep(_POLL_SECONDS)
-        answer = process.answer(_BUILD_SECONDS)
-        if answer["built"] == latest.parts:
-            name, draws = f"check of {process_name()}", answer["draws"]
-            another = replace(latest, process=name, generators=answer["generators"], draws=draws)
-            agreed = believed(_noted(module, store, key, another), generators)
-        if agreed is not None:
-            proof.process, process = process, None
-        return agreed
-    except CannotCheck as exc:
-        logger.debug("%s is built here: %s", type(module).__name__, exc)
-        return None
-    finally:
-        if process is not None:
-            process.close()
 
 
 def _recipe(description: Description, pending: Pending) -> bytes:
@@ -375,7 +358,7 @@ def _recipe(description: Description, pending: Pending) -> bytes:
 
 
 def record_build(
-    module: Any, pending: Pending, description: Description, before: dict[str, str], inputs: BuildInputs
+    module: Any, pending: Pending, description: Description, before: dict[str, str], reads: Reads
 ) -> None:
     """Remember how a module came out, for those that aren't built; the next call with a key stores that."""
     options, proof = options_of(module), proof_of(module)
@@ -396,9 +379,9 @@ def record_build(
         process_name(),
         before,
         [name for name, state in Generators().digests.items() if state != before[name]],
-        inputs.is_closed or options.weights is not None,
-        inputs.files(strings),
-        digests_of(inputs.variables),
+        reads.is_closed or options.weights is not None,
+        reads.files(strings),
+        digests_of(reads.variables),
         {**built.parts, "code": built.code},
         describer.origins,
         str(built.device),
@@ -436,9 +419,6 @@ def built_state(module: Any, *, anew: bool = False) -> Built:
     """
     start, proof = time.monotonic(), proof_of(module)
     last = proof.built
-    if proof.process is not None:  # it isn't needed where the module is built
-        proof.process.close()
-        proof.process = None
     if last is not None and not anew and not proof.reads.is_due and last.holds():
         return last
     stamp = Stamp(module)
@@ -455,24 +435,65 @@ def built_state(module: Any, *, anew: bool = False) -> Built:
         parts, code = last.parts, last.code
         proof.reads.looked(start)
     elif last is not None:
-        proof.canaries, proof.are_rows_apart, proof.is_chance_harmless = {}, False, False
+        proof.are_rows_apart, proof.is_chance_harmless = False, False
     proof.built = Built(parts, code, device_of(module), stamp, ModuleWatch(module), start)
     return proof.built
 
 
-def refuse_rows(module: Any, store: RowStore, fingerprint: Fingerprint, key: Any) -> FeatureMismatch:
-    """Let no row of a fingerprint be served any more, here and later; returns the error that says so."""
+def refuse_rows(
+    module: Any, store: RowStore, fingerprint: Fingerprint, key: Any, rows: RowDigests, difference: Difference
+) -> FeatureMismatch:
+    """Let no row of a fingerprint be served any more, here and later; returns the error that says so.
+
+    Args:
+        rows: that were compared; the verdict goes with them.
+    """
     label = label_of(module)
     store.counts.mismatches += 1
-    store.disk.write_note(_REFUSED + fingerprint.digest, b"refused", label)
+    store.disk.write_note(_REFUSED + fingerprint.digest, json.dumps(rows).encode(), label)
     text = (
-        f"the row of key {key!r} of {label} isn't what it computes now from the same input: its results "
-        f"depend on what can't be seen (a file, a library, chance). None of its rows is read any "
-        f'more, and a new run computes them again; or name the version yourself, version="1", or turn '
-        f"this off, check=False"
+        f"the row of key {key!r} of {label} isn't what it computes now from the same input ({difference}): "
+        f"its results depend on what can't be seen (a switch of a library, chance). None of its rows is "
+        f"read any more, and a new run computes them again; or name the version yourself, "
+        f'version="1", or turn this off, check=False'
     )
     proof_of(module).refused[fingerprint.digest] = text
     return FeatureMismatch(text)
+
+
+def _is_refused(store: RowStore, fingerprint: Fingerprint) -> bool:
+    """True if rows of a fingerprint were found to be wrong, and are there still."""
+    note = store.read_note(_REFUSED + fingerprint.digest)
+    with contextlib.suppress(ValueError, TypeError, AttributeError):
+        return note is not None and (not (rows := json.loads(note)) or are_stored(store, rows, any))
+    return True
+
+
+def are_stored(store: RowStore, rows: RowDigests, combine: Callable[[Iterable[bool]], bool] = all) -> bool:
+    """True if rows, by their names, are stored with these digests: all of them, or any."""
+    stored = store.read([bytes.fromhex(name) for name in rows], "")
+    found = {name.hex(): row_digest(row) for name, row in stored.items()}
+    return combine(found.get(name) == digest for name, digest in rows.items())
+
+
+def row_digest(row: Row) -> str:
+    """A digest of the bytes of a row."""
+    return xxh3_64_hexdigest(row.body)
+
+
+def was_checked(store: RowStore, fingerprint: Fingerprint) -> float:
+    """When rows of a fingerprint that are still there were checked, `time.time()`; 0: never."""
+    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+        verdict = json.loads(store.read_note(_CHECKED + fingerprint.digest) or b"{}")
+        if verdict and verdict["rows"] and are_stored(store, verdict["rows"]):
+            return float(verdict["at"])
+    return 0.0
+
+
+def note_checked(module: Any, store: RowStore, fingerprint: Fingerprint, rows: RowDigests, at: float) -> None:
+    """Store that rows were found to be right."""
+    verdict = json.dumps({"at": at, "rows": rows}).encode()
+    store.disk.write_note(_CHECKED + fingerprint.digest, verdict, label_of(module))
 
 
 def options_of(module: Any) -> Options:
@@ -485,57 +506,3 @@ def label_of(module: Any) -> str:
     """Name by which the rows of a module are listed and cleared."""
     label = options_of(module).label
     return type(module).__name__ if label is None else label
-
-
-def check_elsewhere(module: Any, store: RowStore, fingerprint: Fingerprint, key: Any, rows: Rows) -> None:
-    """Let another process compute some rows again of a module that isn't built; `key` is of the first."""
-    proof, parts = proof_of(module), fingerprint.parts
-    proof.checks[fingerprint.digest] = None, key
-
-    def at_exit(verdict: RowVerdict) -> None:
-        if verdict.is_same is False and fingerprint.digest not in proof.refused:
-            logger.error("%s", refuse_rows(module, store, fingerprint, key))
-
-    try:
-        remake = remade(
-            module,
-            pending_of(module),
-            description_of(module).parts,
-            parts["device"],
-            tuple(parts["settings"]),
-        )
-        process, proof.process = proof.process, None
-        name = hashlib.blake2b(os.fsencode(store.place.root) + fingerprint.digest, digest_size=16).hexdigest()
-        proof.checks[fingerprint.digest] = RowCheck(remake, rows, name, process, at_exit), key
-    except CannotCheck as exc:
-        _say_unchecked(module, str(exc))
-
-
-def refuse_stale(module: Any, store: RowStore, fingerprint: Fingerprint, *, wait: bool = False) -> None:
-    """Refuse rows of which a check has found that they aren't what is computed now.
-
-    With `wait` a check that has begun is waited for, a while.
-
-    Raises:
-        FeatureMismatch: it has.
-    """
-    proof = proof_of(module)
-    check, key = proof.checks.get(fingerprint.digest, (None, None))
-    if check is not None:
-        if wait:
-            check.wait()
-        if check.verdict is not None:
-            proof.checks[fingerprint.digest] = None, key
-            if check.verdict.is_same is False:
-                raise refuse_rows(module, store, fingerprint, key)
-            if check.verdict.is_same is None:
-                _say_unchecked(module, check.verdict.reason)
-    if fingerprint.digest in proof.refused:
-        raise FeatureMismatch(proof.refused[fingerprint.digest])
-
-
-def _say_unchecked(module: Any, reason: str) -> None:
-    log_once(
-        f"rows of {label_of(module)} aren't checked in this run, as no other process could compute "
-        f"them ({reason}); they are when the module is built next"
-    )

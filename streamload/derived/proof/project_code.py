@@ -134,17 +134,19 @@ def _functions_in(package: str) -> Iterator[tuple[str, Any]]:
             continue
         if package == "torch" and name not in _OF_TORCH and not name.startswith("torch.nn."):
             continue
-        for key, member in list(vars(module).items()):
-            place = f"{module.__name__}.{key}"
-            if _is_of_project(member):
-                yield place, member
+        defined = vars(module)
+        for key, member in list(defined.items()):
+            if _is_of_project(member, defined):
+                yield f"{module.__name__}.{key}", member
             elif isinstance(member, type) and member.__module__ == module.__name__:
-                inside = list(vars(member).items())
-                yield from ((f"{place}.{name}", value) for name, value in inside if _is_of_project(value))
+                for inner, value in list(vars(member).items()):
+                    if _is_of_project(value, defined):
+                        yield f"{module.__name__}.{key}.{inner}", value
 
 
-def _is_of_project(value: Any) -> bool:
-    if type(value) is not types.FunctionType:
+def _is_of_project(value: Any, defined: dict[str, Any] | None = None) -> bool:
+    """True if a value is a function of the project; `defined` are the globals of a package's module."""
+    if type(value) is not types.FunctionType or value.__globals__ is defined:
         return False
     return package_of(value) is None
 
@@ -173,6 +175,7 @@ def globals_of(code: types.CodeType, names: dict[str, Any]) -> Iterator[tuple[st
     """The globals that code reads, in the order of its bytecode; of namespaces the attributes it reads."""
     for function in _inside(code):
         yield from globals_of(function, names)
+    yield from _named_by_constants(code, names)
     chain, value = "", None
     imported = None
     local: dict[str, Any] = {}  # modules that are imported inside
@@ -181,8 +184,8 @@ def globals_of(code: types.CodeType, names: dict[str, Any]) -> Iterator[tuple[st
         if opname in ("LOAD_ATTR", "LOAD_METHOD") and chain:
             missing = object()
             inner = getattr(value, argval, missing)
-            if inner is not missing and _is_namespace(value):
-                chain, value = f"{chain}.{argval}", inner
+            if inner is not missing and (_is_namespace(value) or _is_state(inner, value)):
+                chain, value = f"{chain}.{argval}", inner[1:] if inner is sys.argv else inner
                 continue
         if chain:
             yield chain, value
@@ -208,6 +211,29 @@ def _is_namespace(value: Any) -> bool:
     if isinstance(value, types.ModuleType):
         return package_of(value) is None
     return type(value) in _ATTRIBUTES_ONLY
+
+
+def _is_state(value: Any, holder: Any) -> bool:
+    """True if an attribute of a library is a state of the process: the command line, torch's switches."""
+    if value is sys.argv or value is torch.backends:
+        return True
+    is_of_backends = isinstance(holder, types.ModuleType) and holder.__name__.startswith("torch.backends")
+    return is_of_backends and isinstance(value, (types.ModuleType, bool, int, str))
+
+
+def _named_by_constants(code: types.CodeType, names: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Values that code reaches by a constant: `globals()["SCALE"]`, `eval("SCALE")`, `import_module("x")`."""
+    strings = [value for value in code.co_consts if isinstance(value, str)]
+    called = set(code.co_names)
+    if "eval" in called:
+        for text in strings:
+            with contextlib.suppress(SyntaxError, ValueError):
+                strings = [*strings, *compile(text, "", "eval").co_names]
+    if called & {"globals", "eval"}:
+        yield from ((name, names[name]) for name in strings if name in names and name not in _NAMES_OF_MODULE)
+    if called & {"import_module", "__import__"}:
+        modules = ((name, sys.modules.get(name)) for name in strings)
+        yield from ((name, module) for name, module in modules if module and package_of(module) is None)
 
 
 def _imported(name: str, names: dict[str, Any]) -> Any:

@@ -279,6 +279,14 @@ def dtype_of(leaf: StoredLeaf) -> torch.dtype | None:
     return None if leaf.kind == "n" else _DTYPES[leaf.dtype]
 
 
+def is_whole_numbers(leaf: StoredLeaf) -> bool:
+    """True if a leaf holds integers or truths."""
+    dtype = dtype_of(leaf)
+    if dtype is None:
+        return leaf.stored.kind not in "fc"
+    return not (dtype.is_floating_point or dtype.is_complex)
+
+
 def _name(key: Any, where: str) -> Any:
     if type(key) is str:
         return key

@@ -1,0 +1,249 @@
+"""Reads of code that builds a module or computes rows: files, variables of the environment, late imports.
+
+code runs once → an audit hook notes names → the names are stored → their contents are part of the fingerprint
+
+Nothing runs again to see whether a file or variable has changed: its content is compared by a digest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import stat
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from xxhash import xxh3_128_hexdigest
+
+from streamload.derived.proof.project_code import package_of
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".npy", ".h5", ".onnx", ".msgpack")
+_CODE = (".py", ".pyc", ".so", ".pth.py")
+_SYSTEM = ("/proc/", "/sys/", "/dev/")
+_OF_LIBRARIES = (
+    *("/usr/lib/", "/usr/share/", "/etc/"),
+    *(sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
+_OF_COMPILERS = ("/torchinductor_", "/.triton/", "/__pycache__/")
+_LONGEST_PATH = 1024
+_MOST_SIBLINGS = 10_000
+_MOST_NAMES = 256
+_MOST_VARIABLES = 32
+"""Code that reads more of them copies the environment, and depends on none."""
+_WHOLE_BYTES = 64 << 20
+"""Larger files are compared by size and time."""
+_ASKING = ("socket.connect", "subprocess.Popen", "os.system", "os.posix_spawn")
+
+
+class Reads:
+    """Record of what one thread reads.
+
+    Attributes:
+        paths: of files opened for reading, as the code named them.
+        variables: names in the environment.
+        modules: names of modules whose import began.
+        is_closed: True if neither the network nor another process was asked.
+    """
+
+    def __init__(self, *, of_project: bool = False):
+        self.paths: set[str] = set()
+        self.variables: set[str] = set()
+        self.modules: set[str] = set()
+        self.is_closed = True
+        self._written: set[str] = set()
+        self._of_project = of_project
+
+    def event(self, name: str, arguments: tuple[Any, ...]) -> None:
+        """Take note of an audit event."""
+        if name == "open":
+            path, mode = arguments[0], arguments[1]
+            if isinstance(path, (str, bytes)):
+                is_written = isinstance(mode, str) and set(mode) & set("wax")
+                (self._written if is_written else self.paths).add(os.fsdecode(path))
+        elif name == "import":
+            self.modules.add(arguments[0])
+        elif name in _ASKING:
+            self.is_closed = False
+
+    def variable(self, name: str) -> None:
+        """Take note of a variable; where only the project's own reads count, of one that its code reads."""
+        if not self._of_project or _is_read_by_project():
+            self.variables.add(name)
+
+    def files(self, strings: set[str]) -> list[list[Any]]:
+        """The identities of the files read, of those that strings name, and of weights beside either."""
+        named = {os.path.realpath(path) for path in strings if _may_be_path(path)}
+        paths = {
+            path
+            for path in {os.path.realpath(path) for path in self.paths} | named
+            if not path.startswith(_SYSTEM) and not path.endswith(_CODE) and "/__pycache__/" not in path
+        }
+        for folder in {path if path.is_dir() else path.parent for path in map(pathlib.Path, paths)}:
+            with contextlib.suppress(OSError), os.scandir(folder) as entries:
+                beside = [entry.path for _, entry in zip(range(_MOST_SIBLINGS), entries, strict=False)]
+                paths |= {os.path.realpath(path) for path in beside if path.endswith(WEIGHTS)}
+        return sorted(identity for identity in map(identity_of, paths) if identity[1] is not None)
+
+    def names(self) -> ReadNames:
+        """The names by which other processes compare what was read."""
+        paths = {path for path in self.paths - self._written if _may_change(path)}
+        for module in map(sys.modules.get, self.modules):
+            if module is not None and getattr(module, "__file__", None) and package_of(module) is None:
+                paths.add(str(module.__file__))
+        files = [[path, pathlib.Path(path).is_file()] for path in sorted(paths)[:_MOST_NAMES]]
+        return ReadNames(files, sorted(self.variables) if len(self.variables) <= _MOST_VARIABLES else [])
+
+
+@dataclass(frozen=True)
+class ReadNames:
+    """Names of files and variables that computing rows reads.
+
+    Attributes:
+        files: path, and whether there was a file.
+        variables: of the environment.
+    """
+
+    files: list[list[Any]]
+    variables: list[str]
+
+    @classmethod
+    def read(cls, data: bytes) -> ReadNames | None:
+        """Read what `written` gave; None: it can't be read."""
+        with contextlib.suppress(ValueError, TypeError):
+            names = cls(**json.loads(data))
+            return names if all(len(file) == 2 for file in names.files) else None
+        return None
+
+    def written(self) -> bytes:
+        """The names as JSON."""
+        return json.dumps({"files": self.files, "variables": self.variables}).encode()
+
+    def with_more(self, other: ReadNames) -> ReadNames:
+        """The names of both."""
+        files = dict([*self.files, *other.files])
+        variables = sorted({*self.variables, *other.variables})
+        return ReadNames([[path, files[path]] for path in sorted(files)], variables)
+
+    def contents(self) -> dict[str, Any] | None:
+        """Digests of what stands under the names now, a part of a fingerprint; None: a file has gone.
+
+        Files go by their last name, so that a project that moved keeps its rows.
+        """
+        if any(existed and not pathlib.Path(path).is_file() for path, existed in self.files):
+            return None
+        parts: dict[str, Any] = {}
+        if self.files:
+            parts["files"] = sorted([pathlib.Path(path).name, _content_of(path)] for path, _ in self.files)
+        if self.variables:
+            parts["variables"] = digests_of(self.variables)
+        return parts
+
+
+_watched = threading.local()
+_watching = threading.Lock()
+_watches = [0]
+
+
+def _hook(name: str, arguments: tuple[Any, ...]) -> None:
+    reads = getattr(_watched, "reads", None)
+    if reads is not None:
+        reads.event(name, arguments)
+
+
+@functools.cache
+def _listen() -> None:
+    sys.addaudithook(_hook)
+
+
+class _NotedEnviron(type(os.environ)):  # type: ignore[misc]
+    """An environment that notes which variables are read: there is no audit event for that."""
+
+    def __getitem__(self, name: Any) -> Any:
+        reads = getattr(_watched, "reads", None)
+        if reads is not None and isinstance(name, str):
+            reads.variable(name)
+        return super().__getitem__(name)
+
+
+@contextlib.contextmanager
+def watched(*, of_project: bool = False) -> Iterator[Reads]:
+    """Record what this thread reads in the block.
+
+    Args:
+        of_project: leave out variables that only libraries read, such as those of a launcher.
+    """
+    _listen()
+    before = getattr(_watched, "reads", None)
+    reads = _watched.reads = Reads(of_project=of_project)
+    _count_watches(1)
+    try:
+        yield reads
+    finally:
+        _count_watches(-1)
+        _watched.reads = before
+
+
+def _count_watches(change: int) -> None:
+    """Let the environment note its reads as long as a thread is watched."""
+    with _watching:
+        _watches[0] += change
+        plain = _NotedEnviron.__mro__[1]
+        os.environ.__class__ = _NotedEnviron if _watches[0] else plain
+
+
+def _is_read_by_project() -> bool:
+    """True if the code that reads a variable, past the environment's own methods, is the project's."""
+    frame: Any = sys._getframe(3)
+    while frame is not None and frame.f_globals.get("__name__") in ("os", "_collections_abc", __name__):
+        frame = frame.f_back
+    module = None if frame is None else sys.modules.get(frame.f_globals.get("__name__", ""))
+    return module is not None and package_of(module) is None
+
+
+def digests_of(variables: Iterable[str]) -> dict[str, str | None]:
+    """Of variables of the environment a digest of each value now: it may be a secret."""
+    values = {name: os.environ.get(name) for name in sorted(variables)}
+    return {
+        name: None if value is None else hashlib.blake2b(os.fsencode(value), digest_size=16).hexdigest()
+        for name, value in values.items()
+    }
+
+
+def identity_of(path: str) -> list[Any]:
+    """Path, size, times of a file's data and of any change, inode; None each where there is no file."""
+    with contextlib.suppress(OSError):
+        status = pathlib.Path(path).stat()
+        if stat.S_ISREG(status.st_mode):
+            return [path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+    return [path, None, None, None, None]
+
+
+def _content_of(path: str) -> str | None:
+    with contextlib.suppress(OSError):
+        status = pathlib.Path(path).stat()
+        if stat.S_ISREG(status.st_mode) and status.st_size <= _WHOLE_BYTES:
+            return xxh3_128_hexdigest(pathlib.Path(path).read_bytes())
+        return f"{status.st_size} bytes of {status.st_mtime_ns}"
+    return None
+
+
+def _may_change(path: str) -> bool:
+    """True if a file is neither the system's, nor a library's, nor code, which is described elsewhere."""
+    real = os.path.realpath(path)
+    is_passing = any(part in real for part in _OF_COMPILERS)
+    return not (real.startswith((*_SYSTEM, *_OF_LIBRARIES)) or real.endswith(_CODE) or is_passing)
+
+
+def _may_be_path(text: str) -> bool:
+    has_form = 0 < len(text) < _LONGEST_PATH and "\0" not in text and ("/" in text or text.endswith(WEIGHTS))
+    with contextlib.suppress(OSError, ValueError):
+        return has_form and text not in ("/", "./", "../") and pathlib.Path(text).exists()
+    return False
