@@ -6,6 +6,7 @@ Each kind of edit is tried in each place in which a function can stand, and what
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 import json
 import os
@@ -22,13 +23,9 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.modules import module as torch_module
 
-from streamload.derived.proof import rebuilding
-from streamload.derived.proof.builds import Generators
+from streamload import cache_info
 from streamload.derived.proof.code import Describer
-from streamload.derived.proof.fingerprint import torch_settings
-from streamload.derived.proof.lazy import pending_of
-from streamload.derived.proof.module_proof import describe
-from streamload.derived.proof.row_check import Rows, module_bytes, remade
+from streamload.derived.store import row_store
 from streamload.errors import FeatureNotCacheable
 from streamload.facts.recipes import read_facts
 
@@ -37,8 +34,9 @@ _numbers = itertools.count()
 
 @pytest.fixture(autouse=True)
 def packages_are_as_they_were() -> Iterator[None]:
-    gelu, forward = functional.gelu, nn.Hardtanh.forward
+    gelu, forward, benchmark = functional.gelu, nn.Hardtanh.forward, torch.backends.cudnn.benchmark
     yield
+    torch.backends.cudnn.benchmark = benchmark
     functional.gelu, nn.Hardtanh.forward = gelu, forward  # type: ignore[method-assign]
     torch_module._global_forward_hooks.clear()
     for name in [name for name in sys.modules if name.startswith("edited_")]:
@@ -663,6 +661,14 @@ UNSEEN = {
         "eval('FAC' + 'TOR')",
         lambda folder: (folder / "edited_config.py").write_text("FACTOR = 3\n"),
     ),
+    "torch's switch": (
+        "3 if torch.backends.cudnn.benchmark else 2",
+        lambda folder: setattr(torch.backends.cudnn, "benchmark", True),
+    ),
+    "a variable by a name that is made": (
+        "float(os.environ['FAC' + 'TOR'.lower().upper()])",
+        lambda folder: os.environ.update(FACTOR="3"),
+    ),
     "a module by its name": (
         "importlib.import_module('edited_' + 'config').FACTOR",
         lambda folder: (folder / "edited_config.py").write_text("FACTOR = 3\n"),
@@ -693,7 +699,7 @@ class Step(nn.Module):
         self.by = by
     def forward(self, x):
         return self.by(x)
-@cache_module(cache_path=None)
+@cache_module(cache_path="features")
 class Extractor(nn.Module):
     def __init__(self, by=None):
         super().__init__()
@@ -716,47 +722,22 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def answers_of(head: dict[str, Any], module: Any, rows: Rows) -> list[dict[str, Any]]:
-    """What a process answers that has imported nothing of the project."""
-    messages = iter([json.dumps(head).encode(), module_bytes(module), module_bytes(rows)])
-    for name in [name for name in sys.modules if name.startswith("edited_")]:
-        del sys.modules[name]
-    here, there = os.pipe()
-    child = os.fork()
-    if not child:
-        found: list[dict[str, Any]] = []
-        try:
-            rebuilding.serve(messages.__next__, found.append)
-        finally:
-            os.write(there, json.dumps(found).encode()[:60000])
-            os._exit(0)
-    os.close(there)
-    with open(here, "rb") as file:
-        said: list[dict[str, Any]] = json.loads(file.read())
-    os.waitpid(child, 0)
-    return said
-
-
-def checked(project: Path, read: str, holder: str, change: Callable[[Path], Any]) -> list[dict[str, Any]]:
-    """Rows are made, something changes, and a run that builds no module has them checked."""
+def computed(project: Path, read: str, holder: str) -> tuple[torch.Tensor, int]:
+    """Results by keys of a process that has imported nothing of the project, and how many it computed."""
     forward, argument = HOLDERS[holder]
     (project / "edited_model.py").write_text(PROJECT.replace("READ", read).replace("FORWARD", forward))
-    import edited_model  # type: ignore[import-not-found]
+    for name in [name for name in sys.modules if name.startswith("edited_")]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+    model = importlib.import_module("edited_model")
+    module = model.Extractor(getattr(model, argument, None)).eval()
+    try:
+        return module(X, cache_key=["a", "b"]), cache_info(module).rows_computed
+    finally:
+        row_store.close_stores()
 
-    x = torch.arange(8.0).reshape(2, 4)
-    with torch.no_grad():
-        value = edited_model.Extractor(getattr(edited_model, argument, None))(x)
-    assert torch.equal(value, x * 2)
-    cls, by = edited_model.Extractor, getattr(edited_model, argument, None)
-    from streamload.derived.proof.lazy import pending_instance
 
-    module, _ = pending_instance(cls, (by,), {}, Generators())
-    parts = describe(cls, (by,), {}).parts
-    asked = remade(module, pending_of(module), parts, "cpu", torch_settings("cpu"))
-    rows = Rows((x,), {}, 2, [value])
-    change(project)
-    head = {"path": sys.path, "arguments": sys.argv, "script": "", "package": None, "is_awaited": False}
-    return answers_of(head, asked, rows)
+X = torch.arange(8.0).reshape(2, 4)
 
 
 @pytest.mark.parametrize(
@@ -768,18 +749,45 @@ def checked(project: Path, read: str, holder: str, change: Callable[[Path], Any]
         for kind, holder in itertools.product(UNSEEN, HOLDERS)
     ],
 )
-def test_what_no_description_has_is_found_by_the_check(kind: str, holder: str, project: Path) -> None:
+def test_what_code_reads_while_it_computes_is_another_fingerprint(
+    kind: str, holder: str, project: Path
+) -> None:
     read, change = UNSEEN[kind]
-    same = checked(project, read, holder, lambda folder: None)
-    assert [one.get("is_same") for one in same] == [None, True], same
-    found = checked(project, read, holder, change)
-    assert [one.get("is_same") for one in found] == [None, False], found
+    first, _ = computed(project, read, holder)
+    again, rows = computed(project, read, holder)
+    assert torch.equal(first, X * 2)
+    assert torch.equal(again, first)
+    assert rows == 0
+    change(project)
+    changed, rows = computed(project, read, holder)
+    assert torch.equal(changed, X * 3)
+    assert rows == 2
 
 
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_what_cannot_be_computed_elsewhere_is_no_difference(holder: str, project: Path) -> None:
-    def gone(folder: Path) -> None:
-        (folder / "factor.txt").unlink()
+def test_a_file_that_each_run_has_under_another_name_keeps_rows_while_its_content_is_the_same(
+    project: Path,
+) -> None:
+    read = "float(Path(os.readlink('link')).read_text())"
+    results = []
+    for name, content in (("first", "2"), ("second", "2"), ("third", "3")):
+        place = project / name / "factor.txt"
+        place.parent.mkdir()
+        place.write_text(content)
+        (project / "link").unlink(missing_ok=True)
+        (project / "link").symlink_to(place)
+        value, rows = computed(project, read, "forward")
+        results.append((torch.equal(value, X * int(content)), rows))
+        place.unlink()
+    assert results == [(True, 2), (True, 0), (True, 2)]
 
-    (*_, last) = checked(project, UNSEEN["a file"][0], holder, gone)
-    assert "FileNotFoundError" in last["error"]
+
+def test_variables_that_only_libraries_read_and_files_that_are_written_are_no_part_of_a_fingerprint(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = "(Path('log.txt').open('a').close(), torch.hub.get_dir(), 2.0)[-1]"
+    first, _ = computed(project, read, "forward")
+    monkeypatch.setenv("TORCH_HOME", str(project))
+    monkeypatch.setenv("RANK", "1")
+    again, rows = computed(project, read, "forward")
+    assert torch.equal(again, first)
+    assert rows == 0

@@ -199,7 +199,7 @@ class BoundFeatures:
         fingerprint = self._fingerprint(store)
         proof = proof_of(self.module)
         is_checked = self.features.check and options_of(self.module).is_checked
-        is_checked = is_checked and not proof.checks(fingerprint).is_done
+        is_checked = is_checked and not proof.checks(store, fingerprint).is_done
         is_watched = proof.has_unknown_reads(store, fingerprint)
         return FeatureStart(str(fingerprint), is_checked, not is_pending(self.module), is_watched)
 

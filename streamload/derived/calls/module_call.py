@@ -77,7 +77,7 @@ def stored_result(module: Any, store: RowStore, args: tuple[Any, ...], cache_key
         return None
     is_built = not is_pending(module)
     name = _naming(fingerprint.digest).name(cache_key)
-    if is_built and options_of(module).is_checked and not proof.checks(fingerprint).passes(name):
+    if is_built and options_of(module).is_checked and not proof.checks(store, fingerprint).passes(name):
         return None
     row = store.read_from_memory(name)
     is_compared = row is None or not _places.getrandbits(_CHECK_BITS)
@@ -327,7 +327,7 @@ class Call:
         Raises:
             FeatureMismatch: a row isn't what is computed now.
         """
-        checks = self.proof.checks(self.fingerprint)
+        checks = self.proof.checks(self.store, self.fingerprint)
         places = [] if checks.is_done else checks.foreign(self.unique, self.held)
         canaries = [place for place in places if place in self._canaries]
         if not places or not (checks.is_due(len(places)) or canaries):
@@ -476,7 +476,7 @@ class Call:
             *(self._label, proof.built),
         )
         store.queue.add(rows, prover)
-        proof.checks(fingerprint).add_own(names)
+        proof.checks(store, fingerprint).add_own(names)
         if prover is not None and proof.looks.is_due:
             start = time.monotonic()
             prover.look()

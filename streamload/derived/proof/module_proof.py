@@ -171,8 +171,6 @@ class Proof:
         self.noted: set[bytes] = set()
         self.served: Fingerprint | None = None
         """The last by which rows were returned while the module wasn't built."""
-        self._checks: dict[bytes, RowChecks] = {}
-        """By fingerprint which of its rows are checked."""
         self._read_names: dict[tuple[RowPlace, bytes], ReadNames | None] = {}
         """By place and `Fingerprint.base` what computing reads; None: that isn't known."""
         self.refused: dict[bytes, str] = {}
@@ -244,9 +242,10 @@ class Proof:
         if build_ is not None:
             _noted(module, store, key, build_)
 
-    def checks(self, fingerprint: Fingerprint) -> RowChecks:
-        """The checks of a fingerprint's rows."""
-        return self._checks.setdefault(fingerprint.digest, RowChecks())
+    def checks(self, store: RowStore, fingerprint: Fingerprint) -> RowChecks:
+        """The checks of a fingerprint's rows in a store, whichever object of the module reads them."""
+        key = store.place, fingerprint.digest
+        return _checks.get(key) or _checks.setdefault(key, RowChecks())
 
     def raise_if_refused(self, fingerprint: Fingerprint) -> None:
         """Raise if the rows of a fingerprint were found to be wrong.
@@ -299,6 +298,7 @@ class Proof:
         self.seconds_per_row = self.compute_seconds / self.computed_rows
 
 
+_checks: dict[tuple[RowPlace, bytes], RowChecks] = {}
 _proofs: weakref.WeakKeyDictionary[Any, Proof] = weakref.WeakKeyDictionary()
 
 
