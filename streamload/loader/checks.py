@@ -13,11 +13,18 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from streamload.errors import NoValidSamples, OrderDiverged, RankFailed, TooManyBadSamples, TooManyBadShards
+from streamload.errors import (
+    NoValidSamples,
+    OrderDiverged,
+    PassMismatch,
+    RankFailed,
+    TooManyBadSamples,
+    TooManyBadShards,
+)
 from streamload.metrics import Counters
 from streamload.ranks.distributed import agree
 from streamload.urls import redact
-from streamload.worker import Batch, SkippedSample
+from streamload.worker import Batch, Ended, SkippedSample
 
 logger = logging.getLogger("streamload")
 
@@ -245,6 +252,63 @@ class ShardWaits:
         """Nanoseconds of the shards that cost the most, by redacted URL, most first."""
         most = sorted(self._by_shard_ns.items(), key=lambda item: -item[1])[:_SHARDS_SHOWN]
         return {redact(self._url(shard)): ns for shard, ns in most}
+
+
+class EpochSum:
+    """Adds up what this rank gets of an epoch, and compares it at the end with what was due.
+
+    In training the rows of batches are this rank's part of their steps; if the epoch is a pass, all samples
+    of the shards' indexes are in steps, except for less than one step at the end. In evaluation each sample
+    that the indexes have for this rank is in a batch, or is left out because it can't be used.
+
+    Args:
+        train: whether this is training.
+        start: the position at which the epoch starts, or is resumed.
+        rank, ranks: of the run.
+    """
+
+    def __init__(self, train: bool, start: int, rank: int, ranks: int):
+        self._train, self._start, self._rank, self._ranks = train, start, rank, ranks
+        self._stop = start
+        self._rows = self._left_out = self._steps_rows = 0
+
+    def count(self, batch: Batch) -> None:
+        """Add a batch."""
+        step, self._stop = batch.stop - batch.position, batch.stop
+        self._steps_rows += (self._rank + 1) * step // self._ranks - self._rank * step // self._ranks
+        self._rows += batch.samples
+        self._left_out += len(batch.skipped)
+
+    def check(self, epoch: int, end: Ended | None, given_up: int) -> None:
+        """Compare the sums with what was due.
+
+        Args:
+            epoch: that ends.
+            end: as a worker found it; None: the epoch has had the planned number of steps.
+            given_up: shards that were given up, for the message.
+
+        Raises:
+            PassMismatch: samples were lost, or came too often.
+        """
+        due = None if end is None else end.due
+        if self._train:
+            is_right = self._rows == self._steps_rows
+            text = f"{self._rows:,} samples in steps that have {self._steps_rows:,}"
+            if end is not None and due is not None:
+                left = due - self._stop
+                is_right = is_right and self._stop == end.position and 0 <= left < end.step
+                text += f"; of {due:,} by the indexes of the shards {self._stop:,} are in steps"
+                text += f", and the next step, of {end.step:,}, would begin at {end.position:,}"
+        else:
+            due = max(0, (due or 0) - self._start)
+            is_right = self._rows + self._left_out == due
+            text = f"{self._rows:,} samples, and {self._left_out:,} were left out, of {due:,} by the indexes"
+        if not is_right:
+            raise PassMismatch(
+                f"epoch {epoch} has ended on rank {self._rank} with {text} ({given_up:,} shards were given "
+                f"up). Samples were lost or came twice: an error in streamload, unless keep= or an extension "
+                f"changes its answers. Resume from the last state, and report this message"
+            )
 
 
 class Totals(NamedTuple):
