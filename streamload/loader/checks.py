@@ -290,24 +290,20 @@ class EpochSum:
         Raises:
             PassMismatch: samples were lost, or came too often.
         """
-        due = None if end is None else end.due
-        if self._train:
-            is_right = self._rows == self._steps_rows
-            text = f"{self._rows:,} samples in steps that have {self._steps_rows:,}"
-            if end is not None and due is not None:
-                left = due - self._stop
-                is_right = is_right and self._stop == end.position and 0 <= left < end.step
-                text += f"; of {due:,} by the indexes of the shards {self._stop:,} are in steps"
-                text += f", and the next step, of {end.step:,}, would begin at {end.position:,}"
-        else:
-            due = max(0, (due or 0) - self._start)
-            is_right = self._rows + self._left_out == due
-            text = f"{self._rows:,} samples, and {self._left_out:,} were left out, of {due:,} by the indexes"
-        if not is_right:
+        position, due = self._stop, None if end is None else end.due
+        is_over, expected = True, self._steps_rows
+        if not self._train:
+            expected = max(0, (due or 0) - self._start) - self._left_out
+        elif end is not None and due is not None:
+            position, is_over = end.position, 0 <= due - self._stop < end.step
+        if not is_over or self._rows != expected or self._stop != position:
+            indexes = "" if due is None else f", and the shards' indexes have {due:,} samples"
             raise PassMismatch(
-                f"epoch {epoch} has ended on rank {self._rank} with {text} ({given_up:,} shards were given "
-                f"up). Samples were lost or came twice: an error in streamload, unless keep= or an extension "
-                f"changes its answers. Resume from the last state, and report this message"
+                f"epoch {epoch} has ended on rank {self._rank} after {self._rows:,} samples, where "
+                f"{expected:,} were due: its steps go from {self._start:,} to {self._stop:,}, the next one "
+                f"would begin at {position:,}{indexes}; {self._left_out:,} couldn't be used, and "
+                f"{given_up:,} shards were given up. Samples were lost or came twice: resume from the last state, and "
+                f"report this message as an error of streamload"
             )
 
 
