@@ -302,8 +302,8 @@ class EpochSum:
                 f"epoch {epoch} has ended on rank {self._rank} after {self._rows:,} samples, where "
                 f"{expected:,} were due: its steps go from {self._start:,} to {self._stop:,}, the next one "
                 f"would begin at {position:,}{indexes}; {self._left_out:,} couldn't be used, and "
-                f"{given_up:,} shards were given up. Samples were lost or came twice: resume from the last state, and "
-                f"report this message as an error of streamload"
+                f"{given_up:,} shards were given up. Samples were lost or came twice: resume from the last "
+                f"state, and report this message as an error of streamload"
             )
 
 
