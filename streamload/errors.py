@@ -7,6 +7,7 @@ an error from a DataLoader worker as ``type(message)``. The reference page of er
 import errno
 import logging
 import re
+import traceback
 
 # C0 and C1 (line ends, ESC), bidirectional controls, and surrogates, which can't be encoded.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -176,6 +177,10 @@ class OrderDiverged(DataError):
     """Two workers computed different orders, because they found different samples usable."""
 
 
+class PassMismatch(DataError):
+    """An epoch has ended with another number of samples than was due by the indexes of its shards."""
+
+
 class PlanError(DataError):
     """A plan file can't be followed: it is forged, cut, of another version, or of other shards."""
 
@@ -238,3 +243,29 @@ def add_note(error: Exception, note: str) -> None:
         error.add_note(note)
     else:
         logging.getLogger("streamload").error("%s: %s %s", type(error).__name__, error, note)
+
+
+def as_failure(error: Exception) -> Exception:
+    """Return a RuntimeError in place of a StopIteration, which would be taken for the end of the data.
+
+    It names the function that raised it, and the sample. Where a StopIteration leaves a generator Python has
+    made a RuntimeError of it already (PEP 479), which names neither.
+    """
+    is_stop = isinstance(error, StopIteration)
+    stop = error.__cause__ if str(error) == "generator raised StopIteration" else error if is_stop else None
+    if not isinstance(stop, StopIteration):
+        return error
+    name = "a function"
+    for frame, _ in traceback.walk_tb(stop.__traceback__):
+        if frame.f_globals.get("__name__", "").startswith("streamload."):
+            name = "a function"
+        elif name == "a function":  # the first one after the last of ours
+            name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
+    raised = [f"{at.filename}:{at.lineno}, in {at.name}" for at in traceback.extract_tb(stop.__traceback__)]
+    notes = dict.fromkeys([*getattr(stop, "__notes__", ()), *getattr(error, "__notes__", ())])
+    failure = RuntimeError(
+        f"{name} raised {stop!r} ({'; '.join([*raised[-1:], *notes])}), by which all later samples would be "
+        f"lost: raise another error, or give next() a default"
+    )
+    failure.__cause__ = stop
+    return failure

@@ -185,8 +185,13 @@ class Selection:
         mask = usable(reader, self.keys, start)
         missing = len(mask) - int(mask.sum())
         if self.keep is not None:
-            for place in np.flatnonzero(mask).tolist():
-                mask[place] = bool(self.keep(self._entry(reader, start, place, facts)))
+            place = 0
+            try:
+                for place in np.flatnonzero(mask).tolist():
+                    mask[place] = bool(self.keep(self._entry(reader, start, place, facts)))
+            except Exception as exc:
+                add_note(exc, f"in keep=, for sample {reader.entry(start + place).key!r}")
+                raise
         if self.repeat is None:
             return Selected(start + np.flatnonzero(mask), None, missing)
         places = np.flatnonzero(mask)

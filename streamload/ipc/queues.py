@@ -168,11 +168,11 @@ class MessageQueue:
             lost = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             raise limits.reached("a batch from a worker is lost", lost)
         if not files:
-            return ForkingPickler.loads(packet)
+            return _loaded(packet)
         [(_, _, descriptor)] = files
         with os.fdopen(int.from_bytes(descriptor, sys.byteorder), "rb") as file:
             file.seek(0)  # the sender left it at its end
-            return ForkingPickler.loads(file.read())
+            return _loaded(file.read())
 
     def close(self) -> None:
         """Close both ends; idempotent."""
@@ -233,6 +233,14 @@ class MessageQueue:
             elif now_seconds - (short_since := short_since or now_seconds) > limits.PATIENCE_SECONDS:
                 raise self._shortage
             time.sleep(_RETRY_SECONDS)
+
+
+def _loaded(message: bytes) -> Any:
+    """The value of a message; what a class of the user's raises isn't taken for an end, or for no message."""
+    try:
+        return ForkingPickler.loads(message)
+    except (StopIteration, queue.Empty) as exc:
+        raise NotSendable(f"a batch from a worker can't be unpickled: {exc!r}") from exc
 
 
 def _refusal(error: StreamloadError) -> ExceptionWrapper:

@@ -13,11 +13,18 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from streamload.errors import NoValidSamples, OrderDiverged, RankFailed, TooManyBadSamples, TooManyBadShards
+from streamload.errors import (
+    NoValidSamples,
+    OrderDiverged,
+    PassMismatch,
+    RankFailed,
+    TooManyBadSamples,
+    TooManyBadShards,
+)
 from streamload.metrics import Counters
 from streamload.ranks.distributed import agree
 from streamload.urls import redact
-from streamload.worker import Batch, SkippedSample
+from streamload.worker import Batch, Ended, SkippedSample
 
 logger = logging.getLogger("streamload")
 
@@ -245,6 +252,59 @@ class ShardWaits:
         """Nanoseconds of the shards that cost the most, by redacted URL, most first."""
         most = sorted(self._by_shard_ns.items(), key=lambda item: -item[1])[:_SHARDS_SHOWN]
         return {redact(self._url(shard)): ns for shard, ns in most}
+
+
+class EpochSum:
+    """Adds up what this rank gets of an epoch, and compares it at the end with what was due.
+
+    In training the rows of batches are this rank's part of their steps; if the epoch is a pass, all samples
+    of the shards' indexes are in steps, except for less than one step at the end. In evaluation each sample
+    that the indexes have for this rank is in a batch, or is left out because it can't be used.
+
+    Args:
+        train: whether this is training.
+        start: the position at which the epoch starts, or is resumed.
+        rank, ranks: of the run.
+    """
+
+    def __init__(self, train: bool, start: int, rank: int, ranks: int):
+        self._train, self._start, self._rank, self._ranks = train, start, rank, ranks
+        self._stop = start
+        self._rows = self._left_out = self._steps_rows = 0
+
+    def count(self, batch: Batch) -> None:
+        """Add a batch."""
+        step, self._stop = batch.stop - batch.position, batch.stop
+        self._steps_rows += (self._rank + 1) * step // self._ranks - self._rank * step // self._ranks
+        self._rows += batch.samples
+        self._left_out += len(batch.skipped)
+
+    def check(self, epoch: int, end: Ended | None, given_up: int) -> None:
+        """Compare the sums with what was due.
+
+        Args:
+            epoch: that ends.
+            end: as a worker found it; None: the epoch has had the planned number of steps.
+            given_up: shards that were given up, for the message.
+
+        Raises:
+            PassMismatch: samples were lost, or came too often.
+        """
+        position, due = self._stop, None if end is None else end.due
+        is_over, expected = True, self._steps_rows
+        if not self._train:
+            expected = max(0, (due or 0) - self._start) - self._left_out
+        elif end is not None and due is not None:
+            position, is_over = end.position, 0 <= due - self._stop < end.step
+        if not is_over or self._rows != expected or self._stop != position:
+            indexes = "" if due is None else f", and the shards' indexes have {due:,} samples"
+            raise PassMismatch(
+                f"epoch {epoch} has ended on rank {self._rank} after {self._rows:,} samples, where "
+                f"{expected:,} were due: its steps go from {self._start:,} to {self._stop:,}, the next one "
+                f"would begin at {position:,}{indexes}; {self._left_out:,} couldn't be used, and "
+                f"{given_up:,} shards were given up. Samples were lost or came twice: resume from the last "
+                f"state, and report this message as an error of streamload"
+            )
 
 
 class Totals(NamedTuple):

@@ -14,14 +14,23 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 from streamload.device import Feed
-from streamload.errors import LoaderClosed, OrderDiverged, StreamloadError, WorkerDied
+from streamload.errors import (
+    LoaderClosed,
+    OrderDiverged,
+    PassMismatch,
+    StreamloadError,
+    WorkerDied,
+    as_failure,
+)
 from streamload.loader.dataloader import AccelerateEpoch
 from streamload.loader.options import MAIN_GUARD
 from streamload.loader.output import Collector
 from streamload.ranks.distributed import RankMonitor
 from streamload.torch_internals import next_batch, next_if_arrived
-from streamload.worker import Batch, Failed
+from streamload.worker import Batch, Ended, Failed, Message
 
+_END = object()
+"""In place of a batch: there is none."""
 _Pending = Callable[[], tuple[Batch, dict[str, Any]]]
 """Returns a batch as the worker made it, and its values on the device."""
 
@@ -58,7 +67,7 @@ class Epoch:
         self,
         collector: Collector,
         close_loader: Callable[[], object],
-        batches: Iterator[Batch | Failed],
+        batches: Iterator[Message],
         feed: Feed,
         started: float,
         count: StepCount,
@@ -103,14 +112,12 @@ class Epoch:
         self._collector.observer.tick()
         try:
             output = self._next_output()
-            clock.returned()
-            return output
-        except StopIteration:
-            self._release()
-            raise
         except Exception as exc:
             self._refuse_if_closed()
-            self._fail(exc)
+            error = as_failure(exc)
+            self._fail(error)
+            if error is not exc:
+                raise error from exc
             raise
         except BaseException as exc:
             if (
@@ -120,6 +127,11 @@ class Epoch:
             else:
                 self._fail(exc)
             raise
+        if output is _END:
+            self._release()
+            raise StopIteration
+        clock.returned()
+        return output
 
     @property
     def ahead(self) -> int:
@@ -137,7 +149,7 @@ class Epoch:
         self.expected = None if left is None else self._count + left
 
     def _next_output(self) -> Any:
-        """The next batch that has samples, in its output form."""
+        """The next batch that has samples, in its output form; or _END."""
         if self._monitor is not None:
             self._monitor.check()
         if self._count == 0 and self._accelerate is not None:
@@ -153,7 +165,7 @@ class Epoch:
             if pending is None:
                 self._refuse_if_closed()  # closed by a signal handler while this waited for a batch
                 self._finish()
-                raise StopIteration
+                return _END
             waited_ns, self._pending_waited_ns = self._pending_waited_ns + self._collector.waited_ns, 0
             self._count += 1
             is_last = self._count == self.steps
@@ -171,6 +183,8 @@ class Epoch:
                 self._finish()
             if batch.samples:
                 return output
+            if is_last:
+                return _END
 
     def _fail(self, error: BaseException) -> None:
         """End the epoch, and the workers, by an error.
@@ -211,10 +225,17 @@ class Epoch:
         self._release()
 
     def _finish(self) -> None:
-        """The last batch was accepted, or there is none."""
+        """The last batch was accepted, or there is none.
+
+        Raises:
+            PassMismatch: these aren't all of the epoch's batches or samples.
+        """
+        if self.steps is not None and self._count != self.steps:
+            raise PassMismatch(f"an epoch of {self.steps} batches has ended after {self._count}")
+        end = self._batches.end
         self.done = True
         self._batches = InOrder(iter(()))
-        self._collector.finish_epoch()
+        self._collector.finish_epoch(end)
         if self._monitor is not None:
             self._monitor.close()
         if self._accelerate is not None:
@@ -256,7 +277,7 @@ class Epoch:
             return None if batch is None else self._send(batch)
         except Exception as exc:
             # Its traceback refers to this frame, and would keep the epoch alive.
-            return functools.partial(_raise, exc.with_traceback(None))
+            return functools.partial(_raise, as_failure(exc).with_traceback(None))
 
 
 class InOrder:
@@ -264,11 +285,16 @@ class InOrder:
 
     Args:
         batches: torch's iterator, in the order in which they arrive.
+
+    Attributes:
+        end: of the epoch, once all batches were returned; None: it isn't reached.
     """
 
-    def __init__(self, batches: Iterator[Batch | Failed]):
+    def __init__(self, batches: Iterator[Message]):
         self._batches = batches
+        self.end: Ended | None = None
         self._early: dict[int, Batch | Failed] = {}
+        self._ends: dict[int, Ended] = {}  # of the workers
         self._number = 0  # of the next one
 
     def next(self, while_waiting: Callable[[], object]) -> Batch:
@@ -290,16 +316,19 @@ class InOrder:
         """
         return self._in_turn(lambda: next_if_arrived(self._batches))
 
-    def _in_turn(self, arrived: Callable[[], Batch | Failed | None]) -> Batch | None:
+    def _in_turn(self, arrived: Callable[[], Message | None]) -> Batch | None:
         while self._number not in self._early:
             try:
                 batch = arrived()
-            except StopIteration:
-                self._refuse_gap()
+            except StopIteration as exc:
+                self._refuse_gap(exc)
                 raise
             if batch is None:
                 return None
-            self._early[batch.number] = batch
+            if isinstance(batch, Ended):
+                self._ends[batch.number] = batch
+            else:
+                self._early[batch.number] = batch
         batch = self._early.pop(self._number)
         self._number += 1
         if isinstance(batch, Failed):
@@ -307,12 +336,18 @@ class InOrder:
         assert isinstance(batch, Batch)
         return batch
 
-    def _refuse_gap(self) -> None:
+    def _refuse_gap(self, stop: StopIteration) -> None:
         if self._early:
             raise OrderDiverged(
                 f"the workers ended without batch {self._number} of the epoch, but made later ones: they "
                 f"disagree on where the data ends"
             )
+        self.end = self._ends.get(self._number)
+        if self.end is None:
+            raise PassMismatch(
+                f"the workers ended before batch {self._number} of the epoch, and none of them says that the "
+                f"data ends there{f': {stop}' if stop.args else ''}"
+            ) from stop
 
 
 def is_worker_death(error: BaseException) -> bool:

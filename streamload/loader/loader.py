@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from streamload.device import Feed, feed_for
-from streamload.errors import OptionError, OrderDiverged
+from streamload.errors import OptionError, OrderDiverged, as_failure
 from streamload.loader import registered
 from streamload.loader.dataloader import (
     AccelerateEpoch,
@@ -261,6 +261,8 @@ class Loader(DataLoaderInterface):
             return self._start_epoch(started)
         except BaseException as exc:
             self.close()  # torch's iterator is in an undefined state between two epochs
+            if isinstance(exc, StopIteration):
+                raise as_failure(exc) from exc
             if not is_worker_death(exc):
                 raise
         return self._start_epoch(started)  # a worker was killed between two epochs: with new workers

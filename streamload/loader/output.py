@@ -20,13 +20,14 @@ import torch
 from streamload.batches.collate import unnamed
 from streamload.errors import OptionError
 from streamload.extension import Yielded
+from streamload.loader.checks import EpochSum
 from streamload.loader.observer import Observer
 from streamload.loader.options import LoaderOptions
 from streamload.loader.position import Position
 from streamload.loader.rank_process import LoopClock, RankProcess
 from streamload.loader.rank_run import RankParts
 from streamload.loader.schedule import EpochLengths, RunSchedule
-from streamload.worker import SEAT, Batch
+from streamload.worker import SEAT, Batch, Ended
 
 MODEL_INPUTS = {"image": "pixel_values", "text": "input_ids", "label": "labels"}
 """The values of a batch by the names that transformers' models use."""
@@ -83,6 +84,8 @@ class Collector:
             lost: returns how many of these are lost, of so many that were given up.
         """
         self._epoch, self._step = position.epoch, self._schedule.step_of(position) - 1
+        topology = self._schedule.topology
+        self._sum = EpochSum(self.options.train, position.position, topology.rank, topology.world_size)
         self._shards, self._lost = shards, lost
 
     @property
@@ -131,17 +134,23 @@ class Collector:
             self._parts.taken(batch)
         self._schedule.tracker.advance(batch.stop, batch.step.groups)
         self._step += 1
+        self._sum.count(batch)
         process.count(batch)
         if not batch.samples:
             return None
         return self.outputs.form(batch, values, self._step)
 
-    def finish_epoch(self) -> None:
+    def finish_epoch(self, end: Ended | None) -> None:
         """The last batch of the epoch was accepted.
 
+        Args:
+            end: as a worker found it; None: the epoch has had the planned number of steps.
+
         Raises:
+            PassMismatch: see checks.EpochSum.check.
             TooManyBadSamples, TooManyBadShards, NoValidSamples: see checks.PassEnd.check.
         """
+        self._sum.check(self._epoch, end, self._process.given_up)
         self._parts.end_epoch()
         self.observer.end_epoch(self._epoch)
         self._schedule.tracker.finish()

@@ -24,7 +24,7 @@ from streamload.loader.worker_config import worker_config_for
 from streamload.origins.origin import import_origins
 from streamload.torch_internals import protect_workers, running_iterator, shut_down_workers
 from streamload.transforms.plan import Statistics
-from streamload.worker import Batch, Failed, StreamDataset, WorkerConfig
+from streamload.worker import Message, StreamDataset, WorkerConfig
 
 _BATCHES_HELD = 3
 """Batches of one worker that a training loop usually holds at a time, at most."""
@@ -78,7 +78,7 @@ class WorkerPool:
             raise
         self._stop = weakref.finalize(owner, in_this_process(_stop), control, self.batches, dataset)
 
-    def start_epoch(self) -> Iterator[Batch | Failed]:
+    def start_epoch(self) -> Iterator[Message]:
         """The batches of the epoch in the control block, as they arrive; the first call starts the workers.
 
         Raises:
@@ -117,7 +117,7 @@ class WorkerPool:
 
 def _data_loader(
     options: LoaderOptions, config: WorkerConfig, control: ControlBlock
-) -> tuple[DataLoader[Batch | Failed], StreamDataset]:
+) -> tuple[DataLoader[Message], StreamDataset]:
     import_origins(
         options.urls.kinds(), options.storage_options, config.shared.url if config.shared else None
     )
@@ -130,7 +130,7 @@ def _data_loader(
     dataset = StreamDataset(
         config, control, buffers, ahead=options.workers.prefetch_factor * options.num_workers
     )
-    batches: DataLoader[Batch | Failed] = DataLoader(
+    batches: DataLoader[Message] = DataLoader(
         dataset,
         batch_size=None,
         num_workers=options.num_workers,
@@ -173,7 +173,7 @@ def _on_cpu() -> contextlib.AbstractContextManager[object]:
 
 
 @contextlib.contextmanager
-def _interrupts_held(source: DataLoader[Batch | Failed]) -> Iterator[None]:
+def _interrupts_held(source: DataLoader[Message]) -> Iterator[None]:
     """Start workers with SIGINT blocked, which they inherit; a pending one is delivered afterwards."""
     if running_iterator(source) is not None or not source.num_workers:
         yield
@@ -187,7 +187,7 @@ def _interrupts_held(source: DataLoader[Batch | Failed]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _stop(control: ControlBlock, batches: DataLoader[Batch | Failed], dataset: StreamDataset) -> None:
+def _stop(control: ControlBlock, batches: DataLoader[Message], dataset: StreamDataset) -> None:
     """End a loader's workers, and the fills of this process."""
     control.order.withdraw()
     shut_down_workers(batches)

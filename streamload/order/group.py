@@ -267,6 +267,11 @@ class GroupOrder:
         return self._before_pass + self._lanes.given
 
     @property
+    def due(self) -> int:
+        """References of the epoch that the shards have, at its end: `position`, if none is lost."""
+        return self._before_pass + self._lanes.due
+
+    @property
     def released(self) -> int:
         """Number of these that have left the window, including those that a cursor skips."""
         return self.position - self._skip

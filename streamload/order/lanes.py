@@ -135,6 +135,7 @@ class Lanes:
             )
         self.order = order
         self.given = state.given
+        self._start = state
         self.samples = np.full(order.size, -1, np.int32)
         self._done = done
         self._last_done = max(done, default=-1)
@@ -156,6 +157,14 @@ class Lanes:
     def finished(self) -> bool:
         """True if the pass is over: no lane has a shard, and none is left to take."""
         return self.begun == self.order.size and bool((self._dry == _NEVER).all())
+
+    @property
+    def due(self) -> int:
+        """References of the pass by the numbers of samples of its shards, at its end."""
+        start = self._start
+        reading = [(place, references) for place, references, _ in start.lanes if place >= 0]
+        samples = self.samples[[place for place, _ in reading]].sum() + self.samples[start.next :].sum()
+        return start.given - sum(references for _, references in reading) + int(samples)
 
     def state(self) -> LaneState:
         """Return the current state, to resume from."""

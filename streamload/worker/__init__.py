@@ -4,9 +4,11 @@ from streamload.worker.loop import StreamDataset
 from streamload.worker.messages import (
     SEAT,
     Batch,
+    Ended,
     EpochChange,
     EpochStart,
     Failed,
+    Message,
     SkippedSample,
     SourceOrder,
     WorkerConfig,
@@ -17,9 +19,11 @@ from streamload.worker.stages import nothing_ready
 __all__ = [
     "SEAT",
     "Batch",
+    "Ended",
     "EpochChange",
     "EpochStart",
     "Failed",
+    "Message",
     "SkippedSample",
     "SourceOrder",
     "StreamDataset",

@@ -32,6 +32,7 @@ from streamload.errors import (
     SampleError,
     TooManyBadSamples,
     add_note,
+    as_failure,
 )
 from streamload.ipc import BufferPool, ControlBlock, Numbers, own_empty, shared_empty
 from streamload.limits import allow_many_files
@@ -45,9 +46,11 @@ from streamload.worker.extensions import EpochSteps, RowsOfBatch, ThisProcess, W
 from streamload.worker.messages import (
     SEAT,
     Batch,
+    Ended,
     EpochChange,
     EpochStart,
     Failed,
+    Message,
     OrderStep,
     RowSources,
     SkippedSample,
@@ -83,7 +86,7 @@ class _Visited(NamedTuple):
     seen: Any | SkippedSample | SampleError
 
 
-class StreamDataset(IterableDataset[Batch | Failed]):
+class StreamDataset(IterableDataset[Message]):
     """The samples of a run as batches; a DataLoader iterates it in its workers, or in the rank itself.
 
     Args:
@@ -106,7 +109,7 @@ class StreamDataset(IterableDataset[Batch | Failed]):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_environ": dict(os.environ)}
 
-    def __iter__(self) -> Iterator[Batch | Failed]:
+    def __iter__(self) -> Iterator[Message]:
         info = get_worker_info()
         if self._loop is None or self._loop.pid != os.getpid():
             worker, workers = (info.id, info.num_workers) if info else (0, 0)
@@ -117,7 +120,10 @@ class StreamDataset(IterableDataset[Batch | Failed]):
                 gc.freeze()  # else a collection would copy every page that is shared with the rank
                 allow_many_files()
             buffers = self._slots[worker] if self._slots else None
-            self._loop = WorkerLoop(self._config, self._control, worker, workers, buffers, self._ahead)
+            try:
+                self._loop = WorkerLoop(self._config, self._control, worker, workers, buffers, self._ahead)
+            except StopIteration as exc:  # of an extension
+                raise as_failure(exc) from exc
             if workers:
                 multiprocessing.util.Finalize(self, self._loop.close, exitpriority=10)
                 process.end_with_rank(self._loop.close)
@@ -161,7 +167,7 @@ class WorkerLoop:
         self._stages = Stages(self._counts)
         self._fresh = shared_empty if workers else own_empty
 
-    def batches(self, start: EpochStart) -> Iterator[Batch | Failed]:
+    def batches(self, start: EpochStart) -> Iterator[Message]:
         """The batches of an epoch that this process makes: each is claimed when the one before is made."""
         self._reader.begin(start)
         self._stages.begin()
@@ -195,6 +201,7 @@ class WorkerLoop:
                     if parts is not None:
                         parts.receive(latest.events)
                 if steps is not None and number >= steps:
+                    yield Ended(number)
                     return
                 if parts is not None:
                     parts.before_step(number)
@@ -210,6 +217,7 @@ class WorkerLoop:
                     if self._workers:
                         self._control.end(self._worker + 1, start.generation, number)
                     self._check_end(number, start)
+                    yield Ended(number, position, sampler.steps.at(position).batch, self._reader.due())
                     return
                 values, skipped = outcome
                 origins = {name: values.pop(name) for name in ("__key__", "__url__")}
@@ -249,11 +257,12 @@ class WorkerLoop:
                 self._stages.handed_over()
         except Superseded:
             return
-        except Exception:
+        except Exception as exc:
             if not self._workers:
                 raise
-            where = f"in DataLoader worker process {self._worker}"
-            yield Failed(number, ExceptionWrapper(where=where))  # type: ignore[no-untyped-call]
+            where, error = f"in DataLoader worker process {self._worker}", as_failure(exc)
+            info = type(error), error, error.__traceback__
+            yield Failed(number, ExceptionWrapper(info, where))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Stop the fills and close the tier. Idempotent."""

@@ -309,3 +309,19 @@ class Failed(NamedTuple):
 
     number: int
     error: ExceptionWrapper
+
+
+class Ended(NamedTuple):
+    """In place of a batch: a worker found that the epoch ends before this number. Nothing else ends it."""
+
+    number: int
+    position: int = 0
+    """Where its step would begin."""
+    step: int = 0
+    """Samples that it would take over all ranks."""
+    due: int | None = None
+    """References in a pass of this rank's groups, by their shards' indexes; None: the steps are planned."""
+
+
+Message = Batch | Failed | Ended
+"""A message of a worker to its rank."""

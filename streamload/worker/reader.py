@@ -148,6 +148,10 @@ class Reader:
                 self._pause(needed, source, is_held_back, looked_ns)
         return stream.has(position)
 
+    def due(self) -> int:
+        """References of a pass to all groups, by the indexes of their shards, at its end."""
+        return sum(stream.due for stream in self._streams.values())
+
     def arrived(self, shard: int) -> Numbers:
         """The usable sample numbers of a shard that have arrived, ascending."""
         return self._cache.arrived(shard)[0]

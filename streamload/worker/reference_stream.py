@@ -192,6 +192,11 @@ class ReferenceStream:
         return self._order.front
 
     @property
+    def due(self) -> int:
+        """References of the pass by the indexes of its shards, at its end."""
+        return self._order.due
+
+    @property
     def progress(self) -> tuple[int, int]:
         """Number of references that lanes have read so far, and how many of them the window has released."""
         return self._order.read, self._order.released

@@ -40,7 +40,8 @@ class Replacements:
             fits: see Sampler.
         """
         tried = self._config.replacements
-        yield from itertools.islice(filter(lambda place: fits(visit, *place), self._near(visit, seed)), tried)
+        fitting = (place for place in self._near(visit, seed) if fits(visit, *place))
+        yield from itertools.islice(fitting, tried)
         if visit.most is not None:
             yield from itertools.islice(self._near(visit, seed), tried)
         if tried is None:

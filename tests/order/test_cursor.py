@@ -52,7 +52,7 @@ def test_every_position_can_be_resumed_exactly(number):
             resumed = case.order(0, order.mark_at(position), passes=2)
             assert drain(resumed, arrivals) == found[position:]
             assert resumed.finished
-            assert resumed.position == len(found)
+            assert resumed.position == resumed.due == len(found)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,7 @@ def test_shards_of_which_nothing_is_left_are_not_needed_to_go_on(number):
             found += drain(resumed, arrivals, most=1)
             named |= {*resumed.open_shards(), *resumed.coming_shards(99), *resumed.blocked()}
         assert found == expected[position:first_pass]
+        assert resumed.due == first_pass
         assert arrivals.asked <= live | empty
         assert named <= live | empty
 
@@ -90,6 +91,7 @@ def test_a_group_that_reads_the_shards_of_all_groups_is_resumed_there():
     for position in range(len(found) + 1):
         resumed = case.order(group, through_json(order.mark_at(position)), passes=4)
         assert drain(resumed, arrivals) == found[position:]
+        assert resumed.due == len(found)
 
 
 class Watched(Given):

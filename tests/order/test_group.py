@@ -32,7 +32,7 @@ def test_the_sequence_is_the_one_that_the_rules_give_one_by_one(number):
         expected, *_ = sequence(case, group, 2)
         assert drain(order, Given(case.everything)) == expected
         assert order.finished
-        assert order.position == len(expected)
+        assert order.position == order.due == len(expected)
 
 
 @pytest.mark.parametrize("number", range(3))
