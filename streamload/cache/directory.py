@@ -24,12 +24,13 @@ import re
 import secrets
 import shutil
 import stat
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from streamload.cache.eviction import HeldShard
-from streamload.cache.locks import exclusive, is_locked
+from streamload.cache.locks import PATIENCE_SECONDS, Usage, exclusive, is_locked
 from streamload.cache.shard import Shard
 from streamload.descriptors import Descriptor, opening
 from streamload.errors import CacheError
@@ -70,6 +71,7 @@ class Directory:
     def __init__(self, root: Path | str, counts: Counts):
         self.root = Path(root).expanduser().absolute()
         self.counts = counts
+        self._turn = threading.Lock()
         self._measured: dict[str, tuple[tuple[int, int], HeldShard]] = {}
         self.is_scanned = False
         """True if this process has measured the contents, so that another scan takes milliseconds."""
@@ -92,8 +94,25 @@ class Directory:
 
     def parts(self, digest: str) -> list[Path]:
         """The parts of a shard, live or orphaned."""
-        paths = opening(lambda: sorted((self.root / "parts").glob(f"{digest}.*")))
-        return [path for path in paths if _PART.fullmatch(path.name) and not path.is_symlink()]
+        return opening(lambda: sorted(path for path in self.own("parts") if path.name.startswith(digest)))
+
+    @contextlib.contextmanager
+    def deciding(self) -> Iterator[Usage]:
+        """Hold the tier's lock for the block: for decisions, never for transfers.
+
+        Threads of this process take turns: polling for the lock of a file would cost each of them more than
+        its decision.
+
+        Raises:
+            CacheError: as `exclusive`.
+        """
+        has_turn = self._turn.acquire(timeout=PATIENCE_SECONDS)
+        try:
+            with exclusive(self.root / "lock") as usage:
+                yield usage
+        finally:
+            if has_turn:
+                self._turn.release()
 
     def own(self, kind: str) -> Iterator[Path]:
         """The directories that the tier made in one of its subdirectories, recognised by their names."""
