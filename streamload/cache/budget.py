@@ -487,9 +487,9 @@ class Budget:
     def _least_allowed_bytes(self) -> int:
         """A lower bound of what shards may take, without a look at what parts have written."""
         root = self._directory.root
-        disk = self._disk_usage(root)
-        floor = self._free_disk.floor_bytes(disk.total, disk.total) + reserved_for_rows(root)
-        return allowed_bytes(self._for_shards_bytes(), 0, disk.free, floor)
+        disk, rows = self._disk_usage(root), reserved_for_rows(root)
+        floor = self._free_disk.floor_bytes(disk.total, disk.total) + rows
+        return allowed_bytes(self._for_shards_bytes(rows), 0, disk.free, floor)
 
     def _is_surely_within(self) -> bool:
         """True if nothing has to be evicted for certain; takes no lock."""
@@ -500,10 +500,11 @@ class Budget:
         is_within = noted is not None and noted <= self._for_shards_bytes()
         return is_within and disk.free - unwritten_bytes >= floor
 
-    def _for_shards_bytes(self) -> int:
+    def _for_shards_bytes(self, rows: int | None = None) -> int:
         """The limit less what is beside shards: `tier.json`, its replacement, the lock, `runs/`, `rows/`."""
         root = self._directory.root
-        beside = 3 * BLOCK_BYTES + bytes_below(root / "runs") + reserved_for_rows(root)
+        rows = reserved_for_rows(root) if rows is None else rows
+        beside = 3 * BLOCK_BYTES + bytes_below(root / "runs") + rows
         return max(0, self.limit.size_bytes - beside)
 
     def _noted_bytes(self) -> int | None:

@@ -71,6 +71,7 @@ class Directory:
     def __init__(self, root: Path | str, counts: Counts):
         self.root = Path(root).expanduser().absolute()
         self.counts = counts
+        self._kinds = {kind: self.root / kind for kind in KINDS}
         self._turn = threading.Lock()
         self._measured: dict[str, tuple[tuple[int, int], HeldShard]] = {}
         self.is_scanned = False
@@ -78,7 +79,7 @@ class Directory:
 
     def published(self, digest: str) -> Path:
         """The path of a published shard."""
-        return self.root / "shards" / digest
+        return self._kinds["shards"] / digest
 
     def has_whole(self, shard: Shard) -> bool:
         """True if a shard is published here, as its origin has it or in the form prepared for the run."""
@@ -86,11 +87,11 @@ class Directory:
 
     def index_only(self, digest: str) -> Path:
         """The path of an index-only copy."""
-        return self.root / "bare" / digest
+        return self._kinds["bare"] / digest
 
     def tombstone(self, digest: str) -> Path:
         """The path of the tombstone of a shard."""
-        return self.root / "gone" / digest
+        return self._kinds["gone"] / digest
 
     def parts(self, digest: str) -> list[Path]:
         """The parts of a shard, live or orphaned."""
@@ -190,7 +191,7 @@ class Directory:
         return self.trash(path)
 
     def _own(self, kind: str) -> Iterator[os.DirEntry[str]]:
-        with os.scandir(self.root / kind) as entries:
+        with os.scandir(self._kinds[kind]) as entries:
             for entry in entries:
                 if KINDS[kind].fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
                     yield entry
