@@ -21,10 +21,10 @@ from streamload.errors import LimitReached
 logger = logging.getLogger("streamload")
 
 _IDLE_SECONDS = 0.25  # the longest that no thread looks at all
+HELD_SECONDS, _MOST_HELD_SECONDS = 1.0, 30.0
+"""Between two looks at a shard that is there; the shorter where a reader waits for it."""
 _LOOKS_PER_SECOND = 100
-"""The most looks at shards that were there at the last one, so that many requests don't cost more."""
-HELD_SECONDS = 1.0
-"""Between two looks at such a shard, if they are few, or if a reader waits for it."""
+"""About the most looks at such shards, so that many requests cost no more than a hundred."""
 _MOST_YIELDING = 32
 """The most threads that yield their slot while they wait for another node; any more keep it."""
 
@@ -132,7 +132,8 @@ class FillScheduler:
     def held_seconds(self) -> float:
         """Time until the next look at a shard that is there."""
         with self._change:
-            return max(HELD_SECONDS, len(self._order) / _LOOKS_PER_SECOND)
+            seconds = min(_MOST_HELD_SECONDS, len(self._order) / _LOOKS_PER_SECOND)
+            return max(HELD_SECONDS, seconds)
 
     def is_busy_with(self, shard: Shard) -> bool:
         """True if a thread has taken it."""
