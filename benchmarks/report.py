@@ -525,6 +525,14 @@ def held(result: Result) -> str:
     return table(["held shards", "first batch, s (rounds)", "epoch, s (rounds)"], rows)
 
 
+def small_shards(result: Result) -> str:
+    rows = [
+        [name, f"{row['samples_per_second']:,.0f}", f"{row['cpu_us']:,.0f}"]
+        for name, row in result["medians"].items()
+    ]
+    return table(["loader, shards, epoch", "samples/s", "CPU µs of a sample"], rows)
+
+
 def small_cache(result: Result) -> str:
     rows = [
         [
@@ -578,6 +586,7 @@ TABLES = {
     "hits": hits,
     "small_cache": small_cache,
     "held": held,
+    "small_shards": small_shards,
     "fill": fill,
     "verification": verification,
     "overhead": overhead,

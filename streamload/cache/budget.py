@@ -35,7 +35,7 @@ from streamload.cache.directory import (
     write_whole,
 )
 from streamload.cache.eviction import HeldShard
-from streamload.cache.locks import Usage, exclusive, is_locked, usage_of
+from streamload.cache.locks import Usage, is_locked, usage_of
 from streamload.cache.memory import DiskUsage
 from streamload.descriptors import Descriptor
 from streamload.errors import CacheFull
@@ -262,7 +262,7 @@ class Budget:
             return min(reserved, most)
         self._directory.scan()
         for _ in range(_EVICTION_ROUNDS):
-            with exclusive(self._lock) as usage:
+            with self._directory.deciding() as usage:
                 contents = self._contents(usage)
                 excess = (
                     contents.used_bytes - self._allowed_bytes(contents.used_bytes) + rows_bytes - reserved
@@ -309,7 +309,7 @@ class Budget:
             Whether anything was evicted, so that a retry is worth it.
         """
         self._directory.scan()
-        with exclusive(self._lock) as usage:
+        with self._directory.deciding() as usage:
             contents = self._contents(usage)
             evicted = contents.unread + self._trash(self._victims(contents.held, size_bytes, next_use))
         self._delete(evicted)
@@ -321,7 +321,7 @@ class Budget:
         with contextlib.ExitStack() as held:
             usage = None
             with contextlib.suppress(OSError):  # then the reservation counts until the next full count
-                usage = held.enter_context(exclusive(self._lock))
+                usage = held.enter_context(self._directory.deciding())
             granted = granted_bytes(part)
             yield
             if usage is not None and usage.at_most_bytes is not None:
@@ -330,7 +330,7 @@ class Budget:
     def count(self) -> int:
         """Count what the tier takes, and record it."""
         self._directory.scan()
-        with exclusive(self._lock) as usage:
+        with self._directory.deciding() as usage:
             return self._contents(usage).used_bytes
 
     def enforce_limits(self) -> None:
@@ -361,14 +361,14 @@ class Budget:
             without: paths to treat as already deleted.
         """
         self._directory.scan()
-        with exclusive(self._lock) as usage:
+        with self._directory.deciding() as usage:
             contents = self._contents(usage, without)
             return self._victims(contents.held, contents.used_bytes - limit_bytes, may_go=may_go)
 
     def _shrink(self) -> None:
         """Evict what exceeds the limit or the free disk space."""
         self._directory.scan()
-        with exclusive(self._lock) as usage:
+        with self._directory.deciding() as usage:
             self.limit.follow()
             noted_bytes = usage.at_most_bytes
             if noted_bytes is not None and noted_bytes <= self._allowed_bytes(noted_bytes):
@@ -391,10 +391,16 @@ class Budget:
     ) -> tuple[_Decision, list[Path]]:
         """Decide on a reservation; returns also what to delete before a retry."""
         size_bytes = reservation.size_bytes
-        with exclusive(self._lock) as usage:
-            unsized = self._claims.unsized(part)
+        with self._directory.deciding() as usage:
+            most_used = 0
             if usage.at_most_bytes is not None:
                 most_used = usage.at_most_bytes + max(0, size_bytes - (granted_bytes(part) if part else 0))
+                parts = sum(1 for _ in self._directory.own("parts"))
+                if most_used + parts * size_bytes <= self._least_allowed_bytes():
+                    self._grant(usage, most_used, part, reservation)  # whatever the parts will still take
+                    return _Decision.GRANT, []
+            unsized = self._claims.unsized(part)
+            if usage.at_most_bytes is not None:
                 claimed = lacking_bytes(unsized, size_bytes)
                 if most_used + claimed <= self._allowed_bytes(usage.at_most_bytes):
                     self._grant(usage, most_used, part, reservation)
@@ -478,6 +484,13 @@ class Budget:
         floor += reserved_for_rows(root) - rows_bytes(root)
         return allowed_bytes(self._for_shards_bytes(), stored, disk.free, floor)
 
+    def _least_allowed_bytes(self) -> int:
+        """A lower bound of what shards may take, without a look at what parts have written."""
+        root = self._directory.root
+        disk, rows = self._disk_usage(root), reserved_for_rows(root)
+        floor = self._free_disk.floor_bytes(disk.total, disk.total) + rows
+        return allowed_bytes(self._for_shards_bytes(rows), 0, disk.free, floor)
+
     def _is_surely_within(self) -> bool:
         """True if nothing has to be evicted for certain; takes no lock."""
         noted = self._noted_bytes()
@@ -487,10 +500,11 @@ class Budget:
         is_within = noted is not None and noted <= self._for_shards_bytes()
         return is_within and disk.free - unwritten_bytes >= floor
 
-    def _for_shards_bytes(self) -> int:
+    def _for_shards_bytes(self, rows: int | None = None) -> int:
         """The limit less what is beside shards: `tier.json`, its replacement, the lock, `runs/`, `rows/`."""
         root = self._directory.root
-        beside = 3 * BLOCK_BYTES + bytes_below(root / "runs") + reserved_for_rows(root)
+        rows = reserved_for_rows(root) if rows is None else rows
+        beside = 3 * BLOCK_BYTES + bytes_below(root / "runs") + rows
         return max(0, self.limit.size_bytes - beside)
 
     def _noted_bytes(self) -> int | None:

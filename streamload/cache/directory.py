@@ -24,12 +24,13 @@ import re
 import secrets
 import shutil
 import stat
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from streamload.cache.eviction import HeldShard
-from streamload.cache.locks import exclusive, is_locked
+from streamload.cache.locks import PATIENCE_SECONDS, Usage, exclusive, is_locked
 from streamload.cache.shard import Shard
 from streamload.descriptors import Descriptor, opening
 from streamload.errors import CacheError
@@ -70,13 +71,15 @@ class Directory:
     def __init__(self, root: Path | str, counts: Counts):
         self.root = Path(root).expanduser().absolute()
         self.counts = counts
+        self._kinds = {kind: self.root / kind for kind in KINDS}
+        self._turn = threading.Lock()
         self._measured: dict[str, tuple[tuple[int, int], HeldShard]] = {}
         self.is_scanned = False
         """True if this process has measured the contents, so that another scan takes milliseconds."""
 
     def published(self, digest: str) -> Path:
         """The path of a published shard."""
-        return self.root / "shards" / digest
+        return self._kinds["shards"] / digest
 
     def has_whole(self, shard: Shard) -> bool:
         """True if a shard is published here, as its origin has it or in the form prepared for the run."""
@@ -84,16 +87,33 @@ class Directory:
 
     def index_only(self, digest: str) -> Path:
         """The path of an index-only copy."""
-        return self.root / "bare" / digest
+        return self._kinds["bare"] / digest
 
     def tombstone(self, digest: str) -> Path:
         """The path of the tombstone of a shard."""
-        return self.root / "gone" / digest
+        return self._kinds["gone"] / digest
 
     def parts(self, digest: str) -> list[Path]:
         """The parts of a shard, live or orphaned."""
-        paths = opening(lambda: sorted((self.root / "parts").glob(f"{digest}.*")))
-        return [path for path in paths if _PART.fullmatch(path.name) and not path.is_symlink()]
+        return opening(lambda: sorted(path for path in self.own("parts") if path.name.startswith(digest)))
+
+    @contextlib.contextmanager
+    def deciding(self) -> Iterator[Usage]:
+        """Hold the tier's lock for the block: for decisions, never for transfers.
+
+        Threads of this process take turns: polling for the lock of a file would cost each of them more than
+        its decision.
+
+        Raises:
+            CacheError: as `exclusive`.
+        """
+        has_turn = self._turn.acquire(timeout=PATIENCE_SECONDS)
+        try:
+            with exclusive(self.root / "lock") as usage:
+                yield usage
+        finally:
+            if has_turn:
+                self._turn.release()
 
     def own(self, kind: str) -> Iterator[Path]:
         """The directories that the tier made in one of its subdirectories, recognised by their names."""
@@ -171,7 +191,7 @@ class Directory:
         return self.trash(path)
 
     def _own(self, kind: str) -> Iterator[os.DirEntry[str]]:
-        with os.scandir(self.root / kind) as entries:
+        with os.scandir(self._kinds[kind]) as entries:
             for entry in entries:
                 if KINDS[kind].fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
                     yield entry

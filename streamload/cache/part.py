@@ -107,7 +107,9 @@ class Part:
     def publish(self) -> None:
         """Publish the complete part, by one rename."""
         self._move("shards")
-        self.tier.trash(self.tier.index_only(self.digest))
+        bare = self.tier.index_only(self.digest)
+        if bare.exists():
+            self.tier.trash(bare)
 
     def publish_index_only(self) -> None:
         """Publish a complete index without data."""

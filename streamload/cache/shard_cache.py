@@ -7,6 +7,7 @@ and applies the policy for shards that could not be fetched. It fills nothing.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -35,6 +36,8 @@ from streamload.shards.samples import Entry
 logger = logging.getLogger("streamload")
 
 Facts = dict[str, Values]
+_MEASURED_SHARDS = 64
+"""The mean size is taken of so many shards, so that it costs the same however many are open."""
 _PATIENCE_SHARDS = 3
 _PATIENCE_SAMPLES = 3_000
 _KEYS_SHOWN = 5
@@ -207,7 +210,7 @@ class ShardCache:
 
     def keep_open(self, shards: Collection[int]) -> None:
         """Close all other shards: they may be evicted."""
-        for shard in [s for s in self._views if s not in shards]:
+        for shard in self._views.keys() - shards:
             view = self._views.pop(shard)
             self._files.forget(view)
             view.close()
@@ -215,8 +218,9 @@ class ShardCache:
             self._companions.pop(shard, None)
 
     def mean_bytes(self) -> float:
-        """The mean size of the open shards whose size is known; 0 if none is."""
-        readers = [view.reader for view in self._views.values() if view.reader is not None]
+        """The mean size of the shards opened last whose size is known; 0 if none is."""
+        latest = itertools.islice(reversed(self._views.values()), _MEASURED_SHARDS)
+        readers = [view.reader for view in latest if view.reader is not None]
         sizes = [reader.size or reader.meta.get("size") for reader in readers]
         whole_sizes = [size for size in sizes if isinstance(size, int)]
         return sum(whole_sizes) / len(whole_sizes) if whole_sizes else 0.0

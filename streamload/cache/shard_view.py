@@ -9,10 +9,11 @@ says what is there, and the caller decides how long to retry.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -454,18 +455,18 @@ class ShardView:
         if self._files is not None:
             self._files.trim()
 
-    def _paths(self, tier: Tier) -> list[Path]:
+    def _paths(self, tier: Tier) -> Iterator[Path]:
         digest = self.shard.digest
-        paths = [tier.tombstone(digest)]
+        paths: Iterable[Path] = [tier.tombstone(digest)]
         if self._may_open():
             digests = self.shard.digests
             if self._is_resting and self._index is not None:  # the form that it read before comes first
                 form = self._index.path.name
                 digests = tuple(sorted(digests, key=lambda digest: not form.startswith(digest)))
             published = map(tier.published, digests)
-            parts = (part for name in digests for part in tier.parts(name))
-            paths = [*published, tier.index_only(digest), *paths, *parts]
-        return [path for path in paths if path not in self._avoided]
+            parts = (part for name in digests for part in tier.parts(name))  # listed if nothing else is there
+            paths = itertools.chain(published, [tier.index_only(digest)], paths, parts)
+        return (path for path in paths if path not in self._avoided)
 
     def _may_open(self) -> bool:
         """True if copies may be opened: their version is known to be current, or reading has begun."""

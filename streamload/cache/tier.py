@@ -23,7 +23,7 @@ from streamload import limits
 from streamload.cache import demand, memory
 from streamload.cache.budget import ENFORCE_SECONDS, Budget
 from streamload.cache.directory import BLOCK_BYTES, KINDS, SUPERSEDED_NS, Directory, check_owner
-from streamload.cache.locks import FileLock, exclusive
+from streamload.cache.locks import FileLock
 from streamload.cache.memory import DiskUsage
 from streamload.cache.part import Orphan, Part
 from streamload.errors import CacheError, is_shortage
@@ -108,7 +108,7 @@ class Tier(Directory):
         Args:
             stopped: parts whose fillers have sent no heartbeat for long; they aren't waited for.
         """
-        with exclusive(self.root / "lock") as usage:
+        with self.deciding() as usage:
             parts = self.parts(digest)  # listed first: if one is published meanwhile, that is seen below
             if self.published(digest).exists() or self._stands(self.tombstone(digest)):
                 return None
@@ -176,7 +176,7 @@ class Tier(Directory):
 
         Called when a run starts, so that it retries what an earlier run could not fetch.
         """
-        with exclusive(self.root / "lock"):
+        with self.deciding():
             for tombstone in list(self.own("gone")):
                 self._stands(tombstone)
             for part in list(self.own("parts")):

@@ -165,14 +165,10 @@ class _Given:
         Each as place in the pass and number of samples.
         """
         reading = [place for place, _, _ in lanes.lanes if place >= 0]
-        places = [*reading, *range(lanes.next, self._lanes.begun)]
-        facts = (self._lanes.samples, self._count, self._last)
-        rows = zip(places, *(values[places].tolist() for values in facts), strict=True)
-        return tuple(
-            (place, samples)
-            for place, samples, count, last in rows
-            if samples >= 0 and count == samples and last < position
-        )
+        places = np.array([*reading, *range(lanes.next, self._lanes.begun)], np.int64)
+        samples = self._lanes.samples[places]
+        is_done = (samples >= 0) & (self._count[places] == samples) & (self._last[places] < position)
+        return tuple(zip(places[is_done].tolist(), samples[is_done].tolist(), strict=True))
 
 
 class GroupOrder:
@@ -262,6 +258,11 @@ class GroupOrder:
         return self._pass, self._lanes.begun
 
     @property
+    def begun(self) -> int:
+        """Shards that lanes have begun in all passes."""
+        return self._pass * self._lanes.order.size + self._lanes.begun
+
+    @property
     def read(self) -> int:
         """References of the epoch that lanes have read so far."""
         return self._before_pass + self._lanes.given
@@ -340,7 +341,10 @@ class GroupOrder:
         first = int(reading.min()) if reading.size else self._lanes.begun
         waiting = self._window.waiting(first, self._lanes.begun)
         places = dict.fromkeys([*waiting.tolist(), *reading.tolist()])
-        return [int(self._lanes.order[place]) for place in places if place not in self._done]
+        for place in places.keys() & self._done.keys():
+            del places[place]
+        shards: list[int] = self._lanes.order[[*places]].tolist() if places else []
+        return shards
 
     def coming_shards(self, count: int) -> NDArray[np.int64]:
         """Return the next shards that lanes will begin, up to `count`: of this pass, then of the next one.

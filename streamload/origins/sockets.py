@@ -325,6 +325,8 @@ def _finish_connecting(sock: socket.socket, address: Any, session: Session) -> N
 
 def _proxy_for(url: str) -> str | None:
     """Return the URL of the proxy that the environment names for a URL, if any."""
+    if not any(name[-6:].lower() == "_proxy" for name in os.environ):  # as urllib names them
+        return None
     parts = urlsplit(url)
     host = parts.hostname or ""
     if urllib.request.proxy_bypass(f"{host}:{parts.port}" if parts.port else host):

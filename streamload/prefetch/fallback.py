@@ -268,6 +268,12 @@ class FallbackPolicy:
                 self._refused_since.pop(shard.digest, None)
             return is_outdated
 
+    @property
+    def has_refused(self) -> bool:
+        """True if there was no room for a shard."""
+        with self._lock:
+            return bool(self._refused_since)
+
     def is_refused(self, shard: Shard) -> bool:
         """True if there was no room for a shard."""
         with self._lock:

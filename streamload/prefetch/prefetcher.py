@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,8 +37,6 @@ from streamload.origins.origin import Origin
 from streamload.prefetch.fallback import FallbackPolicy, FallbackTier, StorageMode
 from streamload.prefetch.scheduler import FillRequest, FillScheduler
 
-_HELD_SECONDS = 1.0
-"""Between two looks at a shard that is there."""
 _ELSEWHERE_SECONDS = 0.1
 """Between two looks at a shard that another process fills."""
 _NO_ROOM_SECONDS = 0.2
@@ -224,6 +222,10 @@ class Prefetcher:
         """Look at all shards again now: what is known about them may be outdated."""
         self._scheduler.look_again()
 
+    def look_soon(self, shards: Iterable[Shard]) -> None:
+        """Look at shards within a second, whatever the last look found: a reader waits for them."""
+        self._scheduler.look_soon(shards)
+
     def check(self) -> None:
         """Raise the error of a filling thread: a cache that can't be used.
 
@@ -232,6 +234,11 @@ class Prefetcher:
         """
         if self._error is not None:
             raise self._error
+
+    @property
+    def has_refused(self) -> bool:
+        """True if there was no room for a shard."""
+        return self._fallback.has_refused
 
     def refused_seconds(self, shard: Shard) -> float:
         """Time since there was room for a shard (0: there is)."""
@@ -354,7 +361,7 @@ class Prefetcher:
         if self._has_whole(mode, shard) or (mode.index_only and tier.index_only(shard.digest).exists()):
             self._fallback.accept(shard)
             self._sink(FillResult(shard, Filled.PUBLISHED))
-            return _HELD_SECONDS
+            return self._scheduler.held_seconds()
         form = self._form(mode, shard)
         part = tier.claim(form.digest, self._heartbeat.stopped(tier, form.digest))
         if part is None:
@@ -418,7 +425,7 @@ class Prefetcher:
             self._counts.add("shards_published")
             filled, directory = form, mode.tier.published(form.digest)
         self._sink(FillResult(shard, outcome.result, filled, directory, began_ns=began_ns))
-        return _NO_ROOM_SECONDS if is_refused else _HELD_SECONDS
+        return _NO_ROOM_SECONDS if is_refused else self._scheduler.held_seconds()
 
     def _form(self, mode: StorageMode, shard: Shard) -> Shard:
         """The form to fill: the prepared shard where there is one, else the shard itself."""

@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from streamload import limits
@@ -21,6 +21,10 @@ from streamload.errors import LimitReached
 logger = logging.getLogger("streamload")
 
 _IDLE_SECONDS = 0.25  # the longest that no thread looks at all
+HELD_SECONDS, _MOST_HELD_SECONDS = 1.0, 30.0
+"""Between two looks at a shard that is there; the shorter where a reader waits for it."""
+_LOOKS_PER_SECOND = 100
+"""About the most looks at such shards, so that many requests cost no more than a hundred."""
 _MOST_YIELDING = 32
 """The most threads that yield their slot while they wait for another node; any more keep it."""
 
@@ -59,6 +63,9 @@ class FillScheduler:
         self._busy: set[str] = set()
         self._not_before: dict[str, float] = {}
         self._refused: set[str] = set()  # there was no room for them at the last look
+        self._order: list[FillRequest] = []  # the requests
+        self._next_place = 0  # none before it is free and due until _due_at
+        self._due_at = 0.0
         self._yielding = 0  # threads that have yielded their slot
         self._is_watched = False  # whether an idle thread watches the clock
         self._threads = [self._thread(i) for i in range(threads)]
@@ -95,7 +102,8 @@ class FillScheduler:
             by_digest.setdefault(request.shard.digest, request)
         with self._change:
             if list(by_digest.values()) != list(self._requests.values()):
-                self._requests = by_digest
+                self._requests, self._order = by_digest, list(by_digest.values())
+                self._scan_again()
                 self._refused &= by_digest.keys()
                 self._not_before = {
                     digest: self._not_before[digest] for digest in self._not_before.keys() & by_digest.keys()
@@ -109,7 +117,23 @@ class FillScheduler:
                 self._not_before.clear()
             else:
                 self._not_before.pop(shard.digest, None)
+            self._scan_again()
             self._change.notify_all()
+
+    def look_soon(self, shards: Iterable[Shard]) -> None:
+        """Look at shards within HELD_SECONDS: a reader waits for them."""
+        with self._change:
+            latest = time.monotonic() + HELD_SECONDS
+            for shard in shards:
+                if self._not_before.get(shard.digest, 0.0) > latest:
+                    self._not_before[shard.digest] = latest
+                    self._scan_again()
+
+    def held_seconds(self) -> float:
+        """Time until the next look at a shard that is there."""
+        with self._change:
+            seconds = min(_MOST_HELD_SECONDS, len(self._order) / _LOOKS_PER_SECOND)
+            return max(HELD_SECONDS, seconds)
 
     def is_busy_with(self, shard: Shard) -> bool:
         """True if a thread has taken it."""
@@ -175,11 +199,13 @@ class FillScheduler:
         """
         with self._change:
             self._busy.discard(shard.digest)
-            self._not_before[shard.digest] = time.monotonic() + pause_seconds
+            self._not_before[shard.digest] = due = time.monotonic() + pause_seconds
+            self._due_at = min(self._due_at, due)
             if is_refused:
                 self._refused.add(shard.digest)
-            else:
+            elif shard.digest in self._refused:
                 self._refused.discard(shard.digest)
+                self._scan_again()
             if pause_seconds < _IDLE_SECONDS:  # else the watching thread looks again before it is due
                 self._change.notify_all()
 
@@ -214,22 +240,33 @@ class FillScheduler:
 
     def _due(self, now_seconds: float) -> tuple[Shard | None, bool, float]:
         """The first free shard that is due; whether there is another; else when to look again."""
-        shard, until = None, now_seconds + _IDLE_SECONDS
+        latest = now_seconds + _IDLE_SECONDS
         if len(self._busy) - self._yielding >= self._at_once:
-            return None, False, until
-        for digest, request in self._requests.items():
+            return None, False, latest
+        if now_seconds >= self._due_at:
+            self._scan_again()
+        shard = None
+        for place in range(self._next_place, len(self._order)):
+            request = self._order[place]
+            digest = request.shard.digest
             if digest in self._busy:
                 continue
             due = self._not_before.get(digest, 0.0)
             if due <= now_seconds:
                 if shard is not None:
-                    return shard, True, until
+                    self._next_place = place
+                    return shard, True, latest
                 shard = request.shard
-            elif not request.is_needed and digest in self._refused:
+                continue
+            self._due_at = min(self._due_at, due)
+            if not request.is_needed and digest in self._refused:
                 break  # later ones won't find room either
-            else:
-                until = min(until, due)
-        return shard, False, until
+        self._next_place = len(self._order)
+        return shard, False, min(latest, self._due_at)
+
+    def _scan_again(self) -> None:
+        """Look through the requests from the first one on."""
+        self._next_place, self._due_at = 0, math.inf
 
     def _thread(self, number: int) -> threading.Thread:
         return threading.Thread(target=self._work, name=f"streamload-fill-{number}", daemon=True)

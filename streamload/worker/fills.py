@@ -99,6 +99,7 @@ class Fills:
         self._ranges: Ranges | None = None
         self.reads_ranges = False
         self._wanted: tuple[list[int], list[int]] = [], []
+        self._shards: dict[int, Shard] = {}  # of these
 
     def begin(self, start: EpochStart) -> None:
         """Begin an epoch: what is known of shards may be outdated."""
@@ -120,8 +121,10 @@ class Fills:
         by_urgency = [*needed], [shard for shard in later if shard not in needed]
         if by_urgency == self._wanted:
             return
-        self._wanted = by_urgency
-        shards, position = self._config.shards, itertools.count(most_open)
+        self._wanted, position, before = by_urgency, itertools.count(most_open), self._shards
+        shards = self._shards = {
+            shard: before.get(shard) or self._config.shards[shard] for shard in itertools.chain(*by_urgency)
+        }
         # Next uses as `DemandFile` announces them, open shards first. A lane that has read its shard waits
         # for the next one, which is needed and not open.
         open_use = max(0, most_open - 1)
@@ -133,6 +136,13 @@ class Fills:
         self.prefetcher.want(requests)
         for follower in self.followers:
             follower.want(requests)
+
+    def are_requested(self, shards: Sequence[int]) -> bool:
+        """True if shards that a batch waits for are requested; they are looked at soon."""
+        if self.prefetcher.has_refused or not self._shards.keys() >= set(shards):
+            return False  # where room is short, needed ones come first
+        self.prefetcher.look_soon([self._shards[shard] for shard in shards])
+        return True
 
     def want_ranges(self, ranges: Iterable[ShardRange]) -> None:
         """Request ranges of index-only shards that will be read soon."""

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,11 @@ _WITHOUT_SAMPLES = (
     "come more often. See which shards are missing, or give fewer groups (by default: as many as nodes)"
 )
 _FEWEST_KNOWN = 16
+_MOST_AHEAD = 1024
+"""The most shards to fill ahead."""
+_PARTS = 16
+"""What is wanted, in use and announced is told anew once a 16th has changed: its cost is then a shard's, not
+one of each batch."""
 
 
 class Reader:
@@ -104,6 +109,8 @@ class Reader:
         self._without_samples: set[tuple[int, int]] = set()  # groups and sources that were logged as such
         self._fills_ahead = False
         self._known_ahead: int | None = None  # about how many references to know ahead
+        self._wanted: _Told | None = None
+        self._kept: _Told | None = None  # open shards, and the demand that was announced
         self._blocked_ns: dict[int, int] = {}
         self._blocked_by: str | None = None  # the shard that was reported as blocking a batch
         self._away: frozenset[str] = frozenset()  # the servers that are down
@@ -262,7 +269,9 @@ class Reader:
     def give_shares(self, changes: Sequence[Event]) -> None:
         """Prefetch only for the sources that have a share by one of these."""
         shares = zip(*(change.value["shares"] for change in changes), strict=True)
-        self._idle = {source for source, source_shares in enumerate(shares) if not any(source_shares)}
+        idle = {source for source, source_shares in enumerate(shares) if not any(source_shares)}
+        if idle != self._idle:
+            self._idle, self._wanted = idle, None
 
     def begin_batch(self) -> None:
         """Begin a batch: it hasn't waited, and the prefetcher learns which shards it needs."""
@@ -271,7 +280,8 @@ class Reader:
 
     def fill_ahead(self) -> None:
         """Prefetch later shards from now on: the first batch had the link to itself."""
-        self._fills_ahead = True
+        if not self._fills_ahead:
+            self._fills_ahead, self._wanted = True, None
 
     def blocked(self) -> tuple[tuple[int, int], ...]:
         """The shards that held up the training loop since the last call, with nanoseconds."""
@@ -283,11 +293,14 @@ class Reader:
         return blocked
 
     def let_go(self) -> None:
-        """Close the shards that no known reference needs, and announce the progress."""
+        """Close the shards that no known reference needs, and announce the progress, once enough changed."""
+        if self._kept is not None and self._kept.holds(self._streams):
+            return
         mean_bytes = 0.0 if self._known_ahead else self._cache.mean_sample_bytes()
         if mean_bytes:
             self._known_ahead = max(_FEWEST_KNOWN, int(self._limit.size_bytes / KNOWN_PART / mean_bytes))
         in_use = self._in_use()
+        self._kept = _Told(self._streams, len(in_use) // _PARTS)
         self._cache.keep_open(in_use)
         for follower in self.fills.followers:
             follower.keep_open(in_use)
@@ -315,6 +328,7 @@ class Reader:
         for stream in self._streams.values():
             stream.close()
         self._streams = {}
+        self._wanted = self._kept = None
 
     def _begin(self, start: EpochStart, group: int, source: int) -> ReferenceStream:
         config, source_order = self.config, self.config.sources[source]
@@ -374,6 +388,8 @@ class Reader:
         start_ns = time.monotonic_ns() if looked_ns is None else looked_ns
         wait = self._wait = self._wait or Wait()
         self.stop_if_superseded()
+        if not self.fills.are_requested(needed):
+            self._wanted = None
         self._want(needed)
         self.fills.prefetcher.check()
         blocked = self._blocked(wait, needed)
@@ -440,7 +456,9 @@ class Reader:
             self._control.block(self._row, report if self._blocked_by or away else None)
 
     def _want(self, blocked: Iterable[int] = ()) -> None:
-        """Give the prefetcher the shards to fill, in order of need."""
+        """Give the prefetcher the shards to fill, in order of need, once enough changed."""
+        if self._wanted is not None and self._wanted.holds(self._streams):
+            return
         in_use: set[int] = set()
         needed = dict.fromkeys(blocked)
         later: dict[int, None] = {}
@@ -451,7 +469,8 @@ class Reader:
             in_use.update(open_shards)
             needed.update(dict.fromkeys(open_shards))
             if self._fills_ahead and source not in self._idle:
-                later.update(dict.fromkeys(stream.coming(self._shards_ahead()).tolist()))
+                later.update(dict.fromkeys(stream.coming(min(self._shards_ahead(), _MOST_AHEAD)).tolist()))
+        self._wanted = _Told(self._streams, max(most_open, len(later)) // _PARTS)
         self.fills.want(needed, later, in_use, most_open)
 
     def _in_use(self) -> set[int]:
@@ -464,3 +483,22 @@ class Reader:
             return 1
         room = self._limit.size_bytes / 4
         return max(1, int(min(self.config.ahead.bytes, room) / mean))
+
+
+class _Told:
+    """What was told of the shards of streams, until more than some have been opened or left.
+
+    Args:
+        streams: of the reader.
+        most: how many shards may be opened or left before it is outdated.
+    """
+
+    def __init__(self, streams: Mapping[tuple[int, int], ReferenceStream], most: int):
+        self._most = most
+        self._visits = {key: stream.visits for key, stream in streams.items()}
+
+    def holds(self, streams: Mapping[tuple[int, int], ReferenceStream]) -> bool:
+        """True if it isn't outdated."""
+        if not self._most or streams.keys() != self._visits.keys():
+            return False
+        return sum(abs(stream.visits - self._visits[key]) for key, stream in streams.items()) <= self._most

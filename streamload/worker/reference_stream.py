@@ -161,7 +161,7 @@ class ReferenceStream:
 
     def begun(self) -> dict[int, CheckpointShard]:
         """The open shards as a checkpoint records them, by their index in the source."""
-        return self._arrivals.begun([shard - self._first for shard in self.shards_in_use()])
+        return self._arrivals.begun((np.array(self.shards_in_use(), np.int64) - self._first).tolist())
 
     def shards_in_use(self) -> list[int]:
         """The shards that have to stay readable, the next needed first."""
@@ -195,6 +195,11 @@ class ReferenceStream:
     def due(self) -> int:
         """References of the pass by the indexes of its shards, at its end."""
         return self._order.due
+
+    @property
+    def visits(self) -> int:
+        """How many shards lanes have opened and references have left so far."""
+        return 2 * self._order.begun - len(self.shards_in_use())
 
     @property
     def progress(self) -> tuple[int, int]:

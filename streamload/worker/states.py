@@ -209,12 +209,18 @@ class CheckedArrivals:
 
     def begun(self, shards: Collection[int]) -> dict[int, CheckpointShard]:
         """Records of open shards for a state, by their position in the source."""
-        self._contents = {shard: self._contents[shard] for shard in shards if shard in self._contents}
+        is_open = dict.fromkeys(shards)
+        for shard in self._contents.keys() - is_open.keys():
+            del self._contents[shard]
         if self._begun and self._holds():
             return {shard: self._seen(shard) for shard in shards}
-        records = {shard: self._settled.get(shard) or self._seen(shard) for shard in shards}
-        self._settled = {shard: record for shard, record in records.items() if record.ended}
-        return records
+        settled = self._settled
+        for shard in settled.keys() - is_open.keys():
+            del settled[shard]
+        fresh = {shard: self._seen(shard) for shard in shards if shard not in settled}
+        settled |= {shard: record for shard, record in fresh.items() if record.ended}
+        records = settled | fresh
+        return dict(zip(shards, map(records.__getitem__, shards), strict=True))
 
     def _is_same(self, view: ShardView, recorded: CheckpointShard, ended: bool) -> bool:
         """True if the start of the index is as recorded; False: not known yet.
@@ -255,7 +261,7 @@ class CheckedArrivals:
 
 
 def _plain(open_shards: Mapping[int, CheckpointShard]) -> dict[int, tuple[Any, ...]]:
-    return {shard: tuple(checkpoint) for shard, checkpoint in open_shards.items()}
+    return dict(zip(open_shards, map(tuple, open_shards.values()), strict=True))
 
 
 def _source_state(cursor: tuple[Any, ...], open_shards: Mapping[int, tuple[Any, ...]]) -> SourceState:

@@ -37,6 +37,7 @@ METRICS = {
 
 OWN_METRICS = {
     "cold_large": {"first_batch_seconds", "epoch_1_seconds", "epoch_2_seconds", "epoch_1_bytes"},
+    "small_shards": {"seconds", "samples_per_second", "cpu_us"},
     "small_cache": {"seconds", "first_batch_seconds", "fetched", "requests", "range_reads"},
     "hits": {"hits", "hits_counted", "expected", "limit_bytes", "live_bytes", "data_bytes"},
     "fill": {"bytes_per_cpu_second", "bytes_per_second", "cpu_ns_per_byte"},
@@ -213,6 +214,17 @@ def test_the_first_batches_of_nodes_that_lost_one_or_have_a_slow_one_are_measure
     assert list(result["medians"]) == ["after losing a node", "beside a slow node"]
     assert all(row["first_batch_seconds"] > 0 for row in result["medians"].values())
     assert report.tables_of({"nodes": result})["nodes"].count("\n") == 3
+
+
+def test_many_small_shards_are_measured_beside_webdataset_by_epoch(tmp_path: Path) -> None:
+    result = run_quickly("small_shards", tmp_path / "out.json")
+    runs = [(name, shards) for shards in (20, 60) for name in ("streamload", "webdataset")]
+    assert list(result["medians"]) == [
+        f"{name}, {shards} shards of 8, epoch {epoch}" for name, shards in runs for epoch in (1, 2)
+    ]
+    assert all(medians.keys() >= OWN_METRICS["small_shards"] for medians in result["medians"].values())
+    assert [target["value"] > 0 for target in result["targets"]] == [True, True]
+    assert report.tables_of({"small_shards": result})["small_shards"].count("\n") == 9
 
 
 def test_a_small_cache_is_measured_with_and_without_lanes_and_window_that_fit(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_one_who_is_called_calls_the_next_while_there_is_more_to_take(
 ) -> None:
     """Nobody looks by the clock here; a call for each shard is all that brings four threads to work."""
     monkeypatch.setattr(scheduler, "_IDLE_SECONDS", 300.0)
-    monkeypatch.setattr(ahead_, "_HELD_SECONDS", 600.0)
+    monkeypatch.setattr(scheduler, "HELD_SECONDS", 600.0)
     write_shards(tmp_path / "data", [5] * 5)
     counts, begun = Counters(), set[str]()
     go_on = threading.Event()
@@ -95,7 +95,7 @@ def test_one_who_is_called_calls_the_next_while_there_is_more_to_take(
 
 def test_a_look_at_a_shard_that_is_there_wakes_one_thread(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(scheduler, "_IDLE_SECONDS", 300.0)
-    monkeypatch.setattr(ahead_, "_HELD_SECONDS", 600.0)
+    monkeypatch.setattr(scheduler, "HELD_SECONDS", 600.0)
     write_shards(tmp_path / "data", [5])
     counts, looked = Counters(), threading.Semaphore(0)
     with ShardServer(tmp_path / "data") as server:

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from streamload import descriptors
-from streamload.cache import part, shard_copy
+from streamload.cache import directory, part, shard_copy
 from streamload.prefetch import fallback, prefetcher, scheduler
 
 from .disk import Disk
@@ -303,6 +303,7 @@ def installed(system: System) -> Iterator[None]:
         (time, "monotonic", dispatch(_real_monotonic, system.monotonic)),
         (time, "sleep", dispatch(_real_sleep, system.sleep)),
         (secrets, "token_hex", dispatch(_real_token_hex, system.token_hex)),
+        (directory, "threading", threads),
         (prefetcher, "threading", threads),
         (scheduler, "threading", threads),
         (fallback, "threading", threads),

@@ -90,6 +90,24 @@ class Lock(_OfEngine):
         self._depth += 1
         return True
 
+    def acquire(self, timeout: float) -> bool:
+        if self._engine.here() is None:  # of what the story itself looks at, while no task runs
+            return False
+        task, until = self._step("lock"), self._engine.now + timeout
+        while self.owner is not None and self._engine.now < until:
+            self._waiting.append(task)
+            try:
+                self._engine.wait(task, f"a lock that {self.owner.name} has", until - self._engine.now)
+            finally:
+                self._waiting.remove(task)
+        if self.owner is not None:
+            return False
+        self.owner, self._depth = task, 1
+        return True
+
+    def release(self) -> None:
+        self.__exit__()
+
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if self._depth == 0:

@@ -1,0 +1,56 @@
+"""Steps over many small shards: what they do doesn't grow with the shards that are open."""
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import streamload
+from streamload import Workers, descriptors
+from streamload.testing.shards import write_shards
+
+SAMPLES_PER_SHARD, BATCH, STEPS = 8, 16, 32
+
+
+def key_of(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"key": sample["__key__"]}
+
+
+def calls_of_a_step(data: Path, cache: Path, open_shards: int) -> tuple[float, int]:
+    """The calls of a step in a warm epoch, of Python's functions and built-in ones, and the open files.
+
+    The counted steps begin when the whole window is open, and end before the lanes finish the pass.
+    """
+    calls, files, window, shards = 0, 0, open_shards * SAMPLES_PER_SHARD, open_shards * 5 // 4 + 100
+    first = window // 2 // BATCH + 4
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    with streamload.make_loader(
+        f"{data}/{{00000..{shards - 1:05d}}}.tar",
+        workers=Workers(map_sample=key_of),
+        batch_size=BATCH,
+        num_workers=0,
+        shuffle=window,
+        cache_dir=cache,
+    ) as loader:
+        assert sum(1 for _ in loader) == shards * SAMPLES_PER_SHARD // BATCH
+        for step, _ in enumerate(loader):
+            if step == first:
+                before = sys.getprofile()
+                sys.setprofile(count)
+            elif step == first + STEPS:
+                sys.setprofile(before)
+                files = descriptors.count()
+                break
+    return calls / STEPS, files
+
+
+def test_a_step_makes_as_many_calls_with_400_open_shards_as_with_50(tmp_path: Path) -> None:
+    write_shards(tmp_path / "data", [SAMPLES_PER_SHARD] * 600, seed=1)
+    few, few_files = calls_of_a_step(tmp_path / "data", tmp_path / "cache", 50)
+    many, many_files = calls_of_a_step(tmp_path / "data", tmp_path / "cache", 400)
+    assert many_files > 4 * few_files > 160  # each open shard keeps two
+    assert many <= 1.3 * few, f"{few:.0f} calls, {many:.0f} with more open shards"
