@@ -7,11 +7,15 @@ in the middle of a training.
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
+import multiprocessing.connection
 import multiprocessing.process
 import os
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from multiprocessing import forkserver
 from typing import Any
 
 import torch
@@ -19,6 +23,8 @@ from torch.autograd import profiler
 from torch.utils.data import DataLoader
 
 _LOOK_SECONDS = 1.0
+_END_SECONDS = 5.0
+"""Given to workers to end by themselves; torch gives as much to one after the other."""
 _iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 """torch's iterators over the workers of all loaders."""
 _ITERATORS = "torch.utils.data.dataloader"
@@ -42,6 +48,7 @@ NAMES = (
     "torch.nn.modules.module._global_forward_pre_hooks",
     "torch._library.custom_ops.OPDEFS",
     "multiprocessing.process._children",
+    "multiprocessing.forkserver._forkserver._preload_modules",
 )
 
 
@@ -100,20 +107,69 @@ def running_iterator(loader: DataLoader[Any]) -> Any | None:
 
 
 def shut_down_workers(loader: DataLoader[Any]) -> None:
-    """End a DataLoader's persistent workers. Idempotent."""
+    """End a DataLoader's persistent workers, by force those that are stuck. Idempotent."""
     batches = running_iterator(loader)
-    if batches is not None and hasattr(batches, "_shutdown_workers"):
-        # torch reports a dead worker from a signal handler, at any line; the others end all the same.
+    if batches is None or not hasattr(batches, "_shutdown_workers"):
+        return
+    # torch reports a dead worker from a signal handler, at any line; the others end all the same.
+    if not batches._shutdown:
         with contextlib.suppress(RuntimeError):
-            batches._shutdown_workers()
+            _end_workers(batches)
+    with contextlib.suppress(RuntimeError):
+        batches._shutdown_workers()
+
+
+def _end_workers(batches: Any) -> None:
+    """Tell all workers to end, and kill those that still run after some seconds."""
+    batches._workers_done_event.set()
+    for messages in batches._index_queues:
+        messages.put(None)
+    running = {worker.sentinel for worker in batches._workers}
+    deadline = time.monotonic() + _END_SECONDS
+    while running and (left_seconds := deadline - time.monotonic()) > 0:
+        running.difference_update(multiprocessing.connection.wait(running, left_seconds))
+    for worker in batches._workers:
+        if worker.sentinel in running:
+            worker.terminate()
+
+
+def end_by_kill(workers: Iterable[multiprocessing.process.BaseProcess]) -> None:
+    """Let torch and Python send SIGKILL to these workers in place of SIGTERM, at which workers go on."""
+    for worker in workers:
+        popen: Any = worker._popen  # type: ignore[attr-defined]
+        popen_class: Any = type(popen)
+        popen.__class__ = _ended_by_kill(popen_class)
+
+
+@functools.cache
+def _ended_by_kill(popen_class: type) -> type:
+    def terminate(popen: Any) -> None:
+        for batches in list(_iterators):
+            if popen in [worker._popen for worker in getattr(batches, "_workers", ())]:
+                _expect_deaths(batches)
+        popen.kill()
+
+    return type(popen_class.__name__, (popen_class,), {"terminate": terminate})
+
+
+def _expect_deaths(batches: Any) -> None:
+    """Keep torch from reporting that workers of an iterator have died, also of a later one at its address."""
+    if getattr(batches, "_worker_pids_set", False):
+        torch._C._remove_worker_pids(id(batches))
+        batches._worker_pids_set = False
+
+
+def preload(module: str) -> None:
+    """Let the forkserver import a module, if it doesn't run yet."""
+    server: Any = forkserver._forkserver
+    if module not in server._preload_modules:
+        server._preload_modules = [*server._preload_modules, module]
 
 
 def abandon_workers(batches: Any) -> None:
     """Keep torch and Python from ending an iterator's workers when this process, a fork, ends."""
     batches._shutdown = True
-    if getattr(batches, "_worker_pids_set", False):
-        torch._C._remove_worker_pids(id(batches))  # else a later iterator at this address is taken for it
-        batches._worker_pids_set = False
+    _expect_deaths(batches)
     for worker in getattr(batches, "_workers", ()):
         multiprocessing.process._children.discard(worker)  # type: ignore[attr-defined]
 

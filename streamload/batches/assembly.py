@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic_ns
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 
 from streamload.batches.captions import read_caption, read_label
 from streamload.batches.collate import Allocate, collate, named
+from streamload.batches.draws import UserDraws
 from streamload.batches.images import BatchImages, ImageAssembly, PixelRecipe
 from streamload.batches.in_progress import (
     BatchFactory,
@@ -27,7 +29,6 @@ from streamload.batches.tokenize import BatchTokenizer, Texts
 from streamload.errors import BlankCaption, add_note
 from streamload.extension import BatchColumn
 from streamload.shards.samples import Sample
-from streamload.transforms.augment import SeededGenerators
 
 _KEYS_SHOWN = 16
 _MAP_SAMPLE_SEED, _COLLATE_SEED = 0x9E37_79B9_7F4A_7C15, 0xD1B5_4A32_D192_ED03
@@ -56,6 +57,7 @@ class BatchAssembly:
         trim: cuts rows of several lengths, and measures them; None: all have one length.
         preparation: of its images, and of what columns decode; None: there is none.
         kinds: of rows, if not all have an image and a text; None: they have.
+        draws: of `map_sample` and `collate`, in this process.
     """
 
     image: Choose
@@ -70,6 +72,9 @@ class BatchAssembly:
     trim: Trim | None = None
     preparation: PixelRecipe | None = None
     kinds: RowKinds | None = None
+    draws: UserDraws = field(
+        default_factory=lambda: UserDraws("map_sample"), init=False, compare=False, repr=False
+    )
 
     def members_of(self, sample: Sample) -> Members:
         """The members to use; a sample without them isn't usable by its index entry, and doesn't get here."""
@@ -287,7 +292,8 @@ class _MappedBatch:
         self._exit = ExitStack()
         if images is not None:
             self._exit.callback(images.close)
-        self._generators = self._exit.enter_context(SeededGenerators())
+        self._draws = assembly.draws
+        self._generators = self._exit.enter_context(self._draws.generators(map_sample, assembly.collate))
 
     def parse(self, sample: Sample, seed: int) -> _Mapped:
         """Choose the image of a sample; the user's function itself parses all else."""
@@ -319,8 +325,11 @@ class _MappedBatch:
         self._seed ^= seed
 
     def _map(self, raw: dict[str, Any], seed: int) -> Mapping[str, Any]:
+        again = raw if self._draws.is_checked else copy.deepcopy(raw)
         self._generators.seed(seed)
         value = self._map_sample(raw)
+        if not self._draws.is_checked:
+            self._draws.check(self._map_sample, again, self._generators, seed, value)
         if not isinstance(value, Mapping):
             raise TypeError(
                 f"map_sample returned a {type(value).__name__} for {raw['__key__']}; expected a dict"

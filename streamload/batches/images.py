@@ -6,7 +6,7 @@ import operator
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic_ns
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from streamload.batches.collate import Allocate, collate_images
+from streamload.batches.draws import UserDraws
 from streamload.origins.origin import Origin
 from streamload.transforms.augment import SeededGenerators
 from streamload.transforms.decode import (
@@ -157,6 +158,7 @@ class ImageAssembly:
         most_pixels: the limit of an image that is decoded (transforms/limits.py); a preparation has its own.
         as_model_inputs: keep all values that an image processor returns, and refuse images that aren't
             tensors.
+        draws: of a function that runs as given, in this process.
     """
 
     preprocess: ImagePlan | ImageMaker | Preprocess
@@ -165,6 +167,9 @@ class ImageAssembly:
     changes_pixels: bool = True
     most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS
     as_model_inputs: bool = False
+    draws: UserDraws = field(
+        default_factory=lambda: UserDraws("preprocess"), init=False, compare=False, repr=False
+    )
 
     @property
     def unnormalised(self) -> Statistics | None:
@@ -404,13 +409,14 @@ class GivenImages:
         self._transform = UserTransform(
             GivenProcessor(processor) if self._is_processor else preprocess, assembly.most_pixels
         )
+        self._preprocess, self._draws = preprocess, assembly.draws
         self._resized = None if assembly.resizing is None else assembly.pixels
         self._as_model_inputs = assembly.as_model_inputs
         self._allocate = allocate
         self._values: list[Any] = []
         self.timed_ns, self.decodes = (0, 0), True
         self._exit = ExitStack()
-        self._generators = self._exit.enter_context(SeededGenerators())
+        self._generators = self._exit.enter_context(self._draws.generators(preprocess))
 
     def parse(self, data: memoryview, is_prepared: bool, seed: int) -> tuple[memoryview, bool, int]:
         """Nothing can be done before the function runs."""
@@ -420,14 +426,20 @@ class GivenImages:
         """Add an image, given the result of `parse`."""
         data, is_prepared, seed = parsed
         start_ns = monotonic_ns()
-        if self._resized is None:
-            image = self._transform.decoded(data)
-        else:
-            image = Image.fromarray(self._resized(data, is_prepared).copy())
+        image = self._decoded(data, is_prepared)
         decoded = monotonic_ns()
-        self._values.append(self._transform(image, self._generators, seed))
+        value = self._transform(image, self._generators, seed)
+        self._values.append(value)
         before = self.timed_ns
         self.timed_ns = before[0] + decoded - start_ns, before[1] + monotonic_ns() - decoded
+        if not (self._draws.is_checked or self._is_processor):
+            again = self._decoded(data, is_prepared)
+            self._draws.check(self._preprocess, again, self._generators, seed, value)
+
+    def _decoded(self, data: memoryview, is_prepared: bool) -> Image.Image:
+        if self._resized is None:
+            return self._transform.decoded(data)
+        return Image.fromarray(self._resized(data, is_prepared).copy())
 
     def last_image(self) -> Any:
         """The last result of the function."""

@@ -107,10 +107,13 @@ def make_loader(
             `preprocess_train` and `preprocess_val` is compiled if every step is known
             (docs/guides/transforms.md has the list): a faster path to the same batch, to the bit if the
             package was built with a C compiler, else within one level of 255. So is an image processor of
-            transformers, if that gives the same bits. Anything else runs as given, its random generators
-            seeded by the sample; the log says which. None: open_clip's default for 224 pixels (in training a
-            random resized crop, else resize and centre crop), compiled. With Images(patches=…) it is a
-            function of max_seq_len= and patch_size= that returns such a transform.
+            transformers, if that gives the same bits. Anything else runs as given; the log says which. The
+            sample then seeds the global generators of random, numpy and torch, and those that the function
+            has in attributes, lists, dicts, closures and globals (numpy's, torch's, `random.Random`; so those
+            of Albumentations), and a warning names a function that still draws otherwise. None: open_clip's
+            default for 224 pixels (in training a random resized crop, else resize and centre crop), compiled.
+            With Images(patches=…) it is a function of max_seq_len= and patch_size= that returns such a
+            transform.
         batch_size: samples in a batch of one rank. With Patches(steps=…) each step has its own.
         num_workers: processes that decode; 0 does it in this process.
         num_samples: samples of an epoch over all ranks, rounded down to full batches in training. With it,

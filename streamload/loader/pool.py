@@ -8,7 +8,7 @@ import pickle
 import signal
 import weakref
 from collections.abc import Iterator
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 import torch
@@ -22,7 +22,13 @@ from streamload.loader.options import LoaderOptions
 from streamload.loader.schedule import RunSchedule
 from streamload.loader.worker_config import worker_config_for
 from streamload.origins.origin import import_origins
-from streamload.torch_internals import protect_workers, running_iterator, shut_down_workers
+from streamload.torch_internals import (
+    end_by_kill,
+    preload,
+    protect_workers,
+    running_iterator,
+    shut_down_workers,
+)
 from streamload.transforms.plan import Statistics
 from streamload.worker import Message, StreamDataset, WorkerConfig
 
@@ -86,7 +92,7 @@ class WorkerPool:
             LimitReached: there may be no more processes, threads or open files.
         """
         try:
-            with _on_cpu(), _interrupts_held(self.batches):
+            with _on_cpu(), _signals_held(self.batches):
                 batches = iter(self.batches)
         except _UNPICKLABLE:
             self._options.refuse_unpicklable()
@@ -173,17 +179,27 @@ def _on_cpu() -> contextlib.AbstractContextManager[object]:
 
 
 @contextlib.contextmanager
-def _interrupts_held(source: DataLoader[Message]) -> Iterator[None]:
-    """Start workers with SIGINT blocked, which they inherit; a pending one is delivered afterwards."""
+def _signals_held(source: DataLoader[Message]) -> Iterator[None]:
+    """Start workers with SIGINT and SIGTERM blocked, which they inherit; both are delivered afterwards.
+
+    A forkserver, and other processes that it starts later, must not inherit a blocked SIGTERM.
+    """
     if running_iterator(source) is not None or not source.num_workers:
         yield
         return
-    if (source.multiprocessing_context or multiprocessing).get_start_method() != "fork":
+    method = (source.multiprocessing_context or multiprocessing).get_start_method()
+    if method != "fork":
         resource_tracker.ensure_running()  # else the first worker would start it, which unblocks SIGINT
+    others = set(multiprocessing.active_children())
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
+        if method == "forkserver":
+            preload("streamload.forkserver")
+            forkserver.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         yield
     finally:
+        end_by_kill(set(multiprocessing.active_children()) - others)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

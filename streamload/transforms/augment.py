@@ -4,31 +4,42 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from streamload.transforms import kernel
+from streamload.transforms.generators import OwnGenerator
 
 CLIP_SCALE = (0.9, 1.0)
 CLIP_RATIO = (3 / 4, 4 / 3)
 _TRIES = 10
 _LOW_32 = 0xFFFF_FFFF
+_APART, _LOW_64 = 0x9E37_79B9_7F4A_7C15, 0xFFFF_FFFF_FFFF_FFFF
 UNIT_MASK = (1 << 24) - 1
 UNIT = 1 / (1 << 24)
 _BLOCK = 8
 
 
 class SeededGenerators:
-    """Makes functions that use global generators depend only on a sample's seed.
+    """Makes functions that use random generators depend only on a sample's seed.
 
     A context manager around a batch, which restores the generators at its exit; call `seed` before each
     sample. Seeds Python's `random`, numpy's legacy generator and torch's CPU generator. Not thread-safe.
+
+    Args:
+        own: generators of the functions themselves, each of which gets numbers of its own.
     """
+
+    def __init__(self, own: Sequence[OwnGenerator] = ()) -> None:
+        self.own = own
+        self._seeds = [(generator.seed, (k + 1) * _APART & _LOW_64) for k, generator in enumerate(own)]
 
     def __enter__(self) -> SeededGenerators:
         self._states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
+        self._own_states = [generator.save() for generator in self.own]
         return self
 
     def seed(self, seed: int, torch_taken: int = 0) -> None:
@@ -45,6 +56,8 @@ class SeededGenerators:
         torch.default_generator.manual_seed(seed & _LOW_32)
         if torch_taken:
             torch.rand(torch_taken, device="cpu", dtype=torch.float32)
+        for seed_own, apart in self._seeds:
+            seed_own(seed ^ apart)
 
     def were_used(self, seed: int) -> bool:
         """Return whether any generator was used since `seed` seeded it."""
@@ -57,6 +70,8 @@ class SeededGenerators:
         random.setstate(python)
         np.random.set_state(legacy)
         torch.set_rng_state(cpu)
+        for generator, state in zip(self.own, self._own_states, strict=True):
+            generator.restore(state)
 
 
 class Draws:

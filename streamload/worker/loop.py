@@ -114,7 +114,7 @@ class StreamDataset(IterableDataset[Message]):
         if self._loop is None or self._loop.pid != os.getpid():
             worker, workers = (info.id, info.num_workers) if info else (0, 0)
             if workers:
-                process.leave_interrupts_to_rank()
+                process.leave_signals_to_rank()
                 if self._environ is not None:
                     process.put_environment(self._environ)
                 gc.freeze()  # else a collection would copy every page that is shared with the rank
