@@ -20,7 +20,7 @@ from streamload.cache.companion import OpenCompanion
 from streamload.errors import OptionError, add_note
 from streamload.shards.columns import BUILT_IN, TOKENS, Column, Values
 from streamload.shards.index import IndexReader
-from streamload.shards.record import OWN_LAYOUT
+from streamload.shards.record import LEFT_OUT, LINKED, OWN_LAYOUT
 from streamload.shards.samples import Entry
 
 Numbers = npt.NDArray[np.int64]
@@ -101,11 +101,13 @@ class Selected(NamedTuple):
         numbers: ascending.
         rates: float64, of each how often it is used in a pass in the mean, above 0; None: once.
         missing: how many entries lack a required member.
+        left_out: how many lack one and have members that are left out, as links or as sparse files.
     """
 
     numbers: Numbers
     rates: Values | None
     missing: int
+    left_out: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,16 +185,17 @@ class Selection:
             OptionError: a rate is no number from 0 to MOST_USES; it names the sample.
         """
         mask = usable(reader, self.keys, start)
-        missing = len(mask) - int(mask.sum())
+        left_out = int(np.count_nonzero(~mask & (reader.records["flags"][start:] & LEFT_OUT > 0)))
+        missing = len(mask) - int(mask.sum()) - left_out
         if self.keep is not None:
             for place in np.flatnonzero(mask).tolist():
                 mask[place] = bool(self.keep(self._entry(reader, start, place, facts)))
         if self.repeat is None:
-            return Selected(start + np.flatnonzero(mask), None, missing)
+            return Selected(start + np.flatnonzero(mask), None, missing, left_out)
         places = np.flatnonzero(mask)
         rates = self._rates(self.repeat, reader, start, places, facts)
         is_used = rates > 0
-        return Selected(start + places[is_used], rates[is_used], missing)
+        return Selected(start + places[is_used], rates[is_used], missing, left_out)
 
     def _entry(self, reader: IndexReader, start: int, place: int, facts: Mapping[str, Values]) -> Entry:
         return with_facts(reader.entry(start + place), self.of_entries, facts, place)
@@ -243,7 +246,8 @@ def usable(reader: IndexReader, keys: Sequence[KeySpec], start: int = 0) -> npt.
     for place in np.flatnonzero(have_own_layout):
         mask[place] = serves(reader.entry(start + int(place)).sizes)
     spans = reader.records["stop"][start:] - reader.records["start"][start:]
-    for place in np.flatnonzero(mask & (spans > MEMBER_LIMIT_BYTES)):
+    links = reader.records["flags"][start:] & LINKED
+    for place in np.flatnonzero(mask & ((spans > MEMBER_LIMIT_BYTES) | (links > 0))):
         sizes = reader.entry(start + int(place)).sizes
         mask[place] = all(sizes[extension] <= MEMBER_LIMIT_BYTES for extension in chosen(sizes, keys))
     return mask

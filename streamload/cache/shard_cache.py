@@ -128,6 +128,7 @@ class ShardCache:
             if fresh.rates is not None:
                 rates = np.concatenate([rates, fresh.rates])
             self._count("samples_skipped_missing", shard, fresh.missing)
+            self._count("samples_skipped_left_out", shard, fresh.left_out)
             self._usable_check.saw(view, looked_through, len(fresh.numbers))
             self._usable[shard] = _Usable(view.count, numbers, rates)
         if view.gave_up:

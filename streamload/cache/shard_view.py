@@ -219,7 +219,8 @@ class ShardView:
             return []
         indexed = [number for number in numbers if number < copy.reader.count]
         try:
-            return [(copy.version, entry.start, entry.stop) for entry in copy.reader.entries(indexed)]
+            entries = copy.reader.entries(indexed)
+            return [(copy.version, *place) for entry in entries for place in entry.ranges]
         except CacheCorrupt:
             return []  # `find` handles it
 
@@ -230,7 +231,7 @@ class ShardView:
         memory: ReadMemory | None = None,
         entry_place: Found | None = None,
     ) -> tuple[Entry, memoryview] | None:
-        """The entry of sample `number` and the bytes from `entry.start` on; None if they aren't there (yet).
+        """The entry of sample `number` and the bytes of `entry.ranges`; None if they aren't there (yet).
 
         A copy whose bytes fail their checksum is removed from the tier, so that it is fetched again.
 
@@ -348,6 +349,11 @@ class ShardView:
         try:
             data = memoryview(self._fetch(self.shard, copy.version, start, stop))
             samples = [data[entry.start - start : entry.stop - start] for entry in entries]
+            for place, entry in enumerate(entries):
+                linked = entry.ranges[1:]
+                if linked:
+                    payloads = (self._fetch(self.shard, copy.version, *payload) for payload in linked)
+                    samples[place] = memoryview(b"".join((samples[place], *payloads)))
             for entry, sample in zip(entries, samples, strict=True):
                 if not is_whole(entry, sample):
                     raise DatasetChanged(

@@ -1,0 +1,128 @@
+"""Links within one tar: where the payloads so far are, and which of them a link gives (steps F and G).
+
+A link gives the payload that its target has when the link comes, as in an extraction of the tar so far. Each
+is resolved at once, so there are no chains and no cycles, and nothing outside the tar is ever read.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import NamedTuple
+
+from streamload.shards.tar import HARD_LINK, SPARSE, SYMBOLIC_LINK, Member
+
+MEMBERS_LIMIT = 1 << 19
+"""Members whose places are remembered, 24 bytes each; later links of a longer tar are left out."""
+LINKED_LIMIT_BYTES = 1 << 38
+"""Limit for the payloads that all links of a tar give together."""
+
+_OUTSIDE, _LATER = "a link to something outside the tar", "a link to a later member"
+_TOO_MANY = f"a link after {MEMBERS_LIMIT:,} members"
+_TOO_LARGE = f"a link after links to {LINKED_LIMIT_BYTES >> 30} GiB"
+_SPARSE = "a sparse file"
+_SHOWN_CHARACTERS = 60
+
+
+class Place(NamedTuple):
+    """A payload in the tar, and the NOTE of its member."""
+
+    start: int
+    size: int
+    note: str = ""
+
+
+class Links:
+    """The places of a tar's members by name, in the order of the tar."""
+
+    def __init__(self) -> None:
+        self._new = array("q")  # hash of the path, start, size; -1: there is no payload
+        self._places: dict[int, tuple[int, int]] = {}  # by hash of the path; filled by the first link
+        self._notes: dict[int, str] = {}
+        self._count = self._linked_bytes = 0
+        self._unresolved = array("q")  # hashes of paths that no member had
+        self._left_out: dict[str, int] = {}
+        self._examples: dict[str, str] = {}
+
+    def add(self, name: str, start: int, size: int, note: str = "") -> None:
+        """Note the next member's place; size -1: its payload can't be used."""
+        self._count += 1
+        path = normal_path(name)
+        if path is not None and self._count <= MEMBERS_LIMIT:
+            self._new.extend((hash(path), start, size))
+            if note or self._notes:
+                self._notes[hash(path)] = note
+
+    def resolve(self, member: Member) -> Place | None:
+        """Return the payload that a link gives; None: it is left out, as a sparse file is."""
+        place = self._resolve(member)
+        if place is None:
+            self.add(member.name, 0, -1)
+        else:
+            self.add(member.name, *place)
+        return place
+
+    def left_out(self) -> str:
+        """Return the members that were left out, by cause; empty: none. Call it at the end of the tar."""
+        causes = dict(self._left_out)
+        later = sum(self._find(path) is not None for path in self._unresolved)
+        if later:
+            causes[_LATER] = later
+            causes[_OUTSIDE] -= later
+            self._examples.setdefault(_LATER, "" if causes[_OUTSIDE] else self._examples[_OUTSIDE])
+        return "; ".join(
+            f"{count:,} × {cause}{self._examples.get(cause, '')}" for cause, count in causes.items() if count
+        )
+
+    def _resolve(self, member: Member) -> Place | None:
+        if member.kind == SPARSE:
+            return self._leave_out(_SPARSE, member)
+        if self._count >= MEMBERS_LIMIT:
+            return self._leave_out(_TOO_MANY, member)
+        path: str | None = member.target
+        if member.kind == SYMBOLIC_LINK:
+            own = normal_path(member.name)
+            is_inside = own is not None and not member.target.startswith("/")
+            path = f"{own.rpartition('/')[0]}/{member.target}" if own is not None and is_inside else None
+        path = None if path is None else normal_path(path)
+        place = None if path is None else self._find(hash(path))
+        if place is None:
+            if path is not None:
+                self._unresolved.append(hash(path))
+            return self._leave_out(_OUTSIDE, member)
+        self._linked_bytes += place.size
+        if self._linked_bytes > LINKED_LIMIT_BYTES:
+            return self._leave_out(_TOO_LARGE, member)
+        return place
+
+    def _find(self, path: int) -> Place | None:
+        fields = iter(self._new)
+        for digest, start, size in zip(fields, fields, fields, strict=True):
+            self._places[digest] = (start, size)
+        del self._new[:]
+        start, size = self._places.get(path, (0, -1))
+        return None if size < 0 else Place(start, size, self._notes.get(path, ""))
+
+    def _leave_out(self, cause: str, member: Member) -> None:
+        self._left_out[cause] = self._left_out.get(cause, 0) + 1
+        if cause not in self._examples:
+            target = f" -> {_shown(member.target)}" if member.kind in (HARD_LINK, SYMBOLIC_LINK) else ""
+            self._examples[cause] = f" ({_shown(member.name)}{target})"
+
+
+def normal_path(name: str) -> str | None:
+    """Return a name as a path from the top of the tar; None if it leaves the tar."""
+    if "./" not in name and "//" not in name and not name.startswith("/"):
+        return name
+    parts: list[str] = []
+    for part in name.split("/"):
+        if part == ".." and not parts:
+            return None
+        if part == "..":
+            parts.pop()
+        elif part not in ("", "."):
+            parts.append(part)
+    return "/".join(parts)
+
+
+def _shown(name: str) -> str:
+    return ascii(name[:_SHOWN_CHARACTERS]) + "…" * (len(name) > _SHOWN_CHARACTERS)
