@@ -111,7 +111,7 @@ class Links:
 
 def normal_path(name: str) -> str | None:
     """Return a name as a path from the top of the tar; None if it leaves the tar."""
-    if "./" not in name and "//" not in name and not name.startswith("/"):
+    if "./" not in name and "//" not in name and name[:1] != "/" and name[-1:] != "/":
         return name
     parts: list[str] = []
     for part in name.split("/"):
