@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -34,6 +35,8 @@ MEMBER_LIMIT_BYTES = 64 << 20
 """The largest image or caption that is read; a sample with a larger one counts as lacking it."""
 MOST_USES = 256
 """The largest rate: of uses of a sample in a pass."""
+_NO_EXTENSION = re.compile(r"[\s,*?|/]")
+"""Characters of lists and patterns in other loaders' keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,9 @@ class KeySpec:
 
     choices: tuple[tuple[str, str | None], ...]
     """(extension, field); field None: the whole member."""
+
+    def __str__(self) -> str:
+        return ";".join(extension if field is None else f"{extension}:{field}" for extension, field in self.choices)
 
     @classmethod
     def parse(cls, text: str) -> KeySpec:
@@ -56,7 +62,8 @@ class KeySpec:
             extension = extension.strip().lower().removeprefix(".")
             field = field.strip()
             is_json = extension.rpartition(".")[2] in ("json", "jsn")
-            if not extension or (colon and not (field and is_json)):
+            is_pattern = _NO_EXTENSION.search(extension) is not None
+            if not extension or is_pattern or (colon and not (field and is_json)):
                 raise OptionError(
                     f"{text!r} is not a key: {choice!r} should be an extension, or json:<field>; "
                     'for example "jpg;png;webp" or "txt;json:caption"'
