@@ -425,7 +425,10 @@ class GivenImages:
         else:
             image = Image.fromarray(self._resized(data, is_prepared).copy())
         decoded = monotonic_ns()
-        self._values.append(self._transform(image, self._generators, seed))
+        value = self._transform(image, self._generators, seed)
+        if value is None:
+            raise TypeError("preprocess= returned None for an image; expected a tensor (does it lack a return?)")
+        self._values.append(value)
         before = self.timed_ns
         self.timed_ns = before[0] + decoded - start_ns, before[1] + monotonic_ns() - decoded
 

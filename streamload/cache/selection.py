@@ -45,6 +45,8 @@ class KeySpec:
 
     choices: tuple[tuple[str, str | None], ...]
     """(extension, field); field None: the whole member."""
+    is_optional: bool = False
+    """Whether samples without such a member are used."""
 
     def __str__(self) -> str:
         return ";".join(extension if field is None else f"{extension}:{field}" for extension, field in self.choices)
@@ -232,7 +234,7 @@ def usable(reader: IndexReader, keys: Sequence[KeySpec], start: int = 0) -> npt.
 
     Args:
         reader: an index, finished or not.
-        keys: of image, text and label: a sample needs a member for each.
+        keys: of image, text and label: a sample needs a member for each that isn't optional.
 
     Returns:
         bool[count - start].
@@ -242,7 +244,7 @@ def usable(reader: IndexReader, keys: Sequence[KeySpec], start: int = 0) -> npt.
         return np.ones(len(layouts), dtype=np.bool_)
 
     def serves(extensions: Collection[str]) -> bool:
-        return all(spec.choose(extensions) is not None for spec in keys)
+        return all(spec.is_optional or spec.choose(extensions) is not None for spec in keys)
 
     shared = reader.layouts()
     table = np.zeros(max(shared, default=-1) + 2, dtype=np.bool_)
