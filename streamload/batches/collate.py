@@ -60,7 +60,7 @@ def collate_images(
 
     Raises:
         ValueError: tensors or numbers of several shapes or dtypes.
-        TypeError: anything but a tensor, with `only_tensors`.
+        TypeError: mappings that are no dicts; or anything but a tensor, with `only_tensors`.
     """
     joined = _join(values, allocate)
     if isinstance(joined, torch.Tensor):
@@ -70,15 +70,20 @@ def collate_images(
             part: collate_images([value[part] for value in values], keys, allocate, name=part_name(name, part))
             for part in parts
         }
-        return collated if isinstance(values[0], Mapping) else Views(collated.values())
+        return collated if isinstance(values[0], dict) else Views(collated.values())
     forms = [_form(value) for value in values]
     form_name = "" if name == "image" else f"as {name} "
     returned = f"preprocess= returned {form_name}{forms[0]} for sample {keys[0]!r}"
     other = next((place for place, form in enumerate(forms) if form != forms[0]), None)
-    if other is not None and any(isinstance(value, (*_STACKED, Mapping)) for value in values):
+    if other is not None and any(isinstance(value, (*_STACKED, dict)) for value in values):
         raise ValueError(
             f"{returned}, and {forms[other]} for sample {keys[other]!r}; expected one shape and dtype: "
             f"resize to one size in preprocess=, or make lists on purpose with map_sample="
+        )
+    if isinstance(values[0], Mapping) and not isinstance(values[0], dict):
+        raise TypeError(
+            f"{returned}; expected a tensor: give an image processor of transformers itself as preprocess=, "
+            f"or return a dict of tensors"
         )
     if only_tensors:
         raise TypeError(
@@ -100,9 +105,9 @@ def part_name(name: str, part: int | str) -> str:
 def in_parts(values: dict[str, Any]) -> dict[str, Any]:
     """A batch's values with views and dicts in parts, which are sent and copied like other tensors."""
     image = values.get("image")
-    if not isinstance(image, Views | Mapping):
+    if not isinstance(image, Views | dict):
         return values
-    parts = image.items() if isinstance(image, Mapping) else enumerate(image)
+    parts = image.items() if isinstance(image, dict) else enumerate(image)
     return {part_name("image", part): value for part, value in parts} | {
         name: value for name, value in values.items() if name != "image"
     }
@@ -144,7 +149,7 @@ def _form(value: Any) -> str:
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):
         kind = "" if isinstance(value, torch.Tensor) else "an array "
         return f"{kind}{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return f"a dict of {', '.join(map(repr, value))}"
     return f"a value of type {type(value).__name__}"
 
@@ -152,8 +157,8 @@ def _form(value: Any) -> str:
 def _parts(values: list[Any]) -> Sequence[Any]:
     """The positions or names of what is stacked by itself in all values; empty: they are no views or dicts."""
     first = values[0]
-    if isinstance(first, Mapping):
-        is_alike = all(isinstance(value, Mapping) and value.keys() == first.keys() for value in values)
+    if isinstance(first, dict):
+        is_alike = all(isinstance(value, dict) and value.keys() == first.keys() for value in values)
         return list(first) if is_alike and all(isinstance(name, str) for name in first) else ()
     if not isinstance(first, list | tuple) or not isinstance(next(iter(first), None), torch.Tensor | np.ndarray):
         return ()
