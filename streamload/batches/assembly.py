@@ -244,7 +244,9 @@ class _CaptionedBatch:
             if trim is not None:
                 values |= trim.beside(texts)
         if assembly.label is not None:
-            labels = torch.tensor([row.label for row in self._added], dtype=assembly.label_dtype, device="cpu")
+            labels = torch.tensor(
+                [row.label for row in self._added], dtype=assembly.label_dtype, device="cpu"
+            )
             values["label"] = self._allocate(labels.shape, assembly.label_dtype).copy_(labels)
         for column in self._columns:
             values |= column.finish(whole)

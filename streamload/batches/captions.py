@@ -59,8 +59,8 @@ def read_label(data: bytes | memoryview, field: str | None = None) -> int:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value not in _LABELS:
         raise LabelError(
-            f"the label is {value!r:.60}; expected a whole number of 64 bits, such as 7; for other numbers give "
-            f'label_type="float"'
+            f"the label is {value!r:.60}; expected a whole number of 64 bits, such as 7; other numbers "
+            f'need label_type="float"'
         )
     return value
 
@@ -75,12 +75,14 @@ def read_score(data: bytes | memoryview, field: str | None = None) -> float:
         LabelError: not such a number, or the field is missing.
     """
     value = _label(data, field)
+    if isinstance(value, memoryview):
+        value = bytes(value)
     try:
-        score = math.nan if isinstance(value, bool) else float(bytes(value) if isinstance(value, memoryview) else value)
+        score = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         score = math.nan
     if not math.isfinite(score):
-        raise LabelError(f"the label is {bytes(value[:40]) if isinstance(value, memoryview) else value!r:.60}; expected a finite number, such as 0.5")
+        raise LabelError(f"the label is {value!r:.60}; expected a finite number, such as 0.5")
     return score
 
 

@@ -48,8 +48,7 @@ def collate_images(
 ) -> Any:
     """Collate the results of `preprocess=` for a batch: as `collate`, but mistakes are errors.
 
-    Lists or tuples of tensors become `Views`, if all have the same length, and dicts a dict of what is stacked.
-    Lists of several lengths stay a list.
+    Lists or tuples of tensors become `Views` if all have the same length, else a list. Dicts become a dict.
 
     Args:
         values: at least one.
@@ -67,7 +66,9 @@ def collate_images(
         return joined
     if not only_tensors and (parts := _parts(values)):
         collated = {
-            part: collate_images([value[part] for value in values], keys, allocate, name=part_name(name, part))
+            part: collate_images(
+                [value[part] for value in values], keys, allocate, name=part_name(name, part)
+            )
             for part in parts
         }
         return collated if isinstance(values[0], dict) else Views(collated.values())
@@ -155,15 +156,21 @@ def _form(value: Any) -> str:
 
 
 def _parts(values: list[Any]) -> Sequence[Any]:
-    """The positions or names of what is stacked by itself in all values; empty: they are no views or dicts."""
+    """The positions or names of what is stacked in all values; empty: they aren't views or dicts."""
     first = values[0]
     if isinstance(first, dict):
         is_alike = all(isinstance(value, dict) and value.keys() == first.keys() for value in values)
         return list(first) if is_alike and all(isinstance(name, str) for name in first) else ()
-    if not isinstance(first, list | tuple) or not isinstance(next(iter(first), None), torch.Tensor | np.ndarray):
+    if not isinstance(first, list | tuple) or not isinstance(
+        next(iter(first), None), torch.Tensor | np.ndarray
+    ):
         return ()
     is_alike = all(isinstance(value, list | tuple) and len(value) == len(first) for value in values)
-    return range(len(first)) if is_alike and all(isinstance(view, _STACKED) for value in values for view in value) else ()
+    return (
+        range(len(first))
+        if is_alike and all(isinstance(view, _STACKED) for value in values for view in value)
+        else ()
+    )
 
 
 def _join(values: list[Any], allocate: Allocate) -> Any:

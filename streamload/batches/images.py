@@ -427,7 +427,9 @@ class GivenImages:
         decoded = monotonic_ns()
         value = self._transform(image, self._generators, seed)
         if value is None:
-            raise TypeError("preprocess= returned None for an image; expected a tensor (does it lack a return?)")
+            raise TypeError(
+                "preprocess= returned None for an image; expected a tensor (does it lack a return?)"
+            )
         self._values.append(value)
         before = self.timed_ns
         self.timed_ns = before[0] + decoded - start_ns, before[1] + monotonic_ns() - decoded

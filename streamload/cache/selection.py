@@ -49,7 +49,9 @@ class KeySpec:
     """Whether samples without such a member are used."""
 
     def __str__(self) -> str:
-        return ";".join(extension if field is None else f"{extension}:{field}" for extension, field in self.choices)
+        return ";".join(
+            extension if field is None else f"{extension}:{field}" for extension, field in self.choices
+        )
 
     @classmethod
     def parse(cls, text: str) -> KeySpec:

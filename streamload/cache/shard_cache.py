@@ -299,7 +299,7 @@ class _UsableCheck:
         self._read: set[str] = set()  # those that have ended
         self._keys: list[str] = []
         self._names: set[tuple[str, str]] = set()  # shards and keys
-        self._folders: dict[tuple[str, str], str] = {}  # entries in words, by shard and key without folder
+        self._folders: dict[tuple[str, str], Entry] = {}  # by shard and key without folder
         self._wanted = ""  # members that a sample needs
         self._empty: list[str] = []  # shards without samples
         self._cause = ""  # a likely one, that names show
@@ -338,12 +338,12 @@ class _UsableCheck:
                 f"{_shown(entry.key)} comes again in {shard}: the members of a sample must be adjacent "
                 f"in the tar (tar --sort=name, or `streamload pack`)"
             )
-        folder, _, base = entry.key.rpartition("/")
-        other = self._folders.setdefault((shard, base), _in_words(entry))
-        if not self._cause and folder and not other.startswith(f"{_shown(entry.key)} ("):
+        base = entry.key.rpartition("/")[2]
+        other = self._folders.setdefault((shard, base), entry)
+        if not self._cause and other.sizes.keys().isdisjoint(entry.sizes):
             self._cause = (
-                f"{other} and {_in_words(entry)} are two samples of {shard}: a key has the folder in it, so the "
-                f"members of a sample must be in one folder, and adjacent (`streamload pack`)"
+                f"{_in_words(other)} and {_in_words(entry)} are two samples of {shard}: a key has the folder "
+                f"in it, so the members of a sample must be in one folder, and adjacent (`streamload pack`)"
             )
         self._names.add((shard, entry.key))
 
@@ -357,7 +357,9 @@ class _UsableCheck:
             self._read.add(view.shard.name)
         elif not view.gave_up:
             self._empty.append(view.shard.name)
-        left_out = [] if view.reader is None else [text for text in view.reader.warnings if "left out" in text]
+        left_out = (
+            [] if view.reader is None else [text for text in view.reader.warnings if "left out" in text]
+        )
         self._cause = self._cause or "; ".join(left_out)
         if len(self._read) >= _PATIENCE_SHARDS:
             self.raise_if_unusable()

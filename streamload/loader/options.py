@@ -246,7 +246,7 @@ class LoaderOptions:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys that select samples: a usable sample has a member for every key; beside map_sample, or none."""
+        """The keys that select samples, which need a member for every key; beside map_sample for none."""
         shards = self.shards
         if self.workers.map_sample is not None:
             return () if self.preprocess is None or shards.image_key is None else (shards.image_key,)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from typing import NamedTuple
 
-from streamload.shards.tar import HARD_LINK, SPARSE, SYMBOLIC_LINK, Member
+from streamload.shards.tar import SPARSE, SYMBOLIC_LINK, Member
 
 MEMBERS_LIMIT = 1 << 19
 """Members whose places are remembered, 24 bytes each; later links of a longer tar are left out."""
@@ -17,6 +17,7 @@ LINKED_LIMIT_BYTES = 1 << 38
 """Limit for the payloads that all links of a tar give together."""
 
 _OUTSIDE, _LATER = "a link to something outside the tar", "a link to a later member"
+_LEFT_OUT = "a link to a member that is left out"
 _TOO_MANY = f"a link after {MEMBERS_LIMIT:,} members"
 _TOO_LARGE = f"a link after links to {LINKED_LIMIT_BYTES >> 30} GiB"
 _SPARSE = "a sparse file"
@@ -55,11 +56,16 @@ class Links:
     def resolve(self, member: Member) -> Place | None:
         """Return the payload that a link gives; None: it is left out, as a sparse file is."""
         place = self._resolve(member)
-        if place is None:
-            self.add(member.name, 0, -1)
-        else:
+        if isinstance(place, Place):
             self.add(member.name, *place)
-        return place
+            return place
+        self.add(member.name, 0, -1)
+        cause = place
+        self._left_out[cause] = self._left_out.get(cause, 0) + 1
+        if cause not in self._examples:
+            target = f" -> {_shown(member.target)}" if member.kind != SPARSE else ""
+            self._examples[cause] = f" ({_shown(member.name)}{target})"
+        return None
 
     def left_out(self) -> str:
         """Return the members that were left out, by cause; empty: none. Call it at the end of the tar."""
@@ -73,26 +79,28 @@ class Links:
             f"{count:,} × {cause}{self._examples.get(cause, '')}" for cause, count in causes.items() if count
         )
 
-    def _resolve(self, member: Member) -> Place | None:
+    def _resolve(self, member: Member) -> Place | str:
+        """Return the payload of a member, or the cause for which it is left out."""
         if member.kind == SPARSE:
-            return self._leave_out(_SPARSE, member)
+            return _SPARSE
         if self._count >= MEMBERS_LIMIT:
-            return self._leave_out(_TOO_MANY, member)
+            return _TOO_MANY
         path: str | None = member.target
         if member.kind == SYMBOLIC_LINK:
             own = normal_path(member.name)
             is_inside = own is not None and not member.target.startswith("/")
             path = f"{own.rpartition('/')[0]}/{member.target}" if own is not None and is_inside else None
         path = None if path is None else normal_path(path)
-        place = None if path is None else self._find(hash(path))
+        if path is None:
+            return _OUTSIDE
+        place = self._find(hash(path))
         if place is None:
-            if path is not None:
-                self._unresolved.append(hash(path))
-            return self._leave_out(_OUTSIDE, member)
+            if hash(path) in self._places:
+                return _LEFT_OUT
+            self._unresolved.append(hash(path))
+            return _OUTSIDE
         self._linked_bytes += place.size
-        if self._linked_bytes > LINKED_LIMIT_BYTES:
-            return self._leave_out(_TOO_LARGE, member)
-        return place
+        return place if self._linked_bytes <= LINKED_LIMIT_BYTES else _TOO_LARGE
 
     def _find(self, path: int) -> Place | None:
         fields = iter(self._new)
@@ -101,12 +109,6 @@ class Links:
         del self._new[:]
         start, size = self._places.get(path, (0, -1))
         return None if size < 0 else Place(start, size, self._notes.get(path, ""))
-
-    def _leave_out(self, cause: str, member: Member) -> None:
-        self._left_out[cause] = self._left_out.get(cause, 0) + 1
-        if cause not in self._examples:
-            target = f" -> {_shown(member.target)}" if member.kind in (HARD_LINK, SYMBOLIC_LINK) else ""
-            self._examples[cause] = f" ({_shown(member.name)}{target})"
 
 
 def normal_path(name: str) -> str | None:

@@ -200,7 +200,7 @@ class Entry(NamedTuple):
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """The (start, stop) in the tar that its bytes are read from: `start` to `stop`, then links' payloads."""
+        """The parts of the tar to read, as (start, stop): its own, then the payloads of links."""
         first = self.start
         linked = [] if self.span is None else [member for member in self.members if member[1] < first]
         return [(first, self.stop), *((start, start + size) for _, start, size in linked)]
@@ -495,7 +495,9 @@ class ShardScanner:
             )
         if original is not None:
             if self._prepared is not None:
-                raise ShardFormatError(f"the sample {key[:100]!a} has two prepared images; use the original shard")
+                raise ShardFormatError(
+                    f"the sample {key[:100]!a} has two prepared images; use the original shard"
+                )
             self._prepared = (extension, original.size)
         if extension in IMAGE_EXTENSIONS and not self._has_image:
             self._has_image = True

@@ -77,7 +77,7 @@ def write_shards(
 def read_oracle(path: str | Path) -> list[tuple[str, dict[str, bytes]]]:
     """Read a shard with `tarfile`, grouping members by the WebDataset convention as open_clip does.
 
-    A link gives the payload of the earlier member that it names; links to others and sparse files are left out.
+    A link gives the payload of the earlier member that it names. Other links and sparse files are left out.
 
     Returns:
         (key, {extension: payload}) of each sample, in the order of the tar.

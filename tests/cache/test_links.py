@@ -16,7 +16,7 @@ from streamload.shards.samples import ShardScanner
 from streamload.testing.shards import read_oracle, write_shards
 from tests.cache.test_verify import damages
 from tests.facts.test_shard_facts import assert_true, opened, read_range
-from tests.fuzzing.tars import payloads, read_back
+from tests.fuzzing.tars import payloads, read_back, scan
 from tests.support import tiers
 from tests.support.flat import make_loader
 from tests.support.tiers import SAMPLES, Filled, flip
@@ -59,7 +59,9 @@ def test_every_sample_comes_from_a_file_and_from_a_server(tmp_path, filled):
                          cache_dir=tmp_path / "c") as loader:  # fmt: skip
             found = [pair for batch in loader for pair in zip(batch["__key__"], batch["text"], strict=True)]
             assert not any(loader.stats().samples_skipped.values())
-        expected = [(key, members["txt"].decode()) for path in filled.paths for key, members in read_oracle(path)]
+        expected = [
+            (key, members["txt"].decode()) for path in filled.paths for key, members in read_oracle(path)
+        ]
         assert found == expected
 
 
@@ -82,7 +84,10 @@ def test_samples_without_data_are_read_from_the_origin(filled):
     assert len(view.ranges(range(SAMPLES))) > SAMPLES
     for number, (key, members) in enumerate(read_oracle(filled.paths[1])):
         entry, data = view.read(number)
-        assert (entry.key, {ext: bytes(payload) for ext, payload in entry.payloads(data).items()}) == (key, members)
+        assert (entry.key, {ext: bytes(payload) for ext, payload in entry.payloads(data).items()}) == (
+            key,
+            members,
+        )
     view.close()
 
 
@@ -96,7 +101,7 @@ def test_facts_are_those_of_the_tar(filled, kind):
 
 def test_a_flipped_byte_of_a_target_damages_the_samples_that_link_to_it(filled):
     (entry, *_) = entries_in(filled.shard(0))
-    start = dict((extension, at) for extension, at, _ in entry.members)["txt"]
+    start = next(at for extension, at, _ in entry.members if extension == "txt")
     assert damages(filled.tier) == []
     flip(filled.shard(0) / "data", start)
     (damage,) = damages(filled.tier)
@@ -107,8 +112,8 @@ def test_a_flipped_byte_of_a_target_damages_the_samples_that_link_to_it(filled):
 def test_a_prepared_shard_links_to_prepared_images(filled, recipe):
     data = filled.paths[0].read_bytes()
     made = b"".join(prepared_tar([data], Preparation.parse(recipe), "it"))
-    scans = [ShardScanner(read_back=read_back(tar), prepared=tar is made) for tar in (data, made)]
-    before, after = ([*scanner.feed(tar), *scanner.finish()[0]] for scanner, tar in zip(scans, (data, made)))
+    before = scan(data, ShardScanner(read_back=read_back(data)), 512).entries
+    after = scan(made, ShardScanner(read_back=read_back(made), prepared=True), 512).entries
     as_known = [(e.key, e.sizes, e.width, e.height, e.caption_bytes) for e in before]
     assert as_known == [(e.key, e.sizes, e.width, e.height, e.caption_bytes) for e in after]
     first, linked = payloads(made, after[0]), payloads(made, after[3])
@@ -118,4 +123,6 @@ def test_a_prepared_shard_links_to_prepared_images(filled, recipe):
 
 def test_rows_made_while_a_shard_arrives_leave_samples_with_links_to_the_training(filled):
     data = filled.paths[0].read_bytes()
-    assert [sample.key for sample in samples_of([data], "it", is_prepared=False)] == [read_oracle(filled.paths[0])[0][0]]
+    assert [sample.key for sample in samples_of([data], "it", is_prepared=False)] == [
+        read_oracle(filled.paths[0])[0][0]
+    ]

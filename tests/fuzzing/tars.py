@@ -2,8 +2,8 @@
 
 What must hold of any bytes:
 
-1. The members and links are those that `tarfile` gives, in order; where the parser stops earlier, it says so by a typed
-   error, and where it doesn't complain, it has all of them.
+1. The members and links are those that `tarfile` gives, in order; where the parser stops earlier, it says so
+   by a typed error, and where it doesn't complain, it has all of them.
 2. Any split of the bytes into chunks gives the same members, payloads and error.
 3. Samples taken up behind any entry are those of a scan from the start, and so are those of a scan that goes
    over payloads without reading them.
@@ -45,7 +45,25 @@ _NAMES = (
 )  # fmt: skip
 _LONG_NAMES = (*_NAMES, b"l" * 200 + b".jpg", b"a.txt\0rest", b"trailing/", b"\0", b"a.jpg/", b"p" * 900)
 _TARGETS = (*_NAMES, b"a.jpg", b"a.txt", b"b.jpg", b"./a.jpg", b"../f/a.jpg", b"f/../b.jpg", b"/a.jpg")
-_KINDS = (*(b"0",) * 12, b"\0", b"\0", b"7", b"1", b"1", b"1", b"2", b"2", b"2", b"3", b"5", b"6", b"Z", b"S", b"V", b"D")
+_KINDS = (
+    *(b"0",) * 12,
+    b"\0",
+    b"\0",
+    b"7",
+    b"1",
+    b"1",
+    b"1",
+    b"2",
+    b"2",
+    b"2",
+    b"3",
+    b"5",
+    b"6",
+    b"Z",
+    b"S",
+    b"V",
+    b"D",
+)
 _SIZES = (0, 0, 1, 5, 5, 511, 512, 513, 1024)
 _ODD_NUMBERS = (
     bytes(12), b" " * 12, b"777777777777", b"\xff" * 12, b"\xff" * 10 + b"\xfc\0", b"-0000000010\0",
@@ -175,7 +193,9 @@ def check(data: bytes, rng: random.Random) -> str:
     assert samples.failure == failure, f"scanning says {samples.failure}, parsing {failure}"
     expected = [sample for sample in grouped(ours, data) if sample[1]]
     given = [(entry.key, payloads(data, entry)) for entry in samples.entries]
-    assert given == (expected if failure is None else expected[: len(given)]), f"{given} instead of {expected}"
+    assert given == (expected if failure is None else expected[: len(given)]), (
+        f"{given} instead of {expected}"
+    )
     turn = rng.randrange(4)
     if turn == 0:
         cuts = sorted(rng.randrange(len(data) + 1) for _ in range(rng.choice((1, 2, 8))))
@@ -377,7 +397,7 @@ class UnreadableHeader(tarfile.TarError):
 
 
 def oracle(data: bytes) -> tuple[list[tuple[str, int, int, str, str]], str]:
-    """The regular members and links, and "end", "error" (tarfile refuses what comes) or "crash" (it can't cope)."""
+    """Regular members and links, and "end", "error" (tarfile refuses what comes) or "crash" (can't cope)."""
     found: list[tuple[str, int, int, str, str]] = []
     try:
         with tarfile.TarFile(

@@ -119,8 +119,12 @@ def test_sizes_in_base_256_and_by_pax_are_read_where_they_are_true(tmp_path: Pat
 
 
 def test_sparse_members_are_left_out_and_named(tmp_path: Path) -> None:
-    by_pax = pax((b"GNU.sparse.map", b"0,512"), (b"GNU.sparse.name", b"p.jpg"), (b"GNU.sparse.size", b"1073741824"))
-    between = sparse() + member("sparse.txt", b"t") + by_pax + member("s.jpg", bytes(512)) + member("p.txt", b"t")
+    by_pax = pax(
+        (b"GNU.sparse.map", b"0,512"), (b"GNU.sparse.name", b"p.jpg"), (b"GNU.sparse.size", b"1073741824")
+    )
+    between = (
+        sparse() + member("sparse.txt", b"t") + by_pax + member("s.jpg", bytes(512)) + member("p.txt", b"t")
+    )
     found = among_good_ones(tmp_path, BEFORE + between + AFTER)
     assert (found.keys, found.given_up, found.skipped) == (["earlier", "before", "after"], 0, {"left_out": 2})
     assert "2 × a sparse file ('sparse.jpg')" in found.log

@@ -142,8 +142,14 @@ def test_a_label_is_a_whole_number(data, field, label):
 
 @pytest.mark.parametrize(
     ("data", "field"),
-    [(data, None) for data in (b"", b"7 8", b"7.5", b"7.05", b"1_0", b"\xd9\xa7", b"9223372036854775808", b"0x1")]
-    + [(json.dumps({"label": value}).encode(), "label") for value in (None, True, 7.5, 1e300, [7], "a", "\ud800")]
+    [
+        (data, None)
+        for data in (b"", b"7 8", b"7.5", b"7.05", b"1_0", b"\xd9\xa7", b"9223372036854775808", b"0x1")
+    ]
+    + [
+        (json.dumps({"label": value}).encode(), "label")
+        for value in (None, True, 7.5, 1e300, [7], "a", "\ud800")
+    ]
     + [(b'{"label": 18446744073709551616}', "label"), (b'{"other": 7}', "label")]
     + [(data, "label") for data in (b"[7]", b"7", b"\xff")],
 )
@@ -154,7 +160,12 @@ def test_anything_else_is_no_label(data, field):
 
 @pytest.mark.parametrize(
     ("data", "field", "score"),
-    [(b"0.25\n", None, 0.25), (memoryview(b"7"), None, 7.0), (b'{"s": -1e3}', "s", -1e3), (b'{"s": "0.5"}', "s", 0.5)],
+    [
+        (b"0.25\n", None, 0.25),
+        (memoryview(b"7"), None, 7.0),
+        (b'{"s": -1e3}', "s", -1e3),
+        (b'{"s": "0.5"}', "s", 0.5),
+    ],
 )
 def test_a_score_is_a_finite_number(data, field, score):
     assert read_score(data, field) == score
@@ -169,8 +180,8 @@ def test_anything_else_is_no_score(value):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_labels_are_floats_where_that_is_asked_for(workers, tmp_path):
     scores = [0.5 * number for number in range(8)]
-    write(tmp_path / "0.tar", [(f"{n}.{kind}", data) for n, score in enumerate(scores)
-                               for kind, data in (("jpg", jpeg(n)), ("cls", str(score).encode()))])  # fmt: skip
+    members = [[(f"{n}.jpg", jpeg(n)), (f"{n}.cls", str(score).encode())] for n, score in enumerate(scores)]
+    write(tmp_path / "0.tar", chain(*members))
     options = {"text_key": None, "label_key": "cls", "label_type": "float", "num_workers": workers}
     [(_, labels)] = batches(str(tmp_path / "0.tar"), tmp_path, **options)
     assert (labels.dtype, labels.tolist()) == (torch.float32, scores)
@@ -250,7 +261,12 @@ def with_or_without(sample):
 @pytest.mark.parametrize("compiled", [True, False])
 def test_samples_without_an_image_come_without_it(workers, compiled, some_without_images, tmp_path):
     preprocess = processor() if compiled else (lambda image: torch.from_numpy(np.array(image.resize((8, 8)))))
-    options = {"preprocess": preprocess, "map_sample": with_or_without, "num_workers": workers, "batch_size": 5}
+    options = {
+        "preprocess": preprocess,
+        "map_sample": with_or_without,
+        "num_workers": workers,
+        "batch_size": 5,
+    }
     with make(some_without_images, tmp_path, collate=lambda rows: {"rows": rows}, **options) as loader:
         rows = [row for batch in loader for row in batch["rows"]]
         assert not any(loader.stats().samples_skipped.values())

@@ -83,14 +83,19 @@ def test_tiles_that_differ_in_number_are_a_list_for_each_sample(shard, tmp_path)
 
     with make(shard, tmp_path, tiles, num_workers=1) as loader:
         batch = next(iter(loader))
-    assert [len(tiles_of_sample) for tiles_of_sample in batch["image"]] == [1 + (16 + n) % 3 for n in range(8)]
+    assert [len(tiles_of_sample) for tiles_of_sample in batch["image"]] == [
+        1 + (16 + n) % 3 for n in range(8)
+    ]
 
 
 def test_views_of_several_shapes_are_an_error_that_names_the_view(shard, tmp_path):
     def uneven(image):
         return [pixels(image), pixels(image, image.width)]
 
-    with make(shard, tmp_path, uneven) as loader, pytest.raises(ValueError, match=r"as image\[1\] uint8\[3, 16, 16\] for"):
+    with (
+        make(shard, tmp_path, uneven) as loader,
+        pytest.raises(ValueError, match=r"as image\[1\] uint8\[3, 16, 16\] for"),
+    ):
         next(iter(loader))
 
 
@@ -98,7 +103,10 @@ def test_dicts_of_several_keys_are_an_error_that_names_both(shard, tmp_path):
     def uneven(image):
         return {"a": pixels(image)} if image.width % 2 else {"b": pixels(image)}
 
-    with make(shard, tmp_path, uneven) as loader, pytest.raises(ValueError, match="a dict of 'b' .*a dict of 'a'"):
+    with (
+        make(shard, tmp_path, uneven) as loader,
+        pytest.raises(ValueError, match=r"a dict of 'b' .*a dict of 'a'"),
+    ):
         next(iter(loader))
 
 
@@ -107,6 +115,6 @@ def test_dicts_of_several_keys_are_an_error_that_names_both(shard, tmp_path):
 def test_a_preprocess_that_returns_nothing_is_refused(map_sample, workers, shard, tmp_path):
     with (
         make(shard, tmp_path, lambda image: None, num_workers=workers, map_sample=map_sample) as loader,
-        pytest.raises(TypeError, match="preprocess= returned None.*return"),
+        pytest.raises(TypeError, match=r"preprocess= returned None.*return"),
     ):
         next(iter(loader))
