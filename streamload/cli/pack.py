@@ -244,7 +244,7 @@ def _text(value: Any, name: str) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     if not text.isascii() and text.encode("utf-8", "replace").decode() != text:
         raise OptionError(
-            f"{name} is {value[:60]!a}, which has half of a surrogate pair; expected Unicode text"
+            f"{name} is {text[:60]!a}, which has half of a surrogate pair; expected Unicode text"
         )
     return text
 

@@ -264,8 +264,8 @@ class LoaderOptions:
         if self.workers.map_sample is not None:
             return ("map_sample", *self.keys, *facts)
         label = () if shards.label_key is None else (shards.label_key,)
-        label += () if shards.label_type == "int" else (shards.label_type,)
-        return (shards.image_key or "", shards.text_key or "", *label, *facts)
+        kind = () if shards.label_type == "int" else (shards.label_type,)
+        return (shards.image_key or "", shards.text_key or "", *label, *kind, *facts)
 
     @property
     def epochs_continue(self) -> bool:

@@ -47,7 +47,7 @@ class Links:
     def add(self, name: str, start: int, size: int, note: str = "") -> None:
         """Note the next member's place; size -1: its payload can't be used."""
         self._count += 1
-        path = normal_path(name)
+        path = normal_path(name) if "/" in name else name
         if path is not None and self._count <= MEMBERS_LIMIT:
             self._new.extend((hash(path), start, size))
             if note or self._notes:

@@ -460,7 +460,11 @@ class ShardScanner:
         """Begin a member. Complete the sample before it if the member doesn't belong to it."""
         self._member = member
         self._image = None
-        place = self._place(member)
+        place: Place | Member | None = member
+        if member.kind or member.note:
+            place = self._place(member)
+        else:
+            self._links.add(member.name, member.start, member.size)
         is_long = 4 * len(member.name) > NAME_LIMIT_BYTES and _is_too_long(member.name)
         self._long_names += is_long
         names = None if is_long else split_name(member.name)
