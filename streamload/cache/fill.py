@@ -320,7 +320,10 @@ class _Fill:
                 self._writer.write(chunk)
         self._writer.append(entries)
         self._part.tier.counts.add("shards_taken_over", 1)
-        scanner = ShardScanner.after(entries[-1], prepared=self._is_prepared, read_back=self._read_back)
+        try:
+            scanner = ShardScanner.after(entries[-1], prepared=self._is_prepared, read_back=self._read_back)
+        except ShardError:
+            raise Outdated from None  # a header between the verified samples is damaged
         return scanner, version
 
 

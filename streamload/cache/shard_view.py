@@ -220,7 +220,8 @@ class ShardView:
         indexed = [number for number in numbers if number < copy.reader.count]
         try:
             entries = copy.reader.entries(indexed)
-            return [(copy.version, *place) for entry in entries for place in entry.ranges]
+            places = [place for entry in entries for place in entry.ranges]
+            return [(copy.version, start, stop) for start, stop in places if start < stop]
         except CacheCorrupt:
             return []  # `find` handles it
 
@@ -347,12 +348,11 @@ class ShardView:
         assert self._fetch is not None
         start, stop = entries[0].start, entries[-1].stop
         try:
-            data = memoryview(self._fetch(self.shard, copy.version, start, stop))
+            data = memoryview(self._fetch(self.shard, copy.version, start, stop) if start < stop else b"")
             samples = [data[entry.start - start : entry.stop - start] for entry in entries]
             for place, entry in enumerate(entries):
-                linked = entry.ranges[1:]
-                if linked:
-                    payloads = (self._fetch(self.shard, copy.version, *payload) for payload in linked)
+                if entry.linked:
+                    payloads = [self._fetch(self.shard, copy.version, *payload) for payload in entry.linked]
                     samples[place] = memoryview(b"".join((samples[place], *payloads)))
             for entry, sample in zip(entries, samples, strict=True):
                 if not is_whole(entry, sample):

@@ -158,7 +158,8 @@ class IndexReader:
             number, _, flags, start, stop, checksum, names, length, width, height, caption_bytes = fields
             try:
                 key, named, *more = self._frame_at(names, length)
-                more = more[bool(flags & LINKED) :]
+                if flags & LINKED:
+                    more = more[1:]
                 prepared = (str(more[0][0]), int(more[0][1])) if more else None
                 members = tuple([(extension, first, size) for extension, first, size in named])
                 if flags & LINKED:

@@ -201,9 +201,14 @@ class Entry(NamedTuple):
     @property
     def ranges(self) -> list[tuple[int, int]]:
         """The parts of the tar to read, as (start, stop): its own, then the payloads of links."""
-        first = self.start
-        linked = [] if self.span is None else [member for member in self.members if member[1] < first]
-        return [(first, self.stop), *((start, start + size) for _, start, size in linked)]
+        return [(self.start, self.stop), *self.linked]
+
+    @property
+    def linked(self) -> list[tuple[int, int]]:
+        """The (start, stop) of links' payloads that lie before `start`."""
+        if self.span is None:
+            return []
+        return [(start, start + size) for _, start, size in self.members if start < self.span[0] and size]
 
     def payloads(self, data: memoryview) -> dict[str, memoryview]:
         """Return the members' bytes by extension.

@@ -32,7 +32,8 @@ def write_linked(directory, counts, **options):
             for number, (key, members) in enumerate(samples):
                 for extension, payload in members.items():
                     info = tarfile.TarInfo(f"{key}.{extension}")
-                    if number and (extension == "txt" or (extension == "jpg" and number % 3 == 0)):
+                    is_linked = extension == "txt" or (extension == "jpg" and number % 3 == 0)
+                    if number and (is_linked or (path is paths[-1] and number % 3 == 0)):
                         info.type, info.linkname = tarfile.LNKTYPE, f"{first}.{extension}"
                     else:
                         info.size = len(payload)
@@ -77,12 +78,19 @@ def test_a_takeover_an_index_without_data_and_a_local_index_have_the_same_entrie
     assert local == [entry._replace(checksum=None) for entry in whole]
 
 
-def test_samples_without_data_are_read_from_the_origin(filled):
-    filled.index_only(1)
-    shard = shard_of(filled.urls[1], None)
+def test_an_orphan_with_a_damaged_header_is_filled_again(filled):
+    flip(filled.orphan(1) / "data", 3)
+    assert warm(filled.urls, cache_dir=filled.root, cache_size="1GB").shards_complete == 4
+    assert filled.is_whole(1)
+
+
+@pytest.mark.parametrize("place", [1, 3], ids=["some links", "samples of links alone"])
+def test_samples_without_data_are_read_from_the_origin(place, filled):
+    filled.index_only(place)
+    shard = shard_of(filled.urls[place], None)
     view = ShardView(filled.tier, shard, fetch=read_range)
     assert len(view.ranges(range(SAMPLES))) > SAMPLES
-    for number, (key, members) in enumerate(read_oracle(filled.paths[1])):
+    for number, (key, members) in enumerate(read_oracle(filled.paths[place])):
         entry, data = view.read(number)
         assert (entry.key, {ext: bytes(payload) for ext, payload in entry.payloads(data).items()}) == (
             key,
