@@ -220,7 +220,9 @@ class _CaptionedBatch:
         if self._images is not None:
             if self._kinds is not None:
                 keys = [row.key for row in self._added if row.image is not None]
-            values = in_parts(self._images.finish(keys))
+            values = self._images.finish(keys)
+            if not isinstance(values.get("image"), torch.Tensor):
+                values = in_parts(values)
             self._image_names = tuple(values)
         whole: Any = None  # texts before they are cut: rows of columns are found by them
         trim = assembly.trim

@@ -203,7 +203,7 @@ class Outputs:
         self.last = BatchInfo(yielded, self._sources, batch.rows.seats, shapes, device, **fields)
         if has_parts:
             values = self._parts.shaped(values | self._parts.values(self.last))
-        if self._options.workers.map_sample is None:
+        if "image" not in values and self._options.workers.map_sample is None:
             values = joined_parts(values)
         yielded.names = tuple(values)
         output = self._shaped(values, extra if self._options.batches.with_keys else {})

@@ -24,7 +24,7 @@ _SPARSE = "a sparse file"
 _SHOWN_CHARACTERS = 60
 
 
-class Place(NamedTuple):
+class Payload(NamedTuple):
     """A payload in the tar, and the NOTE of its member."""
 
     start: int
@@ -33,30 +33,34 @@ class Place(NamedTuple):
 
 
 class Links:
-    """The places of a tar's members by name, in the order of the tar."""
+    """The places of a tar's members by name, in the order of the tar.
 
-    def __init__(self) -> None:
-        self._new = array("q")  # hash of the path, start, size; -1: there is no payload
+    Args:
+        seen: hash of the path, start and size of each member so far; its owner appends later ones.
+    """
+
+    def __init__(self, seen: array[int]) -> None:
+        self._new = seen  # size -1: there is no payload
         self._places: dict[int, tuple[int, int]] = {}  # by hash of the path; filled by the first link
         self._notes: dict[int, str] = {}
-        self._count = self._linked_bytes = 0
+        self._linked_bytes = 0
+        self._is_full = False
         self._unresolved = array("q")  # hashes of paths that no member had
         self._left_out: dict[str, int] = {}
         self._examples: dict[str, str] = {}
 
     def add(self, name: str, start: int, size: int, note: str = "") -> None:
         """Note the next member's place; size -1: its payload can't be used."""
-        self._count += 1
-        path = normal_path(name) if "/" in name else name
-        if path is not None and self._count <= MEMBERS_LIMIT:
+        path = normal_path(name)
+        if path is not None:
             self._new.extend((hash(path), start, size))
             if note or self._notes:
                 self._notes[hash(path)] = note
 
-    def resolve(self, member: Member) -> Place | None:
+    def resolve(self, member: Member) -> Payload | None:
         """Return the payload that a link gives; None: it is left out, as a sparse file is."""
         place = self._resolve(member)
-        if isinstance(place, Place):
+        if isinstance(place, Payload):
             self.add(member.name, *place)
             return place
         self.add(member.name, 0, -1)
@@ -79,11 +83,12 @@ class Links:
             f"{count:,} × {cause}{self._examples.get(cause, '')}" for cause, count in causes.items() if count
         )
 
-    def _resolve(self, member: Member) -> Place | str:
+    def _resolve(self, member: Member) -> Payload | str:
         """Return the payload of a member, or the cause for which it is left out."""
         if member.kind == SPARSE:
             return _SPARSE
-        if self._count >= MEMBERS_LIMIT:
+        self._is_full = self._is_full or len(self._places) + len(self._new) // 3 >= MEMBERS_LIMIT
+        if self._is_full:
             return _TOO_MANY
         path: str | None = member.target
         if member.kind == SYMBOLIC_LINK:
@@ -102,13 +107,13 @@ class Links:
         self._linked_bytes += place.size
         return place if self._linked_bytes <= LINKED_LIMIT_BYTES else _TOO_LARGE
 
-    def _find(self, path: int) -> Place | None:
+    def _find(self, path: int) -> Payload | None:
         fields = iter(self._new)
         for digest, start, size in zip(fields, fields, fields, strict=True):
             self._places[digest] = (start, size)
         del self._new[:]
         start, size = self._places.get(path, (0, -1))
-        return None if size < 0 else Place(start, size, self._notes.get(path, ""))
+        return None if size < 0 else Payload(start, size, self._notes.get(path, ""))
 
 
 def normal_path(name: str) -> str | None:

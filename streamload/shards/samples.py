@@ -7,6 +7,7 @@ samples a run can use.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping
 from struct import unpack_from
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import xxhash
 
 from streamload.errors import ShardCut, ShardFormatError
-from streamload.shards.links import Links, Place
+from streamload.shards.links import MEMBERS_LIMIT, Links, Payload, normal_path
 from streamload.shards.tar import BLOCK_BYTES, Member, TarParser
 
 IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp", "gif"))
@@ -27,6 +28,7 @@ NAMES_LIMIT_BYTES = 16 << 20
 _MEMBER_COST_BYTES = 128
 _NOTE_DIGITS = 15
 _PIECE_BYTES = 1 << 20
+_SEEN_LIMIT = 3 * MEMBERS_LIMIT
 
 ReadBack = Callable[[int, int], bytes]
 """Returns up to so many bytes, the second argument, of the tar from an offset on, the first: earlier ones."""
@@ -339,7 +341,8 @@ class ShardScanner:
         self._member: Member | None = None
         self._is_ours = False  # whether the current member belongs to a sample
         self._long_names = 0
-        self._links = Links()
+        self._seen = array("q")
+        self._links: Links | None = None
         self._read_back = read_back
         self._start = self._stop = 0  # of the sample: its first payload or link, the end of its last
         self._has_links = self._is_left_out = False
@@ -433,7 +436,7 @@ class ShardScanner:
         if self._long_names:
             cause = f"their names have more than {NAME_LIMIT_BYTES:,} bytes"
             warnings.append(f"{self._long_names} members are left out: {cause}")
-        if left_out := self._links.left_out():
+        if self._links is not None and (left_out := self._links.left_out()):
             warnings.append(
                 f"members are left out, and their samples lack them: {left_out}; write the tar with "
                 f"--hard-dereference --dereference, and without --sparse"
@@ -451,8 +454,9 @@ class ShardScanner:
             for member, _ in parser.feed(block):
                 self._place(member)
 
-    def _place(self, member: Member) -> Place | Member | None:
+    def _place(self, member: Member) -> Payload | Member | None:
         """Note the next member. Return where its payload is; None: it is left out."""
+        self._links = self._links or Links(self._seen)
         if member.kind:
             return self._links.resolve(member)
         name = member.name
@@ -465,11 +469,12 @@ class ShardScanner:
         """Begin a member. Complete the sample before it if the member doesn't belong to it."""
         self._member = member
         self._image = None
-        place: Place | Member | None = member
+        place: Payload | Member | None = member
         if member.kind or member.note:
             place = self._place(member)
-        else:
-            self._links.add(member.name, member.start, member.size)
+        elif len(self._seen) < _SEEN_LIMIT:
+            path = normal_path(member.name) if "/" in member.name else member.name
+            self._seen.extend((hash(path), member.start, member.size))
         is_long = 4 * len(member.name) > NAME_LIMIT_BYTES and _is_too_long(member.name)
         self._long_names += is_long
         names = None if is_long else split_name(member.name)
@@ -517,7 +522,7 @@ class ShardScanner:
         if member.kind:
             self._read_link(place)
 
-    def _read_link(self, place: Place | Member) -> None:
+    def _read_link(self, place: Payload | Member) -> None:
         """Take the payload of a link into checksum and size of the image."""
         if self._read_back is None:
             self._is_hashed, self._image = False, None
