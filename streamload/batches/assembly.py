@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from streamload.batches.captions import read_caption, read_label
-from streamload.batches.collate import Allocate, collate, named
+from streamload.batches.captions import read_caption, read_label, read_score
+from streamload.batches.collate import Allocate, collate, in_parts, named
 from streamload.batches.draws import UserDraws
 from streamload.batches.images import BatchImages, ImageAssembly, PixelRecipe
 from streamload.batches.in_progress import (
@@ -49,8 +49,9 @@ class BatchAssembly:
         tokenizer: captions to ids; None leaves them as strings.
         blank_captions: whether samples are used whose caption is only white space.
         label: as `text`, for a whole number.
+        label_dtype: of labels; a floating-point one allows other numbers.
         map_sample: in place of captions and labels: the raw sample to a dict of values. With `images` it gets
-            the image as "image".
+            the image as "image", if the sample has one.
         collate: the results of `map_sample` for a batch to the batch: a dict or a tuple of values; None:
             values are stacked.
         as_model_inputs: keep all values that the tokenizer returns (such as an `attention_mask`).
@@ -66,6 +67,7 @@ class BatchAssembly:
     tokenizer: BatchTokenizer | None = None
     blank_captions: bool = True
     label: Choose | None = None
+    label_dtype: torch.dtype = torch.int64
     map_sample: MapSample | None = None
     collate: Collate | None = None
     as_model_inputs: bool = False
@@ -121,7 +123,7 @@ class _Captioned(NamedTuple):
     key: str
     url: str
     caption: str | None
-    label: int | None
+    label: float | None
     image: Any
     seed: int
     columns: list[Any]
@@ -144,6 +146,7 @@ class _CaptionedBatch:
         self._allocate = allocate
         self._allows_blank = assembly.blank_captions
         self._members: dict[tuple[str, ...], Members] = {}  # by the sample's extensions
+        self._read_label = read_score if assembly.label_dtype.is_floating_point else read_label
         self._kinds = assembly.kinds
         self._added: list[_Captioned] = []
         self._tokenize_ns = 0
@@ -163,7 +166,7 @@ class _CaptionedBatch:
                 raise BlankCaption("the caption is blank")
         if members.label is not None:
             member, field = members.label
-            label = read_label(sample.members[member], field)
+            label = self._read_label(sample.members[member], field)
         is_prepared = sample.prepared == members.image
         image = None
         if self._images is not None and members.image:
@@ -223,6 +226,8 @@ class _CaptionedBatch:
             if self._kinds is not None:
                 keys = [row.key for row in self._added if row.image is not None]
             values = self._images.finish(keys)
+            if not isinstance(values.get("image"), torch.Tensor):
+                values = in_parts(values)
             self._image_names = tuple(values)
         whole: Any = None  # texts before they are cut: rows of columns are found by them
         trim = assembly.trim
@@ -246,8 +251,10 @@ class _CaptionedBatch:
             if trim is not None:
                 values |= trim.beside(texts)
         if assembly.label is not None:
-            labels = torch.tensor([row.label for row in self._added], dtype=torch.int64, device="cpu")
-            values["label"] = self._allocate(labels.shape, torch.int64).copy_(labels)
+            labels = torch.tensor(
+                [row.label for row in self._added], dtype=assembly.label_dtype, device="cpu"
+            )
+            values["label"] = self._allocate(labels.shape, assembly.label_dtype).copy_(labels)
         for column in self._columns:
             values |= column.finish(whole)
         if trim is not None and self._kinds is None:  # else no part of the batch has the same rows of both
@@ -301,7 +308,7 @@ class _MappedBatch:
             return _Mapped(sample, None, seed)
         choice = self._choose_image(sample.members)
         if choice is None:
-            raise KeyError(f"{sample.key} has only {', '.join(sample.members)}")
+            return _Mapped(sample, None, seed)
         is_prepared = sample.prepared == choice[0]
         return _Mapped(sample, self._images.parse(sample.members[choice[0]], is_prepared, seed), seed)
 
@@ -312,6 +319,8 @@ class _MappedBatch:
         raw.update((extension, bytes(data)) for extension, data in sample.members.items())
         if self._images is None:
             value = self._map(raw, seed)
+        elif image is None:
+            value = self._map(raw, seed ^ _MAP_SAMPLE_SEED)
         else:
             self._images.add(image)
             try:

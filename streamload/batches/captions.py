@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -10,7 +11,9 @@ from streamload.errors import CaptionError, LabelError, SampleError
 
 MAX_CAPTION_BYTES = 4 << 20
 """The largest member that is read; parsed as JSON it could take a hundred times its size."""
-_WHOLE_NUMBER = re.compile(rb"\s*[+-]?[0-9]{1,19}\s*")
+_WHOLE_NUMBER = re.compile(rb"\s*([+-]?[0-9]{1,19})(?:\.0*)?\s*")
+_EXACT = 1 << 53
+"""Up to this, floating-point numbers are exact."""
 _LABELS = range(-(1 << 63), 1 << 63)
 
 
@@ -39,7 +42,7 @@ def read_caption(data: bytes | memoryview, field: str | None = None) -> str:
 
 
 def read_label(data: bytes | memoryview, field: str | None = None) -> int:
-    """Read a label: a whole number of 64 bits.
+    """Read a label: a whole number of 64 bits. `7.0` is 7.
 
     Args:
         data: the member's payload, the number in decimal.
@@ -48,16 +51,48 @@ def read_label(data: bytes | memoryview, field: str | None = None) -> int:
     Raises:
         LabelError: not such a number, or the field is missing.
     """
+    value = _label(data, field)
+    if isinstance(value, bytes | memoryview):
+        number = _WHOLE_NUMBER.fullmatch(value)
+        value = int(number[1]) if number else bytes(value[:40])
+    elif isinstance(value, float) and value.is_integer() and abs(value) <= _EXACT:
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value not in _LABELS:
+        raise LabelError(
+            f"the label is {value!r:.60}; expected a whole number of 64 bits, such as 7; other numbers "
+            f'need label_type="float"'
+        )
+    return value
+
+
+def read_score(data: bytes | memoryview, field: str | None = None) -> float:
+    """Read a label that may be any finite number.
+
+    Args:
+        data, field: as for `read_label`.
+
+    Raises:
+        LabelError: not such a number, or the field is missing.
+    """
+    value = _label(data, field)
+    if isinstance(value, memoryview):
+        value = bytes(value)
+    try:
+        score = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        score = math.nan
+    if not math.isfinite(score):
+        raise LabelError(f"the label is {value!r:.60}; expected a finite number, such as 0.5")
+    return score
+
+
+def _label(data: bytes | memoryview, field: str | None) -> Any:
+    """The payload, or a field of it; strings as bytes."""
     value: Any = data
     if field is not None:
         value = _json_field(data, field, "label", LabelError)
         if isinstance(value, str):
             value = value.encode("utf-8", "replace")
-    if isinstance(value, bytes | memoryview):
-        is_number = _WHOLE_NUMBER.fullmatch(value)
-        value = int(bytes(value)) if is_number else bytes(value[:40])
-    if isinstance(value, bool) or not isinstance(value, int) or value not in _LABELS:
-        raise LabelError(f"the label is {value!r:.60}; expected a whole number of 64 bits, such as 7")
     return value
 
 

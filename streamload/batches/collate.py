@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -47,6 +48,8 @@ def collate_images(
 ) -> Any:
     """Collate the results of `preprocess=` for a batch: as `collate`, but mistakes are errors.
 
+    Lists or tuples of tensors become `Views` if all have the same length, else a list. Dicts become a dict.
+
     Args:
         values: at least one.
         keys: of their samples.
@@ -56,24 +59,32 @@ def collate_images(
 
     Raises:
         ValueError: tensors or numbers of several shapes or dtypes.
-        TypeError: dicts; or anything but a tensor, with `only_tensors`.
+        TypeError: mappings that are no dicts; or anything but a tensor, with `only_tensors`.
     """
     joined = _join(values, allocate)
     if isinstance(joined, torch.Tensor):
         return joined
+    if not only_tensors and (parts := _parts(values)):
+        collated = {
+            part: collate_images(
+                [value[part] for value in values], keys, allocate, name=part_name(name, part)
+            )
+            for part in parts
+        }
+        return collated if isinstance(values[0], dict) else Views(collated.values())
     forms = [_form(value) for value in values]
     form_name = "" if name == "image" else f"as {name} "
     returned = f"preprocess= returned {form_name}{forms[0]} for sample {keys[0]!r}"
     other = next((place for place, form in enumerate(forms) if form != forms[0]), None)
-    if other is not None and any(isinstance(value, _STACKED) for value in values):
+    if other is not None and any(isinstance(value, (*_STACKED, dict)) for value in values):
         raise ValueError(
             f"{returned}, and {forms[other]} for sample {keys[other]!r}; expected one shape and dtype: "
             f"resize to one size in preprocess=, or make lists on purpose with map_sample="
         )
-    if isinstance(values[0], Mapping):
+    if isinstance(values[0], Mapping) and not isinstance(values[0], dict):
         raise TypeError(
             f"{returned}; expected a tensor: give an image processor of transformers itself as preprocess=, "
-            f"or make dicts with map_sample="
+            f"or return a dict of tensors"
         )
     if only_tensors:
         raise TypeError(
@@ -81,6 +92,37 @@ def collate_images(
             f'output="tuple" or "dict", which return a list'
         )
     return joined
+
+
+class Views(list[Any]):
+    """The views of a batch's images: the stacked tensors of each."""
+
+
+def part_name(name: str, part: int | str) -> str:
+    """The name of a view, or of a dict's value, while a batch is on its way."""
+    return f"{name}[{part!r}]"
+
+
+def in_parts(values: dict[str, Any]) -> dict[str, Any]:
+    """A batch's values with views and dicts in parts, which are sent and copied like other tensors."""
+    image = values.get("image")
+    if not isinstance(image, Views | dict):
+        return values
+    parts = image.items() if isinstance(image, dict) else enumerate(image)
+    return {part_name("image", part): value for part, value in parts} | {
+        name: value for name, value in values.items() if name != "image"
+    }
+
+
+def joined_parts(values: dict[str, Any]) -> dict[str, Any]:
+    """Undo `in_parts`."""
+    parts = {name[6:-1]: value for name, value in values.items() if name.startswith("image[")}
+    if not parts:
+        return values
+    image: Any = Views(parts.values())
+    if not all(map(str.isdigit, parts)):
+        image = {ast.literal_eval(name): value for name, value in parts.items()}
+    return {"image": image} | {name: value for name, value in values.items() if name[:6] != "image["}
 
 
 def named(result: Any) -> dict[str, Any]:
@@ -108,7 +150,27 @@ def _form(value: Any) -> str:
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):
         kind = "" if isinstance(value, torch.Tensor) else "an array "
         return f"{kind}{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, dict):
+        return f"a dict of {', '.join(map(repr, value))}"
     return f"a value of type {type(value).__name__}"
+
+
+def _parts(values: list[Any]) -> Sequence[Any]:
+    """The positions or names of what is stacked in all values; empty: they aren't views or dicts."""
+    first = values[0]
+    if isinstance(first, dict):
+        is_alike = all(isinstance(value, dict) and value.keys() == first.keys() for value in values)
+        return list(first) if is_alike and all(isinstance(name, str) for name in first) else ()
+    if not isinstance(first, list | tuple) or not isinstance(
+        next(iter(first), None), torch.Tensor | np.ndarray
+    ):
+        return ()
+    is_alike = all(isinstance(value, list | tuple) and len(value) == len(first) for value in values)
+    return (
+        range(len(first))
+        if is_alike and all(isinstance(view, _STACKED) for value in values for view in value)
+        else ()
+    )
 
 
 def _join(values: list[Any], allocate: Allocate) -> Any:

@@ -429,6 +429,10 @@ class GivenImages:
         image = self._decoded(data, is_prepared)
         decoded = monotonic_ns()
         value = self._transform(image, self._generators, seed)
+        if value is None:
+            raise TypeError(
+                "preprocess= returned None for an image; expected a tensor (does it lack a return?)"
+            )
         self._values.append(value)
         before = self.timed_ns
         self.timed_ns = before[0] + decoded - start_ns, before[1] + monotonic_ns() - decoded

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from streamload.batches.collate import Views
 from streamload.batching.padding import RowWidths
 from streamload.batching.part_size import Agree, DeviceMemory, PartSizer
 from streamload.derived.calls.features import FeatureRows
@@ -272,6 +273,8 @@ def _value(name: str, value: Any, yielded: Yielded, cut: Cut) -> Any:
         return (
             part | {"seq_len": part["patches"].shape[1]} if "patches" in part and "seq_len" in part else part
         )
+    if isinstance(value, Views):
+        return Views(_value(name, view, yielded, cut) for view in value)
     if isinstance(value, list):
         return value[cut.rows]
     if not isinstance(value, torch.Tensor) or not value.ndim:

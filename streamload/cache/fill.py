@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
+import functools
 import os
 import threading
 from collections.abc import Callable
@@ -39,7 +40,7 @@ from streamload.origins.origin import Origin, Stream, Unproven, Version
 from streamload.shards.index import IndexReader
 from streamload.shards.local import LocalVersion, index_local
 from streamload.shards.record import COMPLETE, open_file
-from streamload.shards.samples import Entry, ShardScanner
+from streamload.shards.samples import Entry, ShardScanner, border
 from streamload.shards.tar import BLOCK_BYTES
 
 _COPY_BYTES = 8 << 20
@@ -170,6 +171,8 @@ class _Fill:
         self._options = options
         self._is_prepared = bool(shard.recipe)
         self._stop = stop
+        self._version = Version()
+        self._links_origin: Origin | None = None  # for the payloads of links, of an index-only copy
 
     def run(self, open_origin: Callable[[], Origin]) -> bool:
         """Fill the part, or write for its readers why that failed; whether it is complete.
@@ -193,6 +196,9 @@ class _Fill:
             is_named = self._shard.name in str(exc)
             self._writer.end(type(exc).__name__, str(exc) if is_named else f"{self._shard.name}: {exc}")
             return False
+        finally:
+            if self._links_origin is not None:
+                self._links_origin.close()
         return True
 
     def _index_local(self, file: Path) -> None:
@@ -211,8 +217,9 @@ class _Fill:
 
     def _transfer(self, open_origin: Callable[[], Origin]) -> None:
         """Fetch the bytes, from the end of an orphan's verified prefix on."""
-        scanner, expected = self._take_over()
+        scanner, expected = self._take_over(open_origin)
         with contextlib.closing(self._open(open_origin(), scanner.position, expected)) as stream:
+            self._version = stream.version
             if expected is None:
                 self._writer.size_bytes = self._size_of(stream)
                 self._writer.reserve(self._writer.size_bytes or 0, patient=False)
@@ -249,7 +256,9 @@ class _Fill:
         try:
             return scanner.feed(chunk)
         except ShardFormatError:
-            again = ShardScanner(known_stop, self._writer.count, prepared=self._is_prepared)
+            again = ShardScanner(
+                known_stop, self._writer.count, prepared=self._is_prepared, read_back=self._read_back
+            )
             with (self._part.path / "data").open("rb") as data, contextlib.suppress(ShardFormatError):
                 data.seek(again.position)
                 # A block at a time, as damage is in a header; payload in larger pieces.
@@ -265,7 +274,17 @@ class _Fill:
                 raise
             raise Outdated from None
 
-    def _take_over(self) -> tuple[ShardScanner, Version | None]:
+    def _read_back(self, start: int, count: int) -> bytes:
+        """Earlier bytes of the shard, for its links."""
+        with open_data(self._part.path) as data:
+            return os.pread(data.number, count, start)
+
+    def _read_origin(self, open_origin: Callable[[], Origin], start: int, count: int) -> bytes:
+        """The same for an index-only copy, by range."""
+        self._links_origin = self._links_origin or open_origin()
+        return self._links_origin.read(start, start + count, self._version)
+
+    def _take_over(self, open_origin: Callable[[], Origin]) -> tuple[ShardScanner, Version | None]:
         """Copy an orphan's verified prefix; returns the scanner after it, and the version of its bytes."""
         orphan, prefix = self._part.orphan, None
         if orphan is not None and not self._options.index_only:
@@ -274,23 +293,26 @@ class _Fill:
                 prefix = self._copy(orphan.path)
         self._part.forget_orphan()
         if prefix is None:
-            return ShardScanner(prepared=self._is_prepared), None
+            read_back = self._read_back
+            if self._options.index_only:
+                read_back = functools.partial(self._read_origin, open_origin)
+            return ShardScanner(prepared=self._is_prepared, read_back=read_back), None
         return prefix
 
     def _copy(self, orphan: Path) -> tuple[ShardScanner, Version] | None:
         version, entries = verified_prefix(orphan)
         if not entries or not version.is_traceable:
             return None
-        scanner = ShardScanner.after(entries[-1], prepared=self._is_prepared)
+        position = border(entries[-1])
         size = None if self._is_prepared else version.size
         self._writer.size_bytes = size
-        self._writer.reserve(size or scanner.position, patient=False)
+        self._writer.reserve(size or position, patient=False)
         with open_data(orphan) as source:
             self._writer.begin(asdict(version))
-            while self._writer.written_bytes < scanner.position:
+            while self._writer.written_bytes < position:
                 chunk = os.pread(
                     source.number,
-                    min(_COPY_BYTES, scanner.position - self._writer.written_bytes),
+                    min(_COPY_BYTES, position - self._writer.written_bytes),
                     self._writer.written_bytes,
                 )
                 if not chunk:
@@ -298,6 +320,10 @@ class _Fill:
                 self._writer.write(chunk)
         self._writer.append(entries)
         self._part.tier.counts.add("shards_taken_over", 1)
+        try:
+            scanner = ShardScanner.after(entries[-1], prepared=self._is_prepared, read_back=self._read_back)
+        except ShardError:
+            raise Outdated from None  # a header between the verified samples is damaged
         return scanner, version
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -20,7 +21,7 @@ from streamload.cache.companion import OpenCompanion
 from streamload.errors import OptionError, add_note
 from streamload.shards.columns import BUILT_IN, TOKENS, Column, Values
 from streamload.shards.index import IndexReader
-from streamload.shards.record import OWN_LAYOUT
+from streamload.shards.record import LEFT_OUT, LINKED, OWN_LAYOUT
 from streamload.shards.samples import Entry
 
 Numbers = npt.NDArray[np.int64]
@@ -34,6 +35,8 @@ MEMBER_LIMIT_BYTES = 64 << 20
 """The largest image or caption that is read; a sample with a larger one counts as lacking it."""
 MOST_USES = 256
 """The largest rate: of uses of a sample in a pass."""
+_NO_EXTENSION = re.compile(r"[\s,*?|/]")
+"""Characters of lists and patterns in other loaders' keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,13 @@ class KeySpec:
 
     choices: tuple[tuple[str, str | None], ...]
     """(extension, field); field None: the whole member."""
+    is_optional: bool = False
+    """Whether samples without such a member are used."""
+
+    def __str__(self) -> str:
+        return ";".join(
+            extension if field is None else f"{extension}:{field}" for extension, field in self.choices
+        )
 
     @classmethod
     def parse(cls, text: str) -> KeySpec:
@@ -56,7 +66,8 @@ class KeySpec:
             extension = extension.strip().lower().removeprefix(".")
             field = field.strip()
             is_json = extension.rpartition(".")[2] in ("json", "jsn")
-            if not extension or (colon and not (field and is_json)):
+            is_pattern = _NO_EXTENSION.search(extension) is not None
+            if not extension or is_pattern or (colon and not (field and is_json)):
                 raise OptionError(
                     f"{text!r} is not a key: {choice!r} should be an extension, or json:<field>; "
                     'for example "jpg;png;webp" or "txt;json:caption"'
@@ -101,11 +112,13 @@ class Selected(NamedTuple):
         numbers: ascending.
         rates: float64, of each how often it is used in a pass in the mean, above 0; None: once.
         missing: how many entries lack a required member.
+        left_out: how many lack one and have members that are left out, as links or as sparse files.
     """
 
     numbers: Numbers
     rates: Values | None
     missing: int
+    left_out: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +196,8 @@ class Selection:
             OptionError: a rate is no number from 0 to MOST_USES; it names the sample.
         """
         mask = usable(reader, self.keys, start)
-        missing = len(mask) - int(mask.sum())
+        left_out = int(np.count_nonzero(~mask & (reader.records["flags"][start:] & LEFT_OUT > 0)))
+        missing = len(mask) - int(mask.sum()) - left_out
         if self.keep is not None:
             place = 0
             try:
@@ -193,11 +207,11 @@ class Selection:
                 add_note(exc, f"in keep=, for sample {reader.entry(start + place).key!r}")
                 raise
         if self.repeat is None:
-            return Selected(start + np.flatnonzero(mask), None, missing)
+            return Selected(start + np.flatnonzero(mask), None, missing, left_out)
         places = np.flatnonzero(mask)
         rates = self._rates(self.repeat, reader, start, places, facts)
         is_used = rates > 0
-        return Selected(start + places[is_used], rates[is_used], missing)
+        return Selected(start + places[is_used], rates[is_used], missing, left_out)
 
     def _entry(self, reader: IndexReader, start: int, place: int, facts: Mapping[str, Values]) -> Entry:
         return with_facts(reader.entry(start + place), self.of_entries, facts, place)
@@ -227,7 +241,7 @@ def usable(reader: IndexReader, keys: Sequence[KeySpec], start: int = 0) -> npt.
 
     Args:
         reader: an index, finished or not.
-        keys: of image, text and label: a sample needs a member for each.
+        keys: of image, text and label: a sample needs a member for each that isn't optional.
 
     Returns:
         bool[count - start].
@@ -237,7 +251,7 @@ def usable(reader: IndexReader, keys: Sequence[KeySpec], start: int = 0) -> npt.
         return np.ones(len(layouts), dtype=np.bool_)
 
     def serves(extensions: Collection[str]) -> bool:
-        return all(spec.choose(extensions) is not None for spec in keys)
+        return all(spec.is_optional or spec.choose(extensions) is not None for spec in keys)
 
     shared = reader.layouts()
     table = np.zeros(max(shared, default=-1) + 2, dtype=np.bool_)
@@ -248,7 +262,8 @@ def usable(reader: IndexReader, keys: Sequence[KeySpec], start: int = 0) -> npt.
     for place in np.flatnonzero(have_own_layout):
         mask[place] = serves(reader.entry(start + int(place)).sizes)
     spans = reader.records["stop"][start:] - reader.records["start"][start:]
-    for place in np.flatnonzero(mask & (spans > MEMBER_LIMIT_BYTES)):
+    links = reader.records["flags"][start:] & LINKED
+    for place in np.flatnonzero(mask & ((spans > MEMBER_LIMIT_BYTES) | (links > 0))):
         sizes = reader.entry(start + int(place)).sizes
         mask[place] = all(sizes[extension] <= MEMBER_LIMIT_BYTES for extension in chosen(sizes, keys))
     return mask

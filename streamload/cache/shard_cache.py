@@ -21,7 +21,7 @@ from streamload import errors, limits
 from streamload.cache.companion import Companion, FactsCarrier
 from streamload.cache.freshness import Freshness
 from streamload.cache.locks import FileLock
-from streamload.cache.selection import Numbers, Selection
+from streamload.cache.selection import KeySpec, Numbers, Selection
 from streamload.cache.shard import Shard
 from streamload.cache.shard_copy import ReadMemory
 from streamload.cache.shard_view import Fetch, Found, OpenFiles, ShardView
@@ -102,6 +102,7 @@ class ShardCache:
         self._usable: dict[int, _Usable] = {}
         self._companions: dict[int, Companion] = {}
         self._complete: set[int] = set()
+        self._warned: set[int] = set()
         self._given_up: set[int] = set()
         self._tombstones: dict[str, FileLock] = {}
         self._usable_check = _UsableCheck()
@@ -131,16 +132,19 @@ class ShardCache:
             if fresh.rates is not None:
                 rates = np.concatenate([rates, fresh.rates])
             self._count("samples_skipped_missing", shard, fresh.missing)
-            self._usable_check.saw(view, looked_through, len(fresh.numbers))
+            self._count("samples_skipped_left_out", shard, fresh.left_out)
+            self._usable_check.saw(view, looked_through, len(fresh.numbers), selection.keys)
             self._usable[shard] = _Usable(view.count, numbers, rates)
         if view.gave_up:
             self._give_up(view, shard)
         if view.ended:
             self._usable_check.ended(view)
+            if not view.gave_up and shard not in self._warned:
+                self._warned.add(shard)
+                self._warn(view, shard)
             if not view.gave_up and not view.is_index_only and shard not in self._complete:
                 self._complete.add(shard)
                 self._count("shards_complete", shard)
-                self._warn(view, shard)
                 if shard in self._companions:
                     self._companions[shard].share(self._selection.columns.values())
         return numbers, view.ended
@@ -299,20 +303,28 @@ class _UsableCheck:
         self._read: set[str] = set()  # those that have ended
         self._keys: list[str] = []
         self._names: set[tuple[str, str]] = set()  # shards and keys
+        self._folders: dict[tuple[str, str], Entry] = {}  # by shard and key without folder
+        self._wanted = ""  # members that a sample needs
+        self._empty: list[str] = []  # shards without samples
         self._cause = ""  # a likely one, that names show
         self._given_up: dict[str, str] = {}  # why, by the shard's name
 
-    def saw(self, view: ShardView, start: int, usable: int) -> None:
-        """New entries of a shard, from number `start` on, of which `usable` are used."""
+    def saw(self, view: ShardView, start: int, usable: int, keys: Sequence[KeySpec]) -> None:
+        """New entries of a shard, from number `start` on, of which `usable` are used.
+
+        Args:
+            keys: the members that a sample needs.
+        """
         self._found_usable = self._found_usable or usable > 0
         if self._found_usable or view.reader is None:
             return
         self._samples += view.count - start
+        self._wanted = " and ".join(map(str, keys))
         for number in range(start, 0 if self._cause else view.count):
             self._look_for_cause(view.shard.name, view.reader.entry(number))
         for number in range(start, min(view.count, start + _KEYS_SHOWN - len(self._keys))):
             entry = view.reader.entry(number)
-            self._keys.append(_shown(f"{entry.key} ({', '.join(ext for ext, _, _ in entry.members)})"))
+            self._keys.append(_in_words(entry))
         if self._samples >= _PATIENCE_SAMPLES:
             self.raise_if_unusable()
 
@@ -330,6 +342,13 @@ class _UsableCheck:
                 f"{_shown(entry.key)} comes again in {shard}: the members of a sample must be adjacent "
                 f"in the tar (tar --sort=name, or `streamload pack`)"
             )
+        base = entry.key.rpartition("/")[2]
+        other = self._folders.setdefault((shard, base), entry)
+        if not self._cause and other.sizes.keys().isdisjoint(entry.sizes):
+            self._cause = (
+                f"{_in_words(other)} and {_in_words(entry)} are two samples of {shard}: a key has the folder "
+                f"in it, so the members of a sample must be in one folder, and adjacent (`streamload pack`)"
+            )
         self._names.add((shard, entry.key))
 
     def ended(self, view: ShardView) -> None:
@@ -340,6 +359,12 @@ class _UsableCheck:
             self._given_up[view.shard.name] = view.reader.cause
         if view.count:
             self._read.add(view.shard.name)
+        elif not view.gave_up:
+            self._empty.append(view.shard.name)
+        left_out = (
+            [] if view.reader is None else [text for text in view.reader.warnings if "left out" in text]
+        )
+        self._cause = self._cause or "; ".join(left_out)
         if len(self._read) >= _PATIENCE_SHARDS:
             self.raise_if_unusable()
 
@@ -349,13 +374,16 @@ class _UsableCheck:
             return
         causes = "; ".join(list(dict.fromkeys(self._given_up.values()))[:3])
         if not self._keys:
-            problem = (
-                f"none of {len(self._given_up)} shards could be read: {causes}" if causes else "no samples"
-            )
+            problem = "no samples"
+            if causes:
+                problem = f"none of {len(self._given_up)} shards could be read: {causes}"
+            elif self._empty:
+                problem += f" in {len(self._empty)} tars (first: {', '.join(self._empty[:2])})"
             raise errors.NoValidSamples(f"{problem}. Check the URLs, and that the shards have samples")
         raise errors.NoValidSamples(
             f"no usable sample in {len(self._read)} shards and {self._samples} samples "
-            f"(first: {', '.join(sorted(self._read)[:2]) or 'unfinished'}). Seen: {'; '.join(self._keys)}"
+            f"(first: {', '.join(sorted(self._read)[:2]) or 'unfinished'}). "
+            f"{f'Needed: {self._wanted}. ' if self._wanted else ''}Seen: {'; '.join(self._keys)}"
             f"{'; given up: ' + causes if causes else ''}. "
             f"{f'A likely cause: {self._cause}. Else check' if self._cause else 'Check'} image_key, "
             f"text_key (None: there are no captions), label_key and keep"
@@ -367,6 +395,10 @@ def _nan_where_unknown(sizes: npt.NDArray[np.uint32]) -> Values:
     values = sizes.astype(np.float64)
     values[sizes == 0] = np.nan
     return values
+
+
+def _in_words(entry: Entry) -> str:
+    return _shown(f"{entry.key} ({', '.join(extension for extension, _, _ in entry.members)})")
 
 
 def _shown(text: str) -> str:

@@ -67,7 +67,7 @@ class ReadMemory:
 def read_sample(
     descriptor: int, entry: Entry, needed: Needed | None = None, memory: ReadMemory | None = None
 ) -> tuple[Entry, memoryview] | None:
-    """Read and verify a sample: its entry and the bytes from `entry.start` on; None if they fail.
+    """Read and verify a sample: its entry and the bytes of `entry.ranges`; None if they fail.
 
     All of it is verified. A sample of more than AT_ONCE_BYTES is read in pieces: then the entry that is
     returned has only the needed members, and the bytes are theirs alone.
@@ -77,11 +77,14 @@ def read_sample(
         memory: where to put the bytes, until `reset`; None: they get memory of their own.
     """
     start = entry.start
-    size = entry.stop - start
+    size = entry.stop - start if entry.span is None else sum(stop - first for first, stop in entry.ranges)
     try:
         if size > AT_ONCE_BYTES:
             return _read_pieces(descriptor, entry, entry.sizes if needed is None else needed(entry.sizes))
-        if memory is None:
+        if entry.span is not None:
+            pieces = [os.pread(descriptor, stop - first, first) for first, stop in entry.ranges]
+            data = memoryview(bytearray().join(pieces))
+        elif memory is None:
             data = memoryview(os.pread(descriptor, size, start))
         else:
             data = memory.take(size)
@@ -95,9 +98,9 @@ def is_whole(entry: Entry, data: memoryview) -> bool:
     """True if the bytes match the checksum of their entry."""
     if entry.checksum is None:
         return True
-    digest, first = xxhash.xxh3_64(), entry.start
-    for _, start, size in entry.members:
-        digest.update(data[start - first : start - first + size])
+    digest = xxhash.xxh3_64()
+    for payload in entry.payloads(data).values():
+        digest.update(payload)
     return digest.intdigest() == entry.checksum
 
 
@@ -139,7 +142,7 @@ def _read_pieces(descriptor: int, entry: Entry, kept: Collection[str]) -> tuple[
     for extension, _, size in wanted_entry.members:
         members.append((extension, offset, size))
         offset += size
-    return entry._replace(members=tuple(members)), memoryview(data)
+    return entry._replace(members=tuple(members), span=None), memoryview(data)
 
 
 _BROKEN = {errno.EIO, errno.ENXIO, errno.ESTALE, errno.EUCLEAN}
@@ -314,9 +317,13 @@ def verified_chunks(copy: ShardCopy, piece_bytes: int, *, is_prepared: bool) -> 
         CacheCorrupt: the bytes don't match the index.
         OSError: they can't be read.
     """
-    scanner, number, size = ShardScanner(prepared=is_prepared), 0, 0
+    number, size = 0, 0
     try:
         with (copy.path / "data").open("rb", buffering=0) as data:
+            file = data.fileno()
+            scanner = ShardScanner(
+                prepared=is_prepared, read_back=lambda start, count: os.pread(file, count, start)
+            )
             for chunk in iter(functools.partial(data.read, piece_bytes), b""):
                 number = _compare(scanner.feed(chunk), copy, number)
                 size += len(chunk)

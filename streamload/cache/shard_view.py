@@ -220,7 +220,9 @@ class ShardView:
             return []
         indexed = [number for number in numbers if number < copy.reader.count]
         try:
-            return [(copy.version, entry.start, entry.stop) for entry in copy.reader.entries(indexed)]
+            entries = copy.reader.entries(indexed)
+            places = [place for entry in entries for place in entry.ranges]
+            return [(copy.version, start, stop) for start, stop in places if start < stop]
         except CacheCorrupt:
             return []  # `find` handles it
 
@@ -231,7 +233,7 @@ class ShardView:
         memory: ReadMemory | None = None,
         entry_place: Found | None = None,
     ) -> tuple[Entry, memoryview] | None:
-        """The entry of sample `number` and the bytes from `entry.start` on; None if they aren't there (yet).
+        """The entry of sample `number` and the bytes of `entry.ranges`; None if they aren't there (yet).
 
         A copy whose bytes fail their checksum is removed from the tier, so that it is fetched again.
 
@@ -347,8 +349,12 @@ class ShardView:
         assert self._fetch is not None
         start, stop = entries[0].start, entries[-1].stop
         try:
-            data = memoryview(self._fetch(self.shard, copy.version, start, stop))
+            data = memoryview(self._fetch(self.shard, copy.version, start, stop) if start < stop else b"")
             samples = [data[entry.start - start : entry.stop - start] for entry in entries]
+            for place, entry in enumerate(entries):
+                if entry.linked:
+                    payloads = [self._fetch(self.shard, copy.version, *payload) for payload in entry.linked]
+                    samples[place] = memoryview(b"".join((samples[place], *payloads)))
             for entry, sample in zip(entries, samples, strict=True):
                 if not is_whole(entry, sample):
                     raise DatasetChanged(

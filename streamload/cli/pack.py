@@ -6,6 +6,7 @@ Images are copied byte for byte: nothing is decoded, resized or re-encoded.
 import csv
 import itertools
 import json
+import math
 import random
 import re
 import signal
@@ -220,8 +221,32 @@ def _table(table: Path, columns: _Columns, no_quotes: bool) -> Iterator[tuple[Pa
                         f"{table} has no {column!r} in row {number}, only {', '.join(map(repr, row))}; "
                         f"name the columns with --image-column, --caption-column and --keep-columns"
                     )
-            image, caption = table.parent / str(row[columns.image]), str(row[columns.caption] or "")
-            yield image, caption, {column: row[column] for column in kept}
+            image, caption = (
+                _text(row[column], f"{table}, row {number}: the column {column!r}")
+                for column in (columns.image, columns.caption)
+            )
+            yield table.parent / image, caption, {column: row[column] for column in kept}
+
+
+def _text(value: Any, name: str) -> str:
+    """A cell as text: a number in decimal, nothing for null and NaN.
+
+    Raises:
+        OptionError: it is a list, a dict or true or false, or half of a surrogate pair.
+    """
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return ""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise OptionError(
+            f"{name} is a {type(value).__name__}, {json.dumps(value)[:60]}; expected a string: write one "
+            f"caption a row, or keep the value as it is in a .json beside the image with --keep-columns"
+        )
+    text = value if isinstance(value, str) else json.dumps(value)
+    if not text.isascii() and text.encode("utf-8", "replace").decode() != text:
+        raise OptionError(
+            f"{name} is {text[:60]!a}, which has half of a surrogate pair; expected Unicode text"
+        )
+    return text
 
 
 def _decoded(table: Path, lines: Iterator[str]) -> Iterator[str]:
@@ -265,7 +290,7 @@ def _csv_rows(table: Path, lines: Iterator[str], no_quotes: bool) -> Iterator[Ma
 
 def _json_row(table: Path, line: str) -> Mapping[str, Any]:
     try:
-        row = json.loads(line)
+        row = json.loads(line, parse_constant=lambda _: None)  # NaN and infinity, which JSON doesn't have
     except ValueError as exc:
         raise OptionError(f"{table} has a line that is not JSON: {line[:60]!r} ({exc})") from exc
     if not isinstance(row, dict):

@@ -186,20 +186,20 @@ class ImageBytes:
 
 
 def read_facts(
-    facts: Mapping[str, Any] | None, image_key: str, text_key: str | None, tokenizer: Any
+    facts: Mapping[str, Any] | None, image_key: str | None, text_key: str | None, tokenizer: Any
 ) -> dict[str, Column]:
     """The columns of a run, by name: those that are asked for, and "image_bytes". Reads tables.
 
     Args:
         facts: as Shards has them.
-        image_key: of the run.
+        image_key: of the run; None: it has no images.
         text_key: of the run; None: it has no captions.
         tokenizer: of the run; None: it has none.
 
     Raises:
         OptionError: a form or name that can't be used, or a table that can't be read.
     """
-    image = KeySpec.parse(image_key)
+    image = KeySpec(()) if image_key is None else KeySpec.parse(image_key)
     definition = ["image_bytes", image.choices]
     columns: dict[str, Column] = {"image_bytes": ImageBytes(image, column_digest(definition))}
     for name, fact in (facts or {}).items():

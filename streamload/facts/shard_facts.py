@@ -261,11 +261,7 @@ def _members(
 
 
 def _chosen(entry: Entry, data: memoryview, needed: set[str]) -> dict[str, bytes]:
-    return {
-        name: bytes(data[start - entry.start : start - entry.start + size])
-        for name, start, size in entry.members
-        if name in needed
-    }
+    return {name: bytes(payload) for name, payload in entry.payloads(data).items() if name in needed}
 
 
 def _joined(entries: Sequence[Entry]) -> Iterator[list[Entry]]:

@@ -156,17 +156,13 @@ class FeatureRecipe:
 
 
 def samples_of(chunks: Iterable[bytes], url: str, *, is_prepared: bool) -> Iterator[Sample]:
-    """The samples of a tar; without those of more than 64 MiB, whose rows a training computes.
+    """The samples of a tar; not those with links or of more than 64 MiB, whose rows a training computes.
 
     Raises:
         ShardError: not a tar, damaged or cut.
     """
     for entry, begin, data, _ in parts_of(chunks, ShardScanner(prepared=is_prepared), url):
-        if entry is not None:
-            view = memoryview(bytearray(data))
-            members = {
-                extension: view[start - begin : start - begin + size]
-                for extension, start, size in entry.members
-            }
+        if entry is not None and entry.span is None:
+            members = entry.payloads(memoryview(bytearray(data))[entry.start - begin :])
             prepared = entry.prepared[0] if entry.prepared is not None else ""
             yield Sample(entry.key, url, members, prepared, entry.checksum)

@@ -36,6 +36,7 @@ from streamload.weights.sample import Complexity, read_sample_weight
 ImageDtype = Literal["float32", "uint8"]
 Decode = Literal["host", "device", "auto"]
 OnError = Literal["skip", "raise"]
+LabelType = Literal["int", "float"]
 _MODALITIES = ("image", "text")
 TextPaddingName = Literal["max", "longest"]
 
@@ -57,10 +58,12 @@ class Shards(Group):
     """Which members of a sample are used, which samples, and how shards are reached.
 
     Args:
-        image_key: extensions that hold the image, in order of preference.
+        image_key: extensions that hold the image, in order of preference. Samples without one are left out;
+            beside `map_sample=` they come without `image`. None, beside `map_sample=`: no image is decoded.
         text_key: the same for the caption; `json:caption` is a field of a JSON member. None: there are no
             captions, and batches have none.
         label_key: the same for a label, a whole number: `cls`, `json:label`. None: there are no labels.
+        label_type: "int": labels are whole numbers, int64; "float": any finite numbers, float32.
         blank_captions: False leaves out samples whose caption is empty or only white space, like those
             without one.
         keep: takes the index entry of a sample (key, sizes, width, height, caption_bytes, and facts by name);
@@ -93,9 +96,10 @@ class Shards(Group):
         OptionError: a value that can't be used.
     """
 
-    image_key: str = "jpg;png;jpeg;webp"
+    image_key: str | None = "jpg;png;jpeg;webp"
     text_key: str | None = "txt"
     label_key: str | None = None
+    label_type: LabelType = "int"
     blank_captions: bool = True
     keep: Keep | None = None
     facts: Mapping[str, Any] | None = None
@@ -106,15 +110,12 @@ class Shards(Group):
     max_bad_shards: float | None = 0.1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.image_key, str):
-            raise OptionError(
-                f"image_key={self.image_key!r}; expected a string such as 'jpg;png'. For samples without "
-                f"images give workers=Workers(map_sample=…), a function from the raw sample to a dict"
-            )
-        for name, example in (("text_key", "txt;json:caption"), ("label_key", "cls")):
+        keys = (("image_key", "jpg;png"), ("text_key", "txt;json:caption"), ("label_key", "cls"))
+        for name, example in keys:
             value = getattr(self, name)
             if not (value is None or isinstance(value, str)):
                 raise OptionError(f"{name}={value!r}; expected a string such as {example!r}, or None")
+        parse_choice(self.label_type, get_args(LabelType), "label_type")
         parse_choice(self.on_error, get_args(OnError), "on_error")
         storage = self.storage_options or {}
         headers, sign = storage.get("headers"), storage.get("sign")

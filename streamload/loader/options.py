@@ -246,10 +246,10 @@ class LoaderOptions:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys that select samples: a usable sample has a member for every key."""
+        """The keys that select samples, which need a member for every key; beside map_sample for none."""
         shards = self.shards
         if self.workers.map_sample is not None:
-            return () if self.preprocess is None else (shards.image_key,)
+            return () if self.preprocess is None or shards.image_key is None else (shards.image_key,)
         return tuple(key for key in (shards.image_key, shards.text_key, shards.label_key) if key is not None)
 
     @property
@@ -264,7 +264,8 @@ class LoaderOptions:
         if self.workers.map_sample is not None:
             return ("map_sample", *self.keys, *facts)
         label = () if shards.label_key is None else (shards.label_key,)
-        return (shards.image_key, shards.text_key or "", *label, *facts)
+        kind = () if shards.label_type == "int" else (shards.label_type,)
+        return (shards.image_key or "", shards.text_key or "", *label, *kind, *facts)
 
     @property
     def epochs_continue(self) -> bool:

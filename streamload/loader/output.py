@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from streamload.batches.collate import unnamed
+from streamload.batches.collate import joined_parts, unnamed
 from streamload.errors import OptionError
 from streamload.extension import Yielded
 from streamload.loader.checks import EpochSum
@@ -212,6 +212,8 @@ class Outputs:
         self.last = BatchInfo(yielded, self._sources, batch.rows.seats, shapes, device, **fields)
         if has_parts:
             values = self._parts.shaped(values | self._parts.values(self.last))
+        if "image" not in values and self._options.workers.map_sample is None:
+            values = joined_parts(values)
         yielded.names = tuple(values)
         output = self._shaped(values, extra if self._options.batches.with_keys else {})
         self._known.add(output, self.last)

@@ -89,6 +89,11 @@ def _refuse_unused_keys(options: LoaderOptions) -> None:
                     f"map_sample= makes the whole example: {name}= can't be combined with it "
                     f"(preprocess= can: it decodes the sample's image)"
                 )
+    elif options.shards.image_key is None:
+        raise OptionError(
+            "image_key=None; expected a string such as 'jpg;png'. For samples without images give "
+            "workers=Workers(map_sample=…), a function from the raw sample to a dict"
+        )
     elif options.shards.text_key is None and options.tokenizer is not None:
         raise OptionError("text_key=None selects no captions: tokenizer= can't be combined with it")
     elif options.output == "hf" and options.tokenizer is None and options.shards.text_key is not None:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from streamload.batches.assembly import BatchAssembly
 from streamload.batches.images import ImageAssembly, ImageMaker, Preprocess, by_workers
 from streamload.batches.in_progress import Choose
@@ -260,8 +262,8 @@ def _sources(
 
 
 def _selection(options: LoaderOptions) -> Selection:
-    keys = tuple(KeySpec.parse(key) for key in options.keys)
     reads_all = options.workers.map_sample is not None
+    keys = tuple(replace(KeySpec.parse(key), is_optional=reads_all) for key in options.keys)
     columns = dict(options.columns)
     if any(TOKENS in extension.facts for extension in options.extensions):
         columns[TOKENS] = token_count(options.shards.text_key, options.tokenizer)
@@ -306,12 +308,13 @@ def _assembly(
         )
     shards, batches = options.shards, options.batches
     plain = assembly = BatchAssembly(
-        image=KeySpec.parse(shards.image_key).choose,
+        image=KeySpec(()).choose if shards.image_key is None else KeySpec.parse(shards.image_key).choose,
         images=images,
         text=_choose(shards.text_key),
         tokenizer=adapt_tokenizer(options.tokenizer, batches.text_padding == "longest", batches.text_columns),
         blank_captions=shards.blank_captions,
         label=_choose(shards.label_key),
+        label_dtype=torch.int64 if shards.label_type == "int" else torch.float32,
         map_sample=options.workers.map_sample,
         collate=options.workers.collate,
         as_model_inputs=options.output == "hf",

@@ -24,6 +24,8 @@ from streamload.errors import CacheCorrupt
 from streamload.shards.record import (
     COMPLETE,
     END,
+    LEFT_OUT,
+    LINKED,
     NO_CHECKSUM,
     OWN_LAYOUT,
     RECORD,
@@ -156,17 +158,27 @@ class IndexReader:
             number, _, flags, start, stop, checksum, names, length, width, height, caption_bytes = fields
             try:
                 key, named, *more = self._frame_at(names, length)
+                if flags & LINKED:
+                    more = more[1:]
                 prepared = (str(more[0][0]), int(more[0][1])) if more else None
                 members = tuple([(extension, first, size) for extension, first, size in named])
-                is_its_own = members[0][1] == start and members[-1][1] + members[-1][2] == stop
+                if flags & LINKED:
+                    is_its_own = all(
+                        first + size <= start or start <= first <= first + size <= stop
+                        for _, first, size in members
+                    )
+                else:
+                    is_its_own = members[0][1] == start and members[-1][1] + members[-1][2] == stop
             except (LookupError, TypeError, ValueError):
                 is_its_own = False
             if not is_its_own:
                 raise self._corrupt(f"the names at byte {names} are not those of entry {number}")
             known_checksum = None if flags & NO_CHECKSUM else checksum
-            entries.append(
-                Entry(number, key, members, width, height, caption_bytes, known_checksum, prepared)
-            )
+            entry = Entry(number, key, members, width, height, caption_bytes, known_checksum, prepared)
+            if flags & (LINKED | LEFT_OUT):
+                span = (start, stop) if flags & LINKED else None
+                entry = entry._replace(span=span, is_left_out=bool(flags & LEFT_OUT))
+            entries.append(entry)
         return entries
 
     def layouts(self) -> dict[int, tuple[str, ...]]:
@@ -320,11 +332,12 @@ class IndexWriter:
                 raise ValueError(f"entry {entry.number} after {number} entries of an index that is {state}")
             number += 1
             prepared = () if entry.prepared is None else (entry.prepared,)
-            frame = pack_frame([entry.key, entry.members, *prepared])
+            linked = () if entry.span is None else (None,)  # earlier versions refuse it
+            frame = pack_frame([entry.key, entry.members, *linked, *prepared])
             records += pack_record(
                 entry.number,
                 self._layout(entry),
-                0 if entry.checksum is not None else NO_CHECKSUM,
+                (entry.checksum is None) * NO_CHECKSUM + bool(linked) * LINKED + entry.is_left_out * LEFT_OUT,
                 entry.start,
                 entry.stop,
                 entry.checksum or 0,

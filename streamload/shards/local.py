@@ -98,7 +98,11 @@ def _scan(
         raise OriginError(f"{name} is not a regular file; read a stream by `pipe:cat …`")
     before = LocalVersion.of(descriptor)
     opened(before)
-    scanner = ShardScanner(checksums=False)
+
+    def read_back(start: int, count: int) -> bytes:
+        return _read(descriptor, name, count, start)
+
+    scanner = ShardScanner(checksums=False, read_back=read_back)
     entries: list[Entry] = []
     count, known_stop = 0, 0
     try:
@@ -113,7 +117,7 @@ def _scan(
         last, trailing = scanner.finish()
     except ShardError:
         # Get the entries before the damage. A chunk that contains it gives none, so scan block by block.
-        again = ShardScanner(known_stop, count, checksums=False)
+        again = ShardScanner(known_stop, count, checksums=False, read_back=read_back)
         with contextlib.suppress(ShardError):
             for chunk in _entries(descriptor, name, again, before.size, BLOCK_BYTES):
                 entries += chunk

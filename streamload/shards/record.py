@@ -36,12 +36,16 @@ RECORD = np.dtype(
         ("check", "<u8"),
     ]
 )
-"""One record. `start` and `stop` are the sample's range in the tar, `checksum` is of its payloads."""
+"""One record. `start` and `stop` are the sample's own range in the tar, `checksum` is of its payloads."""
 
 COMPLETE = "complete"
 """The status of a complete shard; any other says why it was given up."""
 NO_CHECKSUM = 1
 """Flag: the payloads were not read, so `checksum` is meaningless."""
+LINKED = 4
+"""Flag: the sample has links, whose payloads lie before `start`; earlier versions refuse its names."""
+LEFT_OUT = 8
+"""Flag: members of the sample are left out, as links without a payload in the tar, or as sparse files."""
 END = 2
 """Flag: end record. `number` counts the entries, `checksum` is of their records, `stop` the tar's size."""
 OWN_LAYOUT = 0xFFFF

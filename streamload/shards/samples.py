@@ -7,13 +7,15 @@ samples a run can use.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping
 from struct import unpack_from
 from typing import NamedTuple
 
 import xxhash
 
-from streamload.errors import ShardFormatError
+from streamload.errors import ShardCut, ShardFormatError
+from streamload.shards.links import MEMBERS_LIMIT, Links, Payload, normal_path
 from streamload.shards.tar import BLOCK_BYTES, Member, TarParser
 
 IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp", "gif"))
@@ -25,7 +27,11 @@ NAMES_LIMIT_BYTES = 16 << 20
 
 _MEMBER_COST_BYTES = 128
 _NOTE_DIGITS = 15
+_PIECE_BYTES = 1 << 20
+_SEEN_LIMIT = 3 * MEMBERS_LIMIT
 
+ReadBack = Callable[[int, int], bytes]
+"""Returns up to so many bytes, the second argument, of the tar from an offset on, the first: earlier ones."""
 
 HEADER_BYTES = 64 << 10
 """Number of bytes of an image that are searched; if its size isn't in these, it is unknown."""
@@ -158,12 +164,15 @@ class Entry(NamedTuple):
     Attributes:
         number: of the sample in the shard, from 0.
         members: (extension, start, size) of each member in order; `start` counts from the tar's first byte.
+            The payload of a link is that of an earlier member of the tar.
         width, height: of the first image member, in pixels as stored; 0: unknown.
         caption_bytes: size of the `txt` member; 0: none.
         checksum: xxh3_64 of the payloads in order; None if they were not read.
         prepared: in a prepared shard, extension and size of the original of the prepared image (`members` has
             it under the original's extension).
         facts: the values of the run's columns, by name, where `keep` gets the entry; NaN: unknown.
+        span: of a sample with links: the range in the tar that has its headers and its own payloads.
+        is_left_out: whether members are left out, as links without a payload in the tar, or as sparse files.
     """
 
     number: int
@@ -175,17 +184,52 @@ class Entry(NamedTuple):
     checksum: int | None
     prepared: tuple[str, int] | None = None
     facts: Mapping[str, float] = {}
+    span: tuple[int, int] | None = None
+    is_left_out: bool = False
 
     @property
     def start(self) -> int:
-        """Offset of the first payload in the tar."""
-        return self.members[0][1]
+        """Offset of the first payload in the tar, payloads of links aside."""
+        return self.members[0][1] if self.span is None else self.span[0]
 
     @property
     def stop(self) -> int:
-        """End of the last payload in the tar."""
+        """End of the last payload in the tar, payloads of links aside."""
+        if self.span is not None:
+            return self.span[1]
         _, start, size = self.members[-1]
         return start + size
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """The parts of the tar to read, as (start, stop): its own, then the payloads of links."""
+        return [(self.start, self.stop), *self.linked]
+
+    @property
+    def linked(self) -> list[tuple[int, int]]:
+        """The (start, stop) of links' payloads that lie before `start`."""
+        if self.span is None:
+            return []
+        return [(start, start + size) for _, start, size in self.members if start < self.span[0] and size]
+
+    def payloads(self, data: memoryview) -> dict[str, memoryview]:
+        """Return the members' bytes by extension.
+
+        Args:
+            data: the bytes of `ranges`, one after the other.
+        """
+        first = self.start
+        if self.span is None:
+            return {
+                extension: data[start - first : start - first + size]
+                for extension, start, size in self.members
+            }
+        payloads, linked = {}, self.span[1] - first
+        for extension, start, size in self.members:
+            place = start - first if start >= first else linked
+            linked += size if start < first else 0
+            payloads[extension] = data[place : place + size]
+        return payloads
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -265,9 +309,19 @@ class ShardScanner:
         checksums: False leaves them out, as for files whose payloads are skipped.
         prepared: use the records of original images in a prepared shard: the entries are then those of the
             original samples, except for the positions of their members.
+        read_back: reads the payloads of links again; None: samples with links get no checksum, and no size of
+            a linked image. From another position than 0 on, it is asked for the headers before, too.
     """
 
-    def __init__(self, position: int = 0, number: int = 0, *, checksums: bool = True, prepared: bool = False):
+    def __init__(
+        self,
+        position: int = 0,
+        number: int = 0,
+        *,
+        checksums: bool = True,
+        prepared: bool = False,
+        read_back: ReadBack | None = None,
+    ):
         self.whole_stop = position
         """The border after the last entry returned; another scanner can start here."""
         self._parser = TarParser(position)
@@ -287,12 +341,22 @@ class ShardScanner:
         self._member: Member | None = None
         self._is_ours = False  # whether the current member belongs to a sample
         self._long_names = 0
+        self._seen = array("q")
+        self._links: Links | None = None
+        self._read_back = read_back
+        self._start = self._stop = 0  # of the sample: its first payload or link, the end of its last
+        self._has_links = self._is_left_out = False
+        self._left_out_key = ""  # of the latest member that is left out
+        if position and read_back is not None:
+            self._learn(position, read_back)
 
     @classmethod
-    def after(cls, entry: Entry | None, *, prepared: bool = False) -> ShardScanner:
+    def after(
+        cls, entry: Entry | None, *, prepared: bool = False, read_back: ReadBack | None = None
+    ) -> ShardScanner:
         """Return a scanner that resumes after `entry`, the last verified one (None: from the start)."""
         position, number = (0, 0) if entry is None else (border(entry), entry.number + 1)
-        return cls(position, number, prepared=prepared)
+        return cls(position, number, prepared=prepared, read_back=read_back)
 
     @property
     def position(self) -> int:
@@ -372,12 +436,45 @@ class ShardScanner:
         if self._long_names:
             cause = f"their names have more than {NAME_LIMIT_BYTES:,} bytes"
             warnings.append(f"{self._long_names} members are left out: {cause}")
+        if self._links is not None and (left_out := self._links.left_out()):
+            warnings.append(
+                f"members are left out, and their samples lack them: {left_out}; write the tar with "
+                f"--hard-dereference --dereference, and without --sparse"
+            )
         return entries, warnings
+
+    def _learn(self, stop: int, read_back: ReadBack) -> None:
+        """Note the members before a position."""
+        parser = TarParser()
+        while parser.position < stop:
+            parser.skip(min(parser.skippable, stop - parser.position))
+            block = read_back(parser.position, min(BLOCK_BYTES, stop - parser.position))
+            if len(block) < min(BLOCK_BYTES, stop - parser.position):
+                raise ShardCut(f"the tar can't be read again at byte {parser.position}")
+            for member, _ in parser.feed(block):
+                self._place(member)
+
+    def _place(self, member: Member) -> Payload | Member | None:
+        """Note the next member. Return where its payload is; None: it is left out."""
+        self._links = self._links or Links(self._seen)
+        if member.kind:
+            return self._links.resolve(member)
+        name = member.name
+        if member.note and self._heeds_notes and (names := split_name(name)) is not None:
+            name = f"{names[0]}.{Original.parse(member.note).extension}"  # links have the original's name
+        self._links.add(name, member.start, member.size, member.note)
+        return member
 
     def _begin(self, member: Member, entries: list[Entry]) -> None:
         """Begin a member. Complete the sample before it if the member doesn't belong to it."""
         self._member = member
         self._image = None
+        place: Payload | Member | None = member
+        if member.kind or member.note:
+            place = self._place(member)
+        elif len(self._seen) < _SEEN_LIMIT:
+            path = normal_path(member.name) if "/" in member.name else member.name
+            self._seen.extend((hash(path), member.start, member.size))
         is_long = 4 * len(member.name) > NAME_LIMIT_BYTES and _is_too_long(member.name)
         self._long_names += is_long
         names = None if is_long else split_name(member.name)
@@ -385,14 +482,25 @@ class ShardScanner:
         if names is None:
             return
         key, extension = names
-        original = Original.parse(member.note) if self._heeds_notes and member.note else None
-        if original is not None:
+        if place is None:
+            self._is_ours = False
+            self._left_out_key = key
+            self._is_left_out = self._is_left_out or (bool(self._members) and key == self._key)
+            return
+        self._is_ours = not member.kind
+        original = Original.parse(place.note) if self._heeds_notes and place.note else None
+        if original is not None and not member.kind:
             extension = original.extension
         if key != self._key or extension in self._members or not self._members:
             self._give_out(entries)
             self._key = key
             self._names_bytes = len(key)
-        self._members[extension] = (extension, member.start, member.size)
+            self._start = member.start
+            self._is_left_out = key == self._left_out_key
+        self._left_out_key = ""
+        self._stop = member.start + member.size
+        self._has_links = self._has_links or bool(member.kind)
+        self._members[extension] = (extension, place.start, place.size)
         self._names_bytes += len(extension) + _MEMBER_COST_BYTES
         if self._names_bytes > NAMES_LIMIT_BYTES:
             raise ShardFormatError(
@@ -400,13 +508,37 @@ class ShardScanner:
                 f"their names may take {NAMES_LIMIT_BYTES} bytes"
             )
         if original is not None:
+            if self._prepared is not None:
+                raise ShardFormatError(
+                    f"the sample {key[:100]!a} has two prepared images; use the original shard"
+                )
             self._prepared = (extension, original.size)
         if extension in IMAGE_EXTENSIONS and not self._has_image:
             self._has_image = True
             if original is not None:
                 self._size = (original.width, original.height)
             else:
-                self._image = ImageLook(member.size)
+                self._image = ImageLook(place.size)
+        if member.kind:
+            self._read_link(place)
+
+    def _read_link(self, place: Payload | Member) -> None:
+        """Take the payload of a link into checksum and size of the image."""
+        if self._read_back is None:
+            self._is_hashed, self._image = False, None
+        start = place.start
+        stop = start + (place.size if self._is_hashed else min(place.size, HEADER_BYTES))
+        while start < stop and (self._is_hashed or self._image is not None):
+            assert self._read_back is not None
+            piece = memoryview(self._read_back(start, min(_PIECE_BYTES, stop - start)))
+            if not piece:
+                raise ShardCut(f"the tar can't be read again at byte {start}, where a link's payload is")
+            start += len(piece)
+            if self._is_hashed:
+                self._update(piece)
+            if self._image is not None and self._image.look(piece):
+                self._size, self._image = self._image.size, None
+        self._image = None
 
     def _give_out(self, entries: list[Entry]) -> None:
         """Append the entry of the current sample, and reset for the next."""
@@ -423,12 +555,15 @@ class ShardScanner:
             self._hash.intdigest() if self._is_hashed else None,
             self._prepared,
         )
+        if self._has_links or self._is_left_out:
+            span = (self._start, self._stop) if self._has_links else None
+            entry = entry._replace(span=span, is_left_out=self._is_left_out)
         entries.append(entry)
         self.whole_stop = border(entry)
         self._next_number += 1
         self._members = {}
         self._size = (0, 0)
-        self._has_image = False
+        self._has_image = self._has_links = False
         self._prepared = None
         self._hash.reset()
         self._is_hashed = self._checksums

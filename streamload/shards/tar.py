@@ -1,8 +1,8 @@
-"""Incremental tar parser: bytes in as they arrive, regular members out (steps F and G).
+"""Incremental tar parser: bytes in as they arrive, regular members and links out (steps F and G).
 
 Accepts what `tarfile` accepts in stream mode (V7, ustar, GNU, pax). One difference: `tarfile` takes a
 damaged header within the file for the end, this parser raises. Payloads are passed on as views, never
-copied. samples.py deals with names, samples and checksums.
+copied. samples.py deals with names, samples and checksums, links.py with the targets of links.
 """
 
 from __future__ import annotations
@@ -31,8 +31,13 @@ _ZEROS = bytes(BLOCK_BYTES)
 _NOTHING = memoryview(b"")
 _REGULAR = frozenset(b"0\x007")
 _WITHOUT_PAYLOAD = frozenset(b"123456")  # links, devices, directories, FIFOs: ignore their size field
+HARD_LINK, SYMBOLIC_LINK, SPARSE = "hard link", "symbolic link", "sparse"
+_LINKS = {ord("1"): HARD_LINK, ord("2"): SYMBOLIC_LINK}
 _LONG_NAME, _LONG_LINK, _SPARSE, _GLOBAL = b"LKSg"
 _LOCAL = frozenset(b"xX")
+_OLD_GNU = b"ustar  \0"
+"""Magic of GNU's own format, which has times where ustar has the prefix of a name."""
+_SPARSE_MAPS = frozenset((b"GNU.sparse.map", b"GNU.sparse.size"))
 _EXTENDED = frozenset((_LONG_NAME, _LONG_LINK, _GLOBAL)) | _LOCAL
 
 _KNOWN_STARTS = (
@@ -56,7 +61,7 @@ _CONTROL = re.compile(rb"[\0-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
 class Member(NamedTuple):
-    """A regular file in a tar."""
+    """A regular file in a tar; a link or a sparse file, which have no payload here."""
 
     name: str
     """As in `tarfile`: bytes that aren't UTF-8 are surrogate escapes."""
@@ -65,6 +70,10 @@ class Member(NamedTuple):
     size: int
     note: str = ""
     """The pax record NOTE, if it has one."""
+    kind: str = ""
+    """HARD_LINK, SYMBOLIC_LINK or SPARSE; empty: a regular file."""
+    target: str = ""
+    """The name in a link."""
 
 
 Piece = tuple[Member, memoryview]
@@ -103,6 +112,9 @@ class TarParser:
         self._extended_headers = 0
         self._extended_bytes = 0
         self._long_name: str | None = None
+        self._long_target: str | None = None
+        self._sparse_bytes = -1  # stored bytes of a sparse member while blocks of its map come
+        self._is_sparse = False  # by a pax record
         self._long_size: int | None = None
         self._note = ""
 
@@ -180,7 +192,7 @@ class TarParser:
             raise ShardFormatError("the shard is empty (0 bytes); write it again, or remove it from the list")
         if self._partial and self.position < BLOCK_BYTES:
             raise self._damaged(bytes(self._partial), 0, "it is shorter than one block")
-        if self._partial or self._body or self._extended_headers:
+        if self._partial or self._body or self._extended_headers or self._sparse_bytes >= 0:
             raise ShardCut(f"the tar is cut within a header at byte {self.position}")
         if self._payload or self._padding:
             name = f"{self._member.name!a} " if self._member is not None else "a member "
@@ -205,6 +217,9 @@ class TarParser:
 
     def _header(self, block: bytes, pieces: list[Piece]) -> None:
         """Parse one header block that ends at `position`."""
+        if self._sparse_bytes >= 0:
+            self._sparse_map(more=bool(block[504]))
+            return
         self._header_start = self.position - BLOCK_BYTES
         if block == _ZEROS:
             if self._extended_headers:
@@ -218,27 +233,41 @@ class TarParser:
         if kind in _EXTENDED:
             self._begin_extended(kind, size)
             return
-        if kind == _SPARSE:
-            raise self._error("a sparse member; write the tar without --sparse")
         name = block[:100].partition(b"\0")[0]
         # A directory in V7 format. After an extended header, this may be the first 100 bytes of a long name.
         if kind == 0 and name.endswith(b"/") and not self._extended_headers:
             kind = ord("5")
-        if block[345]:
+        if block[345] and kind != _SPARSE and block[257:265] != _OLD_GNU:
             name = block[345:500].partition(b"\0")[0] + b"/" + name
         text = self._long_name if self._long_name is not None else name.decode("utf-8", "surrogateescape")
-        note = self._note
+        note, target, is_sparse = self._note, self._long_target, self._is_sparse
         if self._extended_headers:
             size = self._long_size if self._long_size is not None else size
             self._extended_headers = self._extended_bytes = 0
-            self._long_name = self._long_size = None
-            self._note = ""
+            self._long_name = self._long_target = self._long_size = None
+            self._note, self._is_sparse = "", False
         if kind in _WITHOUT_PAYLOAD:
+            if kind in _LINKS:
+                if target is None:
+                    target = block[157:257].partition(b"\0")[0].decode("utf-8", "surrogateescape")
+                pieces.append((Member(text, self.position, 0, "", _LINKS[kind], target), _NOTHING))
             return
         self._payload, self._padding = size, -size % BLOCK_BYTES
+        if kind == _SPARSE or (is_sparse and kind in _REGULAR):
+            self._member = None
+            pieces.append((Member(text, self.position, 0, "", SPARSE), _NOTHING))
+            if kind == _SPARSE and block[482]:
+                self._sparse_bytes, self._payload, self._padding = size, 0, 0
+            return
         self._member = Member(text, self.position, size, note) if kind in _REGULAR else None
         if not size and self._member is not None:
             pieces.append((self._member, _NOTHING))
+
+    def _sparse_map(self, *, more: bool) -> None:
+        """Skip a block of an old GNU sparse member's map; the payload follows the last one."""
+        if not more:
+            self._payload, self._padding = self._sparse_bytes, -self._sparse_bytes % BLOCK_BYTES
+            self._sparse_bytes = -1
 
     def _begin_extended(self, kind: int, size: int) -> None:
         self._extended_headers += 1
@@ -257,24 +286,31 @@ class TarParser:
     def _extend(self, body: bytes) -> None:
         """Parse the body of an extended header. As in `tarfile`, the first name of a member wins."""
         kind = self._extended_kind
-        if kind == _LONG_LINK:
-            return
-        if kind == _LONG_NAME:
-            if self._long_name is None:
-                self._long_name = body.partition(b"\0")[0].decode("utf-8", "surrogateescape")
+        if kind in (_LONG_LINK, _LONG_NAME):
+            text = body.partition(b"\0")[0].decode("utf-8", "surrogateescape")
+            if kind == _LONG_LINK:
+                self._long_target = self._long_target if self._long_target is not None else text
+            else:
+                self._long_name = self._long_name if self._long_name is not None else text
             return
         records = self._pax_records(body)
         if any(keyword.startswith(b"GNU.sparse.") for keyword in records):
-            raise self._error("a sparse member; write the tar without --sparse")
-        path, size = records.get(b"path"), records.get(b"size")
+            version = records.get(b"GNU.sparse.major"), records.get(b"GNU.sparse.minor")
+            if kind == _GLOBAL or not (_SPARSE_MAPS & records.keys() or version == (b"1", b"0")):
+                raise self._error("a sparse member of unknown form; write the tar without --sparse")
+            self._is_sparse = True
+        path, size, target = (records.get(keyword) for keyword in (b"path", b"size", b"linkpath"))
+        path = records.get(b"GNU.sparse.name", path)
         if kind == _GLOBAL:
             # A path or size for all members makes no sense. As it is refused, no global header needs to be
             # remembered, and a parser can start at any border.
-            if path is not None or size is not None:
-                raise self._error("a global pax header states a path or size for all members")
+            if path is not None or size is not None or target is not None:
+                raise self._error("a global pax header states a path, size or link for all members")
             return
         if path is not None and self._long_name is None:
             self._long_name = path.decode("utf-8", "surrogateescape").rstrip("/")
+        if target is not None and self._long_target is None:
+            self._long_target = target.decode("utf-8", "surrogateescape")
         if size is not None:
             if not size.isdigit() or len(size) > 20:
                 raise self._error(f"a pax size of {size[:40]!r}")

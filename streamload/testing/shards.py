@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import posixpath
 import re
 import tarfile
 from collections.abc import Mapping, Sequence
@@ -76,17 +77,27 @@ def write_shards(
 def read_oracle(path: str | Path) -> list[tuple[str, dict[str, bytes]]]:
     """Read a shard with `tarfile`, grouping members by the WebDataset convention as open_clip does.
 
+    A link gives the payload of the earlier member that it names. Other links and sparse files are left out.
+
     Returns:
         (key, {extension: payload}) of each sample, in the order of the tar.
     """
     samples: list[tuple[str, dict[str, bytes]]] = []
+    extracted: dict[str, bytes | None] = {}
     with tarfile.open(path, "r|") as tar:
         for info in tar:
-            match = _MEMBER_NAME.match(info.name)
-            if not info.isreg() or match is None or _META_NAME.match(info.name):
+            if info.islnk() or info.issym():
+                folder = posixpath.dirname(info.name) if info.issym() else ""
+                payload = extracted.get(posixpath.normpath(posixpath.join(folder, info.linkname)))
+            elif info.isreg():
+                content = None if info.issparse() else tar.extractfile(info)
+                payload = content.read() if content is not None else None
+            else:
                 continue
-            content = tar.extractfile(info)
-            payload = content.read() if content is not None else b""
+            extracted[posixpath.normpath(info.name)] = payload
+            match = _MEMBER_NAME.match(info.name)
+            if payload is None or match is None or _META_NAME.match(info.name):
+                continue
             key, extension = match[1], match[2].lower()
             if not samples or samples[-1][0] != key or extension in samples[-1][1]:
                 samples.append((key, {}))

@@ -247,10 +247,7 @@ class Reader:
             while (read := self._cache.read(shard, number, memory)) is None:
                 self._pause([shard], self._source_of(shard))
         entry, data = read
-        first = entry.start
-        members = {
-            extension: data[start - first : start - first + size] for extension, start, size in entry.members
-        }
+        members = entry.payloads(data)
         prepared = "" if entry.prepared is None else entry.prepared[0]
         return Sample(entry.key, self._cache.view(shard).shard.name, members, prepared, entry.checksum, shard)
 

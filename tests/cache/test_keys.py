@@ -38,7 +38,9 @@ def test_a_key_is_extensions_in_order_of_preference():
     assert KeySpec.parse("meta.json:text").choices == (("meta.json", "text"),)
 
 
-@pytest.mark.parametrize("text", ["", "jpg;", ";", "json:", "txt:caption", ":x"])
+@pytest.mark.parametrize(
+    "text", ["", "jpg;", ";", "json:", "txt:caption", ":x", "jpg,png", "jpg png", "*.jpg"]
+)
 def test_a_key_that_says_nothing_fails(text):
     with pytest.raises(OptionError, match="is not a key"):
         KeySpec.parse(text)

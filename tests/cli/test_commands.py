@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import os
 import re
 import resource
@@ -199,6 +200,40 @@ def test_pack_reads_tables(streamload, folder, tmp_path, kind):
     assert texts == {"a.txt": "one, two", "b.txt": "a b", "a~2.txt": "again"}
     assert "1 whose image is not there" in done.stdout
     assert "1 whose image is not one of" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("caption", "said"),
+    [
+        (
+            '["a", "b"]',
+            'row 1: the column \'caption\' is a list, \\["a", "b"\\]; expected a string.*--keep-columns',
+        ),
+        ('{"en": "a"}', "is a dict"),
+        ("true", "is a bool"),
+        ('"\\ud800"', "half of a surrogate pair"),
+        ("null", "1 without a caption"),
+        ("NaN", "1 without a caption"),
+        ("1e999", "1 without a caption"),
+        ('" "', "1 without a caption"),
+    ],
+)
+def test_pack_writes_no_caption_that_is_not_text(streamload, folder, tmp_path, caption, said):
+    (folder / "t.jsonl").write_text(f'{{"image": "a.jpg", "caption": {caption}}}\n')
+    assert re.search(said, one_line(streamload("pack", folder / "t.jsonl", tmp_path / "out")))
+
+
+def test_pack_writes_numbers_in_decimal_and_keeps_values_of_any_type(streamload, folder, tmp_path):
+    rows = [
+        {"image": "a.jpg", "caption": 2001, "x": ["a"]},
+        {"image": "b.JPG", "caption": 0.5, "x": math.nan},
+    ]
+    (folder / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = streamload("pack", folder / "t.jsonl", tmp_path / "out", "--keep-columns", "x", "--no-shuffle")
+    assert done.returncode == 0, done.stderr
+    found = members(tmp_path / "out" / "00000.tar")
+    assert (found["a.txt"], found["b.txt"]) == (b"2001", b"0.5")
+    assert (found["a.json"], found["b.json"]) == (b'{"x": ["a"]}', b'{"x": null}')
 
 
 def test_pack_shuffles_samples_over_all_shards_and_always_alike(streamload, tmp_path):

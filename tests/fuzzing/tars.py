@@ -2,11 +2,12 @@
 
 What must hold of any bytes:
 
-1. The members are those that `tarfile` gives, in order; where the parser stops earlier, it says so by a typed
-   error, and where it doesn't complain, it has all of them.
+1. The members and links are those that `tarfile` gives, in order; where the parser stops earlier, it says so
+   by a typed error, and where it doesn't complain, it has all of them.
 2. Any split of the bytes into chunks gives the same members, payloads and error.
 3. Samples taken up behind any entry are those of a scan from the start, and so are those of a scan that goes
    over payloads without reading them.
+4. A link gives the payload that its target's path has in an extraction so far, or is left out.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import functools
 import io
 import itertools
+import posixpath
 import random
 import struct
 import tarfile
@@ -22,8 +24,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from streamload.errors import ShardError
-from streamload.shards.samples import Entry, ShardScanner
-from streamload.shards.tar import EXTENDED_LIMIT_HEADERS, TarParser
+from streamload.shards.samples import Entry, ShardScanner, split_name
+from streamload.shards.tar import EXTENDED_LIMIT_HEADERS, HARD_LINK, SPARSE, SYMBOLIC_LINK, TarParser
 
 from .blocks import BLOCK, FIELDS, TIME, header, seal
 
@@ -31,6 +33,8 @@ _EXTENDED = frozenset((b"L", b"K", b"x", b"X", b"g"))  # long names and links, p
 _MEMBERS_LIMIT = 64  # a negative size can send tarfile back for ever
 
 Failure = tuple[type[ShardError], str]
+Parsed = tuple[str, int, int, str, str, bytes]
+"""Name, start, size, kind, target and payload of a member."""
 
 
 _NOISE = random.Random(0).randbytes(4 * BLOCK)
@@ -40,7 +44,26 @@ _NAMES = (
     b"__meta__.json", b"__m__/a.jpg", b"n" * 96 + b".jpg", b"d/" * 48 + b"a.b",
 )  # fmt: skip
 _LONG_NAMES = (*_NAMES, b"l" * 200 + b".jpg", b"a.txt\0rest", b"trailing/", b"\0", b"a.jpg/", b"p" * 900)
-_KINDS = (*(b"0",) * 12, b"\0", b"\0", b"7", b"1", b"2", b"3", b"5", b"6", b"Z", b"S", b"V", b"D")
+_TARGETS = (*_NAMES, b"a.jpg", b"a.txt", b"b.jpg", b"./a.jpg", b"../f/a.jpg", b"f/../b.jpg", b"/a.jpg")
+_KINDS = (
+    *(b"0",) * 12,
+    b"\0",
+    b"\0",
+    b"7",
+    b"1",
+    b"1",
+    b"1",
+    b"2",
+    b"2",
+    b"2",
+    b"3",
+    b"5",
+    b"6",
+    b"Z",
+    b"S",
+    b"V",
+    b"D",
+)
 _SIZES = (0, 0, 1, 5, 5, 511, 512, 513, 1024)
 _ODD_NUMBERS = (
     bytes(12), b" " * 12, b"777777777777", b"\xff" * 12, b"\xff" * 10 + b"\xfc\0", b"-0000000010\0",
@@ -104,7 +127,10 @@ def _add_member(out: bytearray, headers: list[int], rng: random.Random) -> None:
     kind = rng.choice(_KINDS)
     prefix = rng.choice(_NAMES) if rng.random() < 0.06 else b""
     headers.append(len(out))
-    out += header(rng.choice(_NAMES), _number(rng, size), kind, prefix)
+    block = header(rng.choice(_NAMES), _number(rng, size), kind, prefix)
+    if kind in b"12":
+        block = seal(block[:157] + rng.choice(_TARGETS)[:100].ljust(100, b"\0") + block[257:])
+    out += block
     if kind in b"0\x007ZVD":
         payload = _NOISE[:size] if rng.random() < 0.9 else bytes(out[-BLOCK:])[:size]
         out += payload.ljust(size + -size % BLOCK, b"\0")
@@ -159,11 +185,17 @@ def _damage(data: bytearray, headers: list[int], rng: random.Random) -> None:
 def check(data: bytes, rng: random.Random) -> str:
     """Raise AssertionError where a property doesn't hold; else the name of the error, or "whole"."""
     ours, failure = members(data, range(BLOCK, len(data), BLOCK))
-    _check_oracle(data, [member[:3] for member in ours], failure)
-    for name, start, size, payload in ours[:-1] if failure is not None else ours:
+    _check_oracle(data, [member[:5] for member in ours if member[3] != SPARSE], failure)
+    for name, start, size, *_, payload in ours[:-1] if failure is not None else ours:
         assert payload == data[start : start + size], f"the payload of {name!r} at byte {start}"
-    samples = scan(data, ShardScanner(), BLOCK)
+    again = read_back(data)
+    samples = scan(data, ShardScanner(read_back=again), BLOCK)
     assert samples.failure == failure, f"scanning says {samples.failure}, parsing {failure}"
+    expected = [sample for sample in grouped(ours, data) if sample[1]]
+    given = [(entry.key, payloads(data, entry)) for entry in samples.entries]
+    assert given == (expected if failure is None else expected[: len(given)]), (
+        f"{given} instead of {expected}"
+    )
     turn = rng.randrange(4)
     if turn == 0:
         cuts = sorted(rng.randrange(len(data) + 1) for _ in range(rng.choice((1, 2, 8))))
@@ -171,22 +203,63 @@ def check(data: bytes, rng: random.Random) -> str:
         assert other_failure == failure, f"cut at {cuts} it says {other_failure} instead of {failure}"
         if failure is not None and others:  # the chunk with the error in it gives nothing
             others, last = others[:-1], others[-1]
-            assert last[:3] == ours[len(others)][:3], f"cut at {cuts} it has the member {last}"
+            assert last[:5] == ours[len(others)][:5], f"cut at {cuts} it has the member {last}"
         assert _is_same(others, ours, failure), f"cut at {cuts} it has the members {others} instead of {ours}"
     elif turn == 1:
         chunk_bytes = rng.choice((100, 513, 700, 1 << 20)) if rng.random() < 0.97 else rng.choice((1, 7))
-        _check_scan(data, ShardScanner(), chunk_bytes, samples)
+        _check_scan(data, ShardScanner(read_back=again), chunk_bytes, samples)
     elif turn == 2 and samples.entries:
         last = rng.choice(samples.entries)
         rest = samples._replace(entries=samples.entries[last.number + 1 :])
-        _check_scan(data, ShardScanner.after(last), rng.choice((BLOCK, 700)), rest)
+        _check_scan(data, ShardScanner.after(last, read_back=again), rng.choice((BLOCK, 700)), rest)
     elif turn == 3:
         unread = samples._replace(entries=[entry._replace(checksum=None) for entry in samples.entries])
-        _check_scan(data, ShardScanner(checksums=False), 600, unread, skip=True)
+        _check_scan(data, ShardScanner(checksums=False, read_back=again), 600, unread, skip=True)
     return "whole" if failure is None else failure[0].__name__
 
 
-def _check_oracle(data: bytes, ours: list[tuple[str, int, int]], failure: Failure | None) -> None:
+def read_back(data: bytes) -> Callable[[int, int], bytes]:
+    """What gives a scanner earlier bytes."""
+    return lambda start, count: data[start : start + count]
+
+
+def payloads(data: bytes, entry: Entry) -> dict[str, bytes]:
+    """The payloads of an entry; it has to give the same by its places and by its ranges."""
+    by_place = {extension: data[start : start + size] for extension, start, size in entry.members}
+    joined = memoryview(b"".join(data[start:stop] for start, stop in entry.ranges))
+    assert by_place == entry.payloads(joined)
+    return by_place
+
+
+def grouped(members: list[Parsed], data: bytes) -> list[tuple[str, dict[str, bytes]]]:
+    """The samples of members, with the payloads of links as an extraction so far would have them."""
+    extracted: dict[str, bytes | None] = {}
+    samples: list[tuple[str, dict[str, bytes]]] = []
+    for name, start, size, kind, target, _ in members:
+        content: bytes | None = data[start : start + size]
+        if kind:
+            folder = posixpath.dirname(name) if kind == SYMBOLIC_LINK else ""
+            is_absolute = kind == SYMBOLIC_LINK and target.startswith("/")
+            path = _path(posixpath.join(folder, target.lstrip("/")))
+            content = None if kind == SPARSE or is_absolute else extracted.get(path)
+        if (path := _path(name)) != "..":
+            extracted[path] = content
+        split = split_name(name)
+        if split is None or content is None:
+            continue
+        if not samples or samples[-1][0] != split[0] or split[1] in samples[-1][1]:
+            samples.append((split[0], {}))
+        samples[-1][1][split[1]] = content
+    return samples
+
+
+def _path(name: str) -> str:
+    """A name as a path from the top of a tar; `..`: it is outside."""
+    path = posixpath.normpath("./" + name.lstrip("/"))
+    return ".." if path.startswith("..") and path[2:3] in ("", "/") else path
+
+
+def _check_oracle(data: bytes, ours: list[Any], failure: Failure | None) -> None:
     theirs, how = oracle(data)
     common = min(len(ours), len(theirs))
     assert ours[:common] == theirs[:common], f"the members {ours} are {theirs} to tarfile"
@@ -235,19 +308,19 @@ def scan(data: bytes, scanner: ShardScanner, chunk_bytes: int, skip: bool = Fals
     return Scan(entries, None)
 
 
-def members(data: bytes, cuts: Iterable[int]) -> tuple[list[tuple[str, int, int, bytes]], Failure | None]:
-    """Name, start, size and payload of the members as the parser gives them for chunks that end at `cuts`."""
+def members(data: bytes, cuts: Iterable[int]) -> tuple[list[Parsed], Failure | None]:
+    """The members as the parser gives them for chunks that end at `cuts`."""
     parser = TarParser()
-    found: list[tuple[str, int, int, bytes]] = []
+    found: list[Parsed] = []
     last = None
     try:
         for start, stop in itertools.pairwise((0, *cuts, len(data))):
             for member, payload in parser.feed(data[start:stop]):
                 if member is last:
-                    found[-1] = (*member[:3], found[-1][3] + bytes(payload))
+                    found[-1] = (*found[-1][:5], found[-1][5] + bytes(payload))
                 else:
                     last = member
-                    found.append((*member[:3], bytes(payload)))
+                    found.append((*member[:3], *member[4:], bytes(payload)))
         parser.finish()
     except ShardError as exc:
         return found, (type(exc), str(exc))
@@ -288,12 +361,29 @@ class LoudInfo(tarfile.TarInfo):
         try:
             found: LoudInfo = read(buf, encoding, errors)
         except tarfile.InvalidHeaderError as exc:
-            plain = buf[:100] + FIELDS + buf[124:136] + TIME + buf[148:329] + bytes(16) + buf[345:]
+            last = bytes(137) + buf[482:483] + bytes(29) if buf[156:157] == b"S" else buf[345:]  # no map
+            plain = buf[:100] + FIELDS + buf[124:136] + TIME + buf[148:329] + bytes(16) + last
             if plain != buf and _is_sealed(buf):
                 return cls._read(read, seal(plain), encoding, errors)
             raise UnreadableHeader(str(exc)) from exc
         cls._is_behind_extended = found.type in _EXTENDED
         return found
+
+
+def _unread_map(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Say that tarfile can't cope with the map of a sparse file; the parser doesn't read maps."""
+
+    def with_any_map(*args: Any) -> Any:
+        try:
+            return read(*args)
+        except tarfile.TarError as exc:
+            raise ValueError from exc
+
+    return with_any_map
+
+
+for _name in ("_proc_sparse", "_proc_gnusparse_00", "_proc_gnusparse_01", "_proc_gnusparse_10"):
+    setattr(LoudInfo, _name, _unread_map(getattr(LoudInfo, _name)))
 
 
 def _is_sealed(block: bytes) -> bool:
@@ -306,9 +396,9 @@ class UnreadableHeader(tarfile.TarError):
     """A header that tarfile can't read; not one of the errors that it takes for the end."""
 
 
-def oracle(data: bytes) -> tuple[list[tuple[str, int, int]], str]:
-    """The regular members, and "end", "error" (tarfile refuses what comes) or "crash" (it can't cope)."""
-    found: list[tuple[str, int, int]] = []
+def oracle(data: bytes) -> tuple[list[tuple[str, int, int, str, str]], str]:
+    """Regular members and links, and "end", "error" (tarfile refuses what comes) or "crash" (can't cope)."""
+    found: list[tuple[str, int, int, str, str]] = []
     try:
         with tarfile.TarFile(
             fileobj=io.BytesIO(data),
@@ -318,7 +408,12 @@ def oracle(data: bytes) -> tuple[list[tuple[str, int, int]], str]:
         ) as tar:
             while (info := tar.next()) is not None:
                 if info.isreg() and not info.issparse():
-                    found.append((info.name, info.offset_data, info.size))
+                    found.append((info.name, info.offset_data, info.size, "", ""))
+                elif info.islnk() or info.issym():
+                    kind = HARD_LINK if info.islnk() else SYMBOLIC_LINK
+                    found.append((info.name, info.offset_data, 0, kind, info.linkname))
+                if info.issparse() and "size" in info.pax_headers:
+                    return found, "crash"  # it takes the size of the file for that of its stored bytes
                 has_payload = info.isreg() or info.type not in tarfile.SUPPORTED_TYPES
                 end = info.offset_data + (info.size + -info.size % BLOCK if has_payload else 0)
                 # 3.13 goes back where another header follows one with a pax size, at worst for ever

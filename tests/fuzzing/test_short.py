@@ -109,8 +109,8 @@ def test_a_parser_that_believes_any_checksum_is_found(monkeypatch):
 def test_a_scanner_that_takes_up_one_block_late_is_found(monkeypatch):
     from streamload.shards.samples import ShardScanner
 
-    def late(entry, *, checksums=True):
-        return ShardScanner(entry.stop + -entry.stop % 512 + 512, entry.number + 1, checksums=checksums)
+    def late(entry, **options):
+        return ShardScanner(entry.stop + -entry.stop % 512 + 512, entry.number + 1, **options)
 
     failure = planted(tars, "ShardScanner.after", late, monkeypatch)
     assert "from byte" in failure.trace

@@ -14,7 +14,7 @@ from PIL import Image
 from torch.testing import assert_close
 
 import streamload
-from streamload.batches.captions import read_label
+from streamload.batches.captions import read_label, read_score
 from streamload.errors import LabelError, NoValidSamples, OptionError, StateMismatch
 from tests.support import flat
 from tests.support.photographs import photograph
@@ -131,6 +131,9 @@ def test_samples_without_a_label_are_missing_and_unreadable_labels_a_cause_of_th
         (b"9223372036854775807", None, 2**63 - 1),
         (b'{"label": 7}', "label", 7),
         (b'{"label": "007"}', "label", 7),
+        (b"7.0", None, 7),
+        (b'{"label": 7.0}', "label", 7),
+        (b'{"label": "-7.00"}', "label", -7),
     ],
 )
 def test_a_label_is_a_whole_number(data, field, label):
@@ -139,14 +142,49 @@ def test_a_label_is_a_whole_number(data, field, label):
 
 @pytest.mark.parametrize(
     ("data", "field"),
-    [(data, None) for data in (b"", b"7 8", b"7.0", b"1_0", b"\xd9\xa7", b"9223372036854775808", b"0x1")]
-    + [(json.dumps({"label": value}).encode(), "label") for value in (None, True, 7.0, [7], "a", "\ud800")]
+    [
+        (data, None)
+        for data in (b"", b"7 8", b"7.5", b"7.05", b"1_0", b"\xd9\xa7", b"9223372036854775808", b"0x1")
+    ]
+    + [
+        (json.dumps({"label": value}).encode(), "label")
+        for value in (None, True, 7.5, 1e300, [7], "a", "\ud800")
+    ]
     + [(b'{"label": 18446744073709551616}', "label"), (b'{"other": 7}', "label")]
     + [(data, "label") for data in (b"[7]", b"7", b"\xff")],
 )
 def test_anything_else_is_no_label(data, field):
     with pytest.raises(LabelError):
         read_label(data, field)
+
+
+@pytest.mark.parametrize(
+    ("data", "field", "score"),
+    [
+        (b"0.25\n", None, 0.25),
+        (memoryview(b"7"), None, 7.0),
+        (b'{"s": -1e3}', "s", -1e3),
+        (b'{"s": "0.5"}', "s", 0.5),
+    ],
+)
+def test_a_score_is_a_finite_number(data, field, score):
+    assert read_score(data, field) == score
+
+
+@pytest.mark.parametrize("value", ["NaN", "1e999", "true", "null", "[1]", '"x"', '"inf"'])
+def test_anything_else_is_no_score(value):
+    with pytest.raises(LabelError, match="finite number"):
+        read_score(b'{"s": %s}' % value.encode(), "s")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_labels_are_floats_where_that_is_asked_for(workers, tmp_path):
+    scores = [0.5 * number for number in range(8)]
+    members = [[(f"{n}.jpg", jpeg(n)), (f"{n}.cls", str(score).encode())] for n, score in enumerate(scores)]
+    write(tmp_path / "0.tar", chain(*members))
+    options = {"text_key": None, "label_key": "cls", "label_type": "float", "num_workers": workers}
+    [(_, labels)] = batches(str(tmp_path / "0.tar"), tmp_path, **options)
+    assert (labels.dtype, labels.tolist()) == (torch.float32, scores)
 
 
 def test_where_no_sample_has_a_caption_the_error_says_how_to_do_without(shards, tmp_path):
@@ -203,6 +241,46 @@ def test_map_sample_has_the_image_that_preprocess_makes(workers, compiled, shard
     found = batches(shards, tmp_path, map_sample=labelled, **options)
     for batch, (images, labels) in zip(found, expected, strict=True):
         assert_close([batch["image"], batch["label"]], [images, labels], rtol=0, atol=0)
+
+
+@pytest.fixture
+def some_without_images(tmp_path):
+    members = []
+    for number in range(12):
+        members += [(f"{number:04d}.jpg", jpeg(number))] if number % 3 else []
+        members += [(f"{number:04d}.json", json.dumps({"number": number}).encode())]
+    write(tmp_path / "some.tar", members)
+    return str(tmp_path / "some.tar")
+
+
+def with_or_without(sample):
+    return {"number": json.loads(sample["json"])["number"], "image": sample.get("image")}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_samples_without_an_image_come_without_it(workers, compiled, some_without_images, tmp_path):
+    preprocess = processor() if compiled else (lambda image: torch.from_numpy(np.array(image.resize((8, 8)))))
+    options = {
+        "preprocess": preprocess,
+        "map_sample": with_or_without,
+        "num_workers": workers,
+        "batch_size": 5,
+    }
+    with make(some_without_images, tmp_path, collate=lambda rows: {"rows": rows}, **options) as loader:
+        rows = [row for batch in loader for row in batch["rows"]]
+        assert not any(loader.stats().samples_skipped.values())
+    assert [row["number"] for row in rows] == list(range(12))
+    assert [row["image"] is None for row in rows] == [number % 3 == 0 for number in range(12)]
+    assert [batch["number"].tolist() for batch in batches(some_without_images, tmp_path, **options)] == [
+        list(range(5)), list(range(5, 10)), [10, 11]
+    ]  # fmt: skip
+
+
+def test_no_image_is_decoded_with_image_key_none(some_without_images, tmp_path):
+    options = {"preprocess": processor(), "map_sample": with_or_without, "image_key": None}
+    first, _ = batches(some_without_images, tmp_path, **options)
+    assert first["image"] == [None] * 8
 
 
 def processor():

@@ -639,6 +639,11 @@ def test_batches_of_an_epoch_that_was_left_are_not_computed(server: ShardServer,
     ("names", "cause"),
     [
         (["a.jpg", "b.jpg", "a.txt", "b.txt"], r"a comes again in .*0\.tar: .* adjacent .*--sort=name"),
+        (
+            ["img/0.jpg", "img/1.jpg", "txt/0.txt", "txt/1.txt"],
+            r"Needed: jpg;png;jpeg;webp and txt\. .*img/0 \(jpg\) and txt/0 \(txt\) are two samples of ",
+        ),
+        ([], r"no samples in 1 tars \(first: .*0\.tar\)"),
         (["t 1.05 x.jpg", "t 1.05 x.txt"], r"a key ends at the first dot .* of t 1 leaves .* '05 x\.jpg'"),
     ],
 )

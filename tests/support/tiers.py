@@ -107,10 +107,7 @@ class Filled:
             read = view.read(at)
             assert read is not None
             entry, data = read
-            first = entry.start
-            members = {
-                ext: bytes(data[start - first : start - first + size]) for ext, start, size in entry.members
-            }
+            members = {ext: bytes(payload) for ext, payload in entry.payloads(data).items()}
             found.append((entry.key, members))
         view.close()
         return found == read_oracle(self.paths[number])

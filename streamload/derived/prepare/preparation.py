@@ -30,7 +30,7 @@ import torch
 from streamload.errors import DatasetChanged, DecodeError, OptionError, ShardCut
 from streamload.origins.origin import Origin, Stream, Version
 from streamload.shards.samples import Entry, Original, ShardScanner, border
-from streamload.shards.tar import BLOCK_BYTES, NOTE
+from streamload.shards.tar import BLOCK_BYTES, NOTE, TarParser
 from streamload.transforms.augment import Box
 from streamload.transforms.decode import Pixels, decode_jpeg_or_image, kept_info
 from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
@@ -351,7 +351,9 @@ def parts_of(chunks: Iterable[bytes], scanner: ShardScanner, name: str) -> Itera
 def _prepared(entry: Entry, data: bytes, begin: int, recipe: Preparation) -> bytes | None:
     """A sample's bytes with its image replaced; None if it stays as it is."""
     image = image_of(entry)
-    if image is None:
+    linked = () if entry.span is None else [ext for ext, at, _ in entry.members if at < entry.start]
+    # A linked image is that of another sample: it is found there, by its name, in the prepared shard.
+    if image is None or any(extension.rpartition(".")[2] in _IMAGES for extension in linked):
         return None
     extension, start, size = image
     stem = extension.rpartition(".")[0]
@@ -363,11 +365,24 @@ def _prepared(entry: Entry, data: bytes, begin: int, recipe: Preparation) -> byt
         return None
     ends = [member_start + bytes_ + -bytes_ % BLOCK_BYTES for _, member_start, bytes_ in entry.members]
     before = max((end for end in ends if end <= start), default=begin)
+    if entry.span is not None:  # the headers of links lie between
+        before = _header_start(data, begin, start)
     after = start + size + -size % BLOCK_BYTES
     original = Original(extension, size, entry.width, entry.height)
     header = _header(f"{entry.key}.{name}", len(prepared), original)
     padding = bytes(-len(prepared) % BLOCK_BYTES)
     return b"".join((data[: before - begin], header, prepared, padding, data[after - begin :]))
+
+
+def _header_start(data: bytes, begin: int, start: int) -> int:
+    """Return where the member before the one with its payload at `start` ends."""
+    parser, end = TarParser(begin), begin
+    while parser.position < start:
+        at = parser.position - begin
+        if parser.feed(data[at : at + BLOCK_BYTES]) and parser.position < start:
+            parser.skip(parser.skippable)
+            end = parser.position
+    return end
 
 
 class Growth(NamedTuple):

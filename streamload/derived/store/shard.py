@@ -238,9 +238,7 @@ class RowShard:
         if read is None or read[0].checksum is None:
             raise CacheCorrupt(f"{path} fails its checksum")
         entry, data = read
-        return {
-            ext: data[start - entry.start : start - entry.start + size] for ext, start, size in entry.members
-        }
+        return entry.payloads(data)
 
     def _find_leaves(self, rows: int) -> list[tuple[int, int]]:
         """Offset of each leaf's first row in the tar, and the bytes of a row."""
