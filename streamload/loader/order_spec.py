@@ -257,7 +257,7 @@ def fit_to_cache(
     if topology.world_size > 1:
         if not can_compare(topology.world_size):
             return replace(order, fitted=True)  # the ranks might narrow it differently
-        agreed = agree(f"widths/{order.data}/{order.seed}", widths, _narrowest, topology.world_size)
+        agreed = agree(f"widths/{order.shards}", widths, _narrowest, topology.world_size)
     needed = [list(source[1:]) for source in order.sources]
     if agreed is None or agreed == needed:
         return replace(order, fitted=True)
