@@ -65,6 +65,8 @@ class OrderSpec:
         table: a digest of the steps of an epoch, if these differ in size.
         multiple: of the rows that a step takes of each source of a group: where sources differ in modality,
             the ranks of a group, each of which has equally many then; else 1.
+        given: the weight and floor that each of several sources was given; empty for a single one, and in
+            older states.
     """
 
     data: str
@@ -80,6 +82,7 @@ class OrderSpec:
     blocks: tuple[int, int] | None = None
     table: str | None = None
     multiple: int = 1
+    given: tuple[tuple[float, float], ...] = ()
 
 
 def make_order_spec(
@@ -121,6 +124,9 @@ def make_order_spec(
         blocks=_blocks(options, topology, groups),
         table=None if listed is None else listed.digest,
         multiple=_multiple(options, topology, groups),
+        given=tuple((float(source.weight), float(source.floor)) for source in options.sources)
+        if len(options.sources) > 1
+        else (),
     )
 
 
