@@ -21,6 +21,7 @@ from streamload.loader.dataloader import (
     accelerate_device,
     silence_doubts_of_length,
 )
+from streamload.loader.description import described
 from streamload.loader.destination import Destination
 from streamload.loader.epoch import Epoch, StepCount, is_worker_death
 from streamload.loader.observer import Observer, RunTrace
@@ -36,7 +37,8 @@ from streamload.metrics import Snapshot
 from streamload.metrics.findings import OnAlert, Requests, Verdict
 from streamload.options import DEFAULT_METRICS_LISTEN
 from streamload.options.values import at_least
-from streamload.ranks.distributed import RankMonitor, gather, ranks_of
+from streamload.ranks.distributed import RankMonitor, Ranks, gather, ranks_of
+from streamload.ranks.loaders import Comparison
 from streamload.worker import EpochStart, SkippedSample, nothing_ready
 
 
@@ -74,6 +76,7 @@ class Loader(DataLoaderInterface):
         self._is_accelerated = False
         self._pool: WorkerPool | None = None
         self._feed: Feed | None = None
+        self._comparison: Comparison | None = None  # with the loaders of the other ranks
 
     def __repr__(self) -> str:
         options = self.options
@@ -236,6 +239,7 @@ class Loader(DataLoaderInterface):
         self._end_epoch("load_state_dict() was called")
         joined = joined_state(state, registered.BY_RANK)
         self._schedule.load(joined, moved or {})
+        self._comparison = None
         self._parts.load(joined)
         registered.warn_of_decoder(joined, self.options)
         position = self._schedule.tracker.now()
@@ -514,6 +518,7 @@ class Loader(DataLoaderInterface):
             self.close()
             self._process.reset()
             self._collector.observer = self._new_observer(self.observer.requests)
+        ranks = self._joined_ranks()
         pool, schedule, process = self._ready_pool(), self._schedule, self._process
         position = schedule.tracker.next()
         start = EpochStart(
@@ -541,10 +546,9 @@ class Loader(DataLoaderInterface):
         process.pass_end.start_epoch(is_start)
         self._collector.start_epoch(position, pool.shards, pool.lost)
         count = StepCount(start.steps, self._lengths.expected(position))
-        ranks = ranks_of(self.world_size) if self.world_size > 1 else None
-        if ranks is not None and schedule.topology.nodes > 1:
-            ranks.be_on(schedule.topology.node)
-        monitor = None if ranks is None else RankMonitor(ranks, process.control, self.observer)
+        monitor = None
+        if ranks is not None:
+            monitor = RankMonitor(ranks, process.control, self.observer, self._comparison)
         epoch = Epoch(
             self._collector,
             self.close,
@@ -560,6 +564,23 @@ class Loader(DataLoaderInterface):
         process.clock.start_epoch()
         self.observer.start_epoch(lambda: events.epoch is not None)
         return epoch
+
+    def _joined_ranks(self) -> Ranks | None:
+        """The ranks of the run, which compare their loaders; None: nothing joins them.
+
+        Ranks that were placed by `Order(rank=…)` don't compare: one process may have several.
+        """
+        topology, schedule = self._schedule.topology, self._schedule
+        ranks = ranks_of(topology.world_size) if topology.world_size > 1 else None
+        if ranks is None:
+            return None
+        if topology.nodes > 1:
+            ranks.be_on(topology.node)
+        is_new = self._comparison is None or self._comparison.loaders is not ranks.loaders
+        if self.options.order.rank is None and is_new:
+            order = schedule.settle()
+            self._comparison = ranks.loaders.add(described(self.options, order, schedule.tracker.next()))
+        return ranks
 
     def _settle_device(self) -> None:
         """Return this epoch's destination; ends workers that made images for another kind of place."""

@@ -65,6 +65,8 @@ class OrderSpec:
         table: a digest of the steps of an epoch, if these differ in size.
         multiple: of the rows that a step takes of each source of a group: where sources differ in modality,
             the ranks of a group, each of which has equally many then; else 1.
+        given: the weight and floor that each of several sources was given; empty for a single one, and in
+            older states.
     """
 
     data: str
@@ -80,6 +82,7 @@ class OrderSpec:
     blocks: tuple[int, int] | None = None
     table: str | None = None
     multiple: int = 1
+    given: tuple[tuple[float, float], ...] = ()
 
 
 def make_order_spec(
@@ -121,6 +124,9 @@ def make_order_spec(
         blocks=_blocks(options, topology, groups),
         table=None if listed is None else listed.digest,
         multiple=_multiple(options, topology, groups),
+        given=tuple((float(source.weight), float(source.floor)) for source in options.sources)
+        if len(options.sources) > 1
+        else (),
     )
 
 
@@ -257,7 +263,7 @@ def fit_to_cache(
     if topology.world_size > 1:
         if not can_compare(topology.world_size):
             return replace(order, fitted=True)  # the ranks might narrow it differently
-        agreed = agree(f"widths/{order.data}/{order.seed}", widths, _narrowest, topology.world_size)
+        agreed = agree(f"widths/{order.shards}", widths, _narrowest, topology.world_size)
     needed = [list(source[1:]) for source in order.sources]
     if agreed is None or agreed == needed:
         return replace(order, fitted=True)

@@ -335,7 +335,7 @@ class RunSchedule:
 
     def identity(self) -> dict[str, Any]:
         """Inputs of the samples of each step, apart from the changes of a run; JSON-able."""
-        left_out = ("shards", "sizes", "fitted")
+        left_out = ("shards", "sizes", "fitted", "given")
         order = {name: value for name, value in asdict(self.order).items() if name not in left_out}
         identity: dict[str, Any] = json.loads(json.dumps({**order, "batch": self.split().batch}))
         return identity
@@ -382,7 +382,7 @@ class RunSchedule:
         position = of_ranks(self._options, self.topology, from_block(self._options, saved, ours, position))
         needed = set(own_groups(self._options, self.topology, ours.groups))
         check_fits(saved, ours, position, needed)
-        check_options(saved, position, self._options)
+        check_options(saved, self._order_by_options(), position, self._options)
         self._saved = saved if position.position else replace(saved, groups=ours.groups)
         self._groups_cut_by = saved.sizes if position.position else None
         self._settled = None
@@ -440,8 +440,8 @@ class RunSchedule:
         return position.new_sequence()
 
     def _order(self, topology: Topology, shares: tuple[int, ...]) -> OrderSpec:
-        options, saved = self._options, self._saved
-        order = make_order_spec(options, topology, self._groups(), shares, self._digest_of_data())
+        saved = self._saved
+        order = make_order_spec(self._options, topology, self._groups(), shares, self._digest_of_data())
         if saved is None:
             return order
         return replace(
@@ -451,6 +451,12 @@ class RunSchedule:
             fitted=saved.fitted,
             multiple=saved.multiple,
         )
+
+    def _order_by_options(self) -> OrderSpec:
+        """The order of a run that begins with these options."""
+        shares = shares_of(self.own_weights, [source.floor for source in self._options.sources])
+        groups = self._groups_by_options()
+        return make_order_spec(self._options, self.topology, groups, shares, self._digest_of_data())
 
     def _groups(self) -> int:
         return self._groups_by_options() if self._saved is None else self._saved.groups

@@ -88,6 +88,7 @@ def to_state(
         ),
         **({} if order.multiple == 1 else {"multiple": order.multiple}),
         **({} if order.table is None else {"table": order.table}),
+        **({"given": [list(numbers) for numbers in order.given]} if order.given else {}),
         **(
             {}
             if position.base_batch is None
@@ -215,6 +216,11 @@ def check_fits(saved: OrderSpec, ours: OrderSpec, position: Position, needed: se
     ):
         if before != current:
             raise StateMismatch(f"the state was saved with another {name}: {before}, and this is {current}")
+    if saved.given and saved.given != ours.given:
+        raise StateMismatch(
+            f"the state was saved with Sources of other (weight, floor): {[*saved.given]}, and these are "
+            f"{[*ours.given]}. Give the same; set_weights() changes the weights of a run"
+        )
     if saved.data != ours.data:
         raise StateMismatch(
             "the state is of another data set: its shards have other URLs, or another order. If the same "
@@ -240,21 +246,35 @@ def check_fits(saved: OrderSpec, ours: OrderSpec, position: Position, needed: se
         )
 
 
-def check_options(saved: OrderSpec, position: Position, options: LoaderOptions) -> None:
+def check_options(saved: OrderSpec, ours: OrderSpec, position: Position, options: LoaderOptions) -> None:
     """Refuse options that a state fixes (lanes, window and groups) where they were given differently.
+
+    Args:
+        saved: the state's order.
+        ours: by this loader's options alone.
+        position: the state's.
+        options: this loader's.
 
     Raises:
         StateMismatch: it says which.
     """
-    fixed = {"groups": (saved.groups, options.order.groups)} if position.position else {}
-    if len(saved.sources) == 1:
-        _, lanes, window = saved.sources[0]
-        fixed["shuffle"] = (window, options.shuffle)
-        if window:
-            fixed["lanes"] = (lanes, options.order.lanes)
-    for name, (value, option) in fixed.items():
-        if options.train and option is not None and option != value:
-            raise StateMismatch(f"the state was saved with {name}={value}, and this is {option}")
+    if not options.train:
+        return
+    groups = options.order.groups
+    if position.position and groups not in (None, saved.groups):
+        raise StateMismatch(f"the state was saved with groups={saved.groups}, and this is {groups}")
+    for (name, lanes, window), (_, our_lanes, our_window) in zip(saved.sources, ours.sources, strict=True):
+        of_source = f" for source {name!r}" if len(saved.sources) > 1 else ""
+        for option, given, value, other in (
+            ("shuffle", options.shuffle, window, our_window),
+            ("lanes", options.order.lanes if window else None, lanes, our_lanes),
+        ):
+            if given is not None and value != other:
+                raise StateMismatch(
+                    f"the state was saved with {option}={value}{of_source}, and this is {other}"
+                    f"{f', by {option}={given}' if of_source else ''}: give {option}= as before, or leave it "
+                    f"out"
+                )
 
 
 def from_block(options: LoaderOptions, saved: OrderSpec, ours: OrderSpec, position: Position) -> Position:
@@ -395,6 +415,7 @@ def _order_in(state: Mapping[str, Any]) -> OrderSpec:
         None if state.get("blocks") is None else _blocks_in(state["blocks"]),
         None if state.get("table") is None else str(state["table"]),
         _whole_number(state.get("multiple", 1), 1, WIDEST_MULTIPLE),
+        tuple((float(weight), float(floor)) for weight, floor in state.get("given", ())),
     )
 
 

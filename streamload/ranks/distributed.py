@@ -28,6 +28,7 @@ from streamload.errors import RankFailed
 from streamload.ipc import ControlBlock
 from streamload.node import SlowestRank, host_name
 from streamload.ranks.heartbeats import SILENT_SECONDS, Heartbeats, ranges_of, values_of
+from streamload.ranks.loaders import Comparison, RankLoaders
 from streamload.ranks.reports import RankReports, RankSummary
 
 T = TypeVar("T")
@@ -40,6 +41,8 @@ _WAIT_SECONDS = 30.0
 _OUTAGE_SECONDS = 5.0
 """A rank reports a wait for data after the first; after the second if a server is known to be down."""
 _SLOWEST = "streamload/slowest"
+_LOADERS_SECONDS, _LOADERS_POLLS = 1.0, 12
+"""Interval in which a rank looks for one with another loader, and the polls after which a poll is enough."""
 _COMPARED_EVERY, _LOOKS = 2, 3
 """Waits are compared every so many polls; an entry that hasn't changed for so many looks is old."""
 _AGREE_SECONDS = 30.0
@@ -244,6 +247,7 @@ class Ranks:
     Attributes:
         store: of torch.distributed.
         heartbeats: of this rank and the others.
+        loaders: of this rank, compared with the others'.
         host: of this rank, with its node in a run on several.
         failed: why, for the first of the ranks that have failed and haven't continued since.
         has_failed: whether this rank has.
@@ -252,6 +256,7 @@ class Ranks:
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self.rank, self.world_size, self.store = rank, world_size, store
         self.heartbeats = Heartbeats(store, rank, world_size)
+        self.loaders = RankLoaders(store, rank, world_size)
         self.host = host_name()
         self.failed: dict[int, str] = {}
         self.has_failed = False
@@ -424,10 +429,18 @@ class RankMonitor:
         ranks: of the run.
         control: of the loader.
         observer: of this rank; gets the rank that waits most, and ticks while the training stands still.
+        comparison: of the loader with those of the other ranks; None: its rank isn't torch.distributed's.
     """
 
-    def __init__(self, ranks: Ranks, control: ControlBlock, observer: OwnWaits) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        control: ControlBlock,
+        observer: OwnWaits,
+        comparison: Comparison | None = None,
+    ) -> None:
         self._ranks, self._control, self._observer = ranks, control, observer
+        self._comparison = comparison
         self._reported_wait_seconds = 0.0  # of the current wait; 0: not reported yet
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="streamload-ranks", daemon=True)
@@ -438,8 +451,11 @@ class RankMonitor:
 
         Raises:
             RankFailed: another rank has failed and hasn't continued since.
+            OptionError: another rank has other shards, options or another state.
         """
         ranks = self._ranks
+        if self._comparison is not None:
+            self._comparison.check()
         if ranks.has_failed:  # in an earlier epoch
             with contextlib.suppress(RuntimeError):
                 ranks.report("goes on")
@@ -462,9 +478,13 @@ class RankMonitor:
         name = type(error).__name__
         reason = f"{name}: {message.removeprefix(f'streamload.errors.{name}: ')}"
         with contextlib.suppress(RuntimeError):
-            number = self._ranks.report("failed", reason[:2000])
+            number, compared = self._ranks.report("failed", reason[:2000]), self._comparison
+            if compared is not None and not compared.is_settled:
+                compared.loaders.mark()
+                self._ranks.read_reports()
+            is_awaited = self._reported_wait_seconds or (compared is not None and compared.found)
             deadline, pause = time.monotonic() + 2 * _POLL_SECONDS, 0.05
-            while self._reported_wait_seconds and time.monotonic() < deadline:
+            while is_awaited and time.monotonic() < deadline:
                 if self._ranks.is_read(number):
                     break
                 time.sleep(pause)
@@ -483,7 +503,7 @@ class RankMonitor:
             for poll in itertools.count():
                 if poll % _COMPARED_EVERY == 0:
                     self._ranks.heartbeats.beat(self._ranks.host)
-                if self._end.wait(_POLL_SECONDS):
+                if self._is_over(_LOADERS_SECONDS if poll < _LOADERS_POLLS else _POLL_SECONDS):
                     self._ranks.heartbeats.beat(self._ranks.host, is_running=False)
                     return
                 if self._ranks.rank == 0 and poll % _COMPARED_EVERY == 0:
@@ -494,6 +514,17 @@ class RankMonitor:
                 if self._control.still_seconds() > _STILL_SECONDS:
                     self._ranks.read_reports(accepts_older=True)
                     self._observer.tick()
+
+    def _is_over(self, interval_seconds: float) -> bool:
+        """Wait for the next poll; True if the epoch ends. Reads why a rank with another loader has failed."""
+        compared, left = self._comparison, _POLL_SECONDS
+        while compared is not None and not compared.is_settled and left > 0:
+            if self._end.wait(min(interval_seconds, left)):
+                return True
+            left -= interval_seconds
+            if compared.look():
+                self._ranks.read_reports()
+        return self._end.wait(max(0.0, left))
 
     def _report_wait(self) -> None:
         """Report a long wait for data, again every half minute, and its end."""

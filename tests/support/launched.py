@@ -58,6 +58,12 @@ def by_torchrun(folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
+def by_torchrun_with_seeds(folder: Path) -> None:
+    """A training whose ranks have other seeds."""
+    torch.distributed.init_process_group("gloo")
+    train(folder, seed=torch.distributed.get_rank())
+
+
 def by_accelerate(folder: Path) -> None:
     import accelerate
 
@@ -98,7 +104,12 @@ def by_fabric(folder: Path) -> None:
 
 def main() -> None:
     launcher, folder = sys.argv[1], Path(sys.argv[2])
-    {"torchrun": by_torchrun, "accelerate": by_accelerate, "fabric": by_fabric}[launcher](folder)
+    {
+        "torchrun": by_torchrun,
+        "seeds": by_torchrun_with_seeds,
+        "accelerate": by_accelerate,
+        "fabric": by_fabric,
+    }[launcher](folder)
 
 
 if __name__ == "__main__":
