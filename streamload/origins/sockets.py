@@ -14,9 +14,11 @@ import dataclasses
 import functools
 import http
 import http.client
+import io
 import logging
 import math
 import os
+import re
 import select
 import socket
 import ssl
@@ -25,7 +27,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import unquote_to_bytes, urlsplit
 
 import urllib3
@@ -42,6 +44,11 @@ from streamload.urls.identity import DEFAULT_PORTS
 WAKE_SECONDS = 0.1
 _INFORMATIONAL = 100
 """Answers before the final one, at most."""
+_HEAD_BYTES = 300 << 10
+"""The size of a head, at most; as curl's."""
+_VERSION = re.compile(rb"\Ahttp/(?:1\.1|2)(?=[ \t])", re.IGNORECASE)
+_INFORMS = re.compile(rb"HTTP/1\.[0-9]\s+1(?!01)[0-9]{2}(?![0-9])")
+_FRAMING = frozenset(("connection", "content-length", "keep-alive", "proxy-connection", "transfer-encoding"))
 
 
 class _ThreadState(threading.local):
@@ -229,15 +236,62 @@ class _SecurePool(urllib3.HTTPSConnectionPool):
 
 
 class _FinalAnswer(http.client.HTTPResponse):
-    """An answer that comes behind any informational ones (1xx): http.client passes over 100 alone."""
+    """An answer that comes behind any informational ones (1xx). curl's limits and leniency apply to its head.
 
-    def _read_status(self) -> tuple[str, int, str]:
+    http.client takes 100 headers, loses those after a line without a colon, and ends lines at any character
+    that Unicode counts as a line's end. It gets the headers that frame the body, and no others.
+    """
+
+    def begin(self) -> None:
+        """Read the head."""
+        if self.headers is not None:
+            return
+        stream = self.fp
         for _ in range(_INFORMATIONAL):
-            version, status, reason = super()._read_status()  # type: ignore[misc]
-            if not 100 < status < 200 or status == http.HTTPStatus.SWITCHING_PROTOCOLS:
-                return version, status, reason
-            http.client.parse_headers(self.fp)
-        raise http.client.HTTPException(f"more than {_INFORMATIONAL} informational answers")
+            status_line, headers = _head(stream)
+            if not _INFORMS.match(status_line):
+                break
+        else:
+            raise http.client.HTTPException(f"more than {_INFORMATIONAL} informational answers")
+        framing = (f"{k}: {v}\r\n".encode("latin-1") for k, v in headers.items() if k.lower() in _FRAMING)
+        self.fp = io.BufferedReader(io.BytesIO(b"".join([status_line, *framing, b"\r\n"])))  # type: ignore[arg-type]
+        try:
+            super().begin()
+        finally:
+            self.fp = stream
+        self.headers = self.msg = headers
+
+    def _get_chunk_left(self) -> int | None:
+        if self.chunk_left == 0:
+            self.fp.readline(3)  # the end of a chunk: some servers send a line feed alone
+            self.chunk_left = None
+        return super()._get_chunk_left()  # type: ignore[misc,no-any-return]
+
+
+def _head(stream: BinaryIO) -> tuple[bytes, http.client.HTTPMessage]:
+    """Return the status line and the headers; chunks take precedence over a length (RFC 9112, 6.3)."""
+    lines: list[bytes] = []
+    left = _HEAD_BYTES
+    while (line := stream.readline(left + 1)).strip(b"\r\n"):
+        left -= len(line)
+        if left < 0:
+            raise http.client.HTTPException(f"more than {_HEAD_BYTES >> 10} KB of headers")
+        if line[:1] in {b" ", b"\t"} and len(lines) > 1:  # folded
+            lines[-1] = lines[-1].rstrip() + b" " + line.strip()
+        else:
+            lines.append(line)
+    headers = http.client.HTTPMessage()
+    for line in lines[1:]:
+        name, colon, value = line.decode("latin-1").partition(":")
+        if colon and not (name.lower() == "location" and name in headers):
+            headers[name.strip()] = value.strip()
+    codings = ",".join(headers.get_all("Transfer-Encoding", ())).lower().replace(" ", "").split(",")
+    if "chunked" in codings:
+        del headers["Content-Length"], headers["Transfer-Encoding"]
+        headers["Transfer-Encoding"] = "chunked"
+    for coding in set(codings) - {"chunked", "identity", ""}:
+        headers["Content-Encoding"] = coding
+    return _VERSION.sub(b"HTTP/1.1", lines[0] if lines else line), headers
 
 
 class _Connecting:
