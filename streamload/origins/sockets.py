@@ -280,6 +280,8 @@ def _head(stream: BinaryIO) -> tuple[bytes, http.client.HTTPMessage]:
             lines[-1] = lines[-1].rstrip() + b" " + line.strip()
         else:
             lines.append(line)
+    if not line and not lines:
+        raise http.client.RemoteDisconnected("the server closed the connection without an answer")
     headers = http.client.HTTPMessage()
     for line in lines[1:]:
         name, colon, value = line.decode("latin-1").partition(":")

@@ -22,7 +22,7 @@ from urllib3.exceptions import HTTPError
 from streamload import limits
 from streamload.errors import OriginCut, OriginError, OriginStopped, OriginUnavailable
 from streamload.origins.endpoints import abilities
-from streamload.origins.protocol import Origin, OriginOptions, ReadSize, Version, no_crawl
+from streamload.origins.protocol import Origin, OriginOptions, ReadSize, Unproven, Version, no_crawl
 from streamload.origins.sockets import WAKE_SECONDS, Pools, receive
 from streamload.origins.web_client import HttpClient, NoRanges, RangeIgnored, WebAnswer
 
@@ -66,10 +66,11 @@ class HttpOrigin(Origin):
         chunks = self._client.read_range(self._pools, start, stop, version, is_proven=True)
         try:
             data = b"".join(no_crawl(self.url, chunks, self._session.options))
-        except RangeIgnored:
+        except OriginCut as exc:
+            with contextlib.suppress(Unproven):
+                if not isinstance(exc, RangeIgnored):
+                    return super().read(start, stop, version)  # works, or says why not
             return self.streamed(0, start, stop, version)
-        except OriginCut:
-            return super().read(start, stop, version)  # works, or says why not
         self._session.count("origin_bytes", len(data))
         return data
 
@@ -80,7 +81,7 @@ class HttpOrigin(Origin):
             pools.close()
 
     def _first_answer(self, pools: Pools, start: int, expected: Version | None) -> WebAnswer:
-        if self._client.parallel_ranges:
+        if self._client.parallel_ranges and not abilities(self.url).refuses_ranges:
             with contextlib.suppress(NoRanges):
                 return self._client.ask(pools, start, expected, self._session.options.first_get_bytes)
             self._client.parallel_ranges = False

@@ -116,8 +116,13 @@ def test_a_quick_server_that_stops_doing_ranges_sends_what_was_read_again(server
 
 
 def test_a_shard_within_the_first_range_is_one_request(server: ShardServer) -> None:
-    assert read(server, first_get_bytes=len(BODY)) == BODY
+    assert read(server, first_get_bytes=len(BODY) + 1) == BODY
     assert len(server.log) == 1
+
+
+def test_a_total_that_may_be_the_length_of_the_range_is_not_trusted(server: ShardServer) -> None:
+    assert read(server, first_get_bytes=len(BODY)) == BODY
+    assert [(seen.start, seen.stop) for seen in server.log] == [(0, len(BODY)), (None, None)]
 
 
 def test_with_one_part_a_shard_is_one_plain_request(server: ShardServer) -> None:
