@@ -15,6 +15,7 @@ import functools
 import http
 import http.client
 import io
+import ipaddress
 import logging
 import math
 import os
@@ -382,10 +383,9 @@ def _finish_connecting(sock: socket.socket, address: Any, session: Session) -> N
 def _proxy_for(url: str) -> str | None:
     """Return the URL of the proxy that the environment names for a URL, if any."""
     parts = urlsplit(url)
-    host = parts.hostname or ""
-    if urllib.request.proxy_bypass(f"{host}:{parts.port}" if parts.port else host):
-        return None
     named = urllib.request.getproxies()
+    if _is_exempt(parts.hostname or "", named.get("no", "")):
+        return None
     name = parts.scheme.lower() if named.get(parts.scheme.lower()) else "all"
     proxy = named.get(name)
     if not proxy:
@@ -402,6 +402,25 @@ def _proxy_for(url: str) -> str | None:
         f"{redact(url)}: {name}_proxy is {kind if kind.isalnum() else '***'}{shown} and can't be used: "
         "expected an http:// or https:// URL of host and port, with user and password percent-encoded"
     )
+
+
+def _is_exempt(host: str, no_proxy: str) -> bool:
+    """Return whether `no_proxy` names a host, as curl reads it: domains, addresses, networks, or "*" alone."""
+    if no_proxy.strip() == "*":
+        return True
+    address = None
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host)
+    for entry in re.split(r"[\s,]+", no_proxy.lower()):
+        if address is None:
+            name = entry.removeprefix(".").removesuffix(".")
+            if name and f".{host.lower().removesuffix('.')}".endswith(f".{name}"):
+                return True
+        elif re.fullmatch(r"[^/]+(/0*[1-9][0-9]*)?", entry):
+            with contextlib.suppress(ValueError):
+                if address in ipaddress.ip_network(re.sub(r"[\[\]]", "", entry), strict=False):
+                    return True
+    return False
 
 
 @functools.lru_cache(maxsize=4)
