@@ -55,6 +55,7 @@ _FRAMING = frozenset(("connection", "content-length", "keep-alive", "proxy-conne
 class _ThreadState(threading.local):
     is_requesting = False
     deadline = math.inf
+    waited_seconds = 0.0
 
 
 _thread = _ThreadState()
@@ -81,6 +82,14 @@ def within(seconds: float) -> Iterator[None]:
         _thread.deadline = before
 
 
+def waited_seconds() -> float:
+    """Return how long the receives of this thread have waited for the network.
+
+    Bytes that have come already aren't waited for, however long a busy processor takes to read them.
+    """
+    return _thread.waited_seconds
+
+
 class _Patient:
     """Reads that wait up to `stall_seconds` for a byte, unless `stop` or the thread's deadline ends them."""
 
@@ -94,17 +103,22 @@ class _Patient:
         return self._patiently(super().recv, *args)  # type: ignore[misc,no-any-return]
 
     def _patiently(self, act: Callable[..., Any], *args: Any) -> Any:
-        deadline = None
+        left_seconds = self.stall_seconds
+        poll = select.poll()
+        poll.register(self, select.POLLIN)  # type: ignore[arg-type]
         while True:
             if self.stop.is_set() or time.monotonic() >= _thread.deadline:
                 raise TimeoutError("timed out")
+            has_come, start_seconds = poll.poll(0), time.monotonic()
             try:
                 return act(*args)
             except TimeoutError:
-                now_seconds = time.monotonic()
-                deadline = deadline or now_seconds - WAKE_SECONDS + self.stall_seconds
-                if now_seconds >= deadline:
+                left_seconds -= WAKE_SECONDS  # however long a busy processor or a stopped process made it
+                if left_seconds <= 0:
                     raise
+            finally:
+                if not has_come:
+                    _thread.waited_seconds += time.monotonic() - start_seconds
 
 
 class _PatientSocket(_Patient, socket.socket):
@@ -405,7 +419,7 @@ def _proxy_for(url: str) -> str | None:
 
 
 def _is_exempt(host: str, no_proxy: str) -> bool:
-    """Return whether `no_proxy` names a host, as curl reads it: domains, addresses, networks, or "*" alone."""
+    """Return whether `no_proxy` names a host, read as by curl: domains, addresses, networks, or "*" alone."""
     if no_proxy.strip() == "*":
         return True
     address = None

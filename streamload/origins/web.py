@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
@@ -23,7 +22,7 @@ from streamload import limits
 from streamload.errors import OriginCut, OriginError, OriginStopped, OriginUnavailable
 from streamload.origins.endpoints import abilities
 from streamload.origins.protocol import Origin, OriginOptions, ReadSize, Unproven, Version, no_crawl
-from streamload.origins.sockets import WAKE_SECONDS, Pools, receive
+from streamload.origins.sockets import WAKE_SECONDS, Pools, receive, waited_seconds
 from streamload.origins.web_client import HttpClient, NoRanges, RangeIgnored, WebAnswer
 
 _QUICK_SECONDS = 1.0
@@ -128,7 +127,7 @@ class HttpStream:
     def _body(self, response: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
         size = ReadSize(self._session.options.chunk_bytes)
         while True:
-            start_seconds = time.monotonic()
+            before_seconds = waited_seconds()
             try:
                 chunk = receive(response, size.bytes, self._session)
             except HTTPError as exc:
@@ -136,7 +135,7 @@ class HttpStream:
             if not chunk:
                 return
             size.came(len(chunk))
-            self._waited_seconds += time.monotonic() - start_seconds
+            self._waited_seconds += waited_seconds() - before_seconds
             self._read_bytes += len(chunk)
             before, self._position = self._position, self._position + len(chunk)
             self._session.count("origin_bytes", len(chunk))
@@ -192,7 +191,7 @@ class RangePart(Protocol):
 
     Attributes:
         size_bytes: of the range.
-        seconds: from the request to the arrival of the last byte; None until then.
+        seconds: time that the origin took to bring it; None until its last byte has come.
     """
 
     size_bytes: int
@@ -311,7 +310,7 @@ class _Range:
         self.size_bytes = size_bytes
         self.seconds: float | None = None
         self._client, self._session, self._closed = client, client.session, closed
-        self._began = time.monotonic()
+        self._waited_seconds = 0.0
         self._is_its_turn = False
         self._rest = chunks
         self._came: queue.SimpleQueue[bytes | BaseException | None] = queue.SimpleQueue()
@@ -340,11 +339,13 @@ class _Range:
         try:
             if came is not None:
                 raise came
+            before_seconds = waited_seconds()
             yield from self._rest
+            self._waited_seconds += waited_seconds() - before_seconds
         except Exception:
             self._client.parallel_ranges = False
             raise
-        self._note_seconds()
+        self.seconds = self._waited_seconds
 
     def cancel(self) -> None:
         self._closed.set()  # one failure ends all ranges: the retry starts again at its byte
@@ -368,13 +369,11 @@ class _Range:
                 if self._closed.is_set():
                     raise OriginStopped(f"{self._client.url}: this range isn't needed any more")
             else:
-                self._note_seconds()
+                self.seconds = waited_seconds()
+            self._waited_seconds = waited_seconds()  # of this thread, which has read nothing else
             self._came.put(None)
         except BaseException as exc:
             self._came.put(exc)
-
-    def _note_seconds(self) -> None:
-        self.seconds = self.seconds or time.monotonic() - self._began
 
 
 class _Either(threading.Event):

@@ -41,7 +41,7 @@ OPTIONS = OriginOptions(
     part_limit_bytes=40_000,
     outage_seconds=600.0,
 )
-IN_PARTS = replace(OPTIONS, quick_bytes_per_second=1e15)
+IN_PARTS = replace(OPTIONS, quick_bytes_per_second=float("inf"))
 
 
 class Issuer:
