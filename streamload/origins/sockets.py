@@ -302,10 +302,18 @@ def _head(stream: BinaryIO) -> tuple[bytes, http.client.HTTPMessage]:
         name, colon, value = line.decode("latin-1").partition(":")
         if colon and not (name.lower() == "location" and name in headers):
             headers[name.strip()] = value.strip()
+    lengths = {
+        length.strip() for value in headers.get_all("Content-Length", ()) for length in value.split(",")
+    }
+    del headers["Content-Length"]
     codings = ",".join(headers.get_all("Transfer-Encoding", ())).lower().replace(" ", "").split(",")
     if "chunked" in codings:
-        del headers["Content-Length"], headers["Transfer-Encoding"]
+        del headers["Transfer-Encoding"]
         headers["Transfer-Encoding"] = "chunked"
+    elif len(lengths) > 1:
+        raise OriginError(f"contradictory lengths in its answer: {', '.join(sorted(lengths))[:80]}")
+    elif lengths:
+        headers["Content-Length"] = lengths.pop()
     for coding in set(codings) - {"chunked", "identity", ""}:
         headers["Content-Encoding"] = coding
     return _VERSION.sub(b"HTTP/1.1", lines[0] if lines else line), headers
