@@ -32,6 +32,7 @@ from streamload.origins.protocol import (
     Session,
     Unproven,
     Version,
+    clock_hint,
     http_error,
     same_version,
     strong,
@@ -194,7 +195,8 @@ def _said(response: urllib3.BaseHTTPResponse, session: Session) -> tuple[str, st
     code = error_facts(response, session).get("Code", "")
     if not code:
         return reason, ""
-    return f"{reason} ({code})" + (f": {ENDED[code]}" if code in ENDED else ""), code
+    meaning = f": {ENDED[code]}" if code in ENDED else clock_hint(code, response.headers.get("Date"))
+    return f"{reason} ({code}){meaning}", code
 
 
 class _Target(NamedTuple):
