@@ -95,9 +95,9 @@ class _S3Client(HttpClient):
                 return response
             response.close()
             code = facts.get("Code", "")
-            region = response.headers.get("x-amz-bucket-region") or facts.get("Region")
-            is_region = region is not None and _REGION.fullmatch(region) and region != request.region
-            if response.status in _MOVED and is_region and not is_moved:
+            region = response.headers.get("x-amz-bucket-region") or facts.get("Region", "")
+            is_other = _REGION.fullmatch(region) and region != request.region
+            if response.status in _MOVED and is_other and not is_moved:
                 access.regions[self._place.bucket] = region
                 is_moved = True
             elif code in ENDED:

@@ -259,7 +259,7 @@ class _FinalAnswer(http.client.HTTPResponse):
 
     def begin(self) -> None:
         """Read the head."""
-        if self.headers is not None:
+        if getattr(self, "headers", None) is not None:
             return
         stream = self.fp
         for _ in range(_INFORMATIONAL):
