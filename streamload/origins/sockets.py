@@ -269,7 +269,7 @@ class _FinalAnswer(http.client.HTTPResponse):
         else:
             raise http.client.HTTPException(f"more than {_INFORMATIONAL} informational answers")
         framing = (f"{k}: {v}\r\n".encode("latin-1") for k, v in headers.items() if k.lower() in _FRAMING)
-        self.fp = io.BufferedReader(io.BytesIO(b"".join([status_line, *framing, b"\r\n"])))  # type: ignore[arg-type]
+        self.fp = io.BufferedReader(io.BytesIO(b"".join([status_line, *framing, b"\r\n"])))
         try:
             super().begin()
         finally:
