@@ -17,6 +17,7 @@ from typing import Any
 
 from streamload import limits
 from streamload.errors import (
+    OptionError,
     OriginDenied,
     OriginError,
     OriginNotFound,
@@ -45,6 +46,8 @@ _CODES = dict.fromkeys(ENDED, 403) | {
 }
 _NETWORK_PACKAGES = {"aiohttp", "aiobotocore", "botocore", "httpcore", "httpx", "requests", "urllib3"}
 _NOT_NETWORK = {"ParamValidationError", "InvalidURL", "UnknownSignatureVersionError", "InvalidRegionError"}
+_CONFIGURATION = {"ConfigNotFound", "ConfigParseError", "InfiniteLoopConfigError", "InvalidConfigError"}
+"""botocore's errors that the user's files cause: a ring of roles, a source_profile that doesn't exist."""
 _NO_CREDENTIALS = {
     "CredentialRetrievalError",
     "CredentialUnavailableError",  # azure-identity's
@@ -142,6 +145,10 @@ def translate(url: str, exc: BaseException) -> StreamloadError:
         return exc
     name = type(exc).__name__
     message = f"{url}: {redact_text(str(exc)) or name}"
+    if name in _CONFIGURATION:
+        return OptionError(
+            f"{message}: mend the AWS configuration (~/.aws/config, AWS_CONFIG_FILE, AWS_PROFILE)"
+        )
     answer = _answer(exc)
     if answer is not None:
         return http_error(message, *answer)

@@ -53,11 +53,18 @@ class Abilities:
         ranges: it answers a request for a range with that range (206), so that a sample can be read alone.
         sizes: it states the size of a shard.
         versions: what tells two versions of a shard apart: "ETag", "date", or "" for nothing.
+        refusals: number of shards that came whole after a request for a range was refused.
     """
 
     ranges: bool | None = None
     sizes: bool | None = None
     versions: str | None = None
+    refusals: int = 0
+
+    @property
+    def refuses_ranges(self) -> bool:
+        """True if shards should be asked for without a range. One refusal may be a busy backend's."""
+        return self.refusals > 1
 
     def __str__(self) -> str:
         """Describe the server for a person."""
@@ -96,7 +103,13 @@ def abilities(url: str) -> Abilities:
 
 def learn_ranges(url: str, has_ranges: bool) -> None:
     """Note how a request for a range was answered."""
-    _abilities[_server(url)] = replace(abilities(url), ranges=has_ranges)
+    refusals = 0 if has_ranges else abilities(url).refusals
+    _abilities[_server(url)] = replace(abilities(url), ranges=has_ranges, refusals=refusals)
+
+
+def learn_refusal(url: str) -> None:
+    """Note that a shard has come whole whose range was refused."""
+    _abilities[_server(url)] = replace(abilities(url), ranges=False, refusals=abilities(url).refusals + 1)
 
 
 def learn_version(url: str, version: Version) -> None:

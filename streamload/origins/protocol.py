@@ -351,6 +351,20 @@ def strong(etag: str | None) -> str | None:
     return None if not etag or etag.startswith("W/") else etag
 
 
+def clock_hint(code: str, date: str | None) -> str:
+    """Return what to add to a refusal for a wrong clock; "" for another code.
+
+    Args:
+        date: the header of the answer.
+    """
+    if code != "RequestTimeTooSkewed":
+        return ""
+    return (
+        f": the clock of this machine says {email.utils.formatdate(usegmt=True)} and the store's "
+        f"{date or 'something else'}: set this one (timedatectl set-ntp true), a signature lives for minutes"
+    )
+
+
 def http_error(message: str, status: int, retry_after: str | None = None) -> StreamloadError:
     """Return the error for an HTTP status."""
     if status in {404, 410}:

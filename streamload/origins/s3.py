@@ -6,16 +6,26 @@ s3fs reads what `reason_for_s3fs` names.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import urllib3
+from urllib3.exceptions import HTTPError
 
 from streamload.errors import OriginDenied, OriginError, OriginTimeout, StreamloadError
 from streamload.origins import calls, renewal
 from streamload.origins.access import WebCredentials
-from streamload.origins.protocol import ENDED, Session, Version, http_error, same_version, strong
+from streamload.origins.protocol import (
+    ENDED,
+    Session,
+    Version,
+    clock_hint,
+    http_error,
+    same_version,
+    strong,
+)
 from streamload.origins.renewal import Lookup
 from streamload.origins.signing import S3Access, SignedRequest, access_for, configured, place_of
 from streamload.origins.sockets import Pools
@@ -28,6 +38,8 @@ _Result = TypeVar("_Result")
 _PARAMETERS = {"Range": "Range", "If-Match": "IfMatch", "If-Range": "IfMatch"}
 """S3 doesn't know If-Range."""
 _FIRST_BYTE = "bytes=0-0"
+_REGION = re.compile("(?![0-9]+$)(?!-)[A-Za-z0-9-]{1,63}(?<!-)")
+"""A region as botocore takes one: any other value in an answer would end all requests for its bucket."""
 _MOVED = {301, 307, 400}
 _EXAMINED = {301, 302, 307, 400, 401, 403, 412, 416}
 
@@ -54,7 +66,7 @@ class _S3Client(HttpClient):
         assert place is not None
         self._listed, self._storage_options = url, storage_options
         self._options = configured(storage_options)
-        self._place = place if self._options.get("version_aware") else place._replace(number="")
+        self._place = place
         self._hidden: tuple[str | None, ...] | None = None
 
     def _request(
@@ -69,7 +81,11 @@ class _S3Client(HttpClient):
             self.session.count("origin_requests")
             headers = urllib3.HTTPHeaderDict({"Accept-Encoding": "identity"})
             headers.update(request.headers)
-            response = pools.request(request.url, headers, request.authorities)
+            try:
+                response = pools.request(request.url, headers, request.authorities)
+            except HTTPError:
+                access.regions.pop(self._place.bucket, None)  # perhaps it has no host for this bucket
+                raise
             if response.status not in _EXAMINED:
                 self._check_condition(response, request_headers)
                 return response
@@ -79,8 +95,9 @@ class _S3Client(HttpClient):
                 return response
             response.close()
             code = facts.get("Code", "")
-            region = response.headers.get("x-amz-bucket-region") or facts.get("Region")
-            if response.status in _MOVED and region and region != request.region and not is_moved:
+            region = response.headers.get("x-amz-bucket-region") or facts.get("Region", "")
+            is_other = _REGION.fullmatch(region) and region != request.region
+            if response.status in _MOVED and is_other and not is_moved:
                 access.regions[self._place.bucket] = region
                 is_moved = True
             elif code in ENDED:
@@ -89,6 +106,8 @@ class _S3Client(HttpClient):
                     raise renewal.denied(self.url, code, lookup)
                 is_renewed = True
             else:
+                if response.status in _MOVED:
+                    access.regions.pop(self._place.bucket, None)
                 raise self._refusal(access, response, code)
 
     def _signed(self, access: S3Access, request_headers: Mapping[str, str]) -> SignedRequest:
@@ -102,6 +121,7 @@ class _S3Client(HttpClient):
                 access.replace()
             raise
         except Exception as exc:
+            access.regions.pop(self._place.bucket, None)
             raise self._without_request(exc) from exc
         if request.keys != self._hidden:
             self._hidden = request.keys
@@ -167,6 +187,7 @@ class _S3Client(HttpClient):
         message = f"{self.url}: the store answers {status}" + (f" ({code})" if code else "")
         if location := response.headers.get("Location", ""):
             message += f" and names {redact(location)}, but no region"
+        message += clock_hint(code, response.headers.get("Date"))
         if code == "AccessDenied":
             message += ": the object is denied, or it is missing and the credentials lack s3:ListBucket"
         error = http_error(message, calls.status_of_code(code, status), response.headers.get("Retry-After"))

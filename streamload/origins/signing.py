@@ -6,14 +6,16 @@ of before-send takes the request before it is sent. Has no signer and no endpoin
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
 import re
+import shlex
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -23,7 +25,7 @@ import botocore.session
 from botocore import UNSIGNED
 from botocore.awsrequest import AWSResponse
 from botocore.config import Config
-from botocore.exceptions import NoCredentialsError
+from botocore.exceptions import CredentialRetrievalError, NoCredentialsError
 
 from streamload.options import Settings, value_of
 from streamload.origins import renewal
@@ -218,7 +220,8 @@ class _Signer:
         loader.list_available_services, loader.file_loader = _AllServices, _Models()
         self._is_anonymous = _is_anonymous(options)
         is_given = self._is_anonymous or _has_keys(options)
-        self.credentials = None if is_given else self.session.get_credentials()
+        with self._named_process():
+            self.credentials = None if is_given else self.session.get_credentials()
         self.lacks_credentials = not is_given and self.credentials is None
         authorities = self.session.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE")
         self._authorities = str(authorities or "")
@@ -233,7 +236,27 @@ class _Signer:
     def keys(self) -> tuple[str | None, ...] | None:
         if self.credentials is None:
             return None
-        return tuple(self.credentials.get_frozen_credentials())[:3]
+        with self._named_process():
+            return tuple(self.credentials.get_frozen_credentials())[:3]
+
+    @contextlib.contextmanager
+    def _named_process(self) -> Iterator[None]:
+        """Say which credential_process failed, without its arguments and output, which may be secrets."""
+        try:
+            yield
+        except (AttributeError, CredentialRetrievalError, OSError, TypeError, ValueError) as exc:
+            command = str(self.session.get_scoped_config().get("credential_process") or "")
+            facts = getattr(exc, "kwargs", {"provider": "custom-process"})
+            if not command or facts["provider"] != "custom-process":
+                raise
+            problem = facts.get("error_msg") or "its output isn't a JSON object"
+            if isinstance(exc, OSError):
+                problem = exc.strerror
+            program = Path(shlex.split(command)[0]).name
+            raise CredentialRetrievalError(
+                provider=f"the credential_process {program} of the AWS configuration",
+                error_msg=f"{problem}; expected Version 1, AccessKeyId and SecretAccessKey as JSON",
+            ) from None
 
     def sign(self, place: S3Place, parameters: Mapping[str, str], region: str | None) -> SignedRequest:
         keys, client = self.keys(), self._client(region)

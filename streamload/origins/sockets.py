@@ -14,9 +14,12 @@ import dataclasses
 import functools
 import http
 import http.client
+import io
+import ipaddress
 import logging
 import math
 import os
+import re
 import select
 import socket
 import ssl
@@ -25,7 +28,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import unquote_to_bytes, urlsplit
 
 import urllib3
@@ -42,11 +45,17 @@ from streamload.urls.identity import DEFAULT_PORTS
 WAKE_SECONDS = 0.1
 _INFORMATIONAL = 100
 """Answers before the final one, at most."""
+_HEAD_BYTES = 300 << 10
+"""The size of a head, at most; as curl's."""
+_VERSION = re.compile(rb"\Ahttp/(?:1\.1|2)(?=[ \t])", re.IGNORECASE)
+_INFORMS = re.compile(rb"HTTP/1\.[0-9]\s+1(?!01)[0-9]{2}(?![0-9])")
+_FRAMING = frozenset(("connection", "content-length", "keep-alive", "proxy-connection", "transfer-encoding"))
 
 
 class _ThreadState(threading.local):
     is_requesting = False
     deadline = math.inf
+    waited_seconds = 0.0
 
 
 _thread = _ThreadState()
@@ -73,6 +82,14 @@ def within(seconds: float) -> Iterator[None]:
         _thread.deadline = before
 
 
+def waited_seconds() -> float:
+    """Return how long the receives of this thread have waited for the network.
+
+    Bytes that have come already aren't waited for, however long a busy processor takes to read them.
+    """
+    return _thread.waited_seconds
+
+
 class _Patient:
     """Reads that wait up to `stall_seconds` for a byte, unless `stop` or the thread's deadline ends them."""
 
@@ -86,17 +103,22 @@ class _Patient:
         return self._patiently(super().recv, *args)  # type: ignore[misc,no-any-return]
 
     def _patiently(self, act: Callable[..., Any], *args: Any) -> Any:
-        deadline = None
+        left_seconds = self.stall_seconds
+        poll = select.poll()
+        poll.register(self, select.POLLIN)  # type: ignore[arg-type]
         while True:
             if self.stop.is_set() or time.monotonic() >= _thread.deadline:
                 raise TimeoutError("timed out")
+            has_come, start_seconds = poll.poll(0), time.monotonic()
             try:
                 return act(*args)
             except TimeoutError:
-                now_seconds = time.monotonic()
-                deadline = deadline or now_seconds - WAKE_SECONDS + self.stall_seconds
-                if now_seconds >= deadline:
+                left_seconds -= WAKE_SECONDS  # however long a busy processor or a stopped process made it
+                if left_seconds <= 0:
                     raise
+            finally:
+                if not has_come:
+                    _thread.waited_seconds += time.monotonic() - start_seconds
 
 
 class _PatientSocket(_Patient, socket.socket):
@@ -229,15 +251,72 @@ class _SecurePool(urllib3.HTTPSConnectionPool):
 
 
 class _FinalAnswer(http.client.HTTPResponse):
-    """An answer that comes behind any informational ones (1xx): http.client passes over 100 alone."""
+    """An answer that comes behind any informational ones (1xx). curl's limits and leniency apply to its head.
 
-    def _read_status(self) -> tuple[str, int, str]:
+    http.client takes 100 headers, loses those after a line without a colon, and ends lines at any character
+    that Unicode counts as a line's end. It gets the headers that frame the body, and no others.
+    """
+
+    def begin(self) -> None:
+        """Read the head."""
+        if getattr(self, "headers", None) is not None:
+            return
+        stream = self.fp
         for _ in range(_INFORMATIONAL):
-            version, status, reason = super()._read_status()  # type: ignore[misc]
-            if not 100 < status < 200 or status == http.HTTPStatus.SWITCHING_PROTOCOLS:
-                return version, status, reason
-            http.client.parse_headers(self.fp)
-        raise http.client.HTTPException(f"more than {_INFORMATIONAL} informational answers")
+            status_line, headers = _head(stream)
+            if not _INFORMS.match(status_line):
+                break
+        else:
+            raise http.client.HTTPException(f"more than {_INFORMATIONAL} informational answers")
+        framing = (f"{k}: {v}\r\n".encode("latin-1") for k, v in headers.items() if k.lower() in _FRAMING)
+        self.fp = io.BufferedReader(io.BytesIO(b"".join([status_line, *framing, b"\r\n"])))
+        try:
+            super().begin()
+        finally:
+            self.fp = stream
+        self.headers = self.msg = headers
+
+    def _get_chunk_left(self) -> int | None:
+        if self.chunk_left == 0:
+            self.fp.readline(3)  # the end of a chunk: some servers send a line feed alone
+            self.chunk_left = None
+        return super()._get_chunk_left()  # type: ignore[misc,no-any-return]
+
+
+def _head(stream: BinaryIO) -> tuple[bytes, http.client.HTTPMessage]:
+    """Return the status line and the headers; chunks take precedence over a length (RFC 9112, 6.3)."""
+    lines: list[bytes] = []
+    left = _HEAD_BYTES
+    while (line := stream.readline(left + 1)).strip(b"\r\n"):
+        left -= len(line)
+        if left < 0:
+            raise http.client.HTTPException(f"more than {_HEAD_BYTES >> 10} KB of headers")
+        if line[:1] in {b" ", b"\t"} and len(lines) > 1:  # folded
+            lines[-1] = lines[-1].rstrip() + b" " + line.strip()
+        else:
+            lines.append(line)
+    if not line and not lines:
+        raise http.client.RemoteDisconnected("the server closed the connection without an answer")
+    headers = http.client.HTTPMessage()
+    for line in lines[1:]:
+        name, colon, value = line.decode("latin-1").partition(":")
+        if colon and not (name.lower() == "location" and name in headers):
+            headers[name.strip()] = value.strip()
+    lengths = {
+        length.strip() for value in headers.get_all("Content-Length", ()) for length in value.split(",")
+    }
+    del headers["Content-Length"]
+    codings = ",".join(headers.get_all("Transfer-Encoding", ())).lower().replace(" ", "").split(",")
+    if "chunked" in codings:
+        del headers["Transfer-Encoding"]
+        headers["Transfer-Encoding"] = "chunked"
+    elif len(lengths) > 1:
+        raise OriginError(f"contradictory lengths in its answer: {', '.join(sorted(lengths))[:80]}")
+    elif lengths:
+        headers["Content-Length"] = lengths.pop()
+    for coding in set(codings) - {"chunked", "identity", ""}:
+        headers["Content-Encoding"] = coding
+    return _VERSION.sub(b"HTTP/1.1", lines[0] if lines else line), headers
 
 
 class _Connecting:
@@ -328,10 +407,9 @@ def _proxy_for(url: str) -> str | None:
     if not any(name[-6:].lower() == "_proxy" for name in os.environ):  # as urllib names them
         return None
     parts = urlsplit(url)
-    host = parts.hostname or ""
-    if urllib.request.proxy_bypass(f"{host}:{parts.port}" if parts.port else host):
-        return None
     named = urllib.request.getproxies()
+    if _is_exempt(parts.hostname or "", named.get("no", "")):
+        return None
     name = parts.scheme.lower() if named.get(parts.scheme.lower()) else "all"
     proxy = named.get(name)
     if not proxy:
@@ -348,6 +426,25 @@ def _proxy_for(url: str) -> str | None:
         f"{redact(url)}: {name}_proxy is {kind if kind.isalnum() else '***'}{shown} and can't be used: "
         "expected an http:// or https:// URL of host and port, with user and password percent-encoded"
     )
+
+
+def _is_exempt(host: str, no_proxy: str) -> bool:
+    """Return whether `no_proxy` names a host, read as by curl: domains, addresses, networks, or "*" alone."""
+    if no_proxy.strip() == "*":
+        return True
+    address = None
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host)
+    for entry in re.split(r"[\s,]+", no_proxy.lower()):
+        if address is None:
+            name = entry.removeprefix(".").removesuffix(".")
+            if name and f".{host.lower().removesuffix('.')}".endswith(f".{name}"):
+                return True
+        elif re.fullmatch(r"[^/]+(/0*[1-9][0-9]*)?", entry):
+            with contextlib.suppress(ValueError):
+                if address in ipaddress.ip_network(re.sub(r"[\[\]]", "", entry), strict=False):
+                    return True
+    return False
 
 
 @functools.lru_cache(maxsize=4)

@@ -26,6 +26,7 @@ from streamload.errors import (
     OriginError,
     OriginNotFound,
     OriginTimeout,
+    UrlError,
 )
 from streamload.origins import calls, renewal
 from streamload.origins.access import OF_WEB
@@ -125,7 +126,11 @@ class StoreFiles:
         opened = self._opened
         if opened is None or opened[0] != os.getpid():
             try:
-                files = fsspec.filesystem(self._url.partition("://")[0].lower(), **self._options())
+                kind = fsspec.get_filesystem_class(self._url.partition("://")[0].lower())
+                _refuse_lost_parts(self._url, kind._strip_protocol(self._url))
+                files = kind(**{**kind._get_kwargs_from_urls(self._url), **self._options()})
+            except UrlError:
+                raise
             except (ImportError, TypeError, ValueError, KeyError) as exc:
                 raise OptionError(f"{redact(self._url)}: its file system can't be opened: {exc}") from exc
             if self.is_s3 and hasattr(files, "retries"):
@@ -452,6 +457,17 @@ async def _first_byte(files: Any, path: str) -> None:
     )
     async with answer["Body"] as body:
         await body.read()
+
+
+def _refuse_lost_parts(url: str, path: str) -> None:
+    """Raise UrlError if a file system would drop the query or the fragment of a URL."""
+    parts = {"query": url.partition("?")[2].partition("#")[0], "fragment": url.partition("#")[2]}
+    for part, text in parts.items():
+        if text not in path:
+            raise UrlError(
+                f"the {part} of {redact(url)!r} would be lost: {scheme(url)}:// has none; leave it out, and "
+                "give options in storage_options"
+            )
 
 
 def _version(info: dict[str, Any]) -> Version:

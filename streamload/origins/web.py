@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
@@ -22,8 +21,8 @@ from urllib3.exceptions import HTTPError
 from streamload import limits
 from streamload.errors import OriginCut, OriginError, OriginStopped, OriginUnavailable
 from streamload.origins.endpoints import abilities
-from streamload.origins.protocol import Origin, OriginOptions, ReadSize, Version, no_crawl
-from streamload.origins.sockets import WAKE_SECONDS, Pools, receive
+from streamload.origins.protocol import Origin, OriginOptions, ReadSize, Unproven, Version, no_crawl
+from streamload.origins.sockets import WAKE_SECONDS, Pools, receive, waited_seconds
 from streamload.origins.web_client import HttpClient, NoRanges, RangeIgnored, WebAnswer
 
 _QUICK_SECONDS = 1.0
@@ -66,10 +65,11 @@ class HttpOrigin(Origin):
         chunks = self._client.read_range(self._pools, start, stop, version, is_proven=True)
         try:
             data = b"".join(no_crawl(self.url, chunks, self._session.options))
-        except RangeIgnored:
+        except OriginCut as exc:
+            with contextlib.suppress(Unproven):
+                if not isinstance(exc, RangeIgnored):
+                    return super().read(start, stop, version)  # works, or says why not
             return self.streamed(0, start, stop, version)
-        except OriginCut:
-            return super().read(start, stop, version)  # works, or says why not
         self._session.count("origin_bytes", len(data))
         return data
 
@@ -80,7 +80,7 @@ class HttpOrigin(Origin):
             pools.close()
 
     def _first_answer(self, pools: Pools, start: int, expected: Version | None) -> WebAnswer:
-        if self._client.parallel_ranges:
+        if self._client.parallel_ranges and not abilities(self.url).refuses_ranges:
             with contextlib.suppress(NoRanges):
                 return self._client.ask(pools, start, expected, self._session.options.first_get_bytes)
             self._client.parallel_ranges = False
@@ -127,7 +127,7 @@ class HttpStream:
     def _body(self, response: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
         size = ReadSize(self._session.options.chunk_bytes)
         while True:
-            start_seconds = time.monotonic()
+            before_seconds = waited_seconds()
             try:
                 chunk = receive(response, size.bytes, self._session)
             except HTTPError as exc:
@@ -135,7 +135,7 @@ class HttpStream:
             if not chunk:
                 return
             size.came(len(chunk))
-            self._waited_seconds += time.monotonic() - start_seconds
+            self._waited_seconds += waited_seconds() - before_seconds
             self._read_bytes += len(chunk)
             before, self._position = self._position, self._position + len(chunk)
             self._session.count("origin_bytes", len(chunk))
@@ -191,7 +191,7 @@ class RangePart(Protocol):
 
     Attributes:
         size_bytes: of the range.
-        seconds: from the request to the arrival of the last byte; None until then.
+        seconds: time that the origin took to bring it; None until its last byte has come.
     """
 
     size_bytes: int
@@ -310,7 +310,7 @@ class _Range:
         self.size_bytes = size_bytes
         self.seconds: float | None = None
         self._client, self._session, self._closed = client, client.session, closed
-        self._began = time.monotonic()
+        self._waited_seconds = 0.0
         self._is_its_turn = False
         self._rest = chunks
         self._came: queue.SimpleQueue[bytes | BaseException | None] = queue.SimpleQueue()
@@ -339,11 +339,13 @@ class _Range:
         try:
             if came is not None:
                 raise came
+            before_seconds = waited_seconds()
             yield from self._rest
+            self._waited_seconds += waited_seconds() - before_seconds
         except Exception:
             self._client.parallel_ranges = False
             raise
-        self._note_seconds()
+        self.seconds = self._waited_seconds
 
     def cancel(self) -> None:
         self._closed.set()  # one failure ends all ranges: the retry starts again at its byte
@@ -367,13 +369,11 @@ class _Range:
                 if self._closed.is_set():
                     raise OriginStopped(f"{self._client.url}: this range isn't needed any more")
             else:
-                self._note_seconds()
+                self.seconds = waited_seconds()
+            self._waited_seconds = waited_seconds()  # of this thread, which has read nothing else
             self._came.put(None)
         except BaseException as exc:
             self._came.put(exc)
-
-    def _note_seconds(self) -> None:
-        self.seconds = self.seconds or time.monotonic() - self._began
 
 
 class _Either(threading.Event):

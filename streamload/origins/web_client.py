@@ -5,6 +5,7 @@ No HEAD requests (signed URLs refuse them): the first range tells the size. Retr
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Generator, Mapping
 from typing import Any, NamedTuple
@@ -24,13 +25,14 @@ from streamload.errors import (
     ShardFormatError,
 )
 from streamload.origins.access import REFUSALS, Access, WebCredentials, refuse_host
-from streamload.origins.endpoints import learn_ranges, learn_version
+from streamload.origins.endpoints import abilities, learn_ranges, learn_refusal, learn_version
 from streamload.origins.protocol import (
     ENDED,
     ReadSize,
     Session,
     Unproven,
     Version,
+    clock_hint,
     http_error,
     same_version,
     strong,
@@ -40,7 +42,11 @@ from streamload.urls import compression, redact, redact_text
 from streamload.urls.identity import DEFAULT_PORTS
 
 REDIRECTS = 10
-_REDIRECTING = {301, 302, 303, 307, 308}
+_REDIRECTING = {300, 301, 302, 303, 307, 308}
+_NO_RANGE = {400, 405, 406, 501, 505}
+"""Statuses by which a server may refuse a request because of its Range: nothing else in it is unusual."""
+_PERHAPS_NO_RANGE = {403, 500}
+"""Statuses that more often refuse the shard: the next attempt finds out."""
 _HEADER_NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
 _HEADER_VALUE = re.compile(r"[^\0\r\n\u0100-\U0010ffff]*")
 _NUMBER = "[0-9]{1,18}"  # enough for the size of any file
@@ -54,6 +60,10 @@ _CONTENT_RANGE = re.compile(rf"bytes\s+(?:({_NUMBER})-({_NUMBER})|\*)/({_NUMBER}
 
 class NoRanges(Exception):
     """The answer to a request for the first range is unusable; a request for the whole shard may work."""
+
+
+class BadRange(NoRanges):
+    """The server refuses a range or contradicts itself about it, as it may for every shard."""
 
 
 class RangeIgnored(OriginCut):
@@ -113,24 +123,25 @@ def body_range(
     etag, modified = strong(response.headers.get("ETag")), response.headers.get("Last-Modified")
     stated = response.headers.get("Content-Length", "")
     length = int(stated) if re.fullmatch(_NUMBER, stated) else None
-    if response.status in WHOLE:
+    content_range = response.headers.get("Content-Range", "").strip()
+    match = _CONTENT_RANGE.fullmatch(content_range)
+    is_whole = start == 0 and most is None and match is None  # 206 to a request without a Range
+    if response.status in WHOLE or is_whole:
         if length is not None and length == most:  # perhaps the range, with the wrong status
             raise NoRanges
         if length is not None and length < start:
             raise DatasetChanged(f"{url} has {length} bytes now, of which {start} had been read")
         return Version(length, etag, modified), 0, length
-    content_range = response.headers.get("Content-Range", "")
-    match = _CONTENT_RANGE.fullmatch(content_range.strip())
-    if match is None or match[1] is None or int(match[1]) != start or int(match[2]) < start:
-        if most is not None:
-            raise NoRanges
-        raise OriginError(f"{url} was asked for bytes from {start} and answers {content_range[:80]!r}")
-    stop = int(match[2]) + 1
-    size = None if match[3] == "*" else int(match[3])
-    if (size is not None and stop > size) or (length is not None and length != stop - start):
-        if most is not None:
-            raise NoRanges
-        raise OriginError(f"{url} contradicts itself: {content_range!r} with a Content-Length of {length}")
+    stop = 0 if match is None or match[1] is None else int(match[2]) + 1
+    size = None if match is None or match[3] == "*" else int(match[3])
+    is_right = match is not None and match[1] is not None and start == int(match[1]) < stop
+    is_right = is_right and (size is None or stop <= size) and length in {None, stop - start}
+    if most is not None and (not is_right or stop > start + most):
+        raise BadRange
+    if not is_right and start:
+        raise Unproven(f"it was asked for bytes from {start} and answers {content_range[:80]!r}")
+    if not is_right:
+        raise OriginError(f"{url} was asked for all of it and answers {content_range[:80]!r}")
     return Version(size, etag, modified), start, stop
 
 
@@ -158,7 +169,9 @@ def answer_at_end(
         total = expected.size
     if total != start:
         if most is not None:
-            raise NoRanges
+            raise BadRange
+        if start and match is None:
+            raise Unproven("its server refuses to go on there (416)")
         size = "an unknown number of" if total is None else total
         raise DatasetChanged(f"{url} has no byte {start} (416): it has {size} bytes now")
     current = Version(start, strong(response.headers.get("ETag")), response.headers.get("Last-Modified"))
@@ -182,7 +195,8 @@ def _said(response: urllib3.BaseHTTPResponse, session: Session) -> tuple[str, st
     code = error_facts(response, session).get("Code", "")
     if not code:
         return reason, ""
-    return f"{reason} ({code})" + (f": {ENDED[code]}" if code in ENDED else ""), code
+    meaning = f": {ENDED[code]}" if code in ENDED else clock_hint(code, response.headers.get("Date"))
+    return f"{reason} ({code}){meaning}", code
 
 
 class _Target(NamedTuple):
@@ -221,20 +235,27 @@ class HttpClient:
         self._common, self._redirects = dict(common_headers or {}), redirects
         self._credentials = credentials
         self._answered: _Target | None = None
+        self._is_refused = False  # a range, and the whole shard hasn't come yet
+        self._refusals = 0  # of ranges after the first one
 
     def version(self, pools: Pools) -> Version:
-        """Request one byte and read only the head of the answer."""
+        """Request one byte, or all of a shard without ranges, and read only the head of the answer."""
+        with contextlib.suppress(NoRanges):
+            return self._version(pools, 1)
+        return self._version(pools, None)
+
+    def _version(self, pools: Pools, most: int | None) -> Version:
         response = None
         try:
-            response = self._request(pools, _range(0, None, 1))
-            if response.status == 416:  # the shard is empty
-                return Version(0, strong(response.headers.get("ETag")), response.headers.get("Last-Modified"))
-            self._check_status(response)
-            current = body_range(self.url, response, 0)[0]
-            self._learn(response, current)
-            return (
-                Version(None, current.etag, current.last_modified) if may_be_range(response, 1) else current
-            )
+            response = self._request(pools, _range(0, None, most))
+            if response.status == 416:
+                return answer_at_end(self.url, response, 0, None, most).version
+            self._check_status(response, 0, most)
+            current = body_range(self.url, response, 0, most)[0]
+            if current.size == most == 1:
+                raise BadRange  # perhaps the total of the range
+            self._learn(response, current, most)
+            return current
         except HTTPError as exc:
             raise self.translated(exc, "no answer") from exc
         finally:
@@ -252,14 +273,15 @@ class HttpClient:
             response = self._request(pools, _range(start, expected, most))
             if response.status == 416:
                 return answer_at_end(self.url, response, start, expected, most)
-            self._check_status(response)
+            self._check_status(response, start, most)
             if start and expected is not None and may_be_range(response, (expected.size or 0) - start):
                 raise Unproven("its server answers a range with 200")
             current, first, stop = body_range(self.url, response, start, most)
-            if start or most is not None:
-                self._learn(response, current, expected)
+            self._learn(response, current, start or most, expected)
             check_version(self.url, expected, current, start)
             is_part = response.status == 206 and most is not None
+            if is_part and start == 0 and stop == most == current.size:
+                raise BadRange  # perhaps the total of the range
             if is_part and not current.is_traceable and stop != current.size:
                 raise NoRanges  # nothing would prove that the next range is of the same version
             continues = first == start and (expected is None or expected.proves(current))
@@ -268,6 +290,8 @@ class HttpClient:
         except BaseException as exc:
             if response is not None:
                 response.close()
+            self._is_refused |= isinstance(exc, BadRange)
+            self.parallel_ranges &= not isinstance(exc, Unproven)
             if isinstance(exc, HTTPError):
                 raise self.translated(exc, "no answer") from exc
             raise
@@ -311,7 +335,7 @@ class HttpClient:
             if response.status != 206:
                 kind = RangeIgnored if response.status in WHOLE else OriginCut
                 raise kind(f"{self.url}: a range of it is answered with {response.status}")
-            self._check_status(response)
+            check_status(self.url, response, self.session)
             current, _, end = body_range(self.url, response, start, stop - start)
             check_version(self.url, version, current, start)
             if not is_proven and not version.proves(current):
@@ -355,22 +379,54 @@ class HttpClient:
         return OriginError(f"{self.url}: {reason}")
 
     def _learn(
-        self, response: urllib3.BaseHTTPResponse, current: Version, expected: Version | None = None
+        self,
+        response: urllib3.BaseHTTPResponse,
+        current: Version,
+        range_bytes: int | None,
+        expected: Version | None = None,
     ) -> None:
-        """Note what the answer to a request for a range shows.
+        """Note what an answer shows.
 
         All of another version, or of an empty shard, shows nothing about ranges.
+
+        Args:
+            range_bytes: None or 0 if the whole shard was asked for.
         """
+        if not range_bytes:
+            if self._is_refused:
+                self._is_refused = False
+                learn_refusal(self.url)
+            return
         learn_version(self.url, current)
         is_same = current.size != 0 and (expected is None or expected.difference(current) is None)
         if response.status == 206 or is_same:
             learn_ranges(self.url, response.status == 206)
 
-    def _check_status(self, response: urllib3.BaseHTTPResponse) -> None:
+    def _check_status(self, response: urllib3.BaseHTTPResponse, start: int, most: int | None) -> None:
+        """Raise the error that a status means.
+
+        Raises:
+            BadRange: perhaps only the first range was refused, and the whole shard isn't.
+            Unproven: the same of a range after it.
+        """
         try:
-            check_status(self.url, response, self.session)
-        except OriginDenied as exc:
-            raise self._credentials.denied(exc) from None
+            try:
+                check_status(self.url, response, self.session)
+            except OriginDenied as exc:
+                raise self._credentials.denied(exc) from None
+        except OriginError as exc:
+            is_sure = response.status in _NO_RANGE
+            if exc.have_ended or not (is_sure or response.status in _PERHAPS_NO_RANGE):
+                raise
+            if start:
+                self._refusals += 1
+                if is_sure or self._refusals > 1:
+                    raise Unproven(f"its server refuses to go on there ({response.status})") from None
+            elif most is not None and not abilities(self.url).ranges:
+                self._is_refused, self.parallel_ranges = True, False  # the next attempt is without
+                if is_sure:
+                    raise BadRange from None
+            raise
 
     def _request(
         self, pools: Pools, request_headers: Mapping[str, str], target: _Target | None = None
@@ -434,6 +490,8 @@ class HttpClient:
     def _redirected(self, target: str, location: str) -> str:
         """Return the target of a redirect. Refuse other schemes and addresses of metadata services."""
         try:
+            # The bytes as they came: http.client gives each of them as one character.
+            location = re.sub("[^\0-\x7f]", lambda match: f"%{ord(match[0]):02X}", location)
             target = urljoin(target, location)
             parts = urlsplit(target)
             host, port = parts.hostname, parts.port  # raises if the port is no number

@@ -22,6 +22,7 @@ _HALF_SCHEME = re.compile(r"(https?|s3|gs|gcs|hf|az|abfs):", re.IGNORECASE)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _ENDS = re.compile(r"[/?#]")
 _HALF_SURROGATE = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # the others encode bytes that aren't UTF-8
+_VERSION = re.compile("[A-Za-z0-9._~+/=-]{1,1024}")
 _CHAINED = {"simplecache", "filecache", "blockcache", "zip", "tar"}
 _USUAL = "http, https, s3, gs, az, abfs, hf, file and pipe"
 
@@ -107,6 +108,16 @@ def _check_place(name: str, url: str, valid_places: set[str]) -> None:
     place = url.partition("://")[2]
     if place.startswith("-"):
         raise UrlError(f"{redact(url)!r} has an option after {name}://, not a host or bucket")
+    if name in DEFAULT_PORTS and "#" in place:
+        raise UrlError(
+            f"{redact(url)!r} has a fragment, which no server gets: leave out '#' and what follows, or write "
+            "%23 for a '#' in a name"
+        )
+    number = place.partition("?versionId=")
+    if name == "s3" and number[1] and not _VERSION.fullmatch(number[2]):
+        raise UrlError(
+            f"{redact(url)!r} with ?versionId= and no version's number: write ?versionId=NUMBER alone"
+        )
     if name not in DEFAULT_PORTS:
         if not place.strip("/"):
             raise UrlError(f"{redact(url)!r} names no object: write {name}://bucket/path/shard.tar")

@@ -275,7 +275,7 @@ def test_a_cut_without_curls_f_is_found(servers: tuple[ShardServer, ShardServer]
         (Fault(status=404, body=EMPTY_PAGE), OriginNotFound),
         (Fault(status=403, body=EMPTY_PAGE), OriginDenied),
         (Fault(status=500, body=EMPTY_PAGE), OriginUnavailable),
-        (Fault(status=206, body=EMPTY_PAGE), OriginError),
+        (Fault(status=451, body=EMPTY_PAGE), OriginError),
     ],
 )
 def test_an_errors_page_is_an_error_without_curls_f_too(

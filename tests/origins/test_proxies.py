@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import contextlib
 import random
+import shutil
 import socket
 import socketserver
 import ssl
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from streamload.errors import OriginDenied, OriginError, OriginStopped
 from streamload.origins.origin import OriginOptions, open_origin
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
+from tests.support.raw_server import RawServer
 
 BODY = random.Random(1).randbytes(1_000_003)
 QUICK = OriginOptions(attempts=2, backoff_seconds=0.01, stall_seconds=5.0, connect_seconds=5.0)
@@ -171,6 +174,77 @@ def test_a_tunnel_that_wants_another_password_denies(
             read("https://far-away.invalid/a.tar?sig=hunter2")
         assert len(tunnel.heads) == 1
     assert "hunter2" not in str(caught.value)
+
+
+NO_PROXY = [
+    # host, no_proxy, whether curl then connects directly
+    ("127.0.0.1", "127.0.0.0/8", True),
+    ("127.0.0.1", "127.0.0.1", True),
+    ("127.0.0.1", "127.0.0.0/31", True),
+    ("127.0.0.1", "10.0.0.0/8,127.0.0.0/8", True),
+    ("127.0.0.1", "10.0.0.0/8 , 127.0.0.1/32", True),
+    ("127.0.0.1", "*", True),
+    ("127.0.0.1", "128.0.0.0/8", False),
+    ("127.0.0.1", "0.0.0.0/0", False),
+    ("127.0.0.1", "127.0.0.0/33", False),
+    ("127.0.0.1", "127.0.0.0/255.0.0.0", False),
+    ("127.0.0.1", "127/8", False),
+    ("127.0.0.1", ".0.0.1", False),  # requests takes an address for a name
+    ("127.0.0.1", "*,x", False),
+    ("127.0.0.1", "localhost", False),
+    ("127.0.0.1", "::ffff:127.0.0.1", False),
+    ("127.0.0.1", "127.0.0.1:PORT", False),
+    ("[::1]", "::1", True),
+    ("localhost", "localhost", True),
+    ("localhost", "LOCALHOST", True),
+    ("localhost", ".localhost", True),
+    ("localhost", "localhost.", True),
+    ("localhost", "x localhost", True),
+    ("localhost", "host", False),
+    ("localhost", "*host", False),
+    ("localhost", "127.0.0.0/8", False),
+    ("localhost", "localhost:PORT", False),  # requests heeds ports
+    ("localhost", "", False),
+]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl isn't installed")
+@pytest.mark.parametrize(("host", "no_proxy", "is_direct"), NO_PROXY)
+def test_no_proxy_is_read_as_by_curl(
+    host: str, no_proxy: str, is_direct: bool, proxy: ShardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (proxy.root / "a.tar").write_bytes(BODY)
+    page = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\ndirect"
+    with RawServer(lambda _: page, address="::1" if ":" in host else "127.0.0.1") as server:
+        url = f"http://{host}:{server.port}/a.tar"
+        monkeypatch.setenv("http_proxy", proxy.url)
+        monkeypatch.setenv("no_proxy", no_proxy.replace("PORT", str(server.port)))
+        curl = subprocess.run(["curl", "-q", "-sf", url], capture_output=True, check=True, timeout=60)
+        assert curl.stdout == (b"direct" if is_direct else BODY)
+        assert read(url) == curl.stdout
+
+
+@pytest.mark.parametrize(
+    ("no_proxy", "is_direct"),
+    [
+        ("::/64", True),
+        ("[::1]", True),
+        ("[::]/64", True),
+        ("0:0::1", True),
+        ("fe80::/10", False),
+        ("::/0", False),
+    ],
+)
+def test_no_proxy_has_networks_of_ipv6(
+    no_proxy: str, is_direct: bool, proxy: ShardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """curl 7.88 compares addresses of IPv6 as text, later ones as addresses."""
+    (proxy.root / "a.tar").write_bytes(BODY)
+    page = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\ndirect"
+    monkeypatch.setenv("http_proxy", proxy.url)
+    monkeypatch.setenv("no_proxy", no_proxy)
+    with RawServer(lambda _: page, address="::1") as server:
+        assert read(f"{server.url}/a.tar") == (b"direct" if is_direct else BODY)
 
 
 @pytest.mark.parametrize(

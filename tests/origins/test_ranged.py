@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamload.errors import DatasetChanged, OriginError, OriginStopped
+from streamload.origins import sockets
 from streamload.origins.origin import OriginOptions, open_origin
 from streamload.origins.web import OrderedParts
 from streamload.testing.faults import Fault
@@ -116,8 +119,13 @@ def test_a_quick_server_that_stops_doing_ranges_sends_what_was_read_again(server
 
 
 def test_a_shard_within_the_first_range_is_one_request(server: ShardServer) -> None:
-    assert read(server, first_get_bytes=len(BODY)) == BODY
+    assert read(server, first_get_bytes=len(BODY) + 1) == BODY
     assert len(server.log) == 1
+
+
+def test_a_total_that_may_be_the_length_of_the_range_is_not_trusted(server: ShardServer) -> None:
+    assert read(server, first_get_bytes=len(BODY)) == BODY
+    assert [(seen.start, seen.stop) for seen in server.log] == [(0, len(BODY)), (None, None)]
 
 
 def test_with_one_part_a_shard_is_one_plain_request(server: ShardServer) -> None:
@@ -296,3 +304,48 @@ def test_ordered_parts_give_every_byte_once_and_keep_to_their_number(
         waiting += 1 if what == "ask" else -1
         assert waiting <= at_once + 1  # the one that gives may have come in full
     assert log.count("ask") == log.count("give")
+
+
+class _Busy(socket.socket):
+    """A socket whose reader gets the processor late."""
+
+    late_seconds = 0.05
+
+    def recv_into(self, *args: Any) -> int:
+        time.sleep(self.late_seconds)
+        return super().recv_into(*args)
+
+
+class _PatientBusy(sockets._Patient, _Busy):
+    pass
+
+
+def test_a_busy_reader_does_not_make_a_quick_connection_slow(
+    server: ShardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "_PatientSocket", _PatientBusy)
+    options = {"first_get_bytes": 500_000, "chunk_bytes": 32 * 1024, "quick_bytes_per_second": 1.5e6}
+    assert read(server, **options) == BODY
+    assert [request.start for request in server.log] == [0, 500_000]
+
+
+def test_what_has_come_is_not_waited_for_and_what_has_not_is() -> None:
+    far, near = socket.socketpair()
+    with far, _PatientBusy(near.family, near.type, fileno=near.detach()) as reader:
+        reader.settimeout(sockets.WAKE_SECONDS)
+        far.sendall(b"abc")
+        before_seconds = sockets.waited_seconds()
+        assert reader.recv_into(bytearray(3)) == 3
+        assert sockets.waited_seconds() == before_seconds
+        threading.Timer(0.2, far.sendall, (b"d",)).start()
+        assert reader.recv_into(bytearray(3)) == 1
+        assert sockets.waited_seconds() > before_seconds
+
+
+def test_a_process_that_was_stopped_has_not_waited_all_the_while() -> None:
+    far, near = socket.socketpair()
+    with far, _PatientBusy(near.family, near.type, fileno=near.detach()) as reader:
+        reader.settimeout(sockets.WAKE_SECONDS)
+        reader.stall_seconds, reader.late_seconds = 0.25, 0.4
+        threading.Timer(1.1, far.sendall, (b"d",)).start()
+        assert reader.recv_into(bytearray(3)) == 1

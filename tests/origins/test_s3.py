@@ -43,7 +43,7 @@ OPTIONS = OriginOptions(
     first_get_bytes=100_000,
     first_part_bytes=50_000,
 )
-PARTS = OriginOptions(first_get_bytes=50_000, first_part_bytes=50_000, quick_bytes_per_second=1e15)
+PARTS = OriginOptions(first_get_bytes=50_000, first_part_bytes=50_000, quick_bytes_per_second=float("inf"))
 
 
 @pytest.fixture

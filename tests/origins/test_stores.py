@@ -40,7 +40,7 @@ QUICK = OriginOptions(
     stall_seconds=5.0,
     connect_seconds=2,
     first_get_bytes=100_000,
-    quick_bytes_per_second=1e15,  # a plain server is asked for parallel ranges, as a store
+    quick_bytes_per_second=float("inf"),  # a plain server is asked for parallel ranges, as a store
     first_part_bytes=100_000,
     part_limit_bytes=400_000,
 )
