@@ -48,7 +48,7 @@ class UserDraws:
         try:
             copies: dict[int, Any] = {}
             again = copy.deepcopy(function, copies)
-            in_copy = [as_own(copies.get(id(each.generator), each.generator)) for each in seeded.own]
+            in_copy = [as_own(copies.get(id(each.generator), each.generator)) for each in seeded.generators]
             with SeededGenerators([each for each in in_copy if each is not None]) as generators:
                 generators.seed(seed)
                 is_same = _content(again(value)) == _content(result)

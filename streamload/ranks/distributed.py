@@ -482,7 +482,7 @@ class RankMonitor:
             if compared is not None and not compared.is_settled:
                 compared.loaders.mark()
                 self._ranks.read_reports()
-            is_awaited = self._reported_wait_seconds or (compared is not None and compared.found)
+            is_awaited = self._reported_wait_seconds or (compared is not None and compared.mismatch)
             deadline, pause = time.monotonic() + 2 * _POLL_SECONDS, 0.05
             while is_awaited and time.monotonic() < deadline:
                 if self._ranks.is_read(number):

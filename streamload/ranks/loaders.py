@@ -117,12 +117,12 @@ class Comparison:
 
     Attributes:
         is_settled: all ranks are known to have such a loader.
-        found: the difference that was found, in words; "": none.
+        mismatch: the difference that was found, in words; "": none.
     """
 
     def __init__(self, loaders: RankLoaders, slot: int) -> None:
         self.loaders, self._slot = loaders, slot
-        self.is_settled, self.found = False, ""
+        self.is_settled, self.mismatch = False, ""
         self._asked = 0
 
     def check(self) -> None:
@@ -138,16 +138,16 @@ class Comparison:
         with contextlib.suppress(RuntimeError):  # the store is gone, and with it a rank
             self.look()
             while not self.is_settled and (difference := self.loaders.difference(self._slot)):
-                self.found = difference
+                self.mismatch = difference
                 if time.monotonic() > deadline:
                     break
                 time.sleep(_PAUSE_SECONDS)
             else:
-                self.found = ""
-        if self.found:
+                self.mismatch = ""
+        if self.mismatch:
             raise OptionError(
                 f"the ranks of this run were given different data, options or states, so samples would come "
-                f"twice and others never: {self.found}. Give all ranks the same, shards in one order; a "
+                f"twice and others never: {self.mismatch}. Give all ranks the same, shards in one order; a "
                 f"loader that ranks shouldn't share takes Order(rank=0, world_size=1)"
             )
 

@@ -92,9 +92,9 @@ class Links:
             return _TOO_MANY
         path: str | None = member.target
         if member.kind == SYMBOLIC_LINK:
-            own = normal_path(member.name)
-            is_inside = own is not None and not member.target.startswith("/")
-            path = f"{own.rpartition('/')[0]}/{member.target}" if own is not None and is_inside else None
+            link = normal_path(member.name)
+            is_inside = link is not None and not member.target.startswith("/")
+            path = f"{link.rpartition('/')[0]}/{member.target}" if link is not None and is_inside else None
         path = None if path is None else normal_path(path)
         if path is None:
             return _OUTSIDE

@@ -30,16 +30,16 @@ class SeededGenerators:
     sample. Seeds Python's `random`, numpy's legacy generator and torch's CPU generator. Not thread-safe.
 
     Args:
-        own: generators of the functions themselves, each of which gets numbers of its own.
+        generators: those of the functions themselves, each of which gets numbers of its own.
     """
 
-    def __init__(self, own: Sequence[OwnGenerator] = ()) -> None:
-        self.own = own
-        self._seeds = [(generator.seed, (k + 1) * _APART & _LOW_64) for k, generator in enumerate(own)]
+    def __init__(self, generators: Sequence[OwnGenerator] = ()) -> None:
+        self.generators = generators
+        self._seeds = [(generator.seed, (k + 1) * _APART & _LOW_64) for k, generator in enumerate(generators)]
 
     def __enter__(self) -> SeededGenerators:
         self._states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
-        self._own_states = [generator.save() for generator in self.own]
+        self._own_states = [generator.save() for generator in self.generators]
         return self
 
     def seed(self, seed: int, torch_taken: int = 0) -> None:
@@ -70,7 +70,7 @@ class SeededGenerators:
         random.setstate(python)
         np.random.set_state(legacy)
         torch.set_rng_state(cpu)
-        for generator, state in zip(self.own, self._own_states, strict=True):
+        for generator, state in zip(self.generators, self._own_states, strict=True):
             generator.restore(state)
 
 

@@ -43,12 +43,12 @@ def generators_in(*functions: Any) -> list[OwnGenerator]:
     The search ends after some thousand objects. It doesn't enter sets, whose order differs between processes,
     nor globals of libraries, some of which must stay random (such as the names of temporary files).
     """
-    queue, known = [*functions], set(map(id, _NOT_ENTERED))
+    queue, visited = [*functions], set(map(id, _NOT_ENTERED))
     generators = []
     for value in queue:  # grows
-        if isinstance(value, _LEAVES) or id(value) in known:
+        if isinstance(value, _LEAVES) or id(value) in visited:
             continue
-        known.add(id(value))
+        visited.add(id(value))
         if generator := as_own(value):
             generators.append(generator)
         elif len(queue) < _MOST_OBJECTS:

@@ -443,8 +443,8 @@ class Call:
         with watched(of_project=True) as reads:
             value = self._detached(*arguments)
         names = reads.names()
-        if self._samples is not None and (more := ReadNames.read(self._samples.reads)) is not None:
-            names = names.with_more(more)
+        if self._samples is not None and (input_names := ReadNames.read(self._samples.reads)) is not None:
+            names = names.with_more(input_names)
         self.proof.record_reads(self.module, self.store, self.fingerprint, names)
         self._has_new_reads = names.contents() != {}
         return value

@@ -472,8 +472,8 @@ def _is_refused(store: RowStore, fingerprint: Fingerprint) -> bool:
 def are_stored(store: RowStore, rows: RowDigests, combine: Callable[[Iterable[bool]], bool] = all) -> bool:
     """True if rows, by their names, are stored with these digests: all of them, or any."""
     stored = store.read([bytes.fromhex(name) for name in rows], "")
-    found = {name.hex(): row_digest(row) for name, row in stored.items()}
-    return combine(found.get(name) == digest for name, digest in rows.items())
+    digests = {name.hex(): row_digest(row) for name, row in stored.items()}
+    return combine(digests.get(name) == digest for name, digest in rows.items())
 
 
 def row_digest(row: Row) -> str:
@@ -490,9 +490,11 @@ def was_checked(store: RowStore, fingerprint: Fingerprint) -> float:
     return 0.0
 
 
-def note_checked(module: Any, store: RowStore, fingerprint: Fingerprint, rows: RowDigests, at: float) -> None:
+def note_checked(
+    module: Any, store: RowStore, fingerprint: Fingerprint, rows: RowDigests, seconds: float
+) -> None:
     """Store that rows were found to be right."""
-    verdict = json.dumps({"at": at, "rows": rows}).encode()
+    verdict = json.dumps({"at": seconds, "rows": rows}).encode()
     store.disk.write_note(_CHECKED + fingerprint.digest, verdict, label_of(module))
 
 
