@@ -18,7 +18,7 @@ from streamload.derived.calls.feature_rows import FeaturesRead, FeatureStart, Ro
 from streamload.derived.calls.features import FeatureInputs
 from streamload.derived.proof.reads import Reads, watched
 from streamload.derived.proof.rounding import SEVERAL_ROWS
-from streamload.derived.proof.row_check import RowChecks
+from streamload.derived.proof.row_check import HITS_BETWEEN, RowChecks
 from streamload.derived.store.keys import Naming
 from streamload.derived.store.results import is_whole_numbers, layout_of
 from streamload.derived.store.row_store import RowPlace, open_store
@@ -69,8 +69,8 @@ class _ColumnReading:
         self.assembly = assembly
         self.fingerprint = start.fingerprint
         self.is_watched, self.reads = start.is_watched, b""
-        self._checks = RowChecks() if start.is_checked else None
-        self._is_checked_again = start.is_built
+        self._checks = RowChecks(start.hits_between or HITS_BETWEEN) if start.is_checked else None
+        self._is_checked_again = start.hits_between is not None
         self._canaries_left = 0
         self.checks = 0 if assembly.variants > 1 else _CHECKED
         self.ns = 0

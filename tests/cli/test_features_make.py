@@ -81,7 +81,10 @@ class Project:
         }
 
     def make(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = ["features", "make", str(self.data), "--workers", "1", *arguments]
+        return self.features("make", "--workers", "1", *arguments)
+
+    def features(self, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = ["features", name, str(self.data), *arguments]
         return run_forked(command, folder=self.root, environ=self.environ)
 
     def train(self, name: str) -> Any:
@@ -128,6 +131,23 @@ def test_features_of_texts_need_no_image_that_can_be_decoded(project: Project) -
     done = project.make("--module", "mine:texts", "--tokenizer", "mine:tokenize", "--json")
     said = json.loads(done.stdout)
     assert (said["samples"], said["skipped"]) == (16, 0)
+
+
+def test_a_check_on_request_computes_rows_again_and_refuses_those_that_differ(project: Project) -> None:
+    """The difference is one that no fingerprint has: an attribute of a module of the standard library."""
+    source = (project.root / "mine.py").read_text()
+    source = source.replace("self.project(images", "getattr(sys, 'hidden', 1) * self.project(images")
+    (project.root / "mine.py").write_text("import sys\n" + source)
+    name = ("--module", "mine:Net", "--preprocess", "mine:small")
+    assert project.make(*name).returncode == 0
+    done = project.features("check", *name, "--json")
+    said = json.loads(done.stdout)
+    assert (said["samples"], said["rows"]) == (15, 15)
+    assert said["checked"] >= 2
+    (project.root / "other.py").write_text("import sys\nsys.hidden = 2\nfrom mine import Net, small\n")
+    done = project.features("check", "--module", "other:Net", "--preprocess", "other:small")
+    assert done.returncode == 1
+    assert "isn't what it computes now from the same input (a distance of" in done.stderr
 
 
 def test_a_second_call_computes_what_is_missing(project: Project) -> None:

@@ -1,8 +1,9 @@
-"""`streamload features make`: compute the features of all samples ahead of a training."""
+"""`streamload features make` and `check`: compute features ahead of a training, or some of them again."""
 
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,7 +25,11 @@ from streamload.cli.options import (
 from streamload.errors import OptionError
 
 if TYPE_CHECKING:
+    from streamload import Stats
+    from streamload.derived.calls.features import Features
     from streamload.features.named import NamedFeatures
+
+_CHECKED_TOGETHER = 8
 
 Module = Annotated[
     str,
@@ -45,6 +50,7 @@ BatchSize = Annotated[int, typer.Option(min=1, help="Samples that are computed t
 Workers = Annotated[
     int, typer.Option(min=0, help="Processes that decode; with --shared-cache shards that are made at once.")
 ]
+Samples = Annotated[int, typer.Option(min=1, help="Samples whose rows are looked up.")]
 Device = Annotated[str | None, typer.Option(help="Where the module computes: it is moved there.")]
 
 
@@ -148,25 +154,10 @@ def _store_rows(
     cache_dir: str | None,
 ) -> None:
     """Store rows of this node, by a loader; the exit code is 1 if not all of them could be stored."""
-    from dataclasses import replace
-
-    import streamload
     from streamload.derived.calls.module_cache import cache_info
-    from streamload.loader.feature_recipe import loader_arguments
 
     features = named.features()
-    features.images = False
-    options = loader_arguments(named, features)
-    options["shards"] = replace(options["shards"], storage_options=storage)
-    made = streamload.make_loader(
-        "::".join(urls), num_workers=workers, device=named.device, cache_dir=cache_dir, **options
-    )
-    with made as loader, progress("samples", always=True) as show:
-        show(total=loader.num_samples)
-        for batch in loader:
-            features(batch)
-            show(advance=len(batch["features"]))
-        stats = loader.stats()
+    stats = _read_rows(urls, named, features, storage, workers, cache_dir)
     report = {
         "samples": stats.samples_yielded,
         "computed": stats.feature_rows_computed,
@@ -185,3 +176,85 @@ def _store_rows(
             print(f"{report['not_stored']:,} rows were not stored: no room, or the disk refused them")
     if report["not_stored"]:
         raise typer.Exit(1)
+
+
+def _read_rows(
+    urls: list[str],
+    named: NamedFeatures,
+    features: Features,
+    storage: dict[str, Any] | None,
+    workers: int,
+    cache_dir: str | None,
+    samples: int | None = None,
+) -> Stats:
+    """Read the rows of samples, or of all, by a loader; missing ones are computed and stored."""
+    from dataclasses import replace
+
+    import streamload
+    from streamload.loader.feature_recipe import loader_arguments
+
+    features.images = False
+    options = loader_arguments(named, features)
+    options["shards"] = replace(options["shards"], storage_options=storage)
+    made = streamload.make_loader(
+        "::".join(urls), num_workers=workers, device=named.device, cache_dir=cache_dir, **options
+    )
+    with made as loader, progress("samples", always=True) as show:
+        show(total=samples or loader.num_samples)
+        for batch in loader:
+            features(batch)
+            show(advance=len(batch["features"]))
+            if samples is not None and loader.stats().samples_yielded >= samples:
+                break
+        return loader.stats()
+
+
+def check(
+    urls: Urls,
+    module: Module,
+    preprocess: Preprocess = None,
+    tokenizer: Tokenizer = None,
+    image_key: ImageKey = "jpg;png;jpeg;webp",
+    text_key: TextKey = "txt",
+    prepare: Prepare = None,
+    samples: Samples = 256,
+    device: Device = None,
+    cache_dir: CacheDir = None,
+    storage_options: StorageOptions = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compute some stored features again and compare, within what rounding explains.
+
+    A training computes nothing again where all rows are there and the module isn't built; this does, by the
+    same module, transform and image_key. Rows that differ are never read again, by no training. Samples
+    without a row get one.
+    """
+    from streamload.derived.calls.module_cache import switches
+    from streamload.derived.proof.lazy import build
+    from streamload.derived.proof.module_proof import checks_made
+    from streamload.errors import FeatureMismatch
+    from streamload.features.named import NamedFeatures
+
+    named = NamedFeatures(
+        module, preprocess, tokenizer, image_key, text_key, prepare, _CHECKED_TOGETHER, device
+    )
+    features = named.features()
+    build(features.module)
+    switches.hits_between = (1, 1)
+    try:
+        counts = _read_rows(urls, named, features, storage_options_of(storage_options), 0, cache_dir, samples)
+    except FeatureMismatch as exc:
+        print(exc, file=sys.stderr)
+        raise typer.Exit(1) from exc
+    report = {
+        "samples": counts.samples_yielded,
+        "rows": counts.feature_rows_read,
+        "checked": checks_made(),
+    }
+    if as_json:
+        print(json.dumps(report))
+    else:
+        print(
+            f"{report['rows']:,} of {report['samples']:,} samples have rows; {report['checked']:,} "
+            f"comparisons with what the module computes now found no difference"
+        )

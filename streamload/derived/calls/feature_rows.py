@@ -27,7 +27,8 @@ class FeatureStart(NamedTuple):
 
     fingerprint: str  # under which rows are found, as hexadecimal digits; "": none are read
     is_checked: bool  # whether the input of a first stored row is sent as well, to compute it again
-    is_built: bool  # whether inputs of later ones are: nothing is computed for an unbuilt module
+    hits_between: tuple[int, int] | None
+    """Least and most stored rows from one whose input is sent to the next; None: only the first one's is."""
     is_watched: bool  # whether reads of making the first inputs are sent
 
 

@@ -29,6 +29,7 @@ from streamload.derived.proof.lazy import (
 )
 from streamload.derived.proof.module_proof import Options, describe, proof_of, record_build
 from streamload.derived.proof.reads import watched
+from streamload.derived.proof.row_check import HITS_BETWEEN
 from streamload.derived.store.disk import RowCounts
 from streamload.derived.store.row_store import CacheLevel, Mapped, RowPlace, open_store
 from streamload.errors import OptionError
@@ -44,11 +45,13 @@ class Switches:
     Attributes:
         is_enabled: whether rows are read and stored.
         is_inference: whether modules are built at once and compute always.
+        hits_between: least and most stored rows of a loader from one that is checked to the next.
     """
 
     def __init__(self) -> None:
         self.is_enabled = True
         self.is_inference = False
+        self.hits_between = HITS_BETWEEN
 
 
 switches = Switches()

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from xxhash import xxh3_64_hexdigest
 
+from streamload.derived import logger
 from streamload.derived.proof.builds import (
     Build,
     Generators,
@@ -228,6 +229,8 @@ class Proof:
             whole = {**described, **parts, "code": code, "settings": list(settings), "format": FORMAT}
             whole |= {} if inputs is None else {"inputs": dict(inputs)}
             entry = self.fingerprints[covered] = self._with_reads(module, store, whole), (parts, inputs)
+            if is_pending(module):
+                _say_checked(module, store, entry[0])
         self._latest = parts, inputs, settings, entry[0]
         return entry[0]
 
@@ -476,6 +479,11 @@ def are_stored(store: RowStore, rows: RowDigests, combine: Callable[[Iterable[bo
     return combine(digests.get(name) == digest for name, digest in rows.items())
 
 
+def checks_made() -> int:
+    """How often rows were compared and found right in this process."""
+    return sum(checks.count for checks in _checks.values())
+
+
 def row_digest(row: Row) -> str:
     """A digest of the bytes of a row."""
     return xxh3_64_hexdigest(row.body)
@@ -488,6 +496,17 @@ def was_checked(store: RowStore, fingerprint: Fingerprint) -> float:
         if verdict and verdict["rows"] and are_stored(store, verdict["rows"]):
             return float(verdict["at"])
     return 0.0
+
+
+def _say_checked(module: Any, store: RowStore, fingerprint: Fingerprint) -> None:
+    """Log when rows of a module that isn't built were checked, as nothing in this run does."""
+    checked_at = was_checked(store, fingerprint)
+    logger.info(
+        "%s isn't built as long as all its rows are there; they were checked last: %s. `streamload features "
+        "check` computes some again",
+        label_of(module),
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(checked_at)) if checked_at else "never",
+    )
 
 
 def note_checked(

@@ -27,7 +27,7 @@ from streamload.torch_internals import DropoutBase, InstanceNormBase, NormBase
 
 _MOST_CHECKED = 64
 """Checks of a fingerprint's rows in a process: enough for one to meet a wrong row among 20."""
-_HITS_BETWEEN = (100, 300)
+HITS_BETWEEN = (100, 300)
 _MOST_OWN = 100_000
 _PATIENCE_SECONDS = 60.0
 _POLL_SECONDS = 0.05
@@ -38,24 +38,30 @@ class RowChecks:
 
     Which ones is drawn anew in each process. Rows that this process stored itself aren't checked.
 
+    Args:
+        hits_between: least and most hits from a check to the next.
+
     Attributes:
         samples: rows of whole numbers that wait for others to be judged with them.
+        count: of checks so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hits_between: tuple[int, int] = HITS_BETWEEN) -> None:
         self.samples: list[Sample] = []
+        self.count = 0
+        self._hits_between = hits_between
         self._own: set[bytes] = set()
-        self._hits, self._checks, self._next_hit = 0, 0, 1
+        self._hits, self._next_hit = 0, 1
 
     @property
     def is_first(self) -> bool:
         """True if no row has been checked."""
-        return not self._checks
+        return not self.count
 
     @property
     def is_done(self) -> bool:
         """True if enough rows have been checked."""
-        return self._checks >= _MOST_CHECKED
+        return self.count >= _MOST_CHECKED
 
     def is_due(self, hits: int) -> bool:
         """True if one of the next rows that are read is to be checked."""
@@ -73,8 +79,8 @@ class RowChecks:
 
     def checked(self) -> None:
         """Note that rows were checked; draw when the next are."""
-        self._checks += 1
-        self._next_hit = self._hits + _drawn.randint(*_HITS_BETWEEN)
+        self.count += 1
+        self._next_hit = self._hits + _drawn.randint(*self._hits_between)
 
     def add_own(self, names: Sequence[bytes]) -> None:
         """Note rows that this process stores."""
