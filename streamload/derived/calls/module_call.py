@@ -352,6 +352,7 @@ class Call:
         """
         places = self._with_same_inputs(places)
         if not places:
+            checks.postpone()
             return {}
         others = self._joined(self.held)[1]
         comparison, are_whole = self._comparison(others), has_whole_numbers(others)

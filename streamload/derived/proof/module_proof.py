@@ -468,13 +468,13 @@ def _is_refused(store: RowStore, fingerprint: Fingerprint) -> bool:
     """True if rows of a fingerprint were found to be wrong, and are there still."""
     note = store.read_note(_REFUSED + fingerprint.digest)
     with contextlib.suppress(ValueError, TypeError, AttributeError):
-        return note is not None and (not (rows := json.loads(note)) or are_stored(store, rows, any))
+        return note is not None and (not (rows := json.loads(note)) or _are_stored(store, rows, any))
     return True
 
 
-def are_stored(store: RowStore, rows: RowDigests, combine: Callable[[Iterable[bool]], bool] = all) -> bool:
+def _are_stored(store: RowStore, rows: RowDigests, combine: Callable[[Iterable[bool]], bool]) -> bool:
     """True if rows, by their names, are stored with these digests: all of them, or any."""
-    stored = store.read([bytes.fromhex(name) for name in rows], "")
+    stored = store.read([bytes.fromhex(name) for name in rows], "checked rows")
     digests = {name.hex(): row_digest(row) for name, row in stored.items()}
     return combine(digests.get(name) == digest for name, digest in rows.items())
 
@@ -493,7 +493,7 @@ def was_checked(store: RowStore, fingerprint: Fingerprint) -> float:
     """When rows of a fingerprint that are still there were checked, `time.time()`; 0: never."""
     with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
         verdict = json.loads(store.read_note(_CHECKED + fingerprint.digest) or b"{}")
-        if verdict and verdict["rows"] and are_stored(store, verdict["rows"]):
+        if verdict and verdict["rows"] and _are_stored(store, verdict["rows"], all):
             return float(verdict["at"])
     return 0.0
 

@@ -159,7 +159,10 @@ def _float_distances(
         finite = first.isfinite()
         if not torch.equal(finite, second.isfinite()) or not _are_equal(first[~finite], second[~finite]):
             return [math.inf] * 3
-        middle = center if center is not None else first[finite].mean() if finite.sum() > 1 else 0.0
+        if center is not None and center.shape == first.shape[1:]:
+            middle = center
+        else:
+            middle = first[finite].mean() if finite.sum() > 1 else torch.zeros(())
         row, centered = first.where(finite, 0.0), (first - middle).where(finite, 0.0)
         difference = second.where(finite, 0.0) - row
         squares += _square(difference)

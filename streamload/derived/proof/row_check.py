@@ -80,6 +80,10 @@ class RowChecks:
     def checked(self) -> None:
         """Note that rows were checked; draw when the next are."""
         self.count += 1
+        self.postpone()
+
+    def postpone(self) -> None:
+        """Draw when the next rows are checked, as the inputs of these aren't those that they came from."""
         self._next_hit = self._hits + _drawn.randint(*self._hits_between)
 
     def add_own(self, names: Sequence[bytes]) -> None:
