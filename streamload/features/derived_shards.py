@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from streamload.cache.shard import Shard
 from streamload.derived import log_once
-from streamload.derived.store.results import layout_of
+from streamload.derived.store.results import refuse_uncomputed
 from streamload.derived.store.sealed import Row
 from streamload.derived.store.shard import RowShard, SampleKey, rows_form
 from streamload.errors import CacheCorrupt, OriginNotFound
@@ -137,7 +137,7 @@ class DerivedShards:
             with contextlib.suppress(OSError):
                 row_shard = RowShard.open(self._tier.published(form.digest), form)
             if row_shard is not None and len(row_shard):
-                layout_of(row_shard.layout)  # the rank makes results by it
+                refuse_uncomputed(row_shard.layout)  # the rank makes results by it
         except CacheCorrupt as exc:
             if row_shard is not None:
                 row_shard.close()

@@ -208,6 +208,22 @@ def layout_of(text: bytes) -> ResultLayout:
     return ResultLayout(leaves, leaves[-1].stop if leaves else 0, build)
 
 
+def refuse_uncomputed(text: bytes) -> None:
+    """Refuse a layout that no computed rows have: results made by it would fail in the training.
+
+    Raises:
+        CacheCorrupt: it can't be read, or a row made by it has another one.
+    """
+    layout, device = layout_of(text), torch.device("cpu")
+    try:
+        row = layout.build(join([Row(text, bytes(layout.body_bytes), 0)], device, is_row=True))
+        is_same = Result(row, 1).layout == text.replace(b'["m",', b'["t",')  # of the device, and of the CPU
+    except Exception as exc:  # whatever numpy and torch say of odd types and sizes
+        raise CacheCorrupt(f"no row has the layout {text!r:.200}: {exc}") from exc
+    if not is_same:
+        raise CacheCorrupt(f"no computed row has the layout {text!r:.200}")
+
+
 def _builder(node: Any, places: Iterator[int]) -> Builder:
     """Builder of a node's result from the leaves at these places; `leaves_in` has found it well-formed."""
     kind, content = node[0], node[1]
