@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -183,7 +184,7 @@ def is_importing_main() -> bool:
 def is_main_from_stdin() -> bool:
     """True if the main script is `python - < script`, whose "file" Python would have workers run again."""
     path = getattr(sys.modules["__main__"], "__file__", None)
-    return path is not None and os.path.basename(path) == "<stdin>" and not os.path.exists(path)
+    return path is not None and Path(path).name == "<stdin>" and not Path(path).exists()
 
 
 def next_batch(batches: Any, while_waiting: Callable[[], object] | None = None) -> Any:

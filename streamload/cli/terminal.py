@@ -68,7 +68,7 @@ def cursor_stream() -> TextIO:
 
 
 def console() -> Console:
-    """Standard output: lines are as wide as the terminal or COLUMNS, and in a pipe or file as long as they are."""
+    """Standard output: lines are as wide as the terminal or COLUMNS, and in a pipe or file as need be."""
     from rich.console import Console
 
     is_any_width = not sys.stdout.isatty() and not os.environ.get("COLUMNS")

@@ -149,9 +149,9 @@ class LoaderOptions:
             )
         if self.start_method != "fork" and is_main_from_stdin():
             raise OptionError(
-                f"workers that are started by {self.start_method!r} import the main script, and a script from "
-                f"stdin can't be imported: write the script to a file and run that file, or pass num_workers=0 "
-                f'or workers=Workers(multiprocessing_context="fork")'
+                f"workers that are started by {self.start_method!r} import the main script, and a script "
+                f"from stdin can't be imported: write the script to a file and run that file, or pass "
+                f'num_workers=0 or workers=Workers(multiprocessing_context="fork")'
             )
         if is_importing_main() and self.start_method != "fork":
             raise OptionError(

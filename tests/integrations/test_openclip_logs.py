@@ -56,7 +56,7 @@ def short_epoch(
 
 
 def short_epoch_of_main(state: Any, data: Any, args: Any, tb_writer: Any = None) -> None:
-    """What the development version's train_one_epoch does: its line comes last, in fewer steps than the rest."""
+    """What the development version's train_one_epoch does: its line comes last, in fewer steps."""
     for step, _ in enumerate(data["train"].dataloader):
         log_data = {"train/data_time": 0.1, "train/loss": 1.0}
         for name, value in log_data.items():
