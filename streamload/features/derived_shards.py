@@ -72,13 +72,13 @@ class DerivedShards:
 
     def want(self, requests: Iterable[FillRequest]) -> None:
         """Fetch the rows of these shards, in order of need."""
-        wanted = [
+        fills = [
             FillRequest(rows_form(request.shard, fingerprint), request.next_use)
             for request in requests
             for fingerprint in self._fingerprints.values()
             if fingerprint and request.shard.local is None
         ]
-        self._request(wanted)
+        self._request(fills)
 
     def has_all(self, shard: int, entry: Entry) -> bool:
         """True if derived shards have a sample's rows of all features, so that its bytes aren't needed."""
@@ -152,10 +152,10 @@ class DerivedShards:
             self._files.trim()
         return row_shard
 
-    def _request(self, wanted: Sequence[FillRequest]) -> None:
+    def _request(self, fills: Sequence[FillRequest]) -> None:
         if self._prefetcher is not None:
-            self._wanted = {request.shard.digest: request for request in wanted}
-            self._prefetcher.want(wanted)
+            self._wanted = {request.shard.digest: request for request in fills}
+            self._prefetcher.want(fills)
 
     def _await(self, form: Shard) -> None:
         """Wait while a derived shard is being fetched."""

@@ -17,11 +17,11 @@ class Word(NamedTuple):
     """A name of another library.
 
     Attributes:
-        of: the libraries.
+        library: that has it.
         instead: what a loader has in its place.
     """
 
-    of: str
+    library: str
     instead: str
 
 
@@ -142,25 +142,25 @@ class Group:
     def __init_subclass__(cls) -> None:
         _groups[cls.__name__.lower()] = cls
 
-    def __new__(cls: type[_Self], *_: Any, **given: Any) -> _Self:
+    def __new__(cls: type[_Self], *_: Any, **values: Any) -> _Self:
         """Refuse unknown arguments.
 
         Raises:
             OptionError: it says what to give instead.
         """
         arguments = {entry.name for entry in fields(cls)}  # type: ignore[arg-type]  # a subclass is a dataclass
-        for name in given:
+        for name in values:
             if name not in arguments:
                 raise OptionError(f"{cls.__name__} has no argument {name}=: {instead_of(name, arguments)}")
         return super().__new__(cls)
 
 
-def instead_of(name: str, known: Collection[str]) -> str:
+def instead_of(name: str, arguments: Collection[str]) -> str:
     """Hint at the argument to give in place of an unknown one.
 
     Args:
         name: as it was given.
-        known: the arguments that there are.
+        arguments: those that there are.
     """
     if name in WORDS:
         return WORDS[name].instead
@@ -169,12 +169,12 @@ def instead_of(name: str, known: Collection[str]) -> str:
         for argument, group in _groups.items()
         for entry in fields(group)  # type: ignore[arg-type]
     } | _RENAMED
-    if name in in_groups and name not in known:
+    if name in in_groups and name not in arguments:
         return f"it is {in_groups[name]}"
-    near = next((match for names in (known, in_groups) for match in _spelt_like(name, names)), None)
+    near = next((match for names in (arguments, in_groups) for match in _spelt_like(name, names)), None)
     if near is None:
         return "see help(streamload.make_loader)"
-    return f"is {f'{near}=' if near in known else in_groups[near]} meant?"
+    return f"is {f'{near}=' if near in arguments else in_groups[near]} meant?"
 
 
 def _spelt_like(name: str, names: Collection[str]) -> list[str]:

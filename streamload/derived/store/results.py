@@ -24,9 +24,9 @@ from streamload.derived.store.sealed import Row, StoredLeaf, leaves_in
 from streamload.errors import CacheCorrupt, FeatureNotCacheable
 
 _DTYPES = {
-    str(one).removeprefix("torch."): one
-    for one in vars(torch).values()
-    if isinstance(one, torch.dtype) and not str(one).startswith(("torch.q", "torch.bits"))
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.q", "torch.bits"))
 }
 _MOST_LAYOUT_BYTES = 1 << 20
 Bytes = NDArray[np.uint8]
