@@ -128,6 +128,7 @@ $(OPENCLIP_READY): $(READY) tests/openclip/constraints.txt
 	echo "import site; site.addsitedir('$$parent')" > "$$own/parent.pth"
 	.venv-openclip/bin/python -m pip install --quiet --constraint tests/openclip/constraints.txt \
 		"$$(grep '^torch==' constraints.txt)" torchvision 'open_clip_torch[training]'
+	.venv-openclip/bin/python .ci/openclip.py
 	@touch $@
 
 # A child of .venv like .venv-openclip: Sphinx needs a newer docutils than awscli, of the tests, allows.

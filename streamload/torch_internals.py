@@ -12,10 +12,12 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.process
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -177,6 +179,12 @@ def abandon_workers(batches: Any) -> None:
 def is_importing_main() -> bool:
     """True if this process was started by spawn or forkserver, and is importing the main script."""
     return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
+
+
+def is_main_from_stdin() -> bool:
+    """True if the main script is `python - < script`, whose "file" Python would have workers run again."""
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    return path is not None and Path(path).name == "<stdin>" and not Path(path).exists()
 
 
 def next_batch(batches: Any, while_waiting: Callable[[], object] | None = None) -> Any:

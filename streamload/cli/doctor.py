@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from streamload.cli.options import AsJson, StorageOptions, storage_options_of
-from streamload.cli.terminal import format_bytes, print_table
+from streamload.cli.terminal import console, format_bytes, print_table
 
 if TYPE_CHECKING:
     from streamload.options import Option, Settings
@@ -82,7 +82,6 @@ def doctor(
 
 
 def _show(findings: list[Finding]) -> None:
-    from rich.console import Console
     from rich.markup import escape
     from rich.text import Text
 
@@ -92,10 +91,9 @@ def _show(findings: list[Finding]) -> None:
         mark = "✗" if finding.unusable else "!" if finding.advice else "✓"
         rows.append((Text(mark, marks[mark]), finding.subject, finding.value, finding.source))
     print_table(("", "", "value", "from"), rows)
-    console = Console()
     for finding in findings:
         if finding.advice:
-            console.print(f"\n[bold]{finding.subject}[/]: {escape(finding.advice)}")
+            console().print(f"\n[bold]{finding.subject}[/]: {escape(finding.advice)}")
 
 
 def examine() -> list[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,8 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 from streamload.errors import OptionError, printable
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
+_MOST_COLUMNS = 1 << 16
+"""Of a line in a pipe or file."""
 _LINES = re.compile("([\n\t])")
 _LINES_AND_STYLES = re.compile("([\n\t]|\x1b\\[[0-9;]*m)")
 
@@ -63,11 +67,17 @@ def cursor_stream() -> TextIO:
     return sys.stdout.stream if isinstance(sys.stdout, PrintableOutput) else sys.stdout
 
 
-def say(text: str) -> None:
-    """Print one line that has names in it: nothing in it is markup, and it isn't cut."""
+def console() -> Console:
+    """Standard output: lines are as wide as the terminal or COLUMNS, and in a pipe or file as need be."""
     from rich.console import Console
 
-    Console(highlight=False).print(printable(text), markup=False, soft_wrap=True)
+    is_any_width = not sys.stdout.isatty() and not os.environ.get("COLUMNS")
+    return Console(highlight=False, width=_MOST_COLUMNS if is_any_width else None)
+
+
+def say(text: str) -> None:
+    """Print one line that has names in it: nothing in it is markup, and it isn't cut."""
+    console().print(printable(text), markup=False, soft_wrap=True)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, head: bool = True) -> Table:
@@ -92,9 +102,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, head: bool =
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, head: bool = True) -> None:
     """Print a table, as `table` makes it."""
-    from rich.console import Console
-
-    Console(highlight=False).print(table(columns, rows, head=head))
+    console().print(table(columns, rows, head=head))
 
 
 def confirm(action: str) -> None:

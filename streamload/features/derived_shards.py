@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from streamload.cache.shard import Shard
 from streamload.derived import log_once
-from streamload.derived.store.results import layout_of
+from streamload.derived.store.results import refuse_uncomputed
 from streamload.derived.store.sealed import Row
 from streamload.derived.store.shard import RowShard, SampleKey, rows_form
 from streamload.errors import CacheCorrupt, OriginNotFound
@@ -72,13 +72,13 @@ class DerivedShards:
 
     def want(self, requests: Iterable[FillRequest]) -> None:
         """Fetch the rows of these shards, in order of need."""
-        wanted = [
+        fills = [
             FillRequest(rows_form(request.shard, fingerprint), request.next_use)
             for request in requests
             for fingerprint in self._fingerprints.values()
             if fingerprint and request.shard.local is None
         ]
-        self._request(wanted)
+        self._request(fills)
 
     def has_all(self, shard: int, entry: Entry) -> bool:
         """True if derived shards have a sample's rows of all features, so that its bytes aren't needed."""
@@ -137,7 +137,7 @@ class DerivedShards:
             with contextlib.suppress(OSError):
                 row_shard = RowShard.open(self._tier.published(form.digest), form)
             if row_shard is not None and len(row_shard):
-                layout_of(row_shard.layout)  # the rank makes results by it
+                refuse_uncomputed(row_shard.layout)  # the rank makes results by it
         except CacheCorrupt as exc:
             if row_shard is not None:
                 row_shard.close()
@@ -152,10 +152,10 @@ class DerivedShards:
             self._files.trim()
         return row_shard
 
-    def _request(self, wanted: Sequence[FillRequest]) -> None:
+    def _request(self, fills: Sequence[FillRequest]) -> None:
         if self._prefetcher is not None:
-            self._wanted = {request.shard.digest: request for request in wanted}
-            self._prefetcher.want(wanted)
+            self._wanted = {request.shard.digest: request for request in fills}
+            self._prefetcher.want(fills)
 
     def _await(self, form: Shard) -> None:
         """Wait while a derived shard is being fetched."""

@@ -99,8 +99,8 @@ class _Placeholder(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         raise TypeError(
             "a DataLoader around the dataset of a streamload loader would split and batch its batches again: "
-            "iterate the loader itself, or use loader.as_dataset(); to skip batches, load the loader's "
-            "state_dict()"
+            "iterate the loader itself, or use loader.as_dataset(). To skip batches (skip_first_batches), "
+            "give loader.load_state_dict() what loader.state_dict() returned after them"
         )
 
 

@@ -29,7 +29,7 @@ from streamload.order.steps import ListedSteps, Split, StepOptions
 from streamload.shards.columns import BUILT_IN, Column
 from streamload.steering import Policy
 from streamload.steering.replay import Replay
-from streamload.torch_internals import is_importing_main
+from streamload.torch_internals import is_importing_main, is_main_from_stdin
 from streamload.urls import UrlList
 
 Output = Literal["tuple", "dict", "hf"]
@@ -146,6 +146,12 @@ class LoaderOptions:
                 f"worker of another DataLoader), which Python doesn't let start any: give make_loader "
                 f"num_workers=0 there, or start that process with daemon=False, as "
                 f"concurrent.futures.ProcessPoolExecutor does"
+            )
+        if self.start_method != "fork" and is_main_from_stdin():
+            raise OptionError(
+                f"workers that are started by {self.start_method!r} import the main script, and a script "
+                f"from stdin can't be imported: write the script to a file and run that file, or pass "
+                f'num_workers=0 or workers=Workers(multiprocessing_context="fork")'
             )
         if is_importing_main() and self.start_method != "fork":
             raise OptionError(

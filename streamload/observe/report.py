@@ -20,6 +20,7 @@ from streamload.metrics.registry import BUCKET_NS, BUCKETS
 from streamload.observe.charts import Chart, bars, drawn, duration
 from streamload.observe.recording import Recorded
 from streamload.observe.timeline import Timeline, flow
+from streamload.observe.verdict import ONLY_DATA, is_only_data
 
 Numbers = NDArray[np.float64]
 _MOST_RANKS = 8
@@ -153,9 +154,12 @@ def _place_of(timeline: Timeline, rank: Recorded) -> str:
 
 def _verdict(timeline: Timeline) -> str:
     share, verdict = wait_share(timeline), _last_verdict(timeline)
+    seconds = sum(rank.moments[-1].run_seconds for rank in timeline.ranks if rank.moments)
     gain = 1 / (1 - min(share, 0.99))
     if share < _LATE:
         head, kind = f"Data was hardly ever late: the training waited {share:.1%} of the time.", "good"
+    elif is_only_data(seconds, share, timeline.total("batches_yielded")):
+        head, kind = f"Data took {share:.0%} of the time: {ONLY_DATA}.", "fair"
     else:
         head = f"The training waited {share:.0%} of the time for data: it could be {gain:.2f}× as fast."
         kind = "bad" if share > 4 * _LATE else "fair"

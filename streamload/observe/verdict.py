@@ -15,6 +15,10 @@ _BUSY = 0.4
 """Workers that are busy for less than this share of their time aren't why the training waits."""
 _WORK = ("decode", "resize", "tokenize", "collate")
 
+_IDLE_SECONDS = 1e-3
+"""A loop that takes less time than this between two batches has no training step in it."""
+ONLY_DATA = "data is the only work of this loop, which has no training step"
+
 CONSUMER = "A faster loader wouldn't make the training faster; fewer workers would be enough."
 ON_HOST = (
     "Batches are in host memory: if your step copies them to the device, give make_loader "
@@ -60,9 +64,17 @@ _NOTHING = "Look at stats() after some minutes, or run streamload bench."
 def judge(figures: Figures) -> Verdict:
     """The verdict on these figures."""
     limit, evidence, advice = _decide(figures)
+    if is_only_data(figures.seconds, figures.wait, figures.counted.batches_yielded):
+        evidence = f"{ONLY_DATA}; {evidence}"
     free = 1.0 - figures.wait
     gain = 1.0 / free if free > 0 else float("inf")
     return Verdict(limit, figures.seconds, figures.wait, evidence, advice, gain)
+
+
+def is_only_data(seconds: float, wait: float, batches: int) -> bool:
+    """True if a loop spent next to no time outside `next`, given the share of its time that it waited."""
+    is_waiting = wait >= LITTLE and batches >= _FEWEST_BATCHES
+    return is_waiting and seconds * (1.0 - wait) < _IDLE_SECONDS * batches
 
 
 def _decide(figures: Figures) -> tuple[Limit, str, str]:

@@ -379,7 +379,7 @@ class WorkerLoop:
         """Add one sample to a batch; in training, a replacement if it can't be used."""
         visit, sample, seed, parsed = visited
         if isinstance(parsed, SampleError):
-            raise parsed
+            raise _located(sample, parsed) from parsed
         if isinstance(parsed, SkippedSample):
             skipped = parsed
         else:
@@ -389,7 +389,7 @@ class WorkerLoop:
                 return None
             except SampleError as exc:
                 if not self._config.skip:
-                    raise
+                    raise _located(sample, exc) from exc
                 skipped = _skipped(sample, exc)
             except Exception as exc:
                 add_note(exc, _place_of(sample))
@@ -427,6 +427,11 @@ def _one_thread() -> Iterator[None]:
 
 def _place_of(sample: Sample) -> str:
     return f"in sample {sample.key!r} of {sample.url}"
+
+
+def _located(sample: Sample, error: SampleError) -> SampleError:
+    """The same error with the sample's key and shard in its message."""
+    return type(error)(f"{error}, {_place_of(sample)}")
 
 
 def _skipped(sample: Sample, error: SampleError) -> SkippedSample:

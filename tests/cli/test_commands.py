@@ -21,6 +21,7 @@ from streamload.cache import memory
 from streamload.cache.tier import Tier
 from streamload.cli import main
 from streamload.cli.doctor import examine
+from streamload.cli.terminal import print_table
 from streamload.errors import CacheError
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
@@ -643,3 +644,13 @@ def test_an_unknown_command_fails_with_usage(streamload):
     done = streamload("trian")
     assert done.returncode == 2
     assert "trian" in done.stderr
+
+
+def test_rows_of_a_table_stay_on_one_line_in_a_pipe(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    url = f"https://host/{'folder/' * 40}00000.tar"
+    print_table(("shard", ">size"), [(url, "5 MB")])
+    assert capsys.readouterr().out.splitlines()[1].split() == [url, "5", "MB"]
+    monkeypatch.setenv("COLUMNS", "80")
+    print_table(("shard", ">size"), [(url, "5 MB")])
+    assert max(map(len, capsys.readouterr().out.splitlines())) == 80

@@ -326,6 +326,8 @@ LAYOUTS = {
     "numbers of no type": lambda layout: json.dumps(layout).replace("float32", "number32"),
     "numbers of a type that isn't parsed": lambda layout: json.dumps(["n", "f4,,", [7]]),
     "an infinite size": lambda layout: '["l",[["s",[Infinity]],' + json.dumps(layout) + "]]",
+    "a number of no rows": lambda layout: json.dumps(["l", [["v", 7], layout]]),
+    "a size in text": lambda layout: json.dumps(layout).replace("[4]", '["4"]'),
     "a list as a name": lambda layout: json.dumps(["d", [[["x", []], layout]]]),
 }
 

@@ -48,6 +48,9 @@ def test_the_demo_trains_from_the_link_and_then_from_the_cache(demo, tmp_path):
     assert second["loss"] < first["loss"]
     assert 0 < figures["trained_share"] < 1
     assert f"in which {figures['trained_share']:.0%} of the samples were trained" in " ".join(printed.split())
+    assert f"in ranges, two at a time, not each at once: {first['origin_requests']} req" in " ".join(
+        printed.split()
+    )
     assert (tmp_path / "demo-out" / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert "demo-out/demo.png" in printed
     assert list((tmp_path / "temporary").glob("streamload*")) == []

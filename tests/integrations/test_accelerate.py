@@ -84,8 +84,17 @@ def test_a_dataloader_goes_around_the_batches_but_not_around_the_samples(
             next(iter(DataLoader(loader.as_dataset(), batch_size=None, num_workers=1)))
         with pytest.raises(TypeError, match="as_dataset"):
             next(iter(DataLoader(loader, batch_size=2, sampler=[0, 1])))
-        with pytest.raises(TypeError, match="state_dict"):
+        with pytest.raises(TypeError, match=r"skip_first_batches.*load_state_dict\(\)"):
             next(iter(accelerate.skip_first_batches(loader, 1)))
         assert isinstance(loader, DataLoader)
         facts = (loader.batch_size, loader.num_workers, loader.sampler, loader.drop_last, loader.pin_memory)
         assert facts == (4, 0, None, True, False)
+
+
+def test_skipping_batches_of_a_loader_with_workers_fails_naming_load_state_dict(
+    paths: list[str], tmp_path: Path, accelerator: accelerate.Accelerator
+) -> None:
+    with make(paths, tmp_path, num_workers=1) as loader:
+        prepared = accelerator.prepare(loader)
+        with pytest.raises(TypeError, match=r"load_state_dict\(\)"):
+            next(iter(accelerator.skip_first_batches(prepared, 1)))

@@ -55,6 +55,18 @@ def short_epoch(
     tb_writer.flush()
 
 
+def short_epoch_of_main(state: Any, data: Any, args: Any, tb_writer: Any = None) -> None:
+    """What the development version's train_one_epoch does: its line comes last, in fewer steps."""
+    for step, _ in enumerate(data["train"].dataloader):
+        log_data = {"train/data_time": 0.1, "train/loss": 1.0}
+        for name, value in log_data.items():
+            tb_writer.add_scalar(name, value, step)
+        train.trackio.log(log_data, step=step)
+        if step % 5 == 0:
+            logging.getLogger("open_clip_train.train").info(f"Train Epoch: 0 [{step}] Loss: 1.0 (1.0)")
+    tb_writer.flush()
+
+
 def test_each_of_openclips_loggers_gets_the_same_numbers_of_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -80,3 +92,28 @@ def test_each_of_openclips_loggers_gets_the_same_numbers_of_a_step(
     assert train.wandb is wandb
     restore()
     assert main.train_one_epoch is short_epoch
+
+
+def test_the_development_versions_own_logger_and_its_denser_metrics_have_the_numbers_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    writer, trackio, factory = Recorder(), Recorder(), logging.getLogRecordFactory()
+    monkeypatch.setattr(main, "train_one_epoch", short_epoch_of_main)
+    monkeypatch.setattr(train, "trackio", trackio, raising=False)
+    (path,) = write_shards(tmp_path, [40], seed=3)
+    restore = report_in(main, train)
+    with make_loader(
+        str(path), batch_size=4, num_workers=0, cache_dir=tmp_path / "cache", cache_size="1GB"
+    ) as loader:
+        data = {"train": SimpleNamespace(dataloader=EpochBatches(loader, SimpleNamespace(), 10, 40))}
+        main.train_one_epoch(None, data, None, tb_writer=writer)
+    restore()
+    assert writer.scalars.keys() == set(range(10))
+    assert writer.scalars == trackio.scalars
+    assert all("loader/data_wait" in scalars for scalars in writer.scalars.values())
+    lines = [record.getMessage() for record in caplog.records if "Train Epoch" in record.getMessage()]
+    waits = [f"Data wait: {writer.scalars[step]['loader/data_wait']:.1%}" for step in (0, 5)]
+    assert [wait in line for line, wait in zip(lines, waits, strict=True)] == [True, True]
+    assert logging.getLogRecordFactory() is factory
+    assert train.trackio is trackio

@@ -101,6 +101,75 @@ def test_an_argument_that_a_group_does_not_have_is_told_what_to_use(group, name,
         group(**{name: 1})
 
 
+_HELP = "see help(streamload.make_loader)"
+_NAMES = {
+    "anonymous": _HELP,
+    "batched": "batch_size=",
+    "batchsize": "batch_size=",
+    "bf16": _HELP,
+    "bs": _HELP,
+    "bufsize": "shuffle=",
+    "cache_size_gb": "cache_size=",
+    "cachedir": "cache_dir=",
+    "caption_key": "Shards(text_key=…)",
+    "class_key": _HELP,
+    "collate_fn": "Workers(collate=…)",
+    "compression": _HELP,
+    "data_dir": "urls=",
+    "dataset_size": _HELP,
+    "decoder": "Images(decode=…)",
+    "device_ids": _HELP,
+    "drop_last": "train=True",
+    "evaluate": _HELP,
+    "handler": 'Shards(on_error="skip")',
+    "hf_token": _HELP,
+    "image_size": "preprocess=",
+    "img_size": "preprocess=",
+    "keep_in_memory": _HELP,
+    "label_keys": "Shards(label_key=…)",
+    "max_length": "tokenizer=",
+    "max_retries": _HELP,
+    "max_samples": _HELP,
+    "max_steps": _HELP,
+    "mode": _HELP,
+    "normalize": _HELP,
+    "num_examples": _HELP,
+    "num_samples_per_epoch": "num_samples=",
+    "num_steps": _HELP,
+    "num_threads": _HELP,
+    "path": _HELP,
+    "paths": "urls=",
+    "persistent_workers": "close()",
+    "pil": _HELP,
+    "pin_memory": "device=",
+    "predicate": _HELP,
+    "prefetch_factor": "Workers(prefetch_factor=…)",
+    "random_seed": _HELP,
+    "rename": "Shards(image_key=…",
+    "resampled": "each pass has every sample once",
+    "return_keys": _HELP,
+    "sampling_weights": _HELP,
+    "select": "Shards(keep=…)",
+    "shard": "shards=",
+    "shardshuffle": "shuffle=",
+    "shuffle_buffer": "shuffle=",
+    "token": _HELP,
+    "tokenize": "tokenizer=",
+    "train_shards": _HELP,
+    "url": "urls=",
+    "with_epoch": "Order(num_batches=…)",
+    "workers_per_gpu": _HELP,
+    "world": _HELP,
+}
+
+
+@pytest.mark.parametrize(("name", "instead"), _NAMES.items())
+def test_a_name_of_another_loader_gets_the_right_argument_or_no_guess(name, instead):
+    with pytest.raises(OptionError, match=re.escape(f"no argument {name}=: ")) as refused:
+        streamload.make_loader("a.tar", **{name: 1})
+    assert instead in str(refused.value).partition("=: ")[2]
+
+
 def test_words_of_other_libraries_are_told_what_to_use_and_the_guide_has_them_all():
     guide = (Path(__file__).parents[2] / "docs" / "guides" / "from-webdataset.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| ([^|`]+) \| (.*) \|$", guide, re.MULTILINE)

@@ -31,6 +31,14 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{directory}/00000.tar"
 
 
+FROM_STDIN = """
+import sys, streamload
+if __name__ == "__main__":
+    workers = streamload.Workers(multiprocessing_context="forkserver")
+    next(iter(streamload.make_loader(sys.argv[1], num_workers=1, cache_dir=sys.argv[2], workers=workers)))
+"""
+
+
 def iterate(url: str, cache: str, workers: int, answers: multiprocessing.Queue[str]) -> None:
     try:
         with streamload.make_loader(url, batch_size=4, num_workers=workers, cache_dir=cache) as loader:
@@ -70,3 +78,13 @@ def test_a_script_without_a_main_guard_is_told_where_it_belongs(shards: str, tmp
     assert "WorkerDied" in of_training
     for said in (of_worker, of_training):
         assert 'put all that runs the training under `if __name__ == "__main__":`' in said
+
+
+def test_a_script_from_stdin_is_told_to_be_a_file_where_workers_import_it(
+    shards: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-", shards, str(tmp_path / "cache")]
+    done = subprocess.run(command, input=FROM_STDIN, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    said = done.stderr.splitlines()[-1]
+    assert "a script from stdin can't be imported: write the script to a file" in said

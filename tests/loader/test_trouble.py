@@ -303,7 +303,7 @@ def test_images_that_do_not_decode_are_left_out_of_evaluation_and_raise_if_asked
         assert loader.stats().samples_skipped["decode"] == 2
     with (
         make(str(tmp_path / "bad.tar"), tmp_path, on_error="raise") as loader,
-        pytest.raises(streamload.errors.DecodeError),
+        pytest.raises(streamload.errors.DecodeError, match=r", in sample '\w+' of .*/bad.tar"),
     ):
         keys_of(loader)
 

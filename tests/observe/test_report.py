@@ -120,6 +120,16 @@ def test_a_run_in_trouble_says_so_first_and_lists_its_alerts(tmp_path: Path) -> 
     assert "<h2>Alerts" not in calm
 
 
+def test_a_run_that_only_read_is_told_so_instead_of_how_fast_it_could_be(tmp_path: Path) -> None:
+    recording = Recording(tmp_path, {})
+    for second in range(1, 11):
+        counters = {"data_wait_ns": int(0.999e9 * second), "batches_yielded": 100 * second}
+        recording.add(page_at(second, counters=counters))
+    text = report(timeline(tmp_path))
+    assert "Data took 100% of the time: data is the only work of this loop" in text
+    assert "as fast" not in text
+
+
 def test_verdicts_and_alerts_of_a_run_on_several_hosts_name_the_rank_and_its_host(tmp_path: Path) -> None:
     for rank, host in enumerate(["node-a", "node-b"]):
         counters = {"data_wait_ns": int(5e9 * (rank + 1))}

@@ -15,7 +15,7 @@ import pytest
 from streamload.metrics import COUNTERS, WIDTH
 from streamload.node import SlowestRank
 from streamload.observe.figures import CounterSample, Figures, History, Machine
-from streamload.observe.verdict import Limit, Verdict, judge
+from streamload.observe.verdict import ONLY_DATA, Limit, Verdict, judge
 from tests.support.pipeline import Rank, Speeds, changed, figures_of, run
 
 SEEDS = range(20)
@@ -295,6 +295,15 @@ def test_the_disk_is_not_blamed_where_local_shards_are_being_prepared(
 def test_a_training_that_only_waits_would_gain_any_factor() -> None:
     verdict = judge(figures_of(seconds=60.0, data_wait_seconds=61.0, batches_yielded=0, waiting_seconds=60.0))
     assert (verdict.wait, verdict.gain) == (1.0, float("inf"))
+
+
+@pytest.mark.parametrize(("batches", "is_only_data"), [(10, False), (1000, True)])
+def test_a_loop_that_does_nothing_between_batches_is_told_that_data_is_its_only_work(
+    batches: int, is_only_data: bool
+) -> None:
+    counted = {"data_wait_seconds": 59.7, "batches_yielded": batches, "origin_bytes": 10**9}
+    verdict = judge(figures_of(seconds=60.0, **counted))
+    assert (ONLY_DATA in str(verdict)) == is_only_data
 
 
 @pytest.mark.parametrize(("seconds", "says"), [(60.0, "60 s"), (300.0, "5 min"), (7200.0, "120 min")])

@@ -24,9 +24,9 @@ from streamload.derived.store.sealed import Row, StoredLeaf, leaves_in
 from streamload.errors import CacheCorrupt, FeatureNotCacheable
 
 _DTYPES = {
-    str(one).removeprefix("torch."): one
-    for one in vars(torch).values()
-    if isinstance(one, torch.dtype) and not str(one).startswith(("torch.q", "torch.bits"))
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.q", "torch.bits"))
 }
 _MOST_LAYOUT_BYTES = 1 << 20
 Bytes = NDArray[np.uint8]
@@ -206,6 +206,22 @@ def layout_of(text: bytes) -> ResultLayout:
     except Exception as exc:
         raise CacheCorrupt(f"a row's layout can't be read: {exc}") from exc
     return ResultLayout(leaves, leaves[-1].stop if leaves else 0, build)
+
+
+def refuse_uncomputed(text: bytes) -> None:
+    """Refuse a layout that no computed rows have: results made by it would fail in the training.
+
+    Raises:
+        CacheCorrupt: it can't be read, or a row made by it has another one.
+    """
+    layout, device = layout_of(text), torch.device("cpu")
+    try:
+        row = layout.build(join([Row(text, bytes(layout.body_bytes), 0)], device, is_row=True))
+        is_same = Result(row, 1).layout == text.replace(b'["m",', b'["t",')  # of the device, and of the CPU
+    except Exception as exc:  # whatever numpy and torch say of odd types and sizes
+        raise CacheCorrupt(f"no row has the layout {text!r:.200}: {exc}") from exc
+    if not is_same:
+        raise CacheCorrupt(f"no computed row has the layout {text!r:.200}")
 
 
 def _builder(node: Any, places: Iterator[int]) -> Builder:

@@ -135,9 +135,10 @@ def install(
         original = getattr(place, name)
         restores.callback(setattr, place, name, original)
         setattr(place, name, stand_in(original, is_legacy))
-    main_module, train_module = (_module_beside(module, name) for name in ("main", "train"))
-    if main_module is not None and train_module is not None and hasattr(main_module, "train_one_epoch"):
-        restores.callback(report_in(main_module, train_module))
+    for prefix in ("", "legacy_"):
+        main_module, train_module = (_module_beside(module, prefix + name) for name in ("main", "train"))
+        if main_module is not None and train_module is not None and hasattr(main_module, "train_one_epoch"):
+            restores.callback(report_in(main_module, train_module))
     return restores.close
 
 

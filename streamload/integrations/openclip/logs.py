@@ -1,6 +1,7 @@
-"""The loader's numbers in OpenCLIP's own logs: its log line of a step, its TensorBoard and its wandb.
+"""The loader's numbers in OpenCLIP's own logs: its log line of a step, TensorBoard, wandb and trackio.
 
-OpenCLIP logs every --log-every-n-steps; the numbers are those since it last did.
+Its numbers of a step are those since the step logged before: OpenCLIP logs every --log-every-n-steps, its
+development version to TensorBoard and wandb also every --log-metric-every-n-steps.
 """
 
 from __future__ import annotations
@@ -54,18 +55,28 @@ def report_in(main: ModuleType, train: ModuleType) -> Callable[[], None]:
 class _Numbers:
     """The numbers of one step's log, the same in each of OpenCLIP's loggers.
 
-    OpenCLIP writes the line first: it takes new numbers.
+    OpenCLIP 3.3 writes a step's line first, the development version last, and not for each step: a logger
+    that has had the numbers before takes new ones.
     """
 
     def __init__(self, loader: Loader):
         self._loader = loader
-        self.last: dict[str, float] = {}
+        self._last: dict[str, float] = {}
+        self._served: set[str] = set()  # loggers that have the last numbers
+
+    def of_step(self, logger: str) -> dict[str, float]:
+        """The numbers of the step that a logger is about to log."""
+        if not self._last or logger in self._served:
+            self._last = self._loader.metrics()
+            self._served.clear()
+        self._served.add(logger)
+        return self._last
 
     def take(self) -> str:
-        """Take the numbers since the last line; returns them in words."""
-        self.last = self._loader.metrics()
-        waited, ready = self.last["loader/data_wait"], self.last["loader/ready_batches"]
-        received = format_bytes(self.last["loader/origin_bytes_per_second"])
+        """The numbers for a line, in words."""
+        numbers = self.of_step("line")
+        waited, ready = numbers["loader/data_wait"], numbers["loader/ready_batches"]
+        received = format_bytes(numbers["loader/origin_bytes_per_second"])
         return f"Data wait: {waited:.1%} Ready: {ready:.0f} Origin: {received}/s"
 
 
@@ -83,12 +94,12 @@ class _Writer:
         """Write a value; with the first one of a step, the loader's."""
         self._writer.add_scalar(name, value, step, *more, **about)
         if name == _FIRST:
-            for own_name, number in self._numbers.last.items():
+            for own_name, number in self._numbers.of_step("TensorBoard").items():
                 self._writer.add_scalar(own_name, number, step)
 
 
 class _Wandb:
-    """The wandb module as OpenCLIP uses it, with the loader's numbers beside its own."""
+    """The wandb or trackio module as OpenCLIP uses it, with the loader's numbers beside its own."""
 
     def __init__(self, module: Any, numbers: _Numbers):
         self._module = module
@@ -99,35 +110,36 @@ class _Wandb:
 
     def log(self, data: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Log a step's values, and the loader's."""
-        numbers = self._numbers.last if _FIRST in data else {}
+        numbers = self._numbers.of_step("wandb") if _FIRST in data else {}
         return self._module.log({**data, **numbers}, *args, **kwargs)
 
 
 @contextmanager
 def _in_wandb(train: ModuleType, numbers: _Numbers) -> Iterator[None]:
-    module = getattr(train, "wandb", None)
-    if module is None:
-        yield
-        return
-    train.wandb = _Wandb(module, numbers)  # type: ignore[attr-defined]
+    modules = {name: getattr(train, name, None) for name in ("wandb", "trackio")}
+    present = {name: module for name, module in modules.items() if module is not None}
+    for name, module in present.items():
+        setattr(train, name, _Wandb(module, numbers))
     try:
         yield
     finally:
-        train.wandb = module  # type: ignore[attr-defined]
+        for name, module in present.items():
+            setattr(train, name, module)
 
 
 @contextmanager
 def _in_lines(numbers: _Numbers) -> Iterator[None]:
-    """Add the numbers to OpenCLIP's line about a step."""
+    """Add the numbers to OpenCLIP's line about a step, whichever of its loggers logs the line."""
+    make = logging.getLogRecordFactory()
 
-    def add(record: logging.LogRecord) -> bool:
+    def make_with_numbers(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make(*args, **kwargs)
         if isinstance(record.msg, str) and record.msg.startswith(_LINE) and not record.args:
             record.msg = f"{record.msg} {numbers.take()}"
-        return True
+        return record
 
-    root = logging.getLogger()
-    root.addFilter(add)
+    logging.setLogRecordFactory(make_with_numbers)
     try:
         yield
     finally:
-        root.removeFilter(add)
+        logging.setLogRecordFactory(make)
