@@ -69,7 +69,9 @@ class _ColumnReading:
         self.assembly = assembly
         self.fingerprint = start.fingerprint
         self.is_watched, self.reads = start.is_watched, b""
-        self._checks = RowChecks(start.hits_between or HITS_BETWEEN) if start.is_checked else None
+        is_checked = start.is_checked and (start.is_first or start.hits_between is not None)
+        between = start.hits_between or HITS_BETWEEN
+        self._checks = RowChecks(between, is_first=start.is_first) if is_checked else None
         self._is_checked_again = start.hits_between is not None
         self._canaries_left = 0
         self.checks = 0 if assembly.variants > 1 else _CHECKED
@@ -107,9 +109,13 @@ class _ColumnReading:
         self.ns += time.monotonic_ns() - start_ns
         return rows
 
-    def is_canary(self, row: Row) -> bool:
-        """True if the input of a stored row is made, too, so that the rank computes it again."""
-        if self._checks is None:
+    def is_canary(self, row: Row, *, has_inputs: bool) -> bool:
+        """True if the input of a stored row is made, too, so that the rank computes it again.
+
+        Args:
+            has_inputs: whether the batch has inputs of missing rows: a module that isn't built is for those.
+        """
+        if self._checks is None or not (has_inputs or self._is_checked_again):
             return False
         if not self._canaries_left and self._checks.is_due(1):
             self._checks.checked()
@@ -202,7 +208,7 @@ class FeatureInProgress:
         if row is None:
             self._decode(parsed)
             self._places.append(place)
-        elif self._reading.is_canary(row):
+        elif self._reading.is_canary(row, has_inputs=bool(self._places)):
             with contextlib.suppress(SampleError):  # its own row is there
                 self._decode(parsed)
                 self._places.append(place)
@@ -228,7 +234,9 @@ class FeatureInProgress:
             self._rows = self._reading.read(self._keys)
             self._places = [place for place, row in enumerate(self._rows) if row is None]
             stored = ((place, row) for place, row in enumerate(self._rows) if row is not None)
-            self._places += [place for place, row in stored if self._reading.is_canary(row)]
+            self._places += [
+                place for place, row in stored if self._reading.is_canary(row, has_inputs=bool(self._places))
+            ]
             inputs = _taken(texts, self._places)
         elif self._images is not None:
             inputs = self._images.finish([str(self._keys[place][0]) for place in self._places])["image"]

@@ -2,9 +2,10 @@
 
 Each distinct description of a loader has a slot in torch.distributed's store, filled by the first rank with
 such a loader, and a count of the ranks that have it. Two ranks differ if each has a description that the
-other one lacks. A rank decides when it asks for its second batch: a rank that reads another loader first, to
-show some images, has come to this one by then, as the ranks of a training step together. Nobody waits for a
-rank that isn't there. Each rank sends a few requests for each loader, however many ranks there are.
+other one lacks. A rank compares when it asks for its second batch, and decides at the fourth: a rank that
+reads a few batches of another loader first, to show some images, has come to this one by then, as the ranks
+of a training step together. Nobody waits for a rank that isn't there. Each rank sends a few requests for each
+loader, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _PATIENCE_SECONDS, _PAUSE_SECONDS = 5.0, 0.1
 _MARK = 1 << 32
 """Added to a slot's count when a rank that has compared its loader fails: read the reports."""
 _SHOWN = 3
+_COMPARED_AT, _DECIDED_AT = 2, 4
+"""Batches that are asked for."""
 
 
 class RankLoaders:
@@ -126,15 +129,16 @@ class Comparison:
         self._asked = 0
 
     def check(self) -> None:
-        """To be called before each batch; compares before the second one.
+        """To be called before each batch; compares before the second one, and decides before the fourth.
 
         Raises:
             OptionError: another rank has a loader with other shards, options or state.
         """
         self._asked += 1
-        if self._asked != 2:
+        if self._asked != _COMPARED_AT and not (self._asked == _DECIDED_AT and self.mismatch):
             return
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        is_last = self._asked == _DECIDED_AT
+        deadline = time.monotonic() + (_PATIENCE_SECONDS if is_last else 0.0)
         with contextlib.suppress(RuntimeError):  # the store is gone, and with it a rank
             self.look()
             while not self.is_settled and (difference := self.loaders.difference(self._slot)):
@@ -144,7 +148,7 @@ class Comparison:
                 time.sleep(_PAUSE_SECONDS)
             else:
                 self.mismatch = ""
-        if self.mismatch:
+        if self.mismatch and is_last:
             raise OptionError(
                 f"the ranks of this run were given different data, options or states, so samples would come "
                 f"twice and others never: {self.mismatch}. Give all ranks the same, shards in one order; a "

@@ -13,7 +13,7 @@ import os
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -652,6 +652,11 @@ UNSEEN = {
         lambda folder: (folder / "factor.json").write_text('{"by": 3}'),
     ),
     "a variable": ("float(os.environ['FACTOR'])", lambda folder: os.environ.update(FACTOR="3")),
+    "a variable by get": (
+        "float(os.environ.get('FACTOR', '1'))",
+        lambda folder: os.environ.update(FACTOR="3"),
+    ),
+    "a variable by getenv": ("float(os.getenv('FACTOR'))", lambda folder: os.environ.update(FACTOR="3")),
     "the command line": ("float(sys.argv[1])", lambda folder: sys.argv.__setitem__(1, "3")),
     "a global by its name": (
         "globals()['FAC' + 'TOR']",
@@ -722,7 +727,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def computed(project: Path, read: str, holder: str) -> tuple[torch.Tensor, int]:
+def computed(
+    project: Path, read: str, holder: str, keys: Sequence[str] = ("a", "b")
+) -> tuple[torch.Tensor, int]:
     """Results by keys of a process that has imported nothing of the project, and how many it computed."""
     forward, argument = HOLDERS[holder]
     (project / "edited_model.py").write_text(PROJECT.replace("READ", read).replace("FORWARD", forward))
@@ -732,7 +739,7 @@ def computed(project: Path, read: str, holder: str) -> tuple[torch.Tensor, int]:
     model = importlib.import_module("edited_model")
     module = model.Extractor(getattr(model, argument, None)).eval()
     try:
-        return module(X, cache_key=["a", "b"]), cache_info(module).rows_computed
+        return module(X, cache_key=list(keys)), cache_info(module).rows_computed
     finally:
         row_store.close_stores()
 
@@ -784,10 +791,32 @@ def test_a_file_that_each_run_has_under_another_name_keeps_rows_while_its_conten
 def test_variables_that_only_libraries_read_and_files_that_are_written_are_no_part_of_a_fingerprint(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = "(Path('log.txt').open('a').close(), torch.hub.get_dir(), 2.0)[-1]"
+    read = (
+        "(Path('log.txt').open('a').close(), torch.hub.get_dir(), os.close(os.open('lock', os.O_RDWR | "
+        "os.O_CREAT)), 2.0)[-1]"
+    )
     first, _ = computed(project, read, "forward")
     monkeypatch.setenv("TORCH_HOME", str(project))
     monkeypatch.setenv("RANK", "1")
+    for name in ("log.txt", "lock"):
+        (project / name).write_text("another run's")
     again, rows = computed(project, read, "forward")
     assert torch.equal(again, first)
     assert rows == 0
+
+
+def test_a_file_that_changes_while_a_process_runs_is_other_rows_from_then_on(project: Path) -> None:
+    """Keys that are computed then are stored under what the file holds then."""
+    computed(project, "float(Path('factor.txt').read_text())", "forward")
+    module = sys.modules["edited_model"].Extractor().eval()
+    try:
+        assert torch.equal(module(X, cache_key=["a", "c"]), X * 2)
+        (project / "factor.txt").write_text("3")
+        module(X, cache_key=["d", "e"])
+        assert torch.equal(module(X, cache_key=["d", "c"]), X * 3)
+    finally:
+        row_store.close_stores()
+    (project / "factor.txt").write_text("2")
+    again, rows = computed(project, "float(Path('factor.txt').read_text())", "forward", ["d", "e"])
+    assert torch.equal(again, X * 2)
+    assert rows == 2

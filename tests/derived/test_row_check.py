@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 import streamload
-from streamload.derived.proof.rounding import RowComparison, Sample, arithmetic_epsilon
+from streamload.derived.proof.rounding import JudgedRows, RowComparison, arithmetic_epsilon
 from streamload.derived.store import row_store
 from streamload.derived.store.catalog import open_catalog
 from streamload.errors import FeatureMismatch, FeatureNotCacheable
@@ -84,8 +84,31 @@ def test_right_rows_of_batches_of_any_size_pass(setup: str, result: str) -> None
         count = 8 if result in ("codes", "top-k") else 1
         for first in range(0, 8, count):
             chosen = slice(first, first + count)
-            sample = Sample(x[chosen], [leaf[chosen] for leaf in among])
+            sample = JudgedRows(x[chosen], [leaf[chosen] for leaf in among])
             assert RowComparison(compute, epsilon, rows, among).difference([sample]) is None
+
+
+@pytest.mark.parametrize("setup", ["float32", "float16"])
+def test_rows_that_are_nearly_alike_are_judged_by_their_own_norm(setup: str) -> None:
+    """Blank pages: what tells the rows of a batch apart is no larger than what rounding does."""
+    for seed in range(8):
+        dtype, _ = SETUPS[setup]
+        torch.manual_seed(seed)
+        layers = [layer for _ in range(6) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())]
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), *layers).eval().to(dtype)
+        x = (0.5 + 1e-3 * torch.randn(16, 3, 24, 24)).to(dtype)
+
+        def compute(x: torch.Tensor, model: nn.Module = model) -> list[torch.Tensor]:
+            with torch.no_grad():
+                return [functional.normalize(model(x).mean((2, 3)).float(), dim=-1)]
+
+        among = compute(x)
+        epsilon = arithmetic_epsilon(model, x, ("", "", "highest", False), "cpu")
+        rows = RowComparison(compute, epsilon, 16, among)
+        for place in range(4):
+            chosen = slice(place, place + 1)
+            assert rows.difference([JudgedRows(x[chosen], [among[0][chosen]])]) is None
+            assert rows.difference([JudgedRows(x[chosen], [among[0][chosen] * 1.01])]) is not None
 
 
 EDITS = {
@@ -106,7 +129,7 @@ def test_an_edit_of_all_rows_by_a_hundredth_of_their_norm_is_found(
     edited = [EDITS[edit](compute(x)[0]).to(compute(x)[0].dtype)]
     rows = RowComparison(compute, epsilon, 8, edited)
     count = 8 if rows.is_coarse else 1
-    difference = rows.difference([Sample(x[:count], [edited[0][:count]])])
+    difference = rows.difference([JudgedRows(x[:count], [edited[0][:count]])])
     assert difference is not None
     assert difference.distance > difference.allowed
 
@@ -115,17 +138,17 @@ def test_other_codes_shapes_and_places_that_are_not_finite_are_differences() -> 
     compute, x, epsilon = comparison("float32", "codes", 8)
     (codes,) = compute(x)
     rows = RowComparison(compute, epsilon, 8)
-    assert rows.difference([Sample(x, [codes.roll(1, -1)])]) is not None
-    assert rows.difference([Sample(x, [codes.to(torch.int32)])]) is not None
-    assert rows.difference([Sample(x, [codes[:, 1:]])]) is not None
+    assert rows.difference([JudgedRows(x, [codes.roll(1, -1)])]) is not None
+    assert rows.difference([JudgedRows(x, [codes.to(torch.int32)])]) is not None
+    assert rows.difference([JudgedRows(x, [codes[:, 1:]])]) is not None
 
     def with_nan(x: torch.Tensor) -> list[torch.Tensor]:
         return [torch.where(x > 0.5, torch.nan, x)]
 
     value = torch.tensor([[0.2, 0.7, 0.1]])
     same = RowComparison(with_nan, 1e-7, 1)
-    assert same.difference([Sample(value, with_nan(value))]) is None
-    assert same.difference([Sample(value, [value])]) is not None
+    assert same.difference([JudgedRows(value, with_nan(value))]) is None
+    assert same.difference([JudgedRows(value, [value])]) is not None
 
 
 def test_ids_are_compared_with_as_many_rows_as_the_call_had() -> None:
@@ -135,9 +158,9 @@ def test_ids_are_compared_with_as_many_rows_as_the_call_had() -> None:
         return [ids.float() * (1 + 0.01 * (len(ids) > 1))]
 
     ids = torch.arange(6).reshape(2, 3) + 1
-    sample = Sample(ids[:1], [compute(ids)[0][:1]], lambda count: ids[:1].repeat(count, 1))
+    sample = JudgedRows(ids[:1], [compute(ids)[0][:1]], lambda count: ids[:1].repeat(count, 1))
     assert RowComparison(compute, 1e-7, 2).difference([sample]) is None
-    edited = Sample(ids[:1], [sample.leaves[0] * 1.05], sample.repeated)
+    edited = JudgedRows(ids[:1], [sample.leaves[0] * 1.05], sample.repeated)
     assert RowComparison(compute, 1e-7, 2).difference([edited]) is not None
 
 
@@ -148,8 +171,8 @@ def test_a_comparison_draws_from_no_generator_of_the_users() -> None:
     torch.manual_seed(3)
     value, after = compute(torch.ones(2, 2)), torch.get_rng_state()
     torch.manual_seed(3)
-    assert RowComparison(compute, 1e-7, 2).difference([Sample(torch.ones(2, 2), value)]) is None
-    assert RowComparison(compute, 1e-7, 2).difference([Sample(torch.ones(2, 2), [value[0] + 0.5])])
+    assert RowComparison(compute, 1e-7, 2).difference([JudgedRows(torch.ones(2, 2), value)]) is None
+    assert RowComparison(compute, 1e-7, 2).difference([JudgedRows(torch.ones(2, 2), [value[0] + 0.5])])
     torch.rand(1)
     assert torch.equal(torch.get_rng_state(), after)
 

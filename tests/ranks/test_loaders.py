@@ -19,7 +19,7 @@ import torch.multiprocessing
 import streamload
 from streamload.errors import OptionError, RankFailed
 from streamload.ranks import distributed, loaders
-from streamload.ranks.loaders import RankLoaders
+from streamload.ranks.loaders import Comparison, RankLoaders
 from streamload.testing.shards import read_oracle, write_shards
 from tests.support import flat
 from tests.support.tiers import until
@@ -33,6 +33,12 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[RankLoaders]:
     monkeypatch.setattr(loaders, "_PATIENCE_SECONDS", 0.0)
     store = torch.distributed.HashStore()
     return [RankLoaders(store, rank, 3) for rank in range(3)]
+
+
+def ask(comparison: Comparison, batches: int) -> None:
+    """Ask for batches."""
+    for _ in range(batches):
+        comparison.check()
 
 
 def test_ranks_with_one_loader_know_so_by_a_few_requests(ranks: list[RankLoaders]) -> None:
@@ -50,8 +56,7 @@ def test_ranks_with_one_loader_know_so_by_a_few_requests(ranks: list[RankLoaders
         rank.store = Counted(rank.store)
     comparisons = [rank.add(MAIN) for rank in ranks]
     for comparison in comparisons:
-        for _ in range(5):
-            comparison.check()
+        ask(comparison, 5)
         assert comparison.is_settled
     assert len(requests) <= 5 * len(ranks)
 
@@ -63,19 +68,28 @@ def test_of_two_loaders_the_later_one_is_refused_and_the_earlier_one_too_if_it_h
     early.check()
     early.check()  # the others aren't there, and nobody waits for them
     late = ranks[1].add(OTHER)
-    late.check()
+    ask(late, 3)
     with pytest.raises(OptionError, match="seed=0 on rank 0 and 1 on rank 1"):
         late.check()
     third = ranks[2].add(MAIN)
-    third.check()
+    ask(third, 3)
     with pytest.raises(OptionError, match="seed=1 on rank 1 and 0 on rank 2"):
         third.check()
+
+
+def test_a_few_batches_of_another_loader_are_no_difference(ranks: list[RankLoaders]) -> None:
+    """One rank shows some images, while the others have begun to train."""
+    training = ranks[1].add(MAIN)
+    ask(training, 2)
+    ask(ranks[0].add(IMAGES), 3)
+    ask(ranks[0].add(MAIN), 5)
+    ask(training, 3)
 
 
 def test_of_many_differences_the_first_have_their_values(ranks: list[RankLoaders]) -> None:
     ranks[0].add(dict.fromkeys("abcde", 0))
     comparison = ranks[1].add(dict.fromkeys("abcde", 1))
-    comparison.check()
+    ask(comparison, 3)
     with pytest.raises(OptionError, match=r"a=0 on rank 0 and 1 on rank 1; b=.*; c=.*; and also d, e\."):
         comparison.check()
 
@@ -103,8 +117,7 @@ def test_loaders_that_one_rank_has_beside_those_of_all_are_no_difference(
     for rank, descriptions in order if rank_0_is_first else order[::-1]:
         added += [ranks[rank].add(description) for description in descriptions]
     for comparison in added:
-        comparison.check()
-        comparison.check()
+        ask(comparison, 5)
 
 
 def test_a_rank_that_comes_to_the_loader_of_the_others_in_time_is_no_difference(
@@ -113,7 +126,7 @@ def test_a_rank_that_comes_to_the_loader_of_the_others_in_time_is_no_difference(
     monkeypatch.setattr(loaders, "_PATIENCE_SECONDS", 60.0)
     ranks[0].add(IMAGES)
     comparison = ranks[1].add(MAIN)
-    comparison.check()
+    ask(comparison, 3)
     monkeypatch.setattr(loaders.time, "sleep", lambda _: ranks[0].add(MAIN))
     comparison.check()
 
@@ -124,8 +137,7 @@ def test_a_process_group_of_later_knows_nothing_of_one_before_it_in_the_same_sto
     before = [rank.add(MAIN) for rank in ranks]
     again = [RankLoaders(ranks[0].store, rank, 2) for rank in range(2)]
     for comparison in [rank.add(OTHER) for rank in again]:
-        comparison.check()
-        comparison.check()
+        ask(comparison, 5)
         assert comparison.is_settled
     assert before
 

@@ -26,7 +26,8 @@ class FeatureStart(NamedTuple):
     """Plan of a feature for the workers of an epoch."""
 
     fingerprint: str  # under which rows are found, as hexadecimal digits; "": none are read
-    is_checked: bool  # whether the input of a first stored row is sent as well, to compute it again
+    is_checked: bool  # whether inputs of some stored rows are sent as well, to compute these again
+    is_first: bool  # whether the first one's is: none has been checked
     hits_between: tuple[int, int] | None
     """Least and most stored rows from one whose input is sent to the next; None: only the first one's is."""
     is_watched: bool  # whether reads of making the first inputs are sent

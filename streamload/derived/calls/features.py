@@ -194,15 +194,17 @@ class BoundFeatures:
         """
         store = self._store()
         if store is None:
-            return FeatureStart("", False, None, False)
+            return FeatureStart("", False, False, None, False)
         store.flush()  # rows of the epoch before
-        fingerprint = self._fingerprint(store)
         proof = proof_of(self.module)
+        proof.look_at_reads()
+        fingerprint = self._fingerprint(store)
         is_checked = self.features.check and options_of(self.module).is_checked
-        is_checked = is_checked and not proof.checks(store, fingerprint).is_done
+        checks = proof.checks(store, fingerprint)
+        is_checked = is_checked and not checks.is_done
         is_watched = proof.has_unknown_reads(store, fingerprint)
         hits_between = None if is_pending(self.module) else switches.hits_between
-        return FeatureStart(str(fingerprint), is_checked, hits_between, is_watched)
+        return FeatureStart(str(fingerprint), is_checked, checks.is_first, hits_between, is_watched)
 
     def fingerprint(self) -> Fingerprint | None:
         """Under which rows are found now; None: rows are neither read nor stored."""

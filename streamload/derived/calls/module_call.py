@@ -40,8 +40,8 @@ from streamload.derived.proof.reads import ReadNames, watched
 from streamload.derived.proof.rounding import (
     SEVERAL_ROWS,
     Difference,
+    JudgedRows,
     RowComparison,
-    Sample,
     arithmetic_epsilon,
     has_whole_numbers,
 )
@@ -61,6 +61,7 @@ _OF_INPUT_BYTES = 8192
 _SIMPLE_KEYS = frozenset((str, int, bytes))
 _places = random.Random()
 """Chooses rows to compare: no seed of the user's is touched."""
+os.register_at_fork(after_in_child=_places.seed)
 _NO_NAME = b"%d"
 """In place of the name of a row whose key is None: it has another length, and is never stored."""
 
@@ -386,11 +387,11 @@ class Call:
         rows = ((place, self.stored[place], digest) for place, digest in zip(places, digests, strict=True))
         return [place for place, row, digest in rows if row and digest and digest == row.input_digest]
 
-    def _inputs_of(self, numbers: Sequence[int]) -> Sample:
+    def _inputs_of(self, numbers: Sequence[int]) -> JudgedRows:
         """Inputs of some rows of the call, for a comparison."""
         if self.rows is None:
-            return Sample(self.inputs.of(numbers), [])
-        return Sample(self.inputs.of(numbers), [], lambda count: self.inputs.of([*numbers] * count))
+            return JudgedRows(self.inputs.of(numbers), [])
+        return JudgedRows(self.inputs.of(numbers), [], lambda count: self.inputs.of([*numbers] * count))
 
     def _comparison(self, others: Sequence[Any]) -> RowComparison:
         """A comparison with what the module computes now; `others` are leaves of rows of the call."""
@@ -456,6 +457,9 @@ class Call:
         if not named or self._has_new_reads:  # the next call has names by what is read
             return
         proof, store, fingerprint = self.proof, self.store, self.fingerprint
+        if not proof.look_at_reads():  # a file has changed since the call began
+            self.counts.refused += len(named)
+            return
         prover = None if self.options.version is not None else _StateProver(self.module)
         if prover is not None and not _is_of(fingerprint, proof.built):
             self.counts.refused += len(named)
@@ -535,7 +539,7 @@ class Call:
             torch.rand(1)
             random.random()
             np.random.random_sample()
-            sample = Sample((args, kwargs), Result(value, None).leaves)
+            sample = JudgedRows((args, kwargs), Result(value, None).leaves)
             difference = self._comparison(()).difference([sample])
         finally:
             after.restore()

@@ -174,6 +174,8 @@ class Proof:
         """The last by which rows were returned while the module wasn't built."""
         self._read_names: dict[tuple[RowPlace, bytes], ReadNames | None] = {}
         """By place and `Fingerprint.base` what computing reads; None: that isn't known."""
+        self._contents: dict[tuple[RowPlace, bytes], dict[str, Any]] = {}
+        """What files and variables held when a fingerprint was made of them; of those that have any."""
         self.refused: dict[bytes, str] = {}
         """Of fingerprints whose rows aren't what is computed now: what to say of them."""
         self.recorded: tuple[bytes, Build | None] | None = None
@@ -188,6 +190,8 @@ class Proof:
         self.reads, self.looks, self.beliefs = LookPace(), LookPace(), LookPace()
         """When to describe a built module anew while rows are read, and while they are stored; when to look
         whether a belief still holds."""
+        self.read_looks = LookPace()
+        """When to look again at the files and variables that computing reads."""
         self.computed_rows, self.compute_seconds = 0, 0.0
         self.seconds_per_row = 0.0
         """Time of computing a row in this process; 0: none was computed."""
@@ -207,6 +211,8 @@ class Proof:
         Raises:
             FeatureNotCacheable: it can't be known.
         """
+        if self._contents and self.read_looks.is_due:
+            self.look_at_reads()
         built = self.built
         if built is not None and not is_pending(module) and not self.reads.is_due and built.holds():
             parts, code = built.parts, built.code
@@ -267,7 +273,22 @@ class Proof:
         """Store what computing rows reads, once: its contents are part of the fingerprint from now on."""
         store.disk.write_note(_READ + fingerprint.base, names.written(), label_of(module))
         self._read_names[store.place, fingerprint.base] = names
+        self._forget_fingerprints()
+
+    def look_at_reads(self) -> bool:
+        """Look at the files and variables that computing reads; True if they hold what they held."""
+        start = time.monotonic()
+        for place, contents in self._contents.items():
+            names = self._read_names[place]
+            if names is None or names.contents() != contents:
+                self._forget_fingerprints()
+                return False
+        self.read_looks.looked(start)
+        return True
+
+    def _forget_fingerprints(self) -> None:
         self.fingerprints.clear()
+        self._contents.clear()
         self._latest = (None, None, None, None)
 
     def _with_reads(self, module: Any, store: RowStore, whole: dict[str, Any]) -> Fingerprint:
@@ -281,7 +302,8 @@ class Proof:
             contents = None if names is None else names.contents()
             if contents is None:
                 self._read_names[place] = None
-            whole |= {"read": contents} if contents else {}
+            if contents:
+                self._contents[place] = whole["read"] = contents
         fingerprint, number = Fingerprint.of(whole), 0
         while fingerprint.digest not in self.refused and _is_refused(store, fingerprint):
             number += 1

@@ -30,7 +30,8 @@ _CODE = (".py", ".pyc", ".so", ".pth.py")
 _SYSTEM = ("/proc/", "/sys/", "/dev/")
 _OF_LIBRARIES = (
     *("/usr/lib/", "/usr/share/", "/etc/"),
-    *(sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    *(os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    *(os.path.realpath(path) for path in sys.path if path.endswith(".zip")),
 )
 _OF_COMPILERS = ("/torchinductor_", "/.triton/", "/__pycache__/")
 _LONGEST_PATH = 1024
@@ -40,6 +41,8 @@ _MOST_VARIABLES = 32
 """Code that reads more of them copies the environment, and depends on none."""
 _WHOLE_BYTES = 64 << 20
 """Larger files are compared by size and time."""
+_OF_ENVIRON = ("os", "collections.abc", "_collections_abc", __name__)
+"""Modules between code and the environment: `os.environ.get` is a method of `collections.abc.Mapping`."""
 _ASKING = ("socket.connect", "subprocess.Popen", "os.system", "os.posix_spawn")
 
 
@@ -64,10 +67,13 @@ class Reads:
     def event(self, name: str, arguments: tuple[Any, ...]) -> None:
         """Take note of an audit event."""
         if name == "open":
-            path, mode = arguments[0], arguments[1]
+            path, mode, flags = arguments
             if isinstance(path, (str, bytes)):
-                is_written = isinstance(mode, str) and set(mode) & set("wax")
-                (self._written if is_written else self.paths).add(os.fsdecode(path))
+                access = flags & (os.O_WRONLY | os.O_RDWR) if isinstance(flags, int) else 0
+                if access:
+                    self._written.add(os.fsdecode(path))
+                if access != os.O_WRONLY and not (isinstance(mode, str) and set(mode) & set("wax")):
+                    self.paths.add(os.fsdecode(path))
         elif name == "import":
             self.modules.add(arguments[0])
         elif name in _ASKING:
@@ -199,10 +205,22 @@ def _count_watches(change: int) -> None:
         os.environ.__class__ = _NotedEnviron if _watches[0] else plain
 
 
+def _watch_nothing() -> None:
+    """In a forked child: the watched threads stayed with the parent."""
+    global _watching
+    _watching = threading.Lock()
+    _watches[0] = 1
+    _watched.reads = None
+    _count_watches(-1)
+
+
+os.register_at_fork(after_in_child=_watch_nothing)
+
+
 def _is_read_by_project() -> bool:
     """True if the code that reads a variable, past the environment's own methods, is the project's."""
     frame: Any = sys._getframe(3)
-    while frame is not None and frame.f_globals.get("__name__") in ("os", "_collections_abc", __name__):
+    while frame is not None and frame.f_globals.get("__name__") in _OF_ENVIRON:
         frame = frame.f_back
     module = None if frame is None else sys.modules.get(frame.f_globals.get("__name__", ""))
     return module is not None and package_of(module) is None

@@ -34,7 +34,7 @@ Compute = Callable[[Any], Sequence[Any]]
 
 
 @dataclass(frozen=True)
-class Sample:
+class JudgedRows:
     """Rows that are judged: the arguments that they come from, and what they are compared with."""
 
     arguments: Any
@@ -82,7 +82,7 @@ class RowComparison:
         """True if one row says little, as in bfloat16."""
         return self._epsilon > _COARSE
 
-    def difference(self, samples: Sequence[Sample]) -> Difference | None:
+    def difference(self, samples: Sequence[JudgedRows]) -> Difference | None:
         """Return how far rows are from what is computed now; None: no further than rounding explains."""
         before = Generators()
         computed = []
@@ -110,15 +110,30 @@ class RowComparison:
     def _floors(self, pairs: Sequence[tuple[Sequence[Any], Sequence[Any]]]) -> list[float]:
         """The least allowed of each distance, in the order of `_distances`."""
         floors: list[float] = []
-        for leaf in pairs[0][0]:
-            epsilon = max(self._epsilon, _epsilon_of(leaf))
+        for number, leaf in enumerate(pairs[0][0]):
             if _is_whole(leaf):
                 floors.append(self._epsilon)
-            else:
-                floors += [max(epsilon, min(math.sqrt(epsilon), _FLOOR))] * 3
+                continue
+            epsilon = max(self._epsilon, _epsilon_of(leaf))
+            floor = max(epsilon, min(math.sqrt(epsilon), _FLOOR))
+            of_norm = min(floor, 2 * _FLOOR) * self._norm_by_scale(pairs, number)
+            floors += [max(floor, of_norm), floor, max(floor, of_norm)]
         return floors
 
-    def _moved_results(self, samples: Sequence[Sample], before: Generators) -> list[list[Any]]:
+    def _norm_by_scale(self, pairs: Sequence[tuple[Sequence[Any], Sequence[Any]]], number: int) -> float:
+        """The norm of rows by that of the centered ones: large where the rows of a call are nearly alike."""
+        rows = [_values(first[number]) for first, _ in pairs]
+        norm = scale = 0.0
+        for row in rows:
+            finite = row.isfinite()
+            norm += _square(row.where(finite, 0.0))
+            scale += _square((row - _middle(row, self._center(number))).where(finite, 0.0))
+        return math.sqrt(norm / scale) if scale else 1.0
+
+    def _center(self, number: int) -> torch.Tensor | None:
+        return _values(self._others[number]).mean(0) if self._others else None
+
+    def _moved_results(self, samples: Sequence[JudgedRows], before: Generators) -> list[list[Any]]:
         """Results of inputs that are the same but for rounding."""
         results = []
         for sample in samples:
@@ -144,8 +159,7 @@ class RowComparison:
                 unequal = sum(int((first != second).sum()) for first, second in leaves)
                 distances.append(unequal / max(1, sum(first.numel() for first, _ in leaves)))
                 continue
-            center = _values(self._others[number]).mean(0) if self._others else None
-            distances += _float_distances(leaves, center)
+            distances += _float_distances(leaves, self._center(number))
         return distances
 
 
@@ -159,10 +173,7 @@ def _float_distances(
         finite = first.isfinite()
         if not torch.equal(finite, second.isfinite()) or not _are_equal(first[~finite], second[~finite]):
             return [math.inf] * 3
-        if center is not None and center.shape == first.shape[1:]:
-            middle = center
-        else:
-            middle = first[finite].mean() if finite.sum() > 1 else torch.zeros(())
+        middle = _middle(first, center)
         row, centered = first.where(finite, 0.0), (first - middle).where(finite, 0.0)
         difference = second.where(finite, 0.0) - row
         squares += _square(difference)
@@ -175,6 +186,14 @@ def _float_distances(
         return [math.inf if squares else 0.0] * 3
     of_mean = math.sqrt(_square(mean) / rows / scale) if rows > 1 else 0.0
     return [math.sqrt(squares / scale), abs(along) / norm, of_mean]
+
+
+def _middle(row: torch.Tensor, center: torch.Tensor | None) -> torch.Tensor:
+    """What distances are taken from: the mean of the rows of a call, or of the numbers of a single row."""
+    if center is not None and center.shape == row.shape[1:]:
+        return center
+    numbers = row[row.isfinite()]
+    return numbers.mean() if len(numbers) > 1 else torch.zeros(())
 
 
 def _square(values: torch.Tensor) -> float:

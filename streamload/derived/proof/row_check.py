@@ -20,7 +20,7 @@ import torch
 
 from streamload.cache import memory
 from streamload.cache.locks import FileLock
-from streamload.derived.proof.rounding import Sample
+from streamload.derived.proof.rounding import JudgedRows
 from streamload.derived.store.memory import home_in
 from streamload.errors import CacheError, FeatureNotCacheable
 from streamload.torch_internals import DropoutBase, InstanceNormBase, NormBase
@@ -40,18 +40,21 @@ class RowChecks:
 
     Args:
         hits_between: least and most hits from a check to the next.
+        is_first: whether the first hit is checked.
 
     Attributes:
         samples: rows of whole numbers that wait for others to be judged with them.
         count: of checks so far.
     """
 
-    def __init__(self, hits_between: tuple[int, int] = HITS_BETWEEN) -> None:
-        self.samples: list[Sample] = []
+    def __init__(self, hits_between: tuple[int, int] = HITS_BETWEEN, *, is_first: bool = True) -> None:
+        self.samples: list[JudgedRows] = []
         self.count = 0
         self._hits_between = hits_between
         self._own: set[bytes] = set()
         self._hits, self._next_hit = 0, 1
+        if not is_first:
+            self.postpone()
 
     @property
     def is_first(self) -> bool:
@@ -98,6 +101,7 @@ class RowChecks:
 
 _drawn = random.Random()
 """Draws rows to check: no seed of the user's is touched."""
+os.register_at_fork(after_in_child=_drawn.seed)
 
 
 @contextlib.contextmanager
