@@ -41,5 +41,5 @@ if __name__ == "__main__":
         sys.exit(
             f"open_clip_train can't be imported: {error}\n"
             f"torch and torchvision have to be of one build and of releases that fit: for CPUs both from "
-            f"https://download.pytorch.org/whl/cpu (PIP_EXTRA_INDEX_URL), then run make again"
+            f"PyTorch's index of CPU builds (PIP_EXTRA_INDEX_URL), then run make again"
         )
