@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import sys
+import time
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from streamload.cache.forecast import forecast
 from streamload.cache.inventory import take_inventory
 from streamload.cache.tier import Tier
 from streamload.derived import log_once
+from streamload.derived.calls import module_call
+from streamload.derived.proof import module_proof
 from streamload.derived.store import row_store
 from streamload.derived.store.catalog import open_catalog, verify
 from streamload.derived.store.disk import DiskRows, RowCounts
@@ -177,18 +181,17 @@ def test_only_the_rank_reads_and_writes_a_mapping_of_features(shard: str, worker
 
 class ScaledMeans(Means):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * float(os.environ["SCALE_OF_THE_TEST"])
+        return super().forward(x) * getattr(sys, "scale_of_the_test", 1.0)
 
 
 def test_rows_of_a_mapping_are_checked_unless_that_is_off(
     shard: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mapping: MutableMapping[str, bytes] = {}
-    monkeypatch.setenv("SCALE_OF_THE_TEST", "1")
     first = features_of(shard, Features(ScaledMeans(), store=mapping, dtype=torch.float16))
     again = features_of(shard, Features(ScaledMeans(), store=mapping, dtype=torch.float16))
     assert all(torch.equal(first[key], again[key]) for key in first)
-    monkeypatch.setenv("SCALE_OF_THE_TEST", "2")  # nothing that a fingerprint covers
+    as_another_run(monkeypatch, 2.0)
     unchecked = Features(ScaledMeans(), store=mapping, dtype=torch.float16, check=False)
     assert all(torch.equal(first[key], row) for key, row in features_of(shard, unchecked).items())
     with pytest.raises(FeatureMismatch, match=r"the row of key '.*' of ScaledMeans isn't"):
@@ -256,39 +259,44 @@ def test_options_of_features_hold_for_a_loader_and_not_for_the_module_s_own_call
     def rows_of(module: Any) -> dict[str, torch.Tensor]:
         return features_of(shard, Features(module, store=mapping, check=False))
 
-    monkeypatch.setenv("SCALE_OF_THE_TEST", "1")
     module = decorate(ScaledMeans)()
     first = rows_of(module)
     names = set(mapping)
     module(images, cache_key=keys)
     assert cache_info(decorate(ScaledMeans)).stored == 2  # in the default directory
     assert set(mapping) == names
-    monkeypatch.setenv("SCALE_OF_THE_TEST", "2")  # nothing that a fingerprint covers
+    as_another_run(monkeypatch, 2.0)
     again = decorate(ScaledMeans)()
     again(images)  # builds it, so that rows are checked here
     assert all(torch.equal(first[key], row) for key, row in rows_of(again).items())
-    with pytest.raises(FeatureMismatch, match="the row of key 'a' of ScaledMeans isn't"):
+    with pytest.raises(FeatureMismatch, match="the row of key '[ab]' of ScaledMeans isn't"):
         again(images, cache_key=keys)
 
 
-class ReadsAFactor:
+def as_another_run(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """Results depend on what no fingerprint covers, and this process has stored no row."""
+    monkeypatch.setattr(sys, "scale_of_the_test", factor, raising=False)
+    monkeypatch.setattr(module_proof, "_checks", {})
+    monkeypatch.setattr(module_call, "run_began", time.time)
+
+
+class HiddenFactor:
     def __call__(self, image: Any) -> torch.Tensor:
-        return torch.full((3, 4, 4), float(Path("factor").read_text()))
+        return torch.full((3, 4, 4), getattr(sys, "scale_of_the_test", 1.0))
 
 
 def test_rows_of_samples_are_checked_also_after_those_of_the_module_s_own_calls(
-    shard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shard: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     decorate = cache_module(cache_name="Means")
     images, keys = torch.rand(8, 3, 4, 4), list(range(8))
-    for factor in ("1", "2"):
-        Path("factor").write_text(factor)
+    for factor in (1.0, 2.0):
+        as_another_run(monkeypatch, factor)
         module = decorate(Means)()
-        features = Features(module, preprocess=ReadsAFactor())
-        module(images, cache_key=keys)
-        module(images, cache_key=keys)  # four of them are computed again
-        if factor == "1":
+        features = Features(module, preprocess=HiddenFactor())
+        module(images)  # builds it
+        module(images, cache_key=keys)  # one row is computed again in the second run
+        if factor == 1:
             features_of(shard, features)
     with pytest.raises(FeatureMismatch, match="of Means isn't"):
         features_of(shard, features)
@@ -308,19 +316,17 @@ def test_a_result_with_a_shape_in_it_is_whole_to_the_commands(tmp_path: Path) ->
 
 
 class Scaled(nn.Module):
-    """What no fingerprint covers is in a file."""
+    """Depends on what no fingerprint covers."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return images.mean((2, 3)) * float(Path("factor").read_text())
+        return images.mean((2, 3)) * getattr(sys, "scale_of_the_test", 1.0)
 
 
 def test_rows_of_the_default_directory_that_were_found_to_be_wrong_are_not_read_from_another_one(
     shard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("factor").write_text("1")
     first = features_of(shard, Features(Scaled()))
-    Path("factor").write_text("2")
+    as_another_run(monkeypatch, 2.0)
     with pytest.raises(FeatureMismatch):
         features_of(shard, Features(Scaled()))
     row_store.close_stores()

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from torch import nn
 
 import streamload
 from streamload import Features
+from streamload.derived.calls import module_call
 from streamload.derived.calls.feature_rows import shown
+from streamload.derived.proof import module_proof
 from streamload.derived.store.row_store import close_stores
 from streamload.errors import FeatureMismatch, FeatureNotCacheable, OptionError, SampleError
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
@@ -65,7 +68,7 @@ class Scaled(nn.Module):
     """Depends on what nobody can see."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return images.mean((2, 3)) * float(os.environ["SCALE_OF_THE_TEST"])
+        return images.mean((2, 3)) * getattr(sys, "scale_of_the_test", 1.0)
 
 
 class Texts(nn.Module):
@@ -251,6 +254,33 @@ def test_an_image_whose_row_is_there_is_not_decoded(data: Path) -> None:
         assert not calls
     assert "image" not in batch
     assert repr(batch["f"]) == "<FeatureRows 5 samples, 0 missing>"
+
+
+def by_a_file(image: Image.Image) -> torch.Tensor:
+    """Depends on a file and a variable that no code names as a whole."""
+    name = os.environ.get("PLACE_OF_" + "SCALE", "")
+    return small(image) * float(Path(name).read_text())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_file_that_preprocess_reads_is_part_of_what_rows_are_made_of(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    scale = tmp_path / "scale.txt"
+    monkeypatch.setenv("PLACE_OF_SCALE", str(scale))
+    computed = []
+    for factor in ("1", "1", "2", "2", "1"):
+        scale.write_text(factor)
+        torch.manual_seed(0)
+        feature = Features(net := Net().eval(), preprocess=by_a_file)
+        with make(data, features={"f": feature}, num_workers=workers) as loader:
+            rows = rows_of(loader, feature)
+            if not computed:  # the first epoch finds out what is read
+                rows = rows_of(loader, feature)
+            computed.append(loader.stats().feature_rows_computed)
+        close_stores()  # as in another run
+        assert_same(rows, expected(data, net, preprocess=by_a_file))
+    assert computed[1:] == [0, SAMPLES, 0, 0]
 
 
 def test_images_come_as_well_where_they_are_asked_for(data: Path) -> None:
@@ -501,21 +531,29 @@ def test_a_feature_may_not_have_the_name_of_a_value_of_the_tokenizer(data: Path)
         next(iter(loader))
 
 
-def test_a_row_that_is_not_what_is_computed_now_is_found_by_a_canary(
-    data: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_of_others_are_checked_before_one_is_used(
+    data: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
-    monkeypatch.setenv("SCALE_OF_THE_TEST", "1")
-    net = Scaled().eval()
-    with make(data, features={"f": net}) as loader:
-        keys = rows_of(loader, net)
-    monkeypatch.setenv("SCALE_OF_THE_TEST", "2")  # nothing that a fingerprint covers
-    net = Scaled().eval()
-    with make(data, features={"f": net}) as loader, pytest.raises(FeatureMismatch) as raised:
-        rows_of(loader, net)
-    words = r"the row of key ('.*') of Scaled isn't what it computes now .* check=False"
+    def epoch() -> dict[str, Any]:
+        monkeypatch.setattr(module_proof, "_checks", {})  # as in a process that has stored nothing
+        net = Scaled().eval()
+        assert not net.training
+        assert list(net.parameters()) == []  # it is built
+        with make(data, features={"f": net}, num_workers=workers) as loader:
+            return rows_of(loader, net)
+
+    rows = epoch()
+    assert_same(epoch(), rows)
+    monkeypatch.setattr(sys, "scale_of_the_test", 2.0, raising=False)  # nothing that a fingerprint covers
+    monkeypatch.setattr(module_call, "run_began", time.time)  # as in a later run
+    with pytest.raises(FeatureMismatch) as raised:
+        epoch()
+    words = r"the row of key ('.*') of Scaled isn't what it computes now .*\(a distance of .* check=False"
     named = re.fullmatch(words, str(raised.value))
     assert named is not None
-    assert named[1] in map(repr, keys)
+    assert named[1] in map(repr, rows)
+    assert_same(epoch(), {key: 2 * row for key, row in rows.items()})
 
 
 def test_a_mismatch_names_a_sample_by_its_key_and_a_text_by_itself() -> None:

@@ -204,7 +204,8 @@ class BoundFeatures:
         is_checked = is_checked and not checks.is_done
         is_watched = proof.has_unknown_reads(store, fingerprint)
         hits_between = None if is_pending(self.module) else switches.hits_between
-        return FeatureStart(str(fingerprint), is_checked, checks.is_first, hits_between, is_watched)
+        is_first = checks.is_first and not checks.has_own
+        return FeatureStart(str(fingerprint), is_checked, is_first, hits_between, is_watched)
 
     def fingerprint(self) -> Fingerprint | None:
         """Under which rows are found now; None: rows are neither read nor stored."""

@@ -62,6 +62,11 @@ class RowChecks:
         return not self.count
 
     @property
+    def has_own(self) -> bool:
+        """True if this process has stored rows."""
+        return bool(self._own)
+
+    @property
     def is_done(self) -> bool:
         """True if enough rows have been checked."""
         return self.count >= _MOST_CHECKED
