@@ -269,7 +269,7 @@ def test_options_of_features_hold_for_a_loader_and_not_for_the_module_s_own_call
     again = decorate(ScaledMeans)()
     again(images)  # builds it, so that rows are checked here
     assert all(torch.equal(first[key], row) for key, row in rows_of(again).items())
-    with pytest.raises(FeatureMismatch, match="the row of key '[ab]' of ScaledMeans isn't"):
+    with pytest.raises(FeatureMismatch, match=r"the row of key '[ab]' of ScaledMeans isn't"):
         again(images, cache_key=keys)
 
 
