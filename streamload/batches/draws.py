@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,9 +44,12 @@ class UserDraws:
     def check(self, function: Any, value: Any, seeded: SeededGenerators, seed: int, result: Any) -> None:
         """Warn if a function makes something else of a sample on a second try. Called once, if not checked.
 
-        The second try is made by a copy, which leaves what the function remembers as it is.
+        The second try is made by a copy, which leaves what the function remembers as it is. A function
+        written with `def` can't be copied: of samples, which it may count or change, it isn't tried again.
         """
         self.is_checked = True
+        if self.argument != "preprocess" and isinstance(_called(function), types.FunctionType):
+            return
         try:
             copies: dict[int, Any] = {}
             again = copy.deepcopy(function, copies)
@@ -56,6 +61,11 @@ class UserDraws:
             return
         if not is_same:
             _logger.warning(_TEXT, self.argument, function)
+
+
+def _called(function: Any) -> Any:
+    """What a partial calls."""
+    return _called(function.func) if isinstance(function, functools.partial) else function
 
 
 def _content(value: Any) -> Any:

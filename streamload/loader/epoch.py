@@ -175,7 +175,7 @@ class Epoch:
                 self._pending_waited_ns = self._collector.waited_ns
                 is_last = self._pending is None
             elif self._feed.runs_ahead and not is_last:
-                self._pending = self._look_ahead(self._batches.next_if_arrived)
+                self._pending = self._look_ahead(self._arrived_or_none)
             output = self._collector.accept(batch, values, waited_ns)
             if is_last:
                 if self._count == self.expected and self.steps is None:
@@ -257,6 +257,13 @@ class Epoch:
     def _next_or_none(self) -> Batch | None:
         try:
             return self._batches.next(self._collector.observer.tick)
+        except StopIteration:
+            return None
+
+    def _arrived_or_none(self) -> Batch | None:
+        """The next batch if it has arrived; the end of the data is met again when a batch is asked for."""
+        try:
+            return self._batches.next_if_arrived()
         except StopIteration:
             return None
 

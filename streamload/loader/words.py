@@ -179,4 +179,4 @@ def instead_of(name: str, arguments: Collection[str]) -> str:
 
 def _spelt_like(name: str, names: Collection[str]) -> list[str]:
     """Return the name that another one is a slip of, if any: a guess further off misleads."""
-    return difflib.get_close_matches(name, names, 1, cutoff=0.88)
+    return difflib.get_close_matches(name, names, 1, cutoff=0.85)

@@ -200,6 +200,7 @@ def rows(data: Path, place: Path) -> dict[str, Row]:
         "shards.image_key": refused("image_key", image_key="jpg"),
         "shards.text_key": refused("text_key", text_key="json:digest"),
         "shards.label_key": refused("label_key", label_key="json:index"),
+        "shards.label_type": refused("label_key", {"label_key": "json:index"}, label_type="float"),
         "shards.blank_captions": honoured(
             lambda batches, plain: {key[-1] in "05" for key in keys(batches)} == {False} and len(plain) > 1,
             {"urls": str(data / "blank"), **ANY_NUMBER},

@@ -225,12 +225,17 @@ def test_draws_that_no_seed_decides_are_named_once_and_the_transform_sees_no_oth
     assert fresh.calls == 2 * COUNT
 
 
+class FreshSample:
+    def __call__(self, raw: dict[str, Any]) -> dict[str, Any]:
+        return {"draw": np.random.default_rng().random()}
+
+
 def test_draws_of_map_sample_that_no_seed_decides_are_named_by_one_worker(
     shards: Path, tmp_path: Path
 ) -> None:
     said = logging.FileHandler(tmp_path / "log")
     logging.getLogger("streamload").addHandler(said)
-    workers = Workers(map_sample=lambda raw: {"draw": np.random.default_rng().random()})
+    workers = Workers(map_sample=FreshSample())
     try:
         with loader_of(shards, tmp_path / "cache", 3, workers=workers, batches=Batches()) as loader:
             for _ in loader:
@@ -238,7 +243,9 @@ def test_draws_of_map_sample_that_no_seed_decides_are_named_by_one_worker(
     finally:
         logging.getLogger("streamload").removeHandler(said)
         said.close()
-    assert (tmp_path / "log").read_text().count("map_sample=<function") == 1
+    assert (tmp_path / "log").read_text().count(
+        "map_sample=<tests.loader.test_own_generators.FreshSample"
+    ) == 1
 
 
 def test_a_copy_of_what_a_global_has_is_not_taken_for_other_draws(

@@ -243,7 +243,10 @@ def _stored(dtype: str) -> np.dtype[Any]:
 
 NOTE = b"parts"
 """Before a fingerprint: the key of its note."""
-SETTINGS = ("torch", "autocast", "float32_matmul_precision", "allow_tf32", "default_dtype")
+SETTINGS = (
+    *("torch", "autocast", "float32_matmul_precision", "allow_tf32", "default_dtype"),
+    "deterministic_algorithms",
+)
 """Values of `fingerprint.torch_settings`, in its order."""
 
 
