@@ -31,8 +31,12 @@ from streamload.worker import Batch, Ended, Failed, Message
 
 _END = object()
 """In place of a batch: there is none."""
-_Pending = Callable[[], tuple[Batch, dict[str, Any]]]
-"""Returns a batch as the worker made it, and its values on the device."""
+_Pending = Callable[[], tuple[Batch | None, dict[str, Any]]]
+"""Returns a batch as the worker made it, and its values on the device; None: the data ends."""
+
+
+def _end_of_data() -> tuple[None, dict[str, Any]]:
+    return None, {}
 
 
 class StepCount(NamedTuple):
@@ -159,10 +163,9 @@ class Epoch:
             since = self._started if self._count == 0 else time.monotonic()
             with self._collector.waiting(since):
                 pending, self._pending = self._pending or self._next_pending(), None
-                if pending is not None:
-                    with self._collector.clock.copying():
-                        batch, values = pending()
-            if pending is None:
+                with self._collector.clock.copying():
+                    batch, values = pending()
+            if batch is None:
                 self._refuse_if_closed()  # closed by a signal handler while this waited for a batch
                 self._finish()
                 return _END
@@ -175,7 +178,7 @@ class Epoch:
                 self._pending_waited_ns = self._collector.waited_ns
                 is_last = self._pending is None
             elif self._feed.runs_ahead and not is_last:
-                self._pending = self._look_ahead(self._arrived_or_none)
+                self._pending = self._look_ahead(self._batches.next_if_arrived)
             output = self._collector.accept(batch, values, waited_ns)
             if is_last:
                 if self._count == self.expected and self.steps is None:
@@ -260,16 +263,9 @@ class Epoch:
         except StopIteration:
             return None
 
-    def _arrived_or_none(self) -> Batch | None:
-        """The next batch if it has arrived; the end of the data is met again when a batch is asked for."""
-        try:
-            return self._batches.next_if_arrived()
-        except StopIteration:
-            return None
-
-    def _next_pending(self) -> _Pending | None:
+    def _next_pending(self) -> _Pending:
         batch = self._next_or_none()
-        return None if batch is None else self._send(batch)
+        return _end_of_data if batch is None else self._send(batch)
 
     def _send(self, batch: Batch) -> _Pending:
         self._received += 1
@@ -282,6 +278,8 @@ class Epoch:
         try:
             batch = next_()
             return None if batch is None else self._send(batch)
+        except StopIteration:  # torch's own: that of a user's function is a RuntimeError by now
+            return _end_of_data
         except Exception as exc:
             # Its traceback refers to this frame, and would keep the epoch alive.
             return functools.partial(_raise, as_failure(exc).with_traceback(None))
