@@ -618,7 +618,7 @@ def test_a_run_of_stored_rows_alone_builds_no_model(data: Path, tmp_path: Path, 
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         said.append(done.stdout.split())
-    assert [(builds, read) for builds, read, _ in said] == [("1", "0"), ("0", "24"), ("0", "24")]
+    assert [(builds, read) for builds, read, _ in said] == [("1", "0"), ("1", "24"), ("0", "24")]
     assert len({total for _, _, total in said}) == 1
 
 
