@@ -316,7 +316,7 @@ class Ended(NamedTuple):
 
     number: int
     position: int = 0
-    """Where its step would begin."""
+    """Position at which the step would begin."""
     step: int = 0
     """Samples that it would take over all ranks."""
     due: int | None = None

@@ -60,7 +60,7 @@ _READ = b"read"
 _NOTHING_READ = ReadNames([], [])
 
 RowDigests = Mapping[str, str]
-"""By the name of a row, as hexadecimal digits, a digest of its bytes."""
+"""Digests of rows' bytes, by the rows' names as hexadecimal digits."""
 
 
 @dataclass(frozen=True)
@@ -173,9 +173,9 @@ class Proof:
         self.served: Fingerprint | None = None
         """The last by which rows were returned while the module wasn't built."""
         self._read_names: dict[tuple[RowPlace, bytes], ReadNames | None] = {}
-        """By place and `Fingerprint.base` what computing reads; None: that isn't known."""
+        """Names that computing reads, by place and `Fingerprint.base`; None: they aren't known."""
         self._contents: dict[tuple[RowPlace, bytes], dict[str, Any]] = {}
-        """What files and variables held when a fingerprint was made of them; of those that have any."""
+        """Contents of these names when the fingerprint was made; nothing where computing reads nothing."""
         self.refused: dict[bytes, str] = {}
         """Of fingerprints whose rows aren't what is computed now: what to say of them."""
         self.recorded: tuple[bytes, Build | None] | None = None

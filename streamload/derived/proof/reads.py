@@ -80,7 +80,7 @@ class Reads:
             self.is_closed = False
 
     def variable(self, name: str) -> None:
-        """Take note of a variable; where only the project's own reads count, of one that its code reads."""
+        """Take note of a variable, unless only the project's reads count and a library reads it."""
         if not self._of_project or _is_read_by_project():
             self.variables.add(name)
 
@@ -200,7 +200,7 @@ def watched(*, of_project: bool = False) -> Iterator[Reads]:
 def _count_watches(change: int) -> None:
     """Let the environment note its reads as long as a thread is watched."""
     with _watching:
-        _watches[0] += change
+        _watches[0] = max(0, _watches[0] + change)  # a child that was forked in a block leaves it, too
         plain = _NotedEnviron.__mro__[1]
         os.environ.__class__ = _NotedEnviron if _watches[0] else plain
 
@@ -227,7 +227,7 @@ def _is_read_by_project() -> bool:
 
 
 def digests_of(variables: Iterable[str]) -> dict[str, str | None]:
-    """Of variables of the environment a digest of each value now: it may be a secret."""
+    """Digest the value that each variable of the environment has now: a value may be a secret."""
     values = {name: os.environ.get(name) for name in sorted(variables)}
     return {
         name: None if value is None else hashlib.blake2b(os.fsencode(value), digest_size=16).hexdigest()

@@ -149,8 +149,8 @@ class RowComparison:
     def _distances(self, pairs: Sequence[tuple[Sequence[Any], Sequence[Any]]]) -> list[float]:
         """Distances of all rows together: three of each leaf of floats, one of each leaf of whole numbers.
 
-        Of floats: the norm of the difference; its part along the row, and its mean over several rows, in
-        which a factor and a shift show that rounding, which has no direction, hides in the norm.
+        A leaf of floats has the norm of the difference, its part along the row and its mean over several
+        rows. Rounding has no direction, so it hides a factor or a shift in the norm but not in the other two.
         """
         distances: list[float] = []
         for number in range(len(pairs[0][0])):

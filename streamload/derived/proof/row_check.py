@@ -91,7 +91,7 @@ class RowChecks:
         self.postpone()
 
     def postpone(self) -> None:
-        """Draw when the next rows are checked, as the inputs of these aren't those that they came from."""
+        """Draw when the next rows are checked."""
         self._next_hit = self._hits + _drawn.randint(*self._hits_between)
 
     def add_own(self, names: Sequence[bytes]) -> None:
