@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection
 from dataclasses import fields
 from typing import Any, NamedTuple, TypeVar
@@ -178,5 +177,9 @@ def instead_of(name: str, arguments: Collection[str]) -> str:
 
 
 def _spelt_like(name: str, names: Collection[str]) -> list[str]:
-    """Return the name that another one is a slip of, if any: a guess further off misleads."""
-    return difflib.get_close_matches(name, names, 1, cutoff=0.85)
+    """Return the names that another one is a slip of: one letter more, less, other, or in another place."""
+    return [other for other in names if _short_of_a_letter(name) & _short_of_a_letter(other)]
+
+
+def _short_of_a_letter(name: str) -> set[str]:
+    return {name, *(name[:at] + name[at + 1 :] for at in range(len(name)))}

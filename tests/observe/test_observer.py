@@ -270,8 +270,8 @@ def test_the_shard_that_most_waits_were_for_is_named(
     assert cause.limit in {"origin", "unclear"}, cause
     assert cause.limit == "unclear" or "of the wait was for 00002.tar" in cause.evidence
     assert page is not None
-    shares = re.compile(r"\d+%")  # the page is of a moment later
-    assert shares.sub("", page.run_verdict) == shares.sub("", str(cause))
+    figures = re.compile(r"[\d.]+ ?%|[\d.]+ [KMG]?B/s")  # the page is of a moment later
+    assert figures.sub("", page.run_verdict) == figures.sub("", str(cause))
     assert "secret" not in page.run_verdict
     assert "http" not in page.run_verdict
 
