@@ -401,6 +401,31 @@ def test_other_weights_have_other_rows(data: Path) -> None:
             net(next(batches))
 
 
+def test_autocast_around_the_call_alone_finds_its_rows_before_images_are_decoded(data: Path) -> None:
+    def missing_of_passes(dtype: torch.dtype | None, passes: int) -> list[int]:
+        net, missing = Plain().eval(), []
+        net.load_state_dict(weights)
+        feature = Features(net)  # as a run of its own makes it
+        with make(data, features={"f": feature}, num_workers=2) as loader:
+            for _ in range(passes):
+                missing.append(0)
+                for batch in loader:
+                    with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+                        assert feature(batch).dtype == (dtype or torch.float32)
+                    missing[-1] += len(batch["f"].missing)
+        return missing
+
+    weights = Plain().state_dict()
+    assert missing_of_passes(torch.bfloat16, 3) == [SAMPLES, 0, 0]
+    assert missing_of_passes(torch.bfloat16, 1) == [0]
+    with pytest.raises(FeatureMismatch, match="the autocast under which they are asked for"):
+        missing_of_passes(None, 1)
+    assert missing_of_passes(None, 2)[-1] == 0
+    with pytest.raises(FeatureMismatch, match="iterate the loader again"):
+        missing_of_passes(torch.bfloat16, 1)
+    assert missing_of_passes(torch.bfloat16, 1) == [0]
+
+
 def test_another_resize_filter_has_other_rows(data: Path) -> None:
     net = Net().eval()
     found = []

@@ -47,6 +47,8 @@ _COUNTERS = {
     "mismatches": "feature_mismatches",
     "builds": "feature_builds",
 }
+_CALLED = b"called"
+"""Before the `Fingerprint.base` of a pass's start: the key of a note of the autocast of the calls in it."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -185,6 +187,7 @@ class BoundFeatures:
         self._device = device
         cast = None if features.dtype is None else str(features.dtype)
         self._parts = {**parts, "inputs": features.inputs, "dtype": cast}
+        self._base, self._autocast = b"", ""  # of a pass's start, and of the latest call
 
     def start(self) -> FeatureStart:
         """Plan for the workers of an epoch that begins now.
@@ -198,7 +201,7 @@ class BoundFeatures:
         store.flush()  # rows of the epoch before
         proof = proof_of(self.module)
         proof.look_at_reads()
-        fingerprint = self._fingerprint(store)
+        fingerprint = self._as_called(store)
         is_checked = self.features.check and options_of(self.module).is_checked
         checks = proof.checks(store, fingerprint)
         is_checked = is_checked and not checks.is_done
@@ -206,6 +209,28 @@ class BoundFeatures:
         hits_between = None if is_pending(self.module) else switches.hits_between
         is_first = checks.is_first and not checks.has_own
         return FeatureStart(str(fingerprint), is_checked, is_first, hits_between, is_watched)
+
+    def _as_called(self, store: RowStore) -> Fingerprint:
+        """The fingerprint under the autocast of the latest call: training loops enter it for each batch."""
+        device = proof_of(self.module).device(self.module).type
+        fingerprint = self._fingerprint(store)
+        if torch.is_autocast_enabled(device):
+            return fingerprint
+        if self._base != fingerprint.base:
+            self._base = fingerprint.base
+            self._autocast = (store.read_note(_CALLED + self._base) or b"").decode()
+        if not self._autocast:
+            return fingerprint
+        with torch.autocast(device, getattr(torch, self._autocast.removeprefix("torch."))):
+            return self._fingerprint(store)
+
+    def note_call(self) -> None:
+        """Note under which autocast rows are asked for: the next pass, or the next run, looks for these."""
+        device = proof_of(self.module).device(self.module).type
+        autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
+        if autocast != self._autocast and self._base and (store := self._store()) is not None:
+            self._autocast = autocast
+            store.disk.write_note(_CALLED + self._base, autocast.encode(), self.features.label)
 
     def fingerprint(self) -> Fingerprint | None:
         """Under which rows are found now; None: rows are neither read nor stored."""
@@ -347,6 +372,7 @@ class FeatureRows(ModuleRows):
 
     def _made(self) -> Any:
         read, feature = self._read, self._of
+        feature.note_call()
         feature.raise_if_refused()
         if not read.keys:
             self._refuse_if_other(str(feature.fingerprint() or ""))
@@ -394,8 +420,9 @@ class FeatureRows(ModuleRows):
     def _refuse_if_other(self, fingerprint: str) -> None:
         if fingerprint != self._read.fingerprint:
             raise FeatureMismatch(
-                "the module of these features has changed since the epoch began, and the batch has rows of "
-                "the one before: iterate the loader again"
+                "the module of these features, or the autocast under which they are asked for, isn't what it "
+                "was when the pass began (or in the run before), and the batch has rows of that: iterate the "
+                "loader again"
             )
 
 
