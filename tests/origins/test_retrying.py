@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from streamload.errors import OriginCut, OriginError, OriginNotFound, OriginUnavailable, ShardFormatError
+from streamload.errors import DatasetChanged, OriginCut, OriginError, OriginNotFound, OriginUnavailable, ShardFormatError
 from streamload.origins.endpoints import Endpoint
 from streamload.origins.protocol import OriginOptions, Session, Version
 from streamload.origins.retrying import RetryingOrigin
@@ -141,3 +141,62 @@ def test_what_another_attempt_cannot_mend_passes_at_once(error: Exception) -> No
     with pytest.raises(type(error)):
         list(origin.open().chunks())
     assert not stop.waits
+
+
+class Nameless:
+    """An origin whose answers say no version: each is some chunks, and whether the connection is cut after them."""
+
+    url = "nameless://a.tar"
+
+    def __init__(self, *answers: tuple[list[bytes], bool]) -> None:
+        self.answers = list(answers)
+
+    def open(self, start: int = 0, expected: Version | None = None) -> _Answer:
+        assert start == 0, "nothing proves which version the rest would be of"
+        return _Answer(*self.answers.pop(0))
+
+
+class _Answer:
+    def __init__(self, chunks: list[bytes], is_cut: bool) -> None:
+        self.version, self._chunks, self._is_cut = Version(None, None), chunks, is_cut
+
+    def chunks(self) -> Iterator[bytes]:
+        yield from self._chunks
+        if self._is_cut:
+            raise OriginCut("cut")
+
+    def close(self) -> None:
+        pass
+
+
+SHARD = b"".join(bytes([letter]) * 10 for letter in range(6))
+
+
+def in_chunks(data: bytes, size: int) -> list[bytes]:
+    return [data[start : start + size] for start in range(0, len(data), size)]
+
+
+def read_again(first: bytes, second: list[bytes]) -> bytes:
+    """What comes of a shard that is cut after some bytes and then read from its start."""
+    nameless = Nameless((in_chunks(first, 10), True), (second, False))
+    return b"".join(retrying(nameless)[0].open().chunks())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [1, 7, 10, 15, 30, 60])
+@pytest.mark.parametrize("cut", [10, 25, 30, 59, 60])
+def test_a_shard_that_is_read_again_is_compared_up_to_the_byte_that_it_was_cut_at(cut: int, size: int) -> None:
+    assert read_again(SHARD[:cut], in_chunks(SHARD, size)) == SHARD
+    for place in (0, cut - 1):
+        other = SHARD[:place] + b"!" + SHARD[place + 1 :]
+        with pytest.raises(DatasetChanged, match="gives other bytes than it did before"):
+            read_again(SHARD[:cut], in_chunks(other, size))
+    end = SHARD[:cut] + b"!" + SHARD[cut + 1 :]
+    assert read_again(SHARD[:cut], in_chunks(end, size)) == end  # nothing can tell
+
+
+@pytest.mark.parametrize("size", [1, 10, 15, 30])
+@pytest.mark.parametrize("end", [0, 9, 10, 20, 29])
+def test_a_shard_that_ends_before_the_byte_that_it_was_cut_at_is_another(end: int, size: int) -> None:
+    with pytest.raises(DatasetChanged, match=rf"ended at byte {end}, and 30 had been read"):
+        read_again(SHARD[:30], in_chunks(SHARD[:end], size))
+    assert read_again(SHARD[:30], in_chunks(SHARD[:30], size)) == SHARD[:30]
