@@ -7,6 +7,7 @@ import multiprocessing
 import multiprocessing.synchronize
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -146,6 +147,27 @@ def test_what_a_killed_filler_held_is_free_at_once(tmp_path: Path) -> None:
     (part.path / "names").write_bytes(b"")
     part.publish()
     assert not tier.parts(A)
+
+
+def test_a_start_keeps_what_a_killed_filler_left_unless_nothing_can_come_of_it(tmp_path: Path) -> None:
+    tier = tier_of(tmp_path)
+    with waiting(claim_and_wait, tier.root):
+        tier.sweep()
+        assert len(tier.parts(A)) == 1  # its filler lives
+    (left,) = tier.parts(A)
+    shutil.copytree(left, never_begun := left.with_name(left.name.replace(A, B)))
+    (never_begun / "index").unlink()
+    publish(tier, C, 100)
+    shutil.copytree(left, published := left.with_name(left.name.replace(A, C)))
+    tier.sweep()
+    assert left.exists()
+    assert not never_begun.exists()
+    assert not published.exists()
+    assert tier.published(C).exists()
+    part = tier.claim(A)
+    assert part is not None
+    assert part.orphan is not None
+    assert (part.orphan.path / "data").stat().st_size == 100
 
 
 def test_reservations_of_all_parts_count_before_a_byte_is_written(tmp_path: Path) -> None:

@@ -204,6 +204,34 @@ def test_the_cursor_after_a_batch_is_known_when_the_batch_is(window, lanes, batc
         assert np.array_equal(given_out[:, :shared], whole[:, cursor.position :][:, :shared])
 
 
+@pytest.mark.parametrize("window", [0, 300, 5_000])
+def test_a_cursor_of_a_late_pass_is_no_dearer_than_one_of_the_first(window):
+    """A resume reads no pass before that of its cursor: at most the one in which the window was filled."""
+    sizes, passes = [400] * 10, 6
+    options = OrderOptions(seed=1, groups=1, lanes=4, window=window)
+    order, arrivals = GroupOrder(options, len(sizes), 0, 0, passes=passes), Full(sizes)
+    begun = {}
+    while not order.finished:
+        pass_before = order.pass_
+        order.advance(arrivals)
+        cursor = order.mark_at(order.position)
+        first = order.position // sum(sizes)
+        begun[first] = cursor
+        assert cursor.pass_ >= min(pass_before, first) - 1 - window // sum(sizes)
+        assert cursor.skip <= window + 2 * 4096 + 4
+    assert set(begun) >= set(range(passes))
+    whole = None
+    for cursor in begun.values():
+        resumed = GroupOrder(options, len(sizes), 0, 0, through_json(cursor), passes=passes)
+        rest = [np.empty((3, 0), np.int64)]
+        while not resumed.finished:
+            rest.append(np.stack(resumed.advance(arrivals)))
+        given_out = np.concatenate(rest, axis=1)
+        assert given_out.shape[1] == passes * sum(sizes) - cursor.position
+        whole = given_out if whole is None else whole
+        assert np.array_equal(given_out, whole[:, whole.shape[1] - given_out.shape[1] :])
+
+
 @pytest.mark.parametrize("window", [150_000, 400_000, 1_000_000])
 def test_the_window_of_a_large_data_set_may_be_most_of_it(window):
     order, step = GroupOrder(OrderOptions(1, 1, 8, window), 60, 0, 1, passes=2), 0
