@@ -462,6 +462,50 @@ def test_what_is_no_state_is_refused(state: dict[str, Any], paths: list[Path], t
         assert keys(loader)
 
 
+def another(value: Any) -> Any:
+    """A value of the same form that differs in one place."""
+    if isinstance(value, bool) or value is None:
+        return not value
+    if isinstance(value, (int, float)):
+        return value + 1
+    if isinstance(value, str):
+        return value + "0"
+    if isinstance(value, list):
+        return [another(value[0]), *value[1:]] if value else [1]
+    first = next(iter(value))
+    return {**value, first: another(value[first])}
+
+
+def test_each_part_of_a_state_is_under_its_checksum(state: dict[str, Any]) -> None:
+    assert state_format.joined_state(state)["seed"] == state["seed"]
+    assert state_format.joined_state(json.loads(json.dumps(state))) == state_format.joined_state(state)
+    for name in state:
+        for altered in ({**state, name: another(state[name])}, without(state, name)):
+            with pytest.raises(streamload.errors.StateMismatch):
+                state_format.joined_state(altered)
+    with pytest.raises(streamload.errors.StateMismatch, match="altered or damaged"):
+        state_format.joined_state({**without(state, "checksum"), "position": state["position"] + 5})
+
+
+def test_states_of_ranks_are_joined_part_by_part(state: dict[str, Any]) -> None:
+    def joined(name: str, first: Any, second: Any, train: bool = True) -> Any:
+        states = [{**state, "train": train, name: value} for value in (first, second)]
+        return state_format.joined_state([checked(rank_state) for rank_state in states])[name]
+
+    counted = {state_format.BAD_SAMPLES: 3, state_format.BAD_SHARDS: 2, state_format.BAD_IN_PASS: 3}
+    for name in state.keys() - {"at", "checksum", "streamload_state", *counted}:
+        with pytest.raises(streamload.errors.StateMismatch, match=rf"they differ in {name}"):
+            joined(name, state[name], another(state[name]))
+    (group,) = state["at"].values()
+    assert joined("at", {"0": group}, {"1": group}) == {"0": group, "1": group}
+    # samples, bad ones, samples of lost shards: each rank saw its own bad ones, an evaluation's are one rank's
+    assert joined(state_format.BAD_IN_PASS, [70, 3, 8], [65, 4, 0]) == [70, 7, 8]
+    assert joined(state_format.BAD_IN_PASS, [65, 4, 0], [70, 3, 8]) == [70, 7, 8]
+    assert joined(state_format.BAD_IN_PASS, [70, 3, 8], [65, 4, 0], train=False) == [70, 3, 8]
+    assert joined(state_format.BAD_SAMPLES, [9, 2, 1], [8, 1, 1]) == [9, 2, 1]  # any rank's will do
+    assert joined(state_format.BAD_SHARDS, [9, 2], [8, 1]) == [9, 2]
+
+
 def test_a_state_that_is_loaded_ends_the_epoch_under_way(
     state: dict[str, Any], paths: list[Path], tmp_path: Path
 ) -> None:
