@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -231,6 +232,20 @@ def test_what_runs_on_the_node_need_next_comes_first(server: ShardServer, tier: 
         own = ListDemand(shards, PrefetchWindow(size_bytes=1), tier.root / "runs", trainer.path)
         assert own.look(lambda shard: 1.0) == [shards[0]]
     assert wanted.look(lambda shard: 1.0) == [shards[0]]
+
+
+def test_what_a_dead_run_wanted_is_nobodys_need(server: ShardServer, tier: Tier) -> None:
+    shards, runs = shards_of(server), tier.root / "runs"
+    if (child := os.fork()) == 0:
+        DemandFile(runs).announce([shards[3].digest])
+        os._exit(0)  # as if it was killed: its plan stays
+    os.waitpid(child, 0)
+    assert len(list(runs.iterdir())) == 1
+    wanted = ListDemand(shards, PrefetchWindow(size_bytes=1), runs)
+    assert wanted.look(lambda shard: 1.0) == [shards[0]]
+    with closing(DemandFile(runs)) as trainer:
+        trainer.announce([shards[2].digest])
+        assert wanted.look(lambda shard: 1.0) == [shards[2]]
 
 
 def test_a_window_of_bytes_holds_as_much(server: ShardServer) -> None:

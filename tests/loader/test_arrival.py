@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import time
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,33 @@ def test_batches_come_out_while_no_shard_is_complete(tmp_path: Path) -> None:
         assert len(keys) == sum(COUNTS) - dropped
         assert not collections.Counter(keys) - collections.Counter(whole)
         assert loader.stats().shards_complete == len(COUNTS)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_after_the_first_batches_later_shards_come_though_the_training_stands_still(
+    tmp_path: Path, workers: int
+) -> None:
+    write_shards(tmp_path / "data", COUNTS, seed=1)
+    with (
+        ShardServer(tmp_path / "data") as server,
+        streamload.make_loader(
+            brace(server, len(COUNTS)),
+            batch_size=4,
+            num_workers=workers,
+            shuffle=1,
+            order=Order(lanes=1),
+            workers=streamload.Workers(prefetch_factor=1),
+            cache_dir=tmp_path / "cache",
+            cache_size="1TB",
+        ) as loader,
+    ):
+        batches = iter(loader)
+        for _ in range(2):  # without workers the second one is where more are wanted
+            next(batches)
+        deadline = time.monotonic() + 60
+        while len(asked := {request.path for request in server.log}) < len(COUNTS):
+            assert time.monotonic() < deadline, f"only {sorted(asked)} were asked for"
+            time.sleep(0.05)
 
 
 def all_within(path: Path, key: str, members: dict[str, bytes], share: float) -> bool:
