@@ -209,6 +209,18 @@ def test_what_was_not_read_for_longest_goes_first(tmp_path, monkeypatch):
         assert key(4) not in store.read([key(4)])
 
 
+def test_what_was_just_stored_stays_longer_than_what_was_read_long_ago(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "_FULL_ENOUGH", 0.0)
+    with opened(tmp_path / "rows", 1000 * KIB) as store:
+        store.write([row(at, 3000) for at in range(100)], "it")
+        assert len(store.read([key(at) for at in range(100)])) == 100
+        for start in range(100, 600, 20):
+            store.write([row(at, 3000) for at in range(start, start + 20)], "it")
+        assert store.counts.evicted > 200
+        assert not store.read([key(at) for at in range(100)])
+        assert len(store.read([key(at) for at in range(560, 600)])) == 40
+
+
 def test_rows_that_are_stored_again_replace_those_of_before_among_new_ones(tmp_path):
     with opened(tmp_path / "rows") as store:
         store.write([row(at) for at in range(0, 900, 3)], "first")

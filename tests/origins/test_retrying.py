@@ -8,7 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from streamload.errors import DatasetChanged, OriginCut, OriginError, OriginNotFound, OriginUnavailable, ShardFormatError
+from streamload.errors import (
+    DatasetChanged,
+    OriginCut,
+    OriginError,
+    OriginNotFound,
+    OriginUnavailable,
+    ShardFormatError,
+)
 from streamload.origins.endpoints import Endpoint
 from streamload.origins.protocol import OriginOptions, Session, Version
 from streamload.origins.retrying import RetryingOrigin
@@ -184,7 +191,9 @@ def read_again(first: bytes, second: list[bytes]) -> bytes:
 
 @pytest.mark.parametrize("size", [1, 7, 10, 15, 30, 60])
 @pytest.mark.parametrize("cut", [10, 25, 30, 59, 60])
-def test_a_shard_that_is_read_again_is_compared_up_to_the_byte_that_it_was_cut_at(cut: int, size: int) -> None:
+def test_a_shard_that_is_read_again_is_compared_up_to_the_byte_that_it_was_cut_at(
+    cut: int, size: int
+) -> None:
     assert read_again(SHARD[:cut], in_chunks(SHARD, size)) == SHARD
     for place in (0, cut - 1):
         other = SHARD[:place] + b"!" + SHARD[place + 1 :]
