@@ -498,7 +498,7 @@ def test_states_of_ranks_are_joined_part_by_part(state: dict[str, Any]) -> None:
             joined(name, state[name], another(state[name]))
     (group,) = state["at"].values()
     assert joined("at", {"0": group}, {"1": group}) == {"0": group, "1": group}
-    # samples, bad ones, samples of lost shards: each rank saw its own bad ones, an evaluation's are one rank's
+    # samples, bad ones, samples of lost shards: each rank saw bad ones of its own, in an evaluation the same
     assert joined(state_format.BAD_IN_PASS, [70, 3, 8], [65, 4, 0]) == [70, 7, 8]
     assert joined(state_format.BAD_IN_PASS, [65, 4, 0], [70, 3, 8]) == [70, 7, 8]
     assert joined(state_format.BAD_IN_PASS, [70, 3, 8], [65, 4, 0], train=False) == [70, 3, 8]

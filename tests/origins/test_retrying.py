@@ -151,7 +151,7 @@ def test_what_another_attempt_cannot_mend_passes_at_once(error: Exception) -> No
 
 
 class Nameless:
-    """An origin whose answers say no version: each is some chunks, and whether the connection is cut after them."""
+    """An origin whose answers say no version: each is some chunks, and whether it is cut after them."""
 
     url = "nameless://a.tar"
 
