@@ -133,6 +133,10 @@ def test_the_first_of_several_extended_headers_names_the_member_as_in_tarfile():
     for first, second in itertools.permutations([first_long, other, x], 2):
         data = first + second + header(size=octal(3)) + padded(b"abc") + END
         assert [tuple(member) for member in parse(data)[0]] == oracle(data)[0] != []
+    sizes = [pax((b"size", size)) for size in (b"3", b"512", b"600")]
+    for first, second in itertools.permutations(sizes, 2):
+        data = first + second + header(size=octal(3)) + padded(b"abc" + bytes(600)) + END
+        assert [tuple(member) for member in parse(data)[0]] == oracle(data)[0] != []
 
 
 def test_signed_header_checksums_are_accepted():
@@ -140,6 +144,18 @@ def test_signed_header_checksums_are_accepted():
     signed = sum(struct.unpack("148b8x356b", block)) + 256
     data = block[:148] + b"%06o\0 " % signed + block[156:] + END
     assert [tuple(member) for member in parse(data)[0]] == oracle(data)[0] != []
+
+
+@pytest.mark.parametrize("name", [b"sample0001.jpg", b"\xe9t\xe9.jpg"])
+def test_each_bit_that_is_flipped_in_a_header_is_noticed(name):
+    whole = header(name, octal(700)) + padded(bytes(700)) + END
+    assert parse(whole)[0]
+    for place in itertools.chain(range(148), range(156, 512)):  # a checksum can be written in several ways
+        for bit in range(8):
+            flipped = bytearray(whole)
+            flipped[place] ^= 1 << bit
+            with pytest.raises(ShardError, match="a header has a wrong checksum|not a tar|looks like"):
+                parse(bytes(flipped))
 
 
 def test_members_that_are_not_regular_files_are_passed_over_but_for_links():
