@@ -154,7 +154,7 @@ def test_each_bit_that_is_flipped_in_a_header_is_noticed(name):
         for bit in range(8):
             flipped = bytearray(whole)
             flipped[place] ^= 1 << bit
-            with pytest.raises(ShardError, match="a header has a wrong checksum|not a tar|looks like"):
+            with pytest.raises(ShardError, match=r"a header has a wrong checksum|not a tar|looks like"):
                 parse(bytes(flipped))
 
 
