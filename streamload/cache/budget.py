@@ -218,14 +218,8 @@ class Budget:
         Raises:
             CacheFull: it would not even fit into the empty tier.
         """
-        taken_bytes = part_bytes(size_bytes)
         self.limit.follow()
-        if taken_bytes > self._for_shards_bytes():
-            raise CacheFull(
-                f"a shard needs {taken_bytes:,} bytes in the cache, whose limit is "
-                f"{self.limit.size_bytes:,}: raise cache_size (STREAMLOAD_CACHE_SIZE)"
-            )
-        return self._reserve(part, Reservation(taken_bytes, grows), next_use)
+        return self._reserve(part, Reservation(part_bytes(size_bytes), grows), next_use)
 
     def reserve_beside(self, size_bytes: int) -> bool:
         """Reserve space for more of a file in the directory of an open shard: never given back, but counted.
@@ -395,10 +389,15 @@ class Budget:
             most_used = 0
             if usage.at_most_bytes is not None:
                 most_used = usage.at_most_bytes + max(0, size_bytes - (granted_bytes(part) if part else 0))
-                parts = sum(1 for _ in self._directory.own("parts"))
+                parts = self._directory.count_of("parts")
                 if most_used + parts * size_bytes <= self._least_allowed_bytes():
                     self._grant(usage, most_used, part, reservation)  # whatever the parts will still take
                     return _Decision.GRANT, []
+            if part is not None and size_bytes > self._for_shards_bytes():
+                raise CacheFull(
+                    f"a shard needs {size_bytes:,} bytes in the cache, whose limit is "
+                    f"{self.limit.size_bytes:,}: raise cache_size (STREAMLOAD_CACHE_SIZE)"
+                )
             unsized = self._claims.unsized(part)
             if usage.at_most_bytes is not None:
                 claimed = lacking_bytes(unsized, size_bytes)
@@ -504,7 +503,7 @@ class Budget:
         """The limit less what is beside shards: `tier.json`, its replacement, the lock, `runs/`, `rows/`."""
         root = self._directory.root
         rows = reserved_for_rows(root) if rows is None else rows
-        beside = 3 * BLOCK_BYTES + bytes_below(root / "runs") + rows
+        beside = 3 * BLOCK_BYTES + bytes_below(f"{root}/runs") + rows
         return max(0, self.limit.size_bytes - beside)
 
     def _noted_bytes(self) -> int | None:

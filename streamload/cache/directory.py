@@ -71,7 +71,8 @@ class Directory:
     def __init__(self, root: Path | str, counts: Counts):
         self.root = Path(root).expanduser().absolute()
         self.counts = counts
-        self._kinds = {kind: self.root / kind for kind in KINDS}
+        self._kinds = {kind: str(self.root / kind) for kind in KINDS}
+        self._lock = f"{self.root}/lock"
         self._turn = threading.Lock()
         self._measured: dict[str, tuple[tuple[int, int], HeldShard]] = {}
         self.is_scanned = False
@@ -79,23 +80,27 @@ class Directory:
 
     def published(self, digest: str) -> Path:
         """The path of a published shard."""
-        return self._kinds["shards"] / digest
+        return Path(self._kinds["shards"], digest)
+
+    def has(self, kind: str, digest: str) -> bool:
+        """True if a shard is in one of the subdirectories; quicker than by its path."""
+        return os.path.exists(f"{self._kinds[kind]}/{digest}")  # noqa: PTH110  (four for each shard)
 
     def has_whole(self, shard: Shard) -> bool:
         """True if a shard is published here, as its origin has it or in the form prepared for the run."""
-        return any(self.published(digest).exists() for digest in shard.digests)
+        return any(self.has("shards", digest) for digest in shard.digests)
 
     def index_only(self, digest: str) -> Path:
         """The path of an index-only copy."""
-        return self._kinds["bare"] / digest
+        return Path(self._kinds["bare"], digest)
 
     def tombstone(self, digest: str) -> Path:
         """The path of the tombstone of a shard."""
-        return self._kinds["gone"] / digest
+        return Path(self._kinds["gone"], digest)
 
     def parts(self, digest: str) -> list[Path]:
         """The parts of a shard, live or orphaned."""
-        return opening(lambda: sorted(path for path in self.own("parts") if path.name.startswith(digest)))
+        return opening(lambda: sorted(Path(entry.path) for entry in self._own("parts", digest)))
 
     @contextlib.contextmanager
     def deciding(self) -> Iterator[Usage]:
@@ -109,7 +114,7 @@ class Directory:
         """
         has_turn = self._turn.acquire(timeout=PATIENCE_SECONDS)
         try:
-            with exclusive(self.root / "lock") as usage:
+            with exclusive(self._lock) as usage:
                 yield usage
         finally:
             if has_turn:
@@ -118,6 +123,10 @@ class Directory:
     def own(self, kind: str) -> Iterator[Path]:
         """The directories that the tier made in one of its subdirectories, recognised by their names."""
         return (Path(entry.path) for entry in self._own(kind))
+
+    def count_of(self, kind: str) -> int:
+        """The number of directories that the tier made in one of its subdirectories."""
+        return sum(1 for _ in self._own(kind))
 
     def shards(self) -> Iterator[HeldShard]:
         """All that takes space: parts, published shards, index-only copies and tombstones.
@@ -190,10 +199,11 @@ class Directory:
         self.counts.add("checksum_failures", 1)
         return self.trash(path)
 
-    def _own(self, kind: str) -> Iterator[os.DirEntry[str]]:
+    def _own(self, kind: str, start: str = "") -> Iterator[os.DirEntry[str]]:
         with os.scandir(self._kinds[kind]) as entries:
             for entry in entries:
-                if KINDS[kind].fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                is_named = entry.name.startswith(start) and KINDS[kind].fullmatch(entry.name)
+                if is_named and entry.is_dir(follow_symlinks=False):
                     yield entry
 
     def _held(self, kind: str, entry: os.DirEntry[str]) -> HeldShard:
@@ -249,7 +259,7 @@ class Limit:
     def follow(self) -> None:
         """Adopt the limit that another process may have set."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            self.size_bytes = int(json.loads(self._record.read_text())["limit_bytes"])
+            self.size_bytes = int(json.loads(_text_of(self._record))["limit_bytes"])
 
     def _recorded(self) -> int | None:
         try:
@@ -358,7 +368,7 @@ def inode_of(path: Path) -> tuple[int, int] | None:
     return None
 
 
-def bytes_below(path: Path) -> int:
+def bytes_below(path: str | Path) -> int:
     """The disk space of a directory of files, at least a block for each."""
     total = 0
     with contextlib.suppress(FileNotFoundError, PermissionError), os.scandir(path) as entries:
@@ -380,16 +390,35 @@ class Reservation(NamedTuple):
 
 
 def write_reservation(part: Path, reservation: Reservation) -> None:
-    """Record the reservation of a part: a number, with a plus sign if it grows."""
-    write_whole(part / "reserved", ("+" if reservation.grows else "") + str(reservation.size_bytes))
+    """Record the reservation of a part: a number, with a plus sign if it grows.
+
+    The first one is written in place: after a kill within it the part has none, or too low a one, and no filler.
+    """
+    text = ("+" if reservation.grows else "") + str(reservation.size_bytes)
+    try:
+        file = Descriptor.open(f"{part}/reserved", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    except FileExistsError:
+        write_whole(part / "reserved", text)
+    else:
+        with file:
+            write_at(file, text.encode(), 0)
 
 
 def reservation_of(part: Path) -> Reservation | None:
     """The reservation of a part; None: it is a new claim, or gone."""
     with contextlib.suppress(FileNotFoundError, ValueError):
-        text = (part / "reserved").read_text()
+        text = _text_of(f"{part}/reserved")
         return Reservation(int(text), text.startswith("+"))
     return None
+
+
+def _text_of(path: str | Path) -> str:
+    """The text of a small file, read at once: a file object would cost as much as the decision."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(descriptor, BLOCK_BYTES).decode()
+    finally:
+        os.close(descriptor)
 
 
 def granted_bytes(part: Path) -> int:
@@ -407,10 +436,10 @@ def _part_bytes(path: Path) -> int:
 def rows_bytes(root: Path) -> int:
     """Bytes that the rows of modules take in a tier's directory: the files of all of their databases."""
     total = 0
-    with contextlib.suppress(OSError), os.scandir(root / "rows") as homes:
+    with contextlib.suppress(OSError), os.scandir(f"{root}/rows") as homes:
         for home in homes:
             if home.is_dir(follow_symlinks=False):
-                total += bytes_below(Path(home.path))
+                total += bytes_below(home.path)
     return total
 
 
@@ -418,7 +447,7 @@ def reserved_for_rows(root: Path) -> int:
     """The room of rows in a tier's directory: what is reserved, or what they take if that is more."""
     reserved = 0
     with contextlib.suppress(OSError, ValueError):
-        reserved = int((root / "rows" / "reserved").read_text())
+        reserved = int(_text_of(f"{root}/rows/reserved"))
     return max(reserved, rows_bytes(root))
 
 

@@ -46,7 +46,7 @@ class FileLock:
 
     @classmethod
     def acquire(
-        cls, path: Path, *, shared: bool = False, create: bool = False, wait: bool = False
+        cls, path: str | Path, *, shared: bool = False, create: bool = False, wait: bool = False
     ) -> FileLock | None:
         """Lock `path`; None if another process has it locked, or if there is no such file.
 
@@ -185,7 +185,7 @@ def usage_of(file: Descriptor) -> int | None:
 
 
 @contextlib.contextmanager
-def exclusive(path: Path) -> Iterator[Usage]:
+def exclusive(path: str | Path) -> Iterator[Usage]:
     """Wait for the lock on `path` and hold it for the block: for decisions, never for transfers.
 
     The holder writes a stamp into the file, so that waiting processes see that the lock changes hands.
@@ -198,7 +198,7 @@ def exclusive(path: Path) -> Iterator[Usage]:
         yield Usage(file)
 
 
-def _wait_for(descriptor: int, path: Path) -> None:
+def _wait_for(descriptor: int, path: str | Path) -> None:
     stamp, since = b"", time.monotonic()
     while True:
         try:

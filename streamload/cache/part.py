@@ -107,9 +107,8 @@ class Part:
     def publish(self) -> None:
         """Publish the complete part, by one rename."""
         self._move("shards")
-        bare = self.tier.index_only(self.digest)
-        if bare.exists():
-            self.tier.trash(bare)
+        if self.tier.has("bare", self.digest):
+            self.tier.trash(self.tier.index_only(self.digest))
 
     def publish_index_only(self) -> None:
         """Publish a complete index without data."""

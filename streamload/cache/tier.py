@@ -110,7 +110,9 @@ class Tier(Directory):
         """
         with self.deciding() as usage:
             parts = self.parts(digest)  # listed first: if one is published meanwhile, that is seen below
-            if self.published(digest).exists() or self._stands(self.tombstone(digest)):
+            if self.has("shards", digest):
+                return None
+            if self.has("gone", digest) and self._stands(self.tombstone(digest)):
                 return None
             orphans = self._orphans(parts, stopped)
             if orphans is None:
@@ -122,9 +124,9 @@ class Tier(Directory):
                         other.remove(self)
                 if usage.at_most_bytes is not None:
                     usage.note(usage.at_most_bytes + BLOCK_BYTES)
-                path = self.root / "parts" / f"{digest}.{secrets.token_hex(4)}"
+                path = Path(self._kinds["parts"], f"{digest}.{secrets.token_hex(4)}")
                 path.mkdir(mode=0o700)
-                alive = FileLock.acquire(path / "index", create=True, wait=True)
+                alive = FileLock.acquire(f"{path}/index", create=True, wait=True)
                 if alive is None:
                     raise CacheError(f"{path} was taken by another process while it was made")
             except BaseException:  # a full disk, for example: leave the orphan to the next process

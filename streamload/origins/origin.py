@@ -12,6 +12,7 @@ from typing import Any
 from streamload.origins.access import granted
 from streamload.origins.endpoints import Abilities, Endpoint, abilities
 from streamload.origins.protocol import (
+    KeptConnections,
     Named,
     Origin,
     OriginOptions,
@@ -36,6 +37,7 @@ from streamload.urls import (
 )
 
 __all__ = [
+    "KeptConnections",
     "Origin",
     "OriginOptions",
     "Stream",
@@ -62,6 +64,7 @@ def open_origin(
     counters: TransferCounts | None = None,
     stop: threading.Event | None = None,
     named: Named | None = None,
+    kept: KeptConnections | None = None,
 ) -> Origin:
     """Return the origin of a shard. Sends no request before its open().
 
@@ -73,12 +76,13 @@ def open_origin(
         counters: count "origin_requests", "origin_bytes" and "origin_retries".
         stop: once set, every wait ends within about 0.1 s with OriginStopped.
         named: for a URL listed by a plan, the origins that the user named; None: the user listed it.
+        kept: connections that are used for further shards; the caller closes them.
 
     Raises:
         OriginDenied: it may get no credentials, and can't be read without.
     """
     secrets = secrets_of(url, storage_options)
-    session = Session(options or OriginOptions(), counters, stop or threading.Event(), named, secrets)
+    session = Session(options or OriginOptions(), counters, stop or threading.Event(), named, secrets, kept)
     with scrubbed_errors(lambda: secrets):
         reopen = functools.partial(_plain_origin, url, granted(url, storage_options, named))
         origin = reopen(session)

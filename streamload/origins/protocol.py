@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 from streamload.errors import (
@@ -31,6 +31,9 @@ from streamload.errors import (
 )
 from streamload.urls import origin_of, redact
 from streamload.urls.identity import DEFAULT_PORTS
+
+if TYPE_CHECKING:
+    from streamload.origins.sockets import Pools
 
 ENDED = {
     "ExpiredToken": "the token has expired",
@@ -261,6 +264,18 @@ class Named:
         return Named(self.origins | {origin_of(url)})
 
 
+class KeptConnections:
+    """Connections that outlive a shard: each thread that fills has its own for the next one. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.by_thread: dict[int, Pools] = {}
+
+    def close(self) -> None:
+        """Close the connections, once no thread uses them. Idempotent."""
+        while self.by_thread:
+            self.by_thread.popitem()[1].close()
+
+
 @dataclass(frozen=True, slots=True)
 class Session:
     """Session of the origins of a loader.
@@ -272,6 +287,7 @@ class Session:
         named: see `Named`.
         secrets: of the URL and its storage options, and credentials that were found; no message may contain
             them.
+        kept: connections for further shards; None: each shard has its own.
     """
 
     options: OriginOptions = field(default_factory=OriginOptions)
@@ -279,6 +295,7 @@ class Session:
     stop: threading.Event = field(default_factory=threading.Event)
     named: Named | None = None
     secrets: list[str] = field(default_factory=list, repr=False)
+    kept: KeptConnections | None = None
 
     def count(self, name: str, n: int = 1) -> None:
         """Add to a counter, if counters were given."""

@@ -43,6 +43,8 @@ from streamload.urls import redact
 from streamload.urls.identity import DEFAULT_PORTS
 
 WAKE_SECONDS = 0.1
+_KEPT_SECONDS = 5.0
+"""The longest time that a connection is idle before another shard is asked for over it."""
 _INFORMATIONAL = 100
 """Answers before the final one, at most."""
 _HEAD_BYTES = 300 << 10
@@ -167,6 +169,24 @@ def receive(response: urllib3.BaseHTTPResponse, most_bytes: int, session: Sessio
         return response.read1(most_bytes, decode_content=False) or b""
 
 
+def pools_for(session: Session) -> Pools:
+    """Return the connections for a shard: those that this thread has kept, or new ones.
+
+    Kept ones that were idle for long are closed first: what is between the hosts may have dropped them silently.
+    """
+    if session.kept is None:
+        return Pools(session)
+    thread, by_thread = threading.get_ident(), session.kept.by_thread
+    pools = by_thread.get(thread)
+    if pools is not None and time.monotonic() - pools.ended_at > _KEPT_SECONDS:
+        pools.close()
+    if pools is None or not pools.serve(session):
+        if pools is not None:
+            pools.close()
+        pools = by_thread[thread] = Pools(session)
+    return pools
+
+
 class Pools:
     """Keep-alive connections, through the proxies of the environment. Thread-safe.
 
@@ -175,9 +195,10 @@ class Pools:
     """
 
     def __init__(self, session: Session, connections: int = 1) -> None:
-        self._session = session
+        self.session = session
         self._connections = connections
         self._timeout = urllib3.Timeout(connect=session.options.connect_seconds, read=WAKE_SECONDS)
+        self.ended_at = math.inf
         self._lock = threading.Lock()  # guards _managers
         self._managers: dict[tuple[str | None, str], urllib3.PoolManager] = {}
 
@@ -193,7 +214,7 @@ class Pools:
         if proxy is not None:
             parts = urlsplit(url)
             port = parts.port or DEFAULT_PORTS.get(parts.scheme.lower())
-            refuse_behind_proxy(parts.hostname or "", port, self._session.named)
+            refuse_behind_proxy(parts.hostname or "", port, self.session.named)
         with self._lock:
             pools = self._managers.get((proxy, authorities))
             if pools is None:
@@ -201,6 +222,18 @@ class Pools:
         facts: dict[str, Any] = {"preload_content": False, "redirect": False, "retries": False}
         with unlogged():
             return pools.request("GET", url, headers=headers, timeout=self._timeout, **facts)
+
+    def serve(self, session: Session) -> bool:
+        """True if the connections of this session may be used for another one."""
+        mine = self.session
+        has_same_reach = mine.named is session.named and mine.options is session.options
+        return has_same_reach and mine.stop is session.stop
+
+    def end(self) -> None:
+        """A shard has come: close the idle connections, unless they are kept for the next one."""
+        if self.session.kept is None:
+            self.close()
+        self.ended_at = time.monotonic()
 
     def close(self) -> None:
         """Close idle connections. Further requests are allowed."""
@@ -225,7 +258,7 @@ class Pools:
                 facts["proxy_ssl_context"] = _tls_context("")
             pools = urllib3.ProxyManager(place._replace(auth=None).url, **facts)
         # A proxy comes from the environment, so it may have any address.
-        session = self._session if proxy is None else dataclasses.replace(self._session, named=None)
+        session = self.session if proxy is None else dataclasses.replace(self.session, named=None)
         plain = type("_Plain", (_Connecting, HTTPConnection), {"session": session})
         secure = type("_Secure", (_Connecting, HTTPSConnection), {"session": session})
         pools.pool_classes_by_scheme = {

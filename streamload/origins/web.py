@@ -22,7 +22,7 @@ from streamload import limits
 from streamload.errors import OriginCut, OriginError, OriginStopped, OriginUnavailable
 from streamload.origins.endpoints import abilities
 from streamload.origins.protocol import Origin, OriginOptions, ReadSize, Unproven, Version, no_crawl
-from streamload.origins.sockets import WAKE_SECONDS, Pools, receive, waited_seconds
+from streamload.origins.sockets import WAKE_SECONDS, Pools, pools_for, receive, waited_seconds
 from streamload.origins.web_client import HttpClient, NoRanges, RangeIgnored, WebAnswer
 
 _QUICK_SECONDS = 1.0
@@ -42,7 +42,7 @@ class HttpOrigin(Origin):
 
     def open(self, start: int = 0, expected: Version | None = None) -> HttpStream:
         """Send the request and check the head of the answer; the stream's chunks() read the body."""
-        pools = Pools(self._session)
+        pools = pools_for(self._session)
         try:
             answer = self._first_answer(pools, start, expected)
             return HttpStream(self._client, pools, self._client.continued(answer))
@@ -122,7 +122,7 @@ class HttpStream:
             self._parallel.close()
         if self._answer.response is not None:
             self._answer.response.close()
-        self._pools.close()
+        self._pools.end()
 
     def _body(self, response: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
         size = ReadSize(self._session.options.chunk_bytes)

@@ -358,15 +358,17 @@ class Prefetcher:
         if self._freshness is not None and self._freshness.has_to_ask(shard, self._fallback.tiers):
             is_settled = self._freshness.check(shard, self._stop, self._fallback.tiers)
             return 0.0 if is_settled else _ELSEWHERE_SECONDS
-        if self._has_whole(mode, shard) or (mode.index_only and tier.index_only(shard.digest).exists()):
+        if self._has_whole(mode, shard) or (mode.index_only and tier.has("bare", shard.digest)):
             self._fallback.accept(shard)
             self._sink(FillResult(shard, Filled.PUBLISHED))
             return self._scheduler.held_seconds()
         form = self._form(mode, shard)
-        part = tier.claim(form.digest, self._heartbeat.stopped(tier, form.digest))
+        part = tier.claim(form.digest)
+        if part is None and (stopped := self._heartbeat.stopped(tier, form.digest)):
+            part = tier.claim(form.digest, stopped)
         if part is None:
             self._fallback.accept(shard)
-            if tier.tombstone(shard.digest).exists():
+            if tier.has("gone", shard.digest):
                 self._sink(FillResult(shard, Filled.GAVE_UP))
             return _ELSEWHERE_SECONDS
         with contextlib.ExitStack() as opened:
@@ -430,7 +432,7 @@ class Prefetcher:
     def _form(self, mode: StorageMode, shard: Shard) -> Shard:
         """The form to fill: the prepared shard where there is one, else the shard itself."""
         form = shard.prepared
-        if form is None or mode.index_only or mode.tier.tombstone(form.digest).exists():
+        if form is None or mode.index_only or mode.tier.has("gone", form.digest):
             return shard
         is_made = self._options.prepares and form.digest not in self._unprepared
         return form if is_made or self._has_prepared(form) else shard
@@ -438,7 +440,7 @@ class Prefetcher:
     def _has_whole(self, mode: StorageMode, shard: Shard) -> bool:
         """True if nothing is left to fill. Of a local file that is to be prepared an index isn't enough."""
         form = self._form(mode, shard) if shard.local is not None and self._options.prepares else shard
-        return mode.tier.has_whole(shard) if form is shard else mode.tier.published(form.digest).exists()
+        return mode.tier.has_whole(shard) if form is shard else mode.tier.has("shards", form.digest)
 
     def _origin(self, mode: StorageMode, shard: Shard, form: Shard, opened: contextlib.ExitStack) -> Origin:
         origin = self._open_origin(form, self._stop)

@@ -258,7 +258,8 @@ class FillScheduler:
                     return shard, True, latest
                 shard = request.shard
                 continue
-            self._due_at = min(self._due_at, due)
+            if due < self._due_at:
+                self._due_at = due
             if not request.is_needed and digest in self._refused:
                 break  # later ones won't find room either
         self._next_place = len(self._order)

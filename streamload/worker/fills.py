@@ -15,7 +15,7 @@ from streamload.cache.freshness import Freshness, asker
 from streamload.cache.shard import Shard, shard_of
 from streamload.cache.tier import Tier
 from streamload.metrics import Counters
-from streamload.origins.origin import Origin, Version, open_origin
+from streamload.origins.origin import KeptConnections, Origin, Version, open_origin
 from streamload.prefetch.fallback import FallbackTier
 from streamload.prefetch.idle import IdlePreparer
 from streamload.prefetch.prefetcher import FillResult, Prefetcher, PrefetchOptions
@@ -64,6 +64,7 @@ class Fills:
         self._counts = counts
         self._spans = spans
         self._closing = threading.Event()
+        self._connections = KeptConnections()
         self.tier = _open_tier(config, counts)
         self.fallback_tier = FallbackTier(config.tier.root, counts)
         ask = None if config.tier.revalidate == "never" else asker(config.origin, counts)
@@ -173,6 +174,7 @@ class Fills:
         self.prefetcher.close()
         if self._ranges is not None:
             self._ranges.close()
+        self._connections.close()
 
     def close(self) -> None:
         """Release the tier, once `stop` was called and no reader uses it. Idempotent."""
@@ -189,7 +191,8 @@ class Fills:
     def _open_origin(self, shard: Shard, stop: threading.Event) -> Origin:
         """The origin of a shard, behind the shared cache."""
         config, backing = self._config, self.backing
-        origin = open_origin(shard.url, shard.storage_options, config.origin, self._counts, stop)
+        kept = self._connections
+        origin = open_origin(shard.url, shard.storage_options, config.origin, self._counts, stop, kept=kept)
         preparation = config.assembly.preparation
         if shard.recipe and preparation is not None:  # what the shared cache lacks is prepared here
             if backing is not None:
