@@ -392,7 +392,7 @@ class Reservation(NamedTuple):
 def write_reservation(part: Path, reservation: Reservation) -> None:
     """Record the reservation of a part: a number, with a plus sign if it grows.
 
-    The first one is written in place: after a kill within it the part has none, or too low a one, and no filler.
+    The first one is written in place: a kill within it leaves a part without a filler, which needs none.
     """
     text = ("+" if reservation.grows else "") + str(reservation.size_bytes)
     try:

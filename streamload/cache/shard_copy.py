@@ -187,7 +187,7 @@ class ShardCopy:
             FileNotFoundError: there is none, or one of its files is missing (yet).
             CacheCorrupt: its index has no header (yet), or a damaged one, or its local file can't be opened.
         """
-        pin = FileLock.acquire(path / "names", shared=True)
+        pin = FileLock.acquire(f"{path}/names", shared=True)
         if pin is None:
             if (path / "names").exists():
                 return None
@@ -203,7 +203,7 @@ class ShardCopy:
         local = self._local
         try:
             if local is None:
-                return open_file(directory / "data")
+                return open_file(f"{directory}/data")
             file = Descriptor.open(local, os.O_RDONLY | os.O_NONBLOCK)
             if stat.S_ISREG(os.fstat(file.number).st_mode):
                 return file

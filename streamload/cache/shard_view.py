@@ -472,7 +472,7 @@ class ShardView:
             published = map(tier.published, digests)
             parts = (part for name in digests for part in tier.parts(name))  # listed if nothing else is there
             paths = itertools.chain(published, [tier.index_only(digest)], paths, parts)
-        return (path for path in paths if path not in self._avoided)
+        return (path for path in paths if path not in self._avoided) if self._avoided else iter(paths)
 
     def _may_open(self) -> bool:
         """True if copies may be opened: their version is known to be current, or reading has begun."""
@@ -482,6 +482,8 @@ class ShardView:
         """The copy at `path`; None if there is none yet. An unusable one is removed."""
         is_complete = path.parent.name in _COMPLETE
         before = inode_of(path) if is_complete else None
+        if is_complete and before is None:
+            return None
         prepared = self.shard.prepared
         shard = prepared if prepared is not None and path.name.startswith(prepared.digest) else self.shard
         try:

@@ -12,6 +12,7 @@ again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -103,8 +104,9 @@ def abilities(url: str) -> Abilities:
 
 def learn_ranges(url: str, has_ranges: bool) -> None:
     """Note how a request for a range was answered."""
-    refusals = 0 if has_ranges else abilities(url).refusals
-    _abilities[_server(url)] = replace(abilities(url), ranges=has_ranges, refusals=refusals)
+    before = abilities(url)
+    refusals = 0 if has_ranges else before.refusals
+    _abilities[_server(url)] = replace(before, ranges=has_ranges, refusals=refusals)
 
 
 def learn_refusal(url: str) -> None:
@@ -253,6 +255,7 @@ class Endpoint:
         _notify()
 
 
+@functools.lru_cache(maxsize=256)
 def _server(url: str) -> str:
     return endpoint(redact(url))
 

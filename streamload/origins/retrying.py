@@ -41,6 +41,8 @@ _FIRST_ANSWERS_SECONDS = 1.0
 """Time that a shard whose credentials have ended waits for others to be served: then it is denied alone."""
 _SHORTAGE_SECONDS = 0.1
 """Between two attempts while a limit of this process is reached."""
+_rng = random.SystemRandom()
+"""Draws in the jitter of all origins: it has no state to make for each, nor one that forks would share."""
 _UNEXPECTED = (ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, TypeError, ValueError)
 
 
@@ -62,7 +64,7 @@ class RetryingOrigin(Origin):
         self.url = origin.url
         self._origin = origin
         self._session = session
-        self._rng = rng or random.Random()
+        self._rng = rng or _rng
         self._endpoint = endpoint
 
     def __repr__(self) -> str:

@@ -172,7 +172,7 @@ def receive(response: urllib3.BaseHTTPResponse, most_bytes: int, session: Sessio
 def pools_for(session: Session) -> Pools:
     """Return the connections for a shard: those that this thread has kept, or new ones.
 
-    Kept ones that were idle for long are closed first: what is between the hosts may have dropped them silently.
+    Kept ones that were idle for long are closed first: a router may have dropped them silently.
     """
     if session.kept is None:
         return Pools(session)
@@ -201,6 +201,7 @@ class Pools:
         self.ended_at = math.inf
         self._lock = threading.Lock()  # guards _managers
         self._managers: dict[tuple[str | None, str], urllib3.PoolManager] = {}
+        self._proxies: dict[str, str | None] = {}
 
     def request(
         self, url: str, headers: Mapping[str, str], authorities: str = ""
@@ -210,7 +211,10 @@ class Pools:
         Args:
             authorities: a file of certificates to trust instead of the default ones.
         """
-        proxy = _proxy_for(url)
+        host = "/".join(url.split("/", 3)[:3])
+        if host not in self._proxies:  # all of the environment is read for it
+            self._proxies[host] = _proxy_for(url)
+        proxy = self._proxies[host]
         if proxy is not None:
             parts = urlsplit(url)
             port = parts.port or DEFAULT_PORTS.get(parts.scheme.lower())
@@ -239,6 +243,7 @@ class Pools:
         """Close idle connections. Further requests are allowed."""
         with self._lock:
             managers = list(self._managers.values())
+        self._proxies.clear()
         for manager in managers:
             for key in manager.pools.keys():  # noqa: SIM118  (not iterable)
                 pool = manager.pools.get(key)

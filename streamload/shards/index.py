@@ -85,8 +85,8 @@ class IndexReader:
         self._names_bytes = 0
         self._path = Path(directory)
         with contextlib.ExitStack() as unless_read:
-            self._index = unless_read.enter_context(open_file(self._path / "index"))
-            self._names = names or unless_read.enter_context(open_file(self._path / "names"))
+            self._index = unless_read.enter_context(open_file(f"{self._path}/index"))
+            self._names = names or unless_read.enter_context(open_file(f"{self._path}/names"))
             self.meta, self._header_bytes = self._read_header()
             self.refresh()
             unless_read.pop_all()
@@ -309,9 +309,10 @@ class IndexWriter:
         self._records = xxh3_64()
         self._names_bytes = 0
         self._is_finished = False
+        place = os.fspath(directory)
         with contextlib.ExitStack() as unless_begun:
-            self._names = unless_begun.enter_context(create_file(Path(directory) / "names"))
-            self._index = unless_begun.enter_context(create_file(Path(directory) / "index"))
+            self._names = unless_begun.enter_context(create_file(f"{place}/names"))
+            self._index = unless_begun.enter_context(create_file(f"{place}/index"))
             header = pack_header(meta)
             write_at(self._index, header, 0)
             unless_begun.pop_all()

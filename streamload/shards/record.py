@@ -162,7 +162,7 @@ def unpack_frame(frame: bytes):  # type: ignore[no-untyped-def]
         return None
 
 
-def create_file(path: Path) -> Descriptor:
+def create_file(path: str | Path) -> Descriptor:
     """Open a missing or empty file for writing. Doesn't follow symbolic links."""
     file = Descriptor.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK)
     status = os.fstat(file.number)
@@ -172,7 +172,7 @@ def create_file(path: Path) -> Descriptor:
     return file
 
 
-def open_file(path: Path) -> Descriptor:
+def open_file(path: str | Path) -> Descriptor:
     """Open a regular file for reading. Doesn't follow symbolic links, and doesn't block on a FIFO."""
     file = Descriptor.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(file.number).st_mode):
