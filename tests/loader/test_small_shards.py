@@ -1,12 +1,17 @@
-"""Steps over many small shards: what they do doesn't grow with the shards that are open."""
+"""Many small shards: steps do no more the more shards are open, and a shard's fill does little."""
 
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import streamload
 from streamload import Workers, descriptors
+from streamload.cache.fill import Filled, fill
+from streamload.cache.shard import shard_of
+from streamload.cache.tier import Tier
+from streamload.origins.origin import Origin
 from streamload.testing.shards import write_shards
 
 SAMPLES_PER_SHARD, BATCH, STEPS = 8, 16, 32
@@ -54,3 +59,30 @@ def test_a_step_makes_as_many_calls_with_400_open_shards_as_with_50(tmp_path: Pa
     many, many_files = calls_of_a_step(tmp_path / "data", tmp_path / "cache", 400)
     assert many_files > 4 * few_files > 160  # each open shard keeps two
     assert many <= 1.3 * few, f"{few:.0f} calls, {many:.0f} with more open shards"
+
+
+def test_the_fill_of_a_small_local_shard_makes_a_thousand_calls_at_most(tmp_path: Path) -> None:
+    write_shards(tmp_path / "data", [1] * 40, seed=1)
+    tier, calls = Tier(tmp_path / "tier", 1 << 30), 0
+    shards = [shard_of(str(path), None) for path in sorted((tmp_path / "data").glob("*.tar"))]
+
+    def no_origin() -> Origin:
+        raise AssertionError("a local shard is read in place")
+
+    def fill_all(first: int, last: int) -> None:
+        for shard in shards[first:last]:
+            part = tier.claim(shard.digest)
+            assert part is not None
+            outcome = fill(part, shard, no_origin, next_use=lambda: 1.0, stop=threading.Event())
+            assert outcome.result is Filled.PUBLISHED
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    fill_all(0, 20)
+    before = sys.getprofile()
+    sys.setprofile(count)
+    fill_all(20, 40)
+    sys.setprofile(before)
+    assert 20 * 100 < calls < 20 * 1000, f"{calls / 20:.0f} calls a shard"
