@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from streamload.errors import (
@@ -31,9 +31,6 @@ from streamload.errors import (
 )
 from streamload.urls import origin_of, redact
 from streamload.urls.identity import DEFAULT_PORTS
-
-if TYPE_CHECKING:
-    from streamload.origins.sockets import Pools
 
 ENDED = {
     "ExpiredToken": "the token has expired",
@@ -268,7 +265,7 @@ class KeptConnections:
     """Connections that outlive a shard: each thread that fills has its own for the next one. Thread-safe."""
 
     def __init__(self) -> None:
-        self.by_thread: dict[int, Pools] = {}
+        self.by_thread: dict[int, Any] = {}  # `Pools`, which import urllib3
 
     def close(self) -> None:
         """Close the connections, once no thread uses them. Idempotent."""

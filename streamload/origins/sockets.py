@@ -177,7 +177,7 @@ def pools_for(session: Session) -> Pools:
     if session.kept is None:
         return Pools(session)
     thread, by_thread = threading.get_ident(), session.kept.by_thread
-    pools = by_thread.get(thread)
+    pools: Pools | None = by_thread.get(thread)
     if pools is not None and time.monotonic() - pools.ended_at > _KEPT_SECONDS:
         pools.close()
     if pools is None or not pools.serve(session):
