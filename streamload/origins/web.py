@@ -117,7 +117,7 @@ class HttpStream:
                 return
 
     def close(self) -> None:
-        """Close the connections; idempotent."""
+        """Close the connections, unless they are kept for the next shard; idempotent."""
         if self._parallel is not None:
             self._parallel.close()
         if self._answer.response is not None:

@@ -7,6 +7,7 @@ decides and keeps the threads; what they do with a shard is the prefetcher's.
 from __future__ import annotations
 
 import contextlib
+import heapq
 import logging
 import math
 import threading
@@ -64,8 +65,10 @@ class FillScheduler:
         self._not_before: dict[str, float] = {}
         self._refused: set[str] = set()  # there was no room for them at the last look
         self._order: list[FillRequest] = []  # the requests
-        self._next_place = 0  # none before it is free and due until _due_at
-        self._due_at = 0.0
+        self._places: dict[str, int] = {}  # in the order
+        # Heaps of places; an entry is dropped if its shard was taken or put off since.
+        self._free: list[int] = []
+        self._held: list[tuple[float, int]] = []  # each with the time when it is due
         self._yielding = 0  # threads that have yielded their slot
         self._is_watched = False  # whether an idle thread watches the clock
         self._threads = [self._thread(i) for i in range(threads)]
@@ -103,11 +106,12 @@ class FillScheduler:
         with self._change:
             if list(by_digest.values()) != list(self._requests.values()):
                 self._requests, self._order = by_digest, list(by_digest.values())
-                self._scan_again()
+                self._places = {digest: place for place, digest in enumerate(by_digest)}
                 self._refused &= by_digest.keys()
                 self._not_before = {
                     digest: self._not_before[digest] for digest in self._not_before.keys() & by_digest.keys()
                 }
+                self._sort()
                 self._change.notify()  # a thread that takes a shard wakes another for the next one
 
     def look_again(self, shard: Shard | None = None) -> None:
@@ -117,7 +121,7 @@ class FillScheduler:
                 self._not_before.clear()
             else:
                 self._not_before.pop(shard.digest, None)
-            self._scan_again()
+            self._sort()
             self._change.notify_all()
 
     def look_soon(self, shards: Iterable[Shard]) -> None:
@@ -126,8 +130,7 @@ class FillScheduler:
             latest = time.monotonic() + HELD_SECONDS
             for shard in shards:
                 if self._not_before.get(shard.digest, 0.0) > latest:
-                    self._not_before[shard.digest] = latest
-                    self._scan_again()
+                    self._hold(shard.digest, latest)
 
     def held_seconds(self) -> float:
         """Time until the next look at a shard that is there."""
@@ -199,13 +202,11 @@ class FillScheduler:
         """
         with self._change:
             self._busy.discard(shard.digest)
-            self._not_before[shard.digest] = due = time.monotonic() + pause_seconds
-            self._due_at = min(self._due_at, due)
+            self._hold(shard.digest, time.monotonic() + pause_seconds)
             if is_refused:
                 self._refused.add(shard.digest)
-            elif shard.digest in self._refused:
+            else:
                 self._refused.discard(shard.digest)
-                self._scan_again()
             if pause_seconds < _IDLE_SECONDS:  # else the watching thread looks again before it is due
                 self._change.notify_all()
 
@@ -243,31 +244,51 @@ class FillScheduler:
         latest = now_seconds + _IDLE_SECONDS
         if len(self._busy) - self._yielding >= self._at_once:
             return None, False, latest
-        if now_seconds >= self._due_at:
-            self._scan_again()
-        shard = None
-        for place in range(self._next_place, len(self._order)):
-            request = self._order[place]
-            digest = request.shard.digest
-            if digest in self._busy:
-                continue
-            due = self._not_before.get(digest, 0.0)
-            if due <= now_seconds:
-                if shard is not None:
-                    self._next_place = place
-                    return shard, True, latest
-                shard = request.shard
-                continue
-            if due < self._due_at:
-                self._due_at = due
-            if not request.is_needed and digest in self._refused:
-                break  # later ones won't find room either
-        self._next_place = len(self._order)
-        return shard, False, min(latest, self._due_at)
+        while self._held and self._held[0][0] <= now_seconds:
+            heapq.heappush(self._free, heapq.heappop(self._held)[1])
+        stop = self._stop_place(now_seconds)
+        place = self._first_free(now_seconds, stop)
+        if place is None:
+            return None, False, min(latest, self._held[0][0]) if self._held else latest
+        heapq.heappop(self._free)
+        return self._order[place].shard, self._first_free(now_seconds, stop) is not None, latest
 
-    def _scan_again(self) -> None:
-        """Look through the requests from the first one on."""
-        self._next_place, self._due_at = 0, math.inf
+    def _first_free(self, now_seconds: float, stop: int) -> int | None:
+        """The first place before `stop` whose shard is free and due."""
+        while self._free and self._free[0] < stop:
+            digest = self._order[self._free[0]].shard.digest
+            if digest not in self._busy and self._not_before.get(digest, 0.0) <= now_seconds:
+                return self._free[0]
+            heapq.heappop(self._free)
+        return None
+
+    def _stop_place(self, now_seconds: float) -> int:
+        """The first place of a shard that lacked room lately: later ones won't find room either."""
+        if not self._refused:
+            return len(self._order)
+        refused = (self._refused & self._places.keys()) - self._busy
+        places = (
+            self._places[digest]
+            for digest in refused
+            if self._not_before.get(digest, 0.0) > now_seconds and not self._requests[digest].is_needed
+        )
+        return min(places, default=len(self._order))
+
+    def _hold(self, digest: str, due: float) -> None:
+        """Put a shard off until it is due."""
+        self._not_before[digest] = due
+        if digest in self._places:
+            heapq.heappush(self._held, (due, self._places[digest]))
+
+    def _sort(self) -> None:
+        """Sort the places of requests that no thread has by what is known of them."""
+        self._free, self._held = [], []
+        for digest, place in self._places.items():
+            if digest in self._not_before:
+                self._held.append((self._not_before[digest], place))
+            elif digest not in self._busy:
+                self._free.append(place)  # in ascending order, which is a heap
+        heapq.heapify(self._held)
 
     def _thread(self, number: int) -> threading.Thread:
         return threading.Thread(target=self._work, name=f"streamload-fill-{number}", daemon=True)
