@@ -179,7 +179,7 @@ class Measure:
             Nothing from a command or a local file, or if they can't be read (the reader will report why).
         """
         with contextlib.suppress(StreamloadError):
-            if has_ranges(shard.url):
+            if shard.local is None and has_ranges(shard.url):
                 return self._head(shard, samples)
         return b""
 

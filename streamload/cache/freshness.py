@@ -212,7 +212,7 @@ class Freshness:
 
     def _answer(self, shard: Shard, stop: threading.Event) -> Version | None:
         """The version that the origin returns; None if it doesn't answer, and the copy is used as it is."""
-        endpoint = urls.endpoint(shard.name)
+        endpoint = urls.endpoint(shard.name) or str(Path(shard.name).parent)  # of a file
         with self._lock:
             is_silent = time.monotonic() < self._silent_until.get(endpoint, 0.0)
         if not is_silent and self._ask is not None:

@@ -59,7 +59,7 @@ def place_tier(settings: Settings, shards: Sequence[Shard], nodes: int = 1) -> P
     agreement, answer = None, Choice(settings.cache, settings.sources["cache"])
     if settings.cache == "auto":
         agreement = agreement_on(settings, shards)
-        ask = _origin_size
+        ask = origin_size
         answer = agreement.join(lambda: decide(settings, shards, ask, nodes))
     try:
         if answer.chosen == "disk":
@@ -245,7 +245,8 @@ def _taken_bytes(size_bytes: int) -> int:
     return size_bytes + size_bytes // _INDEX_SHARE + _INDEX_BYTES
 
 
-def _origin_size(shard: Shard) -> int | None:
+def origin_size(shard: Shard) -> int | None:
+    """The size of a shard by its origin; None if that gives no quick answer."""
     options = OriginOptions(connect_seconds=5.0, stall_seconds=5.0, attempts=2)
     with contextlib.suppress(OriginError):  # the reader of the shard will report it
         return open_origin(shard.url, shard.storage_options, options).version().size

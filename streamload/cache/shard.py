@@ -12,7 +12,6 @@ from typing import Any, overload
 
 from streamload import urls
 from streamload.errors import DatasetChanged
-from streamload.origins.local import stamp
 from streamload.origins.origin import Version
 from streamload.shards.index import IndexReader
 from streamload.shards.local import LocalVersion
@@ -35,7 +34,9 @@ class Shard:
     digest: str
     """Its name in the tier."""
     local: Path | None = None
-    """The file, if the shard is on this machine. The tier has only its index, if it is read in place."""
+    """The file, unless it is copied. The tier has only its index, if it is read in place."""
+    is_copied: bool = False
+    """True for a file that is copied into the tier, as remote shards are."""
     recipe: str = ""
     """Of a prepared shard: the tier has bytes made from the origin's. Empty: it has the origin's."""
     prepared: Shard | None = None
@@ -56,19 +57,28 @@ class Shard:
 
 
 def shard_of(
-    url: str, storage_options: dict[str, Any] | None, recipe: str = "", spelling: str | None = None
+    url: str,
+    storage_options: dict[str, Any] | None,
+    recipe: str = "",
+    spelling: str | None = None,
+    *,
+    is_copied: bool = False,
 ) -> Shard:
     """A shard as its URL alone describes it.
 
     Args:
         recipe: read it as prepared by this recipe.
         spelling: the URL as the user gave it; None: the same.
+        is_copied: it is a file that is copied. Its copy and the index of one that is read in place have
+            different names, as two runs may read it in both ways.
     """
+    digest = urls.digest(url, storage_options)
     shard = Shard(
         url=url,
         name=urls.redact(url if spelling is None else spelling),
-        digest=urls.digest(url, storage_options),
-        local=urls.local_path(url) if urls.is_local(url) else None,
+        digest=_second_name(digest, "copy") if is_copied else digest,
+        local=urls.local_path(url) if urls.is_local(url) and not is_copied else None,
+        is_copied=is_copied,
         storage_options=storage_options,
     )
     return replace(shard, prepared=prepared_form(shard, recipe)) if recipe else shard
@@ -79,9 +89,13 @@ def prepared_form(shard: Shard, recipe: str) -> Shard:
 
     Both have the same short name (demand.py): a run needs them equally soon.
     """
-    suffix = hashlib.blake2b(f"{shard.digest} {recipe}".encode(), digest_size=8).hexdigest()
-    name = f"{shard.name}#{recipe}"
-    return replace(shard, name=name, digest=shard.digest[:16] + suffix, recipe=recipe, prepared=None)
+    digest = _second_name(shard.digest, recipe)
+    return replace(shard, name=f"{shard.name}#{recipe}", digest=digest, recipe=recipe, prepared=None)
+
+
+def _second_name(digest: str, form: str) -> str:
+    """The name of another form of a shard, with the same short name."""
+    return digest[:16] + hashlib.blake2b(f"{digest} {form}".encode(), digest_size=8).hexdigest()
 
 
 def by_name(findings: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -101,11 +115,19 @@ class ShardList(Sequence[Shard]):
 
     Args:
         recipe: of the prepared shards to read if they exist; empty: none.
+        copied: folders whose files are copied, as remote shards are (cache/copying.py decides).
     """
 
-    def __init__(self, listed: UrlList, storage_options: dict[str, Any] | None, recipe: str = "") -> None:
+    def __init__(
+        self,
+        listed: UrlList,
+        storage_options: dict[str, Any] | None,
+        recipe: str = "",
+        copied: tuple[str, ...] = (),
+    ) -> None:
         self.urls = listed
         self.storage_options = storage_options
+        self.copied = copied
         self._recipe = recipe
         self._shard = functools.lru_cache(_KEPT)(self._made)
 
@@ -118,7 +140,7 @@ class ShardList(Sequence[Shard]):
     def __getitem__(self, place: slice) -> ShardList: ...
     def __getitem__(self, place: int | slice) -> Shard | ShardList:
         if isinstance(place, slice):
-            return ShardList(self.urls[place], self.storage_options, self._recipe)
+            return ShardList(self.urls[place], self.storage_options, self._recipe, self.copied)
         return self._shard(place)
 
     def __iter__(self) -> Iterator[Shard]:
@@ -127,15 +149,41 @@ class ShardList(Sequence[Shard]):
     def __repr__(self) -> str:
         return f"<ShardList of {len(self):,}>"
 
-    def __reduce__(self) -> tuple[type[ShardList], tuple[UrlList, dict[str, Any] | None, str]]:
-        return ShardList, (self.urls, self.storage_options, self._recipe)
+    def __reduce__(
+        self,
+    ) -> tuple[type[ShardList], tuple[UrlList, dict[str, Any] | None, str, tuple[str, ...]]]:
+        return ShardList, (self.urls, self.storage_options, self._recipe, self.copied)
+
+    def prepared_by(self, recipe: str) -> ShardList:
+        """The same shards, read as prepared by a recipe where such shards exist; "": as they are."""
+        return ShardList(self.urls, self.storage_options, recipe, self.copied)
+
+    def copied_below(self, folders: tuple[str, ...]) -> ShardList:
+        """The same shards, of which those below some folders are copied."""
+        return ShardList(self.urls, self.storage_options, self._recipe, folders)
+
+    @property
+    def are_local(self) -> bool:
+        """True if all are files that aren't copied."""
+        return all(self._are_local())
+
+    @property
+    def has_local(self) -> bool:
+        """True if some are files that aren't copied."""
+        return any(self._are_local())
 
     def digest(self, place: int) -> str:
-        """The name of a shard in the tier; caches nothing."""
+        """The name of a shard's origin; all names of the shard in a tier begin with its first half."""
         return urls.digest(self.urls[place], self.storage_options)
 
+    def _are_local(self) -> Iterator[bool]:
+        kinds = self.urls.kinds()
+        return (urls.is_local(url) and urls.folder_of(url, self.copied) is None for url in kinds)
+
     def _made(self, place: int) -> Shard:
-        return shard_of(self.urls[place], self.storage_options, self._recipe, self.urls.given(place))
+        url = self.urls[place]
+        is_copied = urls.folder_of(url, self.copied) is not None
+        return shard_of(url, self.storage_options, self._recipe, self.urls.given(place), is_copied=is_copied)
 
 
 def spread(shards: Sequence[Shard]) -> Sequence[Shard]:
@@ -183,5 +231,6 @@ def is_outdated(meta: dict[str, object], shard: Shard) -> bool:
     except OSError:
         return True
     if not is_indexed:  # by way of origins/local.py, which doesn't know the size of what it unpacks
-        return meta.get("last_modified") != stamp(status) or meta.get("size") not in (None, status.st_size)
+        is_other = meta.get("last_modified") != str(status.st_mtime_ns)
+        return is_other or meta.get("size") not in (None, status.st_size)
     return not LocalVersion.of_status(status).is_of(meta)

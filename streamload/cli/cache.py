@@ -200,11 +200,13 @@ def verify(
     from streamload.cache.inventory import foreign
     from streamload.cache.repair import repair as fetch_again
     from streamload.cache.shard import shard_of
-    from streamload.urls import expand_urls
+    from streamload.urls import expand_urls, is_local
 
     storage = storage_options_of(storage_options)
     tier = tier_at(cache_dir)
-    named = [shard_of(url, storage) for url in expand_urls(urls)] if urls else []
+    listed = expand_urls(urls) if urls else []
+    named = [shard_of(url, storage) for url in listed]
+    named += [shard_of(url, storage, is_copied=True) for url in listed if is_local(url)]
     by_digest = {shard.digest: shard for shard in named}
     tally = _read_all(tier, by_digest, jobs, take_out=repair)
     repairs: list[Repair] = []

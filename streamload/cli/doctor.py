@@ -243,10 +243,12 @@ def _shared(settings: "Settings") -> list[Finding]:
 
 def _data(urls: list[str]) -> list[Finding]:
     """Fit of the cache to these shards, at the loader's default batch size."""
+    from streamload.cache.copying import decide, folders_to_copy
     from streamload.cache.forecast import forecast
     from streamload.cache.shard import ShardList
     from streamload.cli.cache import tier_at
     from streamload.errors import StreamloadError
+    from streamload.options import read_settings
     from streamload.order.lanes import default_lanes
     from streamload.order.shuffle import default_window
     from streamload.urls import expand_urls
@@ -254,12 +256,19 @@ def _data(urls: list[str]) -> list[Finding]:
     if not urls:
         return []
     try:
-        shards = ShardList(expand_urls(urls), None)
+        settings, listed = read_settings(), expand_urls(urls)
+        shards = ShardList(listed, None, copied=folders_to_copy(listed, settings.copy))
         tier = tier_at(None)
     except StreamloadError as exc:
         return [Finding("data", "nothing known yet", advice=str(exc))]
+    findings: list[Finding] = []
+    if shards.copied and settings.copy == "auto":
+        answer = decide(shards, tier)
+        shards = shards.copied_below(tuple(filter(None, answer.chosen.split("\n"))))
+        is_chosen, why = bool(answer.chosen), answer.why
+        findings = [Finding("mounts", why) if is_chosen else Finding("mounts", "read in place", advice=why)]
     prediction = forecast(tier, shards, default_lanes(_BATCH_SIZE), default_window(_BATCH_SIZE))
-    return [Finding("data", f"{prediction}, at a batch size of {_BATCH_SIZE}")]
+    return [*findings, Finding("data", f"{prediction}, at a batch size of {_BATCH_SIZE}")]
 
 
 def _shards(urls: list[str], storage_options: str | None) -> list[Finding]:

@@ -103,7 +103,7 @@ class FollowedDemand:
         window: PrefetchWindow,
         names: Sequence[str] = (),
         groups: Sequence[int] = (),
-        given: UrlList | None = None,
+        given: ShardList | None = None,
         recipes: Recipes | None = None,
         named: Named | None = None,
     ):
@@ -200,7 +200,7 @@ class FollowedDemand:
     def _followed(self, plan: RunPlan) -> tuple[Coming, ShardList]:
         """Check that a plan can be followed here."""
         run = plan.run
-        urls = plan.shards if self._given is None else self._given
+        urls = plan.shards if self._given is None else self._given.urls
         if urls is None:
             raise PlanError(
                 f"the plan of run {run} doesn't tell the URLs of its shards (commands, paths, or what holds "
@@ -218,7 +218,7 @@ class FollowedDemand:
             raise PlanError(f"the plan of run {run} asks for prepared shards: {exc}") from exc
         if self._named is not None:
             self._warn_of_unnamed(run, urls, self._named)
-        return Coming(plan), ShardList(urls, self._storage_options)
+        return Coming(plan), self._given or ShardList(urls, self._storage_options)
 
     def _warn_of_unnamed(self, run: str, shards: UrlList, named: Named) -> None:
         """Log the origins that only the plan names: they get no credentials, and may refuse their shards."""

@@ -156,7 +156,7 @@ class _TaskActor:
 
     def bring(self, shard: Shard, recipe: Recipe | None) -> dict[str, Any]:
         """Bring a shard to the shared cache, as `bring` does."""
-        local = shard_of(shard.url, self._job.storage_options)
+        local = shard_of(shard.url, self._job.storage_options, is_copied=shard.is_copied)
         if recipe is not None:
             if recipe.name != shard.recipe:
                 raise OptionError(

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import get_args
 
+from streamload.cache.copying import folders_to_copy, settled
 from streamload.cache.demand import DemandFile
 from streamload.cache.locks import is_locked
 from streamload.cache.placement import memory_root
@@ -22,7 +23,7 @@ from streamload.cache.shared.leases import Leases
 from streamload.cache.shared.objects import Objects
 from streamload.cache.shared.sharing import SharedOptions, Sharing
 from streamload.cache.shared.tier import SharedTier
-from streamload.cache.tier import Tier, open_tier
+from streamload.cache.tier import Tier, placed_on_disk
 from streamload.daemon.daemon import Daemon
 from streamload.daemon.demand import DEFAULT_WINDOW, Demand, ListDemand, PrefetchWindow
 from streamload.daemon.executor import LocalExecutor, LocalOptions
@@ -39,11 +40,11 @@ from streamload.daemon.targets import LocalTarget, SharedTarget, WarmTarget
 from streamload.daemon.task_origins import TaskOrigins, Throttle
 from streamload.errors import OptionError
 from streamload.metrics import Counters
-from streamload.options import parse_size, read_settings
+from streamload.options import Settings, parse_size, read_settings
 from streamload.origins.access import warn_of_shared_headers
 from streamload.origins.origin import OriginOptions
 from streamload.origins.protocol import Named
-from streamload.urls import UrlList, expand_urls, is_local
+from streamload.urls import expand_urls
 
 logger = logging.getLogger("streamload")
 
@@ -116,15 +117,27 @@ class Service:
             raise OptionError("give --shared-cache: that is where runs are published, and shards stored")
         if options.into not in (None, "shared", "local"):
             raise OptionError(f"into={options.into!r}: it has to be shared or local")
-        listed = expand_urls(options.urls) if options.urls else None
-        if listed is not None:
-            warn_of_shared_headers(listed, options.storage_options)
+        listed = self._listed(settings) if options.urls else None
         if options.ray is not None:
             return self._on_ray(stack, options.ray, shared, listed)
-        return self._on_this_node(stack, open_tier(settings), shared, listed)
+        placed = stack.enter_context(
+            contextlib.closing(placed_on_disk(settings, settings.sources["cache_dir"]))
+        )
+        if listed is not None and (shared is None or options.into == "local"):
+            listed = settled(settings, listed, placed, nodes=1, logs=True)
+            self._patience = dataclasses.replace(self._patience, mounts=listed.copied)
+        return self._on_this_node(stack, placed.tier, shared, listed)
+
+    def _listed(self, settings: Settings) -> ShardList:
+        """The shards that are given, with the folders that may be copied."""
+        storage, listed = self._options.storage_options, expand_urls(self._options.urls)
+        warn_of_shared_headers(listed, storage)
+        shards = ShardList(listed, storage, copied=folders_to_copy(listed, settings.copy))
+        self._patience = dataclasses.replace(self._patience, mounts=shards.copied)
+        return shards
 
     def _on_this_node(
-        self, stack: contextlib.ExitStack, tier: Tier, shared: SharedOptions | None, listed: UrlList | None
+        self, stack: contextlib.ExitStack, tier: Tier, shared: SharedOptions | None, listed: ShardList | None
     ) -> Daemon:
         """A daemon that runs its tasks in this process."""
         options, tuned, counts = self._options, self._tuned, Counters()
@@ -180,7 +193,11 @@ class Service:
         )
 
     def _on_ray(
-        self, stack: contextlib.ExitStack, address: str, shared: SharedOptions | None, listed: UrlList | None
+        self,
+        stack: contextlib.ExitStack,
+        address: str,
+        shared: SharedOptions | None,
+        listed: ShardList | None,
     ) -> Daemon:
         """A daemon that runs its tasks on the nodes of a Ray cluster."""
         options, tuned = self._options, self._tuned
@@ -189,7 +206,7 @@ class Service:
                 "--ray needs a shared cache to bring shards into (--shared-cache): what lies on the disks of "
                 "the cluster's nodes is of no use to trainers, and goes with them"
             )
-        if listed is not None and any(map(is_local, listed)):
+        if listed is not None and listed.has_local:
             raise OptionError(
                 "--ray can't bring files of this machine, which other nodes don't see: give URLs of an origin"
             )
@@ -224,7 +241,7 @@ class Service:
         return Daemon(demand, target, executor, options=tuned)
 
     def _demand(
-        self, listed: UrlList | None, objects: Objects | None, announced: Path | None, own: Path | None
+        self, listed: ShardList | None, objects: Objects | None, announced: Path | None, own: Path | None
     ) -> Demand:
         """The demand of followed runs, or of a list; `announced` and `own` as for ListDemand."""
         options = self._options
@@ -242,7 +259,7 @@ class Service:
                 f"{len(listed):,} shards are too many to be looked at again and again: give a window, or "
                 f"follow a run"
             )
-        shards = ShardList(listed, options.storage_options, options.prepare.name if options.prepare else "")
+        shards = listed.prepared_by(options.prepare.name if options.prepare else "")
         return ListDemand(shards, window, announced, own)
 
     def _status_server(self, stack: contextlib.ExitStack) -> StatusServer | None:

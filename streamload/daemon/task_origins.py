@@ -111,6 +111,7 @@ class TaskOrigins:
         origin = self.throttle.watched(far, stop)
         if task.recipe:
             if self.through_source is not None:
-                origin = self.through_source(shard_of(task.url, self.storage_options), origin, stop)
+                source = shard_of(task.url, self.storage_options, is_copied=task.is_copied)
+                origin = self.through_source(source, origin, stop)
             origin = self.recipes[task.recipe].derive(origin)
         return origin if self.through is None else self.through(task, origin, stop)

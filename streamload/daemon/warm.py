@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from streamload.cache import demand
+from streamload.cache.copying import folders_to_copy, settled
 from streamload.cache.demand import DemandFile
 from streamload.cache.freshness import Freshness, asker
 from streamload.cache.placement import place_tier
@@ -227,15 +228,16 @@ class _WarmUp:
         prepare: Recipe | None,
     ):
         self.counts = counts = Counters()
-        listed_demand = ListDemand(
-            ShardList(listed, storage, prepare.name if prepare else ""), PrefetchWindow()
-        )
-        self._shards = listed_demand.look(Sizes().of)
+        shards = ShardList(listed, storage, copied=folders_to_copy(listed, settings.copy))
         with ExitStack() as stack:
-            placed = stack.enter_context(closing(place_tier(settings, ShardList(listed, storage))))
+            placed = stack.enter_context(closing(place_tier(settings, shards)))
             self._tier = tier = placed.tier
+            shards = settled(settings, shards, placed, nodes=1, logs=True)
+            listed_demand = ListDemand(shards.prepared_by(prepare.name if prepare else ""), PrefetchWindow())
+            self._shards = listed_demand.look(Sizes().of)
             self._before = sum(tier.published(shard.digest).exists() for shard in self._shards)
             demand_files = stack.enter_context(closing(_DemandFiles(tier.root / "runs")))
+            patience = OriginOptions(outage_seconds=settings.origin_wait, mounts=shards.copied)
             ask = None if settings.revalidate == "never" else asker(OriginOptions(), counts)
             freshness = Freshness(tier, secrets.token_hex(16), each_epoch=False, ask=ask, counts=counts)
             stack.callback(freshness.close)
@@ -246,7 +248,7 @@ class _WarmUp:
             origins = TaskOrigins(
                 counts,
                 storage,
-                OriginOptions(outage_seconds=settings.origin_wait),
+                patience,
                 Throttle(None),
                 Recipes(prepare),
                 through=sharing.through,

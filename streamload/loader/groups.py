@@ -24,7 +24,7 @@ from streamload.errors import OptionError
 from streamload.extension import Extension
 from streamload.loader.sources import Factors
 from streamload.loader.words import Group
-from streamload.options import Eviction, Option, Revalidate, Where, options
+from streamload.options import Copy, Eviction, Option, Revalidate, Where, options
 from streamload.options.values import at_least, parse_choice, parse_size
 from streamload.patches.options import Patches
 from streamload.steering import Policy
@@ -253,6 +253,7 @@ class Cache(Group):
     eviction: Eviction | None = None
     ahead: str | int | None = None
     revalidate: Revalidate | None = None
+    copy: Copy | None = None
     shared: str | Path | None = field(default=None, repr=False)
     shared_options: Mapping[str, Any] | None = field(default=None, repr=False)
     write_back: bool | None = None

@@ -605,7 +605,7 @@ class Loader(DataLoaderInterface):
             self._pool = WorkerPool(self, self.options, self._schedule, self._process.control)
             pool = self._pool
             self._parts.add(pool.extensions, self._extension_state() if pool.extensions else None)
-            self.observer.open(pool.tier, pool.run, pool.functions)
+            self.observer.open(pool.tier, pool.run, pool.functions, are_local=pool.are_local)
         return self._pool
 
 

@@ -64,13 +64,14 @@ class Observer(Protocol):
 
     # What the loader does.
 
-    def open(self, tier: Tier, run: str, functions: Mapping[str, str]) -> None:
+    def open(self, tier: Tier, run: str, functions: Mapping[str, str], *, are_local: bool) -> None:
         """A run begins: publish it.
 
         Args:
             tier: that the rank reads.
             run: its name.
             functions: the argument whose function has most of a stage's time, by stage.
+            are_local: the shards are files that are read in place.
         """
         ...
 

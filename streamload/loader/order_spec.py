@@ -55,12 +55,12 @@ class OrderSpec:
         groups: the number of sequences that the samples are split into.
         sources: the name, lanes and window of each source.
         opens_after: for each source, how the window opens in a run's first pass, as `OrderOptions` has it: 0
-            (at once) for local files, WITH_ARRIVALS (slowly) for others; in older states also the samples
-            after which it opens, or None (slowly).
+            (at once) for files that no node copies, WITH_ARRIVALS (slowly) for others; in older states also
+            the samples after which it opens, or None (slowly).
         shards: the number of shards of each source; empty in states of format 2.
         sizes: a digest of the samples of each shard, by which groups were cut; "" for a single group, None
             if unknown.
-        fitted: whether lanes and windows are final. They are after the first epoch has started.
+        fitted: whether lanes, windows and openings are final. They are after the first epoch has started.
         blocks: the steps of a block and the samples of a step, if steps are planned by block.
         table: a digest of the steps of an epoch, if these differ in size.
         multiple: of the rows that a step takes of each source of a group: where sources differ in modality,
@@ -120,7 +120,7 @@ def make_order_spec(
         tuple(sources),
         tuple(opens_after),
         tuple(len(source.urls) for source in options.sources),
-        fitted=is_listed or None not in (options.order.lanes, options.shuffle),
+        fitted=is_listed or (None not in (options.order.lanes, options.shuffle) and all(opens_after)),
         blocks=_blocks(options, topology, groups),
         table=None if listed is None else listed.digest,
         multiple=_multiple(options, topology, groups),
@@ -236,6 +236,35 @@ def data_digest(
     return digest.hexdigest()
 
 
+def settle_opening(
+    order: OrderSpec, options: LoaderOptions, topology: Topology, shards: ShardList
+) -> OrderSpec:
+    """Open the window slowly over sources of which any node copies files, as over remote ones.
+
+    All ranks have to call it: nodes may differ in what they copy.
+
+    Args:
+        order: of a run that hasn't started.
+        shards: of all sources, as this node reads them.
+    """
+    if all(order.opens_after):
+        return order
+    copies = [
+        any(urls.folder_of(url, shards.copied) is not None for url in source.urls.kinds())
+        for source in options.sources
+    ]
+    if topology.world_size > 1:
+        if not can_compare(topology.world_size):
+            return order  # the ranks might open it differently
+        copies = agree(f"copies/{order.shards}", copies, _of_any_node, topology.world_size)
+    openings = zip(order.opens_after, copies, strict=True)
+    return replace(order, opens_after=tuple(WITH_ARRIVALS if copied else after for after, copied in openings))
+
+
+def _of_any_node(copies_by_rank: Sequence[list[bool]]) -> list[bool]:
+    return [any(copies) for copies in zip(*copies_by_rank, strict=True)]
+
+
 def fit_to_cache(
     order: OrderSpec,
     options: LoaderOptions,
@@ -257,6 +286,8 @@ def fit_to_cache(
         measure: opens what gives sizes of shards and samples.
     """
     widths = None
+    if None not in (options.order.lanes, options.shuffle):
+        return replace(order, fitted=True)
     if topology.local_rank == 0:
         widths = _widths_of_node(order, options, topology, shards, limit_bytes, measure)
     agreed = widths

@@ -56,6 +56,7 @@ class WorkerPool:
         shards: how many this rank reads in a pass; one that it shares counts on the rank with its beginning.
         images: how they are made; None: batches have none.
         functions: the argument whose function has most of a stage's time, by stage.
+        are_local: the shards are files that are read in place.
 
     Raises:
         CacheError: the cache directory can't be used.
@@ -76,6 +77,7 @@ class WorkerPool:
         self.statistics: Statistics | None = None if images is None else images.unnormalised
         self.images = config.assembly.images
         self.functions = _functions(options, config)
+        self.are_local = config.shards.are_local
         self._options = options
         try:
             self.batches, dataset = _data_loader(options, config, control)

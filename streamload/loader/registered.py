@@ -231,7 +231,6 @@ def observer_of(
         options.num_workers,
         tuple(source.name for source in options.sources),
         options.images.prepare or "",
-        options.urls.kinds,
         options.settings,
         lambda: _described(options),
         schedule,

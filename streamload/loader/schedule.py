@@ -24,6 +24,7 @@ from streamload.loader.order_spec import (
     fit_to_cache,
     make_order_spec,
     own_groups,
+    settle_opening,
     source_orders,
     split_for,
 )
@@ -259,7 +260,7 @@ class RunSchedule:
         return self._settled
 
     def fit(self, shards: ShardList, limit_bytes: int, measure: Callable[[], Measure]) -> None:
-        """At the start of a run, narrow lanes and windows that weren't given to what the caches can hold.
+        """At the start of a run, fit lanes, windows and their opening to the caches and what they copy.
 
         All ranks have to call it.
 
@@ -271,6 +272,7 @@ class RunSchedule:
         order = self.settle()
         if not order.fitted:
             topology = self.topology
+            order = settle_opening(order, self._options, topology, shards)
             self._settled = fit_to_cache(order, self._options, topology, shards, limit_bytes, measure)
 
     def source_orders(self) -> list[OrderOptions]:

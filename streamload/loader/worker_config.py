@@ -51,6 +51,7 @@ from streamload.topology import run_name
 from streamload.transforms import kernel
 from streamload.transforms.compile import plan_or_given
 from streamload.transforms.plan import ImagePlan, clip_plan
+from streamload.urls import is_local
 from streamload.worker import SourceOrder, WorkerConfig
 from streamload.worker.messages import AheadConfig, TierConfig
 
@@ -74,7 +75,7 @@ def worker_config_for(options: LoaderOptions, schedule: RunSchedule) -> tuple[Wo
         CacheError: the cache directory can't be used.
     """
     settings, transform = options.settings(), _transform(options)
-    shards, prepared = ShardList(options.urls, options.storage_options), UNPREPARED
+    shards, prepared = _listed(options, settings), UNPREPARED
     if options.images.prepare is not None:
         prepared = named_preparation(options.images.prepare, settings)
         shards = prepared.of(shards)
@@ -87,10 +88,14 @@ def worker_config_for(options: LoaderOptions, schedule: RunSchedule) -> tuple[Wo
     else:
         placed = place_tier(settings, shards, topology.nodes)
     try:
+        if shards.copied:
+            from streamload.cache.copying import settled
+
+            shards = settled(settings, shards, placed, topology.nodes, logs=topology.local_rank == 0)
         shared = backing_of(options, settings)
         if options.images.prepare is not None:
             prepared = decide_preparation(
-                options, settings, by_workers(transform), placed, shared, topology, schedule.order
+                options, shards, settings, by_workers(transform), placed, shared, topology, schedule.order
             )
             shards = prepared.of(shards)
         recipes = _assembly(options, transform, prepared, settings.max_image_pixels, schedule.split())
@@ -102,6 +107,16 @@ def worker_config_for(options: LoaderOptions, schedule: RunSchedule) -> tuple[Wo
     except BaseException:
         placed.close()
         raise
+
+
+def _listed(options: LoaderOptions, settings: Settings) -> ShardList:
+    """The shards of a run, with the folders that may be copied."""
+    shards = ShardList(options.urls, options.storage_options)
+    if settings.copy == "never" or not any(map(is_local, options.urls.kinds())):
+        return shards
+    from streamload.cache.copying import folders_to_copy
+
+    return shards.copied_below(folders_to_copy(options.urls, settings.copy))
 
 
 class BatchRecipes(NamedTuple):
@@ -172,7 +187,7 @@ def _worker_config(
         shared = shared.in_run(attempt, len(shards), topology, options.num_workers)
     config = WorkerConfig(
         shards=shards,
-        origin=OriginOptions(outage_seconds=settings.origin_wait),
+        origin=OriginOptions(outage_seconds=settings.origin_wait, mounts=shards.copied),
         tier=TierConfig(
             tier.root, tier.limit_bytes, placed.free_disk, settings.eviction, settings.revalidate
         ),
@@ -208,7 +223,9 @@ def counted_samples(options: LoaderOptions, counts: Counters, epoch: int) -> int
     settings = options.settings()
     transform = _transform(options) if options.images.prepare == AUTO else None
     possible = possible_preparations(options.images.prepare, settings, by_workers(transform))
-    lists = [preparation.of(ShardList(options.urls, options.storage_options)) for preparation in possible]
+    both_ways = dict.fromkeys([(), _listed(options, settings).copied])
+    plain = ShardList(options.urls, options.storage_options)
+    lists = [part.of(plain.copied_below(copied)) for copied in both_ways for part in possible]
     roots = {"disk": [settings.cache_dir], "memory": [memory_root(settings)]}
     for root in roots.get(settings.cache, [*roots["memory"], *roots["disk"]]):
         if not (root / "tier.json").is_file():

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,7 +40,6 @@ from streamload.observe.recording import Recording
 from streamload.observe.trace import Trace
 from streamload.observe.verdict import LITTLE, ON_HOST, judge
 from streamload.options import Settings
-from streamload.urls import is_local
 from streamload.worker import Batch
 
 logger = logging.getLogger("streamload")
@@ -66,7 +65,6 @@ class ObservedRun:
         workers: processes of the rank; 0: the training's process makes batches.
         sources: their names.
         prepare: as given to make_loader; "": images aren't prepared.
-        kinds: returns URLs that represent all others.
         settings: returns those of the loader.
         described: returns its options for people, without secrets, URLs and paths of the data.
         schedule: of its epochs.
@@ -76,7 +74,6 @@ class ObservedRun:
     workers: int
     sources: tuple[str, ...]
     prepare: str
-    kinds: Callable[[], Iterable[str]]
     settings: Callable[[], Settings]
     described: Callable[[], Mapping[str, Any]]
     schedule: RankSchedule
@@ -133,6 +130,7 @@ class RunObserver:
         self.reported: Sequence[Mapping[str, Any]] = ()
         self._run, self._control, self._waits, self._clock = run, control, waits, clock
         self._functions: Mapping[str, str] = {}
+        self._are_local = False
         self._names = names_of_sources(run.sources)
         self._publisher = Publisher(
             run.schedule, run.workers, run.sources, self._names, run.extension_metrics
@@ -159,9 +157,9 @@ class RunObserver:
 
     # What the loader does.
 
-    def open(self, tier: Tier, run: str, functions: Mapping[str, str]) -> None:
+    def open(self, tier: Tier, run: str, functions: Mapping[str, str], *, are_local: bool) -> None:
         """A run begins: it is published with its first epoch."""
-        self._functions = functions
+        self._functions, self._are_local, self._machine = functions, are_local, None
         file = PageFile(tier.root)
         self._close_page = self._at_end(file.close)
         self._publisher.open(file, tier, run)
@@ -364,8 +362,8 @@ class RunObserver:
     def _about(self) -> Machine:
         run = self._run
         if self._machine is None:
-            is_near, cores = all(map(is_local, run.kinds())), len(os.sched_getaffinity(0))
-            self._machine = Machine(run.workers, cores, is_near, self._names, run.prepare)
+            cores = len(os.sched_getaffinity(0))
+            self._machine = Machine(run.workers, cores, self._are_local, self._names, run.prepare)
         is_on_host = self.device is None and is_accelerator_used()
         return self._machine._replace(
             is_on_host=is_on_host, functions=self._functions, shard_name=self._waits.file_name

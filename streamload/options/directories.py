@@ -1,5 +1,6 @@
 """The default cache directory, and the kind of file system that a path is on."""
 
+import contextlib
 import functools
 import logging
 import os
@@ -7,33 +8,46 @@ import re
 import stat
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 logger = logging.getLogger("streamload")
 
-# File systems whose data is on another machine. All FUSE kinds count, too, except fuseblk: a local disk.
+# File systems whose data is on another machine. So are all FUSE kinds but those that show local files.
 _REMOTE = (
     "9p acfs afs beegfs ceph cifs davfs glusterfs gpfs lustre ncpfs nfs nfs4 ocfs2 orangefs panfs pvfs2 smb3 "
     "smbfs vboxsf virtiofs wekafs"
 )
-_LOCAL_FUSE = frozenset({"fuseblk"})
-_MEMORY = frozenset({"tmpfs", "ramfs"})
+_LOCAL_FUSE = (
+    "archivemount bindfs dwarfs encfs erofsfuse fuse-archive fuse-overlayfs fuse-zip gocryptfs lxcfs "
+    "mergerfs ratarmount securefs squashfuse squashfuse_ll unionfs unionfs-fuse"
+)
+_MEMORY = frozenset({"tmpfs", "ramfs", "rootfs"})
+_MOST_LINKS = 40
+"""Links that the kernel follows in one path."""
 
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 @dataclass(frozen=True, slots=True)
 class FileSystem:
-    """A file system: its mount point, and its kind as named by the kernel ("ext4", "nfs4", …)."""
+    """A file system: its mount point, and its kind as named by the kernel ("ext4", "nfs4", …).
+
+    Attributes:
+        device: the same for all mounts of one file system.
+        upper: of an overlay, the folder that takes what is written.
+    """
 
     mount_point: str
     kind: str
+    device: str = field(default="", compare=False)
+    upper: str = field(default="", compare=False)
 
     @property
     def is_elsewhere(self) -> bool:
         """True if its data is on another machine."""
-        return self.kind in _REMOTE.split() or (self.kind.startswith("fuse") and self.kind not in _LOCAL_FUSE)
+        family, _, program = self.kind.partition(".")
+        return self.kind in _REMOTE.split() or (family == "fuse" and program not in _LOCAL_FUSE.split())
 
     @property
     def is_memory(self) -> bool:
@@ -107,27 +121,71 @@ def own_directory(path: Path) -> Path:
 
 
 def file_system(path: Path, mounts: str | None = None) -> FileSystem:
-    """The file system on which `path` is, or would be created.
+    """The file system on which `path` is, or would be created; an overlay over memory counts as memory.
+
+    Touches no file system that is elsewhere, so that one that hangs doesn't stop the caller.
 
     Args:
         path: need not exist yet; links are followed.
         mounts: the text of a mountinfo file (proc(5)); by default this process's own. Without one the kind is
             "unknown", which counts as local.
     """
-    if mounts is None:
-        try:
-            mounts = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
-        except OSError:
-            return FileSystem("/", "unknown")
-    real = Path(os.path.realpath(path))
-    file_system = FileSystem("/", "unknown")
+    absolute = os.path.abspath(path)  # noqa: PTH100  (links stay)
+    table = _parsed(_own_mounts() if mounts is None else mounts)
+    place = _place_of(absolute, table)
+    if mounts is None and place.kind == "autofs":  # it was mounted on the way
+        table = _parsed(_own_mounts())
+        place = _place_of(absolute, table)
+    under = _longest(place.upper, table) if place.upper.startswith("/") else place
+    return replace(place, kind=under.kind) if under.is_memory else place
+
+
+def _own_mounts() -> str:
+    try:
+        return Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
+    except OSError:
+        return ""
+
+
+def _parsed(mounts: str) -> list[FileSystem]:
+    """The file systems of a mountinfo file; one that hides another comes later."""
+    parsed: list[FileSystem] = []
     for line in mounts.splitlines():
-        # A line ends with " - kind source options"; a mount over another comes later and hides it.
+        # A line ends with " - kind source options".
         fields, _, source = line.partition(" - ")
-        mount_point = _OCTAL.sub(lambda octal: chr(int(octal[1], 8)), fields.split(" ")[4])
-        if real.is_relative_to(mount_point) and len(mount_point) >= len(file_system.mount_point):
-            file_system = FileSystem(mount_point, source.split(" ", 1)[0])
-    return file_system
+        device, _, mount_point = fields.split(" ")[2:5]
+        kind, _, options = [*source.split(" "), "", ""][:3]
+        upper = next((text[9:] for text in options.split(",") if text.startswith("upperdir=")), "")
+        mount_point = _OCTAL.sub(lambda octal: chr(int(octal[1], 8)), mount_point)
+        parsed.append(FileSystem(mount_point, kind, device, upper if kind == "overlay" else ""))
+    return parsed
+
+
+def _place_of(path: str, table: list[FileSystem]) -> FileSystem:
+    """The file system of an absolute path, whose links are followed up to one that is elsewhere."""
+    left, real, links = path.split("/")[::-1], "/", 0
+    while left:
+        real = os.path.normpath(os.path.join(real, left.pop()))  # noqa: PTH118
+        if _longest(real, table).is_elsewhere:
+            return _longest("/".join((real, *reversed(left))), table)
+        with contextlib.suppress(OSError):
+            target = os.readlink(real)  # noqa: PTH115  (text, to be split)
+            links += 1
+            if links > _MOST_LINKS:
+                break
+            left += target.split("/")[::-1]
+            real = "/" if target.startswith("/") else os.path.dirname(real)  # noqa: PTH120
+    return _longest(real, table)
+
+
+def _longest(real: str, table: list[FileSystem]) -> FileSystem:
+    """The file system of a path without links."""
+    place = FileSystem("/", "unknown")
+    for mounted in table:
+        is_above = f"{real}/".startswith(f"{mounted.mount_point.rstrip('/')}/")
+        if is_above and len(mounted.mount_point) >= len(place.mount_point):
+            place = mounted
+    return place
 
 
 def nearest(path: Path) -> Path:

@@ -35,6 +35,7 @@ from streamload.options.values import (
 Revalidate = Literal["never", "start", "always"]
 Eviction = Literal["plan", "lru"]
 Where = Literal["auto", "disk", "memory"]
+Copy = Literal["auto", "never", "always"]
 S3 = Literal["direct", "s3fs"]
 
 DEFAULT_SHARED_WAIT_SECONDS = 120.0
@@ -172,6 +173,13 @@ class Settings:
         'When to ask the origin whether a cached shard has changed: "never", before its first use in a run '
         '("start"), or in each epoch ("always").',
         argument="cache.revalidate",
+    )
+    copy: Final = Option[Copy](
+        _choice(Copy),
+        "auto",
+        'Whether shards under a path are copied into the cache: "auto" copies those on a network file system '
+        'where the cache can keep a fifth of them, "never", or "always".',
+        argument="cache.copy",
     )
     shared_cache: Final = Option[str | None](
         parse_folder,

@@ -17,7 +17,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ from streamload.errors import (
     OriginUnavailable,
 )
 from streamload.origins.protocol import Origin, Session, Version
-from streamload.urls import endpoint, redact, scrubbed_errors
+from streamload.urls import endpoint, folder_of, redact, scrubbed_errors
 
 Reopen = Callable[[Session], Origin]
 """Creates the origin of a shard again, for another session."""
@@ -95,6 +95,7 @@ _away: dict[str, Outage] = {}  # by the name of the endpoint
 _failing: dict[str, float] = {}  # by name: when "can't be reached" was logged
 _listeners: list[tuple[int, Callable[[], None]]] = []  # with the process ID, as forks inherit the list
 _remembering: list[int] = []  # process IDs, for the same reason
+_at_end: list[Callable[[], None]] = []  # called when nothing is remembered any more
 
 
 def abilities(url: str) -> Abilities:
@@ -156,19 +157,32 @@ def remember() -> Callable[[], None]:
         if os.getpid() not in _remembering:
             for by_name in (_abilities, _served, _away, _failing):
                 by_name.clear()
+            for release in _at_end:
+                release()
 
     return end
 
 
+def is_remembering() -> bool:
+    """Return whether this process fills shards, so that what belongs to an endpoint is kept."""
+    return os.getpid() in _remembering
+
+
+def forgets(release: Callable[[], None]) -> None:
+    """Call a function whenever all that is known of endpoints is forgotten."""
+    _at_end.append(release)
+
+
 class Endpoint:
-    """The server or bucket of a shard, or the program of its command.
+    """The server or bucket of a shard, the program of its command, or the mount of its file.
 
     Args:
         url: of the shard, without secrets.
+        mounts: folders of files that fail together.
     """
 
-    def __init__(self, url: str, reopen: Reopen) -> None:
-        self._url, self._name = url, endpoint(url)
+    def __init__(self, url: str, reopen: Reopen, mounts: Sequence[str] = ()) -> None:
+        self._url, self._name = url, endpoint(url) or folder_of(url, mounts) or ""
         self._reopen = reopen
 
     def __repr__(self) -> str:

@@ -86,7 +86,7 @@ def open_origin(
     with scrubbed_errors(lambda: secrets):
         reopen = functools.partial(_plain_origin, url, granted(url, storage_options, named))
         origin = reopen(session)
-    retrying = RetryingOrigin(origin, session, endpoint=Endpoint(origin.url, reopen))
+    retrying = RetryingOrigin(origin, session, endpoint=Endpoint(origin.url, reopen, session.options.mounts))
     packed_by = compression(url)
     if packed_by is None:
         return retrying
@@ -100,7 +100,7 @@ def has_ranges(url: str) -> bool:
 
     A command always begins at the first byte, and so does a compressed shard.
     """
-    return _opened_as(url) not in {"pipe", "file"} and compression(url) is None
+    return _opened_as(url) != "pipe" and compression(url) is None
 
 
 def serves_ranges(url: str) -> bool:

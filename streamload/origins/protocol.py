@@ -193,6 +193,7 @@ class OriginOptions:
         first_part_bytes: the first parallel range (object stores always use them); each next is twice as …
         part_limit_bytes: … large, up to this, as long as they arrive quickly.
         parts: parallel ranges of a shard; with 1, a web server is asked for the whole shard at once.
+        mounts: folders whose files are fetched, each the mount of a file system that may be away.
     """
 
     connect_seconds: float = 10.0
@@ -210,6 +211,7 @@ class OriginOptions:
     first_part_bytes: int = 256 * 1024
     part_limit_bytes: int = 8 * 1024 * 1024
     parts: int = 2
+    mounts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

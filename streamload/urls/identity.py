@@ -7,7 +7,7 @@ import hashlib
 import importlib.util
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -129,6 +129,14 @@ def local_path(url: str) -> Path:
         return Path(path).expanduser()
     except RuntimeError as exc:
         raise UrlError(f"{path.partition('/')[0]!r} in {path!r} is no home directory: {exc}") from exc
+
+
+def folder_of(url: str, folders: Sequence[str]) -> str | None:
+    """Return the first of some folders that has a local file, at any depth; None if none has."""
+    if not folders or not is_local(url):
+        return None
+    path = f"{os.path.abspath(local_path(url))}/"  # noqa: PTH100  (resolve() would follow links)
+    return next((folder for folder in folders if path.startswith(f"{folder.rstrip('/')}/")), None)
 
 
 def basename(url: str) -> str:

@@ -196,7 +196,7 @@ class Fills:
         preparation = config.assembly.preparation
         if shard.recipe and preparation is not None:  # what the shared cache lacks is prepared here
             if backing is not None:
-                source = shard_of(shard.url, shard.storage_options)
+                source = shard_of(shard.url, shard.storage_options, is_copied=shard.is_copied)
                 origin = backing.through(source, origin, stop, single_flight=False)
             origin = preparation.derive(origin)
         return origin if backing is None else backing.through(shard, origin, stop)

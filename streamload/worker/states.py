@@ -283,17 +283,18 @@ def _contents_of(view: ShardView, count: int) -> int:
 def _digests_of(view: ShardView) -> list[int]:
     """Digests of what identifies a shard's version, the most reliable first.
 
-    For a local file that is its size: copies have other times. On a web server it is the date: the backends
+    For a file that is its size: copies have other times. On a web server it is the date: the backends
     of a load balancer may each have their own ETags.
     """
     if view.reader is None:
         return []
     version, names = version_of(view.reader), list[tuple[Any, ...]]()
-    if view.shard.local is not None:
+    is_file = view.shard.local is not None or view.shard.is_copied
+    if is_file:
         names = [("size", version.size)]
     elif version.etag is not None:
         names = [("etag", version.etag)]
-    if view.shard.local is None and version.last_modified is not None:
+    if not is_file and version.last_modified is not None:
         dated = ("modified", version.last_modified, version.size)
         if version.etag is None or view.shard.name.startswith(("http://", "https://")):
             names.insert(0, dated)

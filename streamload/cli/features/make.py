@@ -110,12 +110,16 @@ def _make_shards(
     **options: Any,  # of ServiceOptions
 ) -> None:
     """Make derived shards in the shared cache; the exit code is 1 if not all of them could be made."""
+    from streamload.cache.copying import folders_to_copy
+    from streamload.cache.shard import ShardList
     from streamload.cli.daemon import print_failures, run_to_end
     from streamload.daemon.options import ServiceOptions
     from streamload.loader.feature_recipe import feature_recipe
-    from streamload.urls import expand_urls, is_local
+    from streamload.options import read_settings
+    from streamload.urls import expand_urls
 
-    if any(map(is_local, expand_urls(urls))):
+    listed = expand_urls(urls)
+    if ShardList(listed, None, copied=folders_to_copy(listed, read_settings().copy)).has_local:
         raise OptionError(
             "files of this machine have no derived shards in a shared cache: give URLs of an origin, or "
             "leave out --shared-cache"

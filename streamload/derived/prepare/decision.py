@@ -44,8 +44,7 @@ class RunPreparation(NamedTuple):
 
     def of(self, shards: ShardList) -> ShardList:
         """The run's shards, read as prepared where such shards exist."""
-        name = "" if self.preparation is None else self.preparation.name
-        return ShardList(shards.urls, shards.storage_options, name)
+        return shards.prepared_by("" if self.preparation is None else self.preparation.name)
 
 
 UNPREPARED = RunPreparation(None)
@@ -84,6 +83,7 @@ def possible_preparations(prepare: str | None, settings: Settings, transform: An
 
 def decide_preparation(
     options: Any,
+    shards: ShardList,
     settings: Settings,
     transform: Any,
     placed: Placed,
@@ -97,11 +97,12 @@ def decide_preparation(
 
     Args:
         options: of the loader, `LoaderOptions`.
+        shards: of the run.
         transform: a plan, or a function from Pillow image to value.
         placed: the run's tier; keeps the answer until it is closed.
         shared: the shared cache; None: there is none.
     """
-    prepare, shards = options.images.prepare, ShardList(options.urls, options.storage_options)
+    prepare, shards = options.images.prepare, shards.prepared_by("")
     named = named_preparation(prepare, settings)
     recipes = [possible.preparation for possible in possible_preparations(prepare, settings, transform)]
     recipes_by_name = {str(recipe): recipe for recipe in recipes if recipe is not None}
@@ -181,7 +182,7 @@ def _prepared_and_open_bytes(
     prepared_bytes = [sizes.prepared_bytes(shard) for shard in _some(forms)]
     if all(prepared_bytes):
         return int(sum(prepared_bytes) / len(prepared_bytes) * len(forms) / nodes), 0
-    shards = ShardList(forms.urls, forms.storage_options)
+    shards = forms.prepared_by("")
     data_bytes, head = _data_bytes(shards, sizes, nodes), _head(shards, sizes)
     by_samples = growth(head, recipe, _SAMPLES_TIMED)
     if data_bytes is None or by_samples is None:
