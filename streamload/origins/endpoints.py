@@ -92,6 +92,7 @@ class Outage(NamedTuple):
 
 
 _away: dict[str, Outage] = {}  # by the name of the endpoint
+_back: dict[str, float] = {}  # by name: when its last outage ended
 _failing: dict[str, float] = {}  # by name: when "can't be reached" was logged
 _listeners: list[tuple[int, Callable[[], None]]] = []  # with the process ID, as forks inherit the list
 _remembering: list[int] = []  # process IDs, for the same reason
@@ -155,7 +156,7 @@ def remember() -> Callable[[], None]:
         pid = 0
         _remembering.remove(os.getpid())
         if os.getpid() not in _remembering:
-            for by_name in (_abilities, _served, _away, _failing):
+            for by_name in (_abilities, _served, _away, _back, _failing):
                 by_name.clear()
             for release in _at_end:
                 release()
@@ -194,6 +195,7 @@ class Endpoint:
         if self._name:
             _served[self._name] = (*self._others()[-1:], self)
         if _away and _away.pop(self._name, None) is not None:
+            _back[self._name] = time.monotonic()
             _logger.warning("%s is back", self._name)
             _notify()
 
@@ -201,6 +203,11 @@ class Endpoint:
     def outage(self) -> Outage | None:
         """The current outage, if any."""
         return _away.get(self._name)
+
+    def was_away_since(self, since: float) -> bool:
+        """Return whether an outage was seen, or has ended, since a moment of the monotonic clock."""
+        outage = self.outage
+        return (outage is not None and outage.seen_at >= since) or _back.get(self._name, -math.inf) >= since
 
     @property
     def has_served(self) -> bool:

@@ -39,29 +39,15 @@ _ANSWER_BYTES = 32
 _PIPE_BYTES = 1 << 20
 _WAKE_SECONDS = 0.1
 _MOST_IDLE = 8
+_SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _NOT_FOUND = frozenset({errno.ENOENT, errno.ENOTDIR})
 _DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EKEYEXPIRED, errno.EKEYREVOKED})
-_SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _AWAY = frozenset(
-    {
-        errno.EAGAIN,
-        errno.ECONNABORTED,
-        errno.ECONNREFUSED,
-        errno.ECONNRESET,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.EINTR,
-        errno.EIO,
-        errno.ENETDOWN,
-        errno.ENETUNREACH,
-        errno.ENODEV,
-        errno.ENOTCONN,
-        errno.ENXIO,
-        errno.EREMOTEIO,
-        errno.ESHUTDOWN,
-        errno.ESTALE,
-        errno.ETIMEDOUT,
-    }
+    getattr(errno, name)
+    for name in (
+        "EAGAIN ECONNABORTED ECONNREFUSED ECONNRESET EHOSTDOWN EHOSTUNREACH EINTR EIO ENETDOWN ENETUNREACH "
+        "ENODEV ENOTCONN ENXIO EREMOTEIO ESHUTDOWN ESTALE ETIMEDOUT"
+    ).split()
 )
 """Errors of a mount whose server is away, after which a retry may succeed."""
 _Result = TypeVar("_Result")

@@ -188,6 +188,7 @@ class _Retries:
         self._session, self._options = session, session.options
         self._rng, self._url, self._endpoint = rng, url, endpoint
         self._failures = 0
+        self._failing_since = 0.0
         self._refusals = 0
         self._was_away = False
         self._short_since = 0.0  # since when something of this process has run out
@@ -231,6 +232,7 @@ class _Retries:
         """
         if self._wait_for_room(error):
             return
+        self._failing_since = self._failing_since if self._failures else time.monotonic()
         self._failures += 1
         self._refusals += error.may_pass
         is_retryable = isinstance(error, RETRYABLE) or (error.may_pass and self._refusals < _MOST_REFUSALS)
@@ -299,8 +301,10 @@ class _Retries:
             raise OriginOutage(f"{error} (its server or bucket hasn't given anything yet)") from error
         was_away, self._was_away = self._was_away, self._endpoint.is_away(error, self._session)
         if not self._was_away:
+            # An outage that others saw, and that has just ended, is none of this shard's failures.
+            was_away = was_away or self._endpoint.was_away_since(self._failing_since)
             if was_away:
-                self._failures, self._refusals = 1, 0
+                self._failures, self._refusals, self._failing_since = 1, 0, time.monotonic()
             # the probe may be the first request with credentials that have come in the meantime
             is_renewed = error.may_be_renewed and self._endpoint.has_served
             return was_away or (is_renewed and self._failures < self._options.attempts)

@@ -201,8 +201,11 @@ class FallbackPolicy:
     def store_index_only(self, shard: Shard) -> bool:
         """Store a shard index-only; False if its origin has no ranges, or it is already.
 
-        A server without ranges gives all of a shard for each sample: the fallback tier comes before that.
+        A server without ranges gives all of a shard for each sample: the fallback tier comes before that. Of
+        a file that is read in place there is no more than an index.
         """
+        if shard.local is not None:
+            return False
         if not serves_ranges(shard.url) and self._may_use_fallback(shard):
             return False
         with self._lock:

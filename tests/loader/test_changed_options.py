@@ -269,6 +269,7 @@ def rows(data: Path, place: Path) -> dict[str, Row]:
         "cache.eviction": same(eviction="lru"),
         "cache.ahead": same(ahead="10KB"),
         "cache.revalidate": same(revalidate="always"),
+        "cache.copy": same(copy="always"),
         "cache.shared": same(shared=str(place / "shared")),
         "cache.shared_options": same(shared=str(place / "shared"), shared_options={}),
         "cache.write_back": same(shared=str(place / "shared"), write_back=False),

@@ -48,6 +48,7 @@ def test_arguments_win_over_variables_and_variables_over_defaults(tmp_path):
         "cache_size": "STREAMLOAD_CACHE_SIZE",
         "ahead": "default",
         "revalidate": "default",
+        "copy": "default",
         "eviction": "default",
         "free_disk": "default",
         "cache": "default",

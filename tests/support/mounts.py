@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import os
 import shutil
 import subprocess
@@ -48,12 +49,22 @@ class CountingMount:
 
     def mount(self) -> None:
         """Mount it, again after `kill` or `unmount`."""
-        command = [sys.executable, "-m", "tests.support.mounts", *map(str, (self.source, self.path, self._control))]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.support.mounts",
+            *map(str, (self.source, self.path, self._control)),
+        ]
         self._server = subprocess.Popen(command)
         while not os.path.ismount(self.path):
             if self._server.poll() is not None:
                 pytest.skip(f"a FUSE file system can't be mounted here: status {self._server.returncode}")
             time.sleep(0.01)
+
+    @property
+    def is_served(self) -> bool:
+        """True unless it was killed or unmounted."""
+        return self._server is not None
 
     def unmount(self) -> None:
         """Take it away; idempotent."""
@@ -100,14 +111,14 @@ def why_not() -> str:
     if os.geteuid() or shutil.which("umount") is None:
         return "mounting needs root and umount"
     try:
-        import mfusepy  # noqa: F401
+        importlib.import_module("mfusepy")
     except (ImportError, OSError, AttributeError) as exc:
         return f"mfusepy or libfuse is missing: {exc}"
     return ""
 
 
 def _serve(source: str, mount: str, control: str) -> None:
-    import mfusepy
+    mfusepy: Any = importlib.import_module("mfusepy")
 
     class Shown(mfusepy.Operations):  # type: ignore[misc]
         """The files of a folder, read-only."""
