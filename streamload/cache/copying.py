@@ -73,25 +73,28 @@ def settled(settings: Settings, shards: ShardList, placed: Placed, nodes: int, *
 def decide(shards: ShardList, tier: Tier, nodes: int = 1) -> Choice:
     """Choice of "auto": the folders to copy, one a line, and a sentence about what was found."""
     place, kinds = file_system(tier.root), {folder: file_system(Path(folder)) for folder in shards.copied}
-    found = f"shards are on a network file system ({_in_words({f: k.kind for f, k in kinds.items()})})"
+    shown = ", ".join(f"{kind.kind} at {folder}" for folder, kind in kinds.items())
     folders = [folder for folder, kind in kinds.items() if kind.device != place.device]
     if place.is_memory:
         reason = f"the cache at {tier.root} is in memory"
     elif not folders:
         reason = f"the cache at {tier.root} is on the same one"
     else:
-        data_bytes = _data_bytes(shards.copied_below(tuple(folders))) // nodes
-        kept_bytes = tier.budget.allowed_bytes
-        room = f"the cache at {tier.root} can keep {format_bytes(kept_bytes)}"
-        room += f" of about {format_bytes(data_bytes)}" if data_bytes else ""
+        data_bytes, kept_bytes = (
+            _data_bytes(shards.copied_below((*folders,))) // nodes,
+            tier.budget.allowed_bytes,
+        )
+        reason = f"the cache at {tier.root} can keep {format_bytes(kept_bytes)}"
+        reason += f" of about {format_bytes(data_bytes)}" if data_bytes else ""
         if data_bytes <= _LEAST_SHARE * kept_bytes:
-            some = f" those in {', '.join(folders)}" if len(folders) < len(kinds) else ""
-            return Choice("\n".join(folders), f"{found}, and copied{some}: {room}")
-        reason = f"{room}, less than a fifth"
+            which = f" from {', '.join(folders)}" if len(folders) < len(kinds) else ""
+            why = f"shards are on a network file system ({shown}), and copied{which}: {reason}"
+            return Choice("\n".join(folders), why)
+        reason += ", less than a fifth"
     return Choice(
         "",
-        f"{found}, and read there in each epoch, as {reason}. To have them copied, set STREAMLOAD_CACHE_DIR "
-        f"to a larger local disk, or STREAMLOAD_COPY=always",
+        f"shards are on a network file system ({shown}), and read there in each epoch, as {reason}. To have "
+        f"them copied, set STREAMLOAD_CACHE_DIR to a larger local disk, or STREAMLOAD_COPY=always",
     )
 
 
@@ -103,7 +106,3 @@ def _data_bytes(shards: ShardList) -> int:
     with limits.Threads(max(1, len(probes)), "streamload-sizes") as pool:
         sizes = [size for size in pool.map(origin_size, probes) if size is not None]
     return sum(sizes) * len(copied) * len(shards) // (len(sizes) * len(looked_at)) if sizes else 0
-
-
-def _in_words(kinds: dict[str, str]) -> str:
-    return ", ".join(f"{kind} at {folder}" for folder, kind in kinds.items())

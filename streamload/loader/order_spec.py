@@ -241,28 +241,23 @@ def settle_opening(
 ) -> OrderSpec:
     """Open the window slowly over sources of which any node copies files, as over remote ones.
 
-    All ranks have to call it: nodes may differ in what they copy.
-
-    Args:
-        order: of a run that hasn't started.
-        shards: of all sources, as this node reads them.
+    All ranks have to call it at the start of a run: nodes may differ in what they copy.
     """
     if all(order.opens_after):
         return order
-    copies = [
-        any(urls.folder_of(url, shards.copied) is not None for url in source.urls.kinds())
-        for source in options.sources
-    ]
+    kinds = [source.urls.kinds() for source in options.sources]
+    copies = [any(urls.folder_of(url, shards.copied) for url in source_kinds) for source_kinds in kinds]
     if topology.world_size > 1:
         if not can_compare(topology.world_size):
             return order  # the ranks might open it differently
-        copies = agree(f"copies/{order.shards}", copies, _of_any_node, topology.world_size)
+        copies = agree(
+            f"copies/{order.shards}",
+            copies,
+            lambda by_rank: [any(of_ranks) for of_ranks in zip(*by_rank, strict=True)],
+            topology.world_size,
+        )
     openings = zip(order.opens_after, copies, strict=True)
     return replace(order, opens_after=tuple(WITH_ARRIVALS if copied else after for after, copied in openings))
-
-
-def _of_any_node(copies_by_rank: Sequence[list[bool]]) -> list[bool]:
-    return [any(copies) for copies in zip(*copies_by_rank, strict=True)]
 
 
 def fit_to_cache(

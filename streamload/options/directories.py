@@ -123,7 +123,7 @@ def own_directory(path: Path) -> Path:
 def file_system(path: Path, mounts: str | None = None) -> FileSystem:
     """The file system on which `path` is, or would be created; an overlay over memory counts as memory.
 
-    Touches no file system that is elsewhere, so that one that hangs doesn't stop the caller.
+    Touches no file system that is elsewhere: it may hang.
 
     Args:
         path: need not exist yet; links are followed.

@@ -96,7 +96,8 @@ _back: dict[str, float] = {}  # by name: when its last outage ended
 _failing: dict[str, float] = {}  # by name: when "can't be reached" was logged
 _listeners: list[tuple[int, Callable[[], None]]] = []  # with the process ID, as forks inherit the list
 _remembering: list[int] = []  # process IDs, for the same reason
-_at_end: list[Callable[[], None]] = []  # called when nothing is remembered any more
+at_end: list[Callable[[], None]] = []
+"""Called when a process fills no more shards, and forgets all that it knows of endpoints."""
 
 
 def abilities(url: str) -> Abilities:
@@ -158,20 +159,15 @@ def remember() -> Callable[[], None]:
         if os.getpid() not in _remembering:
             for by_name in (_abilities, _served, _away, _back, _failing):
                 by_name.clear()
-            for release in _at_end:
+            for release in at_end:
                 release()
 
     return end
 
 
 def is_remembering() -> bool:
-    """Return whether this process fills shards, so that what belongs to an endpoint is kept."""
+    """Return whether this process fills shards."""
     return os.getpid() in _remembering
-
-
-def forgets(release: Callable[[], None]) -> None:
-    """Call a function whenever all that is known of endpoints is forgotten."""
-    _at_end.append(release)
 
 
 class Endpoint:

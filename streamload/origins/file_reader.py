@@ -17,30 +17,24 @@ def serve() -> None:
     file = -1
     for line in sys.stdin.buffer:
         verb, *words = line.split()
-        numbers, data = [0, 0, 0], b""
+        code, size, mtime_ns, data = 0, 0, 0, b""
         try:
             if verb in (b"open", b"close") and file >= 0:
                 file, before = -1, file
                 os.close(before)
-            if verb == b"close":
-                continue
             if verb == b"open":
                 path = bytes.fromhex(words[0].decode())
                 file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             if verb == b"read":
                 data = os.pread(file, int(words[1]), int(words[0]))
-            else:
+            elif verb != b"close":
                 status = os.fstat(file)
-                numbers = [0, status.st_size, status.st_mtime_ns]
-                if not stat.S_ISREG(status.st_mode):
-                    numbers[0] = errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL
+                size, mtime_ns = status.st_size, status.st_mtime_ns
+                code = 0 if stat.S_ISREG(status.st_mode) else errno.EINVAL
         except OSError as exc:
-            numbers[0] = exc.errno or errno.EIO
-        if verb == b"close":
-            continue
-        answer = memoryview(
-            b"".join(number.to_bytes(8, "little", signed=True) for number in (*numbers, len(data))) + data
-        )
+            code = exc.errno or errno.EIO
+        numbers = (number.to_bytes(8, "little", signed=True) for number in (code, size, mtime_ns, len(data)))
+        answer = memoryview(b"".join((*numbers, data)) if verb != b"close" else b"")
         while answer:
             answer = answer[os.write(1, answer) :]
 

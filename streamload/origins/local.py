@@ -1,8 +1,8 @@
 """Shards that are files (step F): those that are copied, unpacked or prepared; others are read in place.
 
-A read of a network mount may wait in the kernel for as long as its server is away, and can't be interrupted.
-So files are read by processes (file_reader.py), one for each transfer: one that doesn't answer in time is
-abandoned, and holds up neither other transfers nor the end of this process.
+A read of a network mount waits in the kernel while its server is away, and can't be interrupted. So files
+are read by processes (file_reader.py), one for each transfer: one that doesn't answer in time is abandoned,
+and holds up neither other transfers nor the end of this process.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import errno
 import fcntl
 import os
 import select
-import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
 
 from streamload import descriptors, limits
 from streamload.errors import (
@@ -30,7 +29,7 @@ from streamload.errors import (
     OriginUnavailable,
     is_shortage,
 )
-from streamload.origins.endpoints import forgets, is_remembering
+from streamload.origins.endpoints import at_end, is_remembering
 from streamload.origins.protocol import Origin, Session, Version, same_version
 from streamload.urls import local_path
 
@@ -39,18 +38,11 @@ _ANSWER_BYTES = 32
 _PIPE_BYTES = 1 << 20
 _WAKE_SECONDS = 0.1
 _MOST_IDLE = 8
-_SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-_NOT_FOUND = frozenset({errno.ENOENT, errno.ENOTDIR})
-_DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EKEYEXPIRED, errno.EKEYREVOKED})
-_AWAY = frozenset(
-    getattr(errno, name)
-    for name in (
-        "EAGAIN ECONNABORTED ECONNREFUSED ECONNRESET EHOSTDOWN EHOSTUNREACH EINTR EIO ENETDOWN ENETUNREACH "
-        "ENODEV ENOTCONN ENXIO EREMOTEIO ESHUTDOWN ESTALE ETIMEDOUT"
-    ).split()
+_AWAY = (
+    "EAGAIN ECONNABORTED ECONNREFUSED ECONNRESET EHOSTDOWN EHOSTUNREACH EINTR EIO ENETDOWN ENETUNREACH "
+    "ENODEV ENOTCONN ENXIO EREMOTEIO ESHUTDOWN ESTALE ETIMEDOUT"
 )
 """Errors of a mount whose server is away, after which a retry may succeed."""
-_Result = TypeVar("_Result")
 
 
 class LocalOrigin(Origin):
@@ -63,127 +55,105 @@ class LocalOrigin(Origin):
 
     def open(self, start: int = 0, expected: Version | None = None) -> _LocalStream:
         """Open the file, to be read from `start`."""
-        self._session.check(self.url)
-        self._session.count("origin_requests")
-        reader = _FileReader.take()
-        try:
+        with self._reader() as reader:
             version = self._opened(reader)
             same_version(self.url, expected, version)
             if start > (version.size or 0):
                 raise DatasetChanged(f"{self.url} has {version.size} bytes, none at {start}")
-        except BaseException:
-            reader.end()
-            raise
-        return _LocalStream(self.url, reader, self._session, version, start)
+            return _LocalStream(self.url, reader, self._session, version, start)
 
     def version(self) -> Version:
         """Return size and time of the file."""
-        return self._at_once(self._opened)
+        with self._reader() as reader:
+            version = self._opened(reader)
+            reader.give_back()
+            return version
 
     def read(self, start: int, stop: int, version: Version) -> bytes:
         """Read a range of the file."""
-
-        def act(reader: _FileReader) -> bytes:
+        with self._reader() as reader:
             same_version(self.url, version, self._opened(reader))
             reader.send(f"read {start} {stop - start}")
-            return reader.answer(self._session, self.url).data
-
-        data = self._at_once(act)
+            _, data = reader.answer(self._session, self.url)
+            reader.give_back()
         self._session.count("origin_bytes", len(data))
         if len(data) < stop - start:
             raise OriginCut(f"{self.url}: ended at byte {start + len(data)}, before {stop}")
         return data
 
-    def _opened(self, reader: _FileReader) -> Version:
-        reader.send(f"open {os.fsencode(self._path).hex()}")
-        return reader.answer(self._session, self.url).version
-
-    def _at_once(self, act: Callable[[_FileReader], _Result]) -> _Result:
-        """Do something with a reader that is free afterwards, unless it failed."""
+    @contextlib.contextmanager
+    def _reader(self) -> Iterator[_FileReader]:
+        """A reader for a request, which ends if that fails."""
         self._session.check(self.url)
         self._session.count("origin_requests")
         reader = _FileReader.take()
         try:
-            result = act(reader)
+            yield reader
         except BaseException:
             reader.end()
             raise
-        reader.give_back()
-        return result
+
+    def _opened(self, reader: _FileReader) -> Version:
+        reader.send(f"open {os.fsencode(self._path).hex()}")
+        return reader.answer(self._session, self.url)[0]
 
 
 class _LocalStream:
     """The bytes of an open file; the next chunk is read while one is used."""
 
     def __init__(self, url: str, reader: _FileReader, session: Session, version: Version, start: int) -> None:
-        self.version = version
+        self.version, self._position = version, start
         self._url, self._session = url, session
         self._reader: _FileReader | None = reader
-        self._position = start
 
     def chunks(self) -> Iterator[bytes]:
         reader, stop = self._reader, self.version.size or 0
         assert reader is not None
-        self._request(reader, self._position, stop)
+        self._request(reader, stop)
         while self._position < stop:
-            data = reader.answer(self._session, self._url).data
+            _, data = reader.answer(self._session, self._url)
             if not data:
                 raise OriginCut(f"{self._url}: ended at byte {self._position} of {stop}")
             self._position += len(data)
             self._session.count("origin_bytes", len(data))
-            self._request(reader, self._position, stop)
+            self._request(reader, stop)
             yield data
-        same_version(self._url, self.version, reader.answer(self._session, self._url).version)
+        same_version(self._url, self.version, reader.answer(self._session, self._url)[0])
         self._reader = None
         reader.give_back()
 
     def close(self) -> None:
         if self._reader is not None:
             self._reader.end()
-            self._reader = None
 
-    def _request(self, reader: _FileReader, position: int, stop: int) -> None:
-        count = min(self._session.options.chunk_bytes, _PIPE_BYTES - _ANSWER_BYTES, stop - position)
-        reader.send(f"read {position} {count}" if count else "look")
-
-
-class _Answer(NamedTuple):
-    version: Version
-    data: bytes
+    def _request(self, reader: _FileReader, stop: int) -> None:
+        count = min(self._session.options.chunk_bytes, _PIPE_BYTES - _ANSWER_BYTES, stop - self._position)
+        reader.send(f"read {self._position} {count}" if count else "look")
 
 
 _idle: list[_FileReader] = []  # changed by single atomic operations
-_ended: list[int] = []  # process IDs that are yet to be reaped
+_ended: list[subprocess.Popen[bytes]] = []  # yet to be reaped
 
 
 class _FileReader:
     """A process that reads files, one request at a time."""
 
     def __init__(self) -> None:
-        _reap()
         requests, self._requests = descriptors.pipe()
         self._answers, answers = descriptors.pipe()
+        command = [sys.executable, "-I", "-S", str(_SCRIPT)]
         try:
             with contextlib.suppress(OSError):  # the user's limit for pipe buffers
-                fcntl.fcntl(self._answers.number, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-            self._pid = os.posix_spawn(
-                sys.executable,
-                [sys.executable, "-I", "-S", str(_SCRIPT)],
-                os.environ,
-                file_actions=[
-                    (os.POSIX_SPAWN_DUP2, requests.number, 0),
-                    (os.POSIX_SPAWN_DUP2, answers.number, 1),
-                ],
-                setsid=True,
+                fcntl.fcntl(self._answers, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+            self._process = subprocess.Popen(
+                command, stdin=requests.number, stdout=answers.number, start_new_session=True
             )
-        except BaseException as exc:
+        except OSError as exc:
             self._requests.close()
             self._answers.close()
             if isinstance(exc, BlockingIOError):  # a fork was refused
                 raise limits.reached("the process that reads a file can't be started", exc) from exc
-            if isinstance(exc, OSError) and not is_shortage(exc):
-                raise OriginError(f"{sys.executable or 'Python'} can't be started: {exc.strerror}") from exc
-            raise
+            raise OriginError(f"{command[0] or 'Python'} can't be started: {exc.strerror}") from exc
         finally:
             requests.close()
             answers.close()
@@ -199,7 +169,7 @@ class _FileReader:
         return cls()
 
     def give_back(self) -> None:
-        """Keep a reader without an open request for the next transfer, while there may be one."""
+        """Keep a reader that owes no answer for the next transfer, while there may be one."""
         if is_remembering() and len(_idle) < _MOST_IDLE:
             self.send("close")
             _idle.append(self)
@@ -212,18 +182,20 @@ class _FileReader:
             return
         self._requests.close()
         self._answers.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
-        _ended.append(self._pid)
-        _reap()
+        self._process.kill()
+        _ended.append(self._process)
+        for process in _ended[:]:
+            with contextlib.suppress(ValueError):  # another thread reaped it
+                if process.poll() is not None:
+                    _ended.remove(process)
 
     def send(self, request: str) -> None:
         """Send a request; its answer has to be taken before the next."""
         with contextlib.suppress(BrokenPipeError):  # `answer` reports it
             os.write(self._requests.number, f"{request}\n".encode())
 
-    def answer(self, session: Session, url: str) -> _Answer:
-        """Wait for an answer.
+    def answer(self, session: Session, url: str) -> tuple[Version, bytes]:
+        """Wait for an answer: the version of the open file, or its bytes.
 
         Raises:
             OriginError: by subclass: the file can't be read, or no answer came in time.
@@ -235,12 +207,12 @@ class _FileReader:
         )
         if code:
             raise _failure(url, code)
-        return _Answer(Version(size, None, str(mtime_ns)), self._read(count, session, url))
+        return Version(size, None, str(mtime_ns)), self._read(count, session, url)
 
     def _read(self, count: int, session: Session, url: str) -> bytes:
-        pieces: list[bytes] = []
-        poll, heard = select.poll(), time.monotonic()
+        pieces, poll, heard = list[bytes](), select.poll(), time.monotonic()
         poll.register(self._answers, select.POLLIN)
+        limit_seconds = session.options.stall_seconds
         while count:
             if poll.poll(_WAKE_SECONDS * 1000):
                 piece = os.read(self._answers.number, count)
@@ -250,18 +222,9 @@ class _FileReader:
                 count, heard = count - len(piece), time.monotonic()
                 continue
             session.check(url)
-            if time.monotonic() - heard >= session.options.stall_seconds:
-                raise OriginTimeout(
-                    f"{url}: its file system gave nothing for {session.options.stall_seconds:g} s"
-                )
+            if time.monotonic() - heard >= limit_seconds:
+                raise OriginTimeout(f"{url}: its file system gave nothing for {limit_seconds:g} s")
         return b"".join(pieces)
-
-
-def _reap() -> None:
-    for pid in _ended[:]:
-        with contextlib.suppress(ChildProcessError, ValueError):
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                _ended.remove(pid)
 
 
 def _end_idle() -> None:
@@ -270,18 +233,19 @@ def _end_idle() -> None:
             _idle.pop().end()
 
 
-forgets(_end_idle)
+at_end.append(_end_idle)
 
 
 def _failure(url: str, code: int) -> OSError:
     """The error of a file for an errno."""
-    message = f"{url}: {os.strerror(code)}"
-    if code in _SHORT:
-        return OSError(code, message)
-    if code in _NOT_FOUND:
+    error = OSError(code, f"{url}: {os.strerror(code)}")  # of the class that the errno stands for
+    if is_shortage(error):
+        return error
+    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return OriginNotFound(f"{url}: no such file")
-    if code in _DENIED:
-        return OriginDenied(message)
+    if isinstance(error, PermissionError) or code == errno.EKEYEXPIRED:
+        return OriginDenied(error.strerror)
     if code == errno.EINVAL:
         return OriginError(f"{url} is not a regular file; read a stream by `pipe:cat …`")
-    return OriginUnavailable(message) if code in _AWAY else OriginError(message)
+    is_away = errno.errorcode.get(code) in _AWAY.split()
+    return OriginUnavailable(error.strerror) if is_away else OriginError(error.strerror)
