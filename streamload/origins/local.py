@@ -37,6 +37,7 @@ _SCRIPT = Path(__file__).with_name("file_reader.py")
 _ANSWER_BYTES = 32
 _PIPE_BYTES = 1 << 20
 _WAKE_SECONDS = 0.1
+_REAP_SECONDS = 0.05
 _MOST_IDLE = 8
 _AWAY = (
     "EAGAIN ECONNABORTED ECONNREFUSED ECONNRESET EHOSTDOWN EHOSTUNREACH EINTR EIO ENETDOWN ENETUNREACH "
@@ -177,7 +178,7 @@ class _FileReader:
             self.end()
 
     def end(self) -> None:
-        """End the process, without waiting for it: its file system may hold it up. Idempotent."""
+        """End the process, without waiting for one that its file system holds up. Idempotent."""
         if self._requests.number < 0:
             return
         self._requests.close()
@@ -185,9 +186,10 @@ class _FileReader:
         self._process.kill()
         _ended.append(self._process)
         for process in _ended[:]:
-            with contextlib.suppress(ValueError):  # another thread reaped it
-                if process.poll() is not None:
-                    _ended.remove(process)
+            # ValueError: another thread reaped it
+            with contextlib.suppress(ValueError, subprocess.TimeoutExpired):
+                process.wait(_REAP_SECONDS if process is self._process else 0)
+                _ended.remove(process)
 
     def send(self, request: str) -> None:
         """Send a request; its answer has to be taken before the next."""

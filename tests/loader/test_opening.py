@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed
 
 import streamload
 from streamload.daemon.warm import warm
@@ -16,6 +18,7 @@ from streamload.order.plan import WITH_ARRIVALS
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
 from tests.support import flat
+from tests.support.kills import Child, Stage
 from tests.support.order_oracle import Case, sequence
 
 COUNT = 150
@@ -132,3 +135,36 @@ def test_the_order_follows_arrivals_where_shards_of_a_source_are_not_local_files
     ):
         with make(urls, tmp_path / "cache", **layout, **options) as loader:
             assert loader.state_dict()["opens_after"] == expected
+
+
+def batches_of_node(shards: str, place: Path, rank: int, copy: str, stage: Stage) -> list[Any]:
+    """The keys of each batch of one of two nodes, and how its windows open."""
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    torch.distributed.init_process_group("gloo", init_method=f"file://{place}/store", rank=rank, world_size=2)
+    with make(
+        shards, place / f"node-{rank}", batch_size=4, num_samples=160, lanes=2, shuffle=40, copy=copy
+    ) as loader:
+        keys = [batch["key"] for batch in loader]
+        return [keys, loader.state_dict()["opens_after"]]
+
+
+@pytest.mark.parametrize("copies", [("always", "never"), ("never", "always"), ("never", "never")])
+def test_windows_open_slowly_on_all_nodes_where_one_of_them_copies_files(
+    copies: tuple[str, str], tmp_path: Path
+) -> None:
+    write_shards(tmp_path / "data", [40] * 4, options=ShardOptions((1, 1)))
+    shards = f"{tmp_path}/data/{{00000..00003}}.tar"
+    nodes = [
+        Child(lambda stage, rank=rank: batches_of_node(shards, tmp_path, rank, copies[rank], stage))  # type: ignore[misc]
+        for rank in range(2)
+    ]
+    with nodes[0], nodes[1]:
+        by_node = [node.finish(120) for node in nodes]
+    copied = "always" if "always" in copies else "never"
+    with make(
+        shards, tmp_path / "one", batch_size=8, num_samples=160, lanes=2, shuffle=40, groups=2, copy=copied
+    ) as loader:
+        expected = [sorted(batch["key"]) for batch in loader]
+    assert [opens_after for _, opens_after in by_node] == [[WITH_ARRIVALS if copied == "always" else 0]] * 2
+    global_batches = zip(by_node[0][0], by_node[1][0], strict=True)
+    assert [sorted([*first, *second]) for first, second in global_batches] == expected

@@ -83,7 +83,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
             rewrite, f"pipe:cat {file}", f"pipe:cat {file}.missing", knows_versions=False, has_ranges=False
         )
     else:
-        yield Place(rewrite, str(file), str(tmp_path / "b.tar"), has_ranges=False)
+        yield Place(rewrite, str(file), str(tmp_path / "b.tar"))
 
 
 @pytest.mark.parametrize("start", [0, 1, 49_999, 50_000, 123_456, len(BODY) - 1, len(BODY)])
