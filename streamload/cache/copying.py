@@ -13,7 +13,7 @@ from pathlib import Path
 from streamload import limits
 from streamload.cache.placement import SharedDecision, memory_root, origin_size
 from streamload.cache.shard import ShardList, fingerprint, spread
-from streamload.cache.tier import Choice, Placed, Tier
+from streamload.cache.tier import Choice, Placed
 from streamload.metrics import format_bytes
 from streamload.options import Copy, Settings, file_system
 from streamload.urls import UrlList, folder_of, is_local, local_path
@@ -64,27 +64,37 @@ def settled(settings: Settings, shards: ShardList, placed: Placed, nodes: int, *
         question = ["copy", str(placed.tier.root), fingerprint(shards)]
         agreement = SharedDecision(memory_root(settings), question)
         placed.agreements.append(agreement)
-        answer = agreement.join(lambda: decide(shards, placed.tier, nodes))
+        tier = placed.tier
+        answer = agreement.join(lambda: decide(shards, tier.root, tier.budget.allowed_bytes, nodes))
     if logs:
         logger.log(logging.INFO if answer.chosen else logging.WARNING, "%s", answer.why)
+    return decided(shards, answer)
+
+
+def decided(shards: ShardList, answer: Choice) -> ShardList:
+    """The shards with the folders that were chosen."""
     return shards.copied_below(tuple(filter(None, answer.chosen.split("\n"))))
 
 
-def decide(shards: ShardList, tier: Tier, nodes: int = 1) -> Choice:
-    """Choice of "auto": the folders to copy, one a line, and a sentence about what was found."""
-    place, kinds = file_system(tier.root), {folder: file_system(Path(folder)) for folder in shards.copied}
+def decide(shards: ShardList, root: Path, kept_bytes: int, nodes: int = 1) -> Choice:
+    """Choice of "auto": the folders to copy, one a line, and a sentence about what was found.
+
+    Args:
+        shards: with the folders of `folders_to_copy`.
+        root: of the tier.
+        kept_bytes: what it can keep.
+        nodes: that share the shards.
+    """
+    place, kinds = file_system(root), {folder: file_system(Path(folder)) for folder in shards.copied}
     shown = ", ".join(f"{kind.kind} at {folder}" for folder, kind in kinds.items())
     folders = [folder for folder, kind in kinds.items() if kind.device != place.device]
     if place.is_memory:
-        reason = f"the cache at {tier.root} is in memory"
+        reason = f"the cache at {root} is in memory"
     elif not folders:
-        reason = f"the cache at {tier.root} is on the same one"
+        reason = f"the cache at {root} is on the same one"
     else:
-        data_bytes, kept_bytes = (
-            _data_bytes(shards.copied_below((*folders,))) // nodes,
-            tier.budget.allowed_bytes,
-        )
-        reason = f"the cache at {tier.root} can keep {format_bytes(kept_bytes)}"
+        data_bytes = _data_bytes(shards.copied_below((*folders,))) // nodes
+        reason = f"the cache at {root} can keep {format_bytes(kept_bytes)}"
         reason += f" of about {format_bytes(data_bytes)}" if data_bytes else ""
         if data_bytes <= _LEAST_SHARE * kept_bytes:
             which = f" from {', '.join(folders)}" if len(folders) < len(kinds) else ""

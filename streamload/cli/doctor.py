@@ -15,6 +15,7 @@ from streamload.cli.options import AsJson, StorageOptions, storage_options_of
 from streamload.cli.terminal import console, format_bytes, print_table
 
 if TYPE_CHECKING:
+    from streamload.cache.shard import ShardList
     from streamload.options import Option, Settings
 
 _LIBRARIES = "streamload torch numpy pillow simplejpeg fsspec s3fs urllib3 webdataset xxhash"
@@ -243,7 +244,7 @@ def _shared(settings: "Settings") -> list[Finding]:
 
 def _data(urls: list[str]) -> list[Finding]:
     """Fit of the cache to these shards, at the loader's default batch size."""
-    from streamload.cache.copying import decide, folders_to_copy
+    from streamload.cache.copying import folders_to_copy
     from streamload.cache.forecast import forecast
     from streamload.cache.shard import ShardList
     from streamload.cli.cache import tier_at
@@ -255,20 +256,36 @@ def _data(urls: list[str]) -> list[Finding]:
 
     if not urls:
         return []
+    findings: list[Finding] = []
     try:
         settings, listed = read_settings(), expand_urls(urls)
         shards = ShardList(listed, None, copied=folders_to_copy(listed, settings.copy))
+        if settings.copy == "auto" and shards.copied:
+            finding, shards = _mounts(shards, settings)
+            findings.append(finding)
         tier = tier_at(None)
     except StreamloadError as exc:
-        return [Finding("data", "nothing known yet", advice=str(exc))]
-    findings: list[Finding] = []
-    if shards.copied and settings.copy == "auto":
-        answer = decide(shards, tier)
-        shards = shards.copied_below(tuple(filter(None, answer.chosen.split("\n"))))
-        is_chosen, why = bool(answer.chosen), answer.why
-        findings = [Finding("mounts", why) if is_chosen else Finding("mounts", "read in place", advice=why)]
+        return [*findings, Finding("data", "nothing known yet", advice=str(exc))]
     prediction = forecast(tier, shards, default_lanes(_BATCH_SIZE), default_window(_BATCH_SIZE))
     return [*findings, Finding("data", f"{prediction}, at a batch size of {_BATCH_SIZE}")]
+
+
+def _mounts(shards: "ShardList", settings: "Settings") -> "tuple[Finding, ShardList]":
+    """Whether a run would copy shards from network file systems, and the shards as it would read them."""
+    from streamload.cache.copying import decide, decided
+    from streamload.cli.cache import tier_at
+    from streamload.errors import CacheError
+    from streamload.options import nearest
+
+    root, size = settings.cache_dir, settings.cache_size
+    try:
+        kept_bytes = tier_at(str(root)).budget.allowed_bytes
+    except CacheError:
+        kept_bytes = size.limit_bytes(shutil.disk_usage(nearest(root)).free, 0)
+    answer = decide(shards, root, kept_bytes)
+    if answer.chosen:
+        return Finding("mounts", answer.why), decided(shards, answer)
+    return Finding("mounts", "read in place", advice=answer.why), decided(shards, answer)
 
 
 def _shards(urls: list[str], storage_options: str | None) -> list[Finding]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import pickle
 from pathlib import Path
@@ -10,8 +12,8 @@ import pytest
 
 from streamload.cache import copying
 from streamload.cache.shard import ShardList, shard_of
-from streamload.cache.tier import Tier
-from streamload.options import directories, file_system
+from streamload.cache.tier import placed_on_disk
+from streamload.options import directories, file_system, read_settings
 from streamload.testing.shards import write_shards
 from streamload.urls import expand_urls, folder_of
 
@@ -119,31 +121,34 @@ def test_a_tier_with_room_for_a_fifth_of_the_data_takes_it(mount: Path, tmp_path
         (data_bytes * 3 // 20, 2, True),
         (data_bytes // 20, 2, False),
     ):
-        answer = copying.decide(shards, Tier(tmp_path / f"tier-{limit}-{nodes}", limit), nodes)
+        answer = copying.decide(shards, tmp_path / "tier", limit, nodes)
         assert answer.chosen == (str(mount) if is_copied else ""), answer
         assert f"nfs4 at {mount}" in answer.why
         assert ("less than a fifth" in answer.why) is not is_copied
 
 
 def test_a_tier_in_memory_or_on_the_same_file_system_takes_none(mount: Path, tmp_path: Path) -> None:
-    shards = listed(mount)
     for root, reason in (
-        (mount / "tier", "on the same one"),
-        (tmp_path / "scratch" / "tier", "on the same one"),
+        (mount / "tier", "is on the same one"),
+        (tmp_path / "scratch" / "tier", "is on the same one"),
+        (Path("/dev/shm/tier"), "is in memory"),
     ):
-        answer = copying.decide(shards, Tier(root, 10**9))
+        answer = copying.decide(listed(mount), root, 10**9)
         assert not answer.chosen
         assert reason in answer.why
-    root = Path(f"/dev/shm/streamload-copying-{os.getpid()}")
-    tier = Tier(root, 10**6)
-    try:
-        answer = copying.decide(shards, tier)
-    finally:
-        for path in sorted(root.rglob("*"), reverse=True):
-            path.rmdir() if path.is_dir() else path.unlink()
-        root.rmdir()
-    assert not answer.chosen
-    assert "is in memory" in answer.why
+
+
+def test_a_training_says_once_what_it_found_and_decided(
+    mount: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "streamload")
+    settings = read_settings(cache_dir=tmp_path / "tier", cache_size="1GB")
+    with contextlib.closing(placed_on_disk(settings, "test")) as placed:
+        for logs in (True, False):
+            shards = copying.settled(settings, listed(mount), placed, 1, logs=logs)
+            assert shards.copied == (str(mount),)
+    (line,) = [text for text in caplog.messages if "network file system" in text]
+    assert f"(nfs4 at {mount}), and copied: the cache at {tmp_path / 'tier'} can keep 1.0 GB of about" in line
 
 
 def test_a_copied_shard_is_no_local_one_in_all_lists_that_are_made_of_its_list(mount: Path) -> None:

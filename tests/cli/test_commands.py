@@ -23,6 +23,7 @@ from streamload.cli import main
 from streamload.cli.doctor import examine
 from streamload.cli.terminal import print_table
 from streamload.errors import CacheError
+from streamload.options import directories
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
@@ -420,6 +421,21 @@ def test_doctor_asks_for_the_first_and_last_shard_of_each_source(streamload, tmp
         done = streamload("doctor", f"{server.url}/00000.tar", STREAMLOAD_CACHE_DIR=str(tmp_path / "tier"))
         assert done.returncode == 1
         assert "00000.tar" in done.stdout
+
+
+def test_doctor_says_whether_shards_on_a_mount_would_be_copied(streamload, tmp_path, monkeypatch):
+    write_shards(tmp_path / "nas", [3] * 4, seed=1)
+    table = f"1 0 8:1 / / rw - ext4 /dev/sda rw\n2 1 0:9 / {tmp_path}/nas rw - lustre mds:/nas rw\n"
+    monkeypatch.setattr(directories, "_own_mounts", lambda: table)
+    for cache_dir, expected in (
+        (tmp_path / "tier", f"(lustre at {tmp_path}/nas), and copied: the cache at {tmp_path}/tier can keep"),
+        (tmp_path / "nas" / "tier", f"as the cache at {tmp_path}/nas/tier is on the same one"),
+    ):
+        done = streamload(
+            "doctor", f"{tmp_path}/nas/{{00000..00003}}.tar", "--json", STREAMLOAD_CACHE_DIR=str(cache_dir)
+        )
+        findings = {finding["subject"]: finding for finding in json.loads(done.stdout)["findings"]}
+        assert expected in findings["mounts"]["value"] + findings["mounts"]["advice"]
 
 
 def test_doctor_shows_what_a_web_server_can_do(streamload, tmp_path):
