@@ -55,9 +55,9 @@ TESTED = run() { env -u MAKEFLAGS -u MAKELEVEL $(2) -o cache_dir=.pytest_cache/$
 # Torch has one thread in each of the many processes: two wait for each other on two busy cores.
 quick pytest pytest-openclip deep-pytest deep-openclip ranges: export OMP_NUM_THREADS = 1
 
-# Prometheus' own parser reads what is exported, and a browser shows what is drawn.
+# Prometheus' own parser reads what is exported, a browser shows what is drawn, and FUSE mounts what is copied.
 pytest: $(READY)
-	@for package in prometheus chromium; do \
+	@for package in prometheus chromium "fuse3 fusermount3"; do \
 		bash .ci/need $$package || echo "The tests that need $$package are skipped." >&2; done
 	$(call TESTED,4,$(BIN)/python -u -m pytest -m "not deep")
 
