@@ -12,7 +12,7 @@ import errno
 import fcntl
 import os
 import select
-import subprocess
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -37,7 +37,6 @@ _SCRIPT = Path(__file__).with_name("file_reader.py")
 _ANSWER_BYTES = 32
 _PIPE_BYTES = 1 << 20
 _WAKE_SECONDS = 0.1
-_REAP_SECONDS = 0.05
 _MOST_IDLE = 8
 _AWAY = (
     "EAGAIN ECONNABORTED ECONNREFUSED ECONNRESET EHOSTDOWN EHOSTUNREACH EINTR EIO ENETDOWN ENETUNREACH "
@@ -133,7 +132,7 @@ class _LocalStream:
 
 
 _idle: list[_FileReader] = []  # changed by single atomic operations
-_ended: list[subprocess.Popen[bytes]] = []  # yet to be reaped
+_ended: list[int] = []  # process IDs, yet to be reaped
 
 
 class _FileReader:
@@ -146,9 +145,10 @@ class _FileReader:
         try:
             with contextlib.suppress(OSError):  # the user's limit for pipe buffers
                 fcntl.fcntl(self._answers, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-            self._process = subprocess.Popen(
-                command, stdin=requests.number, stdout=answers.number, start_new_session=True
-            )
+            pipes = [
+                (os.POSIX_SPAWN_DUP2, end.number, number) for number, end in enumerate((requests, answers))
+            ]
+            self._pid = os.posix_spawn(command[0], command, os.environ, file_actions=pipes, setsid=True)
         except OSError as exc:
             self._requests.close()
             self._answers.close()
@@ -183,13 +183,13 @@ class _FileReader:
             return
         self._requests.close()
         self._answers.close()
-        self._process.kill()
-        _ended.append(self._process)
-        for process in _ended[:]:
-            # ValueError: another thread reaped it
-            with contextlib.suppress(ValueError, subprocess.TimeoutExpired):
-                process.wait(_REAP_SECONDS if process is self._process else 0)
-                _ended.remove(process)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+        _ended.append(self._pid)
+        for pid in _ended[:]:
+            with contextlib.suppress(ValueError):  # another thread reaped it
+                if _has_ended(pid):
+                    _ended.remove(pid)
 
     def send(self, request: str) -> None:
         """Send a request; its answer has to be taken before the next."""
@@ -227,6 +227,13 @@ class _FileReader:
             if time.monotonic() - heard >= limit_seconds:
                 raise OriginTimeout(f"{url}: its file system gave nothing for {limit_seconds:g} s")
         return b"".join(pieces)
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:  # a child of this forked process's parent, or one that nobody has to reap
+        return True
 
 
 def _end_idle() -> None:
