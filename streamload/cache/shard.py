@@ -149,9 +149,7 @@ class ShardList(Sequence[Shard]):
     def __repr__(self) -> str:
         return f"<ShardList of {len(self):,}>"
 
-    def __reduce__(
-        self,
-    ) -> tuple[type[ShardList], tuple[UrlList, dict[str, Any] | None, str, tuple[str, ...]]]:
+    def __reduce__(self) -> tuple[type[ShardList], tuple[object, ...]]:
         return ShardList, (self.urls, self.storage_options, self._recipe, self.copied)
 
     def prepared_by(self, recipe: str) -> ShardList:
@@ -162,23 +160,14 @@ class ShardList(Sequence[Shard]):
         """The same shards, of which those below some folders are copied."""
         return ShardList(self.urls, self.storage_options, self._recipe, folders)
 
-    @property
-    def are_local(self) -> bool:
-        """True if all are files that aren't copied."""
-        return all(self._are_local())
-
-    @property
-    def has_local(self) -> bool:
-        """True if some are files that aren't copied."""
-        return any(self._are_local())
+    def are_local(self) -> Iterator[bool]:
+        """For URLs that represent all others, whether they are files that aren't copied."""
+        kinds = self.urls.kinds()
+        return (urls.is_local(url) and urls.folder_of(url, self.copied) is None for url in kinds)
 
     def digest(self, place: int) -> str:
         """The name of a shard's origin; all names of the shard in a tier begin with its first half."""
         return urls.digest(self.urls[place], self.storage_options)
-
-    def _are_local(self) -> Iterator[bool]:
-        kinds = self.urls.kinds()
-        return (urls.is_local(url) and urls.folder_of(url, self.copied) is None for url in kinds)
 
     def _made(self, place: int) -> Shard:
         url = self.urls[place]

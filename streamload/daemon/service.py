@@ -206,7 +206,7 @@ class Service:
                 "--ray needs a shared cache to bring shards into (--shared-cache): what lies on the disks of "
                 "the cluster's nodes is of no use to trainers, and goes with them"
             )
-        if listed is not None and listed.has_local:
+        if listed is not None and any(listed.are_local()):
             raise OptionError(
                 "--ray can't bring files of this machine, which other nodes don't see: give URLs of an origin"
             )

@@ -250,14 +250,13 @@ def settle_opening(
     if topology.world_size > 1:
         if not can_compare(topology.world_size):
             return order  # the ranks might open it differently
-        copies = agree(
-            f"copies/{order.shards}",
-            copies,
-            lambda by_rank: [any(of_ranks) for of_ranks in zip(*by_rank, strict=True)],
-            topology.world_size,
-        )
+        copies = agree(f"copies/{order.shards}", copies, _of_any_rank, topology.world_size)
     openings = zip(order.opens_after, copies, strict=True)
     return replace(order, opens_after=tuple(WITH_ARRIVALS if copied else after for after, copied in openings))
+
+
+def _of_any_rank(copies_by_rank: Sequence[list[bool]]) -> list[bool]:
+    return [*map(any, zip(*copies_by_rank, strict=True))]
 
 
 def fit_to_cache(

@@ -77,7 +77,7 @@ class WorkerPool:
         self.statistics: Statistics | None = None if images is None else images.unnormalised
         self.images = config.assembly.images
         self.functions = _functions(options, config)
-        self.are_local = config.shards.are_local
+        self.are_local = all(config.shards.are_local())
         self._options = options
         try:
             self.batches, dataset = _data_loader(options, config, control)

@@ -15,7 +15,6 @@ from streamload.batches.assembly import BatchAssembly
 from streamload.batches.images import ImageAssembly, ImageMaker, Preprocess, by_workers
 from streamload.batches.in_progress import Choose
 from streamload.batches.tokenize import adapt_tokenizer
-from streamload.cache.copying import folders_to_copy, settled
 from streamload.cache.forecast import Measure, forecast
 from streamload.cache.placement import memory_root, place_tier
 from streamload.cache.selection import KeySpec, Selection, kept_by_all
@@ -75,8 +74,7 @@ def worker_config_for(options: LoaderOptions, schedule: RunSchedule) -> tuple[Wo
         CacheError: the cache directory can't be used.
     """
     settings, transform = options.settings(), _transform(options)
-    copied, prepared = folders_to_copy(options.urls, settings.copy), UNPREPARED
-    shards = ShardList(options.urls, options.storage_options, copied=copied)
+    shards, prepared = _listed(options, settings), UNPREPARED
     if options.images.prepare is not None:
         prepared = named_preparation(options.images.prepare, settings)
         shards = prepared.of(shards)
@@ -89,7 +87,10 @@ def worker_config_for(options: LoaderOptions, schedule: RunSchedule) -> tuple[Wo
     else:
         placed = place_tier(settings, shards, topology.nodes)
     try:
-        shards = settled(settings, shards, placed, topology.nodes, logs=topology.local_rank == 0)
+        if shards.copied:
+            from streamload.cache.copying import settled
+
+            shards = settled(settings, shards, placed, topology.nodes, logs=topology.local_rank == 0)
         shared = backing_of(options, settings)
         if options.images.prepare is not None:
             prepared = decide_preparation(
@@ -105,6 +106,16 @@ def worker_config_for(options: LoaderOptions, schedule: RunSchedule) -> tuple[Wo
     except BaseException:
         placed.close()
         raise
+
+
+def _listed(options: LoaderOptions, settings: Settings) -> ShardList:
+    """The shards of a run, with the folders that may be copied."""
+    shards = ShardList(options.urls, options.storage_options)
+    if not any(shards.are_local()):
+        return shards
+    from streamload.cache.copying import folders_to_copy
+
+    return shards.copied_below(folders_to_copy(options.urls, settings.copy))
 
 
 class BatchRecipes(NamedTuple):
@@ -212,7 +223,7 @@ def counted_samples(options: LoaderOptions, counts: Counters, epoch: int) -> int
     transform = _transform(options) if options.images.prepare == AUTO else None
     possible = possible_preparations(options.images.prepare, settings, by_workers(transform))
     plain = ShardList(options.urls, options.storage_options)
-    both_ways = dict.fromkeys([(), folders_to_copy(options.urls, settings.copy)])
+    both_ways = dict.fromkeys([(), _listed(options, settings).copied])
     lists = [part.of(plain.copied_below(copied)) for copied in both_ways for part in possible]
     roots = {"disk": [settings.cache_dir], "memory": [memory_root(settings)]}
     for root in roots.get(settings.cache, [*roots["memory"], *roots["disk"]]):

@@ -155,11 +155,11 @@ def test_a_copied_shard_is_no_local_one_in_all_lists_that_are_made_of_its_list(m
     shards = listed(mount)
     for same in (shards, shards[1:], pickle.loads(pickle.dumps(shards)), shards.prepared_by("")):
         assert all(shard.local is None and shard.is_copied for shard in same)
-        assert not same.has_local
+        assert not any(same.are_local())
     url = f"{mount}/00000.tar"
     in_place = shard_of(url, None)
     assert in_place.local == Path(url)
     assert in_place.digest != shards[0].digest
     assert in_place.digest[:16] == shards[0].digest[:16]
-    assert shards.copied_below(()).are_local
-    assert shards.copied_below((f"{mount}-other",)).are_local
+    assert all(shards.copied_below(()).are_local())
+    assert all(shards.copied_below((f"{mount}-other",)).are_local())

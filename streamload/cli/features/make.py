@@ -119,7 +119,7 @@ def _make_shards(
     from streamload.urls import expand_urls
 
     listed = expand_urls(urls)
-    if ShardList(listed, None, copied=folders_to_copy(listed, read_settings().copy)).has_local:
+    if any(ShardList(listed, None, copied=folders_to_copy(listed, read_settings().copy)).are_local()):
         raise OptionError(
             "files of this machine have no derived shards in a shared cache: give URLs of an origin, or "
             "leave out --shared-cache"
