@@ -160,7 +160,8 @@ def _serve(source: str, mount: str, control: str) -> None:
             if code is not None:
                 raise mfusepy.FuseOSError(int(code) if code else errno.EIO)
 
-    mfusepy.FUSE(Shown(), mount, foreground=True, ro=True, fsname="test", subtype=_KIND)
+    shown_at_once = {"attr_timeout": 0, "entry_timeout": 0}
+    mfusepy.FUSE(Shown(), mount, foreground=True, ro=True, fsname="test", subtype=_KIND, **shown_at_once)
 
 
 def _told(control: str, path: str) -> str | None:
