@@ -48,12 +48,11 @@ QUICK = OriginOptions(
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known() -> Iterator[None]:
-    endpoints._served.clear()
-    endpoints._away.clear()
-    endpoints._failing.clear()
+    for by_name in (endpoints._served, endpoints._away, endpoints._back, endpoints._failing):
+        by_name.clear()
     yield
-    endpoints._served.clear()
-    endpoints._away.clear()
+    for by_name in (endpoints._served, endpoints._away, endpoints._back):
+        by_name.clear()
 
 
 @pytest.fixture
@@ -338,3 +337,34 @@ def test_what_is_known_of_servers_is_forgotten_with_the_last_who_remembers() -> 
     assert endpoints._served
     second()
     assert not endpoints._served
+
+
+def test_a_shard_whose_last_attempt_failed_just_before_its_server_came_back_is_not_given_up(
+    server: ShardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert read(open_origin(f"{server.url}/a.tar")) == BODY
+    server.misbehave("b.tar", Fault(status=503))
+    probe = endpoints.Endpoint.is_away
+
+    def comes_back(self: Any, error: OriginError, session: Any) -> bool:
+        """The other shard, which had seen the outage, goes on before this one looks."""
+        other = endpoints._served[server.url][-1]
+        other._record(error, 60.0)
+        other.served()
+        server.misbehave("b.tar")
+        return probe(self, error, session)
+
+    monkeypatch.setattr(endpoints.Endpoint, "is_away", comes_back)
+    tally = Tally()
+    assert read(open_origin(f"{server.url}/b.tar", None, QUICK, tally)) == BODY
+    assert tally["origin_retries"] == QUICK.attempts
+
+
+def test_a_shard_that_fails_alone_after_an_outage_is_given_up(server: ShardServer) -> None:
+    assert read(open_origin(f"{server.url}/a.tar")) == BODY
+    other = endpoints._served[server.url][-1]
+    other._record(OriginUnavailable("503"), 60.0)
+    other.served()
+    server.misbehave("b.tar", Fault(status=503))
+    with pytest.raises(OriginUnavailable, match="given up after 3 attempts"):
+        read(open_origin(f"{server.url}/b.tar", None, QUICK))
