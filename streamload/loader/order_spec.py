@@ -241,13 +241,14 @@ def settle_opening(
 ) -> OrderSpec:
     """Open the window slowly over sources of which any node copies files, as over remote ones.
 
-    All ranks have to call it at the start of a run: nodes may differ in what they copy.
+    All ranks of several nodes have to call it at the start of a run: nodes may differ in what they copy. The
+    ranks of a node share its decision.
     """
     if all(order.opens_after):
         return order
     kinds = [source.urls.kinds() for source in options.sources]
     copies = [any(urls.folder_of(url, shards.copied) for url in source_kinds) for source_kinds in kinds]
-    if topology.world_size > 1:
+    if topology.nodes > 1:
         if not can_compare(topology.world_size):
             return order  # the ranks might open it differently
         copies = agree(f"copies/{order.shards}", copies, _of_any_rank, topology.world_size)
