@@ -28,7 +28,7 @@ from streamload.loader.order_spec import (
     split_for,
 )
 from streamload.loader.position import EpochTracker, Position
-from streamload.loader.sizes import ShardSizes, sizes_digest
+from streamload.loader.sizes import ShardSizes, Sizes, sizes_digest
 from streamload.loader.state import (
     attempt_in,
     check_fits,
@@ -239,8 +239,10 @@ class RunSchedule:
 
     def listed_samples(self) -> int | None:
         """The samples of all shards by sizes.json; None if one is unknown."""
-        sizes = self._read_sizes()
-        return None if None in sizes else sum(sum(shard_sizes or ()) for shard_sizes in sizes)
+        samples = [
+            None if shard_sizes is None else int(shard_sizes.sum()) for shard_sizes in self._read_sizes()
+        ]
+        return None if None in samples else sum(count or 0 for count in samples)
 
     # In what order samples come.
 
@@ -282,7 +284,7 @@ class RunSchedule:
         order = self.order
         compare_groups(order, self.topology)
         is_cut = order.groups > 1
-        sizes: list[list[int] | None] = [None] * len(order.sources)
+        sizes: list[Sizes] = [None] * len(order.sources)
         if is_cut:
             sizes = self._read_sizes()
         elif self._sizes.are_used:  # they may have been read before the ranks were joined
@@ -331,7 +333,7 @@ class RunSchedule:
     def source_samples(self, place: int) -> int | None:
         """The samples of a source by sizes.json; None if nothing says."""
         sizes = self._read_sizes()[place]
-        return None if sizes is None else sum(sizes)
+        return None if sizes is None else int(sizes.sum())
 
     def identity(self) -> dict[str, Any]:
         """Inputs of the samples of each step, apart from the changes of a run; JSON-able."""
@@ -478,7 +480,7 @@ class RunSchedule:
             return self._options.num_samples
         return self.listed_samples()
 
-    def _read_sizes(self, groups: int | None = None) -> list[list[int] | None]:
+    def _read_sizes(self, groups: int | None = None) -> list[Sizes]:
         """The samples of each shard of each source, by sizes.json."""
         return self._sizes.read(self.topology, groups or self._groups())
 
