@@ -350,11 +350,12 @@ class RunSchedule:
         return to_state(order, self.tracker.saved(), counts, parts, self.attempt)
 
     def agree_on_attempt(self) -> RunAttempt:
-        """The attempt of this run, by the last state, or of a new one; the same on ranks that are joined."""
+        """The attempt of this run, by the last state or the launcher; the same on ranks that are joined."""
         if self.attempt is None:
             order = self.order
-            name = f"attempt {order.data} {order.seed} {order.train}"
-            agreed = first_value(name, json.dumps(RunAttempt.new()), self.topology.world_size)
+            reads = f"{order.data} {order.seed} {order.train}"
+            launched = json.dumps(RunAttempt.launched(reads))
+            agreed = first_value(f"attempt {reads}", launched, self.topology.world_size)
             self.attempt = RunAttempt.parse(*json.loads(agreed))
         return self.attempt
 

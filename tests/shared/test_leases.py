@@ -104,8 +104,8 @@ def test_a_heartbeat_that_is_on_its_way_replaces_no_lease_of_the_next_holder(
 def test_a_later_attempt_of_a_run_has_the_leases_of_an_earlier_one_at_once(
     objects: Objects, make: Make
 ) -> None:
-    first = RunAttempt.new()
-    dead, again = make(objects, attempt=first), make(objects, attempt=first.next())
+    first = RunAttempt.launched("data", {})
+    dead, again = make(objects, attempt=first), make(objects, attempt=first.next({}))
     assert dead.take("task")
     assert not again.is_held("task")
     assert again.take("task")
@@ -115,7 +115,7 @@ def test_a_later_attempt_of_a_run_has_the_leases_of_an_earlier_one_at_once(
 
 
 @pytest.mark.parametrize(
-    "attempt", [None, RunAttempt("1" * 16, 1), RunAttempt("1" * 16, 2), RunAttempt.new()]
+    "attempt", [None, RunAttempt("1" * 16, 1), RunAttempt("1" * 16, 2), RunAttempt.launched("data", {})]
 )
 def test_no_other_attempt_has_them_before_they_expire_fails(
     attempt: RunAttempt | None, tmp_path: Path, make: Make
@@ -152,7 +152,7 @@ def test_a_lease_with_impossible_numbers_is_one_without(value: object, tmp_path:
     names = ("seconds", "due", "bytes", "size", "run", "attempt", "host")
     content = {"format": 1, "holder": "ab" * 8, **dict.fromkeys(names, value)}
     objects.write("leases/task.json", json.dumps(content).encode())
-    seen = make(objects, attempt=RunAttempt.new()).holder_at("task")
+    seen = make(objects, attempt=RunAttempt.launched("data", {})).holder_at("task")
     assert seen is not None
     assert seen.host == ("5" if value == "5" else "")
     assert (seen.arrived, seen.size, seen.progress_seconds) == (0, 0, 0.0)
@@ -327,6 +327,26 @@ def test_within_a_run_the_store_is_asked_when_a_heartbeat_is_late(folder: Object
     time_now = 7.0
     assert not restarted.is_held("task")
     assert restarted.take("task")
+
+
+def test_within_a_run_two_missing_heartbeats_are_enough_and_the_node_is_named(
+    folder: Objects, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    time_now = 0.0
+    own, other = (
+        make(folder, lease_seconds=30.0, address=f"{'1' * 32}.7.7", attempt=attempt, clock=lambda: time_now)
+        for attempt in (RunAttempt("1" * 16, 2), RunAttempt("2" * 16, 9))
+    )
+    for beat in (1, 2):
+        leave_lease(folder, beat=beat, run="1" * 16, attempt=2, due=4.0, host="node-7")
+        assert not own.take("task")
+        assert not other.take("task")
+        time_now += 8.9
+        assert not own.take("task")
+    time_now += 0.2
+    assert not other.take("task")
+    assert own.take("task")
+    assert "node-7 has died" in caplog.text
 
 
 @pytest.mark.parametrize("reason", ["its writers' times", "none", "read-only"])

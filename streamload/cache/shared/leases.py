@@ -6,9 +6,10 @@ A lease only saves work: what two holders do twice is still right. So none of th
 that ignore conditions, or when a stopped holder resumes. Clocks of different machines are never compared: a
 lease has expired if it hasn't changed for a while by the observer's clock, or, on the holder's own node, once
 its process is dead or stopped, or once a later attempt of the holder's run asks: a run that was started again
-has ended before. For how long it hadn't changed before the observer came, the times of the store tell: of the
-lease and of an object written now, where both are by the store's own clock. Daemons share their work by
-leases, and so do nodes that want the same shard at the same moment (single_flight.py).
+has ended before. Within a run two missing heartbeats are enough. For how long it hadn't changed before the
+observer came, the times of the store tell: of the lease and of an object written now, where both are by the
+store's own clock. Daemons share their work by leases, and so do nodes that want the same shard at the same
+moment (single_flight.py).
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ _BEATS = 4
 """Heartbeats of a holder in that time."""
 _LATE_TIMES, _LATE_SECONDS = 1.5, 0.5
 """A heartbeat is late after so many times its interval, and so many seconds for the requests."""
+_SILENT_TIMES, _SILENT_SECONDS = 2.0, 1.0
+"""A holder of this process's own run counts as dead after so many times its interval without a heartbeat, and
+so many seconds: a run that has lost a rank is about to end, and has to see it."""
 _STORE_SHARE, _STORE_SECONDS = 0.5, 3.0
 """The store's times may be off by so large a share of the lease time, and by so many seconds: some are whole
 seconds, and clocks of a store's servers differ a little."""
@@ -172,6 +176,7 @@ class Leases:
         if lease is None:
             self._objects.write_new(name, content)
         elif is_foreign and self._has_expired(task, lease, writes=True):
+            self._log_loss(task, lease)
             self._objects.write(name, content)
             self._stop.wait(self._settle_seconds)
         elif is_foreign:
@@ -296,7 +301,19 @@ class Leases:
             sighting.asks_store = sighting.asks_store and not asks
         if asks:
             sighting.since = min(sighting.since, self._clock() - self._silent_seconds(task))
-        return self._clock() - sighting.since >= self._lease_seconds
+        unchanged = self._clock() - sighting.since
+        return unchanged >= self._lease_seconds or (is_own_run and _is_silent(values, unchanged))
+
+    def _log_loss(self, task: str, content: bytes) -> None:
+        """Log which node of this run has fallen silent, if the lease of another machine is taken over."""
+        values, own_machine = _parsed(content), self._address.partition(".")[0]
+        machine, attempt = _word(values, "address").partition(".")[0], _attempt_in(values)
+        if attempt is not None and attempt == self._attempt and machine not in ("", own_machine):
+            logger.warning(
+                "a process of this run on the node %s has died, or is stopped or cut off: it sends no "
+                "heartbeats, so its fill of %s is taken over",
+                *(_word(values, "host", _HOST) or "?", task),
+            )
 
     def _silent_seconds(self, task: str) -> float:
         """Least time since a lease changed, by the store's own times; 0: unknown."""
@@ -414,6 +431,12 @@ def _number(values: dict[str, Any], name: str) -> float:
 def _is_late(values: dict[str, Any], unchanged_seconds: float) -> bool:
     """True if the next heartbeat of a lease should have come."""
     return unchanged_seconds > _LATE_TIMES * _number(values, "due") + _LATE_SECONDS
+
+
+def _is_silent(values: dict[str, Any], unchanged_seconds: float) -> bool:
+    """True if a lease says when its next heartbeat is due, and that was missed, and the one after it."""
+    due = _number(values, "due")
+    return due > 0 and unchanged_seconds >= _SILENT_TIMES * due + _SILENT_SECONDS
 
 
 def _attempt_in(values: dict[str, Any]) -> RunAttempt | None:
