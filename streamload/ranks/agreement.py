@@ -1,8 +1,8 @@
 """One rank decides for all: the values of each rank go to rank 0, and its answer to all of them.
 
 Through torch.distributed's store, whatever backend the training uses: it needs no device and no connection of
-its own, and waits in no other collective. A decision costs each rank a few requests. A rank that fails or ends
-meanwhile is RankFailed on the others, never a wait without end.
+its own, and waits in no other collective. A decision costs each rank a few requests. A rank that fails or
+ends meanwhile is RankFailed on the others, never a wait without end.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from streamload.cache.shared import folder as folder_module
-from streamload.cache.shared.leases import Leases, holder_of, leased, second
+from streamload.cache.shared.leases import DAEMONS, Leases, holder_of, leased, second
 from streamload.cache.shared.objects import Objects
 from streamload.errors import SharedTierError
 from streamload.options import FileSystem
@@ -127,7 +127,10 @@ def test_no_other_attempt_has_them_before_they_expire_fails(
 
 def test_a_heartbeat_has_the_progress_and_comes_soon_at_first(tmp_path: Path, make: Make) -> None:
     objects = Objects(str(tmp_path / "shared"))
-    holder, other = make(objects, address="a.1.2", first_beat_seconds=0.05), make(objects)
+    holder, other = (
+        make(objects, address="a.1.2", first_beat_seconds=0.05, tells_progress=True),
+        make(objects),
+    )
     assert holder.take("task")
     seen = other.holder_at("task")
     assert seen is not None
@@ -139,7 +142,7 @@ def test_a_heartbeat_has_the_progress_and_comes_soon_at_first(tmp_path: Path, ma
 
 def test_a_holder_learns_that_it_was_overtaken(tmp_path: Path, make: Make) -> None:
     objects = Objects(str(tmp_path / "shared"))
-    holder, faster = make(objects, first_beat_seconds=0.05), make(objects)
+    holder, faster = make(objects, first_beat_seconds=0.05, tells_progress=True), make(objects)
     assert holder.take("task")
     assert holder.overtaken_at is None
     assert faster.take(second("task"))
@@ -329,7 +332,7 @@ def test_within_a_run_the_store_is_asked_when_a_heartbeat_is_late(folder: Object
     assert restarted.take("task")
 
 
-def test_within_a_run_two_missing_heartbeats_are_enough_and_the_node_is_named(
+def test_within_a_run_a_missing_heartbeat_is_enough_and_the_node_is_named(
     folder: Objects, make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     time_now = 0.0
@@ -341,12 +344,41 @@ def test_within_a_run_two_missing_heartbeats_are_enough_and_the_node_is_named(
         leave_lease(folder, beat=beat, run="1" * 16, attempt=2, due=4.0, host="node-7")
         assert not own.take("task")
         assert not other.take("task")
-        time_now += 8.9
+        time_now += 7.9
         assert not own.take("task")
     time_now += 0.2
     assert not other.take("task")
     assert own.take("task")
     assert "node-7 has died" in caplog.text
+
+
+@pytest.mark.parametrize("attempt", [None, DAEMONS, RunAttempt("1" * 16, 2)])
+def test_a_daemon_without_heartbeats_is_waited_for_by_nobody(
+    attempt: RunAttempt | None, folder: Objects, make: Make
+) -> None:
+    time_now = 0.0
+    other = make(folder, lease_seconds=60.0, attempt=attempt, clock=lambda: time_now)
+    leave_lease(folder, due=5.0, **DAEMONS._asdict())
+    assert not other.take("task")
+    time_now = 9.7
+    assert not other.take("task")
+    time_now = 9.8
+    assert other.take("task")
+
+
+def test_who_holds_many_leases_says_that_each_is_renewed_less_often(folder: Objects, make: Make) -> None:
+    time_now = 0.0
+    holder = make(
+        folder, lease_seconds=60.0, first_beat_seconds=1.0, beat_seconds=5.0, clock=lambda: time_now
+    )
+    for number in range(100):
+        assert holder.take(f"task-{number}")
+    intervals = set()
+    for _ in range(8):
+        time_now += 60.0
+        assert len(holder._due()) == 100
+        intervals.add(holder._mine["task-7"].interval)
+    assert max(intervals) == 20.0
 
 
 @pytest.mark.parametrize("reason", ["its writers' times", "none", "read-only"])

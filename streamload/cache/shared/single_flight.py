@@ -118,6 +118,7 @@ class SingleFlight:
             has_gone=is_dead_or_stopped,
             attempt=attempt,
             first_beat_seconds=_FIRST_BEAT_SECONDS,
+            tells_progress=True,
             settle_seconds=_SETTLE_SECONDS,
             clock=clock,
         )
