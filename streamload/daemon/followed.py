@@ -33,7 +33,7 @@ from streamload.urls import UrlList, origin_of
 logger = logging.getLogger("streamload")
 
 _PROGRESS_READS = 2
-"""Files of progress that are read in a look."""
+"""Files of progress of a run that are read in a look."""
 _FRESH_SECONDS = 30.0
 """A group's own progress counts as long as it was written at most so long before that of any group."""
 _KEPT_SECONDS, _TIDIED = 7 * 86400.0, 64
@@ -156,6 +156,7 @@ class FollowedDemand:
         self._known: dict[str, _Followed] = {}
         self._looks = 0
         self._latest_run = ""
+        self._may_delete = True
         self._refused: dict[str, str] = {}
         self._refused_objects: set[tuple[str, bytes]] = set()  # names, and digests of their contents
         self._warned: set[tuple[str, str]] = set()  # runs, and their readers' other recipes
@@ -176,7 +177,6 @@ class FollowedDemand:
         chosen = [*self._names] or self._latest(published, times)
         by_run: list[Iterator[Shard]] = []
         describe: list[str] = []
-        reads = _PROGRESS_READS
         for run in chosen:
             followed = self._plan(run) if run in published else None
             if followed is None:
@@ -184,11 +184,9 @@ class FollowedDemand:
                 continue
             count = followed.coming.plan.groups
             groups = sorted(set(published[run]).intersection(self._groups or range(count), range(count)))
-            reads -= self._read_progress(followed, groups, times, reads)
+            self._read_progress(followed, groups, times)
             epochs = [followed.progress[group].epoch for group in groups if group in followed.progress]
-            describe.append(
-                f"run {run}, {followed.coming.plan.groups} groups, epoch {min(epochs, default=0)}"
-            )
+            describe.append(f"run {run}, {count} groups, epoch {min(epochs, default=0)}")
             by_run.append(self._coming(followed, groups))
         tasks = self._window.cut(_once_each(_in_turn(by_run)), size_of)
         as_what = "".join(f", prepared as {name}" for name in sorted({task.recipe for task in tasks} - {""}))
@@ -213,12 +211,19 @@ class FollowedDemand:
                 *(len(published), latest),
             )
         self._latest_run = latest
-        is_old = {run: modified < written[latest] - _KEPT_SECONDS for run, modified in written.items()}
-        old = [name for name in times if is_old.get(name.split("/")[1])]
-        with contextlib.suppress(SharedTierError):  # others may delete them
-            for name in old[:_TIDIED]:
-                self._objects.delete(name)
+        for run, modified in written.items():
+            if self._may_delete and modified < written[latest] - _KEPT_SECONDS:
+                self._delete(run, published[run])
         return [latest] if latest else []
+
+    def _delete(self, run: str, groups: Sequence[int]) -> None:
+        """Delete files of a run, the plan last, by which the others are found."""
+        try:
+            for name in [*(f"group-{group}" for group in groups), "plan"][:_TIDIED]:
+                self._objects.delete(f"runs/{run}/{name}.json")
+        except SharedTierError as exc:
+            logger.debug("files of an old run can't be deleted: %s", exc)
+            self._may_delete = False
 
     def _plan(self, run: str) -> _Followed | None:
         """A run's plan if it is valid; the error of an invalid one is logged once."""
@@ -291,18 +296,14 @@ class FollowedDemand:
             )
 
     def _read_progress(
-        self, run: _Followed, groups: Sequence[int], times: Mapping[str, float | None], most: int
-    ) -> int:
-        """Read the progress of some groups whose files are new, those that were read longest ago first.
-
-        Returns:
-            The number of files that were read.
-        """
+        self, run: _Followed, groups: Sequence[int], times: Mapping[str, float | None]
+    ) -> None:
+        """Read the progress of some groups whose files are new, those that were read longest ago first."""
         plan, read = run.coming.plan, run.read
         names = {f"runs/{plan.run}/group-{group}.json": group for group in groups}
         new = [name for name in names if times[name] is None or read.get(name, (0, None))[1] != times[name]]
         new.sort(key=lambda name: read.get(name, (0, None))[0])
-        for name in new[: max(0, most)]:
+        for name in new[:_PROGRESS_READS]:
             read[name] = self._looks, times[name]
             try:
                 with self._refused_once(name, PROGRESS_LIMIT_BYTES) as data:
@@ -314,7 +315,6 @@ class FollowedDemand:
                 pass
             except SharedTierError as exc:
                 logger.debug("%s", exc)
-        return min(len(new), max(0, most))
 
     def _coming(self, run: _Followed, groups: Sequence[int]) -> Iterator[Shard]:
         """The shards that groups read next: the next of each, then those after; made as they are asked for.

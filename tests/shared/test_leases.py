@@ -140,6 +140,16 @@ def test_a_heartbeat_has_the_progress_and_comes_soon_at_first(tmp_path: Path, ma
     assert other.holder_at("nothing") is None
 
 
+def test_a_daemon_tells_when_it_sends_its_next_heartbeat_but_no_progress(folder: Objects, make: Make) -> None:
+    holder, other = make(folder, address="a.1.2", first_beat_seconds=60.0, attempt=DAEMONS), make(folder)
+    assert holder.take("task")
+    holder.progress("task", 5, 100)
+    assert json.loads(folder.read("leases/task.json") or b"")["due"] == 60.0
+    seen = other.holder_at("task")
+    assert seen is not None
+    assert (seen.arrived, seen.size, seen.progress_seconds) == (0, 0, 0.0)
+
+
 def test_a_holder_learns_that_it_was_overtaken(tmp_path: Path, make: Make) -> None:
     objects = Objects(str(tmp_path / "shared"))
     holder, faster = make(objects, first_beat_seconds=0.05, tells_progress=True), make(objects)

@@ -623,7 +623,7 @@ def test_each_process_of_every_node_may_overtake_for_the_borders_of_its_groups(
     for node in {0, 1, nodes // 2, nodes - 1}:
         shared = [listed[int(shard)] for shard in pieces(order, shards, node).parts]
         here = Topology(node * ranks, nodes * ranks, 0, ranks, node, nodes)
-        in_run = options.in_run(RunAttempt.new(), shards, shared, nodes, here, workers)
+        in_run = options.in_run(RunAttempt.launched("data", {}), shards, shared, nodes, here, workers)
         assert in_run.borders == {shard.digest for shard in shared}
         assert in_run.spare == 0  # all others are this node's alone
         borders = max(borders, len(in_run.borders))

@@ -223,14 +223,14 @@ class Leases:
             sighting = self._seen.get(task)
         unchanged = 0.0 if sighting is None else self._clock() - sighting.since
         values = _parsed(content)
-        seconds = _number(values, "seconds")
+        seconds, tells_progress = _number(values, "seconds"), "bytes" in values and _number(values, "due") > 0
         return Holder(
             _word(values, "host", _HOST),
             _word(values, "address"),
             seconds + unchanged,
             int(_number(values, "bytes")),
             int(_number(values, "size")),
-            0.0 if "bytes" not in values else seconds + (unchanged if _is_late(values, unchanged) else 0.0),
+            seconds + unchanged * _is_late(values, unchanged) if tells_progress else 0.0,
         )
 
     def progress(self, task: str, arrived: int, size: int | None) -> None:
