@@ -166,9 +166,24 @@ class RunAttempt(NamedTuple):
     attempt: int
 
     @classmethod
-    def new(cls) -> "RunAttempt":
-        """The first attempt of a new run."""
-        return cls(secrets.token_hex(8), 1)
+    def launched(cls, reads: str, environ: Mapping[str, str] | None = None) -> "RunAttempt":
+        """The attempt of a launch that loads no state: a restart has the same run and a later attempt.
+
+        Only variables that name one job identify it: torchrun's default id "none" doesn't, nor do an address
+        and a port, which the next job may have. Without a name it is a new run.
+
+        Args:
+            reads: identifies what the run reads, and in which order.
+            environ: the variables; by default those of the process.
+        """
+        environ = os.environ if environ is None else environ
+        job = [environ.get(name, "") for name in _JOB]
+        if job[0] == "none":
+            job[0] = ""
+        if not job[0] and not job[1]:
+            return cls(secrets.token_hex(8), 1)
+        run = hashlib.blake2b(repr([*job, reads]).encode(), digest_size=8).hexdigest()
+        return cls(run, 1 + _restarts(environ))
 
     @classmethod
     def parse(cls, run: object, attempt: object) -> "RunAttempt":
@@ -182,13 +197,27 @@ class RunAttempt(NamedTuple):
             raise ValueError(f"{run!r:.40}, {attempt!r:.40} is no attempt of a run")
         return cls(str(run), attempt)
 
-    def next(self) -> "RunAttempt":
-        """The attempt that begins when a state of this one is loaded."""
-        return self._replace(attempt=self.attempt + 1)
+    def next(self, environ: Mapping[str, str] | None = None) -> "RunAttempt":
+        """The attempt that begins when a state of this one is loaded; a launch may load one several times."""
+        return self._replace(attempt=self.attempt + 1 + _restarts(os.environ if environ is None else environ))
 
     def is_after(self, other: "RunAttempt | None") -> bool:
         """True if this is a later attempt of the same run."""
         return other is not None and self.run == other.run and self.attempt > other.attempt
+
+
+_JOB = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_CLUSTER_NAME", "SLURM_STEP_ID")
+_RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+_MOST_RESTARTS = 1 << 12
+
+
+def _restarts(environ: Mapping[str, str]) -> int:
+    """How often the launchers have restarted a job: a number that grows with each restart."""
+    restarts = 0
+    for name in _RESTARTS:
+        text = environ.get(name, "")
+        restarts = restarts * _MOST_RESTARTS + (min(int(text), _MOST_RESTARTS - 1) if text.isdecimal() else 0)
+    return restarts
 
 
 _started: Counter[str] = Counter()

@@ -16,6 +16,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
 
@@ -25,13 +26,14 @@ from streamload.cache.directory import check_owner
 from streamload.cache.locks import FileLock, exclusive, remove_if_unlocked
 from streamload.cache.shard import Shard, fingerprint, spread
 from streamload.cache.tier import Choice, Placed, Tier, placed_on_disk
-from streamload.errors import CacheError, OriginError
+from streamload.errors import CacheError, OriginError, StreamloadError
 from streamload.metrics import format_bytes
 from streamload.options import DEFAULT_FREE_DISK, Settings, file_system, nearest
 from streamload.origins.origin import OriginOptions, open_origin
 
 logger = logging.getLogger("streamload")
 
+T = TypeVar("T")
 SizeOf = Callable[[Shard], int | None]
 """The size of a shard in bytes, from its origin; None if it doesn't tell."""
 
@@ -268,18 +270,32 @@ class SharedDecision:
         self._lock: FileLock | None = None
 
     def join(self, decide: Callable[[], Choice]) -> Choice:
-        """The decision in force; if there is none, `decide` makes it now.
+        """The decision in force; if there is none, `decide` makes it now."""
+        return self.share(
+            decide,
+            lambda choice: json.dumps(choice._asdict()).encode(),
+            lambda path: Choice(**json.loads(path.read_text())),
+        )
+
+    def share(self, decide: Callable[[], T], written: Callable[[T], bytes], read: Callable[[Path], T]) -> T:
+        """The value in force; if there is none, `decide` makes it now.
 
         If it can't be written down, or the deciding process makes no progress, this process decides for
         itself.
+
+        Args:
+            written: the content of the file of a value.
+            read: reads a value from its file.
         """
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while time.monotonic() < deadline and not self._is_foreign():
             try:
-                self._decide_if_first(decide)
+                self._write_if_first(lambda: written(decide()))
                 self._lock = FileLock.acquire(self._path, shared=True)
                 if self._lock is not None and self._lock.is_of(self._path):
-                    return Choice(**json.loads(self._path.read_text()))
+                    return read(self._path)
+            except StreamloadError:
+                raise
             except (OSError, ValueError, TypeError):
                 break
             self._release()
@@ -294,7 +310,7 @@ class SharedDecision:
             with contextlib.suppress(OSError):
                 remove_if_unlocked(self._path)
 
-    def _decide_if_first(self, decide: Callable[[], Choice]) -> None:
+    def _write_if_first(self, make: Callable[[], bytes]) -> None:
         for other in self._beside.parent.glob(f"{self._beside.name}.{'[0-9a-f]' * 16}"):
             if other != self._path:
                 with contextlib.suppress(OSError):
@@ -303,7 +319,7 @@ class SharedDecision:
         if first is not None:
             with contextlib.closing(first):
                 if first.is_of(self._path):
-                    self._path.write_text(json.dumps(decide()._asdict()))
+                    self._path.write_bytes(make())
 
     def _is_foreign(self) -> bool:
         """True if another user has put something where the decision would be: anybody may write there."""

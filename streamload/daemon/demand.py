@@ -54,7 +54,7 @@ class PrefetchWindow:
                 f'window={text!r} is neither a size nor a time; expected "100GB", "30min" or "2h"'
             ) from None
 
-    def cut(self, shards: Sequence[Shard], size_of: SizeOf) -> list[Shard]:
+    def cut(self, shards: Iterable[Shard], size_of: SizeOf) -> list[Shard]:
         """The first shards, up to the window's bytes; at least one."""
         if self.size_bytes is None:
             return list(shards)

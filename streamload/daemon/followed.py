@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from streamload import limits
 from streamload.cache.shard import Shard, ShardList, prepared_form
 from streamload.cache.shared.objects import Objects, TooLarge
-from streamload.daemon.demand import GUESSED_BYTES, PrefetchWindow, SizeOf, in_order
+from streamload.daemon.demand import GUESSED_BYTES, PrefetchWindow, SizeOf
 from streamload.daemon.plan_file import (
     PLAN_LIMIT_BYTES,
     PROGRESS_LIMIT_BYTES,
@@ -27,13 +26,18 @@ from streamload.daemon.plan_file import (
 )
 from streamload.daemon.recipes import Recipes
 from streamload.errors import OptionError, PlanError, SharedTierError
-from streamload.order.plan import Pieces, pass_order, pieces
+from streamload.order.plan import pass_order, pieces, shard_axis
 from streamload.origins.protocol import Named
 from streamload.urls import UrlList, origin_of
 
 logger = logging.getLogger("streamload")
 
-_READERS = 8
+_PROGRESS_READS = 2
+"""Files of progress of a run that are read in a look."""
+_FRESH_SECONDS = 30.0
+"""A group's own progress counts as long as it was written at most so long before that of any group."""
+_KEPT_SECONDS, _TIDIED = 7 * 86400.0, 64
+"""Files of a run are deleted, some in each look, when they are so much older than those of the latest one."""
 _MOST_IN_SIGHT = 10_000
 """Shards of a group that are looked at in one round."""
 
@@ -43,7 +47,9 @@ class Coming:
 
     def __init__(self, plan: RunPlan):
         self.plan = plan
-        self._pieces: dict[tuple[int, int], Pieces] = {}
+        self._axes: dict[int, npt.NDArray[np.int64]] = {}
+        self._pieces: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
+        self._passes: dict[tuple[int, int], tuple[tuple[int, int], npt.NDArray[np.int64]]] = {}
 
     def of(self, progress: PlanProgress, count: int) -> list[int]:
         """The next shards of a group, after those that its readers fetch themselves, in order of need.
@@ -66,20 +72,52 @@ class Coming:
         coming_shards.sort()
         return [shard for _, shard in coming_shards[progress.ahead : depth]]
 
+    def estimated(self, group: int, front: PlanProgress) -> PlanProgress:
+        """The progress of a group as that of another group shows it: each step takes equally much of all."""
+        fronts = []
+        for number, (pass_, place) in enumerate(front.fronts):
+            size, of_size = (self._shards_of(number, each).size for each in (group, front.group))
+            fronts.append((pass_, min(place * size // max(1, of_size), size)))
+        return replace(front, group=group, fronts=tuple(fronts))
+
+    def _shards_of(self, number: int, group: int) -> npt.NDArray[np.int64]:
+        """The shards of a group of one source."""
+        shards = self._pieces.get((number, group))
+        if shards is None:
+            source = self.plan.sources[number]
+            if number not in self._axes:
+                self._axes[number] = shard_axis(source.order, source.count)
+            shards = pieces(source.order, source.count, group, self._axes[number]).shards
+            self._pieces[number, group] = shards
+        return shards
+
     def _of_source(self, number: int, progress: PlanProgress, count: int) -> npt.NDArray[np.int64]:
         """The next shards of one source: the rest of its pass, then the next pass."""
         source, group = self.plan.sources[number], progress.group
-        group_pieces = self._pieces.get((number, group))
-        if group_pieces is None:
-            group_pieces = self._pieces[number, group] = pieces(source.order, source.count, group)
+        shards = self._shards_of(number, group)
         pass_, place = progress.fronts[number]
         epoch = progress.epoch
-        remaining = pass_order(source.order, group_pieces.shards, group, epoch, pass_)[place:]
+        in_pass, remaining = self._passes.get((number, group), ((-1, -1), shards))
+        if in_pass != (epoch, pass_):
+            remaining = pass_order(source.order, shards, group, epoch, pass_)
+            self._passes[number, group] = (epoch, pass_), remaining
+        remaining = remaining[place:]
         if len(remaining) >= count:
             return remaining[:count]
         epoch, pass_ = (epoch + 1, 0) if self.plan.one_pass else (epoch, pass_ + 1)
-        after = pass_order(source.order, group_pieces.shards, group, epoch, pass_)
+        after = pass_order(source.order, shards, group, epoch, pass_)
         return np.concatenate([remaining, after[~np.isin(after, remaining)]])[:count]
+
+
+class _Followed(NamedTuple):
+    """A run that is followed: its plan, its shards, and what was read of its groups."""
+
+    coming: Coming
+    shards: ShardList
+    progress: dict[int, PlanProgress]
+    """By group, as it was read last."""
+    read: dict[str, tuple[int, float | None]]
+    """For each file of progress at which look it was read, and its time then."""
 
 
 class FollowedDemand:
@@ -115,7 +153,10 @@ class FollowedDemand:
         self._given = given
         self._recipes = recipes or Recipes()
         self._named = named
-        self._known: dict[str, tuple[Coming, ShardList]] = {}
+        self._known: dict[str, _Followed] = {}
+        self._looks = 0
+        self._latest_run = ""
+        self._may_delete = True
         self._refused: dict[str, str] = {}
         self._refused_objects: set[tuple[str, bytes]] = set()  # names, and digests of their contents
         self._warned: set[tuple[str, str]] = set()  # runs, and their readers' other recipes
@@ -126,41 +167,65 @@ class FollowedDemand:
         return self._description
 
     def look(self, size_of: SizeOf) -> list[Shard]:
-        """The shards in order of need, each once, as of now."""
-        published = runs_in(self._objects.names("runs"))
-        chosen = self._names or self._latest(published)
-        by_run: list[list[Shard]] = []
-        describe = []
+        """The shards in order of need, each once, as of now.
+
+        Asks for a list of files, and the progress of some groups; that of the others is estimated from it.
+        """
+        self._looks += 1
+        times = self._objects.times("runs")
+        published = runs_in(times)
+        chosen = [*self._names] or self._latest(published, times)
+        by_run: list[Iterator[Shard]] = []
+        describe: list[str] = []
         for run in chosen:
-            plan = self._plan(run) if run in published else None
-            if plan is None:
+            followed = self._plan(run) if run in published else None
+            if followed is None:
                 describe.append(f"run {run}: {self._refused.get(run, 'not published yet')}")
                 continue
-            coming, shards = plan
-            progress = self._progress(coming.plan, published[run])
-            tasks = self._coming(coming, progress)
-            by_run.append([prepared_form(shards[k], name) if name else shards[k] for k, name in tasks])
-            epochs = sorted({group_progress.epoch for group_progress in progress}) or [0]
-            as_what = "".join(f", prepared as {name}" for name in sorted({name for _, name in tasks if name}))
-            describe.append(f"run {run}, {coming.plan.groups} groups, epoch {epochs[0]}{as_what}")
-        self._description = "; ".join(describe) or "no run yet"
-        merged: dict[str, Shard] = {}
-        for shard in itertools.chain.from_iterable(itertools.zip_longest(*by_run)):
-            if shard is not None:
-                merged.setdefault(shard.digest, shard)
-        return self._window.cut(list(merged.values()), size_of)
+            count = followed.coming.plan.groups
+            groups = sorted(set(published[run]).intersection(self._groups or range(count), range(count)))
+            self._read_progress(followed, groups, times)
+            epochs = [followed.progress[group].epoch for group in groups if group in followed.progress]
+            describe.append(f"run {run}, {count} groups, epoch {min(epochs, default=0)}")
+            by_run.append(self._coming(followed, groups))
+        tasks = self._window.cut(_once_each(_in_turn(by_run)), size_of)
+        as_what = "".join(f", prepared as {name}" for name in sorted({task.recipe for task in tasks} - {""}))
+        self._description = "; ".join(describe) + as_what or "no run yet"
+        return tasks
 
-    def _latest(self, published: Mapping[str, list[int]]) -> list[str]:
-        """The run whose files are newest, by the store's clock."""
-        if len(published) < 2:
-            return list(published)
-        last = {}
-        for run, groups in published.items():
-            name = f"group-{groups[0]}.json" if groups else "plan.json"
-            last[run] = self._objects.modified(f"runs/{run}/{name}") or 0.0
-        return [max(last, key=lambda run: (last[run], run))]
+    def _latest(self, published: Mapping[str, list[int]], times: Mapping[str, float | None]) -> list[str]:
+        """The run whose files are newest, by the store's clock; a choice among several is logged.
 
-    def _plan(self, run: str) -> tuple[Coming, ShardList] | None:
+        Files of runs that are much older are deleted: a run that goes on publishes itself again.
+        """
+        written = dict.fromkeys(published, 0.0)
+        for name, modified in times.items():
+            run = name.split("/")[1]
+            if run in written:
+                written[run] = max(written[run], modified or 0.0)
+        latest = max(written, key=lambda run: (written[run], run), default="")
+        if latest != self._latest_run and len(published) > 1:
+            logger.warning(
+                "%d runs are published, and the one whose files are newest is followed: %s. Where another is "
+                "meant, or several are: --run",
+                *(len(published), latest),
+            )
+        self._latest_run = latest
+        for run, modified in written.items():
+            if self._may_delete and modified < written[latest] - _KEPT_SECONDS:
+                self._delete(run, published[run])
+        return [latest] if latest else []
+
+    def _delete(self, run: str, groups: Sequence[int]) -> None:
+        """Delete files of a run, the plan last, by which the others are found."""
+        try:
+            for name in [*(f"group-{group}" for group in groups), "plan"][:_TIDIED]:
+                self._objects.delete(f"runs/{run}/{name}.json")
+        except SharedTierError as exc:
+            logger.debug("files of an old run can't be deleted: %s", exc)
+            self._may_delete = False
+
+    def _plan(self, run: str) -> _Followed | None:
         """A run's plan if it is valid; the error of an invalid one is logged once."""
         if run in self._known:
             return self._known[run]
@@ -197,7 +262,7 @@ class FollowedDemand:
             self._refused_objects.add(version)
             raise
 
-    def _followed(self, plan: RunPlan) -> tuple[Coming, ShardList]:
+    def _followed(self, plan: RunPlan) -> _Followed:
         """Check that a plan can be followed here."""
         run = plan.run
         urls = plan.shards if self._given is None else self._given.urls
@@ -218,7 +283,7 @@ class FollowedDemand:
             raise PlanError(f"the plan of run {run} asks for prepared shards: {exc}") from exc
         if self._named is not None:
             self._warn_of_unnamed(run, urls, self._named)
-        return Coming(plan), self._given or ShardList(urls, self._storage_options)
+        return _Followed(Coming(plan), self._given or ShardList(urls, self._storage_options), {}, {})
 
     def _warn_of_unnamed(self, run: str, shards: UrlList, named: Named) -> None:
         """Log the origins that only the plan names: they get no credentials, and may refuse their shards."""
@@ -230,33 +295,56 @@ class FollowedDemand:
                 *(run, ", ".join(unnamed[:3]), ", …" if len(unnamed) > 3 else "", unnamed[0]),
             )
 
-    def _progress(self, plan: RunPlan, groups: Sequence[int]) -> list[PlanProgress]:
-        """The progress of the groups; one whose file can't be read is left out of this look."""
-
-        def read(group: int) -> PlanProgress | None:
+    def _read_progress(
+        self, run: _Followed, groups: Sequence[int], times: Mapping[str, float | None]
+    ) -> None:
+        """Read the progress of some groups whose files are new, those that were read longest ago first."""
+        plan, read = run.coming.plan, run.read
+        names = {f"runs/{plan.run}/group-{group}.json": group for group in groups}
+        new = [name for name in names if times[name] is None or read.get(name, (0, None))[1] != times[name]]
+        new.sort(key=lambda name: read.get(name, (0, None))[0])
+        for name in new[:_PROGRESS_READS]:
+            read[name] = self._looks, times[name]
             try:
-                with self._refused_once(f"runs/{plan.run}/group-{group}.json", PROGRESS_LIMIT_BYTES) as data:
-                    return None if data is None else PlanProgress.read(plan, group, data)
+                with self._refused_once(name, PROGRESS_LIMIT_BYTES) as data:
+                    if data is not None:
+                        run.progress[names[name]] = PlanProgress.read(plan, names[name], data)
             except PlanError as exc:
                 logger.warning("%s", exc)
-                return None
             except _RefusedBefore:
-                return None
+                pass
             except SharedTierError as exc:
                 logger.debug("%s", exc)
-                return None
 
-        followed_groups = [g for g in groups if g < plan.groups and (not self._groups or g in self._groups)]
-        with limits.Threads(min(_READERS, max(1, len(followed_groups))), "streamload-progress") as pool:
-            return [progress for progress in pool.map(read, followed_groups) if progress is not None]
+    def _coming(self, run: _Followed, groups: Sequence[int]) -> Iterator[Shard]:
+        """The shards that groups read next: the next of each, then those after; made as they are asked for.
 
-    def _coming(self, coming: Coming, progress: Sequence[PlanProgress]) -> list[tuple[int, str]]:
-        """The positions of shards in order of need, each with the name of its recipe."""
-        return in_order(
-            [(place, name) for place in coming.of(group_progress, self._count(group_progress))]
-            for group_progress in progress
-            for name in (self._recipe_for(coming.plan, group_progress),)
-        )
+        The progress of a group that hasn't been read lately is estimated by the group that was written last.
+        """
+        coming = run.coming
+        written = {
+            group: run.read[f"runs/{coming.plan.run}/group-{group}.json"][1] or math.inf
+            for group in groups
+            if group in run.progress
+        }
+        if not written:
+            return
+        front = max(written, key=lambda group: written[group])
+
+        def of_group(group: int) -> Iterator[Shard]:
+            progress = run.progress[front]
+            if written.get(group, -math.inf) >= written[front] - _FRESH_SECONDS:
+                progress = run.progress[group]
+            else:
+                progress = coming.estimated(group, progress)
+            name, count = self._recipe_for(coming.plan, progress), self._count(progress)
+            done, depth = 0, 1
+            while done < depth:
+                for place in coming.of(progress, depth)[done:]:
+                    yield prepared_form(run.shards[place], name) if name else run.shards[place]
+                done, depth = depth, min(2 * depth, count)
+
+        yield from _in_turn([of_group(group) for group in groups])
 
     def _recipe_for(self, plan: RunPlan, progress: PlanProgress) -> str:
         """The full name of the recipe by which a group's shards are prepared; "": they aren't.
@@ -289,6 +377,28 @@ class FollowedDemand:
             assert self._window.size_bytes is not None
             count = self._window.size_bytes / (progress.mean_bytes or GUESSED_BYTES)
         return max(1, min(math.ceil(count), _MOST_IN_SIGHT))
+
+
+def _in_turn(sequences: Iterable[Iterator[Shard]]) -> Iterator[Shard]:
+    """Yield the first shard of each sequence, then the second of each, as long as one has any."""
+    left = list(sequences)
+    while left:
+        heads = ((sequence, next(sequence, None)) for sequence in left)
+        going_on = []
+        for sequence, shard in heads:
+            if shard is not None:
+                going_on.append(sequence)
+                yield shard
+        left = going_on
+
+
+def _once_each(shards: Iterable[Shard]) -> Iterator[Shard]:
+    """Yield shards without those that came before."""
+    digests: set[str] = set()
+    for shard in shards:
+        if shard.digest not in digests:
+            digests.add(shard.digest)
+            yield shard
 
 
 class _RefusedBefore(Exception):

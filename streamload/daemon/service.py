@@ -19,7 +19,7 @@ from streamload.cache.demand import DemandFile
 from streamload.cache.locks import is_locked
 from streamload.cache.placement import memory_root
 from streamload.cache.shard import ShardList
-from streamload.cache.shared.leases import Leases
+from streamload.cache.shared.leases import DAEMONS, Leases
 from streamload.cache.shared.objects import Objects
 from streamload.cache.shared.sharing import SharedOptions, Sharing
 from streamload.cache.shared.tier import SharedTier
@@ -49,6 +49,8 @@ from streamload.urls import expand_urls
 logger = logging.getLogger("streamload")
 
 _RUN_FILE = re.compile(r"[0-9]+\.[0-9a-f]{8}")
+_FIRST_BEAT_SECONDS, _BEAT_SECONDS = 1.0, 5.0
+"""Heartbeats of a task's lease at first, and then: a killed daemon's tasks are taken over within 15 s."""
 _MOST_LISTED = 100_000
 
 
@@ -190,6 +192,9 @@ class Service:
             lease_seconds=self._options.lease_seconds,
             address=f"{node}.{demand_file.path.name}",
             has_gone=lambda address: _has_gone(tier, node, address),
+            attempt=DAEMONS,
+            first_beat_seconds=_FIRST_BEAT_SECONDS,
+            beat_seconds=_BEAT_SECONDS,
         )
 
     def _on_ray(

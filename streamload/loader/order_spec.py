@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-import numpy as np
 import xxhash
 
 from streamload import limits, urls
@@ -22,6 +21,7 @@ from streamload.cache.forecast import Measure
 from streamload.cache.shard import ShardList
 from streamload.errors import OptionError, OrderDiverged
 from streamload.loader.options import LoaderOptions
+from streamload.loader.sizes import Sizes
 from streamload.metrics import format_bytes
 from streamload.order.events import UNIT
 from streamload.order.hashing import SOURCE, key
@@ -149,7 +149,7 @@ def _blocks(options: LoaderOptions, topology: Topology, groups: int) -> tuple[in
     return None if steps is None else (steps, split.batch)
 
 
-def source_orders(order: OrderSpec, sizes: Sequence[Sequence[int] | None]) -> list[OrderOptions]:
+def source_orders(order: OrderSpec, sizes: Sequence[Sizes]) -> list[OrderOptions]:
     """The order of each source's own sequence.
 
     Args:
@@ -165,7 +165,7 @@ def source_orders(order: OrderSpec, sizes: Sequence[Sequence[int] | None]) -> li
             lanes,
             window,
             shuffle_shards=window > 0,
-            hints=None if shard_sizes is None else np.array(shard_sizes, np.int64),
+            hints=shard_sizes,
             opens_after=opens_after,
         )
         for (name, lanes, window), opens_after, shard_sizes in zip(

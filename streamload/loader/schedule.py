@@ -29,7 +29,7 @@ from streamload.loader.order_spec import (
     split_for,
 )
 from streamload.loader.position import EpochTracker, Position
-from streamload.loader.sizes import ShardSizes, sizes_digest
+from streamload.loader.sizes import ShardSizes, Sizes, sizes_digest
 from streamload.loader.state import (
     attempt_in,
     check_fits,
@@ -240,8 +240,10 @@ class RunSchedule:
 
     def listed_samples(self) -> int | None:
         """The samples of all shards by sizes.json; None if one is unknown."""
-        sizes = self._read_sizes()
-        return None if None in sizes else sum(sum(shard_sizes or ()) for shard_sizes in sizes)
+        samples = [
+            None if shard_sizes is None else int(shard_sizes.sum()) for shard_sizes in self._read_sizes()
+        ]
+        return None if None in samples else sum(count or 0 for count in samples)
 
     # In what order samples come.
 
@@ -284,7 +286,7 @@ class RunSchedule:
         order = self.order
         compare_groups(order, self.topology)
         is_cut = order.groups > 1
-        sizes: list[list[int] | None] = [None] * len(order.sources)
+        sizes: list[Sizes] = [None] * len(order.sources)
         if is_cut:
             sizes = self._read_sizes()
         elif self._sizes.are_used:  # they may have been read before the ranks were joined
@@ -333,7 +335,7 @@ class RunSchedule:
     def source_samples(self, place: int) -> int | None:
         """The samples of a source by sizes.json; None if nothing says."""
         sizes = self._read_sizes()[place]
-        return None if sizes is None else sum(sizes)
+        return None if sizes is None else int(sizes.sum())
 
     def identity(self) -> dict[str, Any]:
         """Inputs of the samples of each step, apart from the changes of a run; JSON-able."""
@@ -350,11 +352,12 @@ class RunSchedule:
         return to_state(order, self.tracker.saved(), counts, parts, self.attempt)
 
     def agree_on_attempt(self) -> RunAttempt:
-        """The attempt of this run, by the last state, or of a new one; the same on ranks that are joined."""
+        """The attempt of this run, by the last state or the launcher; the same on ranks that are joined."""
         if self.attempt is None:
             order = self.order
-            name = f"attempt {order.data} {order.seed} {order.train}"
-            agreed = first_value(name, json.dumps(RunAttempt.new()), self.topology.world_size)
+            reads = f"{order.data} {order.seed} {order.train}"
+            launched = json.dumps(RunAttempt.launched(reads))
+            agreed = first_value(f"attempt {reads}", launched, self.topology.world_size)
             self.attempt = RunAttempt.parse(*json.loads(agreed))
         return self.attempt
 
@@ -480,7 +483,7 @@ class RunSchedule:
             return self._options.num_samples
         return self.listed_samples()
 
-    def _read_sizes(self, groups: int | None = None) -> list[list[int] | None]:
+    def _read_sizes(self, groups: int | None = None) -> list[Sizes]:
         """The samples of each shard of each source, by sizes.json."""
         return self._sizes.read(self.topology, groups or self._groups())
 

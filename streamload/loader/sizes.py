@@ -1,23 +1,37 @@
-"""The number of samples in each shard: from the sizes.json files beside the shards, or estimated."""
+"""The number of samples in each shard: from the sizes.json files beside the shards, or estimated.
+
+One rank of a node reads the files; the others map the array that it has written.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
-from collections.abc import Callable, Sequence
+import operator
+import re
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from streamload import limits, urls
+from streamload.cache.placement import SharedDecision, memory_root
+from streamload.descriptors import in_this_process
 from streamload.errors import DataError, OrderDiverged, OriginDenied, OriginNotFound, StreamloadError
 from streamload.loader.options import LoaderOptions
 from streamload.origins.origin import OriginOptions, open_origin
 from streamload.ranks.distributed import can_compare, first_value, first_with_details
 from streamload.shards.samples import ShardScanner, border
-from streamload.topology import Topology
+from streamload.topology import Topology, run_name
+from streamload.urls import UrlList
+from streamload.urls.listing import around, segments
 
 logger = logging.getLogger("streamload")
 
@@ -25,10 +39,17 @@ _LIMIT_BYTES = 64 << 20
 _LIMIT_SAMPLES = 1 << 40
 _SHARDS_ESTIMATED, _HEAD_BYTES = 8, 2 << 20
 _BRIEF = OriginOptions(connect_seconds=5.0, stall_seconds=5.0, attempts=3)
+_AT_ONCE = OriginOptions(parts=1)
 _STRICT = (
     ". sizes.json decides how samples are divided among nodes, and no node may miss it: make it readable, "
     "have the server answer 404, or initialise torch.distributed first, so that ranks compare what they found"
 )
+
+Sizes = npt.NDArray[np.int64] | None
+"""The samples of each shard of a source; None: they are unknown."""
+_UNKNOWN = -1
+_NEXT_NAME = re.compile(rb',\s*"')
+_PIECE_BYTES = 64 << 10
 
 
 class ShardSizes:
@@ -44,12 +65,12 @@ class ShardSizes:
 
     def __init__(self, options: LoaderOptions, digest: Callable[[], str]):
         self._options, self._digest = options, digest
-        self._sizes: list[list[int] | None] | None = None
+        self._sizes: list[Sizes] | None = None
         self._are_agreed = False  # with the other ranks
         self.are_used = False
         self._units: list[int] | None = None
 
-    def read(self, topology: Topology, groups: int) -> list[list[int] | None]:
+    def read(self, topology: Topology, groups: int) -> list[Sizes]:
         """The samples of each shard of each source, by sizes.json.
 
         Joined ranks agree on what they found. Others can't, so with more than one group an unclear answer is
@@ -64,14 +85,28 @@ class ShardSizes:
         """
         options, is_joined = self._options, can_compare(topology.world_size)
         if self._sizes is None:
-            strict = groups > 1 and not is_joined
-            storage = options.storage_options
-            self._sizes = [read_sizes(source.urls, storage, strict) for source in options.sources]
+            self._sizes = self._read_on_node(topology, strict=groups > 1 and not is_joined)
         if is_joined and not self._are_agreed:
             name = f"sizes {self._digest()} {options.seed} {options.train}"
             self._sizes = agree_on_sizes(self._sizes, name, topology, are_used=self.are_used)
             self._are_agreed = True
         return self._sizes
+
+    def _read_on_node(self, topology: Topology, strict: bool) -> list[Sizes]:
+        """The samples of each shard of each source, read by one rank of a node."""
+        options = self._options
+
+        def read() -> list[Sizes]:
+            storage = options.storage_options
+            return [read_sizes(source.urls, storage, strict) for source in options.sources]
+
+        if topology.local_world_size == 1:
+            return read()
+        name = run_name(topology, f"sizes {options.urls.fingerprint()}")
+        decision = SharedDecision(memory_root(options.settings()), ["sizes", name])
+        weakref.finalize(self, in_this_process(decision.close))
+        counts = [len(source.urls) for source in options.sources]
+        return decision.share(read, _written, lambda path: _mapped(path, counts))
 
     def units(self, topology: Topology, groups: int) -> list[int]:
         """The units that upsampling factors multiply: samples of each source, listed or estimated; or shards.
@@ -89,12 +124,16 @@ class ShardSizes:
 
     def _find_units(self, topology: Topology, groups: int) -> list[int]:
         sources, sizes = self._options.sources, self.read(topology, groups)
-        if all(sizes) or len(sources) == 1:
-            return [sum(shard_sizes or (1,)) for shard_sizes in sizes]
+        if len(sources) == 1 or all(shard_sizes is not None and shard_sizes.size for shard_sizes in sizes):
+            return [1 if shard_sizes is None else int(shard_sizes.sum()) for shard_sizes in sizes]
         storage, world_size = self._options.storage_options, topology.world_size
         may_estimate = world_size == 1 or can_compare(world_size)
         samples = [
-            sum(counts) if counts else estimate_samples(source.urls, storage) if may_estimate else None
+            int(counts.sum())
+            if counts is not None
+            else estimate_samples(source.urls, storage)
+            if may_estimate
+            else None
             for counts, source in zip(sizes, sources, strict=True)
         ]
         units = [count for count in samples if count]
@@ -107,9 +146,7 @@ class ShardSizes:
         return agreed
 
 
-def read_sizes(
-    shards: Sequence[str], storage_options: dict[str, Any] | None, strict: bool = False
-) -> list[int] | None:
+def read_sizes(shards: UrlList, storage_options: dict[str, Any] | None, strict: bool = False) -> Sizes:
     """The number of samples in each shard; None if one isn't listed, or can't be (a pipe).
 
     A sizes.json is `{shard's base name: samples}`, in the folder of the shards, as OpenCLIP reads it.
@@ -123,18 +160,132 @@ def read_sizes(
         OriginError: reading a sizes.json failed; a missing one is no failure.
         DataError: strict, and it isn't JSON.
     """
-    files: dict[str, dict[str, Any]] = {}
-    sizes = []
-    for shard in shards:
-        if urls.scheme(shard) == "pipe":
+    if any(urls.scheme(shard) == "pipe" for shard in shards.kinds()):
+        return None
+    texts: dict[str, bytes | bytearray] = {}
+    listed: dict[str, dict[str, Any]] = {}  # of files that don't list the same names in the same order
+    sizes: list[npt.NDArray[np.int64]] = []
+    for url, runs in itertools.groupby(_by_folder(shards), operator.itemgetter(0)):
+        names = [names for _, names in runs]
+        if url not in texts:
+            texts[url] = _read(url, storage_options, strict)
+        with contextlib.suppress(ValueError, RecursionError):
+            if url not in listed:
+                sizes.append(_in_order(texts[url], itertools.chain.from_iterable(names)))
+                continue
+        listed[url] = listed.get(url) or _parsed(url, texts[url], strict)
+        try:
+            samples = map(listed[url].get, itertools.chain.from_iterable(names))
+            sizes.append(np.array(_checked(samples), np.int64))
+        except ValueError:
             return None
-        url = _url_beside(shard)
-        if url not in files:
-            files[url] = _read(url, storage_options, strict)
-        samples = files[url].get(urls.basename(shard))
-        if type(samples) is not int or not 0 <= samples < _LIMIT_SAMPLES:
-            return None
-        sizes.append(samples)
+    return sizes[0] if len(sizes) == 1 else np.concatenate(sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbered:
+    """Names that differ in a number: a URL's name costs ten times as much as the number."""
+
+    template: str
+    numbers: range
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self.template.__mod__, self.numbers)
+
+
+def _by_folder(shards: UrlList) -> Iterator[tuple[str, Iterable[str]]]:
+    """Yield base names of the shards in order, each time with the URL of the sizes.json beside them."""
+    for before, numbers, width, after in segments(shards.node):
+        shard_urls = [before]
+        if numbers is not None:
+            low, high = (f"{number:0{width}d}" for number in (numbers[0], numbers[-1]))
+            first, last = before + low + after, before + high + after
+            name = around(urls.basename(first), low, urls.basename(last), high)
+            if name is not None and _url_beside(first) == _url_beside(last):
+                start, end = (text.replace("%", "%%") for text in name)
+                yield _url_beside(first), _Numbered(f"{start}%0{width}d{end}", numbers)
+                continue
+            shard_urls = [f"{before}{number:0{width}d}{after}" for number in numbers]
+        for shard in shard_urls:
+            yield _url_beside(shard), (urls.basename(shard),)
+
+
+def _in_order(text: bytes | bytearray, names: Iterator[str]) -> npt.NDArray[np.int64]:
+    """The sizes in a sizes.json that lists the same names in the same order, read piece by piece.
+
+    Raises:
+        ValueError: it lists others, or isn't JSON.
+    """
+
+    def pieces() -> Iterator[list[int]]:
+        start, stop = text.find(b"{") + 1, text.rfind(b"}")
+        if start != 1 or text[stop + 1 :].strip():
+            raise ValueError("not a JSON object")
+        while start < stop:
+            next_name = _NEXT_NAME.search(text, start + _PIECE_BYTES, stop)
+            end = next_name.start() if next_name else stop
+            piece = json.loads(b"{" + text[start:end] + b"}")
+            if list(piece) != list(itertools.islice(names, len(piece))):
+                raise ValueError("other names")
+            yield _checked(piece.values())
+            start = end + 1
+        if next(names, None) is not None:
+            raise ValueError("too few names")
+
+    return np.fromiter(itertools.chain.from_iterable(pieces()), np.int64)
+
+
+def _parsed(url: str, text: bytes | bytearray, strict: bool) -> dict[str, Any]:
+    """The content of a sizes.json; empty if it isn't one.
+
+    Raises:
+        DataError: strict, and it isn't JSON.
+    """
+    try:
+        listed = json.loads(text)
+        if not isinstance(listed, dict):
+            raise ValueError(f"a {type(listed).__name__}")  # noqa: TRY004
+    except (ValueError, RecursionError) as exc:
+        _refuse(url, exc, strict)
+        return {}
+    return listed
+
+
+def _checked(samples: Iterable[Any]) -> list[int]:
+    """The numbers of samples of some shards.
+
+    Raises:
+        ValueError: one is none.
+    """
+    numbers = list(samples)
+    if not set(map(type, numbers)) <= {int} or not 0 <= min(numbers) <= max(numbers) < _LIMIT_SAMPLES:
+        raise ValueError("not a number of samples")
+    return numbers
+
+
+def _written(sizes: Sequence[Sizes]) -> bytes:
+    """The content of a file for the other ranks of a node."""
+    unknown = np.array([_UNKNOWN], np.int64)
+    return b"".join((unknown if shard_sizes is None else shard_sizes).tobytes() for shard_sizes in sizes)
+
+
+def _mapped(path: Path, counts: Sequence[int]) -> list[Sizes]:
+    """The sizes in a file of `_written`, mapped.
+
+    Args:
+        counts: the number of shards of each source.
+
+    Raises:
+        ValueError: the file isn't whole.
+    """
+    numbers: npt.NDArray[np.int64] = np.asarray(np.memmap(path, np.int64, "r"))
+    sizes: list[Sizes] = []
+    for count in counts:
+        is_known = numbers.size > 0 and numbers[0] != _UNKNOWN
+        sizes.append(numbers[:count] if is_known else None)
+        if numbers.size < (count if is_known else 1):
+            raise ValueError(f"{path} was cut")
+        numbers = numbers[count if is_known else 1 :]
     return sizes
 
 
@@ -175,18 +326,18 @@ def _estimated(shard: str, storage_options: dict[str, Any] | None) -> float | No
     return None
 
 
-def sizes_digest(sizes: Sequence[Sequence[int] | None]) -> str:
+def sizes_digest(sizes: Sequence[Sizes]) -> str:
     """A digest of the samples of each shard of each source."""
     digest = xxhash.xxh3_64()
     for shard_sizes in sizes:
-        digest.update(b"unknown" if shard_sizes is None else np.array(shard_sizes, "<i8").tobytes())
+        digest.update(b"unknown" if shard_sizes is None else shard_sizes.astype("<i8", copy=False).data)
         digest.update(b"|")
     return digest.hexdigest()
 
 
 def agree_on_sizes(
-    sizes: Sequence[list[int] | None], name: str, topology: Topology, *, are_used: bool = False
-) -> list[list[int] | None]:
+    sizes: Sequence[Sizes], name: str, topology: Topology, *, are_used: bool = False
+) -> list[Sizes]:
     """Compare the sizes of all sources with those of the first rank that calls this; return what all use.
 
     A rank that found no sizes.json where the first one did (its server answers 404) uses the first one's. No
@@ -203,22 +354,34 @@ def agree_on_sizes(
         RankFailed: the first rank has ended.
     """
     counts = ", ".join(
-        "none" if shard_sizes is None else f"{len(shard_sizes)} shards, {sum(shard_sizes):,} samples"
+        "none" if shard_sizes is None else f"{len(shard_sizes)} shards, {shard_sizes.sum():,} samples"
         for shard_sizes in sizes
     )
     summary = f"rank {topology.rank} found {counts} ({sizes_digest(sizes)})"
-    first, details = first_with_details(name, summary, lambda: json.dumps(sizes), topology.world_size)
+    first, details = first_with_details(name, summary, lambda: _as_json(sizes), topology.world_size)
     if first.rpartition(" found ")[2] == summary.rpartition(" found ")[2]:
         return [*sizes]
-    lacks_some = None in sizes and not are_used
-    shared: list[list[int] | None] = json.loads(details()) if lacks_some else [None] * len(sizes)
-    if any(ours not in (None, theirs) for ours, theirs in zip(sizes, shared, strict=True)) or not lacks_some:
+    lacks_some = any(ours is None for ours in sizes) and not are_used
+    shared = _from_json(details()) if lacks_some else list[Sizes]([None] * len(sizes))
+    agrees = [
+        ours is None or (theirs is not None and np.array_equal(ours, theirs))
+        for ours, theirs in zip(sizes, shared, strict=True)
+    ]
+    if not (lacks_some and all(agrees)):
         raise OrderDiverged(
             f"the ranks found different sizes.json files, which decide how long an epoch is and how samples "
             f"are divided among them: {first}, {summary}. All nodes have to see the same file, or none"
         )
     logger.warning("%s, and uses the numbers of samples that %s", summary, first)
     return shared
+
+
+def _as_json(sizes: Sequence[Sizes]) -> str:
+    return json.dumps([None if shard_sizes is None else shard_sizes.tolist() for shard_sizes in sizes])
+
+
+def _from_json(text: str) -> list[Sizes]:
+    return [None if samples is None else np.array(samples, np.int64) for samples in json.loads(text)]
 
 
 def _url_beside(shard: str) -> str:
@@ -228,40 +391,48 @@ def _url_beside(shard: str) -> str:
     return f"{shard.partition('?')[0].rpartition('/')[0]}/sizes.json"
 
 
-def _read(url: str, storage_options: dict[str, Any] | None, strict: bool) -> dict[str, Any]:
-    """The content of a sizes.json; empty if there is none, or if it isn't one."""
+def _read(url: str, storage_options: dict[str, Any] | None, strict: bool) -> bytes | bytearray:
+    """The content of a sizes.json; that of an empty one if there is none."""
     try:
-        text = urls.local_path(url).read_bytes() if urls.is_local(url) else _fetch(url, storage_options)
-        sizes = json.loads(text)
-        if not isinstance(sizes, dict):
-            raise ValueError(f"a {type(sizes).__name__}")  # noqa: TRY004
+        return urls.local_path(url).read_bytes() if urls.is_local(url) else _fetch(url, storage_options)
     except (FileNotFoundError, OriginNotFound):
-        return {}
+        pass
     except OriginDenied as exc:
         # Some stores answer "denied" for a missing object.
         if strict:
             raise OriginDenied(f"{exc}{_STRICT}") from exc
-        return {}
-    except (ValueError, RecursionError) as exc:
-        problem = f"{urls.redact(url)} is not a JSON object ({exc})"
-        if strict:
-            raise DataError(f"{problem}{_STRICT}") from exc
-        logger.warning("%s: the number of samples is unknown", problem)
-        return {}
-    return sizes
+    except _TooLarge as exc:
+        _refuse(url, exc, strict)
+    return b"{}"
 
 
-def _fetch(url: str, storage_options: dict[str, Any] | None) -> bytes:
+def _refuse(url: str, cause: Exception, strict: bool) -> None:
+    """Log that a file is no sizes.json.
+
+    Raises:
+        DataError: strict.
+    """
+    problem = f"{urls.redact(url)} is not a JSON object ({cause})"
+    if strict:
+        raise DataError(f"{problem}{_STRICT}") from cause
+    logger.warning("%s: the number of samples is unknown", problem)
+
+
+class _TooLarge(Exception):
+    """A file is larger than any sizes.json."""
+
+
+def _fetch(url: str, storage_options: dict[str, Any] | None) -> bytearray:
     content = bytearray()
-    stream = open_origin(url, storage_options).open()
+    stream = open_origin(url, storage_options, _AT_ONCE).open()
     try:
         for chunk in stream.chunks():
             content += chunk
             if len(content) > _LIMIT_BYTES:
-                raise ValueError(f"more than {_LIMIT_BYTES:,} bytes")
+                raise _TooLarge(f"more than {_LIMIT_BYTES:,} bytes")
     finally:
         stream.close()
-    return bytes(content)
+    return content
 
 
 def _log_units(names: Sequence[str], samples: Sequence[int | None], units: Sequence[int]) -> None:

@@ -178,12 +178,14 @@ def _worker_config(
     if logger.isEnabledFor(logging.INFO):
         logger.info("cache %s: %s", tier.root, forecast(tier, shards, lanes, window, topology.nodes))
     groups, reads = orders[0].groups, options.urls.fingerprint()
+    sources = _sources(options, orders, [first_group + group for group in split.groups_of(rank)])
     run = run_name(topology, reads)
     if topology.world_size > 1:  # of Lightning's launcher the first rank is the others' parent: another name
         run = first_value(f"run {topology.node} {reads}", run, topology.world_size)
     if shared is not None and shared.write_back and shared.wait_seconds > 0:
+        borders = [shards[place] for place in _borders(sources)]
         attempt = schedule.agree_on_attempt()
-        shared = shared.in_run(attempt, len(shards), topology, options.num_workers)
+        shared = shared.in_run(attempt, len(shards), borders, groups, topology, options.num_workers)
     config = WorkerConfig(
         shards=shards,
         origin=OriginOptions(outage_seconds=settings.origin_wait, mounts=shards.copied),
@@ -193,7 +195,7 @@ def _worker_config(
         shared=shared,
         run=run,
         ahead=AheadConfig(-(-max(lanes, _MIN_FILLS) // processes), settings.ahead),
-        sources=_sources(options, orders, [first_group + group for group in split.groups_of(rank)]),
+        sources=sources,
         steps=schedule.step_options,
         rank=rank,
         first_group=first_group,
@@ -275,6 +277,16 @@ def _sources(
         sources.append(SourceOrder(source.name, first, count, order, by_group))
         first += count
     return tuple(sources)
+
+
+def _borders(sources: Sequence[SourceOrder]) -> list[int]:
+    """The positions of the shards that a rank's groups share with others: at most two of each source."""
+    return [
+        source.first + shard
+        for source in sources
+        for group_pieces in source.pieces.values()
+        for shard in group_pieces.parts
+    ]
 
 
 def _selection(options: LoaderOptions) -> Selection:

@@ -112,11 +112,23 @@ class Pieces:
     parts: Mapping[int, ShardPart]
 
 
-def pieces(options: OrderOptions, shard_count: int, group: int) -> Pieces:
+def shard_axis(options: OrderOptions, shard_count: int) -> NDArray[np.int64]:
+    """Return all shards in the order in which groups cut them; for who needs the pieces of many groups."""
+    if not options.shuffle_shards:
+        return np.arange(shard_count)
+    return permutation(key(options.seed, PIECES), shard_count)
+
+
+def pieces(
+    options: OrderOptions, shard_count: int, group: int, axis: NDArray[np.int64] | None = None
+) -> Pieces:
     """Cut the axis of all shards into equal stretches and return that of `group`.
 
     It depends on neither epoch nor pass, so a node can reuse its cached shards. Takes O(shards) time;
     without hints about 20 ms for 10**6 shards, and the memory of the result.
+
+    Args:
+        axis: `shard_axis`, where it is at hand: without hints the time is then that of the result.
     """
     if not 0 <= group < options.groups:
         raise OptionError(f"group must be from 0 to {options.groups - 1}, not {group}.")
@@ -127,10 +139,8 @@ def pieces(options: OrderOptions, shard_count: int, group: int) -> Pieces:
     if options.groups == 1:
         return Pieces(np.arange(shard_count), {})
     if options.hints is None:
-        return _equal_pieces(options, shard_count, group)
-    shards = np.arange(shard_count)
-    if options.shuffle_shards:
-        shards = permutation(key(options.seed, PIECES), shard_count)
+        return _equal_pieces(options, shard_count, group, axis)
+    shards = shard_axis(options, shard_count) if axis is None else axis
     sizes = _sizes(options.hints)[shards]
     stops = np.cumsum(sizes)
     starts = stops - sizes
@@ -151,12 +161,16 @@ def pieces(options: OrderOptions, shard_count: int, group: int) -> Pieces:
     return Pieces(owned[~np.isin(owned, nothing)], {s: p for s, p in parts.items() if s not in nothing})
 
 
-def _equal_pieces(options: OrderOptions, shard_count: int, group: int) -> Pieces:
+def _equal_pieces(
+    options: OrderOptions, shard_count: int, group: int, axis: NDArray[np.int64] | None
+) -> Pieces:
     """Return the pieces for shards of equal size: as if each had as many samples as there are groups."""
     size = options.groups
     low, high = group * shard_count, (group + 1) * shard_count
     first, last = low // size, -(-high // size)
-    if options.shuffle_shards:
+    if axis is not None:
+        owned = axis[first:last]
+    elif options.shuffle_shards:
         owned = permutation_stretch(key(options.seed, PIECES), shard_count, first, last)
     else:
         owned = np.arange(first, last)

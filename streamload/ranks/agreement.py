@@ -1,8 +1,8 @@
 """One rank decides for all: the values of each rank go to rank 0, and its answer to all of them.
 
 Through torch.distributed's store, whatever backend the training uses: it needs no device and no connection of
-its own, and waits in no other collective. A decision costs each rank four requests. A rank that fails or ends
-meanwhile is RankFailed on the others, never a wait without end.
+its own, and waits in no other collective. A decision costs each rank a few requests. A rank that fails or
+ends meanwhile is RankFailed on the others, never a wait without end.
 """
 
 from __future__ import annotations
@@ -11,19 +11,16 @@ import contextlib
 import json
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 from streamload.errors import OptionError, RankFailed
 from streamload.ranks.distributed import Ranks, ranks_of, unique
-from streamload.ranks.heartbeats import values_of
+from streamload.ranks.heartbeats import values_of, wait_for_keys
 
 _LONGEST_WAIT_SECONDS = 7200.0
 """For a rank that is alive, and does something else: saves a checkpoint, evaluates."""
 _PROMPT_SECONDS = 1.0
-"""A rank waits within the store, which answers at once, for so long; then it looks at the others, too."""
-_LEAST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.05, 1.0
-"""Between two of these looks; the second after a while."""
+"""While a rank waits, it looks at the others so often."""
 
 
 class Agreement:
@@ -100,11 +97,7 @@ class Agreement:
         """
         ranks, start = self._ranks, time.monotonic()
         assert ranks is not None
-        with contextlib.suppress(RuntimeError):  # not yet; or the store is gone, which `check` raises
-            ranks.store.wait([key], timedelta(seconds=_PROMPT_SECONDS))
-            return
-        pause = _LEAST_PAUSE_SECONDS
-        while not ranks.store.check([key]):
+        while not wait_for_keys(ranks.store, [key], _PROMPT_SECONDS):
             try:
                 ranks.raise_if_ended(f"agreed on {what}")
             except RankFailed:
@@ -114,8 +107,6 @@ class Agreement:
             if time.monotonic() - start > _LONGEST_WAIT_SECONDS:
                 reason = f"not all answered in {_LONGEST_WAIT_SECONDS / 3600:.0f} hours"
                 raise ranks.ended(f"agreed on {what}", reason)
-            time.sleep(pause)
-            pause = min(_MOST_PAUSE_SECONDS, 1.5 * pause)
 
     def _report(self, error: RankFailed) -> None:
         """Tell the other ranks, as they may not see what this one has seen."""

@@ -16,7 +16,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
-from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -27,7 +26,7 @@ from streamload import limits
 from streamload.errors import RankFailed
 from streamload.ipc import ControlBlock
 from streamload.node import SlowestRank, host_name
-from streamload.ranks.heartbeats import SILENT_SECONDS, Heartbeats, ranges_of, values_of
+from streamload.ranks.heartbeats import SILENT_SECONDS, Heartbeats, ranges_of, values_of, wait_for_keys
 from streamload.ranks.loaders import Comparison, RankLoaders
 from streamload.ranks.reports import RankReports, RankSummary
 
@@ -111,10 +110,13 @@ def first_with_details(
         Raises:
             RankFailed: it has ended in between.
         """
+        cause: RuntimeError | None = None
         try:
-            store.wait([f"{key}/details"], timedelta(seconds=_AGREE_SECONDS))
+            has_details = wait_for_keys(store, [f"{key}/details"], _AGREE_SECONDS)
         except RuntimeError as exc:
-            raise RankFailed(f"the rank that was first has ended: {first}") from exc
+            has_details, cause = False, exc
+        if not has_details:
+            raise RankFailed(f"the rank that was first has ended: {first}") from cause
         text: bytes = store.get(f"{key}/details")
         return text.decode()
 
@@ -151,15 +153,12 @@ def agree(
     deadline = began + _AGREE_SECONDS + _TURN_SECONDS * rank
     seconds = _FIRST_LOOK_SECONDS
     while (left := deadline - time.monotonic()) > 0:
-        try:
-            store.wait(awaited, timedelta(seconds=min(seconds, left)))
+        if wait_for_keys(store, awaited, min(seconds, left)):  # raises if the store is gone, and rank 0
             break
-        except RuntimeError:  # torch raises it on a timeout
-            store.check([name])  # raises if the store is gone, and with it rank 0
-            if needs_all and (ranks := ranks_of(world_size)):
-                ranks.read_reports()
-                ranks.raise_if_failed()
-            seconds = _POLL_SECONDS
+        if needs_all and (ranks := ranks_of(world_size)):
+            ranks.read_reports()
+            ranks.raise_if_failed()
+        seconds = _POLL_SECONDS
     if rank and store.check([name]):
         return json.loads(store.get(name))  # type: ignore[no-any-return]
     arrived = keys if store.check(keys) else [key for key in keys if store.check([key])]
@@ -214,26 +213,21 @@ def forget(name: str, world_size: int) -> None:
 def _wait_for(store: Any, key: str, world_size: int) -> bytes:
     """Wait for a key in the store, as long as no rank is known to have failed."""
     deadline = time.monotonic() + _EXCHANGE_SECONDS
-    while True:
-        try:
-            store.wait([key], timedelta(seconds=_POLL_SECONDS))
-            value: bytes = store.get(key)
-            return value
-        except RuntimeError as exc:  # a timeout, or the store is gone
-            try:
-                if store.check([key]):
-                    continue
-                if ranks := ranks_of(world_size):
-                    ranks.raise_if_ended("agreed on how wide the rows of the next steps are")
-            except RankFailed:
-                raise
-            except RuntimeError:
-                raise RankFailed("the store of torch.distributed is gone, and with it rank 0") from exc
+    try:
+        while not wait_for_keys(store, [key], _POLL_SECONDS):
+            if ranks := ranks_of(world_size):
+                ranks.raise_if_ended("agreed on how wide the rows of the next steps are")
             if time.monotonic() > deadline:
                 raise RankFailed(
                     f"no rank has said within {_EXCHANGE_SECONDS / 60:.0f} minutes how wide the rows of the "
                     f"next steps are: do all ranks take equally many batches?"
-                ) from None
+                )
+        value: bytes = store.get(key)
+        return value
+    except RankFailed:
+        raise
+    except RuntimeError as exc:
+        raise RankFailed("the store of torch.distributed is gone, and with it rank 0") from exc
 
 
 def can_compare(world_size: int) -> bool:

@@ -7,14 +7,12 @@ is distributed.py's.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 from collections.abc import Iterable
-from datetime import timedelta
 from typing import Any, NamedTuple
 
-from streamload.ranks.heartbeats import spans_of, values_of
+from streamload.ranks.heartbeats import spans_of, values_of, wait_for_keys
 
 _KEY = "streamload/told"
 _SUMMARY, _SLOTS = f"{_KEY}/summary", f"{_KEY}/slots"
@@ -175,8 +173,7 @@ class RankReports:
         """The summary of so many reports, made by this rank or by another that began before."""
         looks = _LOOKS if self._store.add(f"{_KEY}/maker/{version}", 1) > 1 else 0
         for _ in range(looks):
-            with contextlib.suppress(RuntimeError):  # a timeout; or the store is gone, which the next raises
-                self._store.wait([f"{_KEY}/made/{version}"], timedelta(seconds=_LOOK_SECONDS))
+            wait_for_keys(self._store, [f"{_KEY}/made/{version}"], _LOOK_SECONDS)
             if RankSummary.parse(text := self._stored()).version >= version:
                 return text
         return self._summarise(version, self._latest())

@@ -255,6 +255,35 @@ def chained(nodes: Iterable[Node]) -> Node:
     return ChainNode(tuple(kept), tuple(itertools.accumulate(map(len, kept))))
 
 
+def segments(node: Node) -> Iterator[tuple[str, range | None, int, str]]:
+    """Yield the segments of a list, in order: texts, and ranges of numbers between texts."""
+    if isinstance(node, NumberNode):
+        yield "", node.numbers, node.width, ""
+    elif isinstance(node, ChainNode):
+        for inner in node.nodes:
+            yield from segments(inner)
+    elif isinstance(node, Product):
+        last = max((place for place, part in enumerate(node.parts) if len(part) > 1), default=0)
+        tail = "".join(part[0] for part in node.parts[last + 1 :])
+        for heads in itertools.product(*node.parts[:last]):
+            for before, numbers, width, after in segments(node.parts[last]):
+                yield "".join(heads) + before, numbers, width, after + tail
+    else:
+        for text in node:
+            yield text, None, 0, ""
+
+
+def around(first: str, low: str, last: str, high: str) -> tuple[str, str] | None:
+    """Return what is before and after a number, by texts with its first and last value; None: they differ."""
+    start = first.find(low)
+    while start >= 0:
+        before, after = first[:start], first[start + len(low) :]
+        if before + high + after == last:
+            return before, after
+        start = first.find(low, start + 1)
+    return None
+
+
 def _spelled(node: Node) -> str:
     """Return an unambiguous description, the same wherever the list is read."""
     if isinstance(node, TextNode):

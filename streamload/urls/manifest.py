@@ -7,16 +7,15 @@ neither written nor accepted: they come only from the user's own command line.
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 from streamload.errors import UrlError
 from streamload.urls.checks import check
 from streamload.urls.commands import Opaque, parse_command
 from streamload.urls.identity import scheme
-from streamload.urls.listing import ChainNode, Node, NumberNode, Product, TextNode, UrlList, chained, joined
+from streamload.urls.listing import Node, NumberNode, TextNode, UrlList, around, chained, joined, segments
 from streamload.urls.redaction import redact
 
 SCHEMES = frozenset({"http", "https", "s3", "gs", "az", "abfs", "hf"})
@@ -37,7 +36,7 @@ def write_down(urls: UrlList) -> list[Entry]:
     Raises:
         UrlError: a URL that works on this machine only, or whose host depends on a number.
     """
-    return [entry for segment in _segments(urls.node) for entry in _entries(*segment)]
+    return [entry for segment in segments(urls.node) for entry in _entries(*segment)]
 
 
 def read_down(value: Any) -> UrlList:
@@ -61,44 +60,15 @@ def read_down(value: Any) -> UrlList:
     return UrlList(chained(nodes))
 
 
-def _segments(node: Node) -> Iterator[tuple[str, range | None, int, str]]:
-    """Yield the segments of a list, in order: texts, and ranges of numbers between texts."""
-    if isinstance(node, NumberNode):
-        yield "", node.numbers, node.width, ""
-    elif isinstance(node, ChainNode):
-        for inner in node.nodes:
-            yield from _segments(inner)
-    elif isinstance(node, Product):
-        last = max((place for place, part in enumerate(node.parts) if len(part) > 1), default=0)
-        tail = "".join(part[0] for part in node.parts[last + 1 :])
-        for heads in itertools.product(*node.parts[:last]):
-            for before, numbers, width, after in _segments(node.parts[last]):
-                yield "".join(heads) + before, numbers, width, after + tail
-    else:
-        for text in node:
-            yield text, None, 0, ""
-
-
 def _entries(before: str, numbers: range | None, width: int, after: str) -> Iterable[Entry]:
     """Return the public form of a text or a range; every text if a range can't express them."""
     if numbers is None:
         return [_public(before)]
     low, high = f"{numbers[0]:0{width}d}", f"{numbers[-1]:0{width}d}"
-    around = _around(_public(before + low + after), low, _public(before + high + after), high)
-    if around is not None and _PLACE.match(around[0]) and min(numbers[0], numbers[-1]) >= 0:
-        return [[around[0], numbers.start, numbers.stop, numbers.step, width, around[1]]]
+    texts = around(_public(before + low + after), low, _public(before + high + after), high)
+    if texts is not None and _PLACE.match(texts[0]) and min(numbers[0], numbers[-1]) >= 0:
+        return [[texts[0], numbers.start, numbers.stop, numbers.step, width, texts[1]]]
     return [_public(f"{before}{number:0{width}d}{after}") for number in numbers]
-
-
-def _around(first: str, low: str, last: str, high: str) -> tuple[str, str] | None:
-    """Return the text before and after a number, given its first and last value and their texts."""
-    start = first.find(low)
-    while start >= 0:
-        before, after = first[:start], first[start + len(low) :]
-        if before + high + after == last:
-            return before, after
-        start = first.find(low, start + 1)
-    return None
 
 
 def _public(url: str) -> str:

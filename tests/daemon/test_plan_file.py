@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamload.cache.shard import Shard, ShardList
 from streamload.cache.shared.objects import Objects
 from streamload.daemon import followed as followed_
 from streamload.daemon import plan_file
@@ -314,3 +317,112 @@ def test_runs_are_found_by_the_names_of_their_files() -> None:
         "runs/0123456789abcdef/other",
     ]
     assert runs_in(names) == {"0123456789abcdef": [0, 12]}
+
+
+def publish_groups(
+    objects: Objects, groups: int, shards: int, places: Sequence[int], seed: int = 7
+) -> RunPlan:
+    """The files of a run whose groups are at these places of their first pass."""
+    listed = expand_urls(f"https://host/{{000000..{shards - 1:06d}}}.tar")
+    made, _ = plan_of([PlannedSource(shards, OrderOptions(seed, groups, 4, 100))], False, listed, None)
+    objects.write(f"runs/{made.run}/plan.json", made.written())
+    for group, place in zip(range(groups), places, strict=True):
+        progress = PlanProgress(group, 0, ((0, place),), 3, 1e6)
+        objects.write(f"runs/{made.run}/{progress.name}", progress.written())
+    return made
+
+
+class Asked(Objects):
+    """Notes what it is asked for."""
+
+    def __init__(self, url: str):
+        super().__init__(url)
+        self.read_names: list[str] = []
+        self.lists = 0
+
+    def read(self, name: str, limit_bytes: int = 1 << 20) -> bytes | None:
+        self.read_names.append(name)
+        return super().read(name, limit_bytes)
+
+    def times(self, folder: str = "") -> dict[str, float | None]:
+        self.lists += 1
+        return super().times(folder)
+
+    def modified(self, name: str) -> float | None:
+        raise AssertionError(f"asked for the time of {name}")
+
+
+@pytest.mark.parametrize(
+    ("groups", "shards"), [(40, 4_000), pytest.param(1_000, 100_000, marks=pytest.mark.deep)]
+)
+def test_a_look_asks_for_a_list_and_two_groups_and_makes_only_the_shards_of_the_window(
+    groups: int, shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = Asked(str(tmp_path))
+    made = publish_groups(objects, groups, shards, [10] * groups)
+    shards_made: list[int] = []
+    make = ShardList.__getitem__
+
+    def noted(self: ShardList, place: int) -> Shard:
+        shards_made.append(place)
+        return make(self, place)
+
+    monkeypatch.setattr(ShardList, "__getitem__", noted)
+    followed = FollowedDemand(objects, None, PrefetchWindow(size_bytes=(groups + 5) * 1_000_000))
+    tasks: list[Shard] = []
+    for look in range(3):
+        objects.read_names.clear()
+        objects.lists = 0
+        shards_made.clear()
+        tasks = followed.look(lambda shard: 1e6)
+        assert objects.lists == 1
+        assert len(objects.read_names) == (3 if look == 0 else 2)  # first the plan, too
+        assert len(shards_made) == len(tasks) + 1 == groups + 6
+    coming, listed = Coming(made), ShardList(made.shards or expand_urls("x.tar"), None)
+    exact = [coming.of(PlanProgress(group, 0, ((0, 10),), 3), 2) for group in range(groups)]
+    assert tasks == [listed[k] for k in in_order(exact)[: groups + 5]]
+
+
+def test_what_a_group_reads_is_read_in_turn_and_estimated_meanwhile(tmp_path: Path) -> None:
+    groups, shards = 8, 800
+    objects = Asked(str(tmp_path))
+    made = publish_groups(objects, groups, shards, [10] * groups)
+    followed = FollowedDemand(objects, None, PrefetchWindow(size_bytes=groups * 1_000_000))
+    for _ in range(groups // 2):
+        followed.look(lambda shard: 1e6)
+    progress_files = {name for name in objects.read_names if "group-" in name}
+    assert len(progress_files) == groups == len(objects.read_names) - 1
+    followed.look(lambda shard: 1e6)
+    assert len(objects.read_names) == groups + 1  # none has changed
+    newer = PlanProgress(5, 0, ((0, 50),), 3, 1e6)
+    objects.write(f"runs/{made.run}/{newer.name}", newer.written())
+    for group in range(groups):  # the others were written long before
+        path = tmp_path / "runs" / made.run / f"group-{group}.json"
+        moment = path.stat().st_mtime - (0 if group == 5 else 60)
+        os.utime(path, (moment, moment))
+    followed = FollowedDemand(objects, None, PrefetchWindow(size_bytes=groups * 1_000_000))
+    for _ in range(groups // 2):
+        tasks = followed.look(lambda shard: 1e6)
+    coming, listed = Coming(made), ShardList(made.shards or expand_urls("x.tar"), None)
+    expected = [coming.of(PlanProgress(group, 0, ((0, 50),), 3), 1)[0] for group in range(groups)]
+    assert tasks == [listed[k] for k in expected]
+
+
+def test_the_newest_of_several_runs_is_followed_which_is_said_and_files_of_old_ones_go(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    objects = Asked(str(tmp_path))
+    runs = [publish_groups(objects, 2, 40, [0, 0], seed).run for seed in (1, 2, 3)]
+    for run, days in zip(runs, (8, 6, 0), strict=True):
+        for path in (tmp_path / "runs" / run).iterdir():
+            moment = path.stat().st_mtime - 86400 * days
+            os.utime(path, (moment, moment))
+    followed = FollowedDemand(objects, None, PrefetchWindow(size_bytes=1 << 40))
+    for _ in range(2):
+        assert len(followed.look(lambda shard: 1.0)) == 40 - 2 * 3  # those that readers fetch themselves
+        assert runs[2] in followed.describe()
+    (record,) = caplog.records
+    assert f"the one whose files are newest is followed: {runs[2]}" in record.getMessage()
+    assert set(runs_in(objects.times("runs"))) == set(runs[1:])
+    kept = FollowedDemand(objects, None, PrefetchWindow(size_bytes=1 << 40), names=[runs[1]])
+    assert len(kept.look(lambda shard: 1.0)) == 40 - 2 * 3

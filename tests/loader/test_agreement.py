@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,8 @@ DIFFERENT = r"different sizes\.json files.* rank 0 found none .*, rank 1 found 6
 
 
 def of_two_ranks(rank: int, paths: list[str], url: str, place: Path) -> None:
-    """Rank 0 reads first, then rank 1; the server answers 404 to one of them."""
+    """On a node each, rank 0 reads first, then rank 1; the server answers 404 to one of them."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     distributed._AGREE_SECONDS = 0.2  # for the other rank's counts at the end of an epoch
     rendezvous = f"file://{place}/rendezvous"
     torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from streamload.node import own_address
 from streamload.ranks import distributed
 from streamload.ranks.agreement import Agreement
 from streamload.ranks.distributed import Ranks
-from streamload.ranks.heartbeats import GONE_SECONDS, SILENT_SECONDS, Heartbeats, ranges_of
+from streamload.ranks.heartbeats import GONE_SECONDS, SILENT_SECONDS, Heartbeats, ranges_of, wait_for_keys
 from tests.support.kills import Child, Stage
 from tests.support.tiers import until
 
@@ -163,3 +164,18 @@ def test_decisions_open_no_connection_and_leave_little_in_the_store() -> None:
         results = [rank.finish(60) for rank in ranks]
     assert [opened for opened, _ in results] == [0] * RANKS
     assert all(left[-1] <= left[1] + 3 for _, left in results)
+
+
+@pytest.mark.parametrize("waits_in_the_store", [False, True])
+def test_a_wait_that_times_out_prints_nothing(waits_in_the_store: bool, capfd: Any) -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    if waits_in_the_store:
+        with pytest.raises(RuntimeError):
+            store.wait(["key"], timedelta(seconds=0.1))
+        assert "timed out" in capfd.readouterr().err  # which is why none of ours does
+        return
+    assert not wait_for_keys(store, ["key"], 0.1)
+    server.set("key", "")
+    assert wait_for_keys(store, ["key"], 60.0)
+    assert capfd.readouterr().err == ""

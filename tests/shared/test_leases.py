@@ -16,7 +16,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from streamload.cache.shared import folder as folder_module
-from streamload.cache.shared.leases import Leases, holder_of, leased, second
+from streamload.cache.shared.leases import DAEMONS, Leases, holder_of, leased, second
 from streamload.cache.shared.objects import Objects
 from streamload.errors import SharedTierError
 from streamload.options import FileSystem
@@ -104,8 +104,8 @@ def test_a_heartbeat_that_is_on_its_way_replaces_no_lease_of_the_next_holder(
 def test_a_later_attempt_of_a_run_has_the_leases_of_an_earlier_one_at_once(
     objects: Objects, make: Make
 ) -> None:
-    first = RunAttempt.new()
-    dead, again = make(objects, attempt=first), make(objects, attempt=first.next())
+    first = RunAttempt.launched("data", {})
+    dead, again = make(objects, attempt=first), make(objects, attempt=first.next({}))
     assert dead.take("task")
     assert not again.is_held("task")
     assert again.take("task")
@@ -115,7 +115,7 @@ def test_a_later_attempt_of_a_run_has_the_leases_of_an_earlier_one_at_once(
 
 
 @pytest.mark.parametrize(
-    "attempt", [None, RunAttempt("1" * 16, 1), RunAttempt("1" * 16, 2), RunAttempt.new()]
+    "attempt", [None, RunAttempt("1" * 16, 1), RunAttempt("1" * 16, 2), RunAttempt.launched("data", {})]
 )
 def test_no_other_attempt_has_them_before_they_expire_fails(
     attempt: RunAttempt | None, tmp_path: Path, make: Make
@@ -127,7 +127,10 @@ def test_no_other_attempt_has_them_before_they_expire_fails(
 
 def test_a_heartbeat_has_the_progress_and_comes_soon_at_first(tmp_path: Path, make: Make) -> None:
     objects = Objects(str(tmp_path / "shared"))
-    holder, other = make(objects, address="a.1.2", first_beat_seconds=0.05), make(objects)
+    holder, other = (
+        make(objects, address="a.1.2", first_beat_seconds=0.05, tells_progress=True),
+        make(objects),
+    )
     assert holder.take("task")
     seen = other.holder_at("task")
     assert seen is not None
@@ -137,9 +140,19 @@ def test_a_heartbeat_has_the_progress_and_comes_soon_at_first(tmp_path: Path, ma
     assert other.holder_at("nothing") is None
 
 
+def test_a_daemon_tells_when_it_sends_its_next_heartbeat_but_no_progress(folder: Objects, make: Make) -> None:
+    holder, other = make(folder, address="a.1.2", first_beat_seconds=60.0, attempt=DAEMONS), make(folder)
+    assert holder.take("task")
+    holder.progress("task", 5, 100)
+    assert json.loads(folder.read("leases/task.json") or b"")["due"] == 60.0
+    seen = other.holder_at("task")
+    assert seen is not None
+    assert (seen.arrived, seen.size, seen.progress_seconds) == (0, 0, 0.0)
+
+
 def test_a_holder_learns_that_it_was_overtaken(tmp_path: Path, make: Make) -> None:
     objects = Objects(str(tmp_path / "shared"))
-    holder, faster = make(objects, first_beat_seconds=0.05), make(objects)
+    holder, faster = make(objects, first_beat_seconds=0.05, tells_progress=True), make(objects)
     assert holder.take("task")
     assert holder.overtaken_at is None
     assert faster.take(second("task"))
@@ -152,7 +165,7 @@ def test_a_lease_with_impossible_numbers_is_one_without(value: object, tmp_path:
     names = ("seconds", "due", "bytes", "size", "run", "attempt", "host")
     content = {"format": 1, "holder": "ab" * 8, **dict.fromkeys(names, value)}
     objects.write("leases/task.json", json.dumps(content).encode())
-    seen = make(objects, attempt=RunAttempt.new()).holder_at("task")
+    seen = make(objects, attempt=RunAttempt.launched("data", {})).holder_at("task")
     assert seen is not None
     assert seen.host == ("5" if value == "5" else "")
     assert (seen.arrived, seen.size, seen.progress_seconds) == (0, 0, 0.0)
@@ -327,6 +340,55 @@ def test_within_a_run_the_store_is_asked_when_a_heartbeat_is_late(folder: Object
     time_now = 7.0
     assert not restarted.is_held("task")
     assert restarted.take("task")
+
+
+def test_within_a_run_a_missing_heartbeat_is_enough_and_the_node_is_named(
+    folder: Objects, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    time_now = 0.0
+    own, other = (
+        make(folder, lease_seconds=30.0, address=f"{'1' * 32}.7.7", attempt=attempt, clock=lambda: time_now)
+        for attempt in (RunAttempt("1" * 16, 2), RunAttempt("2" * 16, 9))
+    )
+    for beat in (1, 2):
+        leave_lease(folder, beat=beat, run="1" * 16, attempt=2, due=4.0, host="node-7")
+        assert not own.take("task")
+        assert not other.take("task")
+        time_now += 7.9
+        assert not own.take("task")
+    time_now += 0.2
+    assert not other.take("task")
+    assert own.take("task")
+    assert "node-7 has died" in caplog.text
+
+
+@pytest.mark.parametrize("attempt", [None, DAEMONS, RunAttempt("1" * 16, 2)])
+def test_a_daemon_without_heartbeats_is_waited_for_by_nobody(
+    attempt: RunAttempt | None, folder: Objects, make: Make
+) -> None:
+    time_now = 0.0
+    other = make(folder, lease_seconds=60.0, attempt=attempt, clock=lambda: time_now)
+    leave_lease(folder, due=5.0, **DAEMONS._asdict())
+    assert not other.take("task")
+    time_now = 9.7
+    assert not other.take("task")
+    time_now = 9.8
+    assert other.take("task")
+
+
+def test_who_holds_many_leases_says_that_each_is_renewed_less_often(folder: Objects, make: Make) -> None:
+    time_now = 0.0
+    holder = make(
+        folder, lease_seconds=60.0, first_beat_seconds=1.0, beat_seconds=5.0, clock=lambda: time_now
+    )
+    for number in range(100):
+        assert holder.take(f"task-{number}")
+    intervals = set()
+    for _ in range(8):
+        time_now += 60.0
+        assert len(holder._due()) == 100
+        intervals.add(holder._mine["task-7"].interval)
+    assert max(intervals) == 20.0
 
 
 @pytest.mark.parametrize("reason", ["its writers' times", "none", "read-only"])

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from streamload.cache.shard import Shard, shard_of
+from streamload.cache.shard import Shard, ShardList, shard_of
 from streamload.cache.shared import sharing, single_flight
 from streamload.cache.shared.leases import Leases
 from streamload.cache.shared.sharing import SharedOptions, Sharing
@@ -31,9 +31,11 @@ from streamload.daemon.service import Service
 from streamload.errors import OriginStopped
 from streamload.metrics import Counters
 from streamload.node import is_dead_or_stopped, own_address
+from streamload.order.plan import OrderOptions, pieces
 from streamload.origins.origin import Version, open_origin
 from streamload.testing.shards import ShardOptions
-from streamload.topology import Topology
+from streamload.topology import RunAttempt, Topology
+from streamload.urls import expand_urls
 from tests.support import flat, tiers
 from tests.support.kills import Child, Stage
 from tests.support.sharing import Origin, Place, opened
@@ -589,14 +591,60 @@ def test_who_has_fetched_nothing_yet_overtakes_a_holder_that_is_slow_by_any_meas
     assert one.counts.snapshot().shared_overtakes == overtakes
 
 
-def test_the_nodes_of_a_run_fetch_at_most_one_nth_of_the_shards_twice() -> None:
-    for shards, nodes, ranks, workers in [(32, 4, 2, 1), (7, 2, 1, 3), (1000, 4, 8, 4), (3, 4, 2, 0)]:
-        spare = sum(
-            spare_of(shards, Topology(rank, nodes * ranks, 0, ranks, 0, nodes), workers) * max(1, workers)
+def test_any_process_overtakes_for_a_border_shard_of_its_groups(
+    waiter: Make, place: Place, origin: Origin
+) -> None:
+    now = [0.0]
+    one = waiter(borders={origin.shard(0).digest}, clock=lambda: now[0], wait_seconds=0.5)
+    fetch_at(one.turns, now, origin.shard(1))
+
+    class Passes:
+        def wait(self, seconds: float) -> bool:
+            now[0] += seconds
+            return False
+
+    for shard, overtakes in ((origin.shard(1), 0), (origin.shard(0), 1)):
+        write_lease(place, shard, **SLOW)
+        assert one.tier.held(shard) is None
+        assert one.turns.find(shard, one.look, Passes()) is None  # type: ignore[arg-type]
+        assert one.counts.snapshot().shared_overtakes == overtakes
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "workers", "shards"), [(4, 2, 1, 24), (128, 8, 4, 100_000), (1250, 8, 4, 1_000_000)]
+)
+def test_each_process_of_every_node_may_overtake_for_the_borders_of_its_groups(
+    nodes: int, ranks: int, workers: int, shards: int
+) -> None:
+    options = SharedOptions("/mnt/shared", write_back=True)
+    order = OrderOptions(0, nodes, 8, 64)
+    listed = ShardList(expand_urls(f"https://a.example/{{0000000..{shards - 1:07d}}}.tar"), None)
+    borders = 0
+    for node in {0, 1, nodes // 2, nodes - 1}:
+        shared = [listed[int(shard)] for shard in pieces(order, shards, node).parts]
+        here = Topology(node * ranks, nodes * ranks, 0, ranks, node, nodes)
+        in_run = options.in_run(RunAttempt.launched("data", {}), shards, shared, nodes, here, workers)
+        assert in_run.borders == {shard.digest for shard in shared}
+        assert in_run.spare == 0  # all others are this node's alone
+        borders = max(borders, len(in_run.borders))
+    assert borders == (0 if shards % nodes == 0 else 2)
+
+
+def test_where_several_nodes_read_a_group_each_process_may_overtake_within_one_nth_of_the_shards() -> None:
+    for shards, groups, nodes, ranks, workers in [
+        (1000, 1, 4, 8, 4),
+        (100_000, 4, 3, 2, 1),
+        (24, 1, 4, 2, 0),
+    ]:
+        processes = nodes * ranks * max(1, workers)
+        spare = {
+            spare_of(shards, groups, Topology(rank, nodes * ranks, 0, ranks, 0, nodes), workers)
             for rank in range(nodes * ranks)
-        )
-        assert shards // nodes - workers < spare <= shards // nodes or spare == shards // nodes == 0
-    assert spare_of(1000, Topology(), 4) == 0
+        }
+        (each,) = spare
+        assert each >= 1
+        assert each * processes <= max(shards // nodes, processes)
+    assert spare_of(1000, 1, Topology(), 4) == 0
 
 
 def test_a_long_wait_says_for_what_for_whom_and_since_when(

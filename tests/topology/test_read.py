@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamload.errors import OptionError
-from streamload.topology import Topology, read_topology, run_name
+from streamload.topology import RunAttempt, Topology, read_topology, run_name
 
 
 def torchrun(rank, world, local_rank, local_world):
@@ -151,7 +151,7 @@ def test_an_unreadable_slurm_task_list_fails():
 def test_an_initialised_torch_wins_over_the_variables():
     script = """
         import tempfile, torch
-        from streamload.topology import read_topology
+        from streamload.topology import RunAttempt, read_topology
         before = read_topology(environ={"RANK": "1", "WORLD_SIZE": "2"}).source
         with tempfile.TemporaryDirectory() as folder:
             torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=0, world_size=1)
@@ -184,6 +184,46 @@ def test_a_run_has_a_name_of_its_own_and_each_further_one_another():
     rank = Topology(1, 4, 1, 4, 0, 1, "torchrun")
     together = [run_name(rank, "a.tar") for _ in range(2)]
     assert len({*alone, *together}) == 4
+
+
+JOB = {"TORCHELASTIC_RUN_ID": "job-7", "TORCHELASTIC_RESTART_COUNT": "0"}
+ALLOCATION = {"SLURM_CLUSTER_NAME": "a", "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (JOB, {"TORCHELASTIC_RESTART_COUNT": "1"}),
+        (ALLOCATION, {"SLURM_RESTART_COUNT": "1"}),
+        ({**ALLOCATION, "TORCHELASTIC_RUN_ID": "none"}, {"TORCHELASTIC_RESTART_COUNT": "2"}),
+        ({**ALLOCATION, **JOB, "TORCHELASTIC_RESTART_COUNT": "3"}, {"SLURM_RESTART_COUNT": "1"}),
+    ],
+)
+def test_a_restart_of_a_launched_job_is_a_later_attempt_of_its_run(before, after):
+    first, again = RunAttempt.launched("data", before), RunAttempt.launched("data", {**before, **after})
+    assert again.is_after(first)
+    assert again.next({**before, **after}).is_after(again)
+    assert first.next({**before, **after}).is_after(first.next(before))  # both by the same state
+    assert RunAttempt.parse(*again) == again
+    assert RunAttempt.launched("other data", before).run != first.run
+
+
+@pytest.mark.parametrize(
+    ("variables", "others"),
+    [
+        ({}, {}),
+        ({"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},) * 2,
+        (JOB, {**JOB, "TORCHELASTIC_RUN_ID": "job-8"}),
+        (ALLOCATION, {**ALLOCATION, "SLURM_JOB_ID": "13"}),
+        (ALLOCATION, {**ALLOCATION, "SLURM_CLUSTER_NAME": "b"}),
+        (ALLOCATION, {**ALLOCATION, "SLURM_STEP_ID": "1"}),
+    ],
+)
+def test_what_no_name_tells_to_be_one_job_are_two_runs_fails(variables, others):
+    later = {**others, "TORCHELASTIC_RESTART_COUNT": "5", "SLURM_RESTART_COUNT": "x"}
+    first, other = RunAttempt.launched("data", variables), RunAttempt.launched("data", later)
+    assert first.run != other.run
+    assert not other.is_after(first)
 
 
 def _name_of_a_run(rank, names):

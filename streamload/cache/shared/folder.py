@@ -87,6 +87,10 @@ class SharedFolder:
             names += [(folder_path / name).as_posix() for name in files if not name.startswith(".")]
         return names
 
+    def times(self, folder: str) -> dict[str, float | None]:
+        """List all regular files below, except temporary ones, with their modification times."""
+        return {name: self.modified(name) for name in self.names(folder)}
+
     def delete(self, name: str) -> None:
         """Unlink a file; its folder stays."""
         with contextlib.suppress(NotADirectoryError):

@@ -6,9 +6,10 @@ A lease only saves work: what two holders do twice is still right. So none of th
 that ignore conditions, or when a stopped holder resumes. Clocks of different machines are never compared: a
 lease has expired if it hasn't changed for a while by the observer's clock, or, on the holder's own node, once
 its process is dead or stopped, or once a later attempt of the holder's run asks: a run that was started again
-has ended before. For how long it hadn't changed before the observer came, the times of the store tell: of the
-lease and of an object written now, where both are by the store's own clock. Daemons share their work by
-leases, and so do nodes that want the same shard at the same moment (single_flight.py).
+has ended before. Within a run, and of a daemon, it is enough that a heartbeat is missing and the next one
+nearly due. For how long it hadn't changed before the observer came, the times of the store tell: of the lease
+and of an object written now, where both are by the store's own clock. Daemons share their work by leases, and
+so do nodes that want the same shard at the same moment (single_flight.py).
 """
 
 from __future__ import annotations
@@ -38,6 +39,13 @@ _BEATS = 4
 """Heartbeats of a holder in that time."""
 _LATE_TIMES, _LATE_SECONDS = 1.5, 0.5
 """A heartbeat is late after so many times its interval, and so many seconds for the requests."""
+_SILENT_TIMES, _SILENT_SECONDS = 1.75, 1.0
+"""A daemon, or a holder of this process's own run, counts as dead after so many times its interval without a
+heartbeat, and so many seconds: others of its kind are there to do its work."""
+_RENEWAL_SECONDS = 0.2
+"""Heartbeats are sent one after the other: a process that holds many leases renews each less often."""
+DAEMONS = RunAttempt("0" * 16, 1)
+"""The attempt of all daemons, which belong to no run."""
 _STORE_SHARE, _STORE_SECONDS = 0.5, 3.0
 """The store's times may be off by so large a share of the lease time, and by so many seconds: some are whole
 seconds, and clocks of a store's servers differ a little."""
@@ -103,8 +111,9 @@ class Leases:
         address: identifies this process to others on its node (see `own_address`); "": unknown.
         has_gone: whether the holder at an address is known to be dead; then nobody waits.
         attempt: of the run that this process belongs to; None: of none.
-        first_beat_seconds: until the first heartbeat of a lease, at most, and with its progress; None: as
-            between the others, and without.
+        first_beat_seconds: until the first heartbeat of a lease, at most; None: as between the others.
+        beat_seconds: between two heartbeats, at most; None: a quarter of `lease_seconds`.
+        tells_progress: whether heartbeats have the progress of a task, so that the holder may be overtaken.
         settle_seconds: after taking over a lease, wait so long and check it again: of several processes that
             saw it expire at the same moment the last one has it.
 
@@ -125,6 +134,8 @@ class Leases:
         has_gone: Callable[[str], bool] = lambda address: False,
         attempt: RunAttempt | None = None,
         first_beat_seconds: float | None = None,
+        beat_seconds: float | None = None,
+        tells_progress: bool = False,
         settle_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -136,8 +147,8 @@ class Leases:
         self._address = address
         self._has_gone = has_gone
         self._attempt = attempt
-        self._beat_seconds = lease_seconds / _BEATS
-        self._tells_progress = first_beat_seconds is not None
+        self._beat_seconds = lease_seconds / _BEATS if beat_seconds is None else beat_seconds
+        self._tells_progress = tells_progress
         self._first_beat_seconds = min(self._beat_seconds, first_beat_seconds or self._beat_seconds)
         self._host = host_name()
         self._settle_seconds = settle_seconds
@@ -172,6 +183,7 @@ class Leases:
         if lease is None:
             self._objects.write_new(name, content)
         elif is_foreign and self._has_expired(task, lease, writes=True):
+            self._log_loss(task, lease)
             self._objects.write(name, content)
             self._stop.wait(self._settle_seconds)
         elif is_foreign:
@@ -211,14 +223,14 @@ class Leases:
             sighting = self._seen.get(task)
         unchanged = 0.0 if sighting is None else self._clock() - sighting.since
         values = _parsed(content)
-        seconds, due = _number(values, "seconds"), _number(values, "due")
+        seconds, tells_progress = _number(values, "seconds"), "bytes" in values and _number(values, "due") > 0
         return Holder(
             _word(values, "host", _HOST),
             _word(values, "address"),
             seconds + unchanged,
             int(_number(values, "bytes")),
             int(_number(values, "size")),
-            0.0 if not due else seconds + unchanged if _is_late(values, unchanged) else seconds,
+            seconds + unchanged * _is_late(values, unchanged) if tells_progress else 0.0,
         )
 
     def progress(self, task: str, arrived: int, size: int | None) -> None:
@@ -296,7 +308,20 @@ class Leases:
             sighting.asks_store = sighting.asks_store and not asks
         if asks:
             sighting.since = min(sighting.since, self._clock() - self._silent_seconds(task))
-        return self._clock() - sighting.since >= self._lease_seconds
+        unchanged = self._clock() - sighting.since
+        is_watched = is_own_run or (attempt is not None and attempt.run == DAEMONS.run)
+        return unchanged >= self._lease_seconds or (is_watched and _is_silent(values, unchanged))
+
+    def _log_loss(self, task: str, content: bytes) -> None:
+        """Log which node of this run has fallen silent, if the lease of another machine is taken over."""
+        values, own_machine = _parsed(content), self._address.partition(".")[0]
+        machine, attempt = _word(values, "address").partition(".")[0], _attempt_in(values)
+        if attempt is not None and attempt == self._attempt and machine not in ("", own_machine):
+            logger.warning(
+                "a process of this run on the node %s has died, or is stopped or cut off: it sends no "
+                "heartbeats, so its fill of %s is taken over",
+                *(_word(values, "host", _HOST) or "?", task),
+            )
 
     def _silent_seconds(self, task: str) -> float:
         """Least time since a lease changed, by the store's own times; 0: unknown."""
@@ -330,9 +355,11 @@ class Leases:
         looked_at = self._clock()
         with self._change:
             due = [task for task, held in self._mine.items() if held.due <= looked_at]
+            slowest_seconds = min(_RENEWAL_SECONDS * len(self._mine), self._lease_seconds / 2)
+            most_seconds = max(self._beat_seconds, slowest_seconds)
             for task in due:
                 held = self._mine[task]
-                held.interval = min(self._beat_seconds, 2 * held.interval)
+                held.interval = min(most_seconds, 2 * held.interval)
                 held.due = looked_at + held.interval
         return due
 
@@ -365,9 +392,10 @@ class Leases:
                 "address": self._address,
                 "host": self._host,
                 "seconds": round(self._clock() - held.since, 1),
+                "due": held.interval,
             }
             if self._tells_progress:
-                value |= {"due": held.interval, "bytes": held.arrived, "size": held.size}
+                value |= {"bytes": held.arrived, "size": held.size}
         if self._attempt is not None:
             value |= self._attempt._asdict()
         return json.dumps(value).encode()
@@ -414,6 +442,12 @@ def _number(values: dict[str, Any], name: str) -> float:
 def _is_late(values: dict[str, Any], unchanged_seconds: float) -> bool:
     """True if the next heartbeat of a lease should have come."""
     return unchanged_seconds > _LATE_TIMES * _number(values, "due") + _LATE_SECONDS
+
+
+def _is_silent(values: dict[str, Any], unchanged_seconds: float) -> bool:
+    """True if a lease says when its next heartbeat is due, and that has been missing for almost as long."""
+    due = _number(values, "due")
+    return due > 0 and unchanged_seconds >= _SILENT_TIMES * due + _SILENT_SECONDS
 
 
 def _attempt_in(values: dict[str, Any]) -> RunAttempt | None:

@@ -160,6 +160,11 @@ class Objects:
         with self._translated("list", folder or "/"):
             return sorted(self._backend.names(_checked(folder) if folder else ""))
 
+    def times(self, folder: str = "") -> dict[str, float | None]:
+        """The names of all objects below a folder, and when each was written; None: that is unknown."""
+        with self._translated("list", folder or "/"):
+            return self._backend.times(_checked(folder) if folder else "")
+
     def delete(self, name: str) -> None:
         """Delete an object, if it exists."""
         with self._translated("delete", name):

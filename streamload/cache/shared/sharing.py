@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class SharedOptions:
         url: see Objects.
         write_back: store what this process has fetched from origins.
         wait_seconds: the longest wait for a shard that another node is fetching; 0: none.
-        attempt, spare: see SingleFlight.
+        attempt, borders, spare: see SingleFlight.
     """
 
     url: str = field(repr=False)
@@ -54,6 +54,7 @@ class SharedOptions:
     write_back: bool = False
     wait_seconds: float = DEFAULT_SHARED_WAIT_SECONDS
     attempt: RunAttempt | None = None
+    borders: frozenset[str] = frozenset()
     spare: int = 0
 
     @classmethod
@@ -74,9 +75,28 @@ class SharedOptions:
             settings.shared_wait,
         )
 
-    def in_run(self, attempt: RunAttempt, shards: int, here: Topology, workers: int) -> SharedOptions:
-        """The same for a process of a run; see `spare_of`."""
-        return replace(self, attempt=attempt, spare=spare_of(shards, here, workers))
+    def in_run(
+        self,
+        attempt: RunAttempt,
+        shards: int,
+        borders: Iterable[Shard],
+        groups: int,
+        here: Topology,
+        workers: int,
+    ) -> SharedOptions:
+        """The same for a process of a run.
+
+        Args:
+            shards: the number of all shards.
+            borders: the shards that its groups share with other groups.
+            groups, here, workers: see `spare_of`.
+        """
+        return replace(
+            self,
+            attempt=attempt,
+            borders=frozenset(digest for shard in borders for digest in shard.digests),
+            spare=spare_of(shards, groups, here, workers),
+        )
 
     def open_objects(
         self, stop: threading.Event | None = None, timeout_seconds: float | None = None
@@ -128,6 +148,7 @@ class Sharing:
                 wait_seconds=options.wait_seconds,
                 stores=self._stores,
                 attempt=options.attempt,
+                borders=options.borders,
                 spare=options.spare,
             )
             if options.write_back:

@@ -6,7 +6,8 @@ releases its lease or dies, and in any case after some time: then the origin is 
 shared cache fails. So this only saves traffic: a node that doesn't wait fetches the same bytes.
 
 A holder on another node that is several times slower than this process is overtaken: one process fetches the
-shard, too, under a second lease, as long as its share of such fetches lasts.
+shard, too, under a second lease. Any process may do so for the shards that its groups share with other
+groups, at most two a group and pass, and where several nodes read a group, for a few others.
 
 All waits in vain share one time budget of the process, whoever held the leases: it holds the longest wait for
 one shard, and refills in ten times as long.
@@ -20,7 +21,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TypeVar
 
 from streamload.cache.backing import YieldSlot
@@ -85,7 +86,8 @@ class SingleFlight:
         stores: whether this process stores what it fetches; else it takes no turns, and only waits.
         lease_seconds: see LEASE_SECONDS.
         attempt: of the run that this process belongs to; None: of none.
-        spare: how many shards may be fetched although a slower node is fetching them.
+        borders: digests of shards that may be fetched although a slower node is fetching them.
+        spare: the number of other shards that may.
         rng: spreads the polls of nodes that wait for the same shard.
     """
 
@@ -97,6 +99,7 @@ class SingleFlight:
         stores: Callable[[], bool],
         lease_seconds: float = LEASE_SECONDS,
         attempt: RunAttempt | None = None,
+        borders: Collection[str] = (),
         spare: int = 0,
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -104,6 +107,7 @@ class SingleFlight:
         self._tier = tier
         self._wait_seconds = wait_seconds
         self._stores = stores
+        self._borders = borders
         self._rng = rng or random.Random()
         self._clock = clock
         self._closing = threading.Event()
@@ -114,6 +118,7 @@ class SingleFlight:
             has_gone=is_dead_or_stopped,
             attempt=attempt,
             first_beat_seconds=_FIRST_BEAT_SECONDS,
+            tells_progress=True,
             settle_seconds=_SETTLE_SECONDS,
             clock=clock,
         )
@@ -295,14 +300,15 @@ class SingleFlight:
         return left > _SLOWER * holder.size / rate
 
     def _overtakes(self, shard: Shard, holder: Holder) -> bool:
-        """Take the second lease of a shard, if this process may still fetch one more."""
+        """Take the second lease of a shard, if this process may fetch it as well."""
+        cost = 0 if shard.digest in self._borders else 1
         with self._lock:
-            if not self._spare:
+            if self._spare < cost:
                 return False
-            self._spare -= 1
+            self._spare -= cost
         if not self._asked(shard, lambda: self._leases.take(second(shard.digest))):
             with self._lock:
-                self._spare += 1
+                self._spare += cost
             return False
         self._tier.counts.add("shared_overtakes")
         logger.info("%s: %s, so that it is fetched here as well", shard.name, _progress_of(holder))
@@ -418,20 +424,20 @@ class _Paced:
         self._stream.close()
 
 
-def spare_of(shards: int, here: Topology, workers: int) -> int:
-    """Number of shards that a process of a run may fetch although a slower node is fetching them.
+def spare_of(shards: int, groups: int, here: Topology, workers: int) -> int:
+    """Number of shards, beside those of borders, that a process may fetch although a slower node does.
 
-    All of them together fetch at most one n-th of the shards twice, on n nodes.
+    0 where each group is read by one node: its border shards are all that it shares. Otherwise all processes
+    together fetch at most one n-th of the shards twice, on n nodes, or one shard each if that is more.
 
     Args:
+        groups: of the run.
         here: the position of its rank.
         workers: processes of the rank that fill; 0: the rank itself.
     """
-    if here.nodes == 1:
+    if groups % here.nodes == 0:
         return 0
-    workers = max(1, workers)
-    quota, left = divmod(shards // here.nodes, here.world_size * workers)
-    return quota + ((here.rank + 1) * workers <= left)
+    return max(1, shards // here.nodes // (here.world_size * max(1, workers)))
 
 
 def _progress_of(holder: Holder) -> str:

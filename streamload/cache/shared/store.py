@@ -95,14 +95,18 @@ class Store:
 
     def names(self, folder: str) -> list[str]:
         """List all objects below a folder."""
+        return [*self.times(folder)]
+
+    def times(self, folder: str) -> dict[str, float | None]:
+        """List all objects below a folder, with the modification times that the store reports."""
         files, path = self._at(folder)
         root = self._at("")[1].rstrip("/") + "/"
         try:
-            paths = self._do(files, "find", path)
+            infos = self._do(files, "find", path, detail=True)
         except FileNotFoundError:
-            return []
-        within = (files._strip_protocol(name) for name in paths)
-        return [name.removeprefix(root) for name in within if name.startswith(root)]
+            return {}
+        within = ((files._strip_protocol(name), info) for name, info in infos.items())
+        return {name.removeprefix(root): _time_in(info) for name, info in within if name.startswith(root)}
 
     def delete(self, name: str) -> None:
         """Delete an object."""
@@ -118,14 +122,10 @@ class Store:
             info = self._info(name)
         except FileNotFoundError:
             return None
-        when = next((info[fact] for fact in DATES if info.get(fact)), None)
-        if isinstance(when, str):
-            when = datetime.datetime.fromisoformat(when.replace("Z", "+00:00"))
-        if isinstance(when, datetime.datetime):
-            return when.timestamp()
-        if not isinstance(when, int | float):
+        when = _time_in(info)
+        if when is None:
             raise SharedTierError(f"the store reports no modification time of {name}")
-        return float(when)
+        return when
 
     def now(self) -> float | None:
         """The modification time of a temporary object."""
@@ -187,6 +187,16 @@ class Store:
     def _check(self) -> None:
         if self._stop.is_set():
             raise SharedTierError("the shared cache was closed during a request")
+
+
+def _time_in(info: dict[str, Any]) -> float | None:
+    """The modification time that a store reports; None: it reports none."""
+    when = next((info[fact] for fact in DATES if info.get(fact)), None)
+    if isinstance(when, str):
+        when = datetime.datetime.fromisoformat(when.replace("Z", "+00:00"))
+    if isinstance(when, datetime.datetime):
+        return when.timestamp()
+    return float(when) if isinstance(when, int | float) else None
 
 
 def _lacks_bucket(exc: FileNotFoundError) -> bool:
