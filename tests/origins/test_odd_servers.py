@@ -455,7 +455,11 @@ def test_a_server_by_an_ipv6_address_is_read() -> None:
 def test_a_connection_that_closes_between_two_requests_is_opened_again() -> None:
     with RawServer(lambda a: sound(a, "Connection: keep-alive"), keeps=False) as server:
         assert by_us(f"{server.url}/a.tar", SHARD) == "the shard"
-        assert [asked.span for asked in server.log] == [(0, 99_999), (100_000, None)]
+        spans = [asked.span for asked in server.log if asked.span is not None]
+        assert len(spans) == len(server.log) >= 2
+        ends = [-1, *(end for _, end in spans)]  # a slow machine asks for a second piece of this length
+        assert [start for start, _ in spans] == [end + 1 for end in ends[:-1] if end is not None]
+        assert ends[-1] is None
 
 
 @pytest.mark.parametrize("status", [400, 403, 416, 500])
