@@ -193,13 +193,14 @@ class RunAttempt(NamedTuple):
             ValueError: they aren't one.
         """
         is_run = isinstance(run, str) and re.fullmatch(r"[0-9a-f]{16}", run)
-        if not is_run or type(attempt) is not int or not 0 < attempt < 1 << 31:
+        if not is_run or type(attempt) is not int or not 0 < attempt <= _MOST_ATTEMPTS:
             raise ValueError(f"{run!r:.40}, {attempt!r:.40} is no attempt of a run")
         return cls(str(run), attempt)
 
     def next(self, environ: Mapping[str, str] | None = None) -> "RunAttempt":
         """The attempt that begins when a state of this one is loaded; a launch may load one several times."""
-        return self._replace(attempt=self.attempt + 1 + _restarts(os.environ if environ is None else environ))
+        restarts = _restarts(os.environ if environ is None else environ)
+        return self._replace(attempt=min(self.attempt + 1 + restarts, _MOST_ATTEMPTS))
 
     def is_after(self, other: "RunAttempt | None") -> bool:
         """True if this is a later attempt of the same run."""
@@ -209,6 +210,7 @@ class RunAttempt(NamedTuple):
 _JOB = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_CLUSTER_NAME", "SLURM_STEP_ID")
 _RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 _MOST_RESTARTS = 1 << 12
+_MOST_ATTEMPTS = (1 << 31) - 1
 
 
 def _restarts(environ: Mapping[str, str]) -> int:

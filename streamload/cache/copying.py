@@ -8,6 +8,7 @@ that is copied has no `local` file for all that follows.
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 from streamload import limits
@@ -35,15 +36,16 @@ def folders_to_copy(listed: UrlList, copy: Copy) -> tuple[str, ...]:
         return ()
     if copy == "always":
         return (_EVERYWHERE,)
-    folders, parents = list[str](), set[Path]()
+    folders, parents = list[str](), set[str]()
     for url in listed.kinds():
-        if not is_local(url) or folder_of(url, folders) is not None:
+        parent = os.path.dirname(url)  # noqa: PTH120  (a list may have a million paths)
+        if parent in parents or not is_local(url) or folder_of(url, folders) is not None:
             continue
+        parents.add(parent)
         path = local_path(url).absolute()
-        if path.parent not in parents and file_system(path).is_elsewhere:
+        if file_system(path).is_elsewhere:
             above = [*reversed(path.parents)]
             folders.append(str(next((p for p in above if file_system(p).is_elsewhere), path.parent)))
-        parents.add(path.parent)
     return tuple(folders)
 
 

@@ -48,6 +48,7 @@ class Freshness:
         run: the same name in all processes of the run on this node, and in no other run.
         each_epoch: begin a new log at each `begin` (else only at the first).
         ask: asks an origin. None: published copies are used as they are, though in one version.
+        asks_remote: whether remote origins are asked, too, and not only files that are copied.
         counts: receives the answers.
         patience_seconds: how long another process may take to ask before this one asks as well.
     """
@@ -60,12 +61,14 @@ class Freshness:
         each_epoch: bool,
         ask: Ask | None,
         counts: Counts,
+        asks_remote: bool = True,
         patience_seconds: float = 30.0,
     ):
         self._tier = tier
         self._run = run
         self._each_epoch = each_epoch
         self._ask = ask
+        self._asks_remote = asks_remote
         self._counts = counts
         self._patience_seconds = patience_seconds
         self._lock = threading.Lock()
@@ -90,7 +93,9 @@ class Freshness:
 
     def is_current(self, shard: Shard) -> bool:
         """True if readers may begin with the tier's copies of a shard. Quick if they may."""
-        return self._ask is None or shard.local is not None or self.version(shard.digest) is not None
+        if self._ask is None or shard.local is not None or not (self._asks_remote or shard.is_copied):
+            return True
+        return self.version(shard.digest) is not None
 
     def version(self, digest: str) -> Version | None:
         """The version of a shard that the run uses, once that is decided."""

@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -37,7 +38,7 @@ from streamload.metrics import Counters
 from streamload.options import Settings, read_settings
 from streamload.options.storage import copy_options
 from streamload.origins.access import warn_of_shared_headers
-from streamload.origins.origin import OriginOptions
+from streamload.origins.origin import Origin, OriginOptions
 from streamload.shards.columns import Column
 from streamload.urls import UrlList, expand_urls
 
@@ -238,23 +239,38 @@ class _WarmUp:
             self._before = sum(tier.published(shard.digest).exists() for shard in self._shards)
             demand_files = stack.enter_context(closing(_DemandFiles(tier.root / "runs")))
             patience = OriginOptions(outage_seconds=settings.origin_wait, mounts=shards.copied)
-            ask = None if settings.revalidate == "never" else asker(OriginOptions(), counts)
-            freshness = Freshness(tier, secrets.token_hex(16), each_epoch=False, ask=ask, counts=counts)
+            asks_remote = settings.revalidate != "never"
+            ask = asker(OriginOptions(), counts) if asks_remote or shards.copied else None
+            freshness = Freshness(
+                tier,
+                secrets.token_hex(16),
+                each_epoch=False,
+                ask=ask,
+                counts=counts,
+                asks_remote=asks_remote,
+            )
             stack.callback(freshness.close)
             if ask is not None:
                 freshness.begin("")
             sharing = stack.enter_context(closing(Sharing(shared, counts, ask, uploads=min(4, concurrency))))
             self._target = _NodeTarget(tier, sharing)
+
+            def through(
+                shard: Shard, origin: Origin, stop: threading.Event, *, single_flight: bool = True
+            ) -> Origin:
+                revalidates = asks_remote or shard.is_copied
+                return sharing.through(
+                    shard, origin, stop, single_flight=single_flight, revalidates=revalidates
+                )
+
             origins = TaskOrigins(
                 counts,
                 storage,
                 patience,
                 Throttle(None),
                 Recipes(prepare),
-                through=sharing.through,
-                through_source=functools.partial(
-                    sharing.through, single_flight=False
-                ),  # it isn't stored itself
+                through=through,
+                through_source=functools.partial(through, single_flight=False),  # it isn't stored itself
             )
             executor = LocalExecutor(
                 tier,

@@ -251,7 +251,8 @@ def settle_opening(
     if topology.nodes > 1:
         if not can_compare(topology.world_size):
             return order  # the ranks might open it differently
-        copies = agree(f"copies/{order.shards}", copies, _of_any_rank, topology.world_size)
+        name = f"copies/{order.data} {order.seed} {order.train}"
+        copies = agree(name, copies, _of_any_rank, topology.world_size)
     openings = zip(order.opens_after, copies, strict=True)
     return replace(order, opens_after=tuple(WITH_ARRIVALS if copied else after for after, copied in openings))
 

@@ -35,7 +35,7 @@ from streamload.urls import local_path
 
 _SCRIPT = Path(__file__).with_name("file_reader.py")
 _ANSWER_BYTES = 32
-_PIPE_BYTES = 1 << 20
+_PIPE_BYTES = 256 << 10
 _WAKE_SECONDS = 0.1
 _MOST_IDLE = 8
 _AWAY = (

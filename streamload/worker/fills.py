@@ -67,11 +67,21 @@ class Fills:
         self._connections = KeptConnections()
         self.tier = _open_tier(config, counts)
         self.fallback_tier = FallbackTier(config.tier.root, counts)
-        ask = None if config.tier.revalidate == "never" else asker(config.origin, counts)
+        self._asks_remote = (
+            config.tier.revalidate != "never"
+        )  # files can be replaced in place: they are asked
+        ask = asker(config.origin, counts) if self._asks_remote or config.shards.copied else None
         self.backing = None if config.shared is None else config.shared.open(counts, ask)
         each_epoch = config.tier.revalidate != "start"
         self.carrier = None if self.backing is None else self.backing.facts
-        self.freshness = Freshness(self.tier, config.run, each_epoch=each_epoch, ask=ask, counts=counts)
+        self.freshness = Freshness(
+            self.tier,
+            config.run,
+            each_epoch=each_epoch,
+            ask=ask,
+            counts=counts,
+            asks_remote=self._asks_remote,
+        )
         self.prefetcher = Prefetcher(
             self.tier,
             self._open_origin,
@@ -193,13 +203,13 @@ class Fills:
         config, backing = self._config, self.backing
         kept = self._connections
         origin = open_origin(shard.url, shard.storage_options, config.origin, self._counts, stop, kept=kept)
-        preparation = config.assembly.preparation
+        preparation, revalidates = config.assembly.preparation, self._asks_remote or shard.is_copied
         if shard.recipe and preparation is not None:  # what the shared cache lacks is prepared here
             if backing is not None:
                 source = shard_of(shard.url, shard.storage_options, is_copied=shard.is_copied)
-                origin = backing.through(source, origin, stop, single_flight=False)
+                origin = backing.through(source, origin, stop, single_flight=False, revalidates=revalidates)
             origin = preparation.derive(origin)
-        return origin if backing is None else backing.through(shard, origin, stop)
+        return origin if backing is None else backing.through(shard, origin, stop, revalidates=revalidates)
 
 
 def _has_none(form: Shard) -> bool:

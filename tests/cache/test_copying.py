@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+import streamload
 from streamload.cache import copying
 from streamload.cache.shard import ShardList, shard_of
 from streamload.cache.tier import placed_on_disk
 from streamload.options import directories, file_system, read_settings
-from streamload.testing.shards import write_shards
+from streamload.testing.shards import read_oracle, write_shards
 from streamload.urls import expand_urls, folder_of
 
 TABLE = """\
@@ -163,3 +164,30 @@ def test_a_copied_shard_is_no_local_one_in_all_lists_that_are_made_of_its_list(m
     assert in_place.digest[:16] == shards[0].digest[:16]
     assert all(shards.copied_below(()).are_local())
     assert all(shards.copied_below((f"{mount}-other",)).are_local())
+
+
+def test_a_copy_of_a_file_that_is_another_now_is_never_read(tmp_path: Path) -> None:
+    """Replaced between two runs; or, in a shared cache, of another node whose path has other bytes."""
+
+    def keys_of(cache_dir: Path, **shared: object) -> list[str]:
+        cache = streamload.Cache(copy="always", **shared)  # type: ignore[arg-type]
+        with streamload.make_loader(
+            f"{tmp_path}/data/{{00000..00001}}.tar", batch_size=5, num_workers=0, train=False,
+            preprocess=lambda image: image.width, cache_dir=cache_dir, cache=cache,
+            output="dict", batches=streamload.Batches(with_keys=True),
+        ) as loader:  # fmt: skip
+            return [key for batch in loader for key in batch["__key__"]]
+
+    def expected() -> list[str]:
+        return [key for path in sorted((tmp_path / "data").glob("*.tar")) for key, _ in read_oracle(path)]
+
+    shared = {"shared": tmp_path / "shared", "write_back": True}
+    write_shards(tmp_path / "data", [20, 20], seed=1)
+    first = expected()
+    for node in ("a", "b"):
+        assert keys_of(tmp_path / node, **shared) == first
+    write_shards(tmp_path / "data", [7, 8], seed=2)
+    assert len(expected()) == 15
+    for node in ("a", "b", "c"):
+        assert keys_of(tmp_path / node, **shared) == expected()
+    assert keys_of(tmp_path / "d") == expected()

@@ -354,7 +354,7 @@ def test_within_a_run_a_missing_heartbeat_is_enough_and_the_node_is_named(
         leave_lease(folder, beat=beat, run="1" * 16, attempt=2, due=4.0, host="node-7")
         assert not own.take("task")
         assert not other.take("task")
-        time_now += 7.9
+        time_now += 9.9
         assert not own.take("task")
     time_now += 0.2
     assert not other.take("task")
@@ -368,11 +368,24 @@ def test_a_daemon_without_heartbeats_is_waited_for_by_nobody(
 ) -> None:
     time_now = 0.0
     other = make(folder, lease_seconds=60.0, attempt=attempt, clock=lambda: time_now)
-    leave_lease(folder, due=5.0, **DAEMONS._asdict())
+    leave_lease(folder, due=7.5, **DAEMONS._asdict())
     assert not other.take("task")
-    time_now = 9.7
+    time_now = 14.1
     assert not other.take("task")
-    time_now = 9.8
+    time_now = 14.2
+    assert other.take("task")
+
+
+def test_a_first_heartbeat_may_come_late_behind_those_of_many_other_leases(
+    folder: Objects, make: Make
+) -> None:
+    time_now = 0.0
+    other = make(folder, lease_seconds=60.0, attempt=DAEMONS, clock=lambda: time_now)
+    leave_lease(folder, due=1.0, **DAEMONS._asdict())
+    assert not other.take("task")
+    time_now = 9.9
+    assert not other.take("task")
+    time_now = 10.1
     assert other.take("task")
 
 

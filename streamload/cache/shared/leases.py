@@ -39,9 +39,10 @@ _BEATS = 4
 """Heartbeats of a holder in that time."""
 _LATE_TIMES, _LATE_SECONDS = 1.5, 0.5
 """A heartbeat is late after so many times its interval, and so many seconds for the requests."""
-_SILENT_TIMES, _SILENT_SECONDS = 1.75, 1.0
+_SILENT_TIMES, _SILENT_SECONDS, _LEAST_SILENT_SECONDS = 1.75, 1.0, 10.0
 """A daemon, or a holder of this process's own run, counts as dead after so many times its interval without a
-heartbeat, and so many seconds: others of its kind are there to do its work."""
+heartbeat, and so many seconds: others of its kind are there to do its work. The least time is enough to renew
+dozens of leases, one after the other, over a slow link."""
 _RENEWAL_SECONDS = 0.2
 """Heartbeats are sent one after the other: a process that holds many leases renews each less often."""
 DAEMONS = RunAttempt("0" * 16, 1)
@@ -447,7 +448,8 @@ def _is_late(values: dict[str, Any], unchanged_seconds: float) -> bool:
 def _is_silent(values: dict[str, Any], unchanged_seconds: float) -> bool:
     """True if a lease says when its next heartbeat is due, and that has been missing for almost as long."""
     due = _number(values, "due")
-    return due > 0 and unchanged_seconds >= _SILENT_TIMES * due + _SILENT_SECONDS
+    silent_seconds = max(_LEAST_SILENT_SECONDS, _SILENT_TIMES * due + _SILENT_SECONDS)
+    return due > 0 and unchanged_seconds >= silent_seconds
 
 
 def _attempt_in(values: dict[str, Any]) -> RunAttempt | None:

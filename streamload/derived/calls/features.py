@@ -48,7 +48,7 @@ _COUNTERS = {
     "builds": "feature_builds",
 }
 _CALLED = b"called"
-"""Before the `Fingerprint.base` of a pass's start: the key of a note of the autocast of the calls in it."""
+"""Before the `Fingerprint.base` of a pass's start: the key of a note of the autocasts of calls."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -187,7 +187,8 @@ class BoundFeatures:
         self._device = device
         cast = None if features.dtype is None else str(features.dtype)
         self._parts = {**parts, "inputs": features.inputs, "dtype": cast}
-        self._base, self._autocast = b"", ""  # of a pass's start, and of the latest call
+        self._base = b""  # of a pass's start
+        self._autocast: str | None = None  # of the latest call in this process
 
     def start(self) -> FeatureStart:
         """Plan for the workers of an epoch that begins now.
@@ -202,6 +203,8 @@ class BoundFeatures:
         proof = proof_of(self.module)
         proof.look_at_reads()
         fingerprint = self._as_called(store)
+        if fingerprint is None:
+            return FeatureStart("", False, False, None, False)
         is_checked = self.features.check and options_of(self.module).is_checked
         checks = proof.checks(store, fingerprint)
         is_checked = is_checked and not checks.is_done
@@ -210,27 +213,40 @@ class BoundFeatures:
         is_first = checks.is_first and not checks.has_own
         return FeatureStart(str(fingerprint), is_checked, is_first, hits_between, is_watched)
 
-    def _as_called(self, store: RowStore) -> Fingerprint:
-        """The fingerprint under the autocast of the latest call: training loops enter it for each batch."""
+    def _as_called(self, store: RowStore) -> Fingerprint | None:
+        """The fingerprint under the autocast of the latest call: training loops enter it for each batch.
+
+        Before the first call it is that of earlier runs; None if they had several.
+        """
         device = proof_of(self.module).device(self.module).type
         fingerprint = self._fingerprint(store)
         if torch.is_autocast_enabled(device):
             return fingerprint
         if self._base != fingerprint.base:
-            self._base = fingerprint.base
-            self._autocast = (store.read_note(_CALLED + self._base) or b"").decode()
-        if not self._autocast:
+            self._base, self._autocast = fingerprint.base, None
+        autocasts = self._noted(store) if self._autocast is None else [self._autocast]
+        if len(autocasts) > 1:
+            return None
+        if not any(autocasts):
             return fingerprint
-        with torch.autocast(device, getattr(torch, self._autocast.removeprefix("torch."))):
+        with torch.autocast(device, getattr(torch, autocasts[0].removeprefix("torch."))):
             return self._fingerprint(store)
 
     def note_call(self) -> None:
         """Note under which autocast rows are asked for: the next pass, or the next run, looks for these."""
         device = proof_of(self.module).device(self.module).type
         autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
-        if autocast != self._autocast and self._base and (store := self._store()) is not None:
-            self._autocast = autocast
-            store.disk.write_note(_CALLED + self._base, autocast.encode(), self.features.label)
+        if autocast == self._autocast or not self._base or (store := self._store()) is None:
+            return
+        self._autocast = autocast
+        if autocast not in (autocasts := self._noted(store)):
+            noted = ",".join([*autocasts, autocast]).encode()
+            store.disk.write_note(_CALLED + self._base, noted, self.features.label)
+
+    def _noted(self, store: RowStore) -> list[str]:
+        """The autocasts of all calls so far, in this run and earlier ones; "": none."""
+        note = store.read_note(_CALLED + self._base)
+        return [] if note is None else note.decode().split(",")
 
     def fingerprint(self) -> Fingerprint | None:
         """Under which rows are found now; None: rows are neither read nor stored."""
