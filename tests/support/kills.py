@@ -72,7 +72,9 @@ class Stage:
             os.read(self._bell, 65536)
         if str(self).startswith(name):
             return True
-        return bool(select.select([self._bell], [], [], seconds)[0])
+        bell = select.poll()  # a test process may have more than the 1,024 descriptors that select takes
+        bell.register(self._bell, select.POLLIN)
+        return bool(bell.poll(1000 * seconds))
 
     def close(self) -> None:
         """Give back the memory; once is enough."""

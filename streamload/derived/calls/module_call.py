@@ -444,7 +444,7 @@ class Call:
             return self._detached(*arguments)
         with watched(of_project=True) as reads:
             value = self._detached(*arguments)
-        names = reads.names()
+        names = reads.names().without(torch.utils._pytree.tree_leaves(arguments))
         if self._samples is not None and (input_names := ReadNames.read(self._samples.reads)) is not None:
             names = names.with_more(input_names)
         self.proof.record_reads(self.module, self.store, self.fingerprint, names)

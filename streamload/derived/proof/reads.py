@@ -132,6 +132,13 @@ class ReadNames:
         """The names as JSON."""
         return json.dumps({"files": self.files, "variables": self.variables}).encode()
 
+    def without(self, values: Iterable[Any]) -> ReadNames:
+        """The names but for files that some values name: they are a row's input, as its key says."""
+        named = {os.path.realpath(value) for value in values if isinstance(value, (str, os.PathLike))}
+        return ReadNames(
+            [file for file in self.files if os.path.realpath(file[0]) not in named], self.variables
+        )
+
     def with_more(self, other: ReadNames) -> ReadNames:
         """The names of both."""
         files = dict([*self.files, *other.files])
