@@ -53,6 +53,7 @@ from streamload.derived.store.results import Result, concatenated, join, layout_
 from streamload.derived.store.row_store import RowStore
 from streamload.derived.store.sealed import NOTE, Row
 from streamload.errors import CacheCorrupt, FeatureError, FeatureMismatch, FeatureNotCacheable, OptionError
+from streamload.torch_internals import tree_map
 
 _CHECK_BITS = 4
 """Of 2 to the power of this many results of one key that are in memory the input of one is compared."""
@@ -444,7 +445,9 @@ class Call:
             return self._detached(*arguments)
         with watched(of_project=True) as reads:
             value = self._detached(*arguments)
-        names = reads.names().without(torch.utils._pytree.tree_leaves(arguments))
+        values: list[Any] = []
+        tree_map(values.append, arguments)
+        names = reads.names().without(values)
         if self._samples is not None and (input_names := ReadNames.read(self._samples.reads)) is not None:
             names = names.with_more(input_names)
         self.proof.record_reads(self.module, self.store, self.fingerprint, names)
