@@ -115,9 +115,9 @@ class _Followed(NamedTuple):
     coming: Coming
     shards: ShardList
     progress: dict[int, PlanProgress]
-    """By group, as it was read last."""
+    """The latest progress that was read, by group."""
     read: dict[str, tuple[int, float | None]]
-    """For each file of progress at which look it was read, and its time then."""
+    """The look at which each file of progress was read, and the file's time then."""
 
 
 class FollowedDemand:

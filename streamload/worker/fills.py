@@ -67,9 +67,8 @@ class Fills:
         self._connections = KeptConnections()
         self.tier = _open_tier(config, counts)
         self.fallback_tier = FallbackTier(config.tier.root, counts)
-        self._asks_remote = (
-            config.tier.revalidate != "never"
-        )  # files can be replaced in place: they are asked
+        # Files that are copied are asked in any case, as they are replaced in place.
+        self._asks_remote = config.tier.revalidate != "never"
         ask = asker(config.origin, counts) if self._asks_remote or config.shards.copied else None
         self.backing = None if config.shared is None else config.shared.open(counts, ask)
         each_epoch = config.tier.revalidate != "start"

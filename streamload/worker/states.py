@@ -283,8 +283,8 @@ def _contents_of(view: ShardView, count: int) -> int:
 def _digests_of(view: ShardView) -> list[int]:
     """Digests of what identifies a shard's version, the most reliable first.
 
-    For a file that is its size: copies have other times. On a web server it is the date: the backends
-    of a load balancer may each have their own ETags.
+    A file is identified by its size, as copies have other times; an object on a web server by its date, as
+    the backends of a load balancer may each have their own ETags.
     """
     if view.reader is None:
         return []

@@ -220,6 +220,7 @@ def in_another_process(act: Callable[[], Any], factor: float = 1.0) -> Any:
 
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
+    there.close()  # so that a child that dies is an EOFError here
     value = here.recv()
     process.join()
     return value
@@ -235,6 +236,44 @@ def built(**arguments: Any) -> Any:
 def called(keys: int = 4, times: int = 1, **arguments: Any) -> list[float]:
     module = built(**arguments)
     return [module(X[:keys], cache_key=list(range(keys))).double().sum().item() for _ in range(times)]
+
+
+@streamload.cache_module
+class Opened(nn.Module):
+    """Reads the file that its argument names, and one that it doesn't."""
+
+    def __init__(self, folder: str):
+        super().__init__()
+        self.folder = folder
+
+    def forward(self, path: str) -> torch.Tensor:
+        sys.counted_calls = getattr(sys, "counted_calls", 0) + 1  # type: ignore[attr-defined]
+        scale = float((Path(self.folder) / "scale.txt").read_text())
+        return torch.tensor([scale * len(Path(path).read_bytes()) if "\0" not in path else 0.0])
+
+
+@pytest.mark.usefixtures("rows")
+def test_a_file_that_an_argument_names_is_no_read_of_the_code_and_another_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("scale.txt").write_text("2")
+    names = ["a.txt", str(tmp_path / "b.txt")]
+    for number, name in enumerate(names):
+        Path(name).write_text("x" * (number + 1))
+
+    def values(*paths: str) -> list[float]:
+        module = Opened(str(tmp_path)).eval()
+        return [module(path, cache_key=path).item() for path in paths]
+
+    assert in_another_process(lambda: values(*names))[0] == [2.0, 4.0]
+    Path("a.txt").write_text("xxx")  # it would have another key
+    stored, calls = in_another_process(lambda: values(names[1]))
+    assert stored == [4.0]
+    assert calls <= 1  # a check: a row that is computed takes two
+    assert in_another_process(lambda: values("\0"))[0] == [0.0]
+    Path("scale.txt").write_text("3")
+    assert in_another_process(lambda: values(*names))[0] == [9.0, 6.0]
 
 
 TRUE = X[:4].double().sum().item()

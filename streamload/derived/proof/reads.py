@@ -134,7 +134,9 @@ class ReadNames:
 
     def without(self, values: Iterable[Any]) -> ReadNames:
         """The names but for files that some values name: they are a row's input, as its key says."""
-        named = {os.path.realpath(value) for value in values if isinstance(value, (str, os.PathLike))}
+        strings = {os.fsdecode(value) for value in values if isinstance(value, (str, os.PathLike))}
+        paths = (text for text in strings if 0 < len(text) < _LONGEST_PATH and "\0" not in text)
+        named = set(map(os.path.realpath, paths))
         return ReadNames(
             [file for file in self.files if os.path.realpath(file[0]) not in named], self.variables
         )
