@@ -9,6 +9,7 @@ order rotated. streamload indexes the shards in epoch 1; webdataset (shuffles as
 reads them anew in each epoch. Both decode by the same function.
 
 - seconds: of an epoch. cpu_us: CPU time of a sample, of all processes, from the epoch's start to its end.
+- The price of a shard: how much more CPU time 8,000 samples take in 1,000 shards than in 100, by shard.
 
 Result: results/small_shards.json.
 """
@@ -35,6 +36,7 @@ OPTIONS = ShardOptions(image_side=(16, 16))
 BATCH, WORKERS, EPOCHS = 16, 2, 2
 MOST = 1.3
 """Times the CPU time of a sample with a tenth or less of the shards."""
+MOST_PRICE_MS = 2.0
 
 
 def main() -> None:
@@ -77,6 +79,14 @@ def main() -> None:
                 )
                 for epoch in (1, 2)
                 for most in (max(place for place, (samples, _) in enumerate(sizes) if samples == 8),)
+            ]
+            + [
+                turns.target(
+                    f"epoch {epoch}: CPU time of a shard beside its samples, ms",
+                    price_ms(medians, epoch),
+                    at_most=MOST_PRICE_MS,
+                )
+                for epoch in (1, 2)
             ],
         },
     )
@@ -85,6 +95,15 @@ def main() -> None:
 def label(name: str, samples: int, shards: int, epoch: int) -> str:
     """The label of a row."""
     return f"{name}, {shards:,} shards of {samples}, epoch {epoch}"
+
+
+def price_ms(medians: dict[str, turns.Row], epoch: int) -> float | None:
+    """The CPU time of a shard beside its samples: as many samples are compared in many shards and in few."""
+    many, few = (medians.get(label("streamload", *size, epoch)) for size in ((8, 1_000), (80, 100)))
+    if many is None or few is None:
+        return None
+    more_us = float(many["cpu_us"] - few["cpu_us"]) * 8_000
+    return more_us / (1_000 - 100) / 1e3
 
 
 def measured(

@@ -19,7 +19,7 @@ from streamload.order.events import (
     shares_at,
 )
 from streamload.order.steps import StepStart
-from streamload.worker.states import GroupState
+from streamload.worker.states import GroupState, OpenShards
 
 logger = logging.getLogger("streamload")
 
@@ -100,7 +100,7 @@ class Position:
                         "digests that identify moved shards"
                     )
                 begun = {shard: checkpoint._replace(version=0) for shard, checkpoint in source.begun.items()}
-                sources.append(source._replace(begun=begun))
+                sources.append(source._replace(begun=OpenShards.of(begun)))
             groups[number] = group._replace(sources=tuple(sources))
         return replace(self, groups=groups)
 

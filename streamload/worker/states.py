@@ -8,9 +8,12 @@ whoever resumes compares.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from streamload.cache.selection import Numbers
@@ -57,12 +60,58 @@ class CheckpointShard(NamedTuple):
         return cls(samples, bool(ended), *digests)
 
 
+class OpenShards(Mapping[int, CheckpointShard]):
+    """The open shards as a checkpoint records them, by their index in the source.
+
+    Each batch carries them, and hundreds of small shards may be open: they are rows of one array, which is
+    copied in microseconds, and become records only where they are looked at.
+
+    Args:
+        rows: int64[N, 7]: the index of a shard and the fields of its record.
+    """
+
+    def __init__(self, rows: npt.NDArray[np.int64]) -> None:
+        self.rows = rows
+
+    @classmethod
+    def of(cls, records: Mapping[int, CheckpointShard]) -> OpenShards:
+        """Build them from records.
+
+        Raises:
+            OverflowError: a number has more than 63 bits.
+        """
+        rows = [(shard, *record) for shard, record in records.items()]
+        return cls(np.array(rows, np.int64).reshape(-1, _COLUMNS))
+
+    def __getitem__(self, shard: int) -> CheckpointShard:
+        return self._records[shard]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._records)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __reduce__(self) -> tuple[type[OpenShards], tuple[npt.NDArray[np.int64]]]:
+        return OpenShards, (self.rows,)
+
+    @cached_property
+    def _records(self) -> dict[int, CheckpointShard]:
+        return {
+            shard: CheckpointShard(samples, bool(ended), *rest)
+            for shard, samples, ended, *rest in self.rows.tolist()
+        }
+
+
+_COLUMNS = 1 + len(CheckpointShard._fields)
+_ENDED = 1 + CheckpointShard._fields.index("ended")
+
+
 class SourceState(NamedTuple):
     """The state of a group in one source."""
 
     cursor: Cursor
-    begun: dict[int, CheckpointShard]
-    """The open shards as a checkpoint records them, by their index in the source."""
+    begun: OpenShards
 
 
 class GroupState(NamedTuple):
@@ -97,14 +146,16 @@ class GroupState(NamedTuple):
             sources = tuple(
                 SourceState(
                     Cursor.from_json(state["cursor"]),
-                    {
-                        int(shard): CheckpointShard.from_json(checkpoint)
-                        for shard, checkpoint in state["begun"].items()
-                    },
+                    OpenShards.of(
+                        {
+                            int(shard): CheckpointShard.from_json(checkpoint)
+                            for shard, checkpoint in state["begun"].items()
+                        }
+                    ),
                 )
                 for state in value["sources"]
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as exc:
             raise OptionError(f"not the state of a group: {type(exc).__name__}") from exc
         if len(owed) != len(sources) or sum(owed) != 0:
             raise OptionError("not the state of a group: what its sources are owed doesn't add up to 0")
@@ -114,19 +165,11 @@ class GroupState(NamedTuple):
 class SealedStates(Mapping[int, GroupState]):
     """States of groups by group number, unpickled only on access.
 
-    Every batch carries its states, and a rank needs only those of its last batch, for a checkpoint. Pickled
-    as plain tuples they cost a fraction of the transfer.
+    Every batch carries its states, and a rank needs only those of its last batch, for a checkpoint.
     """
 
     def __init__(self, states: Mapping[int, GroupState]):
-        plain = {
-            number: (
-                state.owed,
-                [(tuple(cursor), _plain(open_shards)) for cursor, open_shards in state.sources],
-            )
-            for number, state in states.items()
-        }
-        self._sealed = pickle.dumps(plain, pickle.HIGHEST_PROTOCOL)
+        self._sealed = pickle.dumps(dict(states), pickle.HIGHEST_PROTOCOL)
 
     def __getitem__(self, number: int) -> GroupState:
         return self._open()[number]
@@ -138,10 +181,8 @@ class SealedStates(Mapping[int, GroupState]):
         return len(self._open())
 
     def _open(self) -> dict[int, GroupState]:
-        return {
-            number: GroupState(owed, tuple(_source_state(*source) for source in sources))
-            for number, (owed, sources) in pickle.loads(self._sealed).items()
-        }
+        states: dict[int, GroupState] = pickle.loads(self._sealed)
+        return states
 
 
 class CheckedArrivals:
@@ -165,7 +206,8 @@ class CheckedArrivals:
         self._first = first
         self._begun = recorded
         self._holds = holds
-        self._settled: dict[int, CheckpointShard] = {}  # shards that have ended, as last recorded
+        self._settled = OpenShards.of({}).rows  # of shards that have ended, as last recorded, by their index
+        self._compared = self._compares  # when these were recorded
         self._same: set[int] = set()  # shards whose index starts as recorded
         self._contents: dict[int, tuple[int, int]] = {}  # of open shards: number of entries, their digest
 
@@ -207,20 +249,29 @@ class CheckedArrivals:
             )
         return numbers, ended
 
-    def begun(self, shards: Collection[int]) -> dict[int, CheckpointShard]:
-        """Records of open shards for a state, by their position in the source."""
-        is_open = dict.fromkeys(shards)
-        for shard in self._contents.keys() - is_open.keys():
-            del self._contents[shard]
-        if self._begun and self._holds():
-            return {shard: self._seen(shard) for shard in shards}
+    def begun(self, shards: npt.NDArray[np.int64]) -> OpenShards:
+        """Records of open shards for a state, in their order.
+
+        Args:
+            shards: int64[N]: their indexes in the source.
+        """
+        if self._compared != self._compares:  # the pass of the state has ended
+            self._compared, self._settled = self._compares, self._settled[:0]
         settled = self._settled
-        for shard in settled.keys() - is_open.keys():
-            del settled[shard]
-        fresh = {shard: self._seen(shard) for shard in shards if shard not in settled}
-        settled |= {shard: record for shard, record in fresh.items() if record.ended}
-        records = settled | fresh
-        return dict(zip(shards, map(records.__getitem__, shards), strict=True))
+        places = np.searchsorted(settled[:, 0], shards)
+        is_settled = np.append(settled[:, 0], -1)[places] == shards
+        rows = np.empty((len(shards), _COLUMNS), np.int64)
+        rows[is_settled] = settled[places[is_settled]]
+        fresh = np.flatnonzero(~is_settled).tolist()
+        for place in fresh:
+            shard = int(shards[place])
+            rows[place] = (shard, *self._seen(shard))
+        if fresh or len(settled) > 2 * len(shards):
+            ended = rows[rows[:, _ENDED] == 1]
+            self._settled = ended[np.argsort(ended[:, 0])]
+            for shard in self._contents.keys() - set(shards.tolist()):
+                del self._contents[shard]
+        return OpenShards(rows)
 
     def _is_same(self, view: ShardView, recorded: CheckpointShard, ended: bool) -> bool:
         """True if the start of the index is as recorded; False: not known yet.
@@ -240,7 +291,12 @@ class CheckedArrivals:
         return True
 
     def _known(self, shard: int) -> CheckpointShard | None:
-        return self._begun.get(shard) if self._begun and self._holds() else None
+        return self._begun.get(shard) if self._compares else None
+
+    @property
+    def _compares(self) -> bool:
+        """Whether shards are compared with what the state recorded."""
+        return len(self._begun) > 0 and self._holds()
 
     def _seen(self, shard: int) -> CheckpointShard:
         numbers, ended = self.arrived(shard)
@@ -258,16 +314,6 @@ class CheckedArrivals:
         return CheckpointShard(
             len(numbers), ended, given_up, next(iter(_digests_of(view)), 0), *self._contents[shard]
         )
-
-
-def _plain(open_shards: Mapping[int, CheckpointShard]) -> dict[int, tuple[Any, ...]]:
-    return dict(zip(open_shards, map(tuple, open_shards.values()), strict=True))
-
-
-def _source_state(cursor: tuple[Any, ...], open_shards: Mapping[int, tuple[Any, ...]]) -> SourceState:
-    return SourceState(
-        Cursor(*cursor), {shard: CheckpointShard(*checkpoint) for shard, checkpoint in open_shards.items()}
-    )
 
 
 def _contents_of(view: ShardView, count: int) -> int:

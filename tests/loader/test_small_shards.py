@@ -1,10 +1,13 @@
 """Many small shards: steps do no more the more shards are open, and a shard's fill does little."""
 
+import itertools
 import sys
 import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import pytest
 
 import streamload
 from streamload import Workers, descriptors
@@ -21,10 +24,13 @@ def key_of(sample: dict[str, Any]) -> dict[str, Any]:
     return {"key": sample["__key__"]}
 
 
-def calls_of_a_step(data: Path, cache: Path, open_shards: int) -> tuple[float, int]:
+def calls_of_a_step(data: Path, cache: Path, open_shards: int, is_resumed: bool) -> tuple[float, int]:
     """The calls of a step in a warm epoch, of Python's functions and built-in ones, and the open files.
 
     The counted steps begin when the whole window is open, and end before the lanes finish the pass.
+
+    Args:
+        is_resumed: whether a state of the epoch is loaded a few steps before.
     """
     calls, files, window, shards = 0, 0, open_shards * SAMPLES_PER_SHARD, open_shards * 5 // 4 + 100
     first = window // 2 // BATCH + 4
@@ -42,7 +48,13 @@ def calls_of_a_step(data: Path, cache: Path, open_shards: int) -> tuple[float, i
         cache_dir=cache,
     ) as loader:
         assert sum(1 for _ in loader) == shards * SAMPLES_PER_SHARD // BATCH
-        for step, _ in enumerate(loader):
+        start = 0
+        if is_resumed:
+            start = first - 4
+            for _ in itertools.islice(loader, start):
+                pass
+            loader.load_state_dict(loader.state_dict())
+        for step, _ in enumerate(loader, start):
             if step == first:
                 before = sys.getprofile()
                 sys.setprofile(count)
@@ -53,10 +65,11 @@ def calls_of_a_step(data: Path, cache: Path, open_shards: int) -> tuple[float, i
     return calls / STEPS, files
 
 
-def test_a_step_makes_as_many_calls_with_400_open_shards_as_with_50(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_resumed", [False, True], ids=["from the start", "resumed"])
+def test_a_step_makes_as_many_calls_with_400_open_shards_as_with_50(tmp_path: Path, is_resumed: bool) -> None:
     write_shards(tmp_path / "data", [SAMPLES_PER_SHARD] * 600, seed=1)
-    few, few_files = calls_of_a_step(tmp_path / "data", tmp_path / "cache", 50)
-    many, many_files = calls_of_a_step(tmp_path / "data", tmp_path / "cache", 400)
+    few, few_files = calls_of_a_step(tmp_path / "data", tmp_path / "cache", 50, is_resumed)
+    many, many_files = calls_of_a_step(tmp_path / "data", tmp_path / "cache", 400, is_resumed)
     assert many_files > 4 * few_files > 160  # each open shard keeps two
     assert many <= 1.3 * few, f"{few:.0f} calls, {many:.0f} with more open shards"
 
