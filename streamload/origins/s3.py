@@ -1,13 +1,14 @@
-"""Objects in S3, read as from a web server (step F).
+"""Objects in S3: shards are read as from a web server (step F), small objects by a request each.
 
-signing.py makes the requests, and our sockets send them, with the ranges, versions and retries of web.py.
-s3fs reads what `reason_for_s3fs` names.
+signing.py makes the requests, and our sockets send them; shards have the ranges, versions and retries of
+web.py.
+s3fs does what `reason_for_s3fs` names.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -27,7 +28,7 @@ from streamload.origins.protocol import (
     strong,
 )
 from streamload.origins.renewal import Lookup
-from streamload.origins.signing import S3Access, SignedRequest, access_for, configured, place_of
+from streamload.origins.signing import S3Access, S3Place, SignedRequest, access_for, configured, place_of
 from streamload.origins.sockets import Pools
 from streamload.origins.web import HttpOrigin
 from streamload.origins.web_client import HttpClient, error_facts
@@ -57,48 +58,68 @@ class S3Origin(HttpOrigin):
         super().__init__(_S3Client(url, storage_options, session))
 
 
-class _S3Client(HttpClient):
-    has_backends = False
+class S3Requests:
+    """Requests for the objects of one URL, sent to their region, and again with other credentials.
+
+    Args:
+        url: of an object, or of a folder of them.
+        storage_options: as for s3fs; `reason_for_s3fs` must have found no reason.
+
+    Attributes:
+        url: as it may be shown.
+    """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any], session: Session) -> None:
-        super().__init__(url, session, WebCredentials(url, {}, session))  # botocore has its own
-        place = place_of(url)
-        assert place is not None
+        self.url, self.session = redact(url), session
         self._listed, self._storage_options = url, storage_options
         self._options = configured(storage_options)
-        self._place = place
         self._hidden: tuple[str | None, ...] | None = None
 
-    def _request(
-        self, pools: Pools, request_headers: Mapping[str, str], _: object = None
-    ) -> urllib3.BaseHTTPResponse:
-        """Send a GetObject; sign it again for another region, or once with other credentials."""
+    def send(
+        self,
+        pools: Pools,
+        place: S3Place,
+        parameters: Mapping[str, Any],
+        operation: str = "get_object",
+        refused: Collection[int] = _EXAMINED,
+    ) -> tuple[urllib3.BaseHTTPResponse, dict[str, str]]:
+        """Send a request; sign it again for another region, or once with other credentials.
+
+        Args:
+            parameters: of botocore's method for the operation.
+            refused: the statuses of answers whose error is read.
+
+        Returns:
+            The answer, and the facts of its error if that was read: then it is closed.
+
+        Raises:
+            OriginDenied: the credentials have ended, and there are no others.
+            HTTPError: there was no answer.
+        """
         is_moved = is_renewed = False
         while True:
             access = access_for(self._options)
-            request = self._signed(access, request_headers)
+            request = self._signed(access, place, operation, parameters)
             self.session.check(self.url)
             self.session.count("origin_requests")
             headers = urllib3.HTTPHeaderDict({"Accept-Encoding": "identity"})
             headers.update(request.headers)
             try:
-                response = pools.request(request.url, headers, request.authorities)
+                response = pools.request(
+                    request.url, headers, request.authorities, request.method, request.body
+                )
             except HTTPError:
-                access.regions.pop(self._place.bucket, None)  # perhaps it has no host for this bucket
+                access.regions.pop(place.bucket, None)  # perhaps it has no host for this bucket
                 raise
-            if response.status not in _EXAMINED:
-                self._check_condition(response, request_headers)
-                return response
+            if response.status not in refused:
+                return response, {}
             facts = error_facts(response, self.session)
-            if response.status == 416:
-                self._state_size(response, facts, pools, request_headers)
-                return response
             response.close()
             code = facts.get("Code", "")
             region = response.headers.get("x-amz-bucket-region") or facts.get("Region", "")
             is_other = _REGION.fullmatch(region) and region != request.region
             if response.status in _MOVED and is_other and not is_moved:
-                access.regions[self._place.bucket] = region
+                access.regions[place.bucket] = region
                 is_moved = True
             elif code in ENDED:
                 lookup = self._look_up(access, request)
@@ -107,21 +128,42 @@ class _S3Client(HttpClient):
                 is_renewed = True
             else:
                 if response.status in _MOVED:
-                    access.regions.pop(self._place.bucket, None)
-                raise self._refusal(access, response, code)
+                    access.regions.pop(place.bucket, None)
+                return response, facts
 
-    def _signed(self, access: S3Access, request_headers: Mapping[str, str]) -> SignedRequest:
-        parameters = {_PARAMETERS[name]: value for name, value in request_headers.items()}
+    def refusal(self, response: urllib3.BaseHTTPResponse, facts: Mapping[str, str]) -> StreamloadError:
+        """The error that an answer means."""
+        status, code = response.status, facts.get("Code", "")
+        message = f"{self.url}: the store answers {status}" + (f" ({code})" if code else "")
+        if location := response.headers.get("Location", ""):
+            message += f" and names {redact(location)}, but no region"
+        message += clock_hint(code, response.headers.get("Date"))
+        if code == "NoSuchBucket":
+            message += ": the bucket does not exist"
+        if code == "AccessDenied":
+            message += ": the object is denied, or it is missing and the credentials lack s3:ListBucket"
+        error = http_error(message, calls.status_of_code(code, status), response.headers.get("Retry-After"))
+        if isinstance(error, OriginError):
+            error.may_pass = status == 403 and not code
+        access = access_for(self._options)
+        if isinstance(error, OriginDenied) and access.lacks_credentials:
+            access.replace()
+            error.may_be_renewed = True
+        return error
+
+    def _signed(
+        self, access: S3Access, place: S3Place, operation: str, parameters: Mapping[str, Any]
+    ) -> SignedRequest:
         try:
             if access.may_block:
                 self._in_thread(access.prepare)
-            request = access.sign(self._place, parameters)
+            request = access.sign(place, operation, parameters)
         except StreamloadError as exc:
             if isinstance(exc, OriginTimeout):
                 access.replace()
             raise
         except Exception as exc:
-            access.regions.pop(self._place.bucket, None)
+            access.regions.pop(place.bucket, None)
             raise self._without_request(exc) from exc
         if request.keys != self._hidden:
             self._hidden = request.keys
@@ -157,6 +199,30 @@ class _S3Client(HttpClient):
             raise OriginTimeout(f"{self.url}: no credentials for {seconds:g} s") from None
         return result
 
+
+class _S3Client(HttpClient):
+    has_backends = False
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any], session: Session) -> None:
+        super().__init__(url, session, WebCredentials(url, {}, session))  # botocore has its own
+        place = place_of(url)
+        assert place is not None
+        self._place, self._requests = place, S3Requests(url, storage_options, session)
+
+    def _request(
+        self, pools: Pools, request_headers: Mapping[str, str], _: object = None
+    ) -> urllib3.BaseHTTPResponse:
+        """Send a GetObject."""
+        parameters = {_PARAMETERS[name]: value for name, value in request_headers.items()}
+        response, facts = self._requests.send(pools, self._place, parameters)
+        if response.status not in _EXAMINED:
+            self._check_condition(response, request_headers)
+        elif response.status == 416:
+            self._state_size(response, facts, pools, request_headers)
+        else:
+            raise self._requests.refusal(response, facts)
+        return response
+
     def _check_condition(
         self, response: urllib3.BaseHTTPResponse, request_headers: Mapping[str, str]
     ) -> None:
@@ -181,19 +247,3 @@ class _S3Client(HttpClient):
             return
         size = facts.get("ActualObjectSize") or self.version(pools).size
         response.headers["Content-Range"] = f"bytes */{size}"
-
-    def _refusal(self, access: S3Access, response: urllib3.BaseHTTPResponse, code: str) -> StreamloadError:
-        status = response.status
-        message = f"{self.url}: the store answers {status}" + (f" ({code})" if code else "")
-        if location := response.headers.get("Location", ""):
-            message += f" and names {redact(location)}, but no region"
-        message += clock_hint(code, response.headers.get("Date"))
-        if code == "AccessDenied":
-            message += ": the object is denied, or it is missing and the credentials lack s3:ListBucket"
-        error = http_error(message, calls.status_of_code(code, status), response.headers.get("Retry-After"))
-        if isinstance(error, OriginError):
-            error.may_pass = status == 403 and not code
-        if isinstance(error, OriginDenied) and access.lacks_credentials:
-            access.replace()
-            error.may_be_renewed = True
-        return error

@@ -49,6 +49,7 @@ _INFORMATIONAL = 100
 """Answers before the final one, at most."""
 _HEAD_BYTES = 300 << 10
 """The size of a head, at most; as curl's."""
+_SEND_BYTES = 64 << 10
 _VERSION = re.compile(rb"\Ahttp/(?:1\.1|2)(?=[ \t])", re.IGNORECASE)
 _INFORMS = re.compile(rb"HTTP/1\.[0-9]\s+1(?!01)[0-9]{2}(?![0-9])")
 _FRAMING = frozenset(("connection", "content-length", "keep-alive", "proxy-connection", "transfer-encoding"))
@@ -122,9 +123,26 @@ class _Patient:
                 if not has_come:
                     _thread.waited_seconds += time.monotonic() - start_seconds
 
+    def send(self, data: Any, *args: Any) -> int:
+        """Send some of the data; waits for room as reads do for a byte."""
+        left_seconds, data = self.stall_seconds, memoryview(data).cast("B")[:_SEND_BYTES]
+        while True:
+            if self.stop.is_set():
+                raise TimeoutError("timed out")
+            try:
+                return super().send(data, *args)  # type: ignore[misc,no-any-return]
+            except TimeoutError:
+                left_seconds -= WAKE_SECONDS
+                if left_seconds <= 0:
+                    raise
+
 
 class _PatientSocket(_Patient, socket.socket):
-    pass
+    def sendall(self, data: Any, *args: Any) -> None:
+        """Send all of the data, in pieces: socket's own allows WAKE_SECONDS for all of it."""
+        view, sent = memoryview(data).cast("B"), 0
+        while sent < len(view):
+            sent += self.send(view[sent:], *args)
 
 
 class _PatientTLSSocket(_Patient, ssl.SSLSocket):
@@ -204,9 +222,14 @@ class Pools:
         self._proxies: dict[str, str | None] = {}
 
     def request(
-        self, url: str, headers: Mapping[str, str], authorities: str = ""
+        self,
+        url: str,
+        headers: Mapping[str, str],
+        authorities: str = "",
+        method: str = "GET",
+        body: bytes | None = None,
     ) -> urllib3.BaseHTTPResponse:
-        """Send a GET through the proxy for this URL, if any. Follows no redirects.
+        """Send a request through the proxy for this URL, if any. Follows no redirects.
 
         Args:
             authorities: a file of certificates to trust instead of the default ones.
@@ -225,7 +248,7 @@ class Pools:
                 pools = self._managers[proxy, authorities] = self._opened(proxy, authorities)
         facts: dict[str, Any] = {"preload_content": False, "redirect": False, "retries": False}
         with unlogged():
-            return pools.request("GET", url, headers=headers, timeout=self._timeout, **facts)
+            return pools.request(method, url, body=body, headers=headers, timeout=self._timeout, **facts)
 
     def serve(self, session: Session) -> bool:
         """True if the connections of this session may be used for another one."""

@@ -199,6 +199,26 @@ def _said(response: urllib3.BaseHTTPResponse, session: Session) -> tuple[str, st
     return f"{reason} ({code}){meaning}", code
 
 
+def translated(url: str, session: Session, exc: HTTPError, action: str) -> OriginError:
+    """Return our error for one of urllib3's. An error of ours inside (from connecting) gets the URL."""
+    session.check(url)
+    for inner in (exc, *exc.args, exc.__cause__):
+        if isinstance(inner, OriginError):
+            error = type(inner)(f"{url}: {inner}")
+            error.is_unreachable = inner.is_unreachable
+            return error
+    if isinstance(exc, Urllib3Timeout):
+        return OriginTimeout(f"{url}: {action} for {session.options.stall_seconds:g} s")
+    reason = redact_text(str(exc.args[-1] if exc.args else exc))
+    if "Tunnel connection failed: 407" in reason:
+        return OriginDenied(f"{url}: its proxy wants another user and password: {reason}")
+    if isinstance(exc, SSLError) and "CERTIFICATE" in reason:
+        return OriginError(f"{url}: its certificate is refused: {reason}")
+    if isinstance(exc, ProtocolError | ProxyError | SSLError):
+        return OriginUnavailable(f"{url}: {action}: {reason}")
+    return OriginError(f"{url}: {reason}")
+
+
 class _Target(NamedTuple):
     url: str
     is_own: bool  # whether it gets the headers meant for the listed URL's host alone
@@ -360,23 +380,8 @@ class HttpClient:
                 response.close()
 
     def translated(self, exc: HTTPError, action: str) -> OriginError:
-        """Return our error for one of urllib3's. An error of ours inside (from connecting) gets the URL."""
-        self.session.check(self.url)
-        for inner in (exc, *exc.args, exc.__cause__):
-            if isinstance(inner, OriginError):
-                error = type(inner)(f"{self.url}: {inner}")
-                error.is_unreachable = inner.is_unreachable
-                return error
-        if isinstance(exc, Urllib3Timeout):
-            return OriginTimeout(f"{self.url}: {action} for {self.session.options.stall_seconds:g} s")
-        reason = redact_text(str(exc.args[-1] if exc.args else exc))
-        if "Tunnel connection failed: 407" in reason:
-            return OriginDenied(f"{self.url}: its proxy wants another user and password: {reason}")
-        if isinstance(exc, SSLError) and "CERTIFICATE" in reason:
-            return OriginError(f"{self.url}: its certificate is refused: {reason}")
-        if isinstance(exc, ProtocolError | ProxyError | SSLError):
-            return OriginUnavailable(f"{self.url}: {action}: {reason}")
-        return OriginError(f"{self.url}: {reason}")
+        """Return our error for one of urllib3's."""
+        return translated(self.url, self.session, exc, action)
 
     def _learn(
         self,

@@ -6,6 +6,9 @@ import os
 import pickle
 import random
 import socket
+import ssl
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +26,7 @@ from streamload.errors import OptionError, SharedTierError
 from streamload.options import FileSystem
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
+from tests.support.certificate import write_certificate
 from tests.support.s3 import S3Server
 
 LARGE = random.Random(3).randbytes(20_000_001)
@@ -271,6 +275,61 @@ def test_a_store_that_fails_now_and_then_is_asked_again(tmp_path: Path, status: 
         front.misbehave("bucket/tier/a", Fault(status=status, first=1), Fault())
         assert Objects("s3://bucket/tier", {"anon": True, "endpoint_url": front.url}).read("a") == b"data"
         assert len(front.log) == 2
+
+
+@pytest.mark.parametrize("is_secure", [False, True], ids=["http", "https"])
+def test_a_store_that_takes_bytes_slowly_gets_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_secure: bool
+) -> None:
+    """No wait between two pieces is as long as the timeout; all together are longer than one wake-up."""
+    certificate = write_certificate(tmp_path)
+    monkeypatch.setenv("AWS_CA_BUNDLE", certificate[0])
+    bodies: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            if is_secure:
+                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+                context.load_cert_chain(*certificate)
+                connection = context.wrap_socket(connection, server_side=True)
+            with connection, connection.makefile("rb") as lines:
+                lines.readline()
+                while lines.readline().strip():
+                    pass
+                time.sleep(0.4)
+                bodies.append(lines.read(len(LARGE)))
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+        server = threading.Thread(target=serve)
+        server.start()
+        scheme = "https" if is_secure else "http"
+        options = {
+            "endpoint_url": f"{scheme}://127.0.0.1:{listener.getsockname()[1]}",
+            "key": "k",
+            "secret": "s",
+        }
+        Objects("s3://bucket/tier", options).write("index", LARGE)
+        server.join()
+    assert bodies == [LARGE]
+
+
+def test_small_objects_in_s3_need_neither_s3fs_nor_fsspec(s3: S3Server) -> None:
+    url = f"s3://bucket/of-{random.getrandbits(64):x}/tier"
+    code = (
+        "import sys\n"
+        "from streamload.cache.shared.objects import Objects\n"
+        f"objects = Objects({url!r}, {s3.storage_options!r})\n"
+        "objects.write('a', b'1')\n"
+        "assert objects.write_new('b', b'2') and not objects.write_new('b', b'3')\n"
+        "assert (objects.read('a'), objects.read('b'), objects.read('c')) == (b'1', b'2', None)\n"
+        "assert objects.read_range('a', 0, 1) == b'1' and objects.age('a') < 60\n"
+        "objects.delete('a')\n"
+        "loaded = {'s3fs', 'fsspec', 'aiobotocore'} & sys.modules.keys()\n"
+        "assert not loaded, loaded\n"
+        "assert objects.names() == ['b']\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_store_that_never_answers_is_left_in_time_and_at_once_on_request() -> None:

@@ -1,7 +1,7 @@
 """Small objects and whole files under one URL, of which a shared cache consists.
 
 Names are relative paths of plain characters. An object is replaced as a whole: readers get the old or the new
-one. Two backends, folder.py and store.py, raise the exceptions of their libraries, which become
+one. Its backends, folder.py, store.py and s3_store.py, raise the exceptions of their libraries, which become
 SharedTierError here, without secrets. The meaning of the objects is defined in tier.py.
 """
 
@@ -69,9 +69,7 @@ class Objects:
         if urls.is_local(url):
             self._backend = SharedFolder(urls.local_path(url), stop)
         else:
-            from streamload.cache.shared.store import Store  # asyncio comes with it
-
-            self._backend = Store(*self._made_of, stop)
+            self._backend = _store_for(*self._made_of[:2])(*self._made_of, stop)
 
     def __repr__(self) -> str:
         return f"Objects({self.url!r})"
@@ -209,6 +207,20 @@ class Objects:
                 kind = SharedTierDenied if isinstance(meant, OriginDenied) else SharedTierError
                 cause = str(meant).removeprefix(": ")
                 raise kind(f"the shared cache {self.url} can't {action} {name}: {cause}") from exc
+
+
+def _store_for(url: str, storage_options: Mapping[str, Any]) -> type[Store]:
+    """The backend of a URL, imported on first use."""
+    if urls.scheme(url) == "s3":
+        from streamload.origins.signing import reason_for_s3fs
+
+        if not reason_for_s3fs(f"{url.rstrip('/')}/name", storage_options):
+            from streamload.cache.shared.s3_store import S3Store
+
+            return S3Store
+    from streamload.cache.shared.store import Store
+
+    return Store
 
 
 def refuse_url(url: str, name: str = "shared_cache") -> None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import secrets
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from streamload.errors import OriginTimeout, SharedTierError
 from streamload.origins import calls
-from streamload.origins.stores import DATES, StoreFiles
 from streamload.urls import scheme
 
+if TYPE_CHECKING:
+    from streamload.origins.stores import StoreFiles
+
+ATTEMPTS = 3
+"""How often S3 is asked before a request counts as failed."""
 _SLOWEST_BYTES_PER_SECOND = 256_000
 _PIECE_BYTES = 8 << 20
 _TAKEN = {409, 412}
@@ -36,13 +41,20 @@ class Store:
         stop: threading.Event | None,
     ) -> None:
         self._url = url.rstrip("/")
+        self._storage_options = storage_options
         self._timeout_seconds = timeout_seconds
         self._stop = stop or threading.Event()
+
+    @functools.cached_property
+    def _files(self) -> StoreFiles:
+        from streamload.origins.stores import StoreFiles  # fsspec comes with it
+
         client_options: dict[str, Any] = {"use_listings_cache": False}
-        if scheme(url) == "s3":
+        if scheme(self._url) == "s3":
             client_options["max_concurrency"] = 2
-        self._files = StoreFiles(
-            self._url, storage_options, timeout_seconds, timeout_seconds, 3, self._check, client_options
+        seconds = self._timeout_seconds
+        return StoreFiles(
+            self._url, self._storage_options, seconds, seconds, ATTEMPTS, self._check, client_options
         )
 
     def target(self, name: str) -> str:
@@ -191,6 +203,8 @@ class Store:
 
 def _time_in(info: dict[str, Any]) -> float | None:
     """The modification time that a store reports; None: it reports none."""
+    from streamload.origins.stores import DATES
+
     when = next((info[fact] for fact in DATES if info.get(fact)), None)
     if isinstance(when, str):
         when = datetime.datetime.fromisoformat(when.replace("Z", "+00:00"))
