@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ from streamload.node import SlowestRank
 from streamload.origins.origin import OriginOptions
 from streamload.ranks import distributed
 from streamload.ranks.distributed import RankMonitor, Ranks
+from streamload.ranks.loaders import RankLoaders
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
@@ -334,3 +338,61 @@ def test_ranks_decide_once_by_a_few_requests_each_also_where_rank_0_takes_no_par
     else:
         assert any("goes on without the values of ranks [0" in line for line in lines)
         assert 0 < decisions[0] <= sum(range(2, world_size + 1))
+
+
+def start_together(rank: int, world_size: int, port: int, answers: Any) -> None:
+    """Decide, compare loaders and report an outage by a connection of its own; count the requests of each."""
+    distributed._AGREE_SECONDS = 150.0
+    store = Counted(torch.distributed.TCPStore("127.0.0.1", port, wait_for_workers=False))
+    distributed._store_of = lambda _: store  # type: ignore[assignment]
+    torch.distributed.get_rank = lambda: rank  # type: ignore[assignment]
+    logging.disable(logging.CRITICAL)
+    requests = [0]
+    decision = distributed.agree("sum", rank + 1, sum, world_size)
+    requests.append(store.requests)
+    comparison = RankLoaders(store, rank, world_size).add({"seed": 0, "batch_size": 4})
+    for _ in range(5):  # batches
+        comparison.check()
+    requests.append(store.requests)
+    ranks = Ranks(store, rank, world_size)  # type: ignore[arg-type]
+    ranks.report("waits", "30 s for https://host/000001.tar")
+    store.store.add("reported", 1)
+    while store.store.add("reported", 0) < world_size:
+        time.sleep(0.2)
+    ranks.read_reports()
+    requests.append(store.requests)
+    answers.put((rank, decision, [after - before for before, after in itertools.pairwise(requests)]))
+
+
+def serve_store(port: Any) -> None:
+    """Serve a store until killed; a process with the threads of a store had better not fork."""
+    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port.put(server.port)
+    signal.pause()
+
+
+@pytest.mark.deep
+def test_256_ranks_of_one_store_take_a_few_requests_each() -> None:
+    context, world_size = torch.multiprocessing.get_context("fork"), 256
+    answers = context.Queue()
+    server = context.Process(target=serve_store, args=(answers,))
+    server.start()
+    port = answers.get(timeout=60)
+    ranks = [
+        context.Process(target=start_together, args=(rank, world_size, port, answers))
+        for rank in range(world_size)
+    ]
+    for each in ranks:
+        each.start()
+    try:
+        done = sorted(answers.get(timeout=100) for _ in ranks)
+    finally:
+        for each in (*ranks, server):
+            each.kill()
+            each.join()
+    assert [rank for rank, _, _ in done] == [*range(world_size)]
+    assert {decision for _, decision, _ in done} == {world_size * (world_size + 1) // 2}
+    decide, compare, report = zip(*(requests for *_, requests in done), strict=True)
+    assert sum(decide) <= 2 * world_size + 2  # its value, the decision; one reads all values at once
+    assert max(compare) <= 5
+    assert sum(report) <= 10 * world_size  # 5, and a few summaries of what others reported meanwhile
