@@ -74,6 +74,8 @@ def main() -> None:
     for figure, value in {
         "imports from the kernel into features": len(into),
         "modules that a plain batch runs, warm / cold": f"{len(batch['warm'])} / {len(batch['cold'])}",
+        "modules that a plain loader imports / their lines": f"{len(batch['imported'])} / "
+        f"{sum(lines.get(module, 0) for module in batch['imported']):,}",
         "lines of the package; of the kernel": f"{sum(lines.values()):,}; "
         f"{sum(lines[module] for module in kernel if module in lines):,} in {len(kernel)} modules",
         "names that say nothing": names.stdout.strip(),

@@ -15,9 +15,9 @@ from typing import Any
 import typer
 
 import streamload
-from streamload import errors, metrics
+from streamload import Features, Patches, errors, metrics
 from streamload.cli import app
-from streamload.loader import Features, Loader, Patches, Source, make_loader
+from streamload.loader import Loader, Source, make_loader
 from streamload.loader.groups import GROUPS
 from streamload.options import options
 from streamload.weights.sample import complexity

@@ -21,15 +21,14 @@ from streamload.errors import StreamloadError
 
 if TYPE_CHECKING:
     from streamload import batching, mixing
+    from streamload.derived.calls.features import Features
     from streamload.derived.calls.module_cache import CacheLevel, cache_info, cache_module
     from streamload.loader import (
         Batches,
         Cache,
-        Features,
         Images,
         Loader,
         Order,
-        Patches,
         Shards,
         Source,
         Workers,
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     )
     from streamload.metrics import Snapshot
     from streamload.metrics.findings import Alert, Verdict
+    from streamload.patches.options import Patches
     from streamload.shards.samples import Entry
     from streamload.weights.sample import complexity
 
@@ -70,8 +70,9 @@ __all__ = [
 ]
 
 _LATER = dict.fromkeys(["CacheLevel", "cache_info", "cache_module"], "streamload.derived.calls.module_cache")
-_LATER |= dict.fromkeys(["Batches", "Cache", "Features", "Images", "Loader", "Order"], "streamload.loader")
-_LATER |= dict.fromkeys(["Patches", "Shards", "Source", "Workers"], "streamload.loader")
+_LATER |= dict.fromkeys(["Batches", "Cache", "Images", "Loader", "Order"], "streamload.loader")
+_LATER |= dict.fromkeys(["Shards", "Source", "Workers"], "streamload.loader")
+_LATER |= {"Features": "streamload.derived.calls.features", "Patches": "streamload.patches.options"}
 _LATER |= dict.fromkeys(["gather_state", "make_loader"], "streamload.loader")
 _LATER |= dict.fromkeys(["Snapshot"], "streamload.metrics")
 _LATER |= dict.fromkeys(["Alert", "Verdict"], "streamload.metrics.findings")

@@ -16,37 +16,37 @@ which stay until `close()` and continue to fill between two epochs.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from streamload.batches.images import Preprocess
 from streamload.batches.tokenize import tokenizer_in
-from streamload.derived.calls.features import Features, read_features
-from streamload.facts.recipes import read_facts, read_repeat
 from streamload.loader.destination import read_device
 from streamload.loader.groups import Batches, Cache, Images, Order, Shards, Workers, with_moved
 from streamload.loader.loader import Loader, gather_state
 from streamload.loader.options import LoaderOptions, Output, whole_number
 from streamload.loader.refusals import refuse_arguments, refuse_other_groups, refuse_unusable
 from streamload.loader.registered import extensions_of
-from streamload.loader.sources import Source, read_sources
-from streamload.patches.options import Patches
-from streamload.steering import as_policy
-from streamload.steering.replay import Replay
+from streamload.loader.sources import Source, SourceOptions, read_sources
 from streamload.urls import Urls
+
+if TYPE_CHECKING:
+    from streamload.cache.selection import Repeat
+    from streamload.derived.calls.features import Features
+    from streamload.shards.columns import Column
+    from streamload.steering import Policy
+    from streamload.steering.replay import Replay
 
 __all__ = [
     "Batches",
     "Cache",
-    "Features",
     "Images",
     "Loader",
     "LoaderOptions",
     "Order",
-    "Patches",
     "Shards",
     "Source",
     "Workers",
@@ -168,11 +168,8 @@ def make_loader(
     )
     refuse_arguments(unknown, inspect.signature(make_loader).parameters)
     tokenizer = tokenizer_in(tokenizer)
-    columns = read_facts(shards.facts, shards.image_key, shards.text_key, tokenizer)
+    columns, repeat = _facts(shards, batches, tokenizer)
     sources = read_sources(urls, order.upsampling_factors)
-    mixing = order.mixing
-    if mixing is not None and not isinstance(mixing, Replay):
-        mixing = as_policy(mixing, [source.name for source in sources])
     options = LoaderOptions(
         sources=sources,
         tokenizer=tokenizer,
@@ -194,12 +191,45 @@ def make_loader(
         batches=batches,
         cache=cache,
         workers=workers,
-        features=read_features(batches.features, _TAKEN),
+        features=_features(batches),
         columns=columns,
-        mixing=mixing,
-        repeat=read_repeat(shards.repeat, columns),
+        mixing=_mixing(order, sources),
+        repeat=repeat,
         extensions=(),
     )
     options = options.with_extensions(extensions_of(options))
     refuse_unusable(options)
     return Loader(options)
+
+
+# What a loader doesn't use isn't imported: neither here nor in its workers.
+
+
+def _facts(shards: Shards, batches: Batches, tokenizer: Any) -> tuple[Mapping[str, Column], Repeat | None]:
+    """The columns of facts that something may ask for, and how often samples are used."""
+    asks = (shards.facts, shards.repeat, batches.sample_weight, batches.extensions or None)
+    if all(value is None for value in asks):
+        return {}, None
+    from streamload.facts.recipes import read_facts, read_repeat
+
+    columns = read_facts(shards.facts, shards.image_key, shards.text_key, tokenizer)
+    return columns, read_repeat(shards.repeat, columns)
+
+
+def _features(batches: Batches) -> Mapping[str, Features]:
+    if batches.features is None:
+        return {}
+    from streamload.derived.calls.features import read_features
+
+    return read_features(batches.features, _TAKEN)
+
+
+def _mixing(order: Order, sources: Sequence[SourceOptions]) -> Policy | Replay | None:
+    if order.mixing is None:
+        return None
+    from streamload.steering import as_policy
+    from streamload.steering.replay import Replay
+
+    if isinstance(order.mixing, Replay):
+        return order.mixing
+    return as_policy(order.mixing, [source.name for source in sources])

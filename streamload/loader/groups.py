@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -18,20 +18,20 @@ import torch
 from streamload.batches.assembly import Collate, MapSample
 from streamload.batches.tokenize import TEXT_COLUMNS
 from streamload.cache.selection import Keep, RateFunction
-from streamload.derived.calls.features import Features
-from streamload.derived.prepare.preparation import AUTO, Preparation
 from streamload.errors import OptionError
 from streamload.extension import Extension
 from streamload.loader.sources import Factors
 from streamload.loader.words import Group
 from streamload.options import Copy, Eviction, Option, Revalidate, Where, options
 from streamload.options.values import at_least, parse_choice, parse_size
-from streamload.patches.options import Patches
-from streamload.steering import Policy
-from streamload.steering.batch_size import as_batch_policy
-from streamload.steering.policy import PlainFunction
-from streamload.steering.replay import Replay
-from streamload.weights.sample import Complexity, read_sample_weight
+
+if TYPE_CHECKING:
+    from streamload.derived.calls.features import Features
+    from streamload.patches.options import Patches
+    from streamload.steering import Policy
+    from streamload.steering.policy import PlainFunction
+    from streamload.steering.replay import Replay
+    from streamload.weights.sample import Complexity
 
 ImageDtype = Literal["float32", "uint8"]
 Decode = Literal["host", "device", "auto"]
@@ -176,10 +176,15 @@ class Images(Group):
     def __post_init__(self) -> None:
         parse_choice(self.dtype, ("float32", "uint8"), "dtype")
         parse_choice(self.decode, get_args(Decode), "decode")
-        if self.prepare not in (None, AUTO):
+        if self.prepare not in (None, "auto"):
+            from streamload.derived.prepare.preparation import Preparation
+
             Preparation.parse(self.prepare)
-        if not (self.patches is None or isinstance(self.patches, Patches)):
-            raise OptionError(f"patches={self.patches!r:.100}; expected a streamload.Patches(…), or None")
+        if self.patches is not None:
+            from streamload.patches.options import Patches
+
+            if not isinstance(self.patches, Patches):
+                raise OptionError(f"patches={self.patches!r:.100}; expected a streamload.Patches(…), or None")
         _check_settings(self, "images")
 
 
@@ -377,6 +382,8 @@ class Batches(Group):
 
     def __post_init__(self) -> None:
         if self.batch_policy is not None:
+            from streamload.steering.batch_size import as_batch_policy
+
             object.__setattr__(self, "batch_policy", as_batch_policy(self.batch_policy))
         check_flag(self.with_keys, "with_keys")
         parse_choice(self.text_padding, get_args(TextPaddingName), "text_padding")
@@ -388,7 +395,10 @@ class Batches(Group):
                 "max_tokens= needs bucketing=, 'step' or a number of samples: by its plan all ranks have the "
                 "same parts"
             )
-        read_sample_weight(self.sample_weight)
+        if self.sample_weight is not None:
+            from streamload.weights.sample import read_sample_weight
+
+            read_sample_weight(self.sample_weight)
         if self.microbatch != "auto":
             at_least(1, microbatch=self.microbatch)
         if self.bucketing != "step":

@@ -237,7 +237,7 @@ class Loader(DataLoaderInterface):
             StateMismatch: the state is damaged, or belongs to other shards or options.
         """
         self._end_epoch("load_state_dict() was called")
-        joined = joined_state(state, registered.BY_RANK)
+        joined = joined_state(state, registered.by_rank())
         self._schedule.load(joined, moved or {})
         self._comparison = None
         self._parts.load(joined)
@@ -636,7 +636,7 @@ def gather_state(loader: Loader) -> dict[str, Any]:
             f"the ranks are not at the same step: by rank, {positions[:16]} samples were yielded. Call "
             f"gather_state() on all of them after the same step"
         )
-    joined = joined_state(states, registered.BY_RANK)
+    joined = joined_state(states, registered.by_rank())
     order, position = order_and_position(joined)
     parts = loader._parts.gathered(joined, position.position)
     return to_state(order, position, counts_in(joined), parts, attempt_in(joined))

@@ -9,14 +9,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
 from streamload.batches.images import Preprocess
-from streamload.batching.cells import BlockOptions
 from streamload.cache.selection import Repeat
-from streamload.derived.calls.features import Features
 from streamload.errors import OptionError
 from streamload.extension import Extension
 from streamload.loader.destination import DeviceOption
@@ -27,10 +25,13 @@ from streamload.options.storage import copy_options
 from streamload.options.values import at_least, parse_choice
 from streamload.order.steps import ListedSteps, Split, StepOptions
 from streamload.shards.columns import BUILT_IN, Column
-from streamload.steering import Policy
-from streamload.steering.replay import Replay
 from streamload.torch_internals import is_importing_main, is_main_from_stdin
 from streamload.urls import UrlList
+
+if TYPE_CHECKING:
+    from streamload.derived.calls.features import Features
+    from streamload.steering import Policy
+    from streamload.steering.replay import Replay
 
 Output = Literal["tuple", "dict", "hf"]
 
@@ -245,7 +246,11 @@ class LoaderOptions:
         Raises:
             OptionError: ranks can't share the groups of steps of several sizes.
         """
-        steps = StepOptions(split, blocks=None if block_steps is None else BlockOptions(block_steps))
+        steps = StepOptions(split)
+        if block_steps is not None:
+            from streamload.batching.cells import BlockOptions
+
+            steps = replace(steps, blocks=BlockOptions(block_steps))
         for extension in self.extensions:
             steps = extension.step_options(steps)
         return steps

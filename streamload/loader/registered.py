@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 from collections.abc import Collection, Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from streamload.batches.assembly import BatchAssembly
-from streamload.batching.bounds import PaddedRows, padded_rows
-from streamload.batching.buckets import Bucketing, bucketing_of
-from streamload.batching.in_flight import MemoryLimits, memory_limits
-from streamload.batching.microbatches import Microbatches, Microbatching
-from streamload.batching.modalities import RowsOfModalities
 from streamload.errors import OptionError
 from streamload.extension import Extension, RankPart
-from streamload.features import StoredFeatures
 from streamload.loader.destination import AUTO
 from streamload.loader.observer import Observer
 from streamload.loader.options import LoaderOptions
@@ -24,28 +19,23 @@ from streamload.loader.rank_process import RankProcess
 from streamload.loader.rank_run import RankParts
 from streamload.loader.schedule import RunSchedule
 from streamload.metrics.findings import Requests
-from streamload.mixing.batch_size import BatchSizes, BatchSizing
-from streamload.mixing.decisions import Decisions, Mixing
-from streamload.mixing.reports import ReportedMeans, Rows
 from streamload.observe.observer import ObservedRun, RunObserver
 from streamload.options import Settings
 from streamload.options import options as all_options
-from streamload.patches.rank import PatchedImages, patched_images
 from streamload.ranks.distributed import gather
-from streamload.steering.replay import Replay
-from streamload.weights import RowWeights
-from streamload.weights.sample import read_sample_weight
 from streamload.worker import WorkerConfig
 
 if TYPE_CHECKING:
+    from streamload.batching.microbatches import Microbatches, Microbatching
     from streamload.cache.shared.sharing import SharedOptions
+    from streamload.mixing.reports import Rows
 
 __all__ = [
-    "BY_RANK",
     "Microbatches",
     "Microbatching",
     "Rows",
     "backing_of",
+    "by_rank",
     "extensions_of",
     "extensions_of_run",
     "microbatching_of",
@@ -54,12 +44,20 @@ __all__ = [
     "warn_of_decoder",
 ]
 
-BY_RANK = frozenset({*Decisions.by_rank, *BatchSizing.by_rank})
-"""The keys of a state of which each rank has its part; see RankPart.by_rank."""
+
+@functools.cache
+def by_rank() -> frozenset[str]:
+    """The keys of a state of which each rank has its part; see RankPart.by_rank."""
+    from streamload.mixing.batch_size import BatchSizing
+    from streamload.mixing.decisions import Decisions
+
+    return frozenset({*Decisions.by_rank, *BatchSizing.by_rank})
 
 
 def extensions_of(options: LoaderOptions) -> tuple[Extension, ...]:
     """The extensions of a loader: those of its options, which are without any, and the user's own.
+
+    Each is imported here, and so in no process of a loader that doesn't use it.
 
     Raises:
         OptionError: one of the user's own can't be used.
@@ -68,27 +66,48 @@ def extensions_of(options: LoaderOptions) -> tuple[Extension, ...]:
     mixing, decides = options.mixing, order.decisions is not None or order.objective is not None
     extensions: list[Extension] = []
     if mixing is not None or decides:
+        from streamload.mixing.decisions import Mixing
+        from streamload.steering.replay import Replay
+
         extensions.append(Mixing(0 if mixing is None or isinstance(mixing, Replay) else mixing.every))
     if batches.batch_policy is not None:
+        from streamload.mixing.batch_size import BatchSizes
+
         extensions.append(BatchSizes())
     if images.decode != "host":
         from streamload.pixels.decoding import decoding_by
 
         extensions.append(decoding_by(images.decode))
-    sample_weight = read_sample_weight(batches.sample_weight)
-    if sample_weight is not None:
+    if batches.sample_weight is not None:
+        from streamload.weights import RowWeights
+        from streamload.weights.sample import read_sample_weight
+
+        sample_weight = read_sample_weight(batches.sample_weight)
+        assert sample_weight is not None
         extensions.append(RowWeights(sample_weight))
     if options.features:
+        from streamload.features import StoredFeatures
+
         extensions.append(StoredFeatures())
     if images.patches is not None:
+        from streamload.patches.rank import patched_images
+
         extensions.append(patched_images(options))
     if options.has_modalities:
+        from streamload.batching.modalities import RowsOfModalities
+
         extensions.append(RowsOfModalities())
     if images.patches is not None or batches.text_padding == "longest":
+        from streamload.batching.bounds import padded_rows
+
         extensions.append(padded_rows(options))
     if batches.bucketing is not None:
+        from streamload.batching.buckets import bucketing_of
+
         extensions.append(bucketing_of(options))
     if options.workers.memory is not None:
+        from streamload.batching.in_flight import memory_limits
+
         extensions.append(memory_limits(options))
     _check_own(batches.extensions)
     return (*extensions, *batches.extensions)
@@ -98,8 +117,17 @@ def _check_own(extensions: Collection[Extension]) -> None:
     """Refuse what is no extension, and names that aren't of one extension alone."""
     if not extensions:
         return
+    from streamload.batching.bounds import PaddedRows
+    from streamload.batching.buckets import Bucketing
+    from streamload.batching.in_flight import MemoryLimits
+    from streamload.batching.modalities import RowsOfModalities
     from streamload.daemon.publication import PlanPublication
+    from streamload.features import StoredFeatures
+    from streamload.mixing.batch_size import BatchSizes
+    from streamload.mixing.decisions import Mixing
+    from streamload.patches.rank import PatchedImages
     from streamload.pixels.decoding import DeviceDecoding
+    from streamload.weights import RowWeights
 
     built_in = (
         Mixing, BatchSizes, DeviceDecoding, RowWeights, PatchedImages, RowsOfModalities, PaddedRows,
@@ -135,6 +163,8 @@ def warn_of_decoder(state: Mapping[str, Any], options: LoaderOptions) -> None:
 
 def reports_of(options: LoaderOptions) -> RankPart:
     """The part that takes the training's reports where no policy does."""
+    from streamload.mixing.reports import ReportedMeans
+
     return ReportedMeans([source.name for source in options.sources])
 
 
@@ -144,6 +174,7 @@ def microbatching_of(options: LoaderOptions, schedule: RunSchedule) -> Microbatc
     Raises:
         OptionError: `microbatch="auto"` on a device whose memory can't be read.
     """
+    from streamload.batching.microbatches import Microbatching
 
     def least(value: float) -> float:
         """The least of the ranks' values, in training; in evaluation they have other numbers of parts."""

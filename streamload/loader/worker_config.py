@@ -21,18 +21,7 @@ from streamload.cache.selection import KeySpec, Selection, kept_by_all
 from streamload.cache.shard import ShardList
 from streamload.cache.shard_cache import ShardCache
 from streamload.cache.tier import Placed, Tier, placed_on_disk
-from streamload.derived.prepare.decision import (
-    UNPREPARED,
-    RunPreparation,
-    decide_preparation,
-    named_preparation,
-    possible_preparations,
-)
-from streamload.derived.prepare.preparation import AUTO
 from streamload.errors import StreamloadError
-from streamload.facts.recipes import token_count
-from streamload.facts.repeats import uses, visit_key
-from streamload.facts.shard_facts import ShardFacts
 from streamload.loader.options import LoaderOptions
 from streamload.loader.registered import backing_of, extensions_of_run
 from streamload.loader.schedule import RunSchedule
@@ -56,6 +45,7 @@ from streamload.worker.messages import AheadConfig, TierConfig
 
 if TYPE_CHECKING:
     from streamload.cache.shared.sharing import SharedOptions
+    from streamload.derived.prepare.decision import RunPreparation
 
 logger = logging.getLogger("streamload")
 
@@ -74,9 +64,8 @@ def worker_config_for(options: LoaderOptions, schedule: RunSchedule) -> tuple[Wo
         CacheError: the cache directory can't be used.
     """
     settings, transform = options.settings(), _transform(options)
-    shards, prepared = _listed(options, settings), UNPREPARED
-    if options.images.prepare is not None:
-        prepared = named_preparation(options.images.prepare, settings)
+    shards, prepared = _listed(options, settings), _named_preparation(options, settings)
+    if prepared is not None:
         shards = prepared.of(shards)
     warn_of_shared_headers(options.urls, options.storage_options)
     topology = schedule.topology
@@ -92,20 +81,31 @@ def worker_config_for(options: LoaderOptions, schedule: RunSchedule) -> tuple[Wo
 
             shards = settled(settings, shards, placed, topology.nodes, logs=topology.local_rank == 0)
         shared = backing_of(options, settings)
-        if options.images.prepare is not None:
+        if prepared is not None:
+            from streamload.derived.prepare.decision import decide_preparation
+
             prepared = decide_preparation(
                 options, shards, settings, by_workers(transform), placed, shared, topology, schedule.order
             )
             shards = prepared.of(shards)
         recipes = _assembly(options, transform, prepared, settings.max_image_pixels, schedule.split())
         config = _worker_config(options, schedule, settings, shards, _Places(placed, shared), recipes)
-        if prepared.is_made:
+        if prepared is not None and prepared.is_made:
             processes = topology.local_world_size * max(1, options.num_workers)
             config = replace(config, ahead=config.ahead._replace(prepare_share=idle_share(processes)))
         return config, placed
     except BaseException:
         placed.close()
         raise
+
+
+def _named_preparation(options: LoaderOptions, settings: Settings) -> RunPreparation | None:
+    """The preparation that prepare= names, of "auto" one that is yet to be chosen; None: there is none."""
+    if options.images.prepare is None:
+        return None
+    from streamload.derived.prepare.decision import named_preparation
+
+    return named_preparation(options.images.prepare, settings)
 
 
 def _listed(options: LoaderOptions, settings: Settings) -> ShardList:
@@ -140,8 +140,7 @@ def assembly_of(options: LoaderOptions) -> BatchRecipes:
     Of one without `prepare="auto"`, as that depends on data.
     """
     settings = options.settings()
-    prepare = options.images.prepare
-    prepared = UNPREPARED if prepare is None else named_preparation(prepare, settings)
+    prepared = _named_preparation(options, settings)
     return _assembly(options, _transform(options), prepared, settings.max_image_pixels)
 
 
@@ -222,11 +221,15 @@ def counted_samples(options: LoaderOptions, counts: Counters, epoch: int) -> int
         epoch: of the pass; with `repeat=` each has another number.
     """
     settings = options.settings()
-    transform = _transform(options) if options.images.prepare == AUTO else None
-    possible = possible_preparations(options.images.prepare, settings, by_workers(transform))
     plain = ShardList(options.urls, options.storage_options)
     both_ways = dict.fromkeys([(), _listed(options, settings).copied])
-    lists = [part.of(plain.copied_below(copied)) for copied in both_ways for part in possible]
+    lists = [plain.copied_below(copied) for copied in both_ways]
+    if options.images.prepare is not None:
+        from streamload.derived.prepare.decision import possible_preparations
+
+        transform = _transform(options) if options.images.prepare == "auto" else None
+        possible = possible_preparations(options.images.prepare, settings, by_workers(transform))
+        lists = [part.of(shards) for shards in lists for part in possible]
     roots = {"disk": [settings.cache_dir], "memory": [memory_root(settings)]}
     for root in roots.get(settings.cache, [*roots["memory"], *roots["disk"]]):
         if not (root / "tier.json").is_file():
@@ -260,6 +263,8 @@ def _count_samples(cache: ShardCache, drawn: tuple[int, int] | None) -> int | No
                 return None
             count = len(numbers)
             if drawn is not None:
+                from streamload.facts.repeats import uses, visit_key
+
                 seed, epoch = drawn
                 count = int(uses(visit_key(seed, epoch, 0, place), numbers, cache.rates(place)).sum())
             samples += count
@@ -294,10 +299,14 @@ def _selection(options: LoaderOptions) -> Selection:
     keys = tuple(replace(KeySpec.parse(key), is_optional=reads_all) for key in options.keys)
     columns = dict(options.columns)
     if any(TOKENS in extension.facts for extension in options.extensions):
+        from streamload.facts.recipes import token_count
+
         columns[TOKENS] = token_count(options.shards.text_key, options.tokenizer)
     keeps = [options.shards.keep, *(extension.keep for extension in options.extensions)]
     selection = Selection(keys, kept_by_all(keeps), reads_all, columns, options.repeat)
     if columns:
+        from streamload.facts.shard_facts import ShardFacts
+
         selection = replace(selection, open_companion=ShardFacts)
     if not options.has_modalities:
         return selection
@@ -309,15 +318,15 @@ def _selection(options: LoaderOptions) -> Selection:
 def _assembly(
     options: LoaderOptions,
     transform: ImagePlan | ImageMaker | Preprocess | None,
-    prepared: RunPreparation,
+    prepared: RunPreparation | None,
     most_pixels: int,
     split: Split | None = None,
 ) -> BatchRecipes:
     is_mapped = options.workers.map_sample is not None
     device = options.settled_device
     on_device = device is not None and device.type != "cpu" and not is_mapped
-    preparation = prepared.preparation
-    if preparation is not None and options.images.prepare != AUTO:
+    preparation = None if prepared is None else prepared.preparation
+    if preparation is not None and options.images.prepare != "auto":
         size, plan = preparation.size, by_workers(transform)
         if isinstance(plan, ImagePlan) and size is not None and size < max(plan.size):
             logger.warning(
@@ -330,7 +339,7 @@ def _assembly(
             transform,
             as_bytes=on_device or options.images.dtype == "uint8",
             preparation=preparation,
-            changes_pixels=prepared.changes_pixels,
+            changes_pixels=prepared is None or prepared.changes_pixels,
             most_pixels=most_pixels,
             as_model_inputs=options.output == "hf",
         )

@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import fnmatch
 import json
 import re
 import subprocess
@@ -51,11 +52,15 @@ def test_the_command_that_prints_the_figures_counts_as_the_import_contract_and_t
     assert cold <= MOST["cold"]
 
 
-def test_a_plain_loader_imports_no_shared_cache_and_no_daemon(modules):
-    assert "streamload.cache.tier" in modules["imported"]
-    assert not [
-        name for name in modules["imported"] if re.match(r"streamload\.(cache\.shared|daemon)\b", name)
-    ]
+@pytest.mark.parametrize("kind", ["imported", "spawned"])
+def test_a_plain_loader_imports_no_feature_and_neither_does_its_worker(modules, kind):
+    project = (ROOT / "pyproject.toml").read_text()
+    protected = re.search(r"^protected_modules = \[\n(.*?)^\]", project, re.MULTILINE | re.DOTALL)[1]
+    features = {name for name in re.findall(r'"([\w.*]+)"', protected) if ".observe" not in name}
+    assert {"streamload.derived.**", "streamload.facts"} <= features
+    assert "streamload.cache.tier" in modules[kind]
+    loaded = [name for name in modules[kind] if any(fnmatch.fnmatch(name, pattern) for pattern in features)]
+    assert not loaded
 
 
 @pytest.fixture(scope="module")

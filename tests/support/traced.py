@@ -2,9 +2,11 @@
 
 Usage: python -m tests.support.traced URL FOLDER. Prints them as JSON: `made`, while the loader is made;
 `cold`, from iter() to the first batch in all threads, with bytes from a server; `warm`, for a batch from the
-cache, in the training's thread; `imported`, those that are imported by then, by their dotted names.
+cache, in the training's thread; `imported`, those that are imported by then, by their dotted names;
+`spawned`, those that a spawned worker has imported by its first batch.
 """
 
+import functools
 import json
 import os
 import sys
@@ -17,7 +19,6 @@ from typing import Any
 import torch
 
 import streamload
-from streamload.observe import observer
 
 PACKAGE = os.path.dirname(streamload.__file__)
 BATCHES = 22
@@ -26,6 +27,11 @@ BATCHES = 22
 
 def ids(captions: list[str]) -> torch.Tensor:
     return torch.tensor([[len(caption)] * 8 for caption in captions])
+
+
+def ids_with_modules(captions: list[str], file: Path) -> torch.Tensor:
+    file.write_text(json.dumps(sorted(name for name in sys.modules if name.startswith("streamload."))))
+    return ids(captions)
 
 
 def modules_run(act: Callable[[], Any], threads: bool) -> set[str]:
@@ -46,7 +52,21 @@ def modules_run(act: Callable[[], Any], threads: bool) -> set[str]:
     return {os.path.relpath(path, PACKAGE) for path in codes if path.startswith(PACKAGE)}
 
 
+def spawned(url: str, folder: Path) -> list[str]:
+    """The modules that a spawned worker has imported by its first batch."""
+    tokenizer = functools.partial(ids_with_modules, file=folder / "imported.json")
+    workers = streamload.Workers(multiprocessing_context="spawn")
+    with streamload.make_loader(
+        url, tokenizer, batch_size=8, num_workers=1, cache_dir=folder, workers=workers
+    ) as loader:
+        next(iter(loader))
+    imported: list[str] = json.loads((folder / "imported.json").read_text())
+    return imported
+
+
 def main(url: str, folder: str) -> None:
+    from streamload.observe import observer  # not in a worker, which imports this file
+
     def make() -> streamload.Loader:
         return streamload.make_loader(
             url, ids, batch_size=8, num_workers=0, shuffle=16, cache_dir=Path(folder)
@@ -65,6 +85,7 @@ def main(url: str, folder: str) -> None:
         warm = [modules_run(lambda: next(batches), threads=False) for _ in range(10)]
     runs = {"made": made, "cold": cold, "warm": min(warm, key=len)}  # once a second, a batch counts more
     runs["imported"] = {name for name in sys.modules if name.startswith("streamload.")}
+    runs["spawned"] = set(spawned(url, Path(folder)))
     print(json.dumps({name: sorted(modules) for name, modules in runs.items()}))
 
 

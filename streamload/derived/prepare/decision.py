@@ -72,10 +72,8 @@ def named_preparation(prepare: str, settings: Settings) -> RunPreparation:
     return RunPreparation(preparation, changes_pixels=not preparation.is_exact)
 
 
-def possible_preparations(prepare: str | None, settings: Settings, transform: Any) -> list[RunPreparation]:
+def possible_preparations(prepare: str, settings: Settings, transform: Any) -> list[RunPreparation]:
     """Return the preparations in which the cache may have the run's data."""
-    if prepare is None:
-        return [UNPREPARED]
     if prepare != AUTO:
         return [named_preparation(prepare, settings)]
     return [RunPreparation(recipe) for recipe in exact_recipes(transform, settings.max_image_pixels)]

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from streamload.errors import OptionError
-from streamload.loader import Batches, Patches
+from streamload.loader import Batches
 from streamload.loader.groups import LARGEST_BLOCK
+from streamload.patches.options import Patches
 
 _FACTORIES = {True: "is_naflex_transform_factory", False: "is_naflex_eval_transform_factory"}
 
