@@ -49,7 +49,11 @@ Run = Annotated[
     typer.Option(help="Which published run to follow; may be given more than once. None: the latest."),
 ]
 Group = Annotated[
-    list[int] | None, typer.Option(help="Which of its groups; may be given more than once. None: all.")
+    list[str] | None,
+    typer.Option(
+        help='Which of its groups: "3", or "3/8" for the fourth of 8 daemons: 3, 11, 19, …; may be given '
+        "more than once. None: all."
+    ),
 ]
 TrustedOrigin = Annotated[
     list[str] | None,
@@ -106,7 +110,7 @@ def daemon(
     Ends on SIGTERM, on a cloud's notice that it takes the machine away, or with --once when all is held; the
     exit code is 1 if --once could not have a shard. Start it again, and as many as you like, at any time.
     """
-    from streamload.daemon.options import ServiceOptions
+    from streamload.daemon.options import ServiceOptions, parse_groups
     from streamload.daemon.status_server import DEFAULT_LISTEN
 
     if urls == ["status"]:
@@ -115,7 +119,7 @@ def daemon(
     options = ServiceOptions(
         urls=tuple(urls or ()),
         runs=tuple(run or ()),
-        groups=tuple(group or ()),
+        groups=tuple(map(parse_groups, group or ())),
         origins=tuple(origin or ()),
         into=into,
         shared_cache_options=storage_options_of(shared_cache_options, "--shared-cache-options"),

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import logging
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -128,7 +129,7 @@ class FollowedDemand:
         storage_options: for the origins; they are part of the identity of shards.
         window: how far ahead.
         names: the runs to follow; none: the one with the newest files.
-        groups: their groups to follow; none: all.
+        groups: their groups to follow, by number; none: all.
         given: the user's own list of shards, for plans without URLs.
         recipes: by which shards are prepared; None: none are.
         named: the origins that the user named; others in a plan are logged.
@@ -140,7 +141,7 @@ class FollowedDemand:
         storage_options: dict[str, Any] | None,
         window: PrefetchWindow,
         names: Sequence[str] = (),
-        groups: Sequence[int] = (),
+        groups: Sequence[range] = (),
         given: ShardList | None = None,
         recipes: Recipes | None = None,
         named: Named | None = None,
@@ -149,7 +150,7 @@ class FollowedDemand:
         self._storage_options = storage_options
         self._window = window
         self._names = tuple(names)
-        self._groups = frozenset(groups)
+        self._groups = tuple(groups) or (range(sys.maxsize),)
         self._given = given
         self._recipes = recipes or Recipes()
         self._named = named
@@ -183,7 +184,13 @@ class FollowedDemand:
                 describe.append(f"run {run}: {self._refused.get(run, 'not published yet')}")
                 continue
             count = followed.coming.plan.groups
-            groups = sorted(set(published[run]).intersection(self._groups or range(count), range(count)))
+            groups = sorted(
+                {
+                    group
+                    for group in published[run]
+                    if group < count and any(group in each for each in self._groups)
+                }
+            )
             self._read_progress(followed, groups, times)
             epochs = [followed.progress[group].epoch for group in groups if group in followed.progress]
             describe.append(f"run {run}, {count} groups, epoch {min(epochs, default=0)}")

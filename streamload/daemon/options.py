@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +14,27 @@ from streamload.daemon.executor import NO_ROOM_SECONDS
 from streamload.daemon.metadata import METADATA
 from streamload.daemon.preemption import GRACE_SECONDS, POLL_SECONDS
 from streamload.daemon.recipes import MakeRecipe, Recipe
+from streamload.errors import OptionError
 from streamload.origins.origin import OriginOptions
 from streamload.prefetch.prefetcher import STOPPED_SECONDS
+
+_GROUPS = re.compile(r"([0-9]{1,9})(?:/([0-9]{1,9}))?")
+
+
+def parse_groups(text: str) -> range:
+    """Groups of a run: "3" is one, "3/8" is 3, 11, 19, …: the share of the fourth of eight daemons.
+
+    Raises:
+        OptionError: it is neither.
+    """
+    match = _GROUPS.fullmatch(text)
+    if match is not None:
+        first, daemons = int(match[1]), None if match[2] is None else int(match[2])
+        if daemons is None:
+            return range(first, first + 1)
+        if first < daemons:
+            return range(first, sys.maxsize, daemons)
+    raise OptionError(f'group={text!r} is neither a group ("3") nor a share of all groups ("0/8" to "7/8")')
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +78,7 @@ class ServiceOptions:
     Attributes:
         urls: the shards; beside runs, those of plans that don't tell URLs.
         runs: published runs to follow.
-        groups: their groups to follow; none: all.
+        groups: their groups to follow, see `parse_groups`; none: all.
         origins: web servers and buckets, as "https://host" and "s3://bucket", that may get credentials and
             have private addresses although only a plan names them. Those of `urls` may always.
         shared_cache, shared_cache_options, cache_dir, cache_size, storage_options: as for make_loader.
@@ -82,7 +103,7 @@ class ServiceOptions:
 
     urls: tuple[str, ...] = ()
     runs: tuple[str, ...] = ()
-    groups: tuple[int, ...] = ()
+    groups: tuple[range, ...] = ()
     origins: tuple[str, ...] = ()
     shared_cache: str | None = None
     shared_cache_options: dict[str, Any] | None = field(default=None, repr=False)

@@ -20,6 +20,7 @@ from streamload.daemon import followed as followed_
 from streamload.daemon import plan_file
 from streamload.daemon.demand import PrefetchWindow, in_order
 from streamload.daemon.followed import Coming, FollowedDemand
+from streamload.daemon.options import parse_groups
 from streamload.daemon.plan_file import (
     PlannedSource,
     PlanProgress,
@@ -28,7 +29,7 @@ from streamload.daemon.plan_file import (
     plan_of,
     runs_in,
 )
-from streamload.errors import PlanError
+from streamload.errors import OptionError, PlanError
 from streamload.order.group import GroupOrder
 from streamload.order.plan import OrderOptions
 from streamload.urls import expand_urls
@@ -426,3 +427,28 @@ def test_the_newest_of_several_runs_is_followed_which_is_said_and_files_of_old_o
     assert set(runs_in(objects.times("runs"))) == set(runs[1:])
     kept = FollowedDemand(objects, None, PrefetchWindow(size_bytes=1 << 40), names=[runs[1]])
     assert len(kept.look(lambda shard: 1.0)) == 40 - 2 * 3
+
+
+def test_daemons_with_a_share_of_the_groups_each_bring_all_shards_between_them(tmp_path: Path) -> None:
+    objects = Objects(str(tmp_path))
+    made = publish_groups(objects, 5, 60, [0] * 5)
+    by_daemon = []
+    for ordinal in range(3):
+        shares = [parse_groups(f"{ordinal}/3")]
+        followed = FollowedDemand(objects, None, PrefetchWindow(size_bytes=1 << 40), groups=shares)
+        for _ in range(2):  # two files of progress are read in a look
+            tasks = followed.look(lambda shard: 1.0)
+        by_daemon.append({shard.url for shard in tasks})
+    coming, listed = Coming(made), ShardList(made.shards or expand_urls("x.tar"), None)
+    by_group = [coming.of(PlanProgress(group, 0, ((0, 0),), 3), 60) for group in range(5)]
+    expected = [
+        {listed[k].url for group in range(first, 5, 3) for k in by_group[group]} for first in range(3)
+    ]
+    assert by_daemon == expected
+    assert list(parse_groups("4")) == [4]
+
+
+@pytest.mark.parametrize("text", ["", "-1", "3/3", "1/0", "a", "1/2/3", "1/", "/2", "1.5"])
+def test_what_is_no_group_and_no_share_is_refused(text: str) -> None:
+    with pytest.raises(OptionError, match="neither a group"):
+        parse_groups(text)
