@@ -37,12 +37,14 @@ quick: lint docs  ## Check style, types, docs and the tests of what changed sinc
 	files=$$($(BIN)/python .ci/quick.py $(BASE) $(ROOM)); \
 	[ -z "$$files" ] || $(BIN)/python -u -m pytest -m "not deep" --numprocesses 4 --dist worksteal $$files || [ $$? = 5 ]
 
-lint: $(READY)  ## Check style, names, types and the import contract
+# By the schemas of the oldest Kubernetes that the manifests are for, and of the newest that the package knows.
+lint: $(READY)  ## Check style, names, types, the import contract and the manifests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/python .ci/names.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/kubernetes-validate --kubernetes-version 1.28 --kubernetes-version 1.37 --strict --quiet --no-warn deploy/kubernetes/*.yaml
 
 # Every page is read anew: Sphinx shows the warnings of a page only when it reads it.
 docs: $(DOCS_READY)  ## Build the documentation into docs/_build/html (warnings are errors)
