@@ -57,9 +57,10 @@ TESTED = run() { env -u MAKEFLAGS -u MAKELEVEL $(2) -o cache_dir=.pytest_cache/$
 # Torch has one thread in each of the many processes: two wait for each other on two busy cores.
 quick pytest pytest-openclip deep-pytest deep-openclip ranges: export OMP_NUM_THREADS = 1
 
-# Prometheus' own parser reads what is exported, a browser shows what is drawn, and FUSE mounts what is copied.
+# Prometheus' own parser reads what is exported, a browser shows what is drawn, FUSE mounts what is copied, and Slurm
+# runs the batch scripts.
 pytest: $(READY)
-	@for package in prometheus chromium "fuse3 fusermount3"; do \
+	@for package in prometheus chromium "fuse3 fusermount3" "munge munged" slurmctld slurmd "slurm-client srun"; do \
 		bash .ci/need $$package || echo "The tests that need $$package are skipped." >&2; done
 	$(call TESTED,4,$(BIN)/python -u -m pytest -m "not deep")
 

@@ -63,7 +63,9 @@ def anchors(page):
 
 @per_page
 def test_every_python_file_that_is_named_is_there(page):
-    for name in re.findall(r"`((?:streamload|tests|examples|benchmarks|docker|deploy)/[\w/.-]+)`", page.read_text()):
+    for name in re.findall(
+        r"`((?:streamload|tests|examples|benchmarks|docker|deploy)/[\w/.-]+)`", page.read_text()
+    ):
         assert (ROOT / name).exists(), name
 
 
