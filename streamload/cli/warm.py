@@ -90,9 +90,13 @@ def warm(
         "prepare": recipe_of(prepare, features, cache_dir),
     }
     if ray is not None:
-        if facts:
-            raise OptionError("--facts are kept in a node's own cache, which --ray doesn't fill")
-        by_ray: dict[str, Any] = {"ray": ray, "ray_cpus": ray_cpus, "concurrency": concurrency}
+        columns = tuple(_columns(facts or [], image_key, text_key, tokenizer))
+        by_ray: dict[str, Any] = {
+            "ray": ray,
+            "ray_cpus": ray_cpus,
+            "concurrency": concurrency,
+            "facts": columns,
+        }
         _warm_by_ray(urls, [cache, memory_size], as_json, **common, **by_ray)
         return
     from streamload.daemon.warm import warm as fill

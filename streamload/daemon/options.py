@@ -17,6 +17,7 @@ from streamload.daemon.recipes import MakeRecipe, Recipe
 from streamload.errors import OptionError
 from streamload.origins.origin import OriginOptions
 from streamload.prefetch.prefetcher import STOPPED_SECONDS
+from streamload.shards.columns import Column
 
 _GROUPS = re.compile(r"([0-9]{1,9})(?:/([0-9]{1,9}))?")
 
@@ -85,6 +86,7 @@ class ServiceOptions:
         into: the target, "shared" or "local"; None: the shared cache, if there is one.
         prepare: prepare shards by this recipe, whatever runs ask for.
         recipe_of: makes the recipe that a run asks for; None: shards of runs aren't prepared.
+        facts: columns to make of the shards' samples; for the nodes of a Ray cluster.
         window: "100GB", "30min"; None: 100 GB ahead of a run, all of a list.
         concurrency: tasks that run at once; None: 8, of those that prepare images at most one per CPU, or as
             many as the Ray cluster has room for.
@@ -112,6 +114,7 @@ class ServiceOptions:
     cache_size: str | int | None = None
     prepare: Recipe | None = None
     recipe_of: MakeRecipe | None = None
+    facts: tuple[Column, ...] = ()
     window: str | None = None
     storage_options: dict[str, Any] | None = field(default=None, repr=False)
     concurrency: int | None = None

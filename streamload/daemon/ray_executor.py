@@ -20,10 +20,11 @@ from typing import Any
 
 from streamload import limits
 from streamload.cache.shard import Shard
+from streamload.cache.shared.leases import Leases
 from streamload.daemon.executor import Results, TaskResult
 from streamload.daemon.ray_task import Job, bring, own_version
 from streamload.daemon.recipes import Recipes
-from streamload.errors import ClusterError, OptionError, StreamloadError
+from streamload.errors import ClusterError, OptionError, SharedTierError, StreamloadError
 from streamload.metrics import Counters
 from streamload.prefetch.scheduler import FillRequest
 
@@ -42,6 +43,8 @@ _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]
 """First bytes of a gRPC client: the HTTP/2 preface, and an empty SETTINGS frame."""
 _SETTINGS = b"\x04"
 """The type of the first frame that a server sends: SETTINGS."""
+_LEASES_SECONDS, _WATCHED = 1.0, 16
+"""Interval at which leases that others held are looked at, and how many of these may have expired."""
 _TRIES = 3
 """A task fails after this many nodes couldn't run it."""
 
@@ -92,6 +95,7 @@ class RayExecutor:
         recipes: by which some are prepared.
         cpus: the CPUs of a node that a task takes, as Ray counts them.
         most: tasks that run at once; None: as many as the cluster has room for.
+        leases: takes none, as the nodes do that; sees which of those that others hold are released or expire.
         counts: see Executor.
     """
 
@@ -103,11 +107,12 @@ class RayExecutor:
         *,
         cpus: float = 1.0,
         most: int | None = None,
+        leases: Leases,
         counts: Counters,
     ):
         self.results = Results()
         self.counts = counts
-        self._ray, self._cpus, self._most = ray, cpus, most
+        self._ray, self._cpus, self._most, self._leases = ray, cpus, most, leases
         self._job = pickle.dumps(job)
         self._recipes = recipes or Recipes()
         self._remote = ray.remote(num_cpus=cpus, max_retries=-1)(bring)
@@ -115,10 +120,11 @@ class RayExecutor:
         self._lock = threading.Lock()
         # Guarded by _lock:
         self._submitted: dict[Any, _Task] = {}  # by Ray's reference to the result
-        self._digests: set[str] = set()  # of their shards
+        self._digests: set[str] = set()  # of their shards, and of those that are waited for
+        self._waiting: dict[str, _Task] = {}  # whose leases others have, by digest
         self._error: StreamloadError | None = None
         self._room = _LEAST
-        self._asked_at = float("-inf")
+        self._asked_at = self._leases_at = float("-inf")
         self._thread = threading.Thread(target=self._watch, name="streamload-ray", daemon=True)
         limits.start(self._thread)
 
@@ -144,9 +150,9 @@ class RayExecutor:
         return self._room if self._most is None else min(self._room, self._most)
 
     def has_begun(self, task: Shard) -> bool:
-        """True if the task was submitted."""
+        """True if the task was submitted, and isn't left to another process that has its lease."""
         with self._lock:
-            return task.digest in self._digests
+            return task.digest in self._digests and task.digest not in self._waiting
 
     def check(self) -> None:
         """Raise what ended the work, if anything has.
@@ -165,6 +171,7 @@ class RayExecutor:
         with self._lock:
             left = list(self._submitted)
             self._submitted.clear()
+            self._waiting.clear()
             self._digests.clear()
         for result in left:
             with contextlib.suppress(Exception):  # nobody waits for them any more
@@ -189,6 +196,7 @@ class RayExecutor:
                     with self._lock:
                         task = self._submitted.pop(result)
                     self._settle(task, result)
+                self._resume()
         except Exception as exc:
             self._end(ClusterError(f"the Ray cluster gives no answers any more: {_first_line(exc)}"))
 
@@ -218,6 +226,9 @@ class RayExecutor:
         self.counts.add("origin_bytes", how.get("arrived", 0))
         if "unfit" in how:
             self._end(ClusterError(f"{how['node']} can't do what it is asked for: {how['unfit']}"))
+        elif "busy" in how:
+            with self._lock:
+                self._waiting[shard.digest] = task
         elif "trouble" in how and task.tries < _TRIES:
             logger.info(
                 "%s can't bring %s, another node is asked: %s", how["node"], shard.name, how["trouble"]
@@ -228,6 +239,25 @@ class RayExecutor:
             self.results.put(TaskResult(shard, how.get("size", 0), error))
             with self._lock:
                 self._digests.discard(shard.digest)
+
+    def _resume(self) -> None:
+        """Submit tasks again whose leases have been released, or have expired."""
+        now_seconds = time.monotonic()
+        with self._lock:
+            waiting = dict(self._waiting)
+        if not waiting or now_seconds - self._leases_at < _LEASES_SECONDS:
+            return
+        self._leases_at = now_seconds
+        try:
+            busy = self._leases.busy()
+            self._leases.tidy([digest for digest in waiting if digest in busy][:_WATCHED])
+        except SharedTierError as exc:
+            logger.debug("leases can't be read now: %s", exc)
+            return
+        for digest in waiting.keys() - busy:
+            with self._lock:
+                del self._waiting[digest]
+            self._submit(waiting[digest])
 
     def _end(self, error: StreamloadError) -> None:
         with self._lock:

@@ -7,6 +7,8 @@ Ray worker process runs task after task with one tier and its connections; it ma
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import importlib.metadata
 import pickle
 import platform
@@ -16,11 +18,14 @@ from typing import Any
 
 from streamload.cache.demand import DemandFile
 from streamload.cache.shard import Shard, prepared_form, shard_of
+from streamload.cache.shared.facts import SharedFacts
+from streamload.cache.shared.leases import LEASE_SECONDS
 from streamload.cache.shared.sharing import SharedOptions, Sharing
 from streamload.cache.tier import open_tier
 from streamload.daemon.executor import NO_ROOM_SECONDS, LocalExecutor, LocalOptions, TaskResult
 from streamload.daemon.recipes import Recipe, Recipes
 from streamload.daemon.targets import SharedTarget
+from streamload.daemon.task_leases import open_leases
 from streamload.daemon.task_origins import TaskOrigins, Throttle
 from streamload.errors import FeatureError, OptionError, StreamloadError
 from streamload.metrics import Counters
@@ -28,6 +33,7 @@ from streamload.options import read_settings
 from streamload.origins.origin import OriginOptions
 from streamload.origins.protocol import Named
 from streamload.prefetch.scheduler import FillRequest
+from streamload.shards.columns import Column
 
 _TICK_SECONDS = 0.05
 
@@ -47,6 +53,8 @@ class Job:
         rest_seconds: how long a broken node holds on to its task, so that it doesn't fail one task after
             the other that healthy nodes could run.
         named: see `TaskOrigins`.
+        lease_seconds: see Leases.
+        facts: columns to make of the shards' samples.
     """
 
     shared: SharedOptions
@@ -59,6 +67,8 @@ class Job:
     no_room_seconds: float = NO_ROOM_SECONDS
     rest_seconds: float = 5.0
     named: Named | None = None
+    lease_seconds: float = LEASE_SECONDS
+    facts: tuple[Column, ...] = ()
 
 
 def bring(version: str, job: bytes, task: bytes) -> dict[str, Any]:
@@ -71,6 +81,7 @@ def bring(version: str, job: bytes, task: bytes) -> dict[str, Any]:
 
     Returns:
         "node": the name of this machine; and either "size" and "arrived", in bytes, or one of
+        "busy": another process has the task's lease,
         "why": the task has failed,
         "trouble": this node can't run tasks now,
         "unfit": this node can't run tasks as it is set up.
@@ -127,23 +138,30 @@ class _TaskActor:
             sharing = stack.enter_context(contextlib.closing(Sharing(job.shared, self._counts)))
             shared = sharing.tier
             assert shared is not None
-            self._target = stack.enter_context(contextlib.closing(SharedTarget(shared)))
+            self._target = stack.enter_context(contextlib.closing(SharedTarget(shared, job.facts)))
             if shared.objects.read(job.sign) is None:
                 raise OptionError(
                     f"the shared cache {shared.objects.url} is another one there: name an object store, or a "
                     f"folder that is mounted at the same place on all nodes"
                 )
-            tier = open_tier(read_settings(cache_dir=job.cache_dir, cache_size=job.cache_size))
+            self._tier = tier = open_tier(read_settings(cache_dir=job.cache_dir, cache_size=job.cache_size))
             self._demand_file = stack.enter_context(contextlib.closing(DemandFile(tier.root / "runs")))
+            self._leases = open_leases(shared.objects, tier, self._demand_file, job.lease_seconds)
+            stack.callback(self._leases.close)
             origins = TaskOrigins(
                 self._counts,
                 job.storage_options,
                 job.origin,
                 Throttle(job.bytes_per_second),
                 self._recipes,
+                through=functools.partial(sharing.through, single_flight=False) if job.facts else None,
                 through_source=sharing.through,
                 named=job.named,
             )
+            self._facts: SharedFacts | None = None
+            if job.facts:
+                storing = dataclasses.replace(job.shared, write_back=True)
+                self._facts = stack.enter_context(contextlib.closing(Sharing(storing, self._counts))).facts
             executor = LocalExecutor(
                 tier,
                 self._target,
@@ -172,21 +190,44 @@ class _TaskActor:
             )
         if self._target.holds(shard):
             return {"size": 0, "arrived": 0}
+        if not self._leases.take(shard.digest):
+            return {"busy": True}
+        try:
+            if self._target.holds(shard):  # the last holder has just delivered it
+                return {"size": 0, "arrived": 0}
+            return self._fetched(shard)
+        finally:
+            self._leases.release(shard.digest)
+
+    def close(self) -> None:
+        """Release the tiers and connections. Idempotent."""
+        self._stack.close()
+
+    def _fetched(self, shard: Shard) -> dict[str, Any]:
         before = self._counts.snapshot().origin_bytes
         self._demand_file.announce([shard.digest])  # else it may be evicted before it is stored
         self._executor.results.drain(0)  # those of a task that was left
         self._executor.want([FillRequest(shard, 0.0)])
         try:
             result = self._result(shard)
+            if self._facts is not None and not result.error:
+                result = dataclasses.replace(result, error=self._without_facts(shard, self._facts))
         finally:
             self._executor.want(())
             self._demand_file.announce([])
         ended = {"why": result.error} if result.error else {"size": result.size_bytes}
         return {**ended, "arrived": self._counts.snapshot().origin_bytes - before}
 
-    def close(self) -> None:
-        """Release the tiers and connections. Idempotent."""
-        self._stack.close()
+    def _without_facts(self, shard: Shard, shared: SharedFacts) -> str:
+        """Make a shard's facts, from the tier of this node; returns why the shared cache lacks them."""
+        from streamload.daemon.warm import make_facts
+
+        try:
+            make_facts(self._tier, shard, self._job.facts, shared)
+        except StreamloadError as exc:
+            return f"its facts can't be made: {exc}"
+        shared.wait()
+        return "" if self._target.holds(shard) else "its facts couldn't be stored in the shared cache"
 
     def _result(self, shard: Shard) -> TaskResult:
         while True:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import logging
 import os
-import re
 import secrets
 import threading
 from pathlib import Path
@@ -16,13 +14,11 @@ from typing import get_args
 
 from streamload.cache.copying import folders_to_copy, settled
 from streamload.cache.demand import DemandFile
-from streamload.cache.locks import is_locked
 from streamload.cache.placement import memory_root
 from streamload.cache.shard import ShardList
 from streamload.cache.shared.leases import DAEMONS, Leases
 from streamload.cache.shared.objects import Objects
 from streamload.cache.shared.sharing import SharedOptions, Sharing
-from streamload.cache.shared.tier import SharedTier
 from streamload.cache.tier import Tier, placed_on_disk
 from streamload.daemon.daemon import Daemon
 from streamload.daemon.demand import DEFAULT_WINDOW, Demand, ListDemand, PrefetchWindow
@@ -37,6 +33,7 @@ from streamload.daemon.recipes import Recipes
 from streamload.daemon.status import Status
 from streamload.daemon.status_server import DEFAULT_LISTEN, StatusServer
 from streamload.daemon.targets import LocalTarget, SharedTarget, WarmTarget
+from streamload.daemon.task_leases import open_leases
 from streamload.daemon.task_origins import TaskOrigins, Throttle
 from streamload.errors import OptionError
 from streamload.metrics import Counters
@@ -48,9 +45,6 @@ from streamload.urls import expand_urls
 
 logger = logging.getLogger("streamload")
 
-_RUN_FILE = re.compile(r"[0-9]+\.[0-9a-f]{8}")
-_FIRST_BEAT_SECONDS, _BEAT_SECONDS = 1.0, 5.0
-"""Heartbeats of a task's lease at first, and then: a killed daemon's tasks are taken over within 15 s."""
 _MOST_LISTED = 100_000
 
 
@@ -150,7 +144,8 @@ class Service:
         leases = None
         if sharing.tier is not None and not is_for_node:
             target = stack.enter_context(contextlib.closing(SharedTarget(sharing.tier)))
-            leases = stack.enter_context(contextlib.closing(self._leases(sharing.tier, tier, demand_file)))
+            leases = open_leases(sharing.tier.objects, tier, demand_file, options.lease_seconds)
+            stack.callback(leases.close)
         origins = TaskOrigins(
             counts,
             options.storage_options,
@@ -185,18 +180,6 @@ class Service:
             announce=demand_file.announce,
         )
 
-    def _leases(self, shared: SharedTier, tier: Tier, demand_file: DemandFile) -> Leases:
-        node = _node(tier)
-        return Leases(
-            shared.objects,
-            lease_seconds=self._options.lease_seconds,
-            address=f"{node}.{demand_file.path.name}",
-            has_gone=lambda address: _has_gone(tier, node, address),
-            attempt=DAEMONS,
-            first_beat_seconds=_FIRST_BEAT_SECONDS,
-            beat_seconds=_BEAT_SECONDS,
-        )
-
     def _on_ray(
         self,
         stack: contextlib.ExitStack,
@@ -221,7 +204,8 @@ class Service:
             )
         counts = Counters()
         tier = shared.open_tier(counts)
-        target = stack.enter_context(contextlib.closing(SharedTarget(tier)))
+        facts = tuple(column for column in options.facts if column.from_members)  # others cost nothing
+        target = stack.enter_context(contextlib.closing(SharedTarget(tier, facts)))
         sign = f"probes/{secrets.token_hex(8)}"
         job = Job(
             shared=shared,
@@ -233,6 +217,8 @@ class Service:
             origin=self._patience,
             no_room_seconds=tuned.no_room_seconds,
             named=self._named,
+            lease_seconds=options.lease_seconds,
+            facts=facts,
         )
         ray = connect(address)
         stack.callback(ray.shutdown)
@@ -240,7 +226,13 @@ class Service:
         stack.callback(lambda: tier.objects.until(threading.Event()).delete(sign))
         demand = self._demand(listed, tier.objects, None, None)
         executor = RayExecutor(
-            ray, job, self._recipes, cpus=options.ray_cpus, most=options.concurrency, counts=counts
+            ray,
+            job,
+            self._recipes,
+            cpus=options.ray_cpus,
+            most=options.concurrency,
+            leases=Leases(tier.objects, lease_seconds=options.lease_seconds, attempt=DAEMONS),
+            counts=counts,
         )
         stack.callback(executor.close)
         return Daemon(demand, target, executor, options=tuned)
@@ -291,26 +283,6 @@ def _tuned(options: ServiceOptions) -> DaemonOptions:
         bytes_per_second=None if bandwidth is None else parse_size(bandwidth, "bandwidth"),
         once=options.once,
     )
-
-
-def _node(tier: Tier) -> str:
-    """A name for this node's cache, valid until the machine is rebooted."""
-    status = tier.root.stat()
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        identity = repr([boot, str(tier.root), status.st_dev, status.st_ino])
-        return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
-    return secrets.token_hex(16)
-
-
-def _has_gone(tier: Tier, node: str, address: str) -> bool:
-    """True if a daemon of this node has ended, by the lock on its demand file."""
-    run_node, _, name = address.partition(".")
-    if run_node != node or not _RUN_FILE.fullmatch(name):
-        return False
-    with contextlib.suppress(OSError):
-        return not is_locked(tier.root / "runs" / name)
-    return False
 
 
 def _cloud(text: str) -> Cloud:

@@ -11,9 +11,11 @@ from typing import Protocol
 from streamload import limits
 from streamload.cache.locks import FileLock
 from streamload.cache.shard import Shard
+from streamload.cache.shared.facts import object_name
 from streamload.cache.shared.tier import SharedTier
 from streamload.cache.tier import Tier
 from streamload.errors import OptionError
+from streamload.shards.columns import Column
 
 _SEEN_SECONDS = 3600.0
 """Time for which a shard that was seen in a shared tier is assumed to stay there."""
@@ -88,13 +90,17 @@ class SharedTarget(WarmTarget):
 
     Args:
         tier: the shared tier.
+        facts: the columns whose values are to be there, too.
         clock: monotonic.
     """
 
     has_copies = True
 
-    def __init__(self, tier: SharedTier, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, tier: SharedTier, facts: Sequence[Column] = (), clock: Callable[[], float] = time.monotonic
+    ):
         self._tier = tier
+        self._names = ["index", *map(object_name, facts)]
         self._clock = clock
         self._seen: dict[str, float] = {}  # when a shard was seen there, by digest; for one thread
         self._pool = limits.Threads(_ASKED_AT_ONCE, "streamload-look")
@@ -117,8 +123,8 @@ class SharedTarget(WarmTarget):
         return [shard for shard in unknown if shard.digest not in self._seen]
 
     def holds(self, shard: Shard) -> bool:
-        """True if the target has a shard now: its index, which is written last."""
-        return self._tier.has(shard)
+        """True if the target has a shard now: its index, which is written last, and its facts."""
+        return all(self._tier.has(shard, name) for name in self._names)
 
     def deliver(self, shard: Shard, directory: Path) -> None:
         """Deliver a shard that is published in the tier of this node, in `directory`."""

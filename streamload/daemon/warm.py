@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from streamload.cache import demand
+from streamload.cache.companion import FactsCarrier
 from streamload.cache.copying import folders_to_copy, settled
 from streamload.cache.demand import DemandFile
 from streamload.cache.freshness import Freshness, asker
@@ -216,6 +217,20 @@ def warm(
     )
 
 
+def make_facts(tier: Tier, shard: Shard, columns: Sequence[Column], shared: FactsCarrier | None) -> bool:
+    """Make the facts of a shard in a tier, and offer them to the shared cache; False if it isn't whole there.
+
+    Raises:
+        StreamloadError: they can't be made.
+    """
+    with closing(ShardView(tier, shard)) as view:
+        facts = ShardFacts(shared)
+        is_made = view.ended and not view.gave_up and facts.extend(view, columns, view.count)
+        if is_made:
+            facts.share(columns, with_found=True)
+        return is_made
+
+
 class _WarmUp:
     """The daemon of one warm-up, with its surroundings; a context manager."""
 
@@ -317,11 +332,8 @@ class _WarmUp:
         """
         count, shared = 0, self._target.facts
         for shard in self._shards:
-            with contextlib.suppress(StreamloadError), closing(ShardView(self._tier, shard)) as view:
-                facts = ShardFacts(shared)
-                if view.ended and not view.gave_up and facts.extend(view, columns, view.count):
-                    count += 1
-                    facts.share(columns, with_found=True)
+            with contextlib.suppress(StreamloadError):
+                count += make_facts(self._tier, shard, columns, shared)
             if shared is not None:
                 shared.wait()
         return count

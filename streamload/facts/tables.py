@@ -78,7 +78,7 @@ def _csv_rows(path: Path, column: str) -> Iterator[tuple[str, Any]]:
 
 def _parquet_rows(path: Path, column: str) -> Iterator[tuple[str, Any]]:
     try:
-        from pyarrow import ArrowException, parquet  # type: ignore[import-not-found, unused-ignore]
+        from pyarrow import ArrowException, parquet
     except ImportError as exc:
         raise OptionError(f"the table {path} needs pyarrow: install it, or give a .csv file") from exc
     try:

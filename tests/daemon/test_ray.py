@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import signal
@@ -12,6 +13,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,19 +21,27 @@ from typing import Any
 import pytest
 
 from streamload.cache.shard import prepared_form, shard_of
+from streamload.cache.shard_view import ShardView
+from streamload.cache.shared.leases import DAEMONS, Leases
 from streamload.cache.shared.objects import Objects
 from streamload.cache.shared.sharing import SharedOptions
 from streamload.cache.shared.tier import SharedTier
+from streamload.cache.tier import Tier
 from streamload.daemon.options import ServiceOptions
 from streamload.daemon.ray_executor import connect
 from streamload.daemon.ray_task import Job, own_version
 from streamload.daemon.service import Service
+from streamload.daemon.warm import warm
 from streamload.derived.prepare.preparation import Preparation, prepared_tar
 from streamload.errors import ClusterError, OptionError
+from streamload.facts.recipes import read_facts
+from streamload.facts.shard_facts import ShardFacts
+from streamload.features.named import named
 from streamload.metrics import Counters
 from streamload.origins.origin import OriginOptions
 from streamload.testing.server import ShardServer
-from streamload.testing.shards import write_shards
+from streamload.testing.shards import read_oracle, write_shards
+from tests.support.kills import Child, Stage
 from tests.support.pages import get
 from tests.support.ray_cluster import RayCluster
 
@@ -315,3 +325,126 @@ def test_a_node_whose_disk_cant_be_used_says_that_it_isnt_the_units_fault(
         job(tmp_path, cache_dir=str(tmp_path / "good"), origin=quick), f"{server.url}/nothing.tar"
     )
     assert "404" in answer["why"]
+
+
+def test_a_unit_whose_lease_another_has_is_left_to_it(server: ShardServer, tmp_path: Path) -> None:
+    url = f"{server.url}/00001.tar"
+    objects, shard = Objects(str(tmp_path / "shared")), shard_of(url, None)
+    with closing(Leases(objects, attempt=DAEMONS)) as others:
+        assert others.take(shard.digest)
+        answer = fetched(job(tmp_path), url)
+        assert answer["busy"]
+        assert server.log == []
+    answer = fetched(job(tmp_path), url)
+    assert answer["size"] == (server.root / "00001.tar").stat().st_size
+    assert objects.names("leases") == []
+
+
+def caption_bytes(sample: dict[str, Any]) -> float:
+    return float(len(sample["txt"]))
+
+
+def facts_in(objects: Objects) -> list[str]:
+    return [name for name in objects.names("shards") if name.rpartition("/")[2].startswith("facts.")]
+
+
+def test_the_facts_of_a_unit_are_made_of_what_the_shared_tier_has(
+    server: ShardServer, tmp_path: Path
+) -> None:
+    url, objects = f"{server.url}/00001.tar", Objects(str(tmp_path / "shared"))
+    assert fetched(job(tmp_path), url)["arrived"] > 0
+    sent = len(server.log)
+    forms = {"length": named("tests.daemon.test_ray:caption_bytes")}
+    column = read_facts(forms, "jpg", "txt", None)["length"]
+    with_facts = job(tmp_path, facts=(column,), cache_dir=str(tmp_path / "other"))
+    first, again = (fetched(with_facts, url) for _ in range(2))
+    assert first["size"] == (server.root / "00001.tar").stat().st_size
+    assert (again["size"], again["arrived"]) == (0, 0)
+    assert len(server.log) == sent
+    assert len(facts_in(objects)) == 1
+    warm(url, cache_dir=tmp_path / "trainer", shared_cache=objects.url, facts=[column])
+    facts = ShardFacts()
+    with closing(ShardView(Tier(tmp_path / "trainer"), shard_of(url, None))) as view:
+        assert facts.extend(view, [column], view.count)
+    captions = [members["txt"] for _, members in read_oracle(server.root / "00001.tar")]
+    assert facts.values(column).tolist() == [len(caption) for caption in captions]
+    assert len(server.log) == sent
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(400)
+def test_the_nodes_of_a_cluster_make_facts(server: ShardServer, cluster: RayCluster, tmp_path: Path) -> None:
+    objects = Objects(str(tmp_path / "shared"))
+    warm = [*COMMAND, "warm", pattern(server), "--ray", cluster.address, "--shared-cache", objects.url]
+    assert run(warm).returncode == 0
+    sent = len(server.log)
+    done = run([*warm, "--facts", "length=tests.daemon.test_ray:caption_bytes"])
+    assert done.returncode == 0, done.stderr
+    assert len(facts_in(objects)) == SHARDS
+    assert len(server.log) == sent
+
+
+def train(server: ShardServer, tmp_path: Path) -> subprocess.Popen[str]:
+    """A training that stores what it fetches, one shard after the other."""
+    code = f"""
+        import streamload
+        from streamload import Cache, Order, Workers
+        loader = streamload.make_loader(
+            {pattern(server)!r}, batch_size=5, num_workers=1, shuffle=0, num_samples={5 * SHARDS},
+            cache_dir={str(tmp_path / "trainer")!r}, cache_size="1GB", order=Order(lanes=1),
+            cache=Cache(shared={str(tmp_path / "shared")!r}, write_back=True),
+            workers=Workers(map_sample=lambda sample: {{"key": sample["__key__"]}}),
+        )
+        with loader:
+            keys = [key for batch in loader for key in batch["key"]]
+        print(len(set(keys)))
+    """
+    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(400)
+def test_a_training_and_a_daemon_beside_a_cluster_fetch_nothing_twice(
+    server: ShardServer, cluster: RayCluster, tmp_path: Path
+) -> None:
+    shared = ["--shared-cache", str(tmp_path / "shared")]
+    server.stop_after(0.5)  # all of them have begun something before anything is stored
+    warm = [*COMMAND, "warm", pattern(server), "--ray", cluster.address, *shared]
+    daemon = [*COMMAND, "daemon", pattern(server), *shared, "--cache-dir", str(tmp_path / "node"), "--once"]
+    daemon += ["--listen", "none", "--notices", "none", "--concurrency", "1"]
+    with (
+        train(server, tmp_path) as trainer,
+        subprocess.Popen(warm, stdout=subprocess.PIPE, text=True) as by_ray,
+        subprocess.Popen(daemon, stdout=subprocess.PIPE, text=True) as alone,
+    ):
+        objects = Objects(str(tmp_path / "shared"))
+        until(lambda: len(objects.names("leases")) >= 3)
+        server.go_on()
+        results = [process.communicate(timeout=180)[0] for process in (trainer, by_ray, alone)]
+        assert [process.returncode for process in (trainer, by_ray, alone)] == [0, 0, 0], results
+    assert results[0].strip() == str(5 * SHARDS)
+    assert held(server, tmp_path / "shared") == [True] * SHARDS
+    sizes = sum(path.stat().st_size for path in server.root.glob("*.tar"))
+    assert sum(each.sent for each in server.log if each.path.endswith(".tar")) == sizes
+    assert objects.names("leases") == []
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(400)
+def test_what_a_dead_daemon_had_is_brought_by_the_cluster(
+    server: ShardServer, cluster: RayCluster, tmp_path: Path
+) -> None:
+    objects = Objects(str(tmp_path / "shared"))
+    shards = [shard_of(f"{server.url}/{path.name}", None) for path in sorted(server.root.glob("*.tar"))]
+
+    def die(stage: Stage) -> None:
+        leases = Leases(objects, attempt=DAEMONS, first_beat_seconds=1.0, beat_seconds=5.0)
+        assert leases.take(shards[0].digest)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with Child(die) as child:
+        child.join(30.0)
+    done = run([*COMMAND, "warm", pattern(server), "--ray", cluster.address, "--shared-cache", objects.url])
+    assert done.returncode == 0, done.stderr
+    assert held(server, tmp_path / "shared") == [True] * SHARDS
+    assert objects.names("leases") == []

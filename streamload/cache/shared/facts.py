@@ -42,7 +42,7 @@ class SharedFacts:
         if shard.local is not None:
             return b""
         try:
-            stored = self._tier.attempt(lambda: self._tier.beside(shard, _name(column)), shard)
+            stored = self._tier.attempt(lambda: self._tier.beside(shard, object_name(column)), shard)
         except OriginStopped:
             return b""
         head = _head(column)
@@ -52,7 +52,7 @@ class SharedFacts:
         """Queue the values of a whole shard, to be stored unless the same are there; see `FactsCarrier`."""
         if self._write_back is not None and shard.local is None:
             pack = functools.partial(_packed, column, values, records)
-            self._write_back.add_beside(shard, _name(column), pack)
+            self._write_back.add_beside(shard, object_name(column), pack)
 
     def wait(self) -> None:
         """Wait until what was offered is stored, or has failed."""
@@ -64,7 +64,8 @@ class SharedFacts:
         self._tier.close()
 
 
-def _name(column: Column) -> str:
+def object_name(column: Column) -> str:
+    """The name of the object that has a column's values of a shard."""
     return f"facts.{column.digest}"
 
 

@@ -132,13 +132,13 @@ class SharedTier:
         """Don't read an unusable copy again before this process has replaced it."""
         self._lacking[shard.digest] = True
 
-    def has(self, shard: Shard) -> bool:
-        """True if it holds a shard, judged by the object that is written last.
+    def has(self, shard: Shard, name: str = "index") -> bool:
+        """True if it holds a shard, judged by the object that is written last, or another object beside that.
 
         Raises:
             SharedTierError: it doesn't answer.
         """
-        return self.objects.modified(self._name(shard, "index")) is not None
+        return self.objects.modified(self._name(shard, name)) is not None
 
     def look(self, shard: Shard) -> SharedShard | None:
         """Look up a shard now.
