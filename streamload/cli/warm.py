@@ -53,6 +53,12 @@ Tokenizer = Annotated[
 ]
 
 
+Into = Annotated[
+    str | None,
+    typer.Option(help='With --ray, where to: "shared", or "local": all of them into each node\'s own cache.'),
+]
+
+
 def warm(
     urls: Urls,
     cache_dir: CacheDir = None,
@@ -66,6 +72,7 @@ def warm(
     concurrency: Concurrency = None,
     ray: RayAddress = None,
     ray_cpus: RayCpus = 1.0,
+    into: Into = None,
     prepare: Prepare = None,
     features: Features = None,
     facts: Facts = None,
@@ -78,7 +85,7 @@ def warm(
 
     Stop it at any time: a second call takes up where the first one was. The exit code is 1 if a shard could
     not be had, or not be stored in the shared cache as --write-back asked. With --ray it is the shared cache
-    that is filled, by all nodes of a cluster.
+    that is filled, by all nodes of a cluster; with --into local, too, the own cache of each node.
     """
     common: dict[str, Any] = {
         "cache_dir": cache_dir,
@@ -89,8 +96,15 @@ def warm(
         "storage_options": storage_options_of(storage_options),
         "prepare": recipe_of(prepare, features, cache_dir),
     }
+    if into not in (None, "shared", "local") or (into == "shared" and ray is None):
+        raise OptionError(f'--into {into}: it is "shared" or "local", and for --ray; see --write-back')
+    columns = tuple(_columns(facts or [], image_key, text_key, tokenizer))
+    of_a_node: dict[str, Any] = {"cache": cache, "memory_size": memory_size, "facts": columns}
+    of_a_node["concurrency"] = 8 if concurrency is None else concurrency
+    if ray is not None and into == "local":
+        _warm_each_node(ray, ray_cpus, as_json, urls=urls, **common, **of_a_node)
+        return
     if ray is not None:
-        columns = tuple(_columns(facts or [], image_key, text_key, tokenizer))
         by_ray: dict[str, Any] = {
             "ray": ray,
             "ray_cpus": ray_cpus,
@@ -106,15 +120,12 @@ def warm(
     with _bar() as show:
         report = fill(
             urls,
-            cache=cache,
-            memory_size=memory_size,
-            concurrency=8 if concurrency is None else concurrency,
-            facts=_columns(facts or [], image_key, text_key, tokenizer),
             on_progress=show,
             **common,
+            **of_a_node,
         )
     if as_json:
-        print(json.dumps({**asdict(report), "cache_dir": str(report.cache_dir)}))
+        print(json.dumps(_plain(report)))
     else:
         _print(report)
     if report.failures or report.shared_failures:
@@ -163,6 +174,32 @@ def _print(report: "WarmReport") -> None:
             f"{len(report.no_room):,} were left, the first of which is {report.no_room[0]}: "
             f"{report.failures[report.no_room[0]]}"
         )
+
+
+def _plain(report: "WarmReport | str") -> Any:
+    """A report, or why there is none, for JSON."""
+    return report if isinstance(report, str) else {**asdict(report), "cache_dir": str(report.cache_dir)}
+
+
+def _warm_each_node(ray: str, ray_cpus: float, as_json: bool, **options: Any) -> None:
+    """Warm up each node of a Ray cluster, and print their reports as they come.
+
+    Raises:
+        typer.Exit: with 1 if a node lacks a shard, or couldn't be warmed up.
+    """
+    from streamload.daemon.ray_nodes import warm_nodes
+
+    has_failed, reports = False, []
+    for node, report in warm_nodes(ray, options, ray_cpus):
+        reports.append({"node": node, "report": _plain(report)})
+        has_failed |= isinstance(report, str) or bool(report.failures or report.shared_failures)
+        if not as_json:
+            print(f"{node}: ", end="")
+            print(report) if isinstance(report, str) else _print(report)
+    if as_json:
+        print(json.dumps(reports))
+    if has_failed:
+        raise typer.Exit(1)
 
 
 def _warm_by_ray(

@@ -73,7 +73,7 @@ def connect(address: str) -> Any:
         raise OptionError(f'--ray {address} needs Ray\'s client: pip install "ray[client]"') from exc
     except (ConnectionError, RuntimeError, ValueError, AssertionError, OSError) as exc:
         raise ClusterError(
-            f"the Ray cluster at {address} can't be joined: {_first_line(exc)}; host:port is for its "
+            f"the Ray cluster at {address} can't be joined: {first_line(exc)}; host:port is for its "
             f"nodes (ray start --address=… --num-cpus=0 makes this machine one), ray://host:10001 for the "
             f"others"
         ) from exc
@@ -198,7 +198,7 @@ class RayExecutor:
                     self._settle(task, result)
                 self._resume()
         except Exception as exc:
-            self._end(ClusterError(f"the Ray cluster gives no answers any more: {_first_line(exc)}"))
+            self._end(ClusterError(f"the Ray cluster gives no answers any more: {first_line(exc)}"))
 
     def _ended(self) -> Iterator[Any]:
         with self._lock:
@@ -215,13 +215,13 @@ class RayExecutor:
         except self._ray.exceptions.RayTaskError as exc:  # streamload itself failed there
             self._end(
                 ClusterError(
-                    f"a node of the Ray cluster can't run streamload: {_last_line(exc)}; all nodes need "
+                    f"a node of the Ray cluster can't run streamload: {last_line(exc)}; all nodes need "
                     f"streamload[ray] {own_version()}"
                 )
             )
             return
         except self._ray.exceptions.RayError as exc:
-            how = {"node": "the Ray cluster", "trouble": _first_line(exc)}
+            how = {"node": "the Ray cluster", "trouble": first_line(exc)}
         shard = task.shard
         self.counts.add("origin_bytes", how.get("arrived", 0))
         if "unfit" in how:
@@ -290,11 +290,13 @@ def _probe(address: str) -> None:
         raise ClusterError(f"what answers at {address} is no Ray cluster")
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an error's message."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else repr(error)
 
 
-def _last_line(error: Exception) -> str:
+def last_line(error: Exception) -> str:
+    """The last line of an error's message: of a RayTaskError, what was raised there."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[-1].strip() if lines else repr(error)

@@ -191,8 +191,8 @@ class Service:
         options, tuned = self._options, self._tuned
         if shared is None or options.into == "local":
             raise OptionError(
-                "--ray needs a shared cache to bring shards into (--shared-cache): what lies on the disks of "
-                "the cluster's nodes is of no use to trainers, and goes with them"
+                "--ray needs a shared cache to bring shards into (--shared-cache); for trainers on the "
+                "cluster itself, `streamload warm --ray ADDRESS --into local` fills each node's own cache"
             )
         if listed is not None and any(listed.are_local()):
             raise OptionError(

@@ -384,6 +384,40 @@ def test_the_nodes_of_a_cluster_make_facts(server: ShardServer, cluster: RayClus
     assert len(server.log) == sent
 
 
+@pytest.mark.deep
+@pytest.mark.timeout(400)
+def test_each_node_of_a_cluster_fills_its_own_cache_with_facts(server: ShardServer, tmp_path: Path) -> None:
+    objects, nodes = Objects(str(tmp_path / "shared")), [tmp_path / "node-0", tmp_path / "node-1"]
+    command = [*COMMAND, "warm", pattern(server), "--into", "local", "--facts"]
+    command += ["length=tests.daemon.test_ray:caption_bytes", "--shared-cache", objects.url, "--write-back"]
+    with RayCluster() as cluster:
+        for node in nodes:
+            cluster.add_node({"STREAMLOAD_CACHE_DIR": str(node), "STREAMLOAD_CACHE_SIZE": "1GB"})
+        done = run([*command, "--ray", cluster.address, "--json"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    reports = [each["report"] for each in json.loads(done.stdout)]
+    assert {report["cache_dir"] for report in reports} == {str(node) for node in nodes}
+    assert [(each["shards_complete"], each["shards_with_facts"]) for each in reports] == [
+        (SHARDS, SHARDS)
+    ] * 2
+    sizes = sum(path.stat().st_size for path in server.root.glob("*.tar"))
+    assert sum(each.sent for each in server.log if each.path.endswith(".tar")) == sizes
+    assert objects.names("leases") == []
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(400)
+def test_a_node_that_cant_be_filled_is_named_and_the_others_are(server: ShardServer, tmp_path: Path) -> None:
+    (tmp_path / "bad").write_text("not a directory")
+    with RayCluster() as cluster:
+        for name in ("good", "bad"):
+            cluster.add_node({"STREAMLOAD_CACHE_DIR": str(tmp_path / name)})
+        done = run([*COMMAND, "warm", pattern(server), "--into", "local", "--ray", cluster.address])
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"{SHARDS} of {SHARDS} shards are in {tmp_path / 'good'}" in done.stdout
+    assert f"{tmp_path / 'bad'}" in done.stdout
+
+
 def train(server: ShardServer, tmp_path: Path) -> subprocess.Popen[str]:
     """A training that stores what it fetches, one shard after the other."""
     code = f"""
