@@ -452,7 +452,7 @@ def test_a_training_and_a_daemon_beside_a_cluster_fetch_nothing_twice(
         subprocess.Popen(daemon, stdout=subprocess.PIPE, text=True) as alone,
     ):
         objects = Objects(str(tmp_path / "shared"))
-        until(lambda: len(objects.names("leases")) >= 3)
+        until(lambda: len(server.log) >= 3)
         server.go_on()
         results = [process.communicate(timeout=180)[0] for process in (trainer, by_ray, alone)]
         assert [process.returncode for process in (trainer, by_ray, alone)] == [0, 0, 0], results
