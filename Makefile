@@ -29,7 +29,7 @@ demo: $(READY)  ## Train a small CLIP while its shards arrive (about a minute)
 # Two at a time, each to its end, whatever fails; what one says is shown when it ends.
 TOGETHER := --no-print-directory --keep-going --jobs=2 --output-sync=target
 test: $(READY) $(OPENCLIP_READY) $(DOCS_READY)  ## Check everything (style, types, import contract, docs, tests) but what `make deep` does
-	$(MAKE) $(TOGETHER) pytest lint docs pytest-openclip
+	@$(call PARTS,pytest lint docs pytest-openclip)
 
 # Compared with BASE, or those of one room: ROOM=cache.
 BASE ?= main
@@ -51,9 +51,11 @@ docs: $(DOCS_READY)  ## Build the documentation into docs/_build/html (warnings 
 	.venv-docs/bin/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet --doctree-dir docs/_build/doctrees docs docs/_build/html
 
 # Many tests wait for processes, disks and servers: four at a time keep two cores busy. Their deadlines can be missed by
-# a busy machine: what fails is run once more, by itself, and has to pass then; the output shows both.
-TESTED = run() { env -u MAKEFLAGS -u MAKELEVEL $(2) -o cache_dir=.pytest_cache/$@ "$$@"; }; \
-	run --numprocesses $(1) --dist worksteal || { [ $$? = 1 ] && run --last-failed --last-failed-no-failures none; }
+# a busy machine: one or two that fail are run again, by themselves, and have to pass then (.ci/reruns.py has the rules).
+TESTED = $(2)/python -u .ci/reruns.py $@ $(1)
+# The parts of a target; what was forgiven is printed last, as make fails or not.
+PARTS = $(MAKE) $(TOGETHER) $(1) && status=0 || status=$$?; \
+	echo; $(BIN)/python .ci/reruns.py --show $(filter %pytest %openclip,$(1)); exit $$status
 # Torch has one thread in each of the many processes: two wait for each other on two busy cores.
 quick pytest pytest-openclip deep-pytest deep-openclip ranges: export OMP_NUM_THREADS = 1
 
@@ -62,20 +64,20 @@ quick pytest pytest-openclip deep-pytest deep-openclip ranges: export OMP_NUM_TH
 pytest: $(READY)
 	@for package in prometheus chromium "fuse3 fusermount3" "munge munged" slurmctld slurmd "slurm-client srun"; do \
 		bash .ci/need $$package || echo "The tests that need $$package are skipped." >&2; done
-	$(call TESTED,4,$(BIN)/python -u -m pytest -m "not deep")
+	$(call TESTED,4,$(BIN)) "not deep"
 
 # Tests with open_clip in their name run its own code, which needs an older webdataset; the others leave them out.
 pytest-openclip: $(OPENCLIP_READY)
-	$(call TESTED,2,.venv-openclip/bin/python -u -m pytest -m "not deep" $(OPENCLIP_TESTS))
+	$(call TESTED,2,.venv-openclip/bin) "not deep" $(OPENCLIP_TESTS)
 
 # Those marked deep, and no other file is imported.
 DEEP_TESTS = $(shell grep -lE 'mark\.(deep|sampled)' $(wildcard tests/*/test_*.py))
 deep: $(READY) $(OPENCLIP_READY)  ## Run the tests that are long by nature: benchmarks' quick forms, faults, simulation, long trainings
-	$(MAKE) $(TOGETHER) deep-pytest deep-openclip
+	@$(call PARTS,deep-pytest deep-openclip)
 deep-pytest: $(READY)
-	$(call TESTED,4,$(BIN)/python -u -m pytest -m deep $(filter-out $(OPENCLIP_TESTS),$(DEEP_TESTS)))
+	$(call TESTED,4,$(BIN)) deep $(filter-out $(OPENCLIP_TESTS),$(DEEP_TESTS))
 deep-openclip: $(OPENCLIP_READY)
-	$(call TESTED,2,.venv-openclip/bin/python -u -m pytest -m deep $(filter $(OPENCLIP_TESTS),$(DEEP_TESTS)))
+	$(call TESTED,2,.venv-openclip/bin) deep $(filter $(OPENCLIP_TESTS),$(DEEP_TESTS))
 
 TARGETS ?= test deep demo
 times: $(READY) $(OPENCLIP_READY) $(DOCS_READY)  ## Time TARGETS="test deep demo", and write that into CONTRIBUTING.md
@@ -86,7 +88,7 @@ times: $(READY) $(OPENCLIP_READY) $(DOCS_READY)  ## Time TARGETS="test deep demo
 define TESTED_WITH
 	$(BIN)/uv venv --quiet --clear --seed --python $(BIN)/python .venv-$(1)
 	$(BIN)/uv pip install --quiet --python .venv-$(1)/bin/python --resolution $(1) --editable '.[dev]'
-	$(call TESTED,4,.venv-$(1)/bin/python -u -m pytest -m "not deep")
+	$(call TESTED,4,.venv-$(1)/bin) "not deep"
 endef
 
 ranges: $(READY)  ## Run the tests with the oldest and with the newest dependencies (25 minutes, and gigabytes)
