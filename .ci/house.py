@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import streamload  # noqa: E402
+from benchmarks import provenance  # noqa: E402
 from streamload.worker import EpochStart, WorkerConfig  # noqa: E402
 from streamload.worker.messages import Batch  # noqa: E402
 from tests.project.test_house import traced  # noqa: E402
@@ -70,6 +71,7 @@ def main() -> None:
     )
     signature = inspect.signature(streamload.make_loader)
     parameters = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    aged = provenance.old(provenance.read_all())
     several = sorted(name for name, modules in classes.items() if len(modules) > 1)
     for figure, value in {
         "imports from the kernel into features": len(into),
@@ -86,6 +88,10 @@ def main() -> None:
         "rooms of features": "; ".join(rooms()),
         "parameters of make_loader": len(parameters),
         "names at the top level": len(streamload.__all__),
+        "results to measure again, for want of a commit": " ".join(sorted(provenance.TO_MEASURE_AGAIN)),
+        f"results older than {provenance.MOST_COMMITS} commits": " ".join(
+            f"{name} ({age})" for name, age in sorted(aged.items(), key=lambda item: -item[1])
+        ),
     }.items():
         print(f"{figure}: {value}")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from streamload.profile.machine import describe
 
-__all__ = ["commit", "describe", "load"]
+__all__ = ["commit", "describe", "load", "why_not_repeatable"]
 
 
 def load() -> float:
@@ -28,3 +28,11 @@ def commit(here: Path = Path(__file__).parents[1]) -> str | None:
         return None
     differs = ["git", "-C", here, "diff", "--quiet", "HEAD", "--", ".", ":(exclude)benchmarks/results"]
     return f"{name}+" if subprocess.run(differs, check=False).returncode else name
+
+
+def why_not_repeatable() -> str:
+    """Return why nobody could measure the code that runs again, "" if a commit has it."""
+    name = commit()
+    if name is None:
+        return "this is no clone with a commit"
+    return f"files differ from {name[:-1]}" if name.endswith("+") else ""

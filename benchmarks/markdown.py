@@ -1,10 +1,51 @@
-"""Tables in Markdown, numbers as they stand there, and their places on a page."""
+"""Tables in Markdown, numbers as they stand there, and their places on a page.
 
+A figure within a sentence stands between `<!-- = PATH | FORMAT -->` and `<!-- /= -->`. The path leads into
+the results: `warm > medians > streamload > images_per_second`; FORMAT is Python's, such as `.2f`. Paths and
+numbers may be combined from left to right with ×, ÷, + and −. A mark may not begin a line: Markdown would
+take the line for HTML.
+"""
+
+import operator
 import re
 from collections.abc import Sequence
 from typing import Any
 
 Result = dict[str, Any]
+
+FIGURE = re.compile(r"(?<=[^\n])(<!-- = (.+?) -->)[^<]*(<!-- /= -->)")
+_OPERATIONS = {"×": operator.mul, "÷": operator.truediv, "+": operator.add, "−": operator.sub}
+
+
+def with_figures(page: str, results: dict[str, Result]) -> str:
+    """The page with each figure of its sentences written anew; KeyError for a path that leads nowhere."""
+    return FIGURE.sub(lambda found: f"{found[1]}{figure(found[2], results)}{found[3]}", page)
+
+
+def figure(expression: str, results: dict[str, Result]) -> str:
+    """The value of an expression, formatted."""
+    terms, _, form = expression.partition(" | ")
+    first, *rest = re.split(r" ([×÷+−]) ", terms)
+    value = _value(first, results)
+    for sign, term in zip(rest[::2], rest[1::2], strict=True):
+        value = _OPERATIONS[sign](value, _value(term, results))
+    return format(value, form)
+
+
+def figure_sources(page: str) -> set[str]:
+    """The results that a page's figures come from."""
+    terms = [term for found in FIGURE.finditer(page) for term in re.split(r" [×÷+−|] ", found[2])]
+    return {term.partition(" > ")[0] for term in terms if " > " in term}
+
+
+def _value(term: str, results: dict[str, Result]) -> Any:
+    """A number, or what lies at the end of a path."""
+    if " > " not in term:
+        return float(term)
+    value: Any = results
+    for step in term.split(" > "):
+        value = value[int(step) if isinstance(value, list) else step]
+    return value
 
 
 def filled(page: str, tables: dict[str, str]) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from benchmarks import charts
+from benchmarks import charts, provenance
 from benchmarks.charts import Bar
 from benchmarks.markdown import Result, table
 
@@ -15,6 +15,7 @@ _PEERS = (
     "LitData",
     "MosaicML Streaming",
 )
+_OWN_PIXELS = ("SPDL", "DALI")
 _LINK = "40 MB/s"
 _NO_LOADERS = ("floor", "streamload", "with colour jitter")
 
@@ -51,7 +52,13 @@ def _bar(result: Result, name: str, metric: str, suffix: str = "") -> Bar:
 
 
 def beside(results: dict[str, Result]) -> str:
-    """A row for each thing that a loader does, a column for each loader."""
+    """A row for each thing that a loader does, a column for each loader.
+
+    Raises:
+        Unproven: a result doesn't say where it comes from.
+    """
+    for name in sorted(NEEDED):
+        provenance.refuse_unproven(name, results[name])
     cold, half = results["cold"], results["half"]
     of_data = f"{cold['settings']['bytes'] / 1e6:.0f} MB"
     limit = f"{half['settings']['limit_bytes'] / 1e6:.0f} MB"
@@ -63,6 +70,7 @@ def beside(results: dict[str, Result]) -> str:
         "resumed in mid-epoch: samples lost": _lost,
         "fetched again to resume": _fetched_to_resume,
         "images/s on 2 cores": _images_per_second,
+        "images/s with a transform of one's own": _with_own_transform,
     }
     names = ("streamload", *_PEERS)
     body = [[row, *(value(results, name) for name in names)] for row, value in rows.items()]
@@ -99,6 +107,23 @@ def _lost(results: dict[str, Result], name: str) -> str:
 def _fetched_to_resume(results: dict[str, Result], name: str) -> str:
     found = results["resume"]["medians"].get(name)
     return "–" if found is None else f"{found['fetched_bytes'] / 1e6:.0f} MB"
+
+
+def to_measure_again(sources: set[str]) -> str:
+    """Return a sentence on those of the results that aren't of a commit that anyone can measure again."""
+    listed = sorted(sources & provenance.TO_MEASURE_AGAIN)
+    if not listed:
+        return "Each result is of a commit of this history and a clean tree."
+    return f"To be measured again, in a clean tree: {', '.join(listed)}."
+
+
+def _with_own_transform(results: dict[str, Result], name: str) -> str:
+    """Where the transform runs as it is: open_clip's, which the peers call, stands for any."""
+    if name.startswith(_OWN_PIXELS):
+        return "–"
+    medians = results["warm"]["medians"]
+    label = "streamload, preprocess as given" if name == "streamload" else name
+    return f"{medians[label]['images_per_second']:,.0f}"
 
 
 def _images_per_second(results: dict[str, Result], name: str) -> str:

@@ -31,6 +31,9 @@ OPEN_CLIP_JITTERED = Contender(
 )
 WEBDATASET = Contender("webdataset, cache_dir", "webdataset_")
 SPDL = Contender("SPDL", "spdl_", _OWN_TRANSFORM, environment="spdl", reads="path")
+SPDL_4_THREADS = Contender(
+    "SPDL, 4 threads", "spdl_", {**_OWN_TRANSFORM, "workers": 4}, environment="spdl", reads="path"
+)
 HUGGINGFACE = Contender("Hugging Face datasets", "huggingface_", environment="huggingface", reads="path")
 LITDATA = Contender("LitData", "litdata_", environment="litdata", reads="converted")
 MOSAIC = Contender("MosaicML Streaming", "mosaic_", environment="mosaic", reads="converted")

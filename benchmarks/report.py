@@ -3,7 +3,8 @@
 Command: python -m benchmarks.report
 
 A table stands between `<!-- NAME -->` and `<!-- /NAME -->`, the chart of a benchmark between the same with
-NAME_chart; what is around them is written by hand and left alone. Charts are drawn into docs/results/images.
+NAME_chart, a figure of a sentence between marks that say its place in results/ (markdown.py); what is around
+them is written by hand and left alone. Charts are drawn into docs/results/images.
 """
 
 import argparse
@@ -13,11 +14,21 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import mixing_tables, overview, peer_tables
-from benchmarks.markdown import Result, filled, number, spread, table, when
+from benchmarks import mixing_tables, overview, peer_tables, provenance
+from benchmarks.markdown import (
+    FIGURE,
+    Result,
+    figure_sources,
+    filled,
+    number,
+    spread,
+    table,
+    when,
+    with_figures,
+)
 from benchmarks.turns import RESULTS, ROOT
 
-PAGES = tuple(
+TABLE_PAGES = tuple(
     ROOT / page
     for page in (
         "README.md",
@@ -25,6 +36,14 @@ PAGES = tuple(
         "docs/results/mixing.md",
         "benchmarks/README.md",
     )
+)
+PAGES = (
+    *TABLE_PAGES,
+    *(
+        page
+        for page in sorted((ROOT / "docs").glob("*/*.md"))
+        if page not in TABLE_PAGES and FIGURE.search(page.read_text())
+    ),
 )
 IMAGES = ROOT / "docs/results/images"
 
@@ -51,8 +70,11 @@ def write(given: argparse.Namespace) -> None:
     }
     for name, (_, drawing) in drawn.items():
         (given.images / f"{name}.svg").write_text(drawing)
+    every = provenance.read_all(given.results)
     for page in given.pages:
-        page.write_text(filled(page.read_text(), tables))
+        text = with_figures(page.read_text(), every)
+        sources = figure_sources(text) | (overview.NEEDED if "<!-- beside -->" in text else set())
+        page.write_text(filled(text, {**tables, "to_measure_again": overview.to_measure_again(sources)}))
 
 
 def tables_of(results: dict[str, Result]) -> dict[str, str]:

@@ -148,6 +148,8 @@ def arguments(
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # contenders and shards go with it
     given.rounds = given.rounds or (1 if given.quick else rounds)
+    if not given.quick and given.out is None and (why := machine.why_not_repeatable()):
+        raise SystemExit(f"{why}: a committed result is of a commit; or say --out FILE")
     return given
 
 

@@ -42,13 +42,15 @@ def main() -> int:
     rows = [row for row in ROWS if numbers is None or row.number in numbers]
     out = given.out or (None if numbers or given.short or given.count else RESULTS)
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    if out == RESULTS and (why := machine.why_not_repeatable()):
+        raise SystemExit(f"{why}: a committed result is of a commit; or say --out FILE")
     results: list[dict[str, Any]] = []
     with Sources() as sources:
         for row in rows:
             full = max(len(row.variants), round(row.count * given.share))
             count = given.count or ((row.short or len(row.variants)) if given.short else full)
             result = run_row(row, sources, count, short=given.short, with_peer=not given.no_peer)
-            results.append(result | {"date": today})
+            results.append(result | {"date": today, "commit": machine.commit()})
             print(reliability.said(result), flush=True)
             if out is not None:  # after each row: a run that is broken off leaves what it has
                 _write(out, results)
@@ -63,6 +65,8 @@ def _write(out: Path, results: list[dict[str, Any]]) -> None:
     rows = results + [row for row in before if (row["row"], row["name"]) in still]
     content = {
         "benchmark": "faults",
+        "date": max(row["date"] for row in rows),
+        "commit": machine.commit(),
         "machine": machine.describe(),
         "versions": {
             "python": platform.python_version(),

@@ -51,6 +51,7 @@ def main() -> int:
         content = {
             "benchmark": "simulation",
             "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            "commit": machine.commit(),
             "machine": machine.describe(),
             "planted": arguments.plant,
             "first_seed": first,
