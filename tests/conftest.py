@@ -175,7 +175,7 @@ def trusted(certificate: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> It
 
 Held = dict[str, set[str]]
 
-TRACKED_TIMES = 6
+TRACKED_TIMES = 2
 """How many times as long files in /dev/shm may stay: what a process of another test, which kills some, had
 there is nobody's until the tracker of that process removes it."""
 
@@ -233,7 +233,7 @@ def _has_open(process: psutil.Process, path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def leaks_nothing(patience_seconds: float = 5.0) -> Iterator[None]:
+def leaks_nothing(patience_seconds: float = 30.0) -> Iterator[None]:
     """Fail if the block leaves a thread, child process, open descriptor or file in /dev/shm behind.
 
     What is on its way out when the block ends gets `patience_seconds` to go. A block that runs for the first

@@ -32,10 +32,10 @@ from streamload.testing.server import Fault, ShardServer
 from streamload.testing.shards import write_shards
 from streamload.urls import expand_urls
 
-QUICK = OriginOptions(
-    connect_seconds=0.5, stall_seconds=0.5, attempts=2, backoff_seconds=0.01, backoff_limit_seconds=0.05
+ORIGIN = OriginOptions(
+    connect_seconds=60, stall_seconds=60, attempts=2, backoff_seconds=0.01, backoff_limit_seconds=0.05
 )
-ONCE = DaemonOptions(concurrency=2, once=True, look_seconds=0.05, retry_seconds=0.05, origin=QUICK)
+ONCE = DaemonOptions(concurrency=2, once=True, look_seconds=0.05, retry_seconds=0.05, origin=ORIGIN)
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_once_brings_all_and_each_byte_once(server: ShardServer, tier: Tier) -> 
 def test_what_a_look_finds_held_before_its_results_are_here_counts_as_done(
     server: ShardServer, tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = daemon(shards_of(server), tier, DaemonOptions(look_seconds=0.01, once=True, origin=QUICK))
+    one = daemon(shards_of(server), tier, DaemonOptions(look_seconds=0.01, once=True, origin=ORIGIN))
     monkeypatch.setattr(
         one._target, "deliver", lambda shard, _: until(lambda: shard.digest not in one._missing)
     )
@@ -124,7 +124,7 @@ def test_a_shard_that_cant_be_had_is_named_and_no_verdict_is_left(server: ShardS
 def test_what_failed_is_tried_again_until_it_is_there(server: ShardServer, tier: Tier) -> None:
     server.misbehave("00001.tar", Fault(status=503, first=6))
     notice = Notice()
-    going_on = DaemonOptions(look_seconds=0.05, retry_seconds=0.05, origin=QUICK)
+    going_on = DaemonOptions(look_seconds=0.05, retry_seconds=0.05, origin=ORIGIN)
     one = daemon(shards_of(server), tier, going_on)
     with running(one, notice):
         until(lambda: one.status().failed)
@@ -134,7 +134,7 @@ def test_what_failed_is_tried_again_until_it_is_there(server: ShardServer, tier:
 
 def test_what_is_taken_away_is_brought_again(server: ShardServer, tier: Tier) -> None:
     shards, notice = shards_of(server), Notice()
-    one = daemon(shards, tier, DaemonOptions(look_seconds=0.05, origin=QUICK))
+    one = daemon(shards, tier, DaemonOptions(look_seconds=0.05, origin=ORIGIN))
     with running(one, notice):
         until(lambda: len(held(tier)) == 4)
         tier.trash(tier.published(shards[1].digest))
@@ -192,7 +192,7 @@ def test_two_daemons_of_one_node_share_the_work(server: ShardServer, tier: Tier,
 def test_no_room_is_a_failure_that_says_so(server: ShardServer, tmp_path: Path) -> None:
     tier = Tier(tmp_path / "tiny", 64 << 10)
     with closing(DemandFile(tier.root / "runs")) as demand_file:
-        options = DaemonOptions(once=True, look_seconds=0.05, no_room_seconds=0.2, origin=QUICK)
+        options = DaemonOptions(once=True, look_seconds=0.05, no_room_seconds=0.2, origin=ORIGIN)
         status = daemon(shards_of(server), tier, options, announce=demand_file.announce).run(Notice())
     assert status.failed
     assert all("no room" in why or "larger" in why for why in status.failed.values())
@@ -204,7 +204,7 @@ def test_a_tier_that_is_too_small_keeps_what_is_needed_first(server: ShardServer
     tier = Tier(tmp_path / "small", 2 * (largest * 9 // 8 + (96 << 10)))
     with closing(DemandFile(tier.root / "runs")) as demand_file:
         options = DaemonOptions(
-            concurrency=1, once=True, look_seconds=0.05, no_room_seconds=0.3, retry_seconds=9, origin=QUICK
+            concurrency=1, once=True, look_seconds=0.05, no_room_seconds=0.3, retry_seconds=9, origin=ORIGIN
         )
         status = daemon(shards, tier, options, announce=demand_file.announce).run(Notice())
     brought = [shard.digest in held(tier) for shard in shards]
@@ -346,12 +346,13 @@ def test_what_is_refused_later_is_said_once_and_waited_for(
     one = daemon(
         shards,
         tier,
-        DaemonOptions(look_seconds=0.05, origin=QUICK),
-        wanted=(wanted := Refused(shards, range(3, 6))),
+        DaemonOptions(look_seconds=0.05, origin=ORIGIN),
+        wanted=(wanted := Refused(shards, range(3, 1000))),
     )
     with running(one, Notice()):
         until(lambda: "says no" in one.status().trouble)
         until(lambda: wanted.count > 6)
+        wanted.looks = range(0)
         until(lambda: one.status().is_complete)
     assert caplog.text.count("the demand can't be read now: the shared cache says no") == 1
 

@@ -27,7 +27,7 @@ from tests.support.kills import Child, Stage
 from tests.support.s3 import S3Server
 
 COUNTS = [6, 5, 7, 4, 6, 5]
-QUICK = OriginOptions(connect_seconds=0.5, stall_seconds=0.5, attempts=2, backoff_seconds=0.01)
+ORIGIN = OriginOptions(connect_seconds=60, stall_seconds=60, attempts=2, backoff_seconds=0.01)
 
 
 class Place:
@@ -56,8 +56,8 @@ class Place:
             "once": True,
             "notices": "none",
             "listen": "none",
-            "daemon": DaemonOptions(look_seconds=0.1, retry_seconds=0.1, stopped_seconds=2.0, origin=QUICK),
-            "lease_seconds": 1.0,
+            "daemon": DaemonOptions(look_seconds=0.1, retry_seconds=0.1, stopped_seconds=2.0, origin=ORIGIN),
+            "lease_seconds": 60.0,
         }
         return ServiceOptions(**{**given, **more})
 
@@ -134,7 +134,7 @@ def test_three_daemons_share_the_work_and_each_byte_is_asked_for_once(place: Pla
 
 def test_what_a_killed_daemon_had_is_done_by_another(place: Place) -> None:
     place.server.stop_after(0.5)
-    with place.daemon("a") as first, place.daemon("b") as second:
+    with place.daemon("a", lease_seconds=1.0) as first, place.daemon("b", lease_seconds=1.0) as second:
         until(lambda: len(place.objects.names("leases")) >= 3)
         first.kill()
         place.server.go_on()
@@ -155,7 +155,7 @@ def test_a_daemon_that_comes_back_to_its_node_goes_on_at_once(place: Place) -> N
 
 def test_a_daemon_that_is_stopped_and_goes_on_harms_nothing(place: Place) -> None:
     place.server.stop_after(0.5)
-    with place.daemon("a") as first, place.daemon("b") as second:
+    with place.daemon("a", lease_seconds=1.0) as first, place.daemon("b", lease_seconds=1.0) as second:
         until(lambda: len(place.objects.names("leases")) >= 3)
         first.stop()
         place.server.go_on()
@@ -167,7 +167,7 @@ def test_a_daemon_that_is_stopped_and_goes_on_harms_nothing(place: Place) -> Non
 
 def test_sigterm_lets_it_finish_what_it_has_and_exit_well(place: Place) -> None:
     place.server.stop_after(0.5)
-    with place.daemon("a", grace_seconds=30.0) as child:
+    with place.daemon("a", grace_seconds=120.0) as child:
         until(lambda: len(place.objects.names("leases")) == 2 and len(place.server.log) >= 2)
         os.kill(child.pid, signal.SIGTERM)
         place.server.go_on()
