@@ -209,8 +209,9 @@ class BufferPool:
             self._held.array[index] = 0
 
     def _mapped(self, region: Region) -> _Slot:
-        try:
-            return _Slot(region, mmap.mmap(self._file, region.size, offset=region.start))
+        try:  # a map has a descriptor of its own
+            memory = opening(lambda: mmap.mmap(self._file, region.size, offset=region.start))
+            return _Slot(region, memory)
         except OSError as exc:
             raise limits.reached(f"{region.size:,} bytes of shared memory can't be mapped", exc) from exc
 

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from streamload import Workers, limits
+from streamload.descriptors import give_up_when_short
 from streamload.errors import LimitReached, StreamloadError
-from streamload.ipc.buffers import buffers_for
+from streamload.ipc.buffers import BufferPool, buffers_for
 from streamload.prefetch.scheduler import FillScheduler
 from streamload.testing.shards import write_shards
 from tests.support import flat
@@ -141,6 +142,30 @@ def test_a_shard_that_was_evicted_while_it_was_closed_is_fetched_again_and_the_o
     found = outcome(run)
     assert found["text"] == ""
     assert found["value"] == expected
+
+
+class Spare:
+    """Files that are kept open for later."""
+
+    def __init__(self, numbers: list[int]):
+        self.numbers = numbers
+
+    def give_up(self) -> bool:
+        os.close(self.numbers.pop())
+        return True
+
+
+def test_memory_for_a_batch_takes_the_descriptor_of_a_shard_that_can_be_opened_again() -> None:
+    def run() -> int:
+        slots = BufferPool(batches=2)
+        allow_files(more=20)
+        spare = Spare(use_up_files())
+        count = len(spare.numbers)
+        give_up_when_short(spare.give_up)
+        assert slots.empty((1000,), torch.uint8) is not None
+        return count - len(spare.numbers)
+
+    assert outcome(run) == {"value": 1, "kind": "", "text": ""}
 
 
 def opens_files(sample: dict[str, Any]) -> dict[str, Any]:
