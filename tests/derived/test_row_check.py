@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -205,6 +207,9 @@ class Scaled(nn.Module):
         return (value * 1000).long() if self.is_whole else value
 
 
+_CHILD_SECONDS = 60
+
+
 def in_another_process(act: Callable[[], Any], factor: float = 1.0) -> Any:
     """What a process returns that has proved nothing, or the text of its error; and its calls of forward."""
     here, there = multiprocessing.get_context("fork").Pipe(duplex=False)
@@ -221,8 +226,15 @@ def in_another_process(act: Callable[[], Any], factor: float = 1.0) -> Any:
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
     there.close()  # so that a child that dies is an EOFError here
-    value = here.recv()
-    process.join()
+    has_answer = here.poll(_CHILD_SECONDS)
+    value = here.recv() if has_answer else None
+    process.join(_CHILD_SECONDS if has_answer else 0)
+    if process.is_alive():
+        os.kill(process.pid, signal.SIGUSR1)  # prints its stacks
+        process.join(1)
+        process.kill()
+        process.join()
+        pytest.fail(f"a process {'does not end' if has_answer else 'has no answer'} for {_CHILD_SECONDS} s")
     return value
 
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 _WORD_BYTES = 128
 _LOOK_SECONDS = 0.001
+_STACKS_SECONDS = 1.0
 
 __all__ = ["Child", "ChildFailed", "Hit", "Moment", "Stage", "kill_loop"]
 
@@ -176,9 +177,12 @@ class Child:
         """Wait for the end and return the function's result.
 
         Raises:
-            ChildFailed: it raised, was killed, or isn't done in time (then it is killed now).
+            ChildFailed: it raised, was killed, or isn't done in time (then its stacks are printed, by the
+                handler that conftest.py sets, and it is killed).
         """
         if self.join(seconds) is None:
+            os.kill(self.pid, signal.SIGUSR1)
+            self.join(_STACKS_SECONDS)
             stage = self.kill()
             raise ChildFailed(f"not done after {seconds:g} s, in stage {stage!r}")
         if self.status != 0:
