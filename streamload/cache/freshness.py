@@ -118,7 +118,8 @@ class Freshness:
         tiers = tiers or (self._tier,)
         place = next((path for _, path in _copies(shard, tiers)), None)
         claim = FileLock.acquire(place / "index") if place is not None else None
-        if place is not None and claim is None and place.exists() and not self._has_waited_long(shard):
+        is_asked_elsewhere = place is not None and claim is None and (place / "index").exists()
+        if is_asked_elsewhere and not self._has_waited_long(shard):
             return False
         try:
             if not self.is_current(shard):

@@ -248,10 +248,11 @@ class _ShardCheck:
     def _check_facts(self, reader: IndexReader) -> None:
         """Find the files of facts that don't belong to the index, and remove them if that was asked for."""
         for path in self._held.path.glob("facts.*"):
+            digest = path.name.removeprefix("facts.")
             try:
                 with contextlib.suppress(FileNotFoundError), open_file(path) as file:
                     data = os.pread(file.number, os.fstat(file.number).st_size, 0)
-                    if valid_frames(data, reader.records).size_bytes == len(data):
+                    if valid_frames(digest, data, reader.records).size_bytes == len(data):
                         continue
             except OSError:  # not a file of ours: see inventory.py
                 continue

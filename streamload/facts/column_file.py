@@ -35,6 +35,7 @@ class FactsFile:
     """
 
     def __init__(self, column: Column):
+        self._digest = column.digest
         self._name = f"facts.{column.digest}"
         self._dtype = column.dtype
         self.is_behind = False
@@ -61,7 +62,7 @@ class FactsFile:
                 self._identity, self._count, self._size_bytes = identity, 0, 0
             first = self._count
             data = os.pread(file.number, status.st_size - self._size_bytes, self._size_bytes)
-            frames = valid_frames(data, copy.reader.records, first)
+            frames = valid_frames(self._digest, data, copy.reader.records, first)
             if len(frames.values) != (frames.stop - first) * np.dtype(self._dtype).itemsize:
                 return first, b""  # no writer of ours
             self._count, self._size_bytes = frames.stop, self._size_bytes + frames.size_bytes
@@ -112,7 +113,8 @@ class FactsFile:
             values: of all samples so far.
             records: the index records of these samples.
         """
-        frame = pack_frame(self._count, pack_values(values[self._count :], self._dtype), records)
+        packed = pack_values(values[self._count :], self._dtype)
+        frame = pack_frame(self._digest, self._count, packed, records)
         if self._write(frame):
             self._count, self._size_bytes = len(values), self._size_bytes + len(frame)
 

@@ -206,6 +206,7 @@ def read_facts(
         if not isinstance(name, str) or name in BUILT_IN:
             raise OptionError(f"facts={{{name!r}: …}}; expected a name other than {', '.join(BUILT_IN)}")
         columns[name] = _column(name, fact, text_key, tokenizer)
+        _refuse_shared_version(name, columns)
     return columns
 
 
@@ -277,6 +278,19 @@ def _column(name: str, fact: Any, text_key: str | None, tokenizer: Any) -> Colum
     if not all(path for _, path in key.choices):
         raise OptionError(f'{where}; expected "tokens", "json:<field>", or the path of a .csv or .parquet')
     return JsonField(key, column_digest(["json", key.choices]))
+
+
+def _refuse_shared_version(name: str, columns: Mapping[str, Column]) -> None:
+    """Refuse another function under a version that a function of the run has: both would have one column."""
+    column = columns[name]
+    for other, before in columns.items():
+        if before.digest == column.digest and isinstance(column, FunctionFact):
+            assert isinstance(before, FunctionFact)
+            if before.function != column.function:
+                raise OptionError(
+                    f"facts={{…}}: {other!r} and {name!r} are other functions under one version, and such a "
+                    f'function is known by its version alone; give each its own: (function, "{name} 1")'
+                )
 
 
 def _table(text: str) -> tuple[Path | None, str]:

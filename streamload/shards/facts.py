@@ -1,8 +1,8 @@
 """The format of a column's file beside the index of a shard.
 
-A file is a sequence of frames, appended in the order of the entries. A frame's checksum covers its values and
-the index records of its samples: values of other samples, or of another index, never pass. facts/recipes.py
-makes the values, facts/shard_facts.py has the files.
+A file is a sequence of frames, appended in the order of the entries. A frame's checksum covers the column,
+the values and the index records of their samples: values of another column, sample or index never pass.
+facts/recipes.py makes the values, facts/shard_facts.py has the files.
 """
 
 from __future__ import annotations
@@ -50,28 +50,30 @@ def unpack_values(data: bytes, dtype: str) -> Values:
     return values
 
 
-def pack_frame(first: int, values: bytes, records: npt.NDArray[np.void]) -> bytes:
+def pack_frame(column: str, first: int, values: bytes, records: npt.NDArray[np.void]) -> bytes:
     """Pack the values of the samples from number `first` on.
 
     Args:
+        column: its digest.
         first: the number of the first sample.
         values: packed.
         records: the index records of all samples, at least up to the last of these.
     """
     count = len(records) - first
     head = _HEAD.pack(first, count, len(values))
-    return head + _CHECK.pack(_checksum(head, values, records[first:])) + values
+    return head + _CHECK.pack(_checksum(column, head, values, records[first:])) + values
 
 
-def pack_each(values: Values, dtype: str, records: npt.NDArray[np.void]) -> bytes:
+def pack_each(column: str, values: Values, dtype: str, records: npt.NDArray[np.void]) -> bytes:
     """Pack the values of a shard's samples with a frame for each, as the shared cache has them.
 
     Args:
+        column: its digest.
         records: the index records of all samples.
     """
     packed, size_bytes = pack_values(values, dtype), np.dtype(dtype).itemsize
     return b"".join(
-        pack_frame(number, packed[number * size_bytes :][:size_bytes], records[: number + 1])
+        pack_frame(column, number, packed[number * size_bytes :][:size_bytes], records[: number + 1])
         for number in range(len(values))
     )
 
@@ -92,10 +94,11 @@ class Frames(NamedTuple):
     is_behind: bool
 
 
-def valid_frames(data: bytes, records: npt.NDArray[np.void], first: int = 0) -> Frames:
+def valid_frames(column: str, data: bytes, records: npt.NDArray[np.void], first: int = 0) -> Frames:
     """Read frames up to the first that is cut, fails its check, or is of more samples than there are records.
 
     Args:
+        column: its digest.
         data: of a file, from a frame on.
         records: the index records of the shard's samples so far.
         first: the number of the first sample of that frame.
@@ -112,15 +115,16 @@ def valid_frames(data: bytes, records: npt.NDArray[np.void], first: int = 0) -> 
             return Frames(bytes(frames), count, offset, is_behind=True)
         values = data[begin : begin + size_bytes]
         (check,) = _CHECK.unpack_from(data, offset + _HEAD.size)
-        if _checksum(head, values, records[count : count + more]) != check:
+        if _checksum(column, head, values, records[count : count + more]) != check:
             break
         frames += values
         count, offset = count + more, begin + size_bytes
     return Frames(bytes(frames), count, offset, is_behind=False)
 
 
-def _checksum(head: bytes, values: bytes, records: npt.NDArray[np.void]) -> int:
-    digest = xxh3_64(head)
+def _checksum(column: str, head: bytes, values: bytes, records: npt.NDArray[np.void]) -> int:
+    digest = xxh3_64(column.encode())
+    digest.update(head)
     digest.update(records.tobytes())
     digest.update(values)
     return digest.intdigest()

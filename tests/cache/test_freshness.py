@@ -7,7 +7,7 @@ import logging
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -522,9 +522,15 @@ def test_a_line_that_a_full_disk_has_cut_is_passed_over(node: Node) -> None:
     process.close()
 
 
-def test_a_copy_that_cannot_be_read_is_taken_away_instead_of_asked_about(node: Node) -> None:
+@pytest.mark.parametrize(
+    "damage", [lambda index: index.write_bytes(b"rot"), Path.unlink], ids=["rotten", "gone"]
+)
+def test_a_copy_that_cannot_be_read_is_taken_away_instead_of_asked_about(
+    damage: Callable[[Path], object], node: Node
+) -> None:
+    """Without an index nobody can lock it, so that it seemed to be asked about elsewhere."""
     node.fill()
-    (node.tier.published(node.shard.digest) / "index").write_bytes(b"rot")
+    damage(node.tier.published(node.shard.digest) / "index")
     asked = node.counts.snapshot().origin_requests
     process = node.process("a")
     process.begin("0")

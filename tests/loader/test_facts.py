@@ -271,6 +271,21 @@ def test_functions_of_other_code_or_version_are_other_columns():
     assert column(one).digest == column(one).digest
 
 
+def test_two_functions_under_one_version_are_refused_and_one_may_have_two_names():
+    def one(sample: dict[str, Any]) -> float:
+        return 1.0
+
+    def two(sample: dict[str, Any]) -> float:
+        return 2.0
+
+    with pytest.raises(
+        streamload.errors.OptionError, match="'a' and 'b' are other functions under one version"
+    ):
+        read_facts({"a": (one, "1"), "b": (two, "1")}, "jpg", "txt", None)
+    for facts in ({"a": (one, "1"), "b": (two, "2")}, {"a": (one, "1"), "b": (one, "1")}):
+        assert read_facts(facts, "jpg", "txt", None).keys() == {"image_bytes", "a", "b"}
+
+
 def test_a_function_gets_members_without_images_and_may_not_know():
     def count(sample: dict[str, Any]) -> float | None:
         assert sample["__key__"].startswith("k")

@@ -75,5 +75,5 @@ def _head(column: Column) -> bytes:
 
 def _packed(column: Column, values: Values, records: npt.NDArray[np.void]) -> bytes:
     """The object; empty if it would be larger than any that is read."""
-    packed = _head(column) + pack_each(values, column.dtype, records)
+    packed = _head(column) + pack_each(column.digest, values, column.dtype, records)
     return packed if len(packed) <= OBJECT_LIMIT_BYTES else b""
