@@ -1,7 +1,7 @@
 """Tables in Markdown, numbers as they stand there, and their places on a page.
 
 A figure within a sentence stands between `<!-- = PATH | FORMAT -->` and `<!-- /= -->`. The path leads into
-the results: `warm > medians > streamload > images_per_second`; FORMAT is Python's, such as `.2f`. Paths and
+the results: `warm → medians → streamload → images_per_second`; FORMAT is Python's, such as `.2f`. Paths and
 numbers may be combined from left to right with ×, ÷, + and −. A mark may not begin a line: Markdown would
 take the line for HTML.
 """
@@ -35,15 +35,15 @@ def figure(expression: str, results: dict[str, Result]) -> str:
 def figure_sources(page: str) -> set[str]:
     """The results that a page's figures come from."""
     terms = [term for found in FIGURE.finditer(page) for term in re.split(r" [×÷+−|] ", found[2])]
-    return {term.partition(" > ")[0] for term in terms if " > " in term}
+    return {term.partition(" → ")[0] for term in terms if " → " in term}
 
 
 def _value(term: str, results: dict[str, Result]) -> Any:
     """A number, or what lies at the end of a path."""
-    if " > " not in term:
+    if " → " not in term:
         return float(term)
     value: Any = results
-    for step in term.split(" > "):
+    for step in term.split(" → "):
         value = value[int(step) if isinstance(value, list) else step]
     return value
 

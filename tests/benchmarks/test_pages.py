@@ -32,16 +32,16 @@ def test_tables_go_between_their_marks_and_nothing_else_changes() -> None:
 
 def test_figures_of_sentences_are_those_of_their_places_in_the_results() -> None:
     results = {"warm": {"medians": {"a, b": {"rate": 1234.5}}, "rounds": [{"us": 10}, {"us": 40}]}}
-    page = "x <!-- = warm > medians > a, b > rate | ,.0f -->?<!-- /= -->"
-    page += ", <!-- = warm > rounds > -1 > us -->?<!-- /= -->"
+    page = "x <!-- = warm → medians → a, b → rate | ,.0f -->?<!-- /= -->"
+    page += ", <!-- = warm → rounds → -1 → us -->?<!-- /= -->"
     written = with_figures(page, results)
     assert re.sub("<!--.*?-->", "", written) == "x 1,234, 40"
     assert with_figures(written, results) == written
-    ratio = "is <!-- = warm > rounds > -1 > us − warm > rounds > 0 > us ÷ 15 | .1f -->2<!-- /= --> ×"
+    ratio = "is <!-- = warm → rounds → -1 → us − warm → rounds → 0 → us ÷ 15 | .1f -->2<!-- /= --> ×"
     assert re.sub("<!--.*?-->", "", with_figures(ratio, results)) == "is 2.0 ×"
-    assert figure_sources(page + ratio + "a <!-- = cold > date -->?<!-- /= -->") == {"warm", "cold"}
+    assert figure_sources(page + ratio + "a <!-- = cold → date -->?<!-- /= -->") == {"warm", "cold"}
     with pytest.raises(KeyError, match="medain"):
-        with_figures("x <!-- = warm > medain -->?<!-- /= -->", results)
+        with_figures("x <!-- = warm → medain -->?<!-- /= -->", results)
 
 
 def test_no_line_of_a_page_begins_with_the_mark_of_a_figure() -> None:
