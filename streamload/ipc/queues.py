@@ -137,10 +137,16 @@ class MessageQueue:
         if not self._readable.poll(None if timeout is None else timeout * 1000):
             raise queue.Empty
         start_ns = time.monotonic_ns()
-        self._await_descriptor()
+        if self._brings_file():
+            self._await_descriptor()
         value = self._receive()
         _spent_ns += time.monotonic_ns() - start_ns
         return value
+
+    def _brings_file(self) -> bool:
+        """Return whether the next message has a file: without room for one it is said to be cut."""
+        _, _, flags, _ = self._reader.recvmsg(1, 0, socket.MSG_PEEK)
+        return bool(flags & socket.MSG_CTRUNC)
 
     def _await_descriptor(self) -> None:
         """Wait until a file can be received: one that comes while the table is full is lost.

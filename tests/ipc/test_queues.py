@@ -220,6 +220,19 @@ def test_a_process_with_too_many_open_files_is_told_how_many_to_allow_and_loses_
     in_a_child(run)
 
 
+def test_a_value_without_a_file_arrives_where_no_file_may_be_opened() -> None:
+    def run() -> None:
+        limits.PATIENCE_SECONDS = 0.05
+        channel = MessageQueue()
+        put_each(channel, "a", [1, 5000])
+        open_all_that_is_allowed()
+        assert channel.get(PATIENCE_SECONDS) == ("a", 0, content(1))
+        with pytest.raises(LimitReached, match="ulimit -n"):
+            channel.get(PATIENCE_SECONDS)
+
+    in_a_child(run)
+
+
 def test_a_worker_that_keeps_too_many_files_open_sends_an_error_in_place_of_its_batch() -> None:
     def run() -> None:
         limits.PATIENCE_SECONDS = 0.05

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import streamload.cache.copying  # noqa: F401 - before it has to be found without a descriptor
 from streamload import Workers, limits
 from streamload.descriptors import give_up_when_short
 from streamload.errors import LimitReached, StreamloadError
