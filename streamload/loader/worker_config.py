@@ -21,7 +21,7 @@ from streamload.cache.selection import KeySpec, Selection, kept_by_all
 from streamload.cache.shard import ShardList
 from streamload.cache.shard_cache import ShardCache
 from streamload.cache.tier import Placed, Tier, placed_on_disk
-from streamload.errors import StreamloadError
+from streamload.errors import StreamloadError, as_failure
 from streamload.loader.options import LoaderOptions
 from streamload.loader.registered import backing_of, extensions_of_run
 from streamload.loader.schedule import RunSchedule
@@ -258,7 +258,10 @@ def _count_samples(cache: ShardCache, drawn: tuple[int, int] | None) -> int | No
     samples = 0
     with contextlib.closing(cache):
         for place in range(len(cache.shards)):
-            numbers, ended = cache.arrived(place)
+            try:
+                numbers, ended = cache.arrived(place)
+            except StopIteration as exc:  # of a user's function: list() asks for the length first
+                raise as_failure(exc) from exc
             if not ended:
                 return None
             count = len(numbers)

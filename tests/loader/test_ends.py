@@ -134,6 +134,20 @@ def test_a_function_that_stops_is_an_error_that_names_it_and_the_sample(
         list(loader)
 
 
+def test_a_function_that_stops_while_samples_are_counted_is_named_too(data: str, tmp_path: Path) -> None:
+    """By `list()`, which asks for the length: the indexes are in the cache already."""
+    kept = {"map_sample": lambda raw: {"value": 1}, "train": True, "num_workers": 0}
+    with make(data, tmp_path, **kept) as loader:
+        list(loader)
+    with (
+        make(data, tmp_path, **{**options_that_stop_in("repeat"), "num_workers": 0}) as loader,
+        pytest.raises(
+            RuntimeError, match=r"stopping_number raised StopIteration\(\) \(.*function of repeat="
+        ),
+    ):
+        len(loader)
+
+
 class Stopping(Extension):
     """Stops in one of its hooks."""
 
