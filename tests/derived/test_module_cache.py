@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 import streamload
 from streamload import CacheLevel, cache_info, cache_module
+from streamload.derived.calls import module_call
 from streamload.derived.proof.code import Describer
 from streamload.derived.proof.module_proof import proof_of
 from streamload.derived.store import row_store
@@ -468,6 +469,16 @@ def test_inputs_may_be_texts_images_or_nothing():
         assert module(image, cache_key="image").shape == (3, 4, 3)
     with pytest.raises(FeatureMismatch, match="'image' was computed from another input"):
         module(Image.new("RGB", (4, 3), (9, 2, 3)), cache_key="image")
+
+
+def test_one_input_with_the_key_of_another_is_found_where_it_is_compared(monkeypatch):
+    module = seeded(Cached)
+    for _ in range(3):
+        module(X[0], cache_key="one")
+    assert cache_info(module).hits >= 1
+    monkeypatch.setattr(module_call._places, "getrandbits", lambda bits: 0)  # now
+    with pytest.raises(FeatureMismatch, match="'one' was computed from another input"):
+        module(X[1], cache_key="one")
 
 
 def test_editing_a_result_in_place_changes_no_row():
