@@ -492,6 +492,23 @@ def test_editing_a_result_in_place_changes_no_row():
     assert torch.equal(module(X[0], cache_key="one"), one)
 
 
+def test_a_gradient_for_one_of_two_inputs_is_refused():
+    class Adds(nn.Module):
+        def forward(self, x, other):
+            return x + other
+
+    with pytest.raises(FeatureNotCacheable, match="requires a gradient"):
+        cache_module()(Adds)()(X, torch.ones(8, 10, requires_grad=True), cache_key=keys(8))
+
+
+def test_rows_of_a_part_in_another_mode_are_others():
+    module = seeded(Cached).eval()
+    module(X, cache_key=keys(8))
+    module.linear.train()
+    module(X, cache_key=keys(8))
+    assert computed(module) == 16
+
+
 def test_a_gradient_for_the_input_is_refused():
     with pytest.raises(FeatureNotCacheable, match="requires a gradient"):
         Cached()(X.clone().requires_grad_(), cache_key=keys(8))

@@ -89,7 +89,8 @@ class Overlay:
 
     def close(self) -> None:
         """Remove the copy. Idempotent."""
-        if self._zygote.stdin is not None:
-            self._zygote.stdin.close()
+        for pipe in (self._zygote.stdin, self._zygote.stdout):
+            if pipe is not None:
+                pipe.close()
         self._zygote.wait()
         shutil.rmtree(self.folder, ignore_errors=True)

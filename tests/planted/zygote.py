@@ -21,29 +21,10 @@ from typing import Any
 
 _NO_KILL = ("ImportError", "ModuleNotFoundError", "NameError", "SyntaxError", "IndentationError")
 """Errors with which any run would fail: no test has found anything then."""
-
-
 _HEAVY = (
-    *(
-        "torch",
-        "numpy",
-        "PIL.Image",
-        "fsspec",
-        "psutil",
-        "urllib3",
-        "xxhash",
-        "sqlite3",
-        "asyncio",
-        "aiohttp",
-    ),
-    *("pytest", "_pytest.assertion.rewrite", "_pytest.terminal", "_pytest.pytester", "_pytest.doctest"),
-    *(
-        "hypothesis",
-        "hypothesis.strategies",
-        "_hypothesis_pytestplugin",
-        "anyio.pytest_plugin",
-        "pytest_timeout",
-    ),
+    "torch numpy PIL.Image fsspec psutil urllib3 xxhash sqlite3 asyncio aiohttp pytest "
+    "_pytest.assertion.rewrite _pytest.terminal _pytest.pytester _pytest.doctest hypothesis "
+    "hypothesis.strategies _hypothesis_pytestplugin anyio.pytest_plugin pytest_timeout"
 )
 """What most tests or pytest itself import."""
 
@@ -77,15 +58,25 @@ def serve(copy: Path) -> None:
         del os.environ[name]  # of the run that asks for this one
     os.environ |= {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     os.chdir(copy)
-    for name in _HEAVY:
+    for name in _HEAVY.split():
         with contextlib.suppress(ImportError):
             import_module(name)
+    _shrink_nothing()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
         request = json.loads(line)
         answers.write(json.dumps(_answer(copy, **request)) + "\n")
         answers.flush()
+
+
+def _shrink_nothing() -> None:
+    """Have hypothesis fail with the first example that it finds: to make it small takes most of the time."""
+    from hypothesis import Phase, settings
+
+    phases = (Phase.explicit, Phase.reuse, Phase.generate)
+    settings.register_profile("planted", settings.get_profile("default"), phases=phases)
+    settings.load_profile("planted")
 
 
 def _answer(copy: Path, arguments: list[str], log: str, seconds: float) -> dict[str, Any]:
