@@ -163,3 +163,52 @@ def test_what_a_header_or_caption_shows_is_said_before_any_pixel():
         batch.parse(sample("", huge), 0)
     with pytest.raises(CaptionError):
         batch.parse(sample("", files()["a JPEG"], caption=b"\xff\xfe\xff"), 0)
+
+
+def drawn(rows):
+    return {"draw": torch.rand(1)}
+
+
+def test_the_draws_of_collate_depend_on_all_samples_of_a_batch():
+    assembly = dataclasses.replace(clip_examples(), images=None, map_sample=dict, collate=drawn)
+    begin = assembly.batch_factory()
+
+    def draw(*seeds):
+        batch = begin(len(seeds), own_empty)
+        for seed in seeds:
+            batch.add(batch.parse(sample("", b""), seed))
+        values = batch.finish()
+        batch.close()
+        return values["draw"].item()
+
+    assert len({draw(1, 3), draw(2, 3), draw(1, 4)}) == 3
+    assert draw(1, 3) == draw(1, 3)
+
+
+def refusing(raw):
+    if raw["__key__"] == "refused":
+        raise CaptionError("not this one")
+    return {"image": raw["image"], "key": raw["__key__"]}
+
+
+def test_images_stay_with_their_samples_where_map_sample_refuses_some():
+    assembly = dataclasses.replace(clip_examples(), map_sample=refusing)
+    begin = assembly.batch_factory()
+
+    def made(*names):
+        batch = begin(2, own_empty)
+        for name in names:
+            image = files()["a JPEG" if name == "refused" else name]
+            parsed = batch.parse(sample(name, image), 5)
+            if name == "refused":
+                with pytest.raises(CaptionError):
+                    batch.add(parsed)
+            else:
+                batch.add(parsed)
+        values = batch.finish()
+        batch.close()
+        return values
+
+    with_refused = made("gray", "refused", "PNG")
+    assert with_refused["__key__"] == ["gray", "PNG"]
+    assert torch.equal(with_refused["image"], made("gray", "PNG")["image"])

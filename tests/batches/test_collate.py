@@ -62,8 +62,9 @@ def test_arrays_that_no_tensor_can_hold_are_a_list(value):
     assert isinstance(joined(value, value), list)
 
 
-def test_arrays_of_several_shapes_are_a_list():
+def test_arrays_of_several_shapes_or_dtypes_are_a_list():
     assert isinstance(joined(np.zeros(2), np.zeros(3)), list)
+    assert isinstance(joined(np.zeros(2, np.int64), np.full(2, 0.5, np.float32)), list)
 
 
 @pytest.mark.parametrize(

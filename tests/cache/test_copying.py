@@ -128,6 +128,15 @@ def test_a_tier_with_room_for_a_fifth_of_the_data_takes_it(mount: Path, tmp_path
         assert ("less than a fifth" in answer.why) is not is_copied
 
 
+def test_of_a_long_list_the_shards_that_are_looked_at_stand_for_all(
+    mount: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamload.cache.shard.LOOKED_THROUGH", 2)
+    data_bytes = sum(path.stat().st_size for path in mount.glob("*.tar"))
+    assert copying.decide(listed(mount), tmp_path / "tier", data_bytes * 3 // 10).chosen == str(mount)
+    assert not copying.decide(listed(mount), tmp_path / "tier", data_bytes * 3 // 20).chosen
+
+
 def test_a_tier_in_memory_or_on_the_same_file_system_takes_none(mount: Path, tmp_path: Path) -> None:
     for root, reason in (
         (mount / "tier", "is on the same one"),

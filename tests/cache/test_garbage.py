@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from streamload import descriptors
 from streamload.cache.demand import DemandFile, files, next_uses
 from streamload.cache.fill import fill
 from streamload.cache.garbage import Removal, clear, collect_garbage
@@ -347,3 +349,24 @@ def test_trash_that_somebody_reads_still_stays_and_counts_until_he_is_through(fi
     assert all(reader.read(number) is not None for number in range(SAMPLES))
     reader.close()
     assert removed(collect_garbage(filled.tier)) == {f"trash/{trash.name}": "was being deleted"}
+
+
+def test_a_part_stays_in_which_lies_what_the_tier_did_not_make(filled: Filled) -> None:
+    mine = filled.orphan(3) / "labels.csv"
+    mine.write_text("mine")
+    collect_garbage(filled.tier, all_parts=True)
+    assert mine.read_text() == "mine"
+
+
+def test_a_reader_lets_go_of_a_part_once_it_reads_the_published_shard(filled: Filled) -> None:
+    part, shard = filled.orphan(0), shard_of(filled.urls[0], None)
+    before = descriptors.count()
+    with contextlib.closing(ShardView(filled.tier, shard)) as view:
+        arriving = view.count
+        filled.tier.trash(part)
+        warm(filled.urls, cache_dir=filled.root, cache_size="1GB")
+        until(lambda: (view.refresh(), view.ended)[1])
+        assert view.count == SAMPLES > arriving > 0
+        held = descriptors.count() - before
+        with contextlib.closing(ShardView(filled.tier, shard)):
+            assert descriptors.count() - before == 2 * held

@@ -3,6 +3,7 @@
 import pytest
 
 from streamload.cache.selection import KeySpec, usable
+from streamload.cache.shard import shard_of
 from streamload.errors import OptionError
 from streamload.shards.index import IndexReader
 from streamload.shards.samples import Entry
@@ -70,3 +71,11 @@ def test_usable_entries_can_be_asked_for_from_a_number_on(reader, start):
 def test_an_index_without_entries_has_none(tmp_path):
     with WrittenIndex(tmp_path, {}), IndexReader(tmp_path) as reader:
         assert usable(reader, [IMAGE, TEXT]).tolist() == []
+
+
+def test_another_form_of_a_shard_has_a_name_of_its_own_that_begins_alike():
+    url = "http://host/0.tar"
+    shards = [shard_of(url, None), shard_of(url, None, is_copied=True)]
+    shards += [shard_of(url, None, recipe).prepared for recipe in ("raw-200", "raw-300")]
+    assert len({shard.digest for shard in shards}) == 4
+    assert len({shard.digest[:16] for shard in shards}) == 1

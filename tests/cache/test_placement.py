@@ -489,6 +489,24 @@ def test_who_does_not_come_to_an_answer_is_not_waited_for_for_ever(
     deciding.close()
 
 
+def test_what_a_tier_in_memory_holds_counts_as_free_for_it(
+    tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = settings(tmp_path, "memory", memory_size="1MB")
+    tier = Tier(memory_root(asked), 1 << 30)
+    part = tier.claim("a" * 32)
+    assert part is not None
+    assert part.reserve(1 << 21, 0.0)
+    (part.path / "names").touch()
+    (part.path / "data").write_bytes(bytes(1 << 21))
+    part.publish()
+    monkeypatch.setattr(memory, "available", lambda root: memory.FreeMemory(0, "memory"))
+    assert placement.memory_budget(asked) == 10**6
+    tier.trash(tier.published("a" * 32))
+    with pytest.raises(CacheError, match="too little memory"):
+        placement.memory_budget(asked)
+
+
 def test_a_tier_in_memory_gives_way_when_memory_gets_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -607,3 +607,15 @@ def test_a_note_that_was_written_in_part_or_changed_does_not_hold(tmp_path: Path
     assert part.reserve(100, 0)
     assert noted(tier) == tier.used_bytes
     part.discard()
+
+
+def test_a_lock_is_that_of_a_path_as_long_as_its_file_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with contextlib.closing(FileLock.acquire(path, create=True)) as lock:
+        assert lock.is_of(path)
+        path.unlink()
+        assert not lock.is_of(path)
+        with contextlib.closing(FileLock.acquire(path, create=True)) as other:
+            assert other.is_of(path)
+            assert not lock.is_of(path)
+    assert not lock.is_of(path)

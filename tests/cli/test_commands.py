@@ -18,12 +18,14 @@ import pytest
 from PIL import Image
 
 from streamload.cache import memory
+from streamload.cache.placement import memory_root
 from streamload.cache.tier import Tier
 from streamload.cli import main
 from streamload.cli.doctor import examine
+from streamload.cli.options import roots_of
 from streamload.cli.terminal import print_table
 from streamload.errors import CacheError
-from streamload.options import directories
+from streamload.options import directories, read_settings
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
@@ -670,3 +672,9 @@ def test_rows_of_a_table_stay_on_one_line_in_a_pipe(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     print_table(("shard", ">size"), [(url, "5 MB")])
     assert max(map(len, capsys.readouterr().out.splitlines())) == 80
+
+
+def test_without_a_name_commands_look_into_the_caches_on_disk_and_in_memory(monkeypatch, tmp_path):
+    monkeypatch.setenv("STREAMLOAD_CACHE_DIR", str(tmp_path / "disk"))
+    assert roots_of(None) == [tmp_path / "disk", memory_root(read_settings())]
+    assert roots_of([str(tmp_path / "other")]) == [tmp_path / "other"]

@@ -99,6 +99,17 @@ def test_what_readers_fetch_themselves_is_left_to_them() -> None:
     assert Coming(made).of(PlanProgress(0, 0, ((0, 0),), ahead=4), 5) == everything[4:]
 
 
+def test_the_progress_of_a_group_is_estimated_by_another_ones_share_of_its_shards() -> None:
+    made = plan(hints=np.array([100] * 3 + [1] * 27))
+    coming = Coming(made)
+    sizes = {len(coming.of(PlanProgress(group, 0, ((0, 0),)), 10**6)): group for group in (0, 1)}
+    small, large = sorted(sizes)
+    for place in (0, large // 2, large):
+        front = PlanProgress(sizes[large], 2, ((1, place),))
+        estimated = coming.estimated(sizes[small], front)
+        assert estimated == PlanProgress(sizes[small], 2, ((1, place * small // large),))
+
+
 def test_groups_are_served_in_turn() -> None:
     assert in_order([[1, 2, 3], [4], [5, 1]]) == [1, 4, 5, 2, 3]
 

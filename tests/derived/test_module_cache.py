@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 import streamload
 from streamload import CacheLevel, cache_info, cache_module
+from streamload.derived.calls import module_call
 from streamload.derived.proof.code import Describer
 from streamload.derived.proof.module_proof import proof_of
 from streamload.derived.store import row_store
@@ -470,6 +471,16 @@ def test_inputs_may_be_texts_images_or_nothing():
         module(Image.new("RGB", (4, 3), (9, 2, 3)), cache_key="image")
 
 
+def test_one_input_with_the_key_of_another_is_found_where_it_is_compared(monkeypatch):
+    module = seeded(Cached)
+    for _ in range(3):
+        module(X[0], cache_key="one")
+    assert cache_info(module).hits >= 1
+    monkeypatch.setattr(module_call._places, "getrandbits", lambda bits: 0)  # now
+    with pytest.raises(FeatureMismatch, match="'one' was computed from another input"):
+        module(X[1], cache_key="one")
+
+
 def test_editing_a_result_in_place_changes_no_row():
     module = seeded(Cached)
     expected = module(X, cache_key=keys(8)).clone()
@@ -479,6 +490,23 @@ def test_editing_a_result_in_place_changes_no_row():
     one = module(X[0], cache_key="one").clone()
     module(X[0], cache_key="one").zero_()
     assert torch.equal(module(X[0], cache_key="one"), one)
+
+
+def test_a_gradient_for_one_of_two_inputs_is_refused():
+    class Adds(nn.Module):
+        def forward(self, x, other):
+            return x + other
+
+    with pytest.raises(FeatureNotCacheable, match="requires a gradient"):
+        cache_module()(Adds)()(X, torch.ones(8, 10, requires_grad=True), cache_key=keys(8))
+
+
+def test_rows_of_a_part_in_another_mode_are_others():
+    module = seeded(Cached).eval()
+    module(X, cache_key=keys(8))
+    module.linear.train()
+    module(X, cache_key=keys(8))
+    assert computed(module) == 16
 
 
 def test_a_gradient_for_the_input_is_refused():

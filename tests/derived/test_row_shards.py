@@ -38,10 +38,11 @@ from streamload.derived.store import shard as row_shard
 from streamload.derived.store.catalog import open_catalog
 from streamload.derived.store.row_store import close_stores
 from streamload.derived.store.shard import RowShardWriter, rows_form
-from streamload.errors import OptionError
+from streamload.errors import FeatureMismatch, OptionError
 from streamload.features.named import NamedFeatures
 from streamload.features.recipe import FeatureRecipe
 from streamload.loader.feature_recipe import make_recipe
+from streamload.origins.origin import open_origin
 from streamload.testing.shards import ShardOptions, write_shards
 from tests.support import flat
 from tests.support.ray_cluster import RayCluster
@@ -83,6 +84,19 @@ class Parts(nn.Module):
     def forward(self, images: torch.Tensor) -> dict[str, Any]:
         small = nn.functional.adaptive_avg_pool2d(images, 2)
         return {"half": small.half(), "both": (small.mean((1, 2, 3)).bfloat16(), small[:, 0] > 0)}
+
+
+@streamload.cache_module
+class Counts(Net):
+    """Changes what its rows depend on when it computes some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(images)
 
 
 made: list[Any] = []
@@ -247,6 +261,16 @@ def test_a_derived_shard_is_read_by_tarfile_and_numpy_alone(origin: Origin, plac
     leaves = [arrays[leaf["file"]] for leaf in about["leaves"]]
     rows = [b"".join(leaf[at].tobytes() for leaf in leaves) for at in range(len(keys))]
     assert arrays["rows.checksums.npy"].tolist() == [xxh3_64_intdigest(row) for row in rows]
+
+
+def test_rows_of_a_module_that_computing_changes_are_in_no_derived_shard(origin: Origin) -> None:
+    recipe = make_recipe(NamedFeatures(f"{HERE}:Counts", batch_size=4))
+    derived_origin = recipe.derive(open_origin(origin.urls[0]))
+    with (
+        contextlib.closing(derived_origin.open()) as stream,
+        pytest.raises(FeatureMismatch, match="another fingerprint after it computed its first rows"),
+    ):
+        b"".join(stream.chunks())
 
 
 @pytest.mark.parametrize("place", ["folder", "s3"], indirect=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import multiprocessing
 import os
 import shutil
 import signal
+import tarfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -31,6 +33,7 @@ from streamload.facts.shard_facts import ShardFacts
 from streamload.metrics import Counters
 from streamload.origins.origin import open_origin
 from streamload.shards.columns import Column
+from streamload.shards.facts import pack_values, unpack_values
 from streamload.testing.shards import read_oracle, write_shards
 from streamload.urls import expand_urls
 from tests.support.tiers import SAMPLES, SHARDS, Filled, flip, until
@@ -226,6 +229,22 @@ def test_an_index_only_shard_is_requested_in_large_ranges_once(filled: Filled):
     assert len(filled.server.log) - filled.asked == 1
 
 
+def test_of_an_index_only_shard_each_sample_has_the_members_that_it_needs(filled: Filled):
+    samples = [{"jpg": b"x", "txt": b"one"}, {"jpg": b"x", "txt": b"two", "json": b'{"index": 7}'}]
+    with tarfile.open(filled.paths[1], "w") as tar:
+        for number, members in enumerate(samples, 1):
+            for extension, payload in members.items():
+                info = tarfile.TarInfo(f"{number}.{extension}")
+                info.size = len(payload)
+                tar.addfile(info, io.BytesIO(payload))
+    filled.index_only(1)
+    with opened(filled.tier, filled.urls, fetch=read_range) as cache:
+        found = cache.facts(1, range(2), ["index", "letters"])
+    assert found is not None
+    np.testing.assert_array_equal(found["index"], [math.nan, 7])
+    np.testing.assert_array_equal(found["letters"], [3, 3])
+
+
 def test_an_index_only_shard_needs_no_bytes_for_a_table(filled: Filled, tmp_path: Path):
     filled.index_only(1)
     filled.asked = len(filled.server.log)
@@ -393,3 +412,9 @@ def test_a_column_of_other_code_has_another_file(filled: Filled):
         found = cache.facts(0, [1], ["letters"])
     assert found["letters"][0] == expected(filled.paths[0])["letters"][1] + 1
     assert len(files_of(filled.shard(0))) == 4
+
+
+def test_a_number_too_large_for_its_type_is_the_largest_and_not_unknown():
+    given = np.array([0, 65_533, 65_534, 65_535, 1e9, math.nan])
+    found = unpack_values(pack_values(given, "<u2"), "<u2")
+    np.testing.assert_array_equal(found, [0, 65_533, 65_534, 65_534, 65_534, math.nan])

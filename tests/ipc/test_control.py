@@ -120,6 +120,27 @@ def test_a_board_that_is_made_in_inference_mode_is_of_use_outside() -> None:
     assert control.order.read()["epoch"] == 2
 
 
+class WrittenMeanwhile(SharedJson):
+    """Gets other values while it is read."""
+
+    later: dict[str, int] | None = None
+
+    @property
+    def generation(self) -> int:
+        found = super().generation
+        if self.later is not None:
+            values, self.later = self.later, None
+            self.write(values)
+        return found
+
+
+def test_an_order_that_comes_while_another_is_read_is_read_with_its_own_generation() -> None:
+    text = WrittenMeanwhile()
+    text.write({"step": 1})
+    text.later = {"step": 2}
+    assert text.read() == {"step": 2, "generation": text.generation}
+
+
 def test_a_withdrawn_order_is_seen_by_its_generation() -> None:
     control = ControlBlock(1)
     control.order.write({"epoch": 1})

@@ -113,6 +113,24 @@ def test_nobody_waits_to_put_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch
     assert [channel.get(PATIENCE_SECONDS)[1] for _ in range(4)] == [0, 1, 2, 3]
 
 
+def test_nothing_overtakes_what_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    channel, has_room = MessageQueue(), threading.Event()
+    is_sent = channel._is_sent
+
+    def is_sent_with_room(message: memoryview) -> bool:
+        is_late = threading.current_thread().name == "streamload-late"
+        return (has_room.is_set() or (has_been_full.is_set() and not is_late)) and is_sent(message)
+
+    has_been_full = threading.Event()
+    monkeypatch.setattr(channel, "_is_sent", is_sent_with_room)
+    channel.put(1)  # no room
+    has_been_full.set()
+    channel.put(2)  # there would be some
+    has_room.set()
+    assert [channel.get(PATIENCE_SECONDS) for _ in range(2)] == [1, 2]
+    channel.close()
+
+
 def test_many_put_at_once_each_in_its_order() -> None:
     context: Any = context_with_queues("fork")
     channel: Any = context.Queue()

@@ -320,6 +320,16 @@ def test_an_order_that_gives_less_than_the_shards_have_is_an_error_at_its_end(
         list(loader)
 
 
+def test_an_epoch_that_ends_before_its_last_step_is_an_error(data: str, tmp_path: Path) -> None:
+    options = {"map_sample": lambda raw: {"value": 1}, "num_workers": 0, "num_batches": 4}
+    with make(data, tmp_path, train=True, **options) as loader:
+        batches = iter(loader)
+        next(batches)
+        loader._events.epoch.plan(6)
+        with pytest.raises(PassMismatch, match="an epoch of 7 batches has ended after 4"):
+            list(batches)
+
+
 @WORKERS
 @TRAIN
 def test_a_worker_that_ends_without_a_word_is_an_error(

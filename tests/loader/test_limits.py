@@ -347,3 +347,8 @@ def test_shared_memory_of_a_container_may_be_smaller_than_a_batch(urls: str, tmp
         pytest.skip(found["value"])
     assert found["text"] == ""
     assert sum(found["value"]) == SHARDS * SAMPLES
+
+
+def test_without_a_limit_of_files_many_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert limits.most_files() > 100_000

@@ -373,3 +373,21 @@ def test_a_source_of_nothing_usable_is_an_error_and_no_hang(
     barren = pytest.raises(streamload.errors.NoValidSamples, match="no usable sample in source 'empty'")
     with make(mixed, tmp_path / "cache", num_workers=1) as loader, barren:
         list(loader)
+
+
+def test_a_source_draws_the_same_however_many_shards_come_before_its_own(
+    paths: dict[str, list[str]], tmp_path: Path
+) -> None:
+    def draws(first: str) -> dict[str, float]:
+        sources = sources_of(paths, **{first: 1, "middle": 1})
+        with make(sources, tmp_path / "cache", num_batches=10) as loader:
+            return {
+                key: float(value)
+                for batch in loader
+                for key, url, value in zip(batch["__key__"], batch["__url__"], batch["drawn"], strict=True)
+                if origin(url) == "middle"
+            }
+
+    behind_few = draws("small")
+    assert len(behind_few) == 100
+    assert draws("large") == behind_few

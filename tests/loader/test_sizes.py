@@ -8,11 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from streamload import urls
+from streamload.errors import OrderDiverged
+from streamload.loader import sizes as sizes_
 from streamload.loader.sizes import read_sizes
 from streamload.testing.server import ShardServer
+from streamload.topology import Topology
 from streamload.urls import expand_urls, listing
 from tests.support import flat
 
@@ -176,3 +180,19 @@ def test_the_sizes_of_a_million_shards_cost_one_rank_of_a_node_a_request_and_the
         assert its_length == length
         assert urls_made < 10_000
         assert peak_bytes < 10 << 20
+
+
+@pytest.mark.parametrize("theirs", [[3, 4], [3, 5], None])
+def test_a_rank_that_lacks_the_sizes_of_one_source_compares_those_of_the_other(
+    theirs: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own: list[Any] = [None, np.array([3, 4])]
+    first = [np.array([1, 2]), theirs and np.array(theirs)]
+    said = "rank 0 found others (of them)", lambda: sizes_._as_json(first)
+    monkeypatch.setattr(sizes_, "first_with_details", lambda *_: said)
+    if theirs == [3, 4]:
+        agreed = sizes_.agree_on_sizes(own, "sizes", Topology(1, 2))
+        assert [found.tolist() for found in agreed] == [[1, 2], [3, 4]]
+    else:
+        with pytest.raises(OrderDiverged):
+            sizes_.agree_on_sizes(own, "sizes", Topology(1, 2))

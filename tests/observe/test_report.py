@@ -99,6 +99,26 @@ def test_a_recording_stays_bounded_however_long_the_run_and_the_report_small(tmp
     assert len(report(timeline(tmp_path))) < 200_000
 
 
+def test_a_rank_that_began_later_is_drawn_from_then_on(tmp_path: Path) -> None:
+    late = 60.0
+    for rank in (0, 1):
+        recording = Recording(tmp_path, SETTINGS)
+        for second in range(1, 121):
+            page = page_at(second, rank)
+            moved = {
+                name: moment._replace(unix=moment.unix + late * rank)
+                for name, moment in (("began", page.began), ("written", page.written))
+            }
+            recording.add(dataclasses.replace(page, **moved))
+    drawn = timeline(tmp_path)
+    assert drawn.seconds == pytest.approx(120 + late)
+    rates = drawn.rate("samples_yielded")
+    before, after = drawn.edges[1:] < late, (drawn.edges[:-1] > late) & (drawn.edges[1:] < 120)
+    assert (rates[0][before] > 0).all()
+    assert (rates[1][before] == 0).all()
+    assert rates[1][after] == pytest.approx(400, rel=0.05)
+
+
 def test_a_run_in_trouble_says_so_first_and_lists_its_alerts(tmp_path: Path) -> None:
     recording = Recording(tmp_path, {})
     for second in range(1, 101):

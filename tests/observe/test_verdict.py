@@ -154,6 +154,11 @@ def test_a_rank_without_workers_makes_its_batches_while_the_training_waits() -> 
             "40 requests were retried). See the log",
         ),
         ({"blocked_wait_seconds": 18.0, "shared_bytes": 10**9}, "origin", "the shared cache gives 16.7 MB/s"),
+        (
+            {"blocked_wait_seconds": 18.0, "shared_bytes": 10**8, "origin_bytes": 10**9},
+            "origin",
+            "the origin gives 16.7 MB/s",
+        ),
         ({"blocked_wait_seconds": 18.0}, "origin", "bytes don't arrive"),
         (
             {"blocked_wait_seconds": 58.0, "data_wait_seconds": 59.9, "origin_bytes": 60 * 10**6},

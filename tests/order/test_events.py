@@ -68,6 +68,12 @@ def test_what_is_over_can_be_left_out(drawn: list[tuple[int, str]], cut: int) ->
     assert all(shares_at(late, position) == shares_at(events, position) for position in range(cut, 25))
 
 
+def test_an_event_replaces_those_of_its_kind_from_its_own_position_on() -> None:
+    sizes = [new_batch_size(position, 2) for position in (4, 8, 12)]
+    assert joined(sizes, [new_batch_size(8, 6)]) == [sizes[0], new_batch_size(8, 6)]
+    assert joined(sizes, [new_weights(4, (UNIT,))]) == [*sizes, new_weights(4, (UNIT,))]
+
+
 def test_events_of_extensions_add_up_and_replace_nothing() -> None:
     first, second = Event(8, "mine", 1), Event(4, "mine", 2)
     assert joined([new_weights(0, (UNIT,)), first], [new_batch_size(4, 8)]) == [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gzip
 import random
 import shutil
@@ -488,3 +489,27 @@ def test_version_and_samples_of_a_server_with_bad_ranges_are_right(row: Row) -> 
         version = origin.version()
         assert version.size == SIZE
         assert origin.read(200_000, 200_100, version) == SHARD[200_000:200_100]
+
+
+def test_a_parallel_range_that_ends_early_by_its_own_framing_is_read_again() -> None:
+    spoilt = list[int]()
+
+    def answer(asked: Asked) -> bytes:
+        first, last = asked.span or (0, None)
+        if first < 100_000 or last is None or spoilt:
+            return sound(asked)
+        spoilt.append(first)
+        body = SHARD[first:last]
+        lines = (ETAG, f"Content-Range: bytes {first}-{last}/{SIZE}", "Transfer-Encoding: chunked")
+        framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+        return whole(*lines, status="206 Part", body=framed, has_length=False)
+
+    side_by_side = dataclasses.replace(
+        OPTIONS, quick_bytes_per_second=float("inf"), first_part_bytes=50_000, parts=2
+    )
+    with (
+        RawServer(answer) as server,
+        contextlib.closing(open_origin(f"{server.url}/a.tar", options=side_by_side).open()) as stream,
+    ):
+        assert b"".join(stream.chunks()) == SHARD
+        assert len(spoilt) == 1

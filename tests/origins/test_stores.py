@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from streamload.errors import (
     DatasetChanged,
@@ -300,6 +301,23 @@ def test_a_stopped_loader_does_not_wait_for_a_file_system_without_asyncio(front:
     threading.Timer(0.3, stop.set).start()
     with pytest.raises(OriginStopped):
         read(f"sync-{front.url}/bucket/a.tar", options=replace(QUICK, stall_seconds=600.0), stop=stop)
+
+
+def test_a_range_that_comes_short_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    MemoryFileSystem().pipe("/short.tar", BODY)
+    whole, cut = MemoryFileSystem.cat_file, list[int]()
+
+    def cat_file(self: MemoryFileSystem, path: str, start: int, end: int) -> bytes:
+        data: bytes = whole(self, path, start=start, end=end)
+        if start and not cut:
+            cut.append(start)
+            return data[:-10]
+        return data
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    tally = Tally()
+    assert read("memory://short.tar", options=QUICK, counters=tally) == BODY
+    assert tally["origin_retries"] == len(cut) == 1
 
 
 def test_options_that_no_file_system_takes_are_an_option_error() -> None:

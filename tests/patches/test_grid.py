@@ -35,3 +35,9 @@ def test_no_box_has_more_patches_than_its_image_may_have(
 
 def test_an_unknown_size_stays_unknown() -> None:
     assert np.isnan(most_patches(np.array([np.nan]), np.array([30.0]), (16, 16), 1.0)).all()
+
+
+def test_the_aspect_of_a_box_is_about_that_of_its_image() -> None:
+    crop = PatchCrop((0.3, 0.8), (0.9, 1.1))
+    boxes = [crop.draw(1000, 3000, random.Random(seed)) for seed in range(20)]
+    assert all(2.6 < box.width / box.height < 3.4 for box in boxes)

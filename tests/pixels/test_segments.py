@@ -158,3 +158,8 @@ def test_what_the_c_code_does_not_doubt_python_does_not_either():
             sound += 1
             assert segments._Jpeg(file).doubt() is None, file.hex()
     assert sound > 300
+
+
+def test_a_huffman_table_has_no_code_of_ones_alone():
+    assert segments._is_huffman(bytes([0, 1, 1, *[0] * 14, 0, 1]))
+    assert not segments._is_huffman(bytes([0, 2, *[0] * 15, 0, 1]))

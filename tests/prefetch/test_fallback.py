@@ -80,6 +80,19 @@ def test_what_the_tier_does_not_take_goes_into_the_spare(tier: Tier, monkeypatch
     fallback_tier.close()
 
 
+def test_processes_share_a_spare_until_the_last_of_them_is_done(tier: Tier, monkeypatch: Any) -> None:
+    first = spare_of(tier, monkeypatch)
+    second = FallbackTier(tier.root, Counters())
+    opened = first.open(), second.open()
+    assert opened[0] is not None
+    assert opened[1] is not None
+    assert opened[0].root == opened[1].root
+    first.close()
+    assert opened[1].root.exists()
+    second.close()
+    assert not opened[1].root.exists()
+
+
 def test_a_shard_of_a_server_without_ranges_is_kept_bare_only_where_there_is_no_spare(
     tier: Tier, monkeypatch: Any, caplog: Any
 ) -> None:

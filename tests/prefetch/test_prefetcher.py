@@ -7,6 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from streamload.cache.shard import Shard, shard_of
 from streamload.cache.tier import Tier
 from streamload.errors import OriginUnavailable
@@ -134,6 +136,32 @@ def test_what_is_not_wanted_any_more_is_not_remembered() -> None:
         assert thread.take() == shard
         thread.settle(shard, 600.0, is_refused=True)
     assert repr(thread) == "<FillScheduler 1 requests, 1 needed, 1 looked at, busy=[]>"
+
+
+@pytest.mark.parametrize("is_needed", [False, True])
+def test_behind_a_shard_without_room_no_other_is_taken_unless_a_reader_waits_for_it(is_needed: bool) -> None:
+    end = threading.Event()
+    thread = scheduler.FillScheduler(2, lambda: None, end)
+    first, second = (shard_of(f"https://host/{number}.tar", None) for number in range(2))
+    thread.want([scheduler.FillRequest(first, 1.0, is_needed=is_needed), scheduler.FillRequest(second, 2.0)])
+    assert thread.take() == first
+    thread.settle(first, 600.0, is_refused=True)
+    end.set()  # nothing is waited for
+    assert thread.take() == (second if is_needed else None)
+
+
+def test_a_part_holds_room_as_long_as_it_is_filled(tmp_path: Path) -> None:
+    tier, heartbeat = Tier(tmp_path / "tier", 1 << 30), ahead_.Heartbeat(300.0)
+    part = tier.claim("a" * 32)
+    assert part is not None
+    assert part.reserve(1 << 20, 0.0)
+    try:
+        with heartbeat.of(part, "a" * 32):
+            assert heartbeat.holds_room()
+        assert not heartbeat.holds_room()
+    finally:
+        heartbeat.close()
+        part.discard()
 
 
 def test_heartbeats_of_a_few_shards_are_watched(tmp_path: Path, monkeypatch: Any) -> None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,3 +81,45 @@ def test_what_goes_wrong_is_said_to_whoever_reads(server: ShardServer) -> None:
         ranges.want([one])
         with pytest.raises(OriginNotFound):
             ranges.read(one)
+
+
+class Told:
+    """An origin that tells which of its reads overlap."""
+
+    def __init__(self, together: threading.Barrier):
+        self.reads, self.is_closed = list[int](), False
+        self._together = together
+
+    def read(self, start: int, stop: int, version: Version) -> bytes:
+        if start == 1 << 30:
+            raise OriginNotFound("not there")
+        self.reads.append(start)
+        if start:
+            self._together.wait(60)
+        return bytes(stop - start)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_each_origin_is_read_by_one_thread_at_a_time_and_closed_once_it_has_failed() -> None:
+    shard, version, origins = shard_of("http://host/a.tar", None), Version(1), list[Told]()
+    together = threading.Barrier(2)
+
+    def opened_here(shard: Shard) -> Any:
+        origins.append(Told(together))
+        return origins[-1]
+
+    def part(start: int) -> ShardRange:
+        return ShardRange(shard, version, start, start + 10)
+
+    with closing(Ranges(opened_here)) as ranges:
+        ranges.read(part(0))
+        far_apart = [part(10 << 20), part(20 << 20)]
+        ranges.want(far_apart)
+        assert [ranges.read(one) for one in far_apart] == [bytes(10)] * 2
+        assert sorted(len(origin.reads) for origin in origins) == [1, 2]
+        with pytest.raises(OriginNotFound):
+            ranges.read(part(1 << 30))
+        assert [origin.is_closed for origin in origins].count(True) == 1
+    assert all(origin.is_closed for origin in origins)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from streamload import limits
+from streamload import descriptors, limits
 from streamload.cache.fill import Filled, fill
 from streamload.cache.locks import FileLock, exclusive
 from streamload.cache.shard import shard_of
@@ -302,3 +302,11 @@ print(hung)
 def test_a_child_opens_tls_connections_after_threads_that_had_some_have_ended() -> None:
     """OpenSSL takes its locks once more as a thread ends."""
     assert subprocess.check_output([sys.executable, "-c", _TLS_BESIDE_FORKS]) == b"0\n"
+
+
+def test_what_ends_with_a_process_does_not_end_with_its_children() -> None:
+    ended = list[str]()
+    end = descriptors.in_this_process(ended.append)
+    assert said_by_child(lambda: (end("by a child"), ended)[1]) == ""
+    end("by itself")
+    assert ended == ["by itself"]

@@ -50,6 +50,14 @@ def test_exif_rotation_is_ignored():
     assert image_size(encoded((40, 20), "JPEG", exif=exif)) == (40, 20)
 
 
+@pytest.mark.parametrize("fill", [1, 2, 5])
+def test_a_marker_may_follow_fill_bytes(fill):
+    data = encoded((40, 20), "JPEG")
+    place = data.index(b"\xff\xc0")
+    filled = data[:place] + b"\xff" * fill + data[place:]
+    assert image_size(filled) == Image.open(io.BytesIO(filled)).size == (40, 20)
+
+
 def test_a_size_behind_64_kb_is_unknown():
     data = encoded((40, 20), "JPEG", icc_profile=bytes(200_000))
     assert data.index(b"\xff\xc0") > HEADER_BYTES

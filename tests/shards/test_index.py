@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from streamload.errors import CacheCorrupt
+from streamload.shards import index
 from streamload.shards.index import IndexReader
 from streamload.shards.record import COMPLETE, OWN_LAYOUT, RECORD
 from streamload.shards.samples import Entry
@@ -54,6 +55,33 @@ def read(directory):
 
 def header_bytes(directory):
     return int.from_bytes((directory / "index").read_bytes()[8:12], "little")
+
+
+def test_an_index_with_a_sound_record_of_another_of_its_shard_is_not_complete(tmp_path):
+    one, other = write(tmp_path / "a", entries_of(5)), write(tmp_path / "b", entries_of(5, width=99))
+    place = header_bytes(one) + 2 * RECORD.itemsize
+    record = (other / "index").read_bytes()[place : place + RECORD.itemsize]
+    with (one / "index").open("r+b") as file:
+        file.seek(place)
+        file.write(record)
+    for directory in (one, other):
+        with IndexReader(directory) as reader:
+            assert reader.is_complete == (directory == other)
+
+
+def test_a_reader_that_looks_between_two_writes_finds_whole_entries(tmp_path, monkeypatch):
+    expected, looks, write_at = entries_of(3), [], index.write_at
+
+    def write_then_look(*given):
+        write_at(*given)
+        looks.append(read(tmp_path))
+
+    with WrittenIndex(tmp_path, META) as writer:
+        monkeypatch.setattr(index, "write_at", write_then_look)
+        for entry in expected:
+            writer.append([entry])
+    assert all(found == expected[: len(found)] for found in looks)
+    assert looks[-1] == expected
 
 
 ODD = [

@@ -55,6 +55,14 @@ def test_a_file_without_end_marker_gives_a_warning(shard):
     assert ["no end marker" in warning for warning in warnings] == [True]
 
 
+def test_a_file_that_is_written_over_meanwhile_fails(shard):
+    found = index_local(shard)
+    next(found)
+    os.utime(shard, ns=(1, 1))  # it has its size
+    with pytest.raises(DatasetChanged, match="it was written to while it was indexed"):
+        list(found)
+
+
 def test_a_file_that_is_written_to_meanwhile_fails(shard):
     found = index_local(shard)
     next(found)

@@ -315,6 +315,12 @@ def test_a_size_of_8_gib_that_lies_is_a_cut():
         parse(header(size=base_256(8 << 30)) + bytes(5000))
 
 
+@pytest.mark.parametrize("size", [-1, -700, 700 - (1 << 88)])
+def test_a_negative_size_is_an_error(size):
+    with pytest.raises(ShardFormatError, match=f"a member of {size} bytes"):
+        parse(header(size=base_256(size)) + padded(bytes(700)) + END)
+
+
 def test_names_of_64_kb_are_read():
     name = "x" * 65_000 + ".jpg"
     for tar_format in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):

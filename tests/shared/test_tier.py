@@ -134,6 +134,17 @@ def test_storing_the_same_again_stores_nothing(origin: Origin, local: Path, plac
     assert [place.objects().modified(name) for name in names] == times
 
 
+def test_a_damaged_copy_is_read_again_once_it_was_replaced(origin: Origin, local: Path, place: Place) -> None:
+    store(origin, local, place, (0,))
+    shard = origin.shard(0)
+    tier, _ = opened(place)
+    tier.invalidate(shard)
+    assert tier.is_lacking(shard)
+    assert tier.store(shard, Tier(local).published(shard.digest))
+    assert not tier.is_lacking(shard)
+    assert tier.held(shard) is not None
+
+
 def test_data_without_an_index_is_nothing_and_does_no_harm(origin: Origin, local: Path, place: Place) -> None:
     """Who stored it was killed before the index."""
     store(origin, local, place, (0,))

@@ -42,6 +42,16 @@ def test_what_is_no_policy_fails(given):
         as_policy(given)
 
 
+def test_a_policy_that_names_a_source_that_there_is_not_is_refused():
+    policy = Fixed()
+    policy.names = ("a", "bb")
+    with pytest.raises(OptionError, match="names the source 'bb'; there are: a, b"):
+        as_policy(policy, ["a", "b"])
+    policy.names = ("b",)
+    assert as_policy(policy, ["a", "b"]) is policy
+    assert as_policy(policy) is policy
+
+
 def test_a_source_that_is_not_named_keeps_its_weight():
     assert weights_of(Decided({"b": 3}), SUMMARY) == (3, 3)
     assert weights_of(Decided(None), SUMMARY) is None

@@ -84,6 +84,15 @@ def test_kinds_that_take_more_memory_or_time_may_have_fewer_pixels(kind, bytes_a
     assert not taken(data, most_pixels - 2)
 
 
+def test_each_image_of_an_icon_counts_before_one_is_decoded(monkeypatch):
+    data = encoded("ICO", sizes=[(16, 16), (SIDE, SIDE)])
+    assert data[22:24] == bytes([SIDE, SIDE])
+    most_pixels = -(-PIXELS * 200 // 12)
+    assert taken(data, most_pixels)
+    monkeypatch.setattr(Image, "open", None)  # it decodes one of them
+    assert not taken(data, most_pixels - 2)
+
+
 def test_a_tile_counts_as_an_image():
     assert taken(tiled_tiff(16, 64), 64 * 64 * 20 // 12 + 1)
     assert not taken(tiled_tiff(16, 80), 64 * 64 * 20 // 12 + 1)

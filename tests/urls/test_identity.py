@@ -8,6 +8,7 @@ from streamload.errors import UrlError
 from streamload.urls import (
     basename,
     digest,
+    folder_of,
     identity,
     is_local,
     local_path,
@@ -290,3 +291,11 @@ def test_secrets_in_what_a_command_said_are_not_shown():
 def test_the_name_in_a_command_with_a_long_token_is_found_in_linear_time():
     token = "x" * 300_000
     assert basename(f"pipe:curl -H 'X: {token}' https://h/x/a.tar") == "a.tar"
+
+
+def test_a_folder_has_the_files_below_it_and_not_those_of_one_whose_name_begins_alike():
+    assert folder_of("/data/a/b.tar", ["/data2", "/data"]) == "/data"
+    assert folder_of("/data2/a.tar", ["/data"]) is None
+    assert folder_of("file:///data/../data2/a.tar", ["/data/"]) is None
+    assert folder_of("/anything/a.tar", ["/"]) == "/"
+    assert folder_of("s3://data/a.tar", ["/"]) is None
