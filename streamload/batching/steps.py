@@ -20,7 +20,7 @@ from streamload.order.steps import Block, Portion, Portions, Split, Steps
 from streamload.worker.messages import EpochStart, Span, Visit, WorkerConfig
 from streamload.worker.reader import Reader
 from streamload.worker.sampler import RankStep, Sampler
-from streamload.worker.states import GroupState, SourceState
+from streamload.worker.states import GroupState
 
 Rows = npt.NDArray[np.int64]
 """int64[N, 4]: source, pass, shard and number of samples."""
@@ -133,7 +133,7 @@ class BlockPlanner:
         for source, position in enumerate(positions):
             stream = self._reader.references(group, source)
             stream.take(position, position)
-            sources.append(SourceState(stream.cursor(position), stream.begun()))
+            sources.append(stream.state(position))
         return GroupState(owed, tuple(sources))
 
     def _plan(self, group: int, block: Block, portion: Portion) -> BlockPlan:

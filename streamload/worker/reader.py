@@ -348,8 +348,8 @@ class Reader:
                 return np.empty(0, np.int64)
             return pass_order(source_order.order, pieces.shards, number, start.epoch + 1, 0)
 
-        begun, begun_in = ({} if state is None else state.begun), order.pass_
-        arrivals = CheckedArrivals(self._cache, source_order.first, begun, lambda: order.pass_ == begun_in)
+        begun = {} if state is None else state.begun
+        arrivals = CheckedArrivals(self._cache, source_order.first, begun, order.pass_, lambda: order.pass_)
         repeated = None
         if config.selection.repeat is not None:
             repeated = config.selection.repeat.arrivals(

@@ -17,7 +17,7 @@ from streamload.cache.demand import VISITS_KEPT, DemandFile, short
 from streamload.cache.shard import ShardList
 from streamload.cache.tier import Tier
 from streamload.order.group import Cursor, GroupOrder
-from streamload.worker.states import CheckedArrivals, OpenShards
+from streamload.worker.states import CheckedArrivals, SourceState
 
 NextPass = Callable[[], npt.NDArray[np.int64]]
 
@@ -159,9 +159,11 @@ class ReferenceStream:
         """The cursor at a taken position, or at the end of the sequence if that comes before."""
         return self._order.mark_at(min(position, self._order.position))
 
-    def begun(self) -> OpenShards:
-        """The open shards as a checkpoint records them."""
-        return self._arrivals.begun(np.array(self.shards_in_use(), np.int64) - self._first)
+    def state(self, position: int) -> SourceState:
+        """The state at a taken position, or at the end of the sequence if that comes before."""
+        cursor = self.cursor(position)
+        shards = np.array(self.shards_in_use(), np.int64) - self._first
+        return SourceState(cursor, self._arrivals.begun(shards, cursor.pass_))
 
     def shards_in_use(self) -> list[int]:
         """The shards that have to stay readable, the next needed first."""

@@ -17,7 +17,7 @@ from streamload.order.events import BATCH_SIZE, WEIGHTS, Event, in_effect, joine
 from streamload.order.steps import Portion, Portions, Share, Steps
 from streamload.worker.messages import EpochStart, Span, Visit, WorkerConfig
 from streamload.worker.reader import Reader
-from streamload.worker.states import GroupState, SourceState
+from streamload.worker.states import GroupState
 
 
 class RankStep(RowsStep, Protocol):
@@ -177,11 +177,8 @@ class Step:
             self.config.first_group + part.group: GroupState(
                 part.portion.owed,
                 tuple(
-                    SourceState(stream.cursor(stop), stream.begun())
-                    for stream, stop in (
-                        (self.reader.references(part.group, source), stop)
-                        for source, stop in enumerate(part.portion.stop)
-                    )
+                    self.reader.references(part.group, source).state(stop)
+                    for source, stop in enumerate(part.portion.stop)
                 ),
             )
             for part in self.parts

@@ -192,7 +192,8 @@ class CheckedArrivals:
         cache: all shards of the run.
         first: the position of the source's first shard among them.
         recorded: what the state recorded, by the shard's position in the source.
-        holds: whether the pass of the state is still being read; it says nothing about later ones.
+        recorded_in: the pass that it says something about.
+        current_pass: returns the pass whose shards are asked for.
     """
 
     def __init__(
@@ -200,14 +201,15 @@ class CheckedArrivals:
         cache: ShardCache,
         first: int,
         recorded: Mapping[int, CheckpointShard],
-        holds: Callable[[], bool],
+        recorded_in: int,
+        current_pass: Callable[[], int],
     ) -> None:
         self._cache = cache
         self._first = first
         self._begun = recorded
-        self._holds = holds
+        self._begun_in, self._current_pass = recorded_in, current_pass
         self._settled = OpenShards.of({}).rows  # of shards that have ended, as last recorded, by their index
-        self._compared = self._compares  # when these were recorded
+        self._settled_in = recorded_in  # the pass that these are of
         self._same: set[int] = set()  # shards whose index starts as recorded
         self._contents: dict[int, tuple[int, int]] = {}  # of open shards: number of entries, their digest
 
@@ -249,14 +251,15 @@ class CheckedArrivals:
             )
         return numbers, ended
 
-    def begun(self, shards: npt.NDArray[np.int64]) -> OpenShards:
+    def begun(self, shards: npt.NDArray[np.int64], pass_: int) -> OpenShards:
         """Records of open shards for a state, in their order.
 
         Args:
             shards: int64[N]: their indexes in the source.
+            pass_: of the state's cursor, of which the records are; its lanes may be reading the next.
         """
-        if self._compared != self._compares:  # the pass of the state has ended
-            self._compared, self._settled = self._compares, self._settled[:0]
+        if self._settled_in != pass_:
+            self._settled_in, self._settled = pass_, self._settled[:0]
         settled = self._settled
         places = np.searchsorted(settled[:, 0], shards)
         is_settled = np.append(settled[:, 0], -1)[places] == shards
@@ -265,7 +268,7 @@ class CheckedArrivals:
         fresh = np.flatnonzero(~is_settled).tolist()
         for place in fresh:
             shard = int(shards[place])
-            rows[place] = (shard, *self._seen(shard))
+            rows[place] = (shard, *self._seen(shard, pass_))
         if fresh or len(settled) > 2 * len(shards):
             ended = rows[rows[:, _ENDED] == 1]
             self._settled = ended[np.argsort(ended[:, 0])]
@@ -291,20 +294,15 @@ class CheckedArrivals:
         return True
 
     def _known(self, shard: int) -> CheckpointShard | None:
-        return self._begun.get(shard) if self._compares else None
+        return self._begun.get(shard) if self._current_pass() == self._begun_in else None
 
-    @property
-    def _compares(self) -> bool:
-        """Whether shards are compared with what the state recorded."""
-        return len(self._begun) > 0 and self._holds()
-
-    def _seen(self, shard: int) -> CheckpointShard:
+    def _seen(self, shard: int, pass_: int) -> CheckpointShard:
         numbers, ended = self.arrived(shard)
-        view = self._cache.view(self._first + shard)
-        recorded = self._known(shard)
-        given_up = view.count if view.gave_up else -1
+        recorded = self._begun.get(shard) if pass_ == self._begun_in else None
         if recorded is not None and recorded.given_up >= 0 and ended:
-            given_up = recorded.given_up
+            return recorded  # of its pass, though the shard may be whole by now
+        view = self._cache.view(self._first + shard)
+        given_up = view.count if view.gave_up else -1
         entries = min(view.count, _ENTRIES)
         if self._contents.get(shard, (-1, 0))[0] != entries:
             try:

@@ -629,7 +629,15 @@ def test_a_shard_that_was_given_up_is_whole_in_the_next_pass(workers: int, tmp_p
     in_all = [key for path in paths for key, _ in read_oracle(path)]
     with make(url, tmp_path / "empty", num_workers=workers, **options) as loader:
         loader.load_state_dict(state)
-        seen = [key for (key,) in [*first, *taken(loader, 230)]]
+        later, states = [], []
+        for _, batch in zip(range(230), loader, strict=False):
+            later += batch["__key__"]
+            states.append(loader.state_dict())
+    for step in (1, 20, 150):  # its lanes read the next pass at once, the window has rows of it, only those
+        with make(url, tmp_path / f"after {step}", **options) as loader:
+            loader.load_state_dict(states[step - 1])
+            assert [key for (key,) in taken(loader, 60)] == later[step : step + 60]
+    seen = [*(key for (key,) in first), *later]
     in_first = next(number for number, key in enumerate(seen) if key in seen[:number])
     assert 90 < in_first < 120
     assert sorted(seen[in_first : in_first + 120]) == sorted(in_all)
