@@ -547,6 +547,20 @@ def held(result: Result) -> str:
     return table(["held shards", "first batch, s (rounds)", "epoch, s (rounds)"], rows)
 
 
+def mount(result: Result) -> str:
+    rows = [
+        [
+            name,
+            spread(result, name, "first_batch_seconds"),
+            f"{row['cpu_us']:,.0f}",
+            f"{row['read_times']:.2f} ×",
+        ]
+        for name, row in result["medians"].items()
+    ]
+    head = ["shards on", "first batch, s (rounds)", "CPU µs of an image, epoch 1"]
+    return table([*head, "read from the mount in two epochs, × the data"], rows)
+
+
 def small_shards(result: Result) -> str:
     rows = [
         [name, f"{row['samples_per_second']:,.0f}", f"{row['cpu_us']:,.0f}"]
@@ -608,6 +622,7 @@ TABLES = {
     "hits": hits,
     "small_cache": small_cache,
     "held": held,
+    "mount": mount,
     "small_shards": small_shards,
     "fill": fill,
     "verification": verification,

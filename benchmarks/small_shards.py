@@ -36,6 +36,8 @@ OPTIONS = ShardOptions(image_side=(16, 16))
 BATCH, WORKERS, EPOCHS = 16, 2, 2
 MOST = 1.3
 """Times the CPU time of a sample with a tenth or less of the shards."""
+PRICED = ((8, 1_000), (80, 100))
+"""As many samples in many shards and in few."""
 MOST_PRICE_MS = 2.0
 
 
@@ -87,6 +89,7 @@ def main() -> None:
                     at_most=MOST_PRICE_MS,
                 )
                 for epoch in (1, 2)
+                if set(PRICED) <= set(sizes)
             ],
         },
     )
@@ -98,12 +101,12 @@ def label(name: str, samples: int, shards: int, epoch: int) -> str:
 
 
 def price_ms(medians: dict[str, turns.Row], epoch: int) -> float | None:
-    """The CPU time of a shard beside its samples: as many samples are compared in many shards and in few."""
-    many, few = (medians.get(label("streamload", *size, epoch)) for size in ((8, 1_000), (80, 100)))
+    """The CPU time of a shard beside its samples."""
+    many, few = (medians.get(label("streamload", *size, epoch)) for size in PRICED)
     if many is None or few is None:
         return None
-    more_us = float(many["cpu_us"] - few["cpu_us"]) * 8_000
-    return more_us / (1_000 - 100) / 1e3
+    more_us = float(many["cpu_us"] - few["cpu_us"]) * many["samples"] * many["shards"]
+    return more_us / (many["shards"] - few["shards"]) / 1e3
 
 
 def measured(
