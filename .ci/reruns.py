@@ -15,6 +15,7 @@ The last runs of each part are in .pytest_cache/reruns/PART.jsonl, one a line, i
 prints the last one of each.
 """
 
+import contextlib
 import datetime
 import json
 import os
@@ -62,7 +63,7 @@ def refusal(part: str, outcomes: Record, failed_before: list[str]) -> str:
     """Run the failed tests again; returns why they aren't forgiven, "" if they are."""
     failed: list[str] = outcomes["failed"]
     if outcomes["crashed"]:
-        return f"a process crashed in {', '.join(outcomes['crashed'])}"
+        return f"a process crashed, or a file can't be imported: {', '.join(outcomes['crashed'])}"
     if not 1 <= len(failed) <= MOST:
         return f"{len(failed)} tests failed, and only 1 to {MOST} are run again"
     strict = [test for test in failed if is_strict(test)]
@@ -97,9 +98,10 @@ def run(part: str, arguments: list[str]) -> tuple[int, Record]:
 
 
 def records(part: str) -> list[Record]:
-    """The last runs of a part, the latest last."""
-    path = RECORDS / f"{part}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """The last runs of a part, the latest last; none if they can't be read."""
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+        return [json.loads(line) for line in (RECORDS / f"{part}.jsonl").read_text().splitlines()]
+    return []
 
 
 def write(part: str, runs: list[Record]) -> None:

@@ -42,6 +42,8 @@ _FIRST_BYTE = "bytes=0-0"
 _REGION = re.compile("(?![0-9]+$)(?!-)[A-Za-z0-9-]{1,63}(?<!-)")
 """A region as botocore takes one: any other value in an answer would end all requests for its bucket."""
 _MOVED = {301, 307, 400}
+_SILENT = {400, 401, 403}
+"""A HEAD that is refused with these may say that the credentials have ended: there is no body to tell."""
 _EXAMINED = {301, 302, 307, 400, 401, 403, 412, 416}
 
 
@@ -121,9 +123,11 @@ class S3Requests:
             if response.status in _MOVED and is_other and not is_moved:
                 access.regions[place.bucket] = region
                 is_moved = True
-            elif code in ENDED:
+            elif code in ENDED or (not code and request.method == "HEAD" and response.status in _SILENT):
                 lookup = self._look_up(access, request)
                 if is_renewed or not lookup.has_others:
+                    if code not in ENDED:
+                        return response, facts
                     raise renewal.denied(self.url, code, lookup)
                 is_renewed = True
             else:
@@ -131,7 +135,9 @@ class S3Requests:
                     access.regions.pop(place.bucket, None)
                 return response, facts
 
-    def refusal(self, response: urllib3.BaseHTTPResponse, facts: Mapping[str, str]) -> StreamloadError:
+    def refusal(
+        self, response: urllib3.BaseHTTPResponse, facts: Mapping[str, str], *, is_write: bool = False
+    ) -> StreamloadError:
         """The error that an answer means."""
         status, code = response.status, facts.get("Code", "")
         message = f"{self.url}: the store answers {status}" + (f" ({code})" if code else "")
@@ -140,7 +146,7 @@ class S3Requests:
         message += clock_hint(code, response.headers.get("Date"))
         if code == "NoSuchBucket":
             message += ": the bucket does not exist"
-        if code == "AccessDenied":
+        if code == "AccessDenied" and not is_write:
             message += ": the object is denied, or it is missing and the credentials lack s3:ListBucket"
         error = http_error(message, calls.status_of_code(code, status), response.headers.get("Retry-After"))
         if isinstance(error, OriginError):

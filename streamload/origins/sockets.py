@@ -77,8 +77,12 @@ def unlogged() -> Iterator[None]:
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError from the receives of this thread after a deadline, even while bytes arrive."""
-    before, _thread.deadline = _thread.deadline, time.monotonic() + seconds
+    """Raise TimeoutError from what this thread sends and receives after a deadline, even while bytes move.
+
+    A deadline within another one never comes after it.
+    """
+    before = _thread.deadline
+    _thread.deadline = min(before, time.monotonic() + seconds)
     try:
         yield
     finally:
@@ -127,7 +131,7 @@ class _Patient:
         """Send some of the data; waits for room as reads do for a byte."""
         left_seconds, data = self.stall_seconds, memoryview(data).cast("B")[:_SEND_BYTES]
         while True:
-            if self.stop.is_set():
+            if self.stop.is_set() or time.monotonic() >= _thread.deadline:
                 raise TimeoutError("timed out")
             try:
                 return super().send(data, *args)  # type: ignore[misc,no-any-return]
@@ -393,7 +397,8 @@ class _Connecting:
     def _new_conn(self) -> socket.socket:
         sock = _connect(self._dns_host, self.port, self.session)
         # For a proxy and the TLS handshake.
-        _thread.deadline = time.monotonic() + 2 * self.session.options.connect_seconds
+        seconds = 2 * self.session.options.connect_seconds
+        _thread.deadline = min(_thread.deadline, time.monotonic() + seconds)
         return sock
 
     def getresponse(self) -> Any:

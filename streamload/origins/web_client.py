@@ -207,7 +207,7 @@ def translated(url: str, session: Session, exc: HTTPError, action: str) -> Origi
             error = type(inner)(f"{url}: {inner}")
             error.is_unreachable = inner.is_unreachable
             return error
-    if isinstance(exc, Urllib3Timeout):
+    if isinstance(exc, Urllib3Timeout) or any(isinstance(inner, TimeoutError) for inner in exc.args):
         return OriginTimeout(f"{url}: {action} for {session.options.stall_seconds:g} s")
     reason = redact_text(str(exc.args[-1] if exc.args else exc))
     if "Tunnel connection failed: 407" in reason:

@@ -297,10 +297,10 @@ class CheckedArrivals:
         return self._begun.get(shard) if self._current_pass() == self._begun_in else None
 
     def _seen(self, shard: int, pass_: int) -> CheckpointShard:
-        numbers, ended = self.arrived(shard)
+        numbers, ended = self.arrived(shard)  # compares with what was recorded
         recorded = self._begun.get(shard) if pass_ == self._begun_in else None
-        if recorded is not None and recorded.given_up >= 0 and ended:
-            return recorded  # of its pass, though the shard may be whole by now
+        if recorded is not None and (recorded.ended or len(numbers) < recorded.samples):
+            return recorded  # of its pass; the shard may arrive once more, or be whole by now
         view = self._cache.view(self._first + shard)
         given_up = view.count if view.gave_up else -1
         entries = min(view.count, _ENTRIES)

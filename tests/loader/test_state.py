@@ -643,6 +643,50 @@ def test_a_shard_that_was_given_up_is_whole_in_the_next_pass(workers: int, tmp_p
     assert sorted(seen[in_first : in_first + 120]) == sorted(in_all)
 
 
+@pytest.mark.parametrize("is_damaged", [True, False], ids=["given up", "whole"])
+def test_a_state_of_a_resumed_run_keeps_what_is_known_of_a_shard_that_comes_again(
+    is_damaged: bool, tmp_path: Path
+) -> None:
+    """Less of it has come by then than when the first state was saved."""
+    paths = write_shards(tmp_path / "data", [60] * 2, seed=3)
+    whole = paths[0].read_bytes()
+    half = len(whole) // 1024 * 512
+    damaged = whole[:half] + bytes([7]) * (len(whole) - half)
+    version = {"ETag": '"1"', "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
+    options = {"batch_size": 1, "shuffle": 1, "lanes": 2, "max_bad_shards": None}
+
+    def recorded(state: dict[str, Any]) -> list[Any]:
+        return list(state["at"]["0"]["sources"][0]["begun"]["0"])
+
+    with ShardServer(tmp_path / "data") as server:
+        url = f"{server.url}/{{00000..00001}}.tar"
+        first, last = (damaged, whole) if is_damaged else (whole, damaged)
+        server.misbehave("00000.tar", Fault(body=first, headers=version))
+        with make(url, tmp_path / "first", **options) as loader:
+            batches = iter(loader)
+            for _ in range(10):
+                next(batches)
+                state = loader.state_dict()
+                if recorded(state)[1]:
+                    break
+            rest = [list(batch["__key__"]) for batch in batches]
+        assert recorded(state)[1]
+        server.misbehave("00000.tar", Fault(body=whole, headers=version, stall_after_bytes=half * 8 // 10))
+        with make(url, tmp_path / "second", **options) as loader:
+            loader.load_state_dict(state)
+            assert taken(loader, 1) == rest[:1]
+            later = loader.state_dict()
+        assert recorded(later) == recorded(state)
+        server.misbehave("00000.tar", Fault(body=last, headers=version))
+        with make(url, tmp_path / "third", **options) as loader:
+            loader.load_state_dict(later)
+            if is_damaged:
+                assert taken(loader, 100) == rest[1:]
+            else:
+                with pytest.raises(streamload.errors.DatasetChanged):
+                    taken(loader, 100)
+
+
 @pytest.mark.deep
 def test_real_workers_and_ranks_fetch_only_what_is_still_to_come(tmp_path: Path) -> None:
     """20 cuts: the first step, the last, borders of epochs, positions that the workers don't divide."""

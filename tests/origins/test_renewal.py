@@ -11,6 +11,7 @@ import pytest
 
 import streamload
 from streamload import Shards
+from streamload.cache.shared.s3_store import S3Store
 from streamload.cache.shared.store import Store
 from streamload.errors import OriginDenied, OriginOutage
 from streamload.origins import endpoints
@@ -208,10 +209,13 @@ def test_an_empty_object_is_empty(s3: SignedS3, monkeypatch: pytest.MonkeyPatch)
     assert read(s3, "empty") == b""
 
 
-def test_the_objects_of_a_shared_cache_are_read_with_new_keys(s3: SignedS3, home: Path) -> None:
+@pytest.mark.parametrize("backend", [S3Store, Store])
+def test_the_objects_of_a_shared_cache_are_read_with_new_keys(
+    backend: type[Store], s3: SignedS3, home: Path
+) -> None:
     s3.put("bucket", "tier/note", b"content")
     Keys(1).write_file(home / "credentials")
-    store = Store("s3://bucket/tier", {"endpoint_url": s3.endpoint}, 10.0, None)
+    store = backend("s3://bucket/tier", {"endpoint_url": s3.endpoint}, 10.0, None)
     assert store.read("note", 100) == b"content"
     Keys(2).write_file(home / "credentials")
     s3.valid = {Keys(2)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import random
@@ -312,6 +313,34 @@ def test_a_store_that_takes_bytes_slowly_gets_all_of_them(
         Objects("s3://bucket/tier", options).write("index", LARGE)
         server.join()
     assert bodies == [LARGE]
+
+
+@pytest.mark.parametrize("asks", ["read", "write"])
+def test_a_request_to_s3_ends_in_its_time_though_bytes_move(asks: str) -> None:
+    """A body that drips on and on, and a server that takes nothing of a large one."""
+    is_over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                if asks == "read":
+                    connection.recv(65536)
+                    connection.sendall(b"HTTP/1.1 206 Partial Content\r\nContent-Length: 1000000\r\n\r\n")
+                    while not is_over.wait(0.02):
+                        connection.sendall(b".")
+                is_over.wait(100)
+
+        server = threading.Thread(target=serve)
+        server.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        objects = Objects(
+            "s3://bucket/tier", {"endpoint_url": url, "key": "k", "secret": "s"}, timeout_seconds=0.5
+        )
+        with pytest.raises(SharedTierError, match=r"for 0\.5 s"):
+            objects.read("a") if asks == "read" else objects.write("a", LARGE)
+        is_over.set()
+        server.join()
 
 
 def test_small_objects_in_s3_need_neither_s3fs_nor_fsspec(s3: S3Server) -> None:

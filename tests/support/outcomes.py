@@ -1,7 +1,8 @@
 """A plugin for pytest that writes which tests of a run passed and failed; `.ci/reruns.py` loads it.
 
 It runs in the process that the user started, not in the workers of xdist. A test whose fixtures fail before
-or after it has failed. A worker's crash is listed apart: it also ends what other tests of the worker share.
+or after it has failed. A worker's crash is listed apart, as it also ends what other tests of the worker
+share; so is a file that can't be imported.
 """
 
 from __future__ import annotations
@@ -34,6 +35,12 @@ class _Outcomes:
             self._failed[report.nodeid] = None
         elif report.passed and report.when == "call":
             self._passed.add(report.nodeid)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if (
+            report.failed
+        ):  # a file that can't be imported: with xdist the exit status is that of a failed test
+            self._crashed.append(report.nodeid)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str) -> None:

@@ -9,24 +9,27 @@ import email.utils
 import os
 import random
 import threading
+import time
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from urllib3.exceptions import HTTPError
 
-from streamload.cache.shared.store import ATTEMPTS, Store
+from streamload.cache.shared.store import Store
 from streamload.errors import OriginUnavailable, SharedTierError
 from streamload.origins.protocol import OriginOptions, Session
 from streamload.origins.s3 import S3Requests
 from streamload.origins.signing import place_of
-from streamload.origins.sockets import Pools, receive
+from streamload.origins.sockets import Pools, receive, within
 from streamload.origins.web_client import translated
 
 _PIECE_BYTES = 1 << 20
+_ATTEMPTS = 5
 _PAUSE_SECONDS = 0.1
 _MISSING, _IS_EMPTY, _NOT_IMPLEMENTED = 404, 416, 501
 _TAKEN = {409, 412}
 _REFUSED = frozenset(range(300, 600))
+_WRITES = ("put_object", "delete_object")
 
 
 class S3Store(Store):
@@ -34,7 +37,7 @@ class S3Store(Store):
 
     Args:
         url: of its root; `reason_for_s3fs` must have found no reason.
-        timeout_seconds: for each wait of a request.
+        timeout_seconds: for one request, with all its attempts.
         stop: ends every wait.
     """
 
@@ -97,14 +100,16 @@ class S3Store(Store):
         Args:
             expected: the statuses of refusals that the caller knows what to do with.
         """
-        attempt = 0
-        while True:
-            try:
-                return self._sent(operation, name, parameters, expected)
-            except OriginUnavailable:
-                attempt += 1
-                if attempt == ATTEMPTS or self._stop.wait(random.uniform(0, _PAUSE_SECONDS * 4**attempt)):
-                    raise
+        attempt, deadline = 0, time.monotonic() + self._timeout_seconds
+        with within(self._timeout_seconds):
+            while True:
+                try:
+                    return self._sent(operation, name, parameters, expected)
+                except OriginUnavailable as exc:
+                    attempt += 1
+                    pause = exc.retry_after_seconds or random.uniform(0, _PAUSE_SECONDS * 2**attempt)
+                    if attempt == _ATTEMPTS or time.monotonic() + pause > deadline or self._stop.wait(pause):
+                        raise
 
     def _sent(
         self, operation: str, name: str, parameters: Mapping[str, Any], expected: Collection[int]
@@ -117,7 +122,8 @@ class S3Store(Store):
             if response.status in _REFUSED:
                 if response.status in expected and facts.get("Code") != "NoSuchBucket":
                     return _Answer(response.status, response.headers, b"")
-                raise self._requests.refusal(response, facts)
+                is_write = operation in _WRITES
+                raise self._requests.refusal(response, facts, is_write=is_write)
             try:
                 pieces = list(iter(lambda: receive(response, _PIECE_BYTES, session), b""))
             finally:

@@ -17,8 +17,7 @@ from streamload.urls import scheme
 if TYPE_CHECKING:
     from streamload.origins.stores import StoreFiles
 
-ATTEMPTS = 3
-"""How often S3 is asked before a request counts as failed."""
+_ATTEMPTS = 3
 _SLOWEST_BYTES_PER_SECOND = 256_000
 _PIECE_BYTES = 8 << 20
 _TAKEN = {409, 412}
@@ -54,7 +53,7 @@ class Store:
             client_options["max_concurrency"] = 2
         seconds = self._timeout_seconds
         return StoreFiles(
-            self._url, self._storage_options, seconds, seconds, ATTEMPTS, self._check, client_options
+            self._url, self._storage_options, seconds, seconds, _ATTEMPTS, self._check, client_options
         )
 
     def target(self, name: str) -> str:
