@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,9 @@ def _compared(attempt: Attempt, train: Any, paths: list[str], sizes: Path) -> An
     def node(rank: int) -> Any:
         import torch.distributed
 
+        # Ranks of one node would share what the first of them found.
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= {"GROUP_RANK": str(rank), "GROUP_WORLD_SIZE": "2"}
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{attempt.place}/rendezvous", rank=rank, world_size=2
         )

@@ -9,7 +9,6 @@ import runpy
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -24,9 +23,7 @@ import yaml
 from moto.server import ThreadedMotoServer
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from urllib3.exceptions import HTTPError
 
-from tests.support.pages import get
 from tests.support.tiers import until
 
 ROOT = Path(__file__).parents[2]
@@ -450,65 +447,3 @@ def test_the_services_commands_fill_a_store_and_train_from_it_with_daemons_besid
             daemon.kill()
             daemon.wait()
         store.stop()
-
-
-@pytest.mark.deep
-def test_the_kubernetes_recipe_runs_as_no_root_in_an_empty_dir_of_roots_and_ends_in_its_grace(image, place):
-    app, environ = image
-    (text,) = re.findall(
-        r"```yaml\n(apiVersion.*?)```",
-        (ROOT / "docs" / "guides" / "prefetch-daemon.md").read_text(),
-        re.DOTALL,
-    )
-    pod = yaml.safe_load(text)["spec"]["template"]["spec"]
-    (container,), (volume,) = pod["containers"], pod["volumes"]
-    assert pod["securityContext"]["runAsNonRoot"]
-    (mount,) = container["volumeMounts"]
-    assert mount["name"] == volume["name"]
-    scratch = place / "scratch"
-    scratch.mkdir()
-    scratch.chmod(0o777)  # as the kubelet makes an emptyDir
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    listen = f"0.0.0.0:{container['livenessProbe']['httpGet']['port']}"
-    assert listen in container["command"]
-    command = [
-        part.replace(mount["mountPath"], str(scratch)).replace(listen, f"127.0.0.1:{port}")
-        for part in container["command"]
-    ]
-    variables = {variable["name"]: variable["value"] for variable in container["env"]}
-    store = ThreadedMotoServer(port=0, verbose=False)
-    store.start()
-    daemon = None
-    try:
-        host, at = store.get_host_and_port()
-        keys = {"AWS_ACCESS_KEY_ID": "anything", "AWS_SECRET_ACCESS_KEY": "anything"}
-        account = {"AWS_ENDPOINT_URL": f"http://{host}:{at}", "AWS_DEFAULT_REGION": "us-east-1", **keys}
-        bucket = variables["STREAMLOAD_SHARED_CACHE"].split("/")[2]
-        files = s3fs.S3FileSystem(
-            key="anything", secret="anything", endpoint_url=f"http://{host}:{at}", skip_instance_cache=True
-        )
-        files.mkdir(bucket)
-        daemon = subprocess.Popen(
-            as_nobody(command), cwd=app, env=environ | variables | account, stderr=subprocess.PIPE
-        )
-        url = f"http://127.0.0.1:{port}"
-
-        def is_well(path):
-            assert daemon.poll() is None, daemon.stderr.read()
-            try:
-                return get(url + path)[0] == 200
-            except HTTPError:
-                return False
-
-        for path in (container["livenessProbe"]["httpGet"]["path"], "/healthz"):
-            until(lambda path=path: time.sleep(0.05) or is_well(path))
-        (made,) = scratch.iterdir()
-        assert made.stat().st_mode & 0o777 == 0o700
-        daemon.send_signal(signal.SIGTERM)
-        assert daemon.wait(pod["terminationGracePeriodSeconds"]) == 0
-    finally:
-        store.stop()
-        if daemon is not None:
-            daemon.kill()
-            daemon.communicate()
