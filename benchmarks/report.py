@@ -558,7 +558,7 @@ def mount(result: Result) -> str:
         for name, row in result["medians"].items()
     ]
     head = ["shards on", "first batch, s (rounds)", "CPU µs of an image, epoch 1"]
-    return table([*head, "read from the mount in two epochs, × the data"], rows)
+    return table([*head, "read from the mount in two epochs, of the data"], rows)
 
 
 def small_shards(result: Result) -> str:
