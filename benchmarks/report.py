@@ -118,7 +118,8 @@ def targets(results: dict[str, Result]) -> str:
 def machine(results: dict[str, Result]) -> str:
     lines = []
     for name, result in results.items():
-        on, rounds = result["machine"], len(result["seeds"])
+        on = result["machine"]
+        rounds = len({row["round"] for row in result["rounds"] if "round" in row}) or len(result["seeds"])
         found = ", ".join(
             f"{package} {version}"
             for package, version in sorted(
