@@ -23,7 +23,7 @@ SPDL the tars, LitData and MosaicML Streaming what was made of the tars in their
 downloader of ours, as they bring none. open_clip, Hugging Face datasets and SPDL have no cache: they can't do
 but fetch again. Captions to ids by a word tokenizer.
 
-Result: results/cold.json; docs/results/performance.md has it as a table.
+Result: results/cold.json; docs/results/other-loaders.md has it as a table.
 
 Explanation: open_clip collects 1,000 samples per worker before the first batch, webdataset downloads a
 whole shard per worker before the first sample; streamload follows the index of shards that are still

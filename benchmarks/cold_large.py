@@ -9,7 +9,7 @@ As cold.py, with streamload alone: 98,304 samples in 256 shards, 10.6 GB, over a
 are 24 under 256 names: by their URLs each is one of its own, to be fetched and cached as such. They and the
 cache take 12 GB on the disk of temporary files.
 
-Result: results/cold_large.json; docs/results/performance.md has it as a table.
+Result: results/cold_large.json; docs/results/fetching.md has it as a table.
 
 Explanation: in the first pass the window opens to an eighth of what has been read, behind 4,096 samples by a
 quarter of what comes, and to 10,000 samples at most; on average half of that comes after the last byte. Of

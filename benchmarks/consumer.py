@@ -13,7 +13,7 @@ the device takes s, r < s, the share is at least 1 - r / s.
 
 Contenders: those of warm.py, streamload with its default transform only.
 
-Result: results/consumer.json; docs/results/performance.md has it as a table.
+Result: results/consumer.json; docs/results/other-loaders.md has it as a table.
 
 Explanation: a sleeping consumer leaves both cores to the workers, as a training on a device does. Batches
 that were made during a step are there at its end, so a loader that is faster than the device is waited for

@@ -34,7 +34,7 @@ shards at the same moment, the worst case; with one daemon, R half of what one o
 of their epochs, the mean of the rest. "Filled before": a daemon brings all by `--once` first, then the
 trainers begin; what it fetched is counted with them.
 
-Result: results/daemons.json; docs/results/performance.md has it as tables.
+Result: results/daemons.json; docs/results/many-nodes.md has it as tables.
 
 Explanation: a daemon looks every 5 s for what is wanted, by what a trainer tells every 10 s, and works in the
 order of need, as the trainer does: until it is far enough in front, both want the same shards at the same

@@ -16,7 +16,7 @@ The steps are measured alone, on the same bytes in the same chunks: the scanner 
 with them (the difference is the checksum), writing the chunks to a file (write), appending the entries
 (index). What they leave of the whole is claiming, reserving, publishing, and the loop.
 
-Result: results/fill.json; docs/results/performance.md has it as a table.
+Result: results/fill.json; docs/results/fetching.md has it as a table.
 
 Explanation: payloads are never copied in Python: the parser hands on views, xxh3 reads them, and write()
 gives them to the kernel, whose copy into pages is the largest part. What costs by the sample is about 40 µs.

@@ -15,7 +15,7 @@ batches in shared memory).
 - slope: of a line through all points of the second half, bytes a thousand samples of one worker.
 - grown_bytes: from the first point to the last, what a worker takes on the way there included.
 
-Result: results/flat.json; docs/results/performance.md has it as a table.
+Result: results/flat.json; docs/results/start-and-memory.md has it as a table.
 
 Explanation: a worker keeps no samples, only references; threads that fill hold a chunk each; what a long run
 could pile up (views of shards, connections, remembered words) is bounded. A forked worker comes to own what

@@ -19,7 +19,7 @@ shuffles inside a chunk.
   that an epoch after the first can fetch when the half that is kept is of use.
 - One that doesn't come to its end in five minutes is killed; that, or a peer's own error: `failures`.
 
-Result: results/half.json; docs/results/performance.md has it as a table.
+Result: results/half.json; docs/results/other-loaders.md has it as a table.
 
 Explanation: with shards in another order in each epoch, the least recently used is the wrong one to delete
 nearly always; streamload deletes the one whose next visit is farthest, which it knows from its plan, and

@@ -20,7 +20,7 @@ thread to a device does; on a device it is that thread, into pinned memory and o
   "in turn" deals every n-th batch to each of n workers, as a DataLoader does; "claimed" is the loader's.
   Batches a second beside the same without that process; what remains of the cores is the most there can be.
 
-Result: results/handover.json; docs/results/performance.md has it as tables.
+Result: results/handover.json; docs/results/costs.md has it as tables.
 """
 
 import contextlib

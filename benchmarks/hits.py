@@ -19,7 +19,7 @@ takes in the tier (data, names, index); then it is half of that. Warm are the se
 - expected: (limit - live) / data. A pass reads each shard once, so only what lay there before can hit; hits
   may be more than that, as some of what is open when an epoch begins is of use in it, too.
 
-Result: results/hits.json; docs/results/performance.md has it as a table.
+Result: results/hits.json; docs/results/cache.md has it as a table.
 
 Explanation: the shard goes whose next visit is farthest by the plan that all runs of the node announce
 (cache/demand.py, cache/eviction.py), and one that is needed later than all that is kept isn't fetched early.

@@ -24,7 +24,7 @@ one machine: the server takes a part of its cores, too.
 - one shard: CPU time of a `streamload warm` of it, with the start of the interpreter. Target: as S3 at most
   0.25 s more than by HTTP.
 
-Result: results/link_busy.json; docs/results/performance.md has it as a table.
+Result: results/link_busy.json; docs/results/fetching.md has it as a table.
 
 Explanation: eight shards are filled at a time, and the next begins when one has ended, so that several
 connections want what the link can carry at any moment. What CPU time a byte costs beyond curl's is to parse,

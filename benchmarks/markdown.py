@@ -3,7 +3,7 @@
 A figure within a sentence stands between `<!-- = PATH | FORMAT -->` and `<!-- /= -->`. The path leads into
 the results: `warm → medians → streamload → images_per_second`; FORMAT is Python's, such as `.2f`. Paths and
 numbers may be combined from left to right with ×, ÷, + and −. A mark may not begin a line: Markdown would
-take the line for HTML.
+take the line for HTML. Nor may it stand in a table, because of its `|`.
 """
 
 import operator
@@ -14,6 +14,8 @@ from typing import Any
 Result = dict[str, Any]
 
 FIGURE = re.compile(r"(?<=[^\n])(<!-- = (.+?) -->)[^<]*(<!-- /= -->)")
+_SIGN = re.compile(r" ([×÷+−]) (?=[a-z_]+ → |[\d.]+(?:e\d+)?(?: [×÷+−] |$))")
+"""A sign between two terms. One before anything else belongs to a label: `100 × 100, batches of 64`."""
 _OPERATIONS = {"×": operator.mul, "÷": operator.truediv, "+": operator.add, "−": operator.sub}
 
 
@@ -25,7 +27,7 @@ def with_figures(page: str, results: dict[str, Result]) -> str:
 def figure(expression: str, results: dict[str, Result]) -> str:
     """The value of an expression, formatted."""
     terms, _, form = expression.partition(" | ")
-    first, *rest = re.split(r" ([×÷+−]) ", terms)
+    first, *rest = _SIGN.split(terms)
     value = _value(first, results)
     for sign, term in zip(rest[::2], rest[1::2], strict=True):
         value = _OPERATIONS[sign](value, _value(term, results))
@@ -34,7 +36,8 @@ def figure(expression: str, results: dict[str, Result]) -> str:
 
 def figure_sources(page: str) -> set[str]:
     """The results that a page's figures come from."""
-    terms = [term for found in FIGURE.finditer(page) for term in re.split(r" [×÷+−|] ", found[2])]
+    expressions = [found[2].partition(" | ")[0] for found in FIGURE.finditer(page)]
+    terms = [term for expression in expressions for term in _SIGN.split(expression)]
     return {term.partition(" → ")[0] for term in terms if " → " in term}
 
 
@@ -73,8 +76,3 @@ def number(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value / 1e6:,.0f} MB" if value >= 1e6 else f"{value:.2f}".rstrip("0").rstrip(".")
-
-
-def when(result: Result) -> str:
-    """The day, and the commit where one is known, of what was measured."""
-    return f"{result['date']} at {result['commit']}" if result.get("commit") else str(result["date"])

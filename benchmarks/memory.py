@@ -15,7 +15,7 @@ it back when anyone wants the memory.
 Contenders: streamload with shuffle=10_000 (over all workers); open_clip's loader with its windows, 5,000
 samples per worker, so the same number in all; it fetches by pipe:curl. Captions to ids by a word tokenizer.
 
-Result: results/memory.json; docs/results/performance.md has it as a table.
+Result: results/memory.json; docs/results/start-and-memory.md has it as a table.
 
 Explanation: open_clip's window holds the samples' bytes. streamload's holds references, 24 bytes a sample,
 and the bytes stay in the tier's files until their batch is made.

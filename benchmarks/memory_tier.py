@@ -13,7 +13,7 @@ before those that are measured (one of training, six of reading). Pages are drop
 (`posix_fadvise`, after `fsync`); "disk bytes" is what the kernel counted as read from the disk by all
 processes, so it shows whether that worked.
 
-Result: results/memory_tier.json; docs/results/performance.md has it as a table.
+Result: results/memory_tier.json; docs/results/cache.md has it as a table.
 
 Explanation: a page of the page cache and a page of tmpfs are the same thing to `pread`, and both are a copy
 from memory to memory. What the disk costs is waiting for what isn't in the page cache: where the disk keeps

@@ -13,7 +13,7 @@ workers and an empty cache; the second epoch comes from the cache.
 - CPU time of an image in the first epoch: of the training and its workers. Target: ≤ 1.1 × HTTP's.
 - read: bytes from the mount, times the data. Target: 1.00 in the first epoch, 0 in the second.
 
-Result: results/mount.json; docs/results/performance.md has it as a table.
+Result: results/mount.json; docs/results/fetching.md has it as a table.
 """
 
 import json

@@ -17,7 +17,7 @@ Each node is a network, processes, mounts and a name of its own, with a boot id 
   begins, and has the lease of the first shard. first_batch_seconds: from then on, of the fast one.
   overtakes: shards that it fetched as well.
 
-Result: results/nodes.json; docs/results/performance.md has it as a table.
+Result: results/nodes.json; docs/results/many-nodes.md has it as a table.
 
 Explanation: a lease names its run and attempt, and has its holder's progress (docs/guides/shared-cache.md).
 """

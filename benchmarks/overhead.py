@@ -24,7 +24,7 @@ workers, fills that have nothing to do, the interpreter.
 Nobody reads the floor's images. So what the consumer takes for that, by the clock of its thread, is a row of
 its own and isn't in the ratios of CPU time; in those of the images a second it is.
 
-Result: results/overhead.json; docs/results/performance.md has it as tables.
+Result: results/overhead.json; docs/results/costs.md has it as tables.
 
 Explanation: a stage that only takes care of an image costs more in place than alone: the pixels of each image
 push its code and its data out of the processor's caches. So all that goes before the pixels is done for some

@@ -152,8 +152,8 @@ def charts_of(results: dict[str, Result]) -> dict[str, tuple[str, str]]:
     """Of each benchmark that has a chart, its title and its SVG."""
     drawn = {}
     for name, result in results.items():
-        if name in _CHARTS:
-            title, draw = _CHARTS[name]
+        if name in CHARTS:
+            title, draw = CHARTS[name]
             drawn[name] = title, draw(title, result)
     return drawn
 
@@ -193,7 +193,7 @@ def _half_chart(title: str, result: Result) -> str:
     return charts.bars(title, rows, limit=result["settings"]["limit_bytes"] / 1e6)
 
 
-_CHARTS: dict[str, tuple[str, Callable[[str, Result], str]]] = {
+CHARTS: dict[str, tuple[str, Callable[[str, Result], str]]] = {
     "cold": (
         "From nothing: seconds to the first batch",
         lambda title, result: charts.bars(

@@ -16,7 +16,7 @@ less what the same command takes when all is held: starting Python and importing
 The crops: boxes of RandomResizedCrop at scale (0.9, 1.0) of the copy, and the same part of the original, each
 resized to 224 pixels by Pillow; PSNR of the two.
 
-Result: results/prepared.json; docs/results/performance.md has it as a table.
+Result: results/prepared.json; docs/results/prepared-images.md has it as a table.
 
 Explanation: decoding takes most of an image's time, and resizing its larger half of the rest. Of "raw" the
 first falls away, against reading five times the bytes; of "raw-256" the second shrinks, too, and 2.5 times

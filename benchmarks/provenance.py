@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.markdown import Result
+from benchmarks.markdown import Result, table
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -62,6 +62,48 @@ def refuse_unproven(name: str, result: Result) -> None:
         raise Unproven(
             f"benchmarks/results/{name}.json lacks {', '.join(missing)}: measure it again, in a clean tree"
         )
+
+
+def measured(results: dict[str, Result]) -> str:
+    """Return a table of when, at which commit and on which machine each result was measured.
+
+    Below it is a line with the versions of all packages. Scripts are linked as from a folder of docs/.
+    """
+    rows = [
+        [
+            f"[{name}](../../benchmarks/{result['benchmark']}.py)",
+            result["date"],
+            result.get("commit") or "–",
+            str(rounds(result)),
+            _machine(result),
+        ]
+        for name, result in sorted(results.items())
+    ]
+    lines = [table(["result", "date", "commit", "rounds", "machine"], rows)]
+    if any(str(result.get("commit")).endswith("+") for result in results.values()):
+        lines.append("A commit with + had uncommitted changes in its tree.")
+    found: dict[str, set[str]] = {}
+    for result in results.values():
+        for versions in result.get("versions", {}).values():
+            for package, version in versions.items():
+                found.setdefault(package, set()).add(version)
+    found.pop("streamload", None)  # the commit says more
+    if found:
+        each = (f"{package} {' and '.join(sorted(found[package]))}" for package in sorted(found))
+        lines.append(f"Versions: {', '.join(each)}.")
+    return "\n\n".join(lines)
+
+
+def rounds(result: Result) -> int:
+    """Return how many rounds a result has: by its rows, or by its seeds where rows don't say."""
+    return len({row["round"] for row in result["rounds"] if "round" in row}) or len(result["seeds"])
+
+
+def _machine(result: Result) -> str:
+    on = result["machine"]
+    device = f"{result['device']}; " if "device" in result else ""
+    memory = f"{on['memory_bytes'] / 2**30:.0f} GiB"
+    return f"{device}{on['cpu']}, {on['cores']} cores, {memory}, Linux {on['kernel']}"
 
 
 def old(results: dict[str, Result]) -> dict[str, int]:

@@ -4,12 +4,15 @@ Command: python -m benchmarks.report
 
 A table stands between `<!-- NAME -->` and `<!-- /NAME -->`, the chart of a benchmark between the same with
 NAME_chart, a figure of a sentence between marks that say its place in results/ (markdown.py); what is around
-them is written by hand and left alone. Charts are drawn into docs/results/images.
+them is written by hand and left alone. `measured` says when, at which commit and on which machine a page's
+results were measured, `targets` what they are to reach. `all_targets` has the targets of all results, and
+`missed` those that aren't reached. Charts are drawn into docs/results/images.
 """
 
 import argparse
-import json
+import re
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,28 +26,10 @@ from benchmarks.markdown import (
     number,
     spread,
     table,
-    when,
     with_figures,
 )
 from benchmarks.turns import RESULTS, ROOT
 
-TABLE_PAGES = tuple(
-    ROOT / page
-    for page in (
-        "README.md",
-        "docs/results/performance.md",
-        "docs/results/mixing.md",
-        "benchmarks/README.md",
-    )
-)
-PAGES = (
-    *TABLE_PAGES,
-    *(
-        page
-        for page in sorted((ROOT / "docs").glob("*/*.md"))
-        if page not in TABLE_PAGES and FIGURE.search(page.read_text())
-    ),
-)
 IMAGES = ROOT / "docs/results/images"
 
 
@@ -53,14 +38,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--pages", type=Path, nargs="+", default=PAGES)
+    parser.add_argument("--pages", type=Path, nargs="+", default=pages())
     parser.add_argument("--images", type=Path, default=IMAGES)
     write(parser.parse_args())
 
 
+def pages() -> list[Path]:
+    """Return the pages with a table or a figure that is written here."""
+    named = [ROOT / "README.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+    texts = {page: page.read_text() for page in named if "_build" not in page.parts}
+    return [page for page, text in texts.items() if FIGURE.search(text) or _marks(text) & _WRITTEN]
+
+
 def write(given: argparse.Namespace) -> None:
-    found = {name: _read(given.results / f"{name}.json") for name in TABLES}
-    results = {name: result for name, result in found.items() if result is not None}
+    every = _with_parts(provenance.read_all(given.results))
+    results = {name: every[name] for name in TABLES if name in every}
     tables = tables_of(results)
     given.images.mkdir(parents=True, exist_ok=True)
     drawn = {
@@ -70,40 +62,60 @@ def write(given: argparse.Namespace) -> None:
     }
     for name, (_, drawing) in drawn.items():
         (given.images / f"{name}.svg").write_text(drawing)
-    every = provenance.read_all(given.results)
     for page in given.pages:
         text = with_figures(page.read_text(), every)
-        sources = figure_sources(text) | (overview.NEEDED if "<!-- beside -->" in text else set())
-        page.write_text(filled(text, {**tables, "to_measure_again": overview.to_measure_again(sources)}))
+        page.write_text(filled(text, {**tables, **_tables_of_page(text, every)}))
+
+
+def _tables_of_page(page: str, every: dict[str, Result]) -> dict[str, str]:
+    """The tables on the results that the page shows."""
+    shown = shown_results(page)
+    tables = {"to_measure_again": overview.to_measure_again(shown)}
+    marks = _marks(page)
+    if "measured" in marks and marks & SHOWN.keys():
+        results = {name: result for name, result in every.items() if name in shown}
+        tables |= {"measured": provenance.measured(results), "targets": targets(results)}
+    return tables
+
+
+def shown_results(page: str) -> set[str]:
+    """Return the names of the results that a page's tables, charts and figures come from."""
+    return figure_sources(page).union(*(SHOWN[mark] for mark in _marks(page) & SHOWN.keys()))
+
+
+def _marks(page: str) -> set[str]:
+    return set(re.findall(r"^<!-- (\w+) -->$", page, re.MULTILINE))
+
+
+def _with_parts(results: dict[str, Result]) -> dict[str, Result]:
+    """The results, and those parts of one that were measured at another time."""
+    store = results.get("scale", {}).get("store")
+    return {**results, "scale_store": {"benchmark": "scale", **store}} if store else results
 
 
 def tables_of(results: dict[str, Result]) -> dict[str, str]:
-    if store := results.get("scale", {}).get("store"):
-        results = {**results, "scale_store": store}
+    results = _with_parts(results)
     tables = {name: TABLES[name](result) for name, result in results.items()}
     tables |= {
         f"{name}_chart": f"![{title}](images/{name}.svg)"
         for name, (title, _) in peer_tables.charts_of(results).items()
     }
+    tables |= {
+        name: make(*(results[each] for each in needed))
+        for name, (make, needed) in FROM_SEVERAL.items()
+        if results.keys() >= {*needed}
+    }
     if results.keys() >= overview.NEEDED:
         tables["beside"] = overview.beside(results)
-    if results.get("warm", {}).get("limits"):
-        tables["peers"] = peer_tables.peers(results["warm"])
-    if "overhead" in results:
-        tables["stages"] = stages(results["overhead"])
-    if results.keys() >= {"features", "strategies"}:
-        tables["articles"] = articles(results["features"], results["strategies"])
-    if "prepared" in results:
-        tables["preparing"] = preparing(results["prepared"])
-    if "daemons" in results:
-        tables["daemons_trainers"] = daemons_trainers(results["daemons"])
-    return {"targets": targets(results), "machine": machine(results), **tables}
+    return {"all_targets": targets(results), "missed": targets(results, missed_only=True), **tables}
 
 
-def targets(results: dict[str, Result]) -> str:
+def targets(results: dict[str, Result], missed_only: bool = False) -> str:
     rows = []
     for name, result in results.items():
         for target in result["targets"]:
+            if missed_only and target["met"] is not False:
+                continue
             sign, limit = ("≤", target["at_most"])
             if limit is None:
                 sign, limit = "≥", target["at_least"]
@@ -113,25 +125,6 @@ def targets(results: dict[str, Result]) -> str:
                 measured = f"{target['value']:.4g}"
             rows.append([name, target["claim"], f"{sign} {number(limit)}", measured, met])
     return table(["benchmark", "claim", "target", "measured", "reached"], rows)
-
-
-def machine(results: dict[str, Result]) -> str:
-    lines = []
-    for name, result in results.items():
-        on = result["machine"]
-        rounds = len({row["round"] for row in result["rounds"] if "round" in row}) or len(result["seeds"])
-        found = ", ".join(
-            f"{package} {version}"
-            for package, version in sorted(
-                {pair for found in result.get("versions", {}).values() for pair in found.items()}
-            )
-        )
-        device = f"{result['device']}; " if "device" in result else ""
-        lines.append(
-            f"{name}: {when(result)}, {rounds} rounds; {device}{on['cpu']}, {on['cores']} cores, "
-            f"{on['memory_bytes'] / 2**30:.0f} GiB, Linux {on['kernel']}; {found}"
-        )
-    return "\n".join(f"- {line}" for line in lines)
 
 
 def memory(result: Result) -> str:
@@ -605,9 +598,19 @@ def buckets(result: Result) -> str:
     return table([*head, "rate with images that vary, 4 microbatches"], rows)
 
 
+def naflex_step(result: Result) -> str:
+    rates = result["ratios"]["rate against the order of the run"]
+    rows = [
+        [name, f"{row['padding']:.0%}", f"{row['training_us_per_image'] / 1e3:.1f}", f"{rates[name]:.2f}"]
+        for name, row in result["medians"].items()
+    ]
+    return table(["a step's rows", "padding", "ms an image", "speed, × the order of the run"], rows)
+
+
 TABLES = {
     **peer_tables.TABLES,
     "buckets": buckets,
+    "naflex_step": naflex_step,
     "mixing_policies": mixing_tables.policies,
     "mixing_clip": mixing_tables.clip,
     "start": start,
@@ -641,8 +644,24 @@ TABLES = {
 }
 
 
-def _read(path: Path) -> Result | None:
-    return json.loads(path.read_text()) if path.exists() else None
+FROM_SEVERAL: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
+    "peers": (peer_tables.peers, ("warm",)),
+    "stages": (stages, ("overhead",)),
+    "articles": (articles, ("features", "strategies")),
+    "preparing": (preparing, ("prepared",)),
+    "daemons_trainers": (daemons_trainers, ("daemons",)),
+}
+"""Further tables: what makes each, and the results that it is made from."""
+
+SHOWN: dict[str, set[str]] = {
+    **{name: {name} for name in TABLES},
+    **{f"{name}_chart": {name} for name in peer_tables.CHARTS},
+    **{name: set(needed) for name, (_, needed) in FROM_SEVERAL.items()},
+    "beside": overview.NEEDED,
+}
+"""By the mark of a table or chart, the results that it shows."""
+
+_WRITTEN = SHOWN.keys() | {"all_targets", "missed"}
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ Hugging Face datasets 5.2 is refused (IndexError) where a worker has fewer than 
 - lost, again: samples that were to come and didn't, and samples that weren't to come and did.
 - in order: whether the rest came exactly as it was to come.
 
-Result: results/resume.json; docs/results/performance.md has it as a table.
+Result: results/resume.json; docs/results/other-loaders.md has it as a table.
 
 Explanation: streamload's place in the order is a small value, and what it reads next follows from it; its
 window of samples is made of references, not of samples, so nothing is read again to fill it.

@@ -40,7 +40,7 @@ num_samples is given; there is no sizes.json.
   off_line is how far those between are off it.
 - sockets_by_mixing: the most that a rank of 32 that gloo joins has more after three decisions of mixing=.
 
-Result: results/scale.json; docs/results/performance.md has it as a table.
+Result: results/scale.json; docs/results/many-nodes.md has it as a table.
 
 Explanation: a pattern is kept as such and a URL made on use (urls/listing.py, cache/shard.py); what a tier
 holds is looked up by a sample of the list; and what goes over all shards, which of them are this group's, is

@@ -11,7 +11,7 @@ so takes a part of a core for itself.
 
 Contenders: streamload (default transform), open_clip's loader, webdataset with cache_dir.
 
-Result: results/scaling.json; docs/results/performance.md has it as a table.
+Result: results/scaling.json; docs/results/other-loaders.md has it as a table.
 
 Explanation: in all of them workers decode on their own; what doesn't scale is what the training's process
 does for each batch: receiving it, and copying it where its memory isn't shared.

@@ -1,14 +1,16 @@
 """Writes the tables and chart of docs/results/order.md from results/shuffle.json and results/arrival.json.
 
 Command: python -m benchmarks.shuffle_report
+
+The figures within its sentences are written by report.py.
 """
 
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks import arrival, charts
-from benchmarks.markdown import filled, table, when
+from benchmarks import arrival, charts, provenance
+from benchmarks.markdown import filled, table
 from benchmarks.shuffle import DEFAULT, SMALL
 from benchmarks.turns import RESULTS, ROOT
 
@@ -22,7 +24,7 @@ Row = dict[str, Any]
 
 def main() -> None:
     shuffled, arrived = results()
-    PAGE.write_text(filled(PAGE.read_text(), tables_of(shuffled) | arrival_tables(arrived)))
+    PAGE.write_text(filled(PAGE.read_text(), page_tables(shuffled, arrived)))
     CHART.write_text(trained_chart(arrived))
 
 
@@ -30,6 +32,12 @@ def results() -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the committed results of shuffle.py and of arrival.py."""
     shuffled, arrived = (RESULTS / f"{name}.json" for name in ("shuffle", "arrival"))
     return json.loads(shuffled.read_text()), json.loads(arrived.read_text())
+
+
+def page_tables(shuffled: dict[str, Any], arrived: dict[str, Any]) -> dict[str, str]:
+    """Return all tables of the page."""
+    measured = provenance.measured({"shuffle": shuffled, "arrival": arrived})
+    return {**tables_of(shuffled), **arrival_tables(arrived), "measured": measured}
 
 
 def tables_of(result: dict[str, Any]) -> dict[str, str]:
@@ -42,7 +50,6 @@ def tables_of(result: dict[str, Any]) -> dict[str, str]:
         "others": mixing(result, OTHERS),
         "opening": opening(result),
         "cost": cost(result),
-        "machine": machine(result),
     }
 
 
@@ -182,14 +189,6 @@ def cost(result: dict[str, Any]) -> str:
     sizes = sorted({size for row in cells.values() for size in row})
     rows = [[which, *(f"{row[size]:.2f}" for size in sizes)] for which, row in cells.items()]
     return table(["µs a sample and worker", *(f"shards of {size:,}" for size in sizes)], rows)
-
-
-def machine(result: dict[str, Any]) -> str:
-    on = result["machine"]
-    packages = {pair for found in result["versions"].values() for pair in found.items()}
-    found = ", ".join(f"{name} {version}" for name, version in sorted(packages))
-    seeds = ", ".join(str(seed) for seed in result["seeds"])
-    return f"{when(result)}, seeds {seeds}; {on['cpu']}, {on['cores']} cores, Linux {on['kernel']}; {found}"
 
 
 def _gap(row: Row, result: dict[str, Any], data: str) -> str:

@@ -18,7 +18,7 @@ forkserver, as Python 3.14 starts them unless told otherwise.
 - the command: wall time of a process from its start, `streamload --help` to its end, `streamload warm
   http://…` to the first request that the server sees, with an empty cache. Target: < 0.5 s each.
 
-Result: results/start.json; docs/results/performance.md has it as a table.
+Result: results/start.json; docs/results/start-and-memory.md has it as a table.
 
 Explanation: a forked worker begins in milliseconds, so most of the time is the batch itself, decoded by one
 worker while the other makes the second one. A worker that isn't forked from the training imports torch and

@@ -17,7 +17,7 @@ and keep the result, so their training has no augmentation. streamload draws a r
 "no cache" reads the shards where they are, "memory" and "disk" keep them as they are, and the recipes keep
 decoded images.
 
-Result: results/strategies.json; docs/results/performance.md has it as a table.
+Result: results/strategies.json; docs/results/prepared-images.md has it as a table.
 
 Explanation: a cache of files gains nothing where files are near: decoding is the work. A preprocessed float
 tensor has 602 KB, from 110 KB of JPEG: it is read, unpickled and copied into its batch, by the kernel, Python

@@ -12,7 +12,7 @@ time is the answer. As a cross-check, another has the check taken out, in its ow
 CPU time. That is a small difference of large numbers, so it says little more than that the first isn't far
 off.
 
-Result: results/verification.json; docs/results/performance.md has it as a table.
+Result: results/verification.json; docs/results/costs.md has it as a table.
 
 Explanation: xxh3_64 reads some 10 GB/s, and the bytes are in the CPU's cache: pread has just put them there,
 and the decoder will read them next.

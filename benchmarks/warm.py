@@ -23,7 +23,7 @@ bring their own decoders and resizers, those. SPDL, whose workers are threads, a
 has one thread in each process). LitData and MosaicML Streaming read a format of their own: what making it
 took, and its bytes, are in the table, and so is the index that Megatron-Energon and DALI make.
 
-Result: results/warm.json; docs/results/performance.md has it as a table.
+Result: results/warm.json; docs/results/other-loaders.md has it as a table.
 
 Explanation: decoding, resizing and normalising are nearly all of the work. The default transform does
 them by simplejpeg and a resize that normalises, with one image in the cache of the CPU at a time, into

@@ -106,7 +106,7 @@ def test_an_epoch_that_is_followed_gives_each_sample_of_the_groups_at_most_once(
 def test_the_page_shows_the_results_that_are_committed():
     shuffled, arrived = shuffle_report.results()
     page = shuffle_report.PAGE.read_text()
-    tables = shuffle_report.tables_of(shuffled) | shuffle_report.arrival_tables(arrived)
+    tables = shuffle_report.page_tables(shuffled, arrived)
     assert filled(page, tables) == page
     assert all(f"<!-- {name} -->" in page for name in tables)
     assert shuffle_report.CHART.read_text() == shuffle_report.trained_chart(arrived)
