@@ -10,12 +10,11 @@ import itertools
 import json
 import logging
 import operator
-import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -47,9 +46,10 @@ _STRICT = (
 
 Sizes = npt.NDArray[np.int64] | None
 """The samples of each shard of a source; None: they are unknown."""
+_Names: TypeAlias = "Sequence[Sequence[str] | _Numbered]"
 _UNKNOWN = -1
-_NEXT_NAME = re.compile(rb',\s*"')
-_PIECE_BYTES = 64 << 10
+_CHUNK_BYTES, _PIECE_BYTES = 1 << 20, 64 << 10
+"""Read at once from a file, and parsed at once."""
 
 
 class ShardSizes:
@@ -162,23 +162,16 @@ def read_sizes(shards: UrlList, storage_options: dict[str, Any] | None, strict: 
     """
     if any(urls.scheme(shard) == "pipe" for shard in shards.kinds()):
         return None
-    texts: dict[str, bytes | bytearray] = {}
-    listed: dict[str, dict[str, Any]] = {}  # of files that don't list the same names in the same order
+    listed: dict[str, _Listed] = {}
     sizes: list[npt.NDArray[np.int64]] = []
     for url, runs in itertools.groupby(_by_folder(shards), operator.itemgetter(0)):
         names = [names for _, names in runs]
-        if url not in texts:
-            texts[url] = _read(url, storage_options, strict)
-        with contextlib.suppress(ValueError, RecursionError):
-            if url not in listed:
-                sizes.append(_in_order(texts[url], itertools.chain.from_iterable(names)))
-                continue
-        listed[url] = listed.get(url) or _parsed(url, texts[url], strict)
-        try:
-            samples = map(listed[url].get, itertools.chain.from_iterable(names))
-            sizes.append(np.array(_checked(samples), np.int64))
-        except ValueError:
+        if url not in listed:
+            listed[url] = _read(url, storage_options, strict, names)
+        found = listed[url].of(names)
+        if found is None:
             return None
+        sizes.append(found)
     return sizes[0] if len(sizes) == 1 else np.concatenate(sizes)
 
 
@@ -192,8 +185,11 @@ class _Numbered:
     def __iter__(self) -> Iterator[str]:
         return map(self.template.__mod__, self.numbers)
 
+    def __len__(self) -> int:
+        return len(self.numbers)
 
-def _by_folder(shards: UrlList) -> Iterator[tuple[str, Iterable[str]]]:
+
+def _by_folder(shards: UrlList) -> Iterator[tuple[str, Sequence[str] | _Numbered]]:
     """Yield base names of the shards in order, each time with the URL of the sizes.json beside them."""
     for before, numbers, width, after in segments(shards.node):
         shard_urls = [before]
@@ -210,45 +206,101 @@ def _by_folder(shards: UrlList) -> Iterator[tuple[str, Iterable[str]]]:
             yield _url_beside(shard), (urls.basename(shard),)
 
 
-def _in_order(text: bytes | bytearray, names: Iterator[str]) -> npt.NDArray[np.int64]:
-    """The sizes in a sizes.json that lists the same names in the same order, read piece by piece.
+class _Listed:
+    """What a sizes.json says, an array as long as it lists the expected names in their order, then a dict.
 
-    Raises:
-        ValueError: it lists others, or isn't JSON.
+    Args:
+        names: the base names that are expected: of the shards.
     """
 
-    def pieces() -> Iterator[list[int]]:
-        start, stop = text.find(b"{") + 1, text.rfind(b"}")
-        if start != 1 or text[stop + 1 :].strip():
-            raise ValueError("not a JSON object")
-        while start < stop:
-            next_name = _NEXT_NAME.search(text, start + _PIECE_BYTES, stop)
-            end = next_name.start() if next_name else stop
-            piece = json.loads(b"{" + text[start:end] + b"}")
-            if list(piece) != list(itertools.islice(names, len(piece))):
-                raise ValueError("other names")
-            yield _checked(piece.values())
-            start = end + 1
-        if next(names, None) is not None:
-            raise ValueError("too few names")
+    def __init__(self, names: _Names):
+        self._names = names
+        self._expected: Iterator[str] | None = itertools.chain.from_iterable(names)
+        self._sizes = np.empty(sum(map(len, names)), np.int64)
+        self._filled = 0
+        self._by_name: dict[str, Any] = {}
 
-    return np.fromiter(itertools.chain.from_iterable(pieces()), np.int64)
+    def add(self, listed: dict[str, Any]) -> None:
+        """Add some of its members, in order."""
+        if self._expected is not None and [*listed] == [*itertools.islice(self._expected, len(listed))]:
+            with contextlib.suppress(ValueError):
+                values = _checked(listed.values())
+                self._sizes[self._filled : self._filled + len(values)] = values
+                self._filled += len(values)
+                return
+        self._look_up().update(listed)
+
+    def of(self, names: _Names) -> Sizes:
+        """The sizes of shards by their base names; None if one isn't listed."""
+        if names is self._names and self._expected is not None and self._filled == len(self._sizes):
+            return self._sizes
+        try:
+            values = _checked(map(self._look_up().get, itertools.chain.from_iterable(names)))
+        except ValueError:
+            return None
+        return np.array(values, np.int64)
+
+    def _look_up(self) -> dict[str, Any]:
+        if self._expected is not None:
+            self._expected = None
+            names = itertools.chain.from_iterable(self._names)
+            self._by_name = dict(zip(names, self._sizes[: self._filled].tolist(), strict=False))
+        return self._by_name
 
 
-def _parsed(url: str, text: bytes | bytearray, strict: bool) -> dict[str, Any]:
-    """The content of a sizes.json; empty if it isn't one.
+def _read(url: str, storage_options: dict[str, Any] | None, strict: bool, names: _Names) -> _Listed:
+    """What a sizes.json says, parsed as it arrives; nothing where there is none.
 
     Raises:
+        OriginError: reading it failed; strict: or the store denies it, as some do where there is none.
         DataError: strict, and it isn't JSON.
     """
+    listed = _Listed(names)
     try:
-        listed = json.loads(text)
-        if not isinstance(listed, dict):
-            raise ValueError(f"a {type(listed).__name__}")  # noqa: TRY004
+        for members in _members(_chunks(url, storage_options)):
+            listed.add(members)
+    except (FileNotFoundError, OriginNotFound):
+        pass
+    except OriginDenied as exc:
+        if strict:
+            raise OriginDenied(f"{exc}{_STRICT}") from exc
     except (ValueError, RecursionError) as exc:
-        _refuse(url, exc, strict)
-        return {}
-    return listed
+        problem = f"{urls.redact(url)} is not a JSON object ({exc})"
+        if strict:
+            raise DataError(f"{problem}{_STRICT}") from exc
+        logger.warning("%s: the number of samples is unknown", problem)
+    else:
+        return listed
+    return _Listed([])
+
+
+def _members(chunks: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the members of a JSON object, in pieces.
+
+    A piece ends at a comma before which the text is JSON once it is closed: at no comma in a name or value.
+
+    Raises:
+        ValueError: it isn't a JSON object.
+    """
+    text, least_bytes, is_first = bytearray(), _PIECE_BYTES, True
+    for chunk in chunks:
+        text += chunk
+        while (comma := text.find(b",", least_bytes)) > 0:
+            try:
+                members = json.loads(text[:comma] + b"}")
+            except ValueError:
+                least_bytes = 2 * comma
+                continue
+            yield members
+            del text[:comma]
+            text[0:1] = b"{"
+            least_bytes, is_first = _PIECE_BYTES, False
+    members = json.loads(text)
+    if not isinstance(members, dict):
+        raise ValueError(f"a {type(members).__name__}")  # noqa: TRY004
+    if not members and not is_first:
+        raise ValueError("nothing after a comma")
+    yield members
 
 
 def _checked(samples: Iterable[Any]) -> list[int]:
@@ -391,48 +443,27 @@ def _url_beside(shard: str) -> str:
     return f"{shard.partition('?')[0].rpartition('/')[0]}/sizes.json"
 
 
-def _read(url: str, storage_options: dict[str, Any] | None, strict: bool) -> bytes | bytearray:
-    """The content of a sizes.json; that of an empty one if there is none."""
-    try:
-        return urls.local_path(url).read_bytes() if urls.is_local(url) else _fetch(url, storage_options)
-    except (FileNotFoundError, OriginNotFound):
-        pass
-    except OriginDenied as exc:
-        # Some stores answer "denied" for a missing object.
-        if strict:
-            raise OriginDenied(f"{exc}{_STRICT}") from exc
-    except _TooLarge as exc:
-        _refuse(url, exc, strict)
-    return b"{}"
-
-
-def _refuse(url: str, cause: Exception, strict: bool) -> None:
-    """Log that a file is no sizes.json.
+def _chunks(url: str, storage_options: dict[str, Any] | None) -> Iterator[bytes]:
+    """Yield the content of a file.
 
     Raises:
-        DataError: strict.
+        FileNotFoundError, OriginError: it can't be read.
+        ValueError: it is larger than any sizes.json.
     """
-    problem = f"{urls.redact(url)} is not a JSON object ({cause})"
-    if strict:
-        raise DataError(f"{problem}{_STRICT}") from cause
-    logger.warning("%s: the number of samples is unknown", problem)
-
-
-class _TooLarge(Exception):
-    """A file is larger than any sizes.json."""
-
-
-def _fetch(url: str, storage_options: dict[str, Any] | None) -> bytearray:
-    content = bytearray()
-    stream = open_origin(url, storage_options, _AT_ONCE).open()
-    try:
-        for chunk in stream.chunks():
-            content += chunk
-            if len(content) > _LIMIT_BYTES:
-                raise _TooLarge(f"more than {_LIMIT_BYTES:,} bytes")
-    finally:
-        stream.close()
-    return content
+    with contextlib.ExitStack() as stack:
+        if urls.is_local(url):
+            file = stack.enter_context(urls.local_path(url).open("rb"))
+            chunks: Iterator[bytes] = iter(lambda: file.read(_CHUNK_BYTES), b"")
+        else:
+            stream = open_origin(url, storage_options, _AT_ONCE).open()
+            stack.callback(stream.close)
+            chunks = stream.chunks()
+        read_bytes = 0
+        for chunk in chunks:
+            read_bytes += len(chunk)
+            if read_bytes > _LIMIT_BYTES:
+                raise ValueError(f"more than {_LIMIT_BYTES:,} bytes")
+            yield chunk
 
 
 def _log_units(names: Sequence[str], samples: Sequence[int | None], units: Sequence[int]) -> None:

@@ -49,6 +49,8 @@ FILES: dict[str, dict[str, Any]] = {
     "h/sizes.json": {'x,  "y.tar': 4, **A},
     "i/sizes.json": WITH_SIGNS,
     "j/sizes.json": {**A, **{f"x{name}": 7 * count for name, count in A.items()}},
+    "k/sizes.json": {f"{number},x, .tar": number for number in range(40)},
+    "l/sizes.json": {**A, "more": {"n": 1, "m": [2, {"o": 3}]}},
 }
 
 
@@ -56,7 +58,7 @@ FILES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "patterns",
     [
-        *[[f"{folder}/{{0000..0039}}.tar"] for folder in "abcdefgh"],
+        *[[f"{folder}/{{0000..0039}}.tar"] for folder in "abcdefghl"],
         ["a/{0039..0000}.tar"],
         ["a/{0000..0020}.tar"],
         ["a/{0000..0040}.tar"],
@@ -65,6 +67,8 @@ FILES: dict[str, dict[str, Any]] = {
         [f"{folder}/{number:04d}.tar" for number in range(40) for folder in "ab"],
         [f"a/{number:04d}.tar" for number in range(40)],
         ["i/50%-{8..11}.tar"],
+        ["k/{0..39},x, .tar"],
+        ["a/{0000..0020}.tar", "b/0000.tar", "a/{0000..0039}.tar", "a/{0000..0020}.tar"],
         ["j/{,x}{0000..0039}.tar"],
         ["a/00{00..39}.tar?versionId={1..2}"],
         ["missing/{0..3}.tar"],
@@ -89,8 +93,21 @@ def test_the_samples_of_each_shard_are_those_that_its_folder_lists(
     assert len(answered) == len(set(answered))
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[1]", b'{"0000.tar": 1}, 2', b'{"0000.tar": 1', b"\xff"])
-def test_what_is_no_json_object_says_nothing_of_any_shard(text: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 16])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(b"", b"{", b"[1]", b"\xff"),
+        *(
+            b'{"0000.tar": 1, "0001.tar": 1' + end
+            for end in (b"", b"}, 2", b",}", b", }", b"}}", b', {"a": 2}}')
+        ),
+    ],
+)
+def test_what_is_no_json_object_says_nothing_of_any_shard(
+    text: bytes, piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamload.loader.sizes._PIECE_BYTES", piece_bytes)
     (tmp_path / "sizes.json").write_bytes(text)
     with ShardServer(tmp_path) as server:
         assert read_sizes(expand_urls(f"{server.url}/{{0000..0001}}.tar"), None) is None
@@ -175,7 +192,7 @@ def test_the_sizes_of_a_million_shards_cost_one_rank_of_a_node_a_request_and_the
         requests = [request.path for request in server.log]
     assert requests == ["sizes.json"]
     assert length == samples // (8 * RANKS)
-    assert first_bytes < 80 << 20  # the text, and the counts
+    assert first_bytes < 16 << 20  # the counts, and a piece of the text
     for its_length, urls_made, peak_bytes in others:
         assert its_length == length
         assert urls_made < 10_000
