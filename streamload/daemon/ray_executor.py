@@ -44,7 +44,7 @@ _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]
 _SETTINGS = b"\x04"
 """The type of the first frame that a server sends: SETTINGS."""
 _LEASES_SECONDS, _WATCHED = 1.0, 16
-"""Interval at which leases that others held are looked at, and how many of these may have expired."""
+"""Interval at which leases that others held are looked at, and how many are, in turn, whether they have expired."""
 _TRIES = 3
 """A task fails after this many nodes couldn't run it."""
 
@@ -125,6 +125,7 @@ class RayExecutor:
         self._error: StreamloadError | None = None
         self._room = _LEAST
         self._asked_at = self._leases_at = float("-inf")
+        self._looks = 0  # at leases
         self._thread = threading.Thread(target=self._watch, name="streamload-ray", daemon=True)
         limits.start(self._thread)
 
@@ -133,8 +134,15 @@ class RayExecutor:
             return f"<RayExecutor {len(self._digests)} of {self._room} tasks>"
 
     def want(self, tasks: Sequence[FillRequest]) -> None:
-        """Submit new tasks. Submitted ones stay so; next uses don't matter, as nothing is evicted."""
+        """Submit new tasks. Submitted ones stay so; next uses don't matter, as nothing is evicted.
+
+        A task that waits for another process's lease is dropped once it isn't wanted any more.
+        """
+        wanted = {task.shard.digest for task in tasks}
         with self._lock:
+            for digest in self._waiting.keys() - wanted:
+                del self._waiting[digest]
+                self._digests.discard(digest)
             new = [task.shard for task in tasks if task.shard.digest not in self._digests]
             self._digests.update(shard.digest for shard in new)
         for shard in new:
@@ -250,7 +258,10 @@ class RayExecutor:
         self._leases_at = now_seconds
         try:
             busy = self._leases.busy()
-            self._leases.tidy([digest for digest in waiting if digest in busy][:_WATCHED])
+            held = [digest for digest in waiting if digest in busy]
+            first = self._looks * _WATCHED % max(len(held), 1)
+            self._looks += 1
+            self._leases.tidy([*held[first:], *held[:first]][:_WATCHED])
         except SharedTierError as exc:
             logger.debug("leases can't be read now: %s", exc)
             return

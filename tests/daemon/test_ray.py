@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -28,7 +29,7 @@ from streamload.cache.shared.sharing import SharedOptions
 from streamload.cache.shared.tier import SharedTier
 from streamload.cache.tier import Tier
 from streamload.daemon.options import ServiceOptions
-from streamload.daemon.ray_executor import connect
+from streamload.daemon.ray_executor import RayExecutor, connect
 from streamload.daemon.ray_task import Job, own_version
 from streamload.daemon.service import Service
 from streamload.daemon.warm import warm
@@ -39,6 +40,7 @@ from streamload.facts.shard_facts import ShardFacts
 from streamload.features.named import named
 from streamload.metrics import Counters
 from streamload.origins.origin import OriginOptions
+from streamload.prefetch.scheduler import FillRequest
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import read_oracle, write_shards
 from tests.support.kills import Child, Stage
@@ -482,3 +484,44 @@ def test_what_a_dead_daemon_had_is_brought_by_the_cluster(
     assert done.returncode == 0, done.stderr
     assert held(server, tmp_path / "shared") == [True] * SHARDS
     assert objects.names("leases") == []
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(400)
+def test_units_left_to_others_are_brought_once_these_died_and_dropped_once_nobody_wants_them(
+    cluster: RayCluster, tmp_path: Path
+) -> None:
+    write_shards(tmp_path / "origin", [1] * 20)
+    objects = Objects(str(tmp_path / "shared"))
+
+    def die(stage: Stage) -> None:
+        leases = Leases(objects, attempt=DAEMONS, first_beat_seconds=1.0, beat_seconds=5.0)
+        assert leases.take(shards[-1].digest)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with (
+        ShardServer(tmp_path / "origin") as server,
+        closing(Leases(objects, attempt=DAEMONS)) as others,
+        closing(Leases(objects, attempt=DAEMONS)) as ours,
+        contextlib.ExitStack() as stack,
+    ):
+        shards = [shard_of(f"{server.url}/{path.name}", None) for path in sorted(server.root.glob("*.tar"))]
+        assert all(others.take(shard.digest) for shard in shards[:-1])
+        with Child(die) as child:
+            child.join(30.0)
+        ray = connect(cluster.address)
+        stack.callback(ray.shutdown)
+        executor = RayExecutor(ray, job(tmp_path), cpus=0.1, leases=ours, counts=Counters())
+        stack.callback(executor.close)
+        wanted = [FillRequest(shard, float(place)) for place, shard in enumerate(shards)]
+        executor.want(wanted[:-1])
+        until(lambda: not any(executor.has_begun(shard) for shard in shards[:-1]))
+        executor.want(wanted)
+        until(lambda: executor.has_begun(shards[-1]))  # until its node has seen the lease
+        results = executor.results.drain(180.0)
+        assert [(result.shard, result.error) for result in results] == [(shards[-1], "")]
+        executor.want(wanted[:1])
+        others.close()
+        results = executor.results.drain(180.0)
+        assert [(result.shard, result.error) for result in results] == [(shards[0], "")]
+        assert [each.path.rpartition("/")[2] for each in server.log] == ["00019.tar", "00000.tar"]
