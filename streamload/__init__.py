@@ -13,7 +13,6 @@ when they are first used, so that `import streamload` is quick and doesn't impor
 """
 
 import importlib
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from streamload import errors
@@ -78,11 +77,6 @@ _LATER |= dict.fromkeys(["Snapshot"], "streamload.metrics")
 _LATER |= dict.fromkeys(["Alert", "Verdict"], "streamload.metrics.findings")
 _LATER |= dict.fromkeys(["Entry"], "streamload.shards.samples")
 _LATER |= dict.fromkeys(["complexity"], "streamload.weights.sample")
-_MOVED = dict.fromkeys((name for name in vars(errors) if isinstance(getattr(errors, name), type)), "errors")
-_MOVED |= dict.fromkeys(["Decided", "Policy", "Progress", "Replay", "Schedule"], "mixing")
-_MOVED |= dict.fromkeys(["SourceSummary", "Summary", "Target", "TokenShares"], "mixing")
-_MOVED |= dict.fromkeys(["BatchPolicy", "Measured", "SizeDecided", "ThroughputBalanced"], "batching")
-"""The modules of names that were here, and still are in the first release."""
 
 
 def __getattr__(name: str) -> Any:
@@ -96,10 +90,6 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_LATER[name]), name)
         globals()[name] = value
         return value
-    if name in _MOVED:
-        module = f"streamload.{_MOVED[name]}"
-        warnings.warn(f"streamload.{name} has moved to {module}.{name}", DeprecationWarning, stacklevel=2)
-        return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module 'streamload' has no attribute {name!r}")
 
 

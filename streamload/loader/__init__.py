@@ -25,7 +25,7 @@ import torch
 from streamload.batches.images import Preprocess
 from streamload.batches.tokenize import tokenizer_in
 from streamload.loader.destination import read_device
-from streamload.loader.groups import Batches, Cache, Images, Order, Shards, Workers, with_moved
+from streamload.loader.groups import Batches, Cache, Images, Order, Shards, Workers
 from streamload.loader.loader import Loader, gather_state
 from streamload.loader.options import LoaderOptions, Output, whole_number
 from streamload.loader.refusals import refuse_arguments, refuse_other_groups, refuse_unusable
@@ -148,9 +148,7 @@ def make_loader(
             parts, weights, features, extensions of your own.
         cache: what the cache holds and where, beside `cache_dir` and `cache_size`.
         workers: what worker processes run, and how they are started.
-        unknown: refused; the error names the group that has the argument, or what to use instead. In this
-            release num_batches=, mixing=, with_keys=, features= and on_error= are put into their groups, with
-            a DeprecationWarning.
+        unknown: refused; the error names the group that has the argument, or what to use instead.
 
     Returns:
         A Loader; nothing is read and no process is started before it is iterated.
@@ -160,11 +158,6 @@ def make_loader(
     """
     refuse_other_groups(
         shards=shards, images=images, order=order, batches=batches, cache=cache, workers=workers
-    )
-    shards, order, batches = (
-        with_moved(shards, unknown),
-        with_moved(order, unknown),
-        with_moved(batches, unknown),
     )
     refuse_arguments(unknown, inspect.signature(make_loader).parameters)
     tokenizer = tokenizer_in(tokenizer)

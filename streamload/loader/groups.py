@@ -6,11 +6,10 @@ import multiprocessing
 import os
 import re
 import textwrap
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -418,35 +417,6 @@ GROUPS: dict[str, type[Group]] = {
     "workers": Workers,
 }
 """The classes of the groups by the names of make_loader's arguments."""
-
-
-_MOVED = {
-    "num_batches": Order,
-    "mixing": Order,
-    "with_keys": Batches,
-    "features": Batches,
-    "on_error": Shards,
-}
-"""Groups of options that were arguments of make_loader itself, and are accepted as such for one release."""
-_AnyGroup = TypeVar("_AnyGroup", Shards, Order, Batches)
-
-
-def with_moved(group: _AnyGroup, arguments: dict[str, Any]) -> _AnyGroup:
-    """A group with those of its options that were given as arguments of make_loader, which are taken out.
-
-    Each gets a DeprecationWarning that names its group.
-
-    Raises:
-        OptionError: the group has another value of the option.
-    """
-    moved = {name: value for name, value in arguments.items() if _MOVED.get(name) is type(group)}
-    for name in moved:
-        del arguments[name]
-        place = f"{type(group).__name__.lower()}={type(group).__name__}({name}=…)"
-        if getattr(group, name) != getattr(type(group)(), name):
-            raise OptionError(f"{name}= is given twice: leave out the one beside {place}")
-        warnings.warn(f"make_loader({name}=…) is {place} now", DeprecationWarning, stacklevel=3)
-    return replace(group, **moved)
 
 
 def _rows(group: str) -> dict[str, Option[Any]]:

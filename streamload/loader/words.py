@@ -125,12 +125,11 @@ WORDS = {
 """Arguments of libraries that people come from; docs/guides/from-webdataset.md has the same table."""
 
 _RENAMED = {
-    "image_dtype": "images=Images(dtype=…)",
     "max_image_pixels": "images=Images(max_pixels=…)",
     "shared_cache": "cache=Cache(shared=…)",
     "shared_cache_options": "cache=Cache(shared_options=…)",
 }
-"""Arguments that a group has under another name."""
+"""Arguments of commands and integrations that a group has under another name."""
 
 
 class Group:

@@ -54,7 +54,7 @@ def check_pixels(height: int, width: int, most_pixels: int, kind: str = "") -> N
     if height * width > most:
         raise ImageTooLarge(
             f"{kind} image of {width}×{height} by its header; at most {most:,} pixels are decoded: "
-            f"max_image_pixels= or STREAMLOAD_MAX_IMAGE_PIXELS allows more".lstrip()
+            f"Images(max_pixels=…) or STREAMLOAD_MAX_IMAGE_PIXELS allows more".lstrip()
         )
 
 
@@ -67,7 +67,7 @@ def check_passes(height: int, width: int, most_pixels: int, passes: int) -> None
     if passes * max(height * width, most_pixels // _SMALLEST_SHARE) > _PASSES * most_pixels:
         raise ImageTooLarge(
             f"image of {width}×{height} that takes as long as {passes:,} passes over its pixels; at most "
-            f"{_PASSES} over {most_pixels:,} pixels are allowed: max_image_pixels= or "
+            f"{_PASSES} over {most_pixels:,} pixels are allowed: Images(max_pixels=…) or "
             f"STREAMLOAD_MAX_IMAGE_PIXELS allows more"
         )
 

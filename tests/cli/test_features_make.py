@@ -58,7 +58,8 @@ import mine
 
 made = {"Net": lambda: mine.Net().eval(), "half": mine.half, "texts": mine.texts}[sys.argv[2]]()
 options = {"preprocess": mine.small, "num_workers": 1, "output": "dict", "batch_size": 3, "seed": 5}
-with streamload.make_loader(sys.argv[1], mine.tokenize, features={"f": made}, **options) as loader:
+batches = streamload.Batches(features={"f": made})
+with streamload.make_loader(sys.argv[1], mine.tokenize, batches=batches, **options) as loader:
     for batch in loader:
         made(batch)
     print(json.dumps([loader.stats().feature_rows_read, loader.stats().feature_rows_computed]))

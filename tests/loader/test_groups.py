@@ -6,20 +6,16 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 import streamload
 from streamload import Cache, Images, Order, Shards, Workers
 from streamload.errors import OptionError
 from streamload.loader.groups import GROUPS
 from streamload.loader.words import WORDS
-from streamload.mixing import TokenShares
 from streamload.options import Settings, options
 
-# The interface of before: flat arguments that are in groups now.
-MOVED = {
+IN_GROUPS = {
     "compile": "images=Images(compile=…)",
-    "image_dtype": "images=Images(dtype=…)",
     "prepare": "images=Images(prepare=…)",
     "max_image_pixels": "images=Images(max_pixels=…)",
     "endless": "order=Order(endless=…)",
@@ -28,6 +24,11 @@ MOVED = {
     "upsampling_factors": "order=Order(upsampling_factors=…)",
     "rank": "order=Order(rank=…)",
     "world_size": "order=Order(world_size=…)",
+    "num_batches": "order=Order(num_batches=…)",
+    "mixing": "order=Order(mixing=…)",
+    "with_keys": "batches=Batches(with_keys=…)",
+    "features": "batches=Batches(features=…)",
+    "on_error": "shards=Shards(on_error=…)",
     "image_key": "shards=Shards(image_key=…)",
     "text_key": "shards=Shards(text_key=…)",
     "label_key": "shards=Shards(label_key=…)",
@@ -51,35 +52,11 @@ MOVED = {
 }
 
 
-@pytest.mark.parametrize("name", MOVED)
+@pytest.mark.parametrize("name", IN_GROUPS)
 def test_an_argument_that_belongs_into_a_group_is_told_which(name):
     with pytest.raises(OptionError) as refused:
         streamload.make_loader("a.tar", **{name: 1})
-    assert f"make_loader has no argument {name}=: it is {MOVED[name]}" in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "group"),
-    [
-        ("num_batches", 7, "order"),
-        ("mixing", TokenShares(), "order"),
-        ("with_keys", True, "batches"),
-        ("features", {"f": torch.nn.Identity()}, "batches"),
-        ("on_error", "raise", "shards"),
-    ],
-)
-def test_an_argument_that_is_in_a_group_now_is_put_there_with_a_warning_that_says_where(name, value, group):
-    place = f"{group}={GROUPS[group].__name__}({name}=…)"
-    with pytest.warns(DeprecationWarning, match=" now$") as warned:
-        loader = streamload.make_loader("a.tar", output="dict", num_workers=0, **{name: value})
-    assert [str(warning.message) for warning in warned] == [f"make_loader({name}=…) is {place} now"]
-    assert warned[0].filename == __file__
-    assert getattr(loader.options, group) == GROUPS[group](**{name: value})
-
-
-def test_an_argument_that_is_given_beside_its_group_and_in_it_fails():
-    with pytest.raises(OptionError, match=r"num_batches= is given twice: .*order=Order\(num_batches=…\)"):
-        streamload.make_loader("a.tar", num_batches=3, order=Order(num_batches=4))
+    assert f"make_loader has no argument {name}=: it is {IN_GROUPS[name]}" in str(refused.value)
 
 
 def test_an_argument_that_is_nearly_one_of_a_group_is_told_which():

@@ -51,14 +51,6 @@ def test_the_top_level_is_what_a_training_needs():
     assert len(streamload.__all__) <= 25
 
 
-def test_a_name_that_has_moved_is_still_there_with_a_warning():
-    for module in (streamload.errors, streamload.mixing, streamload.batching):
-        for name in getattr(module, "__all__", [error.__name__ for error in errors_of(module)]):
-            if name not in streamload.__all__:
-                with pytest.warns(DeprecationWarning, match=f"moved to {module.__name__}.{name}"):
-                    assert getattr(streamload, name) is getattr(module, name)
-
-
 def errors_of(module):
     return [
         value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Exception)
