@@ -1,8 +1,8 @@
 """The share of the samples of a first pass that is trained when the last byte arrives, by the data's size.
 
 Question: where training is faster than the link, how much of a first pass is done when its download is, and
-how well are its batches mixed? From 500 samples to 1,000,000, by the order over remote shards, that over
-local ones (the window is open from the beginning), and those of older states.
+how well are its batches mixed? From 500 samples to 1,000,000, by the order over remote shards and by the one
+over local ones (the window is open from the beginning).
 
 Command: python -m benchmarks.arrival
 
@@ -26,9 +26,8 @@ lanes, or the pass is 10 windows long; elsewhere at most 1.2 × those of the lan
 Result: results/arrival.json; docs/results/order.md has it as a table and a chart.
 
 Explanation: while n references have been read, the window holds about n/16 of them, later n/8, at most half
-of the window: that is what is left when the last byte arrives. In states of format 2 lanes read their first
-shards at different speeds. Where shards arrive evenly, the bytes of the slow ones wait: of 16 shards over 8
-lanes a quarter. So in a short pass lanes now read at one speed.
+of the window: that is what is left when the last byte arrives. In a short pass all lanes read at one speed:
+shards arrive evenly, and with lanes of different speeds the bytes of the slow ones would wait.
 """
 
 from argparse import Namespace
@@ -45,11 +44,11 @@ from benchmarks.following import epoch_of
 from benchmarks.order_measures import measures, shards_in_batches
 from streamload.order.group import GroupOrder
 from streamload.order.lanes import default_lanes
-from streamload.order.plan import WITH_ARRIVALS, OrderOptions
+from streamload.order.plan import OrderOptions
 from streamload.order.shuffle import default_window
 
-REMOTE, LOCAL, BEFORE, FORMAT_2 = "remote shards", "local shards", "states of format 3", "states of format 2"
-ORDERS = (REMOTE, LOCAL, BEFORE, FORMAT_2)
+REMOTE, LOCAL = "remote shards", "local shards"
+ORDERS = (REMOTE, LOCAL)
 TRAINING_SPEED = 2.0
 """Samples trained in the time in which the link brings one."""
 SEED_STEP = 1000
@@ -79,9 +78,8 @@ class Data:
         return f"{self.shards:,} × {self.shard_samples:,}, batches of {self.batch:,}"
 
     def options(self, order: str, seed: int) -> OrderOptions:
-        opens_after = {REMOTE: WITH_ARRIVALS, LOCAL: 0, BEFORE: self.batch, FORMAT_2: None}[order]
         lanes, window = default_lanes(self.batch), default_window(self.batch)
-        return OrderOptions(seed, 1, lanes, window, opens_after=opens_after)
+        return OrderOptions(seed, 1, lanes, window, opens_slowly=order == REMOTE)
 
 
 DATA = (

@@ -53,8 +53,8 @@ from benchmarks.following import epoch_of, seconds_of
 from benchmarks.order_measures import Epoch, measures
 from streamload.order.hashing import DUE, key
 from streamload.order.lanes import default_lanes
-from streamload.order.plan import WITH_ARRIVALS, OrderOptions
-from streamload.order.shuffle import Opening, default_window, due_times
+from streamload.order.plan import OrderOptions
+from streamload.order.shuffle import default_window, due_times
 
 CONTENDERS = ("permutation", "open_clip", "streamload", "cost")
 EPOCHS = 2
@@ -81,7 +81,7 @@ class Data:
 class Ours:
     """An order of streamload's; None is the default for the slice. No window: as listed.
 
-    The first pass is that over remote shards, or over local ones (order/plan.py, `opens_after`).
+    The first pass is that over remote shards, or over local ones (order/plan.py, `opens_slowly`).
     """
 
     lanes: int | None = None
@@ -95,8 +95,7 @@ class Ours:
         slice_ = data.ranks * data.batch // self.groups
         lanes = default_lanes(slice_) if self.lanes is None else self.lanes
         window = default_window(slice_) if self.window is None else self.window
-        opens_after = {"": WITH_ARRIVALS, "local": 0}[self.opens]
-        return OrderOptions(seed, self.groups, lanes, window, opens_after=opens_after)
+        return OrderOptions(seed, self.groups, lanes, window, opens_slowly=not self.opens)
 
     @property
     def name(self) -> str:
@@ -287,11 +286,10 @@ def _cold(data: Data, options: OrderOptions) -> dict[str, float]:
     """What a run's first pass needs to have arrived: for its first batches, in batches, and at its end."""
     batch = data.batch * data.ranks
     given, at_the_end = [0, 0], 0
-    opening = None if options.opens_after == 0 else Opening(None, len(data.sizes))
     for group in range(options.groups):
         numbers = np.arange(sum(data.sizes) // options.groups)
         due_key = key(options.seed, DUE, 0, group, 0)
-        due = due_times(due_key, numbers, options.window, opening)
+        due = due_times(due_key, numbers, options.window, options.opens_slowly)
         due = np.sort(due) >> 16
         for step in (1, 2):
             given[step - 1] += min(int(due[step * batch // options.groups - 1]) + 1, numbers.size)

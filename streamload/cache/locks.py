@@ -134,7 +134,7 @@ class Usage:
     """An upper bound of what a tier takes, recorded in its lock file for the next decision.
 
     It is raised before a byte is written, so a kill leaves it too high at worst. It is valid only with the
-    stamp of the lock's last holder: a version of streamload that doesn't record one leaves none behind.
+    stamp of the lock's last holder: a holder that doesn't know the bound leaves none behind.
 
     Attributes:
         at_most_bytes: the upper bound; None: unknown, count.

@@ -200,7 +200,7 @@ def version_of(reader: IndexReader) -> Version:
 
 def is_of(reader: IndexReader, shard: Shard) -> bool:
     """True if an index describes the shard whose name it has: nobody has moved it there."""
-    return reader.meta.get("digest", shard.digest) == shard.digest
+    return reader.meta.get("digest") == shard.digest
 
 
 def refuse_other(shard: Shard, begun_with: Version | None, version: Version) -> None:

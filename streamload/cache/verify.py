@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamload import limits, urls
+from streamload import limits
 from streamload.cache.eviction import HeldShard
 from streamload.cache.garbage import unused
 from streamload.cache.inventory import foreign_in, is_filled, url_of
@@ -210,9 +210,8 @@ class _ShardCheck:
 
     def _check_known(self, reader: IndexReader) -> str:
         """Return why it isn't the shard that its name says, or that the caller knows; empty if it is."""
-        named = shown_url(reader.meta)
-        if reader.meta.get("digest", self._held.digest) != self._held.digest:
-            return f"it is another shard: {named}"
+        if reader.meta.get("digest") != self._held.digest:
+            return f"it is another shard: {shown_url(reader.meta)}"
         if self._known is None:
             return ""
         if self._known.local is not None:
@@ -221,8 +220,6 @@ class _ShardCheck:
             else:
                 is_same = LocalVersion.of(self._known.local).is_of(reader.meta)
             return "" if is_same else "its file was changed since it was indexed"
-        if "digest" not in reader.meta and urls.identity(named) != urls.identity(self._known.name):
-            return f"it is another shard: {named} instead of {self._known.name}"
         return ""
 
     def _check_samples(self, reader: IndexReader, data: int) -> None:

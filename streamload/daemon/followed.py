@@ -362,7 +362,7 @@ class FollowedDemand:
         if recipe is None:
             return ""
         theirs = progress.prepared
-        if theirs is None or theirs == recipe.name:
+        if theirs == recipe.name:
             return recipe.name
         is_given = self._recipes.given is not None
         if (plan.run, theirs) not in self._warned:

@@ -184,7 +184,7 @@ class PlanProgress:
         shards_per_second: the group's pace; 0: unknown.
         told: a counter of publications, which shows whether the group is alive.
         prepared: the full name, with versions of libraries, of the recipe whose prepared shards its readers
-            look for; "": they look for none; None: unknown.
+            look for; "": they look for none.
     """
 
     group: int
@@ -194,7 +194,7 @@ class PlanProgress:
     mean_bytes: float = 0.0
     shards_per_second: float = 0.0
     told: int = 0
-    prepared: str | None = None
+    prepared: str = ""
 
     @property
     def name(self) -> str:
@@ -212,7 +212,7 @@ class PlanProgress:
             "mean_bytes": round(self.mean_bytes),
             "shards_per_second": float(f"{self.shards_per_second:.6g}"),
             "told": self.told,
-            **({} if self.prepared is None else {"prepared": self.prepared}),
+            "prepared": self.prepared,
         }
         return json.dumps(value).encode()
 
@@ -239,7 +239,7 @@ class PlanProgress:
                 _number(value["mean_bytes"]),
                 _number(value["shards_per_second"]),
                 _whole(value["told"]),
-                _matched(_RECIPE_NAME, value["prepared"], "recipe's name") if "prepared" in value else None,
+                _matched(_RECIPE_NAME, value["prepared"], "recipe's name"),
             )
         except (KeyError, TypeError, ValueError) as exc:
             raise PlanError(f"{subject} can't be read: {exc!s:.200}") from exc

@@ -51,7 +51,7 @@ def described(options: LoaderOptions, order: OrderSpec, position: Position) -> d
         "bucketing": batches.bucketing,
         "batch_policy": _kind(batches.batch_policy),
         "steps": order.table,
-        "a window that opens slowly, as for remote shards": [bool(after) for after in order.opens_after],
+        "a window that opens slowly, as for remote shards": order.opens_slowly,
     }
 
 

@@ -26,7 +26,7 @@ from streamload.metrics import format_bytes
 from streamload.order.events import UNIT
 from streamload.order.hashing import SOURCE, key
 from streamload.order.lanes import LARGE_SAMPLE_BYTES, LARGE_SHARD_BYTES, Width, default_lanes, fits, fitting
-from streamload.order.plan import WITH_ARRIVALS, OrderOptions
+from streamload.order.plan import OrderOptions
 from streamload.order.shuffle import default_window
 from streamload.order.steps import Split
 from streamload.ranks.distributed import agree, can_compare, first_value
@@ -54,10 +54,9 @@ class OrderSpec:
         seed: of the run.
         groups: the number of sequences that the samples are split into.
         sources: the name, lanes and window of each source.
-        opens_after: for each source, how the window opens in a run's first pass, as `OrderOptions` has it: 0
-            (at once) for files that no node copies, WITH_ARRIVALS (slowly) for others; in older states also
-            the samples after which it opens, or None (slowly).
-        shards: the number of shards of each source; empty in states of format 2.
+        opens_slowly: for each source, whether the window opens slowly in a run's first pass, as
+            `OrderOptions` has it: False for files that no node copies, True for others.
+        shards: the number of shards of each source.
         sizes: a digest of the samples of each shard, by which groups were cut; "" for a single group, None
             if unknown.
         fitted: whether lanes, windows and openings are final. They are after the first epoch has started.
@@ -65,8 +64,7 @@ class OrderSpec:
         table: a digest of the steps of an epoch, if these differ in size.
         multiple: of the rows that a step takes of each source of a group: where sources differ in modality,
             the ranks of a group, each of which has equally many then; else 1.
-        given: the weight and floor that each of several sources was given; empty for a single one, and in
-            older states.
+        given: the weight and floor that each of several sources was given; empty for a single one.
     """
 
     data: str
@@ -75,8 +73,8 @@ class OrderSpec:
     seed: int
     groups: int
     sources: tuple[tuple[str, int, int], ...]
-    opens_after: tuple[int | None, ...]
-    shards: tuple[int, ...] = ()
+    opens_slowly: tuple[bool, ...]
+    shards: tuple[int, ...]
     sizes: str | None = None
     fitted: bool = True
     blocks: tuple[int, int] | None = None
@@ -102,7 +100,7 @@ def make_order_spec(
     lanes = options.order.lanes if options.order.lanes is not None else default_lanes(samples)
     window = options.shuffle if options.shuffle is not None else default_window(samples)
     sources: list[tuple[str, int, int]] = []
-    opens_after: list[int] = []
+    opens_slowly: list[bool] = []
     for source, share in zip(options.sources, shares, strict=True):
         part = max(share / UNIT, _LEAST_PART)
         widths = (1, 0) if is_listed else (math.ceil(lanes * part), math.ceil(window * part))
@@ -110,7 +108,7 @@ def make_order_spec(
         opens_at_once = is_listed or all(
             urls.is_local(url) and not urls.compression(url) for url in source.urls.kinds()
         )
-        opens_after.append(0 if opens_at_once else WITH_ARRIVALS)
+        opens_slowly.append(not opens_at_once)
     return OrderSpec(
         digest,
         options.choice,
@@ -118,9 +116,9 @@ def make_order_spec(
         options.seed,
         groups,
         tuple(sources),
-        tuple(opens_after),
+        tuple(opens_slowly),
         tuple(len(source.urls) for source in options.sources),
-        fitted=is_listed or (None not in (options.order.lanes, options.shuffle) and all(opens_after)),
+        fitted=is_listed or (None not in (options.order.lanes, options.shuffle) and all(opens_slowly)),
         blocks=_blocks(options, topology, groups),
         table=None if listed is None else listed.digest,
         multiple=_multiple(options, topology, groups),
@@ -166,10 +164,10 @@ def source_orders(order: OrderSpec, sizes: Sequence[Sizes]) -> list[OrderOptions
             window,
             shuffle_shards=window > 0,
             hints=shard_sizes,
-            opens_after=opens_after,
+            opens_slowly=opens_slowly,
         )
-        for (name, lanes, window), opens_after, shard_sizes in zip(
-            order.sources, order.opens_after, sizes, strict=True
+        for (name, lanes, window), opens_slowly, shard_sizes in zip(
+            order.sources, order.opens_slowly, sizes, strict=True
         )
     ]
 
@@ -244,7 +242,7 @@ def settle_opening(
     All ranks of several nodes have to call it at the start of a run: nodes may differ in what they copy. The
     ranks of a node share its decision.
     """
-    if all(order.opens_after):
+    if all(order.opens_slowly):
         return order
     kinds = [source.urls.kinds() for source in options.sources]
     copies = [any(urls.folder_of(url, shards.copied) for url in source_kinds) for source_kinds in kinds]
@@ -253,8 +251,8 @@ def settle_opening(
             return order  # the ranks might open it differently
         name = f"copies/{order.data} {order.seed} {order.train}"
         copies = agree(name, copies, _of_any_rank, topology.world_size)
-    openings = zip(order.opens_after, copies, strict=True)
-    return replace(order, opens_after=tuple(WITH_ARRIVALS if copied else after for after, copied in openings))
+    openings = zip(order.opens_slowly, copies, strict=True)
+    return replace(order, opens_slowly=tuple(map(any, openings)))
 
 
 def _of_any_rank(copies_by_rank: Sequence[list[bool]]) -> list[bool]:

@@ -88,7 +88,7 @@ class Position:
         """The same position in shards that were moved: identified by their indexes, not by their versions.
 
         Raises:
-            StateMismatch: the state lacks the index digest of a shard.
+            StateMismatch: the state lacks the index digest of a shard, which was damaged when it was saved.
         """
         groups = {}
         for number, group in self.groups.items():
@@ -96,8 +96,8 @@ class Position:
             for source in group.sources:
                 if any(checkpoint.samples and not checkpoint.entries for checkpoint in source.begun.values()):
                     raise StateMismatch(
-                        "moved=: the state was saved by an earlier version of streamload, without the "
-                        "digests that identify moved shards"
+                        "moved=: the index of a shard was damaged when the state was saved, so that it lacks "
+                        "the digest by which a moved shard is identified"
                     )
                 begun = {shard: checkpoint._replace(version=0) for shard, checkpoint in source.begun.items()}
                 sources.append(source._replace(begun=OpenShards.of(begun)))

@@ -452,7 +452,7 @@ class RunSchedule:
         return replace(
             order,
             sources=saved.sources,
-            opens_after=saved.opens_after,
+            opens_slowly=saved.opens_slowly,
             fitted=saved.fitted,
             multiple=saved.multiple,
         )

@@ -25,18 +25,18 @@ from streamload.order.events import (
     weights_to_json,
 )
 from streamload.order.group import most_skipped
-from streamload.order.plan import WIDEST_LANES, WIDEST_WINDOW, WITH_ARRIVALS
+from streamload.order.plan import WIDEST_LANES, WIDEST_WINDOW
 from streamload.order.steps import WIDEST_MULTIPLE, Split, Steps
 from streamload.topology import RunAttempt, Topology
 from streamload.worker.states import GroupState
 
 logger = logging.getLogger("streamload")
 
-FORMAT = 3
-_WITHOUT_CHECKSUM = 2
-"""The format before: without shard counts, the digest of sizes, openings and the checksum."""
+FORMAT = 1
 RUN = "run"
 """The identity of the run and the attempt, where processes of the run hold leases."""
+FINGERPRINT = "fingerprint"
+"""What made the rows (fingerprint.py); ranks may differ in it, and that of one of them is kept."""
 BAD_SAMPLES, BAD_SHARDS, BAD_IN_PASS = "bad_samples", "bad_shards", "bad_in_pass"
 _COUNTS = {BAD_SAMPLES: 3, BAD_SHARDS: 2, BAD_IN_PASS: 3}
 """Counts of a rank (`counts()` of its checks), in so many numbers. Any rank's of one step will do, but
@@ -74,7 +74,7 @@ def to_state(
         "seed": order.seed,
         "groups": order.groups,
         "sources": [list(source) for source in order.sources],
-        "opens_after": list(order.opens_after),
+        "opens_slowly": list(order.opens_slowly),
         "fitted": order.fitted,
         "epoch": position.epoch,
         "sequence": position.sequence,
@@ -105,6 +105,11 @@ def to_state(
         **parts,
         **({} if attempt is None else {RUN: list(attempt)}),
     }
+    return sealed(state)
+
+
+def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state with the checksum of all else in it."""
     return {**state, "checksum": _checksum(state)}
 
 
@@ -216,7 +221,7 @@ def check_fits(saved: OrderSpec, ours: OrderSpec, position: Position, needed: se
     ):
         if before != current:
             raise StateMismatch(f"the state was saved with another {name}: {before}, and this is {current}")
-    if saved.given and saved.given != ours.given:
+    if saved.given != ours.given:
         raise StateMismatch(
             f"the state was saved with Sources of other (weight, floor): {[*saved.given]}, and these are "
             f"{[*ours.given]}. Give the same; set_weights() changes the weights of a run"
@@ -357,14 +362,11 @@ def _check_intact(state: Any) -> None:
     if not isinstance(state, Mapping) or "streamload_state" not in state:
         raise StateMismatch(f"not a state of a loader, but a {type(state).__name__}")
     version = state["streamload_state"]
-    if version not in (FORMAT, _WITHOUT_CHECKSUM):
+    if version != FORMAT:
         is_shown = isinstance(version, int) and abs(version) < _MOST
         shown = version if is_shown else f"of type {type(version).__name__}"
-        raise StateMismatch(
-            f"a state of format {shown}; this version of streamload reads {_WITHOUT_CHECKSUM} and {FORMAT}"
-        )
-    has_checksum = version == FORMAT or "checksum" in state
-    if has_checksum and state.get("checksum") != _checksum(state):
+        raise StateMismatch(f"a state of format {shown}; this version of streamload reads {FORMAT}")
+    if state.get("checksum") != _checksum(state):
         raise StateMismatch(
             "not a valid state of a loader: it was altered or damaged after it was saved (its checksum "
             "doesn't match). Give what state_dict() returned; options go to make_loader"
@@ -376,7 +378,7 @@ def _joined(states: Sequence[Mapping[str, Any]], by_rank: Collection[str]) -> di
     by_rank = [name for name in by_rank if name in joined]
     joined |= {name: {} for name in by_rank}
     for rank_state in states:
-        compared = joined.keys() - {"at", "checksum", RUN, *by_rank, *_COUNTS}
+        compared = joined.keys() - {"at", "checksum", RUN, FINGERPRINT, *by_rank, *_COUNTS}
         if other := sorted(name for name in compared if rank_state.get(name) != joined[name]):
             raise StateMismatch(
                 f"the states are not of one moment of one run: they differ in {', '.join(other)}"
@@ -394,13 +396,9 @@ def _order_in(state: Mapping[str, Any]) -> OrderSpec:
         (str(name), _whole_number(lanes, 1, WIDEST_LANES), _whole_number(window, 0, WIDEST_WINDOW))
         for name, lanes, window in state["sources"]
     )
-    sizes = state.get("sizes")
-    opens_after = tuple(
-        None if after is None else _whole_number(after, WITH_ARRIVALS)
-        for after in state.get("opens_after", [None] * len(sources))
-    )
-    if len(opens_after) != len(sources):
-        raise OptionError(f"opens_after of {len(opens_after)} sources, not of {len(sources)}")
+    opens_slowly = tuple(bool(is_slow) for is_slow in state["opens_slowly"])
+    if len(opens_slowly) != len(sources):
+        raise OptionError(f"opens_slowly of {len(opens_slowly)} sources, not of {len(sources)}")
     return OrderSpec(
         str(state["data"]),
         tuple(str(part) for part in state["choice"]),
@@ -408,10 +406,10 @@ def _order_in(state: Mapping[str, Any]) -> OrderSpec:
         int(state["seed"]),
         _whole_number(state["groups"], 1),
         sources,
-        opens_after,
-        tuple(_whole_number(count) for count in state.get("shards", ())),
-        None if sizes is None else str(sizes),
-        bool(state.get("fitted", True)),
+        opens_slowly,
+        tuple(_whole_number(count) for count in state["shards"]),
+        None if state["sizes"] is None else str(state["sizes"]),
+        bool(state["fitted"]),
         None if state.get("blocks") is None else _blocks_in(state["blocks"]),
         None if state.get("table") is None else str(state["table"]),
         _whole_number(state.get("multiple", 1), 1, WIDEST_MULTIPLE),

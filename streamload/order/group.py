@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from streamload.errors import OptionError
 from streamload.order.hashing import DUE, key
 from streamload.order.lanes import EVEN_SHARDS, SAMPLE_BITS, SAMPLE_MASK, Arrivals, Lanes, LaneState
-from streamload.order.plan import WITH_ARRIVALS, OrderOptions, Pieces, pass_order
+from streamload.order.plan import OrderOptions, Pieces, pass_order
 from streamload.order.plan import pieces as pieces_of
-from streamload.order.shuffle import Opening, ShuffleWindow
+from streamload.order.shuffle import ShuffleWindow
 
 _FIRST_PORTION = 256
 _HISTORY = 65_536
@@ -235,16 +235,13 @@ class GroupOrder:
             group_pieces = Pieces(np.arange(self._shard_count), {})
         order = pass_order(options, group_pieces.shards, self._group, self._epoch, pass_)
         due_key = key(options.seed, DUE, self._epoch, self._group, pass_)
-        opening, is_even = None, False
-        if self._epoch == 0 and pass_ == 0 and options.opens_after != 0:
-            follows_arrivals = options.opens_after == WITH_ARRIVALS
-            is_even = follows_arrivals and order.size <= EVEN_SHARDS * options.lanes
-            opening = Opening(None if follows_arrivals else options.opens_after, order.size)
+        opens_slowly = options.opens_slowly and self._epoch == 0 and pass_ == 0
+        is_even = opens_slowly and order.size <= EVEN_SHARDS * options.lanes
         self._pass = pass_
         self._done = {} if done is None else done
         self._lanes = Lanes(order, group_pieces.parts, options.lanes, state, self._done, is_even)
         self._given[pass_] = _Given(self._lanes)
-        self._window = ShuffleWindow(due_key, options.window, order.size, opening)
+        self._window = ShuffleWindow(due_key, options.window, order.size, opens_slowly)
         self._following: NDArray[np.int64] | None = None
 
     @property

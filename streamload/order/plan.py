@@ -20,8 +20,6 @@ _GOLDEN = 0.6180339887498949
 _WIDEST_HINT_BITS = 31
 WIDEST_WINDOW = 2**31 - 1
 WIDEST_LANES = 2**20
-WITH_ARRIVALS = -1
-"""`opens_after` of a first pass whose shards arrive over a link: samples come about as their bytes do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +34,9 @@ class OrderOptions:
         shuffle_shards: False keeps the listed order of the shards in every pass.
         hints: int64[shards], the relative sizes of the shards (samples or bytes), the same on every rank;
             None: all shards count as equal.
-        opens_after: how the window opens in a run's first pass. 0: it is open. WITH_ARRIVALS: slowly (see
-            shuffle.py), and in a short pass all lanes read at one speed (see `EVEN_SHARDS`). None: slowly, as
-            in states of format 2. Any other number: after so many references, as in states of format 3 from
-            before.
+        opens_slowly: the window opens slowly in a run's first pass (see shuffle.py), and in a short one all
+            lanes read at one speed (see `EVEN_SHARDS`): for shards that arrive over a link, so that samples
+            come about as their bytes do. False: the window is open from the beginning.
     """
 
     seed: int
@@ -48,7 +45,7 @@ class OrderOptions:
     window: int
     shuffle_shards: bool = True
     hints: NDArray[np.int64] | None = field(default=None, compare=False)
-    opens_after: int | None = 0
+    opens_slowly: bool = False
 
     def __post_init__(self) -> None:
         if self.groups < 1:
@@ -57,10 +54,6 @@ class OrderOptions:
             raise OptionError(f"lanes must be from 1 to {WIDEST_LANES}, not {self.lanes}.")
         if not 0 <= self.window <= WIDEST_WINDOW:
             raise OptionError(f"window must be from 0 to {WIDEST_WINDOW}, not {self.window}.")
-        if self.opens_after is not None and self.opens_after < WITH_ARRIVALS:
-            raise OptionError(
-                f"opens_after must be at least 0, or None, or {WITH_ARRIVALS}, not {self.opens_after}."
-            )
         if self.hints is None:
             return
         if self.hints.ndim != 1 or self.hints.dtype.kind not in "iu":

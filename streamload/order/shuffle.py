@@ -7,8 +7,6 @@ where to resume to reproduce a position.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,39 +18,12 @@ _FRACTION_BITS = 16
 # The window opens at least to an eighth of the first 4096 numbers, and by a quarter of those that follow. So
 # at most an eighth of all samples come after the last one has arrived; half the window of a longer pass.
 _SLOW_NUMBERS = 4096
-# After the first batch of older states it opens fully within this many numbers per shard.
-_OPENING = 50
-_MOST_SHARDS = 1 << 24
 _FEWEST_SORTED = 4096
 _NOTHING = np.empty(0, np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """Opening of the window in the first pass of a run, so that the first references need little data.
-
-    Attributes:
-        after: None: the window always opens slowly. Else the first references, this many, come almost in the
-            lanes' order; then it opens, more slowly the more shards the pass has.
-        shards: of the pass.
-    """
-
-    after: int | None
-    shards: int
-
-    def width(self, numbers: NDArray[np.int64], window: int) -> NDArray[np.int64]:
-        """Return how late the references with these numbers in the lanes' order may come."""
-        opened = (numbers + np.maximum(numbers - _SLOW_NUMBERS, 0)) >> 3
-        if self.after is not None:
-            stretch = _OPENING * min(max(self.shards, 1), _MOST_SHARDS)
-            beyond = np.clip(numbers - self.after, 0, stretch)
-            opened = np.maximum(opened, beyond * window // stretch)
-        width: NDArray[np.int64] = np.minimum(opened, window)
-        return width
-
-
 def due_times(
-    key: int, numbers: NDArray[np.int64], window: int, opening: Opening | None = None
+    key: int, numbers: NDArray[np.int64], window: int, opens_slowly: bool = False
 ) -> NDArray[np.int64]:
     """Return the due times of the references with these numbers, int64, 65536 to a reference.
 
@@ -60,9 +31,12 @@ def due_times(
         key: of the pass.
         numbers: places in the lanes' order of the pass.
         window: how late a reference may come.
-        opening: of the window; None: it is open from the beginning.
+        opens_slowly: the window opens with the numbers, so that the first references need little data. False:
+            it is open from the beginning.
     """
-    width = np.full_like(numbers, window) if opening is None else opening.width(numbers, window)
+    width = np.full_like(numbers, window)
+    if opens_slowly:
+        width = np.minimum((numbers + np.maximum(numbers - _SLOW_NUMBERS, 0)) >> 3, window)
     late = hash32(key, numbers) * width.astype(np.uint64) >> np.uint64(32 - _FRACTION_BITS)
     due: NDArray[np.int64] = (numbers << _FRACTION_BITS) + late.astype(np.int64)
     return due
@@ -78,11 +52,11 @@ class ShuffleWindow:
         key: of the pass.
         window: how late a reference may come.
         shards: number of shards in the pass.
-        opening: see `due_times`.
+        opens_slowly: see `due_times`.
     """
 
-    def __init__(self, key: int, window: int, shards: int, opening: Opening | None = None) -> None:
-        self._key, self._window, self._opening = key, window, opening
+    def __init__(self, key: int, window: int, shards: int, opens_slowly: bool = False) -> None:
+        self._key, self._window, self._opens_slowly = key, window, opens_slowly
         self._portion = max(_FEWEST_SORTED, window // 8)
         # Mutable state: both runs as due times and references; the last due time of each shard. Everything
         # due before `_now` has been given out; all shards before place `_oldest` are finished.
@@ -93,7 +67,8 @@ class ShuffleWindow:
 
     def push(self, first: int, references: NDArray[np.int64]) -> None:
         """Add the references with the numbers `first`, `first` + 1, … in the lanes' order."""
-        due = due_times(self._key, np.arange(first, first + references.size), self._window, self._opening)
+        numbers = np.arange(first, first + references.size)
+        due = due_times(self._key, numbers, self._window, self._opens_slowly)
         np.maximum.at(self._last_due, references >> SAMPLE_BITS, due)
         self._latest_due = np.concatenate([self._latest_due, due])
         self._latest = np.concatenate([self._latest, references])

@@ -158,8 +158,6 @@ class IndexReader:
             number, _, flags, start, stop, checksum, names, length, width, height, caption_bytes = fields
             try:
                 key, named, *more = self._frame_at(names, length)
-                if flags & LINKED:
-                    more = more[1:]
                 prepared = (str(more[0][0]), int(more[0][1])) if more else None
                 members = tuple([(extension, first, size) for extension, first, size in named])
                 if flags & LINKED:
@@ -333,12 +331,13 @@ class IndexWriter:
                 raise ValueError(f"entry {entry.number} after {number} entries of an index that is {state}")
             number += 1
             prepared = () if entry.prepared is None else (entry.prepared,)
-            linked = () if entry.span is None else (None,)  # earlier versions refuse it
-            frame = pack_frame([entry.key, entry.members, *linked, *prepared])
+            frame = pack_frame([entry.key, entry.members, *prepared])
             records += pack_record(
                 entry.number,
                 self._layout(entry),
-                (entry.checksum is None) * NO_CHECKSUM + bool(linked) * LINKED + entry.is_left_out * LEFT_OUT,
+                (entry.checksum is None) * NO_CHECKSUM
+                + (entry.span is not None) * LINKED
+                + entry.is_left_out * LEFT_OUT,
                 entry.start,
                 entry.stop,
                 entry.checksum or 0,

@@ -35,7 +35,7 @@ class CheckpointShard(NamedTuple):
         ended: whether there are no more.
         given_up: the number of entries after which it was given up; -1: it wasn't.
         version: a digest of its version; 0 if its origin has none.
-        entries: the number of index entries that `contents` covers; 0: unknown.
+        entries: the number of index entries that `contents` covers; 0: unknown, as the shard was damaged.
         contents: a digest of the first entries; independent of where the shard is.
     """
 
@@ -43,8 +43,8 @@ class CheckpointShard(NamedTuple):
     ended: bool
     given_up: int
     version: int
-    entries: int = 0
-    contents: int = 0
+    entries: int
+    contents: int
 
     @classmethod
     def from_json(cls, value: Any) -> CheckpointShard:
@@ -53,9 +53,9 @@ class CheckpointShard(NamedTuple):
         Raises:
             OptionError: it is something else.
         """
-        is_known = isinstance(value, list) and len(value) in (4, 6)
+        is_known = isinstance(value, list) and len(value) == len(cls._fields)
         if not is_known or not all(isinstance(part, int) for part in value):
-            raise OptionError("not a shard of a state: four or six whole numbers")
+            raise OptionError("not a shard of a state: six whole numbers")
         samples, ended, *digests = value
         return cls(samples, bool(ended), *digests)
 

@@ -117,9 +117,7 @@ def test_the_page_shows_the_results_that_are_committed():
     [
         (Data(20, 100, 64), arrival.REMOTE, 0.85, 1.0),
         (Data(16, 300, 64), arrival.REMOTE, 0.85, 1.0),
-        (Data(16, 300, 64), arrival.FORMAT_2, 0.0, 0.85),
         (Data(20, 100, 64), arrival.LOCAL, 0.0, 0.2),
-        (Data(20, 100, 64), arrival.BEFORE, 0.0, 0.4),
     ],
 )
 def test_a_remote_first_pass_is_trained_as_it_arrives(data, order, least, most):

@@ -110,7 +110,7 @@ def another_size_in_the_index(filled: Filled) -> None:
     path = filled.shard(1)
     (path / "index").unlink()
     (path / "names").unlink()
-    with WrittenIndex(path, {"url": filled.urls[1], "size": 5}) as index:
+    with WrittenIndex(path, {"url": filled.urls[1], "digest": filled.digest(1), "size": 5}) as index:
         index.finish(size=(path / "data").stat().st_size)
 
 
@@ -288,17 +288,13 @@ def test_an_index_without_data_is_verified_by_itself(filled: Filled) -> None:
     assert [done.fate for done in repair(filled.tier, [found])] == ["removed"]
 
 
-def test_a_shard_under_another_name_than_its_own_is_found_by_its_url_where_its_index_has_no_name(
-    filled: Filled,
-) -> None:
-    """As an earlier version wrote it."""
+def test_an_index_that_does_not_say_which_shard_it_is_of_is_damage(filled: Filled) -> None:
     path = filled.shard(1)
     (path / "index").unlink()
     (path / "names").unlink()
-    with WrittenIndex(path, {"url": filled.urls[2]}) as index:
+    with WrittenIndex(path, {"url": filled.urls[1]}) as index:
         index.finish(size=(path / "data").stat().st_size)
-    assert not damages(filled.tier)
-    (found,) = damages(filled.tier, by_digest=known(*filled.urls))
+    (found,) = damages(filled.tier)
     assert "another shard" in found.cause
 
 

@@ -132,7 +132,7 @@ def test_a_run_on_prepared_images_is_another_and_says_by_which_recipe() -> None:
     assert len({plan().run, made.run, prepared_plan("raw-224").run}) == 3
     assert RunPlan.read(made.run, made.written()).prepare == "raw-256"
     assert RunPlan.read(plan().run, plan().written()).prepare == ""
-    for name in (None, "", "raw-256-v1-torch2.9.1-pillow12.0.0-simplejpeg1.8.2-0123abcd"):
+    for name in ("", "raw-256-v1-torch2.9.1-pillow12.0.0-simplejpeg1.8.2-0123abcd"):
         progress = PlanProgress(1, 3, ((0, 4),), prepared=name)
         assert PlanProgress.read(made, 1, progress.written()) == progress
 

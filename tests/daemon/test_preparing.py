@@ -266,7 +266,7 @@ def test_two_daemons_share_the_work_and_prepare_nothing_twice(
     assert brought(origin, place) == SHARDS
 
 
-def published(place: Place, origin: Origin, prepare: str, prepared: str | None) -> str:
+def published(place: Place, origin: Origin, prepare: str, prepared: str) -> str:
     """Publish a run as a trainer does; its name."""
     objects = place.objects()
     plan, _ = plan_of(
@@ -282,11 +282,10 @@ def published(place: Place, origin: Origin, prepare: str, prepared: str | None) 
     [
         (Recipes(None, Preparation.parse), RECIPE, PREPARATION.name, PREPARATION.name, ""),
         (Recipes(None, Preparation.parse), "", "", "", ""),
-        (Recipes(None, Preparation.parse), "", None, "", ""),
         (Recipes(None, Preparation.parse), RECIPE, OTHER, "", "it is brought the shards as they are"),
         (Recipes(None, None), RECIPE, PREPARATION.name, "", ""),
         (Recipes(PREPARATION), RECIPE, PREPARATION.name, PREPARATION.name, ""),
-        (Recipes(PREPARATION), "", None, PREPARATION.name, ""),
+        (Recipes(PREPARATION), "", PREPARATION.name, PREPARATION.name, ""),
         (Recipes(PREPARATION), "", "", PREPARATION.name, "looks for no prepared shards"),
         (Recipes(PREPARATION), RECIPE, OTHER, PREPARATION.name, "it won't see these"),
     ],
@@ -297,7 +296,7 @@ def test_a_run_is_brought_what_it_looks_for_unless_the_user_says_what(
     caplog: pytest.LogCaptureFixture,
     recipes: Recipes,
     prepare: str,
-    prepared: str | None,
+    prepared: str,
     brings: str,
     warns: str,
 ) -> None:

@@ -16,6 +16,7 @@ import torch.multiprocessing
 import streamload
 from streamload import Batches, Images, Patches, Source
 from streamload.errors import OptionError, StateMismatch
+from streamload.loader.state import sealed
 from streamload.testing.shards import write_shards
 from streamload.worker.loop import WorkerLoop
 from streamload.worker.messages import Batch, EpochStart
@@ -410,12 +411,9 @@ def test_sizes_that_can_not_be_are_refused_and_change_nothing(
     ],
 )
 def test_damaged_sizes_in_a_state_are_refused(sizes: Any, data: list[str], tmp_path: Path) -> None:
-    from streamload.loader.state import _checksum
-
     with make(data, tmp_path) as loader:
         next(iter(loader))
-        state = {**loader.state_dict(), "batch_sizes": sizes}
-        state["checksum"] = _checksum(state)
+        state = sealed({**loader.state_dict(), "batch_sizes": sizes})
         with pytest.raises(StateMismatch, match="not a valid state"):
             loader.load_state_dict(state)
 

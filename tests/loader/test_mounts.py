@@ -19,7 +19,6 @@ import streamload
 from streamload.daemon.warm import warm
 from streamload.errors import OriginOutage
 from streamload.loader import worker_config
-from streamload.order.plan import WITH_ARRIVALS
 from streamload.origins.origin import OriginOptions
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
@@ -241,7 +240,7 @@ def test_the_first_pass_over_copied_shards_opens_as_over_remote_ones_and_its_sta
         batches = iter(loader)
         got = [key for _ in range(7) for key in next(batches)["key"]]
         state = loader.state_dict()
-    assert state["opens_after"] == remote["opens_after"] == [WITH_ARRIVALS]
+    assert state["opens_slowly"] == remote["opens_slowly"] == [True]
     assert got == expected[:56]
     with make(urls(mount), tmp_path / "in place", copy="never", **options) as loader:
         loader.load_state_dict(state)

@@ -143,10 +143,6 @@ def test_bad_samples_of_a_pass_are_counted_across_a_resume(batches: int, train: 
             else:
                 with pytest.raises(TooManyBadSamples, match=r"9 of 60 \(15 %\)"):
                     keys_of(loader)
-    old = {name: value for name, value in state.items() if name not in ("bad_in_pass", "checksum")}
-    with make(urls, tmp_path, train=train, max_bad_samples=0.15) as loader:
-        loader.load_state_dict({**old, "streamload_state": 2})  # its bad samples may be of other passes
-        keys_of(loader)
 
 
 def test_shares_are_of_each_pass_alone(tmp_path: Path) -> None:

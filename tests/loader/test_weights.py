@@ -19,6 +19,7 @@ from PIL import Image
 import streamload
 from streamload import complexity
 from streamload.errors import OptionError
+from streamload.loader.state import sealed
 from streamload.shards.samples import Entry
 from streamload.testing.resume import Layout, assert_resumes_exactly
 from streamload.testing.shards import read_oracle, write_shards
@@ -157,10 +158,8 @@ def test_the_mean_of_a_state_holds_for_other_batches_and_only_for_the_same_weigh
         loader.load_state_dict(state)
         assert "weight" not in next(iter(loader))
     for damaged in ([1, 2], ["complexity", 0], ["complexity", "much"], "x", ["complexity", math.inf]):
-        value = {name: one for name, one in state.items() if name != "checksum"}
-        value["mean_weight"], value["streamload_state"] = damaged, 2
         with make(data, tmp_path) as loader, pytest.raises(streamload.errors.StateMismatch):
-            loader.load_state_dict(value)
+            loader.load_state_dict(sealed({**state, "mean_weight": damaged}))
 
 
 def test_it_is_multiplied_by_the_weights_of_the_sources(data: Path, tmp_path: Path):

@@ -18,6 +18,7 @@ from streamload.batching import Measured, SizeDecided, ThroughputBalanced
 from streamload.errors import OptionError, PolicyError
 from streamload.extension import TakenBatch
 from streamload.loader.rank_run import RankRun
+from streamload.loader.state import sealed
 from streamload.mixing import Replay
 from streamload.mixing.batch_size import BatchSizes, BatchSizing
 from streamload.testing.shards import write_shards
@@ -135,10 +136,7 @@ def test_a_resumed_policy_remembers_and_its_log_goes_on(data: list[str], tmp_pat
             assert keys_by_step([loader]) == batches[cut + 1 :]
         with make(data, tmp_path, mixing=Replay(options.pop("decisions")), **options) as loader:
             assert keys_by_step([loader]) == batches
-    other = {**states[10], "batch_policy": {"steps": 2, "decided": 3, "memory": None}}
-    from streamload.loader.state import _checksum
-
-    other["checksum"] = _checksum(other)
+    other = sealed({**states[10], "batch_policy": {"steps": 2, "decided": 3, "memory": None}})
     mismatch = pytest.raises(streamload.errors.StateMismatch, match="batch_policy")
     with make(data, tmp_path, batch_policy=Listed(sizes)) as loader, mismatch:
         loader.load_state_dict(other)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import streamload
 from streamload.errors import DecisionsError, OptionError, PolicyError, StateMismatch
+from streamload.loader.state import sealed
 from streamload.mixing import Replay
 from streamload.mixing.reports import Rows
 from streamload.steering import Decided, Summary
@@ -464,8 +465,7 @@ def test_floors_hold_at_every_step(place: Path, weights: list[tuple[float, ...]]
 def test_a_damaged_state_of_decisions_is_refused(place: Path) -> None:
     _, state = train(make(place, mixing=Seesaw()), stop=7)
     for name, value in [("steps", -1), ("decided", 99), ("handed", [[1, 2]]), ("log", [1]), ("ranks", ["x"])]:
-        broken = {**state, "steering": {**state["steering"], name: value}, "streamload_state": 2}
-        broken.pop("checksum")
+        broken = sealed({**state, "steering": {**state["steering"], name: value}})
         with make(place, mixing=Seesaw()) as loader, pytest.raises(StateMismatch, match="decisions"):
             loader.load_state_dict(broken)
 

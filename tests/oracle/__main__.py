@@ -2,7 +2,8 @@
 
 python -m tests.oracle replay [NAME …]             # all cases, or some; --every 4: each fourth
 python -m tests.oracle accept --why "…" [NAME …]   # differences that are meant: a line of changes.jsonl
-python -m tests.oracle record --cases 240          # a new record in place of the old one
+python -m tests.oracle record --why "…"            # the same runs again, where old states can't be read
+python -m tests.oracle record --why "…" --cases 9  # a new record of so many runs
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 import sys
 
 from tests.oracle.record import CHANGES, as_change, read_lines, write_lines
-from tests.oracle.replay import record, replay
+from tests.oracle.replay import record, record_again, replay
 
 
 def main() -> int:
@@ -23,14 +24,17 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="of cases; all by default")
     parser.add_argument("--every", type=int, default=1, help="only each so manyth case")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
-    parser.add_argument("--why", help="with accept: why cases give something else now")
-    parser.add_argument("--cases", type=int, default=240, help="with record: how many")
+    parser.add_argument("--why", help="with accept and record: why cases give something else now")
+    parser.add_argument("--cases", type=int, help="with record: how many are drawn")
     options = parser.parse_args()
+    if options.command != "replay" and not options.why:
+        parser.error(f"{options.command} needs --why")
     if options.command == "record":
-        record(options.cases, options.jobs)
+        if options.cases is None:
+            record_again(options.jobs, options.why)
+        else:
+            record(options.cases, options.jobs, options.why)
         return 0
-    if options.command == "accept" and not options.why:
-        parser.error("accept needs --why")
     differences = []
     for difference in replay(options.names, options.every, options.jobs):
         print(difference, flush=True)

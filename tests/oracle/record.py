@@ -1,7 +1,8 @@
 """The record: what each case gave at first, and the changes since then that were meant.
 
 `record/*.jsonl` is never edited. A change of what a case gives is a line of `changes.jsonl`: why, and for
-each case and value the digest of the old one and what came instead. So a diff shows which runs change.
+each case and value the digest of the old one and what came instead. So a diff shows which runs change. The
+whole record is made again only where recorded states can't be read any more; `environment.jsonl` says why.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ STEP = 8
 """The letters of a step's digest."""
 
 OLD = "from the old state: "
-FORMAT_2 = "from format 2: "
-"""Begin the names of values that came after the states of the record; in the form of format 2."""
+"""Begins the names of values that came after the states of the record."""
 
 _IMAGE_PACKAGES = ("numpy", "pillow", "simplejpeg", "torch")
 _REST = ("keys", "ids", "labels")
@@ -125,9 +125,7 @@ def _after_the_state(values: Values) -> Values:
     if "states" not in values:
         return {}
     cut = STEP * values["numbers"]["cut"]
-    strings = {
-        name: values[name][cut:] for name in values if isinstance(values[name], str) and FORMAT_2 not in name
-    }
+    strings = {name: values[name][cut:] for name in values if isinstance(values[name], str)}
     return {OLD + name: text for name, text in strings.items() if text}
 
 
@@ -144,8 +142,7 @@ def differences(case: str, old: Values, new: Values, recorded_in: Mapping[str, A
     return [
         Difference(case, name, old.get(name), new.get(name))
         for name in sorted({*old, *new})
-        if old.get(name) != new.get(name)
-        and (is_alike or name.removeprefix(OLD).removeprefix(FORMAT_2) in _REST)
+        if old.get(name) != new.get(name) and (is_alike or name.removeprefix(OLD) in _REST)
     ]
 
 

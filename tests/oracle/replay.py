@@ -16,7 +16,6 @@ from tests.oracle.cases import Case, draw
 from tests.oracle.place import RECORDED_AT, root, running
 from tests.oracle.record import (
     CHANGES,
-    FORMAT_2,
     OLD,
     PLACE,
     Difference,
@@ -30,11 +29,6 @@ from tests.oracle.record import (
 from tests.oracle.run import resume, run, strings
 
 _RUNS, _CACHES, _ENVIRONMENT = (PLACE / f"{name}.jsonl" for name in ("runs", "caches", "environment"))
-_ADDED_IN_FORMAT_3 = ("shards", "sizes", "opens_after", "fitted", "bad_samples", "bad_shards", "checksum")
-_FORMAT_2_KEYS = {
-    "streamload_state", "data", "choice", "train", "seed", "groups", "sources", "epoch", "sequence", "began",
-    "position", "changes", "weights", "at",
-}  # fmt: skip
 
 
 def replay(names: Sequence[str] = (), every: int = 1, jobs: int = 2) -> Iterator[Difference]:
@@ -50,11 +44,10 @@ def replay(names: Sequence[str] = (), every: int = 1, jobs: int = 2) -> Iterator
     """
     cases = recorded_cases()
     runs = {line["case"]["name"]: line["values"] for line in read_lines(_RUNS)}
-    recorded = {name: _comparable(cases[name], values) for name, values in runs.items()}
-    recorded |= {line["name"]: line["values"] for line in read_lines(_CACHES)}
-    values = expected(recorded, read_lines(CHANGES))
+    values = _expected(cases, runs)
     (recorded_in,) = read_lines(_ENVIRONMENT)
-    wanted = [name for name in recorded if not names or name in names][::every]
+    recorded_in.pop("why", None)
+    wanted = [name for name in values if not names or name in names][::every]
     calls = [
         (
             name,
@@ -70,20 +63,48 @@ def replay(names: Sequence[str] = (), every: int = 1, jobs: int = 2) -> Iterator
                 yield from differences(name, values[name], result, recorded_in)
 
 
+def _expected(cases: Mapping[str, Case], runs: Mapping[str, Values]) -> dict[str, Values]:
+    """What each case and each cache directory gives, by the record and all changes that were meant."""
+    recorded = {name: _comparable(cases[name], values) for name, values in runs.items()}
+    recorded |= {line["name"]: line["values"] for line in read_lines(_CACHES)}
+    return expected(recorded, read_lines(CHANGES))
+
+
 def recorded_cases() -> dict[str, Case]:
     """The runs of the record, by name."""
     return {line["case"]["name"]: Case.from_json(line["case"]) for line in read_lines(_RUNS)}
 
 
-def record(count: int, jobs: int) -> None:
+def record_again(jobs: int, why: str) -> None:
+    """Record the runs of the record again, as today's loaders can't read its states; directories stay.
+
+    Args:
+        jobs: how many run at a time.
+        why: is recorded with them.
+    """
+    cases = recorded_cases()
+    values = _expected(cases, {line["case"]["name"]: line["values"] for line in read_lines(_RUNS)})
+    with running(jobs, RECORDED_AT) as run_all:
+        calls = [(name, (_recorded_run, case)) for name, case in cases.items()]
+        runs = dict(zip(cases, run_all(_attempt, calls), strict=True))
+    if failed := [f"{name}: {result}" for name, result in runs.items() if isinstance(result, str)]:
+        raise AssertionError("\n".join(failed))
+    write_lines(_RUNS, [{"case": case.to_json(), "values": runs[name]} for name, case in cases.items()])
+    write_lines(_CACHES, [{"name": kind, "values": values[kind]} for kind in caches.KINDS])
+    write_lines(_ENVIRONMENT, [{**environment(), "why": why}])
+    write_lines(CHANGES, [])
+
+
+def record(count: int, jobs: int, why: str) -> None:
     """Record cache directories, and runs that are drawn; what can't be run is shown, and another one drawn.
 
     Args:
         count: of runs.
         jobs: how many run at a time.
+        why: is recorded with them.
     """
     PLACE.mkdir(exist_ok=True)
-    CHANGES.unlink(missing_ok=True)
+    write_lines(CHANGES, [])
     with running(jobs, RECORDED_AT) as run_all:
         made = list(run_all(_packed, [(kind, kind) for kind in caches.KINDS]))
         caches.write_archive([tar for _, tar in made])
@@ -107,7 +128,7 @@ def record(count: int, jobs: int) -> None:
                 else:
                     lines.append({"case": case.to_json(), "values": result})
     write_lines(_RUNS, lines)
-    write_lines(_ENVIRONMENT, [environment()])
+    write_lines(_ENVIRONMENT, [{**environment(), "why": why}])
 
 
 def _attempt(call: tuple[Callable[[Any], Values], Any]) -> Values | str:
@@ -123,12 +144,11 @@ def _recorded_run(case: Case) -> Values:
     outcome = run(case)
     if not outcome.steps:
         raise AssertionError("it has no step")
-    values = {
+    return {
         **strings(outcome),
         "numbers": {**outcome.numbers, "cut": outcome.cut},
         "states": outcome.states,
     }
-    return {**values, **_after_format_2(case, values, {})}
 
 
 def _replayed_run(item: tuple[Case, Values]) -> Values:
@@ -143,20 +163,7 @@ def _replayed_run(item: tuple[Case, Values]) -> Values:
     moved = {f"file://{RECORDED_AT}/": f"file://{root()}/"} if case.is_local else {}
     rest = resume(case, recorded["states"], recorded["numbers"]["epochs left"], "third", moved)
     after = {OLD + kind: digests for kind, digests in strings(rest).items()}
-    return _comparable(case, {**values, **after, **_after_format_2(case, recorded, moved)})
-
-
-def _after_format_2(case: Case, recorded: Values, moved: Mapping[str, str]) -> Values:
-    """What follows the states of the record as format 2 had them, if it had all that is in them."""
-    states = [
-        {name: value for name, value in state.items() if name not in _ADDED_IN_FORMAT_3}
-        for state in recorded["states"]
-    ]
-    if states[0].keys() != _FORMAT_2_KEYS:
-        return {}
-    states = [{**state, "streamload_state": 2} for state in states]
-    rest = resume(case, states, recorded["numbers"]["epochs left"], "fourth", moved)
-    return {FORMAT_2 + kind: digests for kind, digests in strings(rest).items()}
+    return _comparable(case, {**values, **after})
 
 
 def _replayed_cache(kind: str) -> Values:
@@ -178,6 +185,7 @@ def _comparable(case: Case, values: Values) -> Values:
     states = [json.loads(json.dumps(state)) for state in values["states"]]
     for state in states:
         del state["checksum"]
+        state.pop("fingerprint", None)  # it has versions of libraries
         state.pop("step_times", None)
         if case.is_local:
             del state["data"]

@@ -7,7 +7,7 @@ import pytest
 
 from streamload.errors import OptionError
 from streamload.order.group import GroupOrder
-from streamload.order.plan import WITH_ARRIVALS, OrderOptions
+from streamload.order.plan import OrderOptions
 from tests.support.order_oracle import Case, Given, drain, pieces, sequence, shard_order, walk
 
 CASES = range(120)
@@ -49,16 +49,15 @@ def test_over_a_link_the_lanes_of_a_short_first_pass_read_at_one_speed(lanes, sh
     """Window 0: the order of the lanes alone. At one speed the first shards of all lanes end together."""
     entries = [list(range(200)) for _ in range(shards)]
 
-    def shards_of(opens_after, epoch):
-        case = Case(1, entries, groups=1, lanes=lanes, window=0, epoch=epoch, opens_after=opens_after)
+    def shards_of(opens_slowly, epoch):
+        case = Case(1, entries, groups=1, lanes=lanes, window=0, epoch=epoch, opens_slowly=opens_slowly)
         given = drain(case.order(0, passes=1), Given(case.everything))
         assert given == sequence(case, 0, 1)[0]
         return [shard for _, shard, _ in given]
 
-    assert (len(set(shards_of(WITH_ARRIVALS, 0)[: lanes * 200])) == lanes) == is_even
-    for opens_after in (0, 64, None):
-        assert len(set(shards_of(opens_after, 0)[: lanes * 200])) > lanes
-    assert shards_of(WITH_ARRIVALS, 1) == shards_of(0, 1)
+    assert (len(set(shards_of(True, 0)[: lanes * 200])) == lanes) == is_even
+    assert len(set(shards_of(False, 0)[: lanes * 200])) > lanes
+    assert shards_of(True, 1) == shards_of(False, 1)
 
 
 @pytest.mark.parametrize("number", CASES)
@@ -120,7 +119,7 @@ def test_the_first_reference_comes_when_the_first_sample_has_arrived():
         groups=1,
         lanes=8,
         window=10_000,
-        opens_after=256,
+        opens_slowly=True,
     )
     first = shard_order(case.options, 20, 0, 0, 0)[0]
     known = [([], False)] * 20
@@ -135,7 +134,7 @@ def test_the_first_reference_does_not_come_when_another_shard_has_arrived_fails(
         groups=1,
         lanes=8,
         window=10_000,
-        opens_after=256,
+        opens_slowly=True,
     )
     first, second = shard_order(case.options, 20, 0, 0, 0)[:2].tolist()
     known = [([], False)] * 20
@@ -152,7 +151,7 @@ def test_the_first_batch_needs_few_samples_of_each_lane():
         groups=1,
         lanes=8,
         window=10_000,
-        opens_after=256,
+        opens_slowly=True,
     )
     known = [(list(range(40)), False)] * 20
     assert len(drain(case.order(0), Given(known))) >= 256
@@ -165,7 +164,7 @@ def test_nothing_new_costs_one_look():
         groups=1,
         lanes=64,
         window=10_000,
-        opens_after=256,
+        opens_slowly=True,
     )
     order = case.order(0)
     arrivals = Given([(list(range(40)), False)] * 200)
@@ -267,7 +266,7 @@ def test_shards_of_the_window_stay_open_until_their_last_reference_is_out():
 
 
 def test_a_million_shards_are_no_more_than_arrays():
-    order = GroupOrder(OrderOptions(7, 128, 8, 10_000, opens_after=256), 1_000_000, 127, 0)
+    order = GroupOrder(OrderOptions(7, 128, 8, 10_000, opens_slowly=True), 1_000_000, 127, 0)
     references = order.advance(Equal(10))
     assert references.shards.size > 100
     assert len(order.coming_shards(10_000)) == 10_000
@@ -285,7 +284,6 @@ def test_hints_are_one_for_each_shard_fails():
         ({"lanes": 0}, "lanes must be from 1 to 1048576, not 0"),
         ({"window": -1}, "window must be from 0"),
         ({"window": 2**31}, "window must be from 0"),
-        ({"opens_after": -2}, "opens_after must be at least 0, or None, or -1, not -2"),
         ({"hints": np.array([3, -1])}, "shard 1 has -1"),
         ({"hints": np.array([0.5])}, "one integer for each shard"),
     ],

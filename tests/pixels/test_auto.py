@@ -13,6 +13,7 @@ import torch.multiprocessing
 import streamload
 from streamload.errors import OptionError, StateMismatch
 from streamload.extension import Event
+from streamload.loader.state import sealed
 from streamload.metrics import Snapshot
 from streamload.pixels import auto, rank
 from streamload.pixels.auto import DecoderChoice, DecodingLoad, choose, why_no_engine
@@ -254,10 +255,9 @@ def test_a_state_of_another_decoder_is_said_and_a_damaged_choice_fails(data, tmp
         loader.load_state_dict(states[-1])
         run(loader, 1)
         assert sum("from here on" in line for line in caplog.messages) == 1
-        saved = {name: value for name, value in states[-1].items() if name != "checksum"}
         for damaged in ("device", [1], [-1, {"decode": "device"}], [3, {"decode": "abacus"}], [3, {}], 4):
             with pytest.raises(StateMismatch, match="as decode"):
-                loader.load_state_dict({**saved, "streamload_state": 2, "decode": damaged})
+                loader.load_state_dict(sealed({**states[-1], "decode": damaged}))
 
 
 def test_ranks_that_nothing_joins_are_refused(data, tmp_path):

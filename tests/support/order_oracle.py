@@ -14,7 +14,7 @@ import numpy as np
 
 from streamload.order import plan
 from streamload.order.group import Cursor, GroupOrder
-from streamload.order.plan import WITH_ARRIVALS, OrderOptions
+from streamload.order.plan import OrderOptions
 
 WORD = 1 << 64
 
@@ -53,7 +53,7 @@ class Case:
     epoch: int = 0
     shuffle: bool = True
     hints: list[int] | None = None
-    opens_after: int | None = 0
+    opens_slowly: bool = False
 
     @classmethod
     def drawn(cls, number: int, largest: int = 60) -> Case:
@@ -90,14 +90,14 @@ class Case:
             epoch=rng.choice([0, 0, 3]),
             shuffle=rng.random() < 0.85,
             hints=hints,
-            opens_after=rng.choice([None, 0, WITH_ARRIVALS, rng.randint(1, 90)]),
+            opens_slowly=rng.random() < 0.5,
         )
 
     @property
     def options(self) -> OrderOptions:
         hints = None if self.hints is None else np.array(self.hints, np.int64)
         return OrderOptions(
-            self.seed, self.groups, self.lanes, self.window, self.shuffle, hints, self.opens_after
+            self.seed, self.groups, self.lanes, self.window, self.shuffle, hints, self.opens_slowly
         )
 
     @property
@@ -203,8 +203,8 @@ def walk(case: Case, group: int, pass_: int, known, everything: bool = False) ->
     todo = (
         [(shard, set(own)) for shard, own in enumerate(case.entries)] if everything else pieces(case, group)
     )
-    follows_arrivals = case.opens_after == WITH_ARRIVALS and case.epoch == pass_ == 0
-    is_even = follows_arrivals and len(todo) <= 10 * case.lanes
+    opens_slowly = case.opens_slowly and case.epoch == pass_ == 0
+    is_even = opens_slowly and len(todo) <= 10 * case.lanes
     staggered = len(todo) > case.lanes and not is_even
     if case.shuffle:
         todo = shuffled(chained(case.seed, 3, case.epoch, group, pass_), todo)
@@ -247,10 +247,8 @@ def walk(case: Case, group: int, pass_: int, known, everything: bool = False) ->
 
 def due(case: Case, group: int, pass_: int, number: int, shards: int) -> int:
     width = case.window
-    if case.epoch == 0 and pass_ == 0 and case.opens_after != 0:
+    if case.opens_slowly and case.epoch == pass_ == 0:
         opened = number // 8 if number < 4096 else number // 4 - 512
-        if case.opens_after not in (None, WITH_ARRIVALS) and number > case.opens_after:
-            opened = max(opened, (number - case.opens_after) * width // (50 * shards))
         width = min(width, opened)
     u = draw(chained(case.seed, 4, case.epoch, group, pass_), number) >> 32
     return number * 65536 + u * width // 65536

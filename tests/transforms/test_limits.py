@@ -99,7 +99,8 @@ def test_a_tile_counts_as_an_image():
 
 
 def test_the_message_says_how_large_it_may_be_and_how_to_allow_more():
-    with pytest.raises(ImageTooLarge, match=r"120×120.*100 pixels.*Images\(max_pixels=…\).*_MAX_IMAGE_PIXELS"):
+    says = r"120×120.*100 pixels.*Images\(max_pixels=…\).*_MAX_IMAGE_PIXELS"
+    with pytest.raises(ImageTooLarge, match=says):
         decode_jpeg_or_image(FILES["JPEG"], most_pixels=100)
     assert issubclass(ImageTooLarge, DecodeError)
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from streamload.order.plan import WITH_ARRIVALS
 from streamload.worker import blocked as module
 from streamload.worker.blocked import (
     REPORT_SECONDS,
@@ -69,10 +68,10 @@ def test_the_sleep_grows_with_the_wait_within_bounds() -> None:
     assert sleeps == [least, least, 0.02, 0.04, most]
 
 
-def held_back(opens_after: int | None, epoch: int, window: int, batch: int) -> list[bool]:
+def held_back(opens_slowly: bool, epoch: int, window: int, batch: int) -> list[bool]:
     """Of each look at 4 shards that arrive evenly, one sample of each at a time, what it says of the wait."""
     entries = [list(range(400)) for _ in range(4)]
-    case = Case(3, entries, groups=1, lanes=4, window=window, epoch=epoch, opens_after=opens_after)
+    case = Case(3, entries, groups=1, lanes=4, window=window, epoch=epoch, opens_slowly=opens_slowly)
     order, wait, begins, looks = case.order(0, passes=1), Wait(), 0, []
     for count in range(400):
         arrivals = Given([(own[:count], False) for own in entries])
@@ -85,15 +84,15 @@ def held_back(opens_after: int | None, epoch: int, window: int, batch: int) -> l
 
 
 def test_a_window_that_fills_holds_samples_back() -> None:
-    looks = held_back(0, 1, window=10_000, batch=32)
+    looks = held_back(False, 1, window=10_000, batch=32)
     assert sum(looks) > 0.9 * len(looks)
 
 
 @pytest.mark.parametrize(
-    ("opens_after", "epoch", "window"), [(WITH_ARRIVALS, 0, 10_000), (0, 1, 0), (0, 1, 100)]
+    ("opens_slowly", "epoch", "window"), [(True, 0, 10_000), (False, 1, 0), (False, 1, 100)]
 )
 def test_a_window_that_opens_as_samples_arrive_or_is_full_holds_none_back(
-    opens_after: int | None, epoch: int, window: int
+    opens_slowly: bool, epoch: int, window: int
 ) -> None:
-    looks = held_back(opens_after, epoch, window, batch=32)
+    looks = held_back(opens_slowly, epoch, window, batch=32)
     assert sum(looks[window // 4 :]) == 0

@@ -12,7 +12,9 @@ from streamload.worker.states import CheckpointShard, GroupState, OpenShards, Se
 def state(position):
     lanes = LaneState(given=9, round=3, slot=1, next=4, lanes=((0, 3, 0), (-1, 0, 2)))
     cursor = Cursor(position, pass_=1, skip=5, lanes=lanes, done=((2, 40),))
-    return GroupState((0,), (SourceState(cursor, OpenShards.of({7: CheckpointShard(12, True, -1, 99)})),))
+    return GroupState(
+        (0,), (SourceState(cursor, OpenShards.of({7: CheckpointShard(12, True, -1, 99, 12, 5)})),)
+    )
 
 
 def test_sealed_states_are_those_that_were_sealed_also_in_another_process():
