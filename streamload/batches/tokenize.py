@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from xxhash import xxh3_64_hexdigest
 
 from streamload.batches.simple_tokenizer import CachingTokenizer, is_simple_tokenizer
 from streamload.errors import OptionError
@@ -25,6 +26,12 @@ _LONGEST = 1024
 
 _LONG_CAPTION = "a photograph of a dog " * 400
 """Of more tokens than any CLIP has room for: truncated, its row has no padding."""
+
+_PROBES = (
+    "", "a photo of a dog", "The  QUICK\tbrown fox\njumps", "naïve café – 東京 🗼", "don't they're 3.14159",
+    "http://example.com/a?b=c&amp;d <p>markup</p> #hashtag", "!?;:…()[]{}", _LONG_CAPTION,
+)  # fmt: skip
+"""Captions by whose ids tokenizers are told apart."""
 
 _IGNORED = -100
 """The label of a token that a loss of transformers leaves out."""
@@ -189,6 +196,20 @@ class BatchTokenizer:
                 self._texts([_LONG_CAPTION])
                 self._draws = generators.were_used(0) or None
         return bool(self._draws)
+
+    def digest(self) -> str:
+        """Return a digest of the ids of some captions; "" if the tokenizer fails at them, or draws otherwise.
+
+        Call it where nobody else uses the generators.
+        """
+        captions, seeds = list(_PROBES), [0] * len(_PROBES)
+        try:
+            first, again = (self(captions, seeds).ids for _ in range(2))
+        except Exception:  # of the user's function
+            return ""
+        if not torch.equal(first, again):
+            return ""
+        return xxh3_64_hexdigest(f"{list(first.shape)}".encode() + first.contiguous().numpy().tobytes())
 
     def _texts(self, captions: list[str]) -> Texts:
         result = self._tokenizer(captions, **self._options)

@@ -9,7 +9,8 @@ which stay until `close()` and continue to fill between two epochs.
   `destination.py` for the device, and `pool.py` for workers, which get a `worker_config.py`.
 - iterated: `epoch.py` has the batches in order, and `output.py` takes each: `rank_process.py` counts and
   `checks.py` checks it, `rank_run.py` passes it to extensions; then it gets its form.
-- resumed: `position.py` follows the batches; `state.py` writes and reads it.
+- resumed: `position.py` follows the batches; `state.py` writes and reads it; `fingerprint.py` identifies what
+  makes the rows (`described_code.py`: functions as given).
 - for frameworks: `dataloader.py`; for an observer: `observer.py`; for commands: `feature_recipe.py`.
 """
 

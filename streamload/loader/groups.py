@@ -211,6 +211,8 @@ class Order(Group):
             continues it; mixing=Replay(file) yields the run's batches again.
         objective: the sources' weights in the loss, by name (others keep their own), while those of sampling
             change: `loader.info.weight` of a row is the ratio of both. None: 1 for each row.
+        strict: refuse a state whose rows were made by another `preprocess` or `tokenizer`, or by other
+            versions of their libraries (docs/guides/resume.md). False: a resume logs what differs.
 
     Raises:
         OptionError: a value that can't be used.
@@ -226,8 +228,10 @@ class Order(Group):
     mixing: Policy | PlainFunction | Replay | None = None
     decisions: str | os.PathLike[str] | None = None
     objective: Mapping[str, float] | None = None
+    strict: bool = False
 
     def __post_init__(self) -> None:
+        check_flag(self.strict, "strict")
         at_least(1, num_batches=self.num_batches, lanes=self.lanes)
         at_least(1, groups=self.groups, world_size=self.world_size)
         at_least(0, rank=self.rank)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +26,7 @@ from streamload.loader.dataloader import (
 from streamload.loader.description import described
 from streamload.loader.destination import Destination
 from streamload.loader.epoch import Epoch, StepCount, is_worker_death
+from streamload.loader.fingerprint import compared_rows, rows_fingerprint
 from streamload.loader.observer import Observer, RunTrace
 from streamload.loader.options import LoaderOptions
 from streamload.loader.output import BatchInfo, Collector
@@ -31,7 +34,14 @@ from streamload.loader.pool import WorkerPool
 from streamload.loader.rank_process import RankProcess
 from streamload.loader.rank_run import RankParts, RankRun, RunEvents
 from streamload.loader.schedule import EpochLengths, RunSchedule
-from streamload.loader.state import attempt_in, counts_in, joined_state, order_and_position, to_state
+from streamload.loader.state import (
+    FINGERPRINT,
+    attempt_in,
+    counts_in,
+    joined_state,
+    order_and_position,
+    to_state,
+)
 from streamload.loader.worker_config import check_room, counted_samples
 from streamload.metrics import Snapshot
 from streamload.metrics.findings import OnAlert, Requests, Verdict
@@ -40,6 +50,8 @@ from streamload.options.values import at_least
 from streamload.ranks.distributed import RankMonitor, Ranks, gather, ranks_of
 from streamload.ranks.loaders import Comparison
 from streamload.worker import EpochStart, SkippedSample, nothing_ready
+
+logger = logging.getLogger("streamload")
 
 
 class Loader(DataLoaderInterface):
@@ -212,7 +224,13 @@ class Loader(DataLoaderInterface):
         JSON-able; without I/O or communication. On several nodes see `gather_state`.
         """
         schedule = self._schedule
-        return schedule.state(self._process.state(schedule.topology), self._extension_state())
+        parts = {FINGERPRINT: self._fingerprint, **self._extension_state()}
+        return schedule.state(self._process.state(schedule.topology), parts)
+
+    @functools.cached_property
+    def _fingerprint(self) -> dict[str, str]:
+        """What makes the rows of this loader."""
+        return rows_fingerprint(self.options)
 
     def load_state_dict(
         self,
@@ -226,7 +244,9 @@ class Loader(DataLoaderInterface):
         A state after the last batch of an epoch is at the start of the next one: `set_epoch` with the epoch
         that it has finished yields nothing, as nothing is left of it. With any other epoch the next iteration
         is that one, from its first batch; an earlier one is logged as a warning. Augmentation continues
-        exactly, too. batch_size may differ: the same samples come, in other batches.
+        exactly, too. batch_size may differ: the same samples come, in other batches. Where another
+        preprocess or tokenizer, or other versions of their libraries, make other pixels or ids of them, that
+        is logged.
 
         Args:
             state: what `state_dict` or `gather_state` returned, or a list of several ranks' states.
@@ -234,11 +254,15 @@ class Loader(DataLoaderInterface):
                 Their indexes prove that they are the same.
 
         Raises:
-            StateMismatch: the state is damaged, or belongs to other shards or options.
+            StateMismatch: the state is damaged, or belongs to other shards or options; or rows are made
+                otherwise, with Order(strict=True).
         """
         self._end_epoch("load_state_dict() was called")
         joined = joined_state(state, registered.by_rank())
+        difference = compared_rows(joined, self._fingerprint, self.options.order.strict)
         self._schedule.load(joined, moved or {})
+        if difference and self._schedule.topology.local_rank == 0:
+            logger.warning("%s", difference)
         self._comparison = None
         self._parts.load(joined)
         registered.warn_of_decoder(joined, self.options)
@@ -638,5 +662,8 @@ def gather_state(loader: Loader) -> dict[str, Any]:
         )
     joined = joined_state(states, registered.by_rank())
     order, position = order_and_position(joined)
-    parts = loader._parts.gathered(joined, position.position)
+    parts = {
+        FINGERPRINT: joined[FINGERPRINT],
+        **loader._parts.gathered(joined, position.position),
+    }
     return to_state(order, position, counts_in(joined), parts, attempt_in(joined))

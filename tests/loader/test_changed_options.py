@@ -242,6 +242,7 @@ def rows(data: Path, place: Path) -> dict[str, Row]:
         "order.mixing": same(sources, mixing=keep_weights),
         "order.decisions": same(sources, decisions=place / "decisions.jsonl"),
         "order.objective": same(sources, objective={"a": 2.0}),
+        "order.strict": same(strict=True),
         "batches.text_padding": honoured(other_values("text"), {"tokenizer": masked}, text_padding="longest"),
         "batches.text_pad_multiple": honoured(
             other_values("text"), {**LONGEST, "text_pad_multiple": 1}, text_pad_multiple=12
