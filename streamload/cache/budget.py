@@ -39,7 +39,7 @@ from streamload.cache.locks import Usage, is_locked, usage_of
 from streamload.cache.memory import DiskUsage
 from streamload.descriptors import Descriptor
 from streamload.errors import CacheFull
-from streamload.options import Eviction, FreeDisk
+from streamload.options import FreeDisk
 
 logger = logging.getLogger("streamload")
 
@@ -146,7 +146,6 @@ class Budget:
     Args:
         limit_bytes: a new limit for all processes that use the tier; None keeps its limit.
         free_disk: what this process leaves free on the disk, whatever the limit.
-        eviction: the eviction rule of this process.
         disk_usage: total and free bytes of a path's disk.
         enforce_seconds: the interval of `enforce_limits`.
 
@@ -163,14 +162,12 @@ class Budget:
         limit_bytes: int | None,
         *,
         free_disk: FreeDisk,
-        eviction: Eviction,
         disk_usage: Callable[[Path], DiskUsage],
         enforce_seconds: float,
     ):
         self._directory = directory
         self._lock = directory.root / "lock"
         self._free_disk = free_disk
-        self._eviction: Eviction = eviction
         self._disk_usage = disk_usage
         self._enforcing = threading.Lock()
         self._enforce_seconds = enforce_seconds
@@ -450,7 +447,7 @@ class Budget:
         next_use: float = -1.0,
         may_go: Callable[[HeldShard], bool] | None = None,
     ) -> list[HeldShard]:
-        """Under the lock: what to evict, by the eviction rule; maybe less than was asked for."""
+        """Under the lock: what to evict; maybe less than was asked for."""
         digests = sorted({shard.digest for shard in held})
         return eviction.victims(
             held,
@@ -458,7 +455,6 @@ class Budget:
             newcomer_next_use=next_use,
             excess_bytes=excess_bytes,
             may_go=may_go or _is_closed,
-            eviction=self._eviction,
         )
 
     def _trash(self, chosen: list[HeldShard]) -> list[Path]:

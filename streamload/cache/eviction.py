@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamload.options import Eviction
-
 NEVER = math.inf
 
 
@@ -39,7 +37,6 @@ def victims(
     excess_bytes: int,
     may_go: Callable[[HeldShard], bool],
     newcomer_next_use: float = -1.0,
-    eviction: Eviction = "plan",
 ) -> list[HeldShard]:
     """The shards to evict, in order, so that `excess_bytes` become free; fewer if no more may go.
 
@@ -47,18 +44,13 @@ def victims(
         next_uses: the next use of each digest, in shard visits from now; missing = never.
         may_go: whether nobody has a shard open; called only for candidates, in order.
         newcomer_next_use: the next use of the shard that needs the space: what is needed sooner stays.
-        eviction: "plan" is the rule above; "lru" evicts what was opened longest ago, whatever the plan. What
-            was superseded goes first with both.
     """
-    if eviction == "lru":
-        ranked = sorted(held, key=lambda shard: shard.used_at)
-    else:
 
-        def next_use(shard: HeldShard) -> float:
-            return NEVER if shard.is_superseded else next_uses.get(shard.digest, NEVER)
+    def next_use(shard: HeldShard) -> float:
+        return NEVER if shard.is_superseded else next_uses.get(shard.digest, NEVER)
 
-        ranked = [shard for shard in held if next_use(shard) > newcomer_next_use]
-        ranked.sort(key=lambda shard: (-next_use(shard), shard.used_at))
+    ranked = [shard for shard in held if next_use(shard) > newcomer_next_use]
+    ranked.sort(key=lambda shard: (-next_use(shard), shard.used_at))
     chosen: list[HeldShard] = []
     for shard in ranked:
         if excess_bytes <= 0:

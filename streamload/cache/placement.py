@@ -128,7 +128,7 @@ def open_memory(settings: Settings) -> Tier:
     root = memory_root(settings)
     if _existing(root) is not None:
         Tier(root).sweep()
-    return Tier(root, limit_bytes, free_disk=DEFAULT_FREE_DISK, eviction=settings.eviction)
+    return Tier(root, limit_bytes, free_disk=DEFAULT_FREE_DISK)
 
 
 def memory_budget(settings: Settings) -> int:

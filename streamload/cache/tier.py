@@ -28,7 +28,7 @@ from streamload.cache.memory import DiskUsage
 from streamload.cache.part import Orphan, Part
 from streamload.errors import CacheError, is_shortage
 from streamload.metrics import Counters, Counts
-from streamload.options import DEFAULT_FREE_DISK, Eviction, FreeDisk, Settings, file_system, nearest
+from streamload.options import DEFAULT_FREE_DISK, FreeDisk, Settings, file_system, nearest
 
 logger = logging.getLogger("streamload")
 
@@ -44,7 +44,6 @@ class Tier(Directory):
             it open follow within seconds. None keeps its limit.
         counts: where evictions, takeovers and damage are counted.
         free_disk: what this process leaves free on the disk, whatever the limit.
-        eviction: the eviction rule of this process.
         disk_usage: total and free bytes of a path's disk; by default those of the file system, and in memory
             also what machine and container leave.
         enforce_seconds: the interval of `enforce_limits`.
@@ -61,7 +60,6 @@ class Tier(Directory):
         counts: Counts | None = None,
         *,
         free_disk: FreeDisk = DEFAULT_FREE_DISK,
-        eviction: Eviction = "plan",
         disk_usage: Callable[[Path], DiskUsage] | None = None,
         enforce_seconds: float = ENFORCE_SECONDS,
     ):
@@ -72,7 +70,6 @@ class Tier(Directory):
                 self,
                 limit_bytes,
                 free_disk=free_disk,
-                eviction=eviction,
                 disk_usage=disk_usage or _usage_of(self.root),
                 enforce_seconds=enforce_seconds,
             )
@@ -224,7 +221,7 @@ def open_tier(settings: Settings) -> Tier:
         CacheError: the directory can't be used, or others can write there.
     """
     root, size, held = settings.cache_dir, settings.cache_size, 0
-    open_one = functools.partial(Tier, root, free_disk=settings.free_disk, eviction=settings.eviction)
+    open_one = functools.partial(Tier, root, free_disk=settings.free_disk)
     if (root / "tier.json").is_file():
         tier = open_one()
         tier.sweep()
@@ -283,6 +280,6 @@ def placed_on_disk(settings: Settings, why: str) -> Placed:
     if file_system(tier.root).is_memory:
         most_bytes = int((memory.available().free_bytes + tier.used_bytes) * memory.MOST_SHARE)
         if tier.limit_bytes > most_bytes:
-            tier = Tier(tier.root, most_bytes, free_disk=settings.free_disk, eviction=settings.eviction)
+            tier = Tier(tier.root, most_bytes, free_disk=settings.free_disk)
     logger.info("cache on disk at %s (%s)", tier.root, why)
     return Placed(tier, Choice("disk", why), settings.free_disk)

@@ -21,7 +21,7 @@ from streamload.errors import OptionError
 from streamload.extension import Extension
 from streamload.loader.sources import Factors
 from streamload.loader.words import Group
-from streamload.options import Copy, Eviction, Option, Revalidate, Where, options
+from streamload.options import Copy, Option, Revalidate, Where, options
 from streamload.options.values import at_least, parse_choice, parse_size
 
 if TYPE_CHECKING:
@@ -258,7 +258,6 @@ class Cache(Group):
     where: Where | None = None
     memory_size: str | int | None = None
     free_disk: str | int | None = None
-    eviction: Eviction | None = None
     ahead: str | int | None = None
     revalidate: Revalidate | None = None
     copy: Copy | None = None

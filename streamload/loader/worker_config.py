@@ -188,9 +188,7 @@ def _worker_config(
     config = WorkerConfig(
         shards=shards,
         origin=OriginOptions(outage_seconds=settings.origin_wait, mounts=shards.copied),
-        tier=TierConfig(
-            tier.root, tier.limit_bytes, placed.free_disk, settings.eviction, settings.revalidate
-        ),
+        tier=TierConfig(tier.root, tier.limit_bytes, placed.free_disk, settings.revalidate),
         shared=shared,
         run=run,
         ahead=AheadConfig(-(-max(lanes, _MIN_FILLS) // processes), settings.ahead),

@@ -33,7 +33,6 @@ from streamload.options.values import (
 )
 
 Revalidate = Literal["never", "start", "always"]
-Eviction = Literal["plan", "lru"]
 Where = Literal["auto", "disk", "memory"]
 Copy = Literal["auto", "never", "always"]
 S3 = Literal["direct", "s3fs"]
@@ -152,13 +151,6 @@ class Settings:
         DEFAULT_FREE_DISK,
         'Space that the cache leaves free on its disk: bytes, "20GB", or "5%" of the disk.',
         argument="cache.free_disk",
-    )
-    eviction: Final = Option[Eviction](
-        _choice(Eviction),
-        "plan",
-        'Which shard is evicted first: the one whose next use is farthest ("plan"), or the least recently '
-        'used ("lru").',
-        argument="cache.eviction",
     )
     ahead: Final = Option[int](
         parse_size,

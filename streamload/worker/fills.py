@@ -224,5 +224,4 @@ def _open_tier(config: WorkerConfig, counts: Counters) -> Tier:
         None if exists else config.tier.limit_bytes,
         counts,
         free_disk=config.tier.free_disk,
-        eviction=config.tier.eviction,
     )

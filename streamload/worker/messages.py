@@ -16,7 +16,7 @@ from streamload.cache.selection import Selection
 from streamload.cache.shard import ShardList
 from streamload.extension import Extension
 from streamload.ipc import ControlBlock
-from streamload.options import Eviction, FreeDisk, Revalidate
+from streamload.options import FreeDisk, Revalidate
 from streamload.order.events import Event, from_json
 from streamload.order.plan import OrderOptions, Pieces
 from streamload.order.steps import Split, StepOptions, StepStart
@@ -60,7 +60,6 @@ class TierConfig(NamedTuple):
     """The limit of a new tier; an existing one keeps its own."""
     free_disk: FreeDisk
     """Space that it leaves free on its disk."""
-    eviction: Eviction
     revalidate: Revalidate
 
 

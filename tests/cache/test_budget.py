@@ -182,18 +182,6 @@ def test_nothing_goes_while_there_is_enough_free(disk: Disk) -> None:
     assert held(tier) == {"a", "b", "c"}
 
 
-def test_under_lru_the_shard_goes_that_was_opened_longest_ago_whatever_is_planned(disk: Disk) -> None:
-    tier = tier_on(disk, 0, limit=500 * KIB, eviction="lru")
-    for age, digest in enumerate((A, B)):
-        path = publish(tier, digest, 200 * KIB)
-        os.utime(path, (1000 - age, 1000 - age))
-    run = DemandFile(tier.root / "runs")
-    run.announce([B])
-    publish(tier, C, 200 * KIB)
-    assert held(tier) == {"a", "c"}
-    run.close()
-
-
 def test_the_last_limit_that_was_given_holds_for_all_and_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from streamload.cache.budget import allowed_bytes
 from streamload.cache.eviction import HeldShard, victims
-from streamload.options import Eviction
 
 
 def shard(name: str, size: int = 10, used_at: float = 0.0) -> HeldShard:
@@ -56,34 +55,10 @@ def test_room_that_is_there_already_costs_nobody() -> None:
     assert victims([shard("a")], {}, newcomer_next_use=0, excess_bytes=0, may_go=lambda s: True) == []
 
 
-def test_under_lru_the_one_goes_that_was_opened_longest_ago_whatever_is_announced() -> None:
-    held = [shard("new", used_at=9.0), shard("old", used_at=1.0), shard("open", used_at=0.0)]
-    next_uses = {"old": 0.0, "open": 0.0}
-    chosen = victims(
-        held,
-        next_uses,
-        newcomer_next_use=5,
-        excess_bytes=10,
-        may_go=lambda s: s.digest != "open",
-        eviction="lru",
-    )
-    assert digests(chosen) == ["old"]
-
-
-@pytest.mark.parametrize("eviction", ["plan", "lru"])
-def test_what_its_prepared_form_has_superseded_goes_first_however_soon_it_is_needed(
-    eviction: Eviction,
-) -> None:
+def test_what_its_prepared_form_has_superseded_goes_first_however_soon_it_is_needed() -> None:
     superseded = HeldShard("soon", Path("superseded"), 10, "shards", 0.0, is_superseded=True)
     held = [shard("never", used_at=1.0), shard("soon", used_at=1.0), superseded]
-    chosen = victims(
-        held,
-        {"soon": 0.0},
-        newcomer_next_use=5,
-        excess_bytes=10,
-        may_go=lambda s: True,
-        eviction=eviction,
-    )
+    chosen = victims(held, {"soon": 0.0}, newcomer_next_use=5, excess_bytes=10, may_go=lambda s: True)
     assert chosen == [superseded]
 
 

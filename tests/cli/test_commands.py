@@ -367,7 +367,6 @@ def test_doctor_shows_each_setting_and_where_it_comes_from(streamload, tmp_path)
     assert "cache size 500.0 GB STREAMLOAD_CACHE_SIZE" in text
     assert "ahead 1.1 GB default (STREAMLOAD_AHEAD is not set)" in text
     assert "revalidate never default (STREAMLOAD_REVALIDATE is not set)" in text
-    assert "eviction plan default (STREAMLOAD_EVICTION is not set)" in text
     assert "(1 GB or 2% of the disk) default (STREAMLOAD_FREE_DISK is not set)" in text
     reason = why_not()
     assert (

@@ -267,7 +267,6 @@ def rows(data: Path, place: Path) -> dict[str, Row]:
         "cache.where": same(where="disk"),
         "cache.memory_size": same(memory_size="10MB"),
         "cache.free_disk": same(free_disk="1MB"),
-        "cache.eviction": same(eviction="lru"),
         "cache.ahead": same(ahead="10KB"),
         "cache.revalidate": same(revalidate="always"),
         "cache.copy": same(copy="always"),

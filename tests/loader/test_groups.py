@@ -43,7 +43,6 @@ IN_GROUPS = {
     "multiprocessing_context": "workers=Workers(multiprocessing_context=…)",
     "ahead": "cache=Cache(ahead=…)",
     "revalidate": "cache=Cache(revalidate=…)",
-    "eviction": "cache=Cache(eviction=…)",
     "free_disk": "cache=Cache(free_disk=…)",
     "memory_size": "cache=Cache(memory_size=…)",
     "shared_cache": "cache=Cache(shared=…)",

@@ -49,7 +49,6 @@ def test_arguments_win_over_variables_and_variables_over_defaults(tmp_path):
         "ahead": "default",
         "revalidate": "default",
         "copy": "default",
-        "eviction": "default",
         "free_disk": "default",
         "cache": "default",
         "memory_size": "default",
@@ -78,7 +77,7 @@ def test_with_nothing_set_everything_has_a_default():
     found = read_settings(environ={})
     assert found.cache_dir.is_absolute()
     assert found.cache_size == CacheSize(share=0.8)
-    assert (found.revalidate, found.eviction, found.free_disk) == ("never", "plan", FreeDisk())
+    assert (found.revalidate, found.free_disk) == ("never", FreeDisk())
     assert set(found.sources.values()) == {"default"}
 
 
@@ -153,7 +152,7 @@ def test_a_bad_value_fails_naming_its_variable_or_argument():
 
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
-    [("revalidate", "often", "'never', 'start', 'always'"), ("eviction", "fifo", "'plan', 'lru'")],
+    [("revalidate", "often", "'never', 'start', 'always'"), ("cache", "ram", "'auto', 'disk', 'memory'")],
 )
 def test_a_word_that_is_not_among_those_allowed_fails_with_the_list(name, value, allowed):
     with pytest.raises(OptionError, match=f"{name}='{value}'; expected one of {allowed}"):
@@ -166,11 +165,11 @@ def test_a_word_that_is_not_among_those_allowed_fails_with_the_list(name, value,
 def test_the_words_and_the_free_disk_are_read_from_variables_and_arguments():
     environ = {
         "STREAMLOAD_REVALIDATE": "start",
-        "STREAMLOAD_EVICTION": "lru",
+        "STREAMLOAD_CACHE": "memory",
         "STREAMLOAD_FREE_DISK": "20GB",
     }
     found = read_settings(revalidate="always", environ=environ)
-    assert (found.revalidate, found.eviction) == ("always", "lru")
+    assert (found.revalidate, found.cache) == ("always", "memory")
     assert found.free_disk == FreeDisk(size_bytes=20 * 10**9)
     assert found.sources["free_disk"] == "STREAMLOAD_FREE_DISK"
 

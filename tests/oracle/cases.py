@@ -283,7 +283,6 @@ class _Draw:
         self._sometimes(0.9, None, "cache_size", "50MB")
         self._sometimes(0.1, None, "cache_size", "64KB", "200KB")
         self._sometimes(0.1, "cache", "shared", "shared")
-        self._sometimes(0.15, "cache", "eviction", "lru")
         self._sometimes(0.15, "cache", "revalidate", "never", "always")
 
     def _batch_form(self) -> None:
