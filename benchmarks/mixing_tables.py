@@ -3,7 +3,7 @@
 import statistics
 
 from benchmarks.markdown import Result, table
-from streamload.steering.picture import Series, drawing
+from benchmarks.worlds.picture import Series, drawing
 
 
 def policies(result: Result) -> str:

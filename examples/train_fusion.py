@@ -1,11 +1,11 @@
 """Train a small fusion model on two sources, whose weights follow what is learned of each.
 
-    python examples/train_fusion.py --report fusion.svg
+    python examples/train_fusion.py --decisions decisions.jsonl
 
 The model looks at an image on several scales, and each word of the caption attends to all of them. One source
 has photographs with captions that describe them, the other one noise with captions that say nothing; both are
-made here, and nothing is downloaded. `Progress` gives samples to the source whose held-out loss falls. The
-report shows shares, losses and alignment by source over time, from the log of decisions.
+made here, and nothing is downloaded. `Progress` gives samples to the source whose held-out loss falls.
+`streamload mixing show decisions.jsonl` shows its decisions.
 """
 
 import argparse
@@ -20,7 +20,6 @@ from torch import nn
 from torch.nn import functional
 
 import streamload
-from streamload.steering.picture import drawing
 from streamload.steering.recorded import read_points
 from streamload.testing.shards import ShardOptions, write_shards
 
@@ -102,11 +101,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--batch-size", type=int, default=24)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--report", type=Path, default=Path("fusion.svg"))
+    parser.add_argument("--decisions", type=Path, help="keep the log of decisions in this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         where = make_sources(Path(scratch))
-        log = Path(scratch) / "decisions.jsonl"
+        log = args.decisions or Path(scratch) / "decisions.jsonl"
         loader = streamload.make_loader(
             [
                 streamload.Source(str(where / "photographs"), name="photographs"),
@@ -126,7 +125,7 @@ def main() -> None:
         )
         with loader:
             train(loader, {name: held_out(where / f"{name}-held-out") for name in ("photographs", "noise")})
-        report(log, args.report)
+        report(log)
 
 
 def make_sources(scratch: Path) -> Path:
@@ -165,29 +164,15 @@ def train(loader: streamload.Loader, evaluated: dict[str, tuple[torch.Tensor, ..
             loader.report_eval(losses)
 
 
-def report(log: Path, picture: Path) -> None:
-    """Draw the log of decisions, and say how it began and ended."""
+def report(log: Path) -> None:
+    """Say how the run began and ended, from the log of decisions."""
     points = read_points(log)
-    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for point in points:
-        for source in point.sources:
-            values = {
-                "share of the samples": source.share,
-                "training loss": source.loss.mean,
-                "alignment (cosine of image and caption)": source.alignment.mean,
-                "held-out loss": source.evaluation,
-            }
-            for heading, value in values.items():
-                if value is not None:
-                    panels.setdefault(heading, {}).setdefault(source.name, []).append((point.step, value))
-    picture.write_text(drawing("Fusion training: two sources, by step", panels))
     for source, first in zip(points[-1].sources, points[0].sources, strict=True):
         print(
             f"{source.name}: share {first.share:.0%} → {source.share:.0%}, "
             f"held-out loss {first.evaluation:.3f} → {source.evaluation:.3f}, "
             f"alignment {first.alignment.mean:.3f} → {source.alignment.mean:.3f}"
         )
-    print(f"report: {picture}")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from benchmarks.contenders.workload import Kept, train
 from benchmarks.environments import build
 from benchmarks.peers import LITDATA, OPEN_CLIP, PEERS, SPDL, STREAMLOAD
 from benchmarks.turns import Contender
+from benchmarks.worlds import picture
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -286,6 +287,15 @@ def test_lines_go_up_where_values_do():
     (line,) = drawing.iter("{http://www.w3.org/2000/svg}polyline")
     (_, low), (_, middle), (_, high) = [map(float, point.split(",")) for point in line.get("points").split()]
     assert (low - high) / (low - middle) == pytest.approx(200 / 190, rel=0.01)
+
+
+def test_a_picture_without_points_has_no_panel():
+    drawn = picture.drawing(
+        "<nothing>", {"loss": {"a": [(1, float("nan"))]}, "share": {"a": [(1, 0.5), (2, 0.5)]}}
+    )
+    assert "&lt;nothing&gt;" in drawn
+    assert ">loss<" not in drawn
+    assert ElementTree.fromstring(drawn) is not None
 
 
 def test_one_that_was_killed_stands_in_the_table():
