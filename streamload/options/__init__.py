@@ -14,7 +14,6 @@ from streamload.options.settings import (
     Where,
     options,
     read_settings,
-    value_of,
 )
 from streamload.options.values import (
     CacheSize,
@@ -49,5 +48,4 @@ __all__ = [
     "parse_free_disk",
     "parse_size",
     "read_settings",
-    "value_of",
 ]

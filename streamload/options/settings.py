@@ -35,7 +35,6 @@ from streamload.options.values import (
 Revalidate = Literal["never", "start", "always"]
 Where = Literal["auto", "disk", "memory"]
 Copy = Literal["auto", "never", "always"]
-S3 = Literal["direct", "s3fs"]
 
 DEFAULT_SHARED_WAIT_SECONDS = 120.0
 """Another node fetches and stores a shard of 300 MB at 3 MB/s in this time, or one of 1 GB at 10 MB/s."""
@@ -225,13 +224,6 @@ class Settings:
         "A folder in which each rank records its numbers for `streamload report`.",
         argument="",
     )
-    s3: Final = Option[S3](
-        _choice(S3),
-        "direct",
-        "How s3:// shards are read: over our own HTTP connections where all storage options are understood "
-        '("direct"), or always by s3fs ("s3fs").',
-        argument="",
-    )
 
     def __init__(self, arguments: Mapping[str, object], environ: Mapping[str, str] | None = None):
         if unknown := arguments.keys() - {option.name for option in options()}:
@@ -255,12 +247,6 @@ class Settings:
 def read_settings(*, environ: Mapping[str, str] | None = None, **arguments: object) -> Settings:
     """The settings from arguments, then the environment, then defaults; see `Settings`."""
     return Settings(arguments, environ)
-
-
-def value_of(option: Option[_T]) -> _T:
-    """The value of an option that has only a variable."""
-    value: _T = _resolve(option, None, os.environ)[0]
-    return value
 
 
 @functools.cache

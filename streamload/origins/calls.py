@@ -6,13 +6,11 @@ They run in the file system's event loop, or in a thread if it has none.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import errno
 import functools
-import queue
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from streamload import limits
@@ -62,22 +60,15 @@ _NO_CREDENTIALS = {
 }
 
 Future = concurrent.futures.Future[Any]
-Pieces = queue.SimpleQueue["bytes | None"]
-"""Bytes from an event loop to a thread; None at the end, whether by success or failure."""
 
 
 def begin(files: Any, method: str, *arguments: Any, **more: Any) -> Future:
     """Start calling a file system's method; `result` waits for what it returns or raises."""
     if files.async_impl:
-        return begin_in_loop(files, getattr(files, f"_{method}")(*arguments, **more))
+        import asyncio  # which fsspec has imported; without it there is no loop
+
+        return asyncio.run_coroutine_threadsafe(getattr(files, f"_{method}")(*arguments, **more), files.loop)
     return in_thread(functools.partial(getattr(files, method), *arguments, **more))
-
-
-def begin_in_loop(files: Any, coroutine: Coroutine[Any, Any, Any]) -> Future:
-    """Start a coroutine in the event loop of a file system."""
-    import asyncio  # which fsspec has imported; without it there is no loop
-
-    return asyncio.run_coroutine_threadsafe(coroutine, files.loop)
 
 
 def in_thread(call: Callable[[], Any]) -> Future:
@@ -121,24 +112,6 @@ def result(future: Future, files: Any, seconds: float, check: Callable[[], None]
             type(files).clear_instance_cache()
 
 
-def pieces(future: Future, came: Pieces, seconds: float, check: Callable[[], None]) -> Iterator[bytes]:
-    """Yield what a coroutine puts into a queue until it ends; raise what it raises.
-
-    Args:
-        check: as for `result`.
-
-    Raises:
-        OriginTimeout: no piece comes for `seconds`.
-    """
-    future.add_done_callback(lambda _: came.put(None))
-    try:
-        while (piece := _next(came, seconds, check)) is not None:
-            yield piece
-        future.result()
-    finally:
-        future.cancel()
-
-
 def translate(url: str, exc: BaseException) -> StreamloadError:
     """Return our error for an exception of fsspec or of a library under it."""
     if isinstance(exc, StreamloadError):
@@ -151,7 +124,10 @@ def translate(url: str, exc: BaseException) -> StreamloadError:
         )
     answer = _answer(exc)
     if answer is not None:
-        return http_error(message, *answer)
+        error = http_error(message, *answer)
+        if isinstance(error, OriginDenied):
+            error.may_be_renewed = code_of(exc) in ENDED
+        return error
     if isinstance(exc, FileNotFoundError | IsADirectoryError):
         return OriginNotFound(f"{message}: the store has no such object")
     is_read_only = isinstance(exc, OSError) and exc.errno == errno.EROFS
@@ -163,12 +139,12 @@ def translate(url: str, exc: BaseException) -> StreamloadError:
         return OriginTimeout(message)
     package = type(exc).__module__.partition(".")[0]
     if isinstance(exc, ConnectionError) or (package in _NETWORK_PACKAGES and name not in _NOT_NETWORK):
-        error = OriginUnavailable(message)
+        unavailable = OriginUnavailable(message)
         # botocore's error wraps aiohttp's, which wraps the system's.
         facts = getattr(exc, "kwargs", None)
         cause = getattr(facts.get("error") if isinstance(facts, dict) else exc, "os_error", None)
-        error.is_unreachable = None if cause is None else is_unreachable(cause)
-        return error
+        unavailable.is_unreachable = None if cause is None else is_unreachable(cause)
+        return unavailable
     return OriginUnavailable(message) if isinstance(exc, OSError) else OriginError(f"{message} ({name})")
 
 
@@ -195,16 +171,6 @@ def code_of(exc: BaseException) -> str | None:
         if isinstance(response, dict):
             return str(response.get("Error", {}).get("Code"))
     return None
-
-
-def _next(came: Pieces, seconds: float, check: Callable[[], None]) -> bytes | None:
-    deadline = time.monotonic() + seconds
-    while True:
-        with contextlib.suppress(queue.Empty):
-            return came.get(timeout=_WAKE_SECONDS)
-        check()
-        if time.monotonic() >= deadline:
-            raise OriginTimeout(f"no answer for {seconds:g} s")
 
 
 def _answer(exc: BaseException | None) -> tuple[int, str | None] | None:

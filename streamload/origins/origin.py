@@ -214,23 +214,23 @@ def _of_command(url: str, session: Session) -> Origin:
 
 
 def _of_s3(url: str, storage_options: dict[str, Any], session: Session) -> Origin:
-    """Return the origin of an S3 object: ours, or s3fs's for what only s3fs does."""
-    from streamload.origins.s3 import S3Origin
-    from streamload.origins.signing import reason_for_s3fs
+    """Return the origin of an S3 object: ours, or that of any store where it isn't ours to read."""
+    from streamload.origins.signing import is_ours
 
-    reason = reason_for_s3fs(url, storage_options)
-    if not reason:
+    if is_ours(url, storage_options):
+        from streamload.origins.s3 import S3Origin
+
         return S3Origin(url, storage_options, session)
-    _log_once(f"{origin_of(url)}: s3fs reads it ({reason})")
+    _log_once(f"{origin_of(url)}: s3fs reads it, for a storage option or a kind of bucket that only it knows")
     from streamload.origins.stores import StoreOrigin
 
     return StoreOrigin(url, storage_options, session)
 
 
 def _is_read_directly(url: str, storage_options: Mapping[str, Any]) -> bool:
-    from streamload.origins.signing import reason_for_s3fs
+    from streamload.origins.signing import is_ours
 
-    return not reason_for_s3fs(_requested(url), storage_options)
+    return is_ours(_requested(url), storage_options)
 
 
 @functools.lru_cache(maxsize=256)

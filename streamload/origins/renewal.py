@@ -8,20 +8,18 @@ first time: environment, files, credential_process, SSO, roles. Doesn't repeat r
 from __future__ import annotations
 
 import contextlib
-import time
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from streamload.errors import OptionError, OriginDenied, OriginTimeout, StreamloadError
 from streamload.options.storage import FileOptions
 from streamload.origins import calls
-from streamload.origins.access import read_again
+from streamload.origins.access import REFUSALS, read_again
 from streamload.origins.protocol import ENDED
 
 LOOK_SECONDS = 1.0
-"""Between two looks for the same file system: each may run a command or ask a metadata service."""
+"""Between two looks: each may run a command or ask a metadata service."""
 _SOURCES = {
     "assume-role": "the role that the profile names",
     "assume-role-with-web-identity": "the role of the web identity token",
@@ -48,51 +46,18 @@ class Lookup:
 
 
 KEYS_IN_OPTIONS = Lookup(False, "storage_options or fsspec's configuration have the keys themselves")
-_lookups: weakref.WeakKeyDictionary[Any, tuple[float, Lookup]] = weakref.WeakKeyDictionary()
-
-
-def have_ended(exc: BaseException) -> bool:
-    """Return whether an exception of fsspec is S3's answer that the credentials aren't valid any more."""
-    return calls.code_of(exc) in ENDED
 
 
 def is_refused(exc: BaseException) -> bool:
     """Return whether an exception of fsspec is a refusal that other credentials may change."""
-    return calls.lacks_credentials(exc) or calls.status_of(exc) in {401, 403}
+    return calls.lacks_credentials(exc) or calls.status_of(exc) in REFUSALS
 
 
-def denied(url: str, code: str, lookup: Lookup | None) -> OriginDenied:
+def denied(url: str, code: str, lookup: Lookup) -> OriginDenied:
     """Return the error for a code of S3 which says that the credentials have ended."""
-    looked = f"; {lookup.outcome}" if lookup else ""
-    error = OriginDenied(f"{url}: {ENDED[code]} ({code}){looked}")
+    error = OriginDenied(f"{url}: {ENDED[code]} ({code}); {lookup.outcome}")
     error.may_be_renewed = error.have_ended = True
     return error
-
-
-def look_up(files: Any, seconds: float, check: Callable[[], None]) -> Lookup:
-    """Read the credentials anew and compare them with those of an S3 file system.
-
-    Args:
-        files: s3fs's, which has made a request before.
-        seconds: the longest time that it may take.
-        check: called ten times a second; may raise to end the wait.
-    """
-    if files.key or files.client_kwargs.get("aws_access_key_id"):
-        return KEYS_IN_OPTIONS
-    if files.storage_options.get("session") is not None:
-        return Lookup(False, "storage_options have a session")
-    looked, lookup = _lookups.get(files, (0.0, None))
-    if lookup is not None and time.monotonic() - looked < LOOK_SECONDS:
-        return lookup
-    try:
-        future = calls.begin_in_loop(files, _compare(files))
-        lookup = calls.result(future, files, seconds, check)
-    except Exception as exc:
-        lookup = failed(exc)
-    assert lookup is not None
-    if not lookup.has_others:
-        _lookups[files] = (time.monotonic(), lookup)
-    return lookup
 
 
 def read_file(url: str, options: Mapping[str, Any]) -> tuple[Mapping[str, Any], Lookup | None]:
@@ -126,29 +91,12 @@ def compared(session: Any, credentials: Any, has_others: bool) -> Lookup:
     """Return the outcome of a look that gave credentials, or None.
 
     Args:
-        session: of botocore or aiobotocore, in which they were looked up.
+        session: of botocore, in which they were looked up.
     """
     if credentials is None:
         return Lookup(False, "there are no others in the environment, in files or from a role")
     source = _source(session, credentials.method)
     return Lookup(has_others, f"{source} {'has other ones' if has_others else 'still has the same keys'}")
-
-
-def is_silent(exc: BaseException) -> bool:
-    """Return whether an exception of fsspec is a refusal of S3 without an error code."""
-    return calls.code_of(exc) in {"400", "401", "403"}
-
-
-async def _compare(files: Any) -> Lookup:
-    session = type(files.session)(**files.kwargs)
-    credentials = await session.get_credentials()
-    refused = await files.session.get_credentials()
-    has_others = refused is None or credentials is None or await _keys(credentials) != await _keys(refused)
-    return compared(session, credentials, has_others)
-
-
-async def _keys(credentials: Any) -> tuple[str, ...]:
-    return tuple(await credentials.get_frozen_credentials())
 
 
 def _source(session: Any, method: str) -> str:

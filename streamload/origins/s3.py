@@ -1,8 +1,7 @@
 """Objects in S3: shards are read as from a web server (step F), small objects by a request each.
 
 signing.py makes the requests, and our sockets send them; shards have the ranges, versions and retries of
-web.py.
-s3fs does what `reason_for_s3fs` names.
+web.py. Objects that aren't ours (`signing.is_ours`) are read by fsspec, as those of any other store.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class S3Origin(HttpOrigin):
     """An object in S3.
 
     Args:
-        storage_options: as for s3fs; `reason_for_s3fs` must have found no reason.
+        storage_options: as for s3fs; `is_ours` has to hold for them.
     """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any], session: Session) -> None:
@@ -65,7 +64,7 @@ class S3Requests:
 
     Args:
         url: of an object, or of a folder of them.
-        storage_options: as for s3fs; `reason_for_s3fs` must have found no reason.
+        storage_options: as for s3fs; `is_ours` has to hold for them.
 
     Attributes:
         url: as it may be shown.

@@ -7,8 +7,10 @@ of before-send takes the request before it is sent. Has no signer and no endpoin
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import json
+import logging
 import os
 import re
 import shlex
@@ -29,11 +31,12 @@ from botocore.awsrequest import AWSResponse
 from botocore.config import Config
 from botocore.exceptions import CredentialRetrievalError, NoCredentialsError
 
-from streamload.options import Settings, value_of
 from streamload.origins import renewal
 from streamload.origins.access import OF_WEB
 from streamload.origins.renewal import Lookup
 from streamload.urls.identity import DEFAULT_PORTS
+
+logger = logging.getLogger("streamload")
 
 _KEYS = {
     "key": "aws_access_key_id",
@@ -104,27 +107,17 @@ class SignedRequest(NamedTuple):
     body: bytes | None
 
 
-def reason_for_s3fs(url: str, storage_options: Mapping[str, Any]) -> str:
-    """Return why s3fs has to read an object; "" if it doesn't."""
-    options = configured(storage_options)
-    if value_of(Settings.s3) == "s3fs":
-        return f"{Settings.s3.variable}=s3fs"
-    if unsupported := options.keys() - _OWN - _OF_FILE_SYSTEM:
-        return f"the option {min(unsupported)}"
-    if {"key", "username"} <= options.keys() or {"secret", "password"} <= options.keys():
-        return "options that exclude each other"
-    for name, allowed in (("client_kwargs", _OF_CLIENT), ("config_kwargs", _OF_REQUESTS | _OF_TRANSPORT)):
-        nested = options.get(name) or {}
-        if not isinstance(nested, Mapping):
-            return f"{name} that is no mapping"
-        if unsupported := nested.keys() - allowed:
-            return f"{min(unsupported)} in {name}"
-    place = place_of(url)
-    if place is None:
-        return "a bucket whose requests only s3fs signs"
-    if not place.key or {".", ".."} & set(place.key.split("/")):
-        return "a key that isn't a path of a URL"
-    return ""
+def is_ours(url: str, storage_options: Mapping[str, Any]) -> bool:
+    """Return whether an object is read by requests of ours; fsspec reads it otherwise."""
+    options, place = configured(storage_options), place_of(url)
+    client, config = (options.get(name) or {} for name in ("client_kwargs", "config_kwargs"))
+    return (
+        options.keys() <= _OWN | _OF_FILE_SYSTEM
+        and not any(twice <= options.keys() for twice in ({"key", "username"}, {"secret", "password"}))
+        and (isinstance(client, Mapping) and client.keys() <= _OF_CLIENT)
+        and (isinstance(config, Mapping) and config.keys() <= _OF_REQUESTS | _OF_TRANSPORT)
+        and (place is not None and place.key != "" and not {".", ".."} & set(place.key.split("/")))
+    )
 
 
 class S3Access:
@@ -177,9 +170,7 @@ class S3Access:
             if not _may_be_anonymous(self._options):
                 self.replace()
                 raise NoCredentialsError
-            from streamload.origins.stores import warn_anonymous
-
-            warn_anonymous(place.bucket)
+            _warn_anonymous(place.bucket)
         return signer.sign(place, operation, parameters, self.regions.get(place.bucket))
 
     def _prepared(self) -> _Signer:
@@ -388,7 +379,7 @@ def access_for(options: Mapping[str, Any]) -> S3Access:
 
 
 def place_of(url: str) -> S3Place | None:
-    """Return the object of a URL, as s3fs reads it; None if its bucket needs other requests than S3's own."""
+    """Return the object of a URL; None if its bucket needs other requests than S3's own."""
     path = url.partition("://")[2]
     point = _ACCESS_POINT.fullmatch(path)
     bucket, _, key = path.partition("/") if point is None else (point[1], "/", point[2])
@@ -428,3 +419,9 @@ def _host(url: str) -> str:
 
 def _text(value: str | bytes) -> str:
     return value.decode("latin-1") if isinstance(value, bytes) else value
+
+
+@functools.lru_cache(maxsize=256)
+def _warn_anonymous(bucket: str) -> None:
+    """Warn once per process, whatever the number of shards."""
+    logger.warning("No AWS credentials found: reading s3://%s anonymously.", bucket)

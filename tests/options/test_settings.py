@@ -59,7 +59,6 @@ def test_arguments_win_over_variables_and_variables_over_defaults(tmp_path):
         "max_image_pixels": "default",
         "metrics": "default",
         "record": "default",
-        "s3": "default",
     }
 
 

@@ -50,7 +50,7 @@ class Place:
 
 
 @pytest.fixture(params=["http", "s3", "s3fs", "memory", "sync-http", "pipe", "file"])
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     file = tmp_path / "a.tar"
     file.write_bytes(BODY)
 
@@ -63,12 +63,11 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         with ShardServer(tmp_path) as server:
             yield Place(rewrite, f"{server.url}/a.tar", f"{server.url}/b.tar", has_backends=True)
     elif request.param in {"s3", "s3fs"}:
-        if request.param == "s3fs":
-            monkeypatch.setenv("STREAMLOAD_S3", "s3fs")
         s3: S3Server = request.getfixturevalue("s3")
         url = s3.put("bucket", "a.tar", BODY)
         missing = "s3://bucket/b.tar"
-        yield Place(lambda body: s3.put("bucket", "a.tar", body), url, missing, s3.storage_options)
+        storage = s3.storage_options | ({"s3_additional_kwargs": {}} if request.param == "s3fs" else {})
+        yield Place(lambda body: s3.put("bucket", "a.tar", body), url, missing, storage)
     elif request.param == "memory":
         files = fsspec.filesystem("memory")
         files.pipe("/a.tar", BODY)

@@ -43,13 +43,6 @@ def s3() -> Iterator[SignedS3]:
         yield server
 
 
-@pytest.fixture(autouse=True, params=["direct", "s3fs"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Over our own connections, and by s3fs."""
-    monkeypatch.setenv("STREAMLOAD_S3", request.param)
-    return str(request.param)
-
-
 @pytest.fixture(autouse=True)
 def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, s3: SignedS3) -> Iterator[Path]:
     """No credentials but those that a test gives, and nothing remembered of endpoints."""
@@ -160,14 +153,14 @@ def test_without_new_keys_the_wait_ends_by_name(s3: SignedS3, monkeypatch: pytes
 
 
 def test_keys_that_have_ended_before_the_first_answer_end_the_run_at_once(
-    s3: SignedS3, monkeypatch: pytest.MonkeyPatch, way: str
+    s3: SignedS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_into_environment(Keys(1), monkeypatch)
     s3.valid = set()
     with pytest.raises(OriginOutage, match=r"a\.tar: the token has expired \(ExpiredToken\)"):
         read(s3, "a")
     methods = [exchange.method for exchange in s3.log if "a.tar" in exchange.path]
-    assert methods == (["GET"] if way == "direct" else ["HEAD", "GET"])
+    assert methods == ["GET"]
 
 
 def test_a_training_without_limits_loses_no_shard_to_keys_that_have_ended(

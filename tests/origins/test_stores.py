@@ -24,10 +24,9 @@ from streamload.errors import (
     OriginTimeout,
     OriginUnavailable,
 )
-from streamload.origins import stores
+from streamload.origins import signing, stores
 from streamload.origins.origin import OriginOptions, open_origin
 from streamload.origins.protocol import Session
-from streamload.origins.stores import import_store
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from tests.support.s3 import S3Server
@@ -46,13 +45,7 @@ QUICK = OriginOptions(
     part_limit_bytes=400_000,
 )
 PATIENT = replace(QUICK, stall_seconds=60.0)
-"""For tests that count requests: the first call makes s3fs's client, on a busy machine in seconds."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _s3fs_is_imported() -> None:
-    """Import it here, not within the time limit of a request."""
-    import_store("s3")
+"""For tests that count requests: the first call makes botocore's client, on a busy machine in seconds."""
 
 
 @pytest.fixture(autouse=True)
@@ -63,22 +56,7 @@ def _no_aws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    stores.warn_anonymous.cache_clear()
-
-
-@pytest.fixture(params=["direct", "s3fs"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """S3 over our own connections, and by s3fs."""
-    monkeypatch.setenv("STREAMLOAD_S3", request.param)
-    return str(request.param)
-
-
-@pytest.fixture
-def s3fs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STREAMLOAD_S3", "s3fs")
-
-
-both_ways = pytest.mark.usefixtures("way")
+    signing._warn_anonymous.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +85,6 @@ def anonymous(front: ShardServer) -> dict[str, Any]:
     return {"anon": True, "endpoint_url": front.url}
 
 
-@both_ways
 def test_parts_grow_and_cover_the_object_once(front: ShardServer) -> None:
     tally = Tally()
     assert read("s3://bucket/a.tar", anonymous(front), options=PATIENT, counters=tally) == BODY
@@ -122,12 +99,10 @@ def test_parts_grow_and_cover_the_object_once(front: ShardServer) -> None:
     assert tally["origin_requests"] == len(front.log)
 
 
-@both_ways
 def test_credentials_of_the_options_are_used(s3: S3Server) -> None:
     assert read("s3://bucket/private.tar", s3.storage_options) == BODY
 
 
-@both_ways
 def test_without_any_credentials_a_public_bucket_is_read_with_one_line_in_the_log(
     s3: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -138,13 +113,11 @@ def test_without_any_credentials_a_public_bucket_is_read_with_one_line_in_the_lo
     assert [record.message.split(":")[0] for record in caplog.records] == ["No AWS credentials found"]
 
 
-@both_ways
 def test_without_any_credentials_a_private_bucket_is_denied(s3: S3Server) -> None:
     with pytest.raises(OriginDenied, match=r"s3://bucket/private\.tar"):
         read("s3://bucket/private.tar", {"endpoint_url": s3.endpoint})
 
 
-@both_ways
 def test_a_missing_bucket_and_a_folder_are_not_found(s3: S3Server) -> None:
     s3.put("bucket", "folder/a.tar", b"x")
     for url in ("s3://nobucket/a.tar", "s3://bucket/folder"):
@@ -152,7 +125,6 @@ def test_a_missing_bucket_and_a_folder_are_not_found(s3: S3Server) -> None:
             read(url, s3.storage_options)
 
 
-@both_ways
 @pytest.mark.parametrize(
     "fault",
     [
@@ -183,7 +155,6 @@ def test_failing_requests_are_sent_again_and_only_by_us(front: ShardServer, faul
     ],
     ids=["503", "403", "silent"],
 )
-@both_ways
 def test_a_store_that_fails_for_good_is_an_error_of_its_type(
     front: ShardServer, fault: Fault, error: type[OriginError]
 ) -> None:
@@ -192,18 +163,6 @@ def test_a_store_that_fails_for_good_is_an_error_of_its_type(
     short = OriginOptions(attempts=2, backoff_seconds=0.01, stall_seconds=stall_seconds)
     with pytest.raises(error, match=r"s3://bucket/a\.tar"):
         read("s3://bucket/a.tar", anonymous(front), options=short)
-
-
-@pytest.mark.usefixtures("s3fs_alone")
-@pytest.mark.parametrize(
-    "fault",
-    [Fault(ignore_range=True), Fault(headers={"Content-Range": "bytes 5-9/1000003"})],
-    ids=["ranges ignored", "wrong Content-Range"],
-)
-def test_a_store_without_ranges_is_an_error_of_s3fs(front: ShardServer, fault: Fault) -> None:
-    front.misbehave("bucket/a.tar", fault)
-    with pytest.raises(OriginError, match=r"s3://bucket/a\.tar"):
-        read("s3://bucket/a.tar", anonymous(front))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +175,6 @@ def test_a_store_without_ranges_is_read_as_a_web_server_without(front: ShardServ
     assert read("s3://bucket/a.tar", anonymous(front)) == BODY
 
 
-@both_ways
 def test_the_bytes_of_a_range_come_before_all_of_it_is_there(front: ShardServer) -> None:
     front.stop_after(0.5)
     whole = 2 * len(BODY)
@@ -228,7 +186,6 @@ def test_the_bytes_of_a_range_come_before_all_of_it_is_there(front: ShardServer)
     assert len(front.ranges("bucket/a.tar")) == 1
 
 
-@both_ways
 def test_a_slow_range_is_no_stall(front: ShardServer) -> None:
     front.misbehave("bucket/a.tar", Fault(first=1), Fault(bytes_per_second=len(BODY) / 9))
     one_part = replace(QUICK, first_part_bytes=2 * len(BODY), chunk_bytes=2 * len(BODY), stall_seconds=6.5)
@@ -237,7 +194,6 @@ def test_a_slow_range_is_no_stall(front: ShardServer) -> None:
     assert not tally["origin_retries"]
 
 
-@both_ways
 def test_an_object_overwritten_between_two_parts_is_an_error(front: ShardServer) -> None:
     front.misbehave("bucket/a.tar", Fault(first=3), Fault(body=OTHER))
     got: list[bytes] = []
@@ -246,7 +202,6 @@ def test_an_object_overwritten_between_two_parts_is_an_error(front: ShardServer)
     assert BODY.startswith(b"".join(got))
 
 
-@both_ways
 def test_an_overwrite_is_found_where_conditions_are_ignored(front: ShardServer) -> None:
     front.misbehave(
         "bucket/a.tar", Fault(first=3), Fault(ignore_conditions=True, headers={"ETag": '"other"'})
@@ -255,7 +210,6 @@ def test_an_overwrite_is_found_where_conditions_are_ignored(front: ShardServer) 
         read("s3://bucket/a.tar", anonymous(front))
 
 
-@both_ways
 def test_a_stopped_loader_does_not_wait_for_a_store(front: ShardServer) -> None:
     front.misbehave("bucket/a.tar", Fault(first=1), Fault(silent=True))
     stop = threading.Event()
@@ -325,7 +279,6 @@ def test_options_that_no_file_system_takes_are_an_option_error() -> None:
         read("memory://a.tar", {"skip_instance_cache": True, "protocol": object()})
 
 
-@both_ways
 def test_no_secret_of_the_options_is_in_an_error(front: ShardServer) -> None:
     front.misbehave("*", Fault(status=403))
     options = {"endpoint_url": front.url, "key": "me", "secret": "hunter2", "token": "hunter2"}
@@ -369,7 +322,6 @@ def drip(place: Path) -> ShardServer:
     return server
 
 
-@both_ways
 def test_a_head_that_never_ends_is_a_timeout_of_a_store(tmp_path: Path) -> None:
     with drip(tmp_path) as server:
         options = OriginOptions(attempts=1, stall_seconds=0.4)
@@ -378,7 +330,6 @@ def test_a_head_that_never_ends_is_a_timeout_of_a_store(tmp_path: Path) -> None:
             origin.open()
 
 
-@both_ways
 def test_a_loader_that_stops_does_not_wait_for_the_head_of_a_store(tmp_path: Path) -> None:
     stop = threading.Event()
     with drip(tmp_path) as server:

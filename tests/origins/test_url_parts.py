@@ -43,13 +43,9 @@ def read(url: str, options: dict[str, Any] | None = None) -> bytes:
     return b"".join(open_origin(listed, options, OPTIONS).open().chunks())
 
 
-@pytest.mark.parametrize("way", ["botocore", "s3fs"])
-@pytest.mark.parametrize("options", [{}, {"version_aware": True}])
-def test_a_version_of_an_object_is_read(
-    options: dict[str, Any], way: str, s3: SignedS3, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if way == "s3fs":
-        monkeypatch.setenv("STREAMLOAD_S3", "s3fs")
+@pytest.mark.parametrize("options", [{}, {"version_aware": True}, {"s3_additional_kwargs": {}}])
+def test_a_version_of_an_object_is_read(options: dict[str, Any], s3: SignedS3) -> None:
+    if "s3_additional_kwargs" in options:
         fsspec.get_filesystem_class("s3").clear_instance_cache()
     assert read("s3://bucket/a.tar?versionId=3sL4kq.tJ_", options) == b"a.tar" + BODY
     gets = [exchange.path for exchange in s3.log if exchange.method == "GET" and exchange.status < 300]
@@ -127,7 +123,7 @@ def test_host_and_user_of_other_schemes_reach_their_file_system(
     kind = fsspec.get_filesystem_class(url.partition(":")[0])
     seen: dict[str, Any] = {}
     monkeypatch.setattr(type(kind), "__call__", lambda _, **given: seen.update(given))
-    StoreFiles(url, {"timeout": 3}, 1.0, 1.0, 1, lambda: None).open()
+    StoreFiles(url, {"timeout": 3}).open()
     assert seen.items() >= {**expected, "timeout": 3}.items()
 
 

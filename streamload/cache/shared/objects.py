@@ -213,9 +213,9 @@ class Objects:
 def _store_for(url: str, storage_options: Mapping[str, Any]) -> type[Store]:
     """The backend of a URL, imported on first use."""
     if urls.scheme(url) == "s3":
-        from streamload.origins.signing import reason_for_s3fs
+        from streamload.origins.signing import is_ours
 
-        if not reason_for_s3fs(f"{url.rstrip('/')}/name", storage_options):
+        if is_ours(f"{url.rstrip('/')}/name", storage_options):
             from streamload.cache.shared.s3_store import S3Store
 
             return S3Store

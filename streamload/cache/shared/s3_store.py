@@ -36,7 +36,7 @@ class S3Store(Store):
     """A folder in a bucket.
 
     Args:
-        url: of its root; `reason_for_s3fs` must have found no reason.
+        url: of its root; `is_ours` has to hold for its objects.
         timeout_seconds: for one request, with all its attempts.
         stop: ends every wait.
     """

@@ -17,7 +17,6 @@ from streamload.urls import scheme
 if TYPE_CHECKING:
     from streamload.origins.stores import StoreFiles
 
-_ATTEMPTS = 3
 _SLOWEST_BYTES_PER_SECOND = 256_000
 _PIECE_BYTES = 8 << 20
 _TAKEN = {409, 412}
@@ -49,12 +48,14 @@ class Store:
         from streamload.origins.stores import StoreFiles  # fsspec comes with it
 
         client_options: dict[str, Any] = {"use_listings_cache": False}
-        if scheme(self._url) == "s3":
+        if self._is_s3:
             client_options["max_concurrency"] = 2
-        seconds = self._timeout_seconds
-        return StoreFiles(
-            self._url, self._storage_options, seconds, seconds, _ATTEMPTS, self._check, client_options
-        )
+        return StoreFiles(self._url, self._storage_options, client_options)
+
+    @property
+    def _is_s3(self) -> bool:
+        """True if large uploads are in parts that are held in memory: few and small ones."""
+        return scheme(self._url) == "s3"
 
     def target(self, name: str) -> str:
         """The URL of an object."""
@@ -100,7 +101,7 @@ class Store:
         """Upload in parts, some at once; others see the object when it is complete."""
         files, target = self._at(name)
         self._make_folder(files, target)
-        parts = {"chunksize": _PIECE_BYTES} if self._files.is_s3 else {}
+        parts = {"chunksize": _PIECE_BYTES} if self._is_s3 else {}
         seconds = self._timeout_seconds + path.stat().st_size / _SLOWEST_BYTES_PER_SECOND
         self._do(files, "put_file", str(path), target, seconds=seconds, **parts)
 
@@ -190,7 +191,7 @@ class Store:
             self._files.close()
             raise
         except Exception as exc:
-            if not self._files.renews(files, exc, may_be_silent=True):
+            if not self._files.renews(files, exc):
                 raise
         files = self._files.open()
         return calls.result(calls.begin(files, operation, *arguments, **more), files, limit, self._check)
