@@ -1,1 +1,1 @@
-"""Test helpers for users: shards, servers and origins that fail, exact resumption, a suite for extensions."""
+"""Test helpers for users: shards, servers that fail, exact resumption, a suite for extensions."""

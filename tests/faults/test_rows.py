@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from benchmarks import reliability
-from benchmarks.faults.data import Data
-from benchmarks.faults.matrix import ROWS, Sources, run_row
-from benchmarks.faults.oracle import LETTERS, Attempt
-from benchmarks.faults.readers import Reading, read_in_child
-from benchmarks.faults.rows import Row
-from benchmarks.faults.steps import SCENARIOS
+from tests.faults.data import Data
+from tests.faults.matrix import ROWS, Sources, run_row
+from tests.faults.oracle import LETTERS, Attempt
+from tests.faults.readers import Reading, read_in_child
+from tests.faults.rows import Row
+from tests.faults.steps import SCENARIOS
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.faults import images
+from tests.faults import images
 from tests.fuzzing.blocks import END
 from tests.support.hostile import among_good_ones, picture, sample
 

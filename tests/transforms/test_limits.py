@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.faults.images import png, progressive_jpeg, run_lengths_bmp, tiled_tiff, webp
 from streamload.derived.prepare.preparation import Preparation
 from streamload.errors import DecodeError, ImageTooLarge
 from streamload.transforms import decode, kernel, limits
 from streamload.transforms.decode import decode_jpeg_or_image, decode_to_pillow
 from streamload.transforms.limits import check_scans
+from tests.faults.images import png, progressive_jpeg, run_lengths_bmp, tiled_tiff, webp
 
 SIDE = 120
 PIXELS = SIDE * SIDE

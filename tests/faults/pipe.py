@@ -3,10 +3,10 @@
 import shlex
 from pathlib import Path
 
-from benchmarks.faults.oracle import Attempt
-from benchmarks.faults.readers import QUICK, Reading, read_in_child
-from benchmarks.faults.rows import Row
 from streamload.cache.shard import shard_of
+from tests.faults.oracle import Attempt
+from tests.faults.readers import QUICK, Reading, read_in_child
+from tests.faults.rows import Row
 
 
 def piped(attempt: Attempt) -> None:

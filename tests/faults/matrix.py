@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults import (
+from tests.faults import (
     daemons,
     disk,
     guarded,
@@ -37,9 +37,9 @@ from benchmarks.faults import (
     tokens,
     versions,
 )
-from benchmarks.faults.data import Data
-from benchmarks.faults.oracle import Attempt
-from benchmarks.faults.rows import Function, Row
+from tests.faults.data import Data
+from tests.faults.oracle import Attempt
+from tests.faults.rows import Function, Row
 
 _DATA_SEEDS = 3
 """So many different sets of shards are made for each kind; attempts take them in turn."""

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.data import Data
-from benchmarks.faults.readers import QUICK
 from streamload.cache.fill import fill
 from streamload.cache.shard import Shard, shard_of
 from streamload.cache.tier import Tier
 from streamload.origins.origin import Origin, Stream, Version, open_origin
+from tests.faults.data import Data
+from tests.faults.readers import QUICK
 from tests.support.disks import why_no_strace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -196,7 +196,7 @@ def count_with_strace(scenario: Scenario, place: Path) -> int:
     scenario.prepare(root)
     job = json.dumps([scenario.name, scenario.urls, scenario.sizes, scenario.limit_bytes, str(root)])
     command = ["strace", "-f", "-qq", "-y", "-s", "0", "-o", str(log), "-e", f"trace={_CALLS}"]
-    command += [sys.executable, "-m", "benchmarks.faults.steps", job]
+    command += [sys.executable, "-m", "tests.faults.steps", job]
     subprocess.run(command, cwd=ROOT, check=True, timeout=120, stdout=subprocess.DEVNULL)
     return sum(_is_change(line, str(root)) for line in log.read_text().splitlines())
 

@@ -11,11 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.daemons import Shared
-from benchmarks.faults.data import Data
-from benchmarks.faults.oracle import Attempt
-from benchmarks.faults.readers import QUICK, Reading, read
-from benchmarks.faults.rows import Row
 from streamload.cache.shard import Shard, shard_of
 from streamload.daemon.plan_file import PlannedSource, PlanProgress, plan_of
 from streamload.metrics import Counters
@@ -24,6 +19,11 @@ from streamload.origins.origin import Origin, open_origin
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.urls import expand_urls
+from tests.faults.daemons import Shared
+from tests.faults.data import Data
+from tests.faults.oracle import Attempt
+from tests.faults.readers import QUICK, Reading, read
+from tests.faults.rows import Row
 from tests.support.kills import Child, Stage
 
 _END_SECONDS = 60.0

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.data import samples_of
-from benchmarks.faults.oracle import Attempt
-from benchmarks.faults.processes import describe, differences, import_torch
-from benchmarks.faults.rows import Row
 from streamload import Workers
 from streamload.cli.options import storage_options_of
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
+from tests.faults.data import samples_of
+from tests.faults.oracle import Attempt
+from tests.faults.processes import describe, differences, import_torch
+from tests.faults.rows import Row
 from tests.support import flat
 from tests.support.kills import Child
 from tests.support.signed_s3 import Keys, SignedS3

@@ -5,12 +5,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.data import Data
-from benchmarks.faults.oracle import Attempt, DiskWatch
-from benchmarks.faults.processes import all_samples, describe, differences, gone_from, import_torch
-from benchmarks.faults.rows import Row
 from streamload import Workers
 from streamload.worker import shortage
+from tests.faults.data import Data
+from tests.faults.oracle import Attempt, DiskWatch
+from tests.faults.processes import all_samples, describe, differences, gone_from, import_torch
+from tests.faults.rows import Row
 from tests.support import flat
 from tests.support.kills import Child, Stage
 

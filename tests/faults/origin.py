@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.data import SAMPLES, Data, Truth, samples_of
-from benchmarks.faults.oracle import Attempt
-from benchmarks.faults.readers import PATIENT, QUICK, Reading, read_in_child
-from benchmarks.faults.rows import Row
 from streamload.cache.shard import shard_of
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
+from tests.faults.data import SAMPLES, Data, Truth, samples_of
+from tests.faults.oracle import Attempt
+from tests.faults.readers import PATIENT, QUICK, Reading, read_in_child
+from tests.faults.rows import Row
 from tests.support.disks import shown_instead, why_no_small_disk
 from tests.support.kills import Child, Stage
 

@@ -9,10 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
-from benchmarks.faults.data import Data
-from benchmarks.faults.oracle import Attempt
-from benchmarks.faults.readers import QUICK, Reading, read_in_child
-from benchmarks.faults.rows import Row
 from streamload.cache.shard import Shard
 from streamload.cache.shared.objects import Objects
 from streamload.cache.shared.sharing import SharedOptions, Sharing
@@ -22,6 +18,10 @@ from streamload.daemon.service import Service
 from streamload.errors import CacheCorrupt
 from streamload.metrics import Counters
 from streamload.origins.origin import Origin, open_origin
+from tests.faults.data import Data
+from tests.faults.oracle import Attempt
+from tests.faults.readers import QUICK, Reading, read_in_child
+from tests.faults.rows import Row
 from tests.support.kills import Child, Hit, Moment, Stage, kill_loop
 from tests.support.metadata import MetadataServer
 

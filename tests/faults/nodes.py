@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from benchmarks.faults.data import Data
-from benchmarks.faults.oracle import Attempt
-from benchmarks.faults.rows import Row
 from streamload.cache.shared.objects import Objects
 from streamload.cache.shared.tier import SharedTier
 from streamload.metrics import Counters
+from tests.faults.data import Data
+from tests.faults.oracle import Attempt
+from tests.faults.rows import Row
 from tests.support.ray_cluster import RayCluster
 
 _SHARDS = 12

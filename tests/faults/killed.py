@@ -7,17 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults import steps
-from benchmarks.faults.data import Data
-from benchmarks.faults.oracle import Attempt, DiskWatch
-from benchmarks.faults.readers import PATIENT, Reading, read_in_child
-from benchmarks.faults.rows import Row
-from benchmarks.faults.stages import state_of, tell_stages
 from streamload.cache.garbage import clear
 from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt
 from streamload.shards.index import IndexReader
 from streamload.shards.samples import ShardScanner
+from tests.faults import steps
+from tests.faults.data import Data
+from tests.faults.oracle import Attempt, DiskWatch
+from tests.faults.readers import PATIENT, Reading, read_in_child
+from tests.faults.rows import Row
+from tests.faults.stages import state_of, tell_stages
 from tests.support.kills import Child, ChildFailed, Hit, Moment, Stage, kill_loop
 
 READERS = 4

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from typing import Any
 
-from benchmarks.faults.daemons import Shared
-from benchmarks.faults.data import Data
-from benchmarks.faults.oracle import Attempt
-from benchmarks.faults.readers import QUICK
-from benchmarks.faults.rows import Row
 from streamload.daemon.options import DaemonOptions
+from tests.faults.daemons import Shared
+from tests.faults.data import Data
+from tests.faults.oracle import Attempt
+from tests.faults.readers import QUICK
+from tests.faults.rows import Row
 from tests.support.kills import Child, Stage
 from tests.support.networks import Switch, why_no_network
 from tests.support.s3 import S3Server

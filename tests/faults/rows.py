@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.faults.oracle import Attempt
+from tests.faults.oracle import Attempt
 
 Function = Callable[[Attempt], None]
 

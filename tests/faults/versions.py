@@ -8,13 +8,13 @@ import tarfile
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.faults.data import Data, Truth, samples_of
-from benchmarks.faults.oracle import Attempt
-from benchmarks.faults.origin import another_version, reading_of, replacing
-from benchmarks.faults.readers import QUICK, Reading, read_in_child
-from benchmarks.faults.rows import Row
 from streamload.cache.shard import shard_of
 from streamload.testing.faults import Fault
+from tests.faults.data import Data, Truth, samples_of
+from tests.faults.oracle import Attempt
+from tests.faults.origin import another_version, reading_of, replacing
+from tests.faults.readers import QUICK, Reading, read_in_child
+from tests.faults.rows import Row
 
 _NONE = {"ETag": "", "Last-Modified": ""}
 _UNPROVEN = {"no validators": _NONE, "a weak ETag": {**_NONE, "ETag": 'W/"1"'}}

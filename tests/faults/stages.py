@@ -10,10 +10,10 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from benchmarks.faults.data import Data
 from streamload.cache.budget import Budget
 from streamload.cache.part import Part
 from streamload.cache.tier import Tier
+from tests.faults.data import Data
 from tests.support.kills import Stage
 
 

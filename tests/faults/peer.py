@@ -15,11 +15,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults import origin, pipe, processes
-from benchmarks.faults.data import SAMPLES, Data, Samples, digest_of
-from benchmarks.faults.oracle import Attempt
-from benchmarks.faults.readers import Hang
 from streamload.testing.faults import Fault
+from tests.faults import origin, pipe, processes
+from tests.faults.data import SAMPLES, Data, Samples, digest_of
+from tests.faults.oracle import Attempt
+from tests.faults.readers import Hang
 from tests.support.kills import Child, ChildFailed, Hit, Moment, Stage, kill_loop
 
 _DEADLINE_SECONDS = 15.0

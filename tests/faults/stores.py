@@ -11,11 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.data import Truth, samples_of
-from benchmarks.faults.oracle import Attempt
-from benchmarks.faults.origin import another_version
-from benchmarks.faults.readers import QUICK, Reading, read_in_child
-from benchmarks.faults.rows import Row
 from benchmarks.stores.relay import Exchange, Relay
 from benchmarks.stores.store import KINDS, Store
 from streamload.cache.shard import Shard, shard_of
@@ -24,6 +19,11 @@ from streamload.metrics import Counters
 from streamload.origins.origin import Origin, open_origin
 from streamload.shards.index import IndexReader
 from streamload.testing.shards import ShardOptions, write_shards
+from tests.faults.data import Truth, samples_of
+from tests.faults.oracle import Attempt
+from tests.faults.origin import another_version
+from tests.faults.readers import QUICK, Reading, read_in_child
+from tests.faults.rows import Row
 from tests.support.kills import Child
 
 _OPTIONS = ShardOptions(padding_bytes=(4000, 9000))

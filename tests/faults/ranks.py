@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import streamload
-from benchmarks.faults.data import Data
-from benchmarks.faults.oracle import Attempt
-from benchmarks.faults.processes import all_samples, describe, differences, import_torch
-from benchmarks.faults.rows import Row
 from streamload import Cache, Order, Workers
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
+from tests.faults.data import Data
+from tests.faults.oracle import Attempt
+from tests.faults.processes import all_samples, describe, differences, import_torch
+from tests.faults.rows import Row
 from tests.support.kills import Child
 
 COUNTS = (10,) * 8

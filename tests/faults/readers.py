@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.faults.data import OpenOrigin, Samples, digest_of
 from streamload.cache.demand import DemandFile
 from streamload.cache.shard import Shard
 from streamload.cache.shard_cache import tombstone_error
@@ -24,6 +23,7 @@ from streamload.origins.origin import (
 from streamload.prefetch.fallback import FallbackTier
 from streamload.prefetch.prefetcher import Prefetcher, PrefetchOptions
 from streamload.shards.samples import Entry
+from tests.faults.data import OpenOrigin, Samples, digest_of
 from tests.support.fills import requests_for
 
 QUICK = OriginOptions(

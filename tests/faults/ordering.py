@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import streamload
-from benchmarks.faults.oracle import Attempt
-from benchmarks.faults.processes import describe, import_torch
-from benchmarks.faults.rows import Row
 from streamload import Workers
 from streamload.testing.faults import EMPTY_PAGE, Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
+from tests.faults.oracle import Attempt
+from tests.faults.processes import describe, import_torch
+from tests.faults.rows import Row
 from tests.support import flat
 from tests.support.kills import Child, Stage
 

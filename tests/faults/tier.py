@@ -11,10 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.data import Truth
-from benchmarks.faults.oracle import Attempt, DiskWatch
-from benchmarks.faults.readers import Reading, read, read_in_child
-from benchmarks.faults.rows import Row
 from streamload.cache import memory
 from streamload.cache.directory import Directory
 from streamload.cache.locks import FileLock
@@ -25,6 +21,10 @@ from streamload.metrics import Counters
 from streamload.options import read_settings
 from streamload.prefetch import fallback
 from streamload.testing.server import ShardServer
+from tests.faults.data import Truth
+from tests.faults.oracle import Attempt, DiskWatch
+from tests.faults.readers import Reading, read, read_in_child
+from tests.faults.rows import Row
 from tests.support.indexes import WrittenIndex
 from tests.support.kills import Child, Stage
 

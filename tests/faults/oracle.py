@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import process_tree
-from benchmarks.faults.data import Data, Truth
-from benchmarks.faults.readers import Hang, Reading, read
 from streamload.cache.directory import Directory
 from streamload.cache.locks import usage_of
 from streamload.cache.tier import Tier
@@ -29,6 +27,8 @@ from streamload.errors import CacheCorrupt
 from streamload.metrics import Counters
 from streamload.observe.page import PageFile
 from streamload.shards.index import IndexReader
+from tests.faults.data import Data, Truth
+from tests.faults.readers import Hang, Reading, read
 
 LETTERS = {
     "N": "nothing lost",

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, reliability
-from benchmarks.faults import __doc__ as description
-from benchmarks.faults.matrix import ROWS, Sources, run_row
+from tests.faults import __doc__ as description
+from tests.faults.matrix import ROWS, Sources, run_row
 
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "faults.json"
+RESULTS = reliability.RESULTS / "faults.json"
 
 
 def main() -> int:

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.faults.oracle import Attempt, DiskWatch
-from benchmarks.faults.rows import Row
 from streamload.cache import memory
 from streamload.cache.locks import is_locked
 from streamload.derived.store.catalog import open_catalog, verify
 from streamload.derived.store.database import DATABASE, FILES, KEY_BYTES
 from streamload.derived.store.row_store import CacheLevel, RowPlace, RowStore
 from streamload.derived.store.sealed import seal
+from tests.faults.oracle import Attempt, DiskWatch
+from tests.faults.rows import Row
 from tests.support.kills import Child, Moment, Stage
 
 _WRITERS = 4

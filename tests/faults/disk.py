@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.data import Data
-from benchmarks.faults.oracle import Attempt
-from benchmarks.faults.readers import Reading, read_in_child
-from benchmarks.faults.rows import Row
 from streamload.cache.shard import shard_of
+from tests.faults.data import Data
+from tests.faults.oracle import Attempt
+from tests.faults.readers import Reading, read_in_child
+from tests.faults.rows import Row
 from tests.support.disks import (
     failing_calls,
     limited_file_size,
@@ -118,7 +118,7 @@ def _under_strace(
     """Read all in a process some of whose calls fail; its result, and how many failed."""
     log, out = attempt.place / "strace", attempt.place / "result"
     job = json.dumps([str(attempt.root), data.urls, str(out)])
-    command = [sys.executable, "-m", "benchmarks.faults.disk", job]
+    command = [sys.executable, "-m", "tests.faults.disk", job]
     command = failing_calls(command, calls, error, when=when, path=path, log=log)
     subprocess.run(command, cwd=ROOT, check=True, timeout=120)
     return json.loads(out.read_text()), log.read_text().count("(INJECTED)")

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.data import digest_of
-from benchmarks.faults.oracle import Attempt
-from benchmarks.faults.processes import differences, import_torch
-from benchmarks.faults.rows import Row
 from streamload.daemon.warm import warm
 from streamload.derived.prepare.preparation import Preparation
 from streamload.shards.tar import NOTE
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
+from tests.faults.data import digest_of
+from tests.faults.oracle import Attempt
+from tests.faults.processes import differences, import_torch
+from tests.faults.rows import Row
 from tests.support import flat
 from tests.support.kills import Child
 

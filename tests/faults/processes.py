@@ -12,12 +12,12 @@ from typing import Any
 
 import streamload
 from benchmarks import process_tree
-from benchmarks.faults.data import Data, digest_of
-from benchmarks.faults.oracle import Attempt
-from benchmarks.faults.readers import Reading, read_in_child
-from benchmarks.faults.rows import Row
 from streamload import Workers
 from streamload.testing.faults import Fault
+from tests.faults.data import Data, digest_of
+from tests.faults.oracle import Attempt
+from tests.faults.readers import Reading, read_in_child
+from tests.faults.rows import Row
 from tests.support import flat
 from tests.support.disks import small_disk, why_no_small_disk
 from tests.support.kills import Child, Stage

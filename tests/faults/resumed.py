@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import streamload
-from benchmarks.faults.data import Data
-from benchmarks.faults.oracle import Attempt
-from benchmarks.faults.processes import (
+from streamload import Order, Workers
+from tests.faults.data import Data
+from tests.faults.oracle import Attempt
+from tests.faults.processes import (
     COUNTS,
     TRAINING,
     all_samples,
@@ -19,8 +20,7 @@ from benchmarks.faults.processes import (
     gone_from,
     import_torch,
 )
-from benchmarks.faults.rows import Row
-from streamload import Order, Workers
+from tests.faults.rows import Row
 from tests.support.kills import Child, Stage
 
 _GLOBAL_BATCH = 4

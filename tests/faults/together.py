@@ -7,11 +7,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from benchmarks.faults.data import Data
-from benchmarks.faults.disk import check_goes_on
-from benchmarks.faults.oracle import Attempt, DiskWatch
-from benchmarks.faults.readers import PATIENT, Reading, read_in_child
-from benchmarks.faults.rows import Row
+from tests.faults.data import Data
+from tests.faults.disk import check_goes_on
+from tests.faults.oracle import Attempt, DiskWatch
+from tests.faults.readers import PATIENT, Reading, read_in_child
+from tests.faults.rows import Row
 from tests.support.kills import Child, Stage
 
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.data import Data
-from benchmarks.faults.oracle import Attempt
-from benchmarks.faults.readers import Reading, read_in_child
-from benchmarks.faults.rows import Row
+from tests.faults.data import Data
+from tests.faults.oracle import Attempt
+from tests.faults.readers import Reading, read_in_child
+from tests.faults.rows import Row
 from tests.support.kills import Child
 
 
