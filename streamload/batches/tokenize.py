@@ -25,7 +25,7 @@ _LONGEST = 1024
 """The longest model_max_length that is used: unlimited tokenizers have 10³⁰, long ones 100,000."""
 
 _LONG_CAPTION = "a photograph of a dog " * 400
-"""Of more tokens than any CLIP has room for: truncated, its row has no padding."""
+"""A caption of more tokens than any CLIP has room for: its row is truncated, without padding."""
 
 _PROBES = (
     "", "a photo of a dog", "The  QUICK\tbrown fox\njumps", "naïve café – 東京 🗼", "don't they're 3.14159",
@@ -43,7 +43,7 @@ TEXT_COLUMNS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = 
     "labels": lambda ids, valid: ids.masked_fill(~valid, _IGNORED),
     "length": lambda _, valid: valid.sum(1),
 }
-"""Mask and labels of ids int64[N, L] and of what isn't padding, bool[N, L], as transformers names it."""
+"""Columns made of ids int64[N, L] and a mask bool[N, L] of the real ones, by the names of transformers."""
 
 
 class Texts(NamedTuple):
@@ -179,7 +179,7 @@ class BatchTokenizer:
         return np.asarray(ids.shape[1] - trailing + (ends_captions & (trailing > 0)), np.int64)
 
     def real_and_padding(self, texts: Texts) -> tuple[int, int]:
-        """Numbers of a batch's ids that are real and that are padding; zeros where nothing says which are."""
+        """Count the real ids of a batch and its padding; zeros if nothing tells them apart."""
         valid = texts.valid
         if valid is None:
             valid = known_valid(self._tokenizer, texts.ids, texts.others)

@@ -447,7 +447,7 @@ class Budget:
         next_use: float = -1.0,
         may_go: Callable[[HeldShard], bool] | None = None,
     ) -> list[HeldShard]:
-        """Under the lock: what to evict; maybe less than was asked for."""
+        """Return what to evict, which may be less than was asked for. Call it under the lock."""
         digests = sorted({shard.digest for shard in held})
         return eviction.victims(
             held,
@@ -458,7 +458,7 @@ class Budget:
         )
 
     def _trash(self, chosen: list[HeldShard]) -> list[Path]:
-        """Under the lock: move victims to the trash; returns their paths there."""
+        """Move victims to the trash, and return their paths there. Call it under the lock."""
         self._directory.counts.add("shards_evicted", len(chosen))
         trashed = []
         for shard in chosen:

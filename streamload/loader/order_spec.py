@@ -49,9 +49,9 @@ class OrderSpec:
 
     Attributes:
         data: a digest of the shards, source by source.
-        choice: which members are image, caption and label, and the digests of facts.
-        train: whether it is shuffled.
-        seed: of the run.
+        choice: the members that are image, caption and label, and the digests of facts.
+        train: whether samples are shuffled.
+        seed: the seed of the run.
         groups: the number of sequences that the samples are split into.
         sources: the name, lanes and window of each source.
         opens_slowly: for each source, whether the window opens slowly in a run's first pass, as
@@ -62,8 +62,8 @@ class OrderSpec:
         fitted: whether lanes, windows and openings are final. They are after the first epoch has started.
         blocks: the steps of a block and the samples of a step, if steps are planned by block.
         table: a digest of the steps of an epoch, if these differ in size.
-        multiple: of the rows that a step takes of each source of a group: where sources differ in modality,
-            the ranks of a group, each of which has equally many then; else 1.
+        multiple: a step takes a multiple of this many rows from each source of a group: the ranks of the
+            group if sources differ in modality, so that all have equally many rows; else 1.
         given: the weight and floor that each of several sources was given; empty for a single one.
     """
 

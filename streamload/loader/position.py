@@ -29,16 +29,16 @@ class Position:
     """The position after the last batch that was yielded.
 
     Attributes:
-        epoch: of the training loop.
+        epoch: the epoch of the training loop.
         sequence: the epoch in which the sequence started; later epochs may continue it.
         start: the position at which the epoch started.
         position: global samples of the sequence before the next step.
         groups: the state of each group that this rank knows; none at the start of a sequence.
-        events: that hold from the position on, and later ones; the first one has the sources' shares.
-        blocks_from: the position at which blocks of steps began, by the bucketing of now.
-        base_batch: samples of a step over all ranks by the options that the run began with, if its events
-            set another size; None: they set none.
-        steps: of the epoch before the position, if events set a size.
+        events: the events in effect at the position, and later ones; the first has the sources' shares.
+        blocks_from: the position at which blocks of steps began, with the current bucketing.
+        base_batch: samples of a step over all ranks by the options that the run began with; None unless
+            events have set another size.
+        steps: the epoch's steps before the position, counted if events have set a size.
     """
 
     epoch: int
@@ -59,12 +59,12 @@ class Position:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Of the sources in the next step, in UNITs."""
+        """The sources' shares of the next step, in UNITs."""
         return shares_at(self.events, self.position)
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Of the sources, as set last."""
+        """The sources' weights, as set last."""
         weights: tuple[float, ...] = of_kind(self.events, WEIGHTS)[-1].value["weights"]
         return weights
 
@@ -126,7 +126,7 @@ class EpochTracker:
     Attributes:
         epoch: the next epoch.
         latest: the events that were set last, by kind; no WEIGHTS before the order is settled.
-        recorded: has all events, instead of those that are set; None: nothing does.
+        recorded: the events of a recorded run, in place of those that are set; None: no run is replayed.
     """
 
     def __init__(self, epochs_continue: bool):
@@ -196,7 +196,7 @@ class EpochTracker:
         return replace(position, events=tuple(events), base_batch=base, steps=steps)
 
     def saved(self) -> Position:
-        """The position for a state: that of `now`, without what a recorded run has for later."""
+        """The position for a state: `now`, without the later events of a recorded run."""
         position = self.now()
         if self.recorded is None:
             return position

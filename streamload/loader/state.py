@@ -39,12 +39,12 @@ FINGERPRINT = "fingerprint"
 """What made the rows (fingerprint.py); ranks may differ in it, and that of one of them is kept."""
 BAD_SAMPLES, BAD_SHARDS, BAD_IN_PASS = "bad_samples", "bad_shards", "bad_in_pass"
 _COUNTS = {BAD_SAMPLES: 3, BAD_SHARDS: 2, BAD_IN_PASS: 3}
-"""Counts of a rank (`counts()` of its checks), in so many numbers. Any rank's of one step will do, but
-bad samples of a pass are added up where several ranks' states are known."""
+"""The counts in a rank's state, and how many numbers each has. After one step the ranks have the same counts,
+except for the bad samples of a pass, which are summed over the ranks whose states are known."""
 _PARSE_ERRORS = (
     AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError
 )  # fmt: skip
-"""Errors of parsing where a value's type or size isn't that of a state."""
+"""Errors that parsing raises if the type or size of a value doesn't fit."""
 _MOST = 1 << 62
 
 
@@ -55,14 +55,14 @@ def to_state(
     parts: Mapping[str, Any],
     attempt: RunAttempt | None = None,
 ) -> dict[str, Any]:
-    """A state: JSON-able; its size doesn't depend on that of the data set.
+    """Return a state: JSON-able, and no larger for a larger data set.
 
     Args:
-        order: of the run.
-        position: at which it resumes.
-        counts: of each kind, as `counts_in` returns them.
-        parts: of extensions, by key.
-        attempt: of the run; None: it hasn't had to be known.
+        order: the order of the run.
+        position: where the run resumes.
+        counts: the counts of each kind, as `counts_in` returns them.
+        parts: further values, by key: the fingerprint, and what extensions keep.
+        attempt: the attempt of the run; None if nothing has needed it.
     """
     state = {
         "streamload_state": FORMAT,
@@ -187,7 +187,7 @@ def counts_in(state: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def attempt_in(state: Mapping[str, Any]) -> RunAttempt | None:
-    """The attempt of the run that saved a state; None: it hadn't had to be known.
+    """The attempt of the run that saved a state; None if nothing had needed it.
 
     Raises:
         StateMismatch: it is damaged.
@@ -352,7 +352,7 @@ def has_more_shards(options: LoaderOptions, saved: OrderSpec, moved: Mapping[str
 
 
 def _checksum(state: Mapping[str, Any]) -> str:
-    """Of all else in a state, whether it went through JSON or YAML. It finds damage; it isn't a signature."""
+    """Checksum of all else in a state, also after JSON or YAML. It finds damage; it isn't a signature."""
     content = {name: value for name, value in state.items() if name != "checksum"}
     return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
 
@@ -442,7 +442,7 @@ def _position_in(state: Mapping[str, Any], order: OrderSpec) -> Position:
 
 
 def _weights_in(state: Mapping[str, Any], sources: int) -> list[Event]:
-    """The events of which a state has the shares; of the last one also the weights."""
+    """Weight events of a state: it has the shares of each, and the weights of the last one."""
     events = []
     for position, shares in state["changes"]:
         if len(shares) != sources or sum(_whole_number(share) for share in shares) != UNIT:

@@ -137,7 +137,7 @@ class _Places(NamedTuple):
 def assembly_of(options: LoaderOptions) -> BatchRecipes:
     """Recipes of a loader's workers for batches.
 
-    Of one without `prepare="auto"`, as that depends on data.
+    Not for `prepare="auto"`, which depends on the data.
     """
     settings = options.settings()
     prepared = _named_preparation(options, settings)
