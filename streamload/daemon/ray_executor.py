@@ -44,7 +44,7 @@ _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]
 _SETTINGS = b"\x04"
 """The type of the first frame that a server sends: SETTINGS."""
 _LEASES_SECONDS, _WATCHED = 1.0, 16
-"""Interval at which leases that others held are looked at, and how many are, in turn, whether they have expired."""
+"""Interval at which leases of others are looked at, and how many of them, in turn, may have expired."""
 _TRIES = 3
 """A task fails after this many nodes couldn't run it."""
 
