@@ -47,6 +47,27 @@ def rooms() -> Iterator[str]:
         yield f"{title}: {', '.join(names)}"
 
 
+def protocols() -> dict[str, int]:
+    """The Protocols, and how many classes are one: by their bases, or as they have all of its names."""
+    members, bases = {}, {}
+    for path in (ROOT / "streamload").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                bases[node.name] = {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
+                functions = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+                fields = (each.target for each in node.body if isinstance(each, ast.AnnAssign))
+                members[node.name] = functions | {field.id for field in fields if isinstance(field, ast.Name)}
+    found = {name for name, of_class in bases.items() if "Protocol" in of_class}
+    public = {name: {each for each in members[name] if not each.startswith("__")} for name in found}
+    return {
+        name: sum(
+            name in bases[other] or (bool(public[name]) and public[name] <= members[other])
+            for other in members.keys() - found
+        )
+        for name in sorted(found)
+    }
+
+
 def main() -> None:
     """Print a figure a line."""
     graph = grimp.build_graph("streamload")
@@ -73,6 +94,10 @@ def main() -> None:
     parameters = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
     aged = provenance.old(provenance.read_all())
     several = sorted(name for name, modules in classes.items() if len(modules) > 1)
+    by_protocol = protocols()
+    single = [name for name, count in by_protocol.items() if count == 1]
+    room = "".join(path.read_text() for path in (ROOT / "streamload" / "extension").glob("*.py"))
+    walks = " / ".join(str(number) for number in batch["walk"])
     for figure, value in {
         "imports from the kernel into features": len(into),
         "modules that a plain batch runs, warm / cold": f"{len(batch['warm'])} / {len(batch['cold'])}",
@@ -83,6 +108,11 @@ def main() -> None:
         "names that say nothing": names.stdout.strip(),
         "fields of Batch / EpochStart / WorkerConfig": " / ".join(
             str(len(inspect.signature(message).parameters)) for message in (Batch, EpochStart, WorkerConfig)
+        ),
+        "functions / calls / deepest stack of a warm batch": walks,
+        "Protocols; with one implementation": f"{len(by_protocol)}; {len(single)} {' '.join(single)}",
+        "lines with Any in the contract of extensions": sum(
+            bool(re.search(r"\bAny\b", line)) for line in room.splitlines()
         ),
         "class names in several modules": f"{len(several)} {' '.join(several)}",
         "rooms of features": "; ".join(rooms()),

@@ -25,13 +25,15 @@ from PIL import Image
 import streamload
 from streamload.errors import OptionError, StateMismatch
 from streamload.extension import (
+    BatchInfo,
     BatchRows,
     Extension,
+    Fact,
+    LoaderOptions,
     RankPart,
     Run,
     WorkerPart,
     WorkerProcess,
-    YieldedInfo,
 )
 
 SCRIPTS = ("other", "latin", "greek", "cyrillic", "hebrew", "arabic", "devanagari", "cjk", "hangul")
@@ -45,19 +47,21 @@ def script_of(sample: Mapping[str, bytes]) -> int:
     return SCRIPTS.index(name) if name in SCRIPTS else 0
 
 
-FACTS = {"script": (script_of, "1")}
-
-
 @dataclass(frozen=True)
 class CountScripts(Extension):
-    """Counts captions by script; give it together with Shards(facts=FACTS)."""
+    """Counts captions by script."""
 
     name = "count_scripts"
 
-    def refuse_unusable(self, options: Any) -> None:
-        """Refuse an evaluation, whose ranks may have different numbers of batches, and a missing fact."""
-        if not options.train or "script" not in (options.shards.facts or {}):
-            raise OptionError("CountScripts() is for training, with Shards(facts=FACTS)")
+    @property
+    def own_facts(self) -> Mapping[str, Fact]:
+        """The script of each caption, with a version that changes with its code."""
+        return {"script": (script_of, "1")}
+
+    def refuse_unusable(self, options: LoaderOptions) -> None:
+        """Refuse an evaluation, whose ranks may have different numbers of batches."""
+        if not options.train:
+            raise OptionError("CountScripts() is for training")
 
     def in_worker(self, process: WorkerProcess) -> WorkerPart:
         """In each worker process: reads the scripts of a batch's rows."""
@@ -89,7 +93,7 @@ class ScriptsInRank(RankPart):
         self._counts = [0] * len(SCRIPTS)
         self._scripts = torch.empty(0, dtype=torch.int64)
 
-    def yielded(self, part: bytes, values: Mapping[str, Any]) -> dict[str, Any]:
+    def yielded(self, part: bytes, values: dict[str, Any]) -> dict[str, Any]:
         """Take what the worker's part sent with the batch that the training gets next."""
         scripts = np.frombuffer(part, np.uint8).astype(np.int64)
         self._scripts = torch.from_numpy(scripts)
@@ -101,7 +105,7 @@ class ScriptsInRank(RankPart):
         self._counts = _sum([self._counts, self._run.agree("the counts of scripts", counts, _sum)])
         return {}
 
-    def values(self, info: YieldedInfo) -> dict[str, Any]:
+    def values(self, info: BatchInfo) -> dict[str, Any]:
         """What the batch gets."""
         return {"script": self._scripts}
 
@@ -158,7 +162,6 @@ def main() -> None:
             batch_size=args.batch_size,
             num_workers=args.workers,
             output="dict",
-            shards=streamload.Shards(facts=FACTS),
             batches=streamload.Batches(extensions=[CountScripts()]),
         )
         with loader:

@@ -11,7 +11,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,11 +20,14 @@ import xxhash
 from streamload.batches.assembly import BatchAssembly
 from streamload.batches.tokenize import refuse_unknown_padding
 from streamload.batching.costs import row_costs_of
-from streamload.batching.padding import WIDTHS, RankLengths, RowLengths, RowWidths, Trimming, cut
+from streamload.batching.padding import WIDTHS, RankLengths, RowLengths, Trimming, cut
 from streamload.batching.steps import BlockBounds, PlannedStep
-from streamload.extension import BatchRows, Extension, RankPart, Run, WorkerPart, WorkerProcess
+from streamload.extension import Extension, RankPart, RowWidths, WorkerPart
 from streamload.order.steps import Split
 from streamload.ranks.distributed import can_compare, forget, largest
+
+if TYPE_CHECKING:
+    from streamload.extension import BatchRows, LoaderOptions, Run, WorkerConfig, WorkerProcess
 
 Widest = Callable[[BlockBounds], BlockBounds]
 """Returns the widest bounds of a block on any rank; all ranks have to call it."""
@@ -44,12 +47,12 @@ class PaddedRows(Extension):
 
     name = RowLengths.name
 
-    def refuse_unusable(self, options: Any) -> None:
+    def refuse_unusable(self, options: LoaderOptions) -> None:
         """Refuse to cut captions without ids, or where it isn't certain which are padding."""
         if options.batches.text_padding == "longest":
             refuse_unknown_padding('text_padding="longest"', options.tokenizer, options.batches.text_columns)
 
-    def assembly(self, assembly: BatchAssembly, options: Any, split: Split | None) -> BatchAssembly:
+    def assembly(self, assembly: BatchAssembly, options: LoaderOptions, split: Split | None) -> BatchAssembly:
         """Cut captions in workers, unless the ranks agree on the widths of rows and cut them."""
         trimming = self.trimming
         if trimming.multiple is not None and split is not None and _agree_on_widths(options, split):
@@ -57,14 +60,14 @@ class PaddedRows(Extension):
             trimming = replace(trimming, multiple=max(1, most))
         return replace(assembly, trim=trimming)
 
-    def in_run(self, options: Any, config: Any, plain: Any) -> RowLengths:
+    def in_run(self, options: LoaderOptions, config: WorkerConfig, plain: BatchAssembly) -> RowLengths:
         """The extension of a run, by whether its ranks agree on the widths of rows."""
         if _agree_on_widths(options, config.split):
             return AgreedLengths(options.batches.text_pad_multiple, config.split)
         return RowLengths()
 
 
-def padded_rows(options: Any) -> PaddedRows:
+def padded_rows(options: LoaderOptions) -> PaddedRows:
     """The extension of a loader, by its options, `LoaderOptions`, with text_padding="longest" or patches."""
     batches = options.batches
     if batches.text_padding != "longest":
@@ -72,7 +75,7 @@ def padded_rows(options: Any) -> PaddedRows:
     return PaddedRows(Trimming(batches.text_pad_multiple, options.output == "dict"))
 
 
-def _agree_on_widths(options: Any, split: Split) -> bool:
+def _agree_on_widths(options: LoaderOptions, split: Split) -> bool:
     """True if several groups plan blocks, each by itself, and ranks can agree on how wide rows are."""
     return options.batches.bucketing is not None and not split.has_one_plan and can_compare(split.ranks)
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from streamload.batching.costs import RowCosts, row_costs_of
 from streamload.batching.steps import BucketSampler
 from streamload.errors import OptionError
-from streamload.extension import Extension, StepsStart, WorkerPart, WorkerProcess
+from streamload.extension import Extension, WorkerPart
 from streamload.order.steps import Split
 from streamload.ranks.distributed import can_compare
 from streamload.shards.columns import TOKENS
 from streamload.worker.messages import EpochStart
 from streamload.worker.reader import Reader
+
+if TYPE_CHECKING:
+    from streamload.extension import BatchAssembly, EpochStart, LoaderOptions, WorkerConfig, WorkerProcess
 
 __all__ = ["Bucketing", "Buckets", "bucketing_of"]
 
@@ -40,7 +43,7 @@ class Bucketing(Extension):
         """The names of the built-in facts that it needs."""
         return (TOKENS,) if self.by_texts else ()
 
-    def refuse_unusable(self, options: Any) -> None:
+    def refuse_unusable(self, options: LoaderOptions) -> None:
         """Refuse it where nothing varies that it could go by, or where the order is fixed."""
         if not options.train:
             raise OptionError("bucketing= is for training: evaluation has the samples in the order as listed")
@@ -70,14 +73,15 @@ class Bucketing(Extension):
         """The steps of a block, of so many samples each."""
         return 1 if self.block == "step" else max(1, self.block // batch)
 
-    def in_run(self, options: Any, config: Any, plain: Any) -> Buckets:
+    def in_run(self, options: LoaderOptions, config: WorkerConfig, plain: BatchAssembly) -> Buckets:
         """The extension of a run, which knows what rows cost."""
         return Buckets(row_costs_of(options, config.assembly.tokenizer))
 
 
-def bucketing_of(options: Any) -> Bucketing:
+def bucketing_of(options: LoaderOptions) -> Bucketing:
     """The extension of a loader, by its options, `LoaderOptions`, with bucketing."""
     batches = options.batches
+    assert batches.bucketing is not None
     return Bucketing(batches.bucketing, batches.max_tokens, batches.text_padding == "longest")
 
 
@@ -110,7 +114,7 @@ class WorkerBuckets(WorkerPart):
     def __init__(self, costs: RowCosts, reader: Reader):
         self._costs, self._reader = costs, reader
 
-    def sampler(self, start: StepsStart) -> BucketSampler:
+    def sampler(self, start: EpochStart) -> BucketSampler:
         """The steps of an epoch, planned by block."""
         assert isinstance(start, EpochStart)
         return BucketSampler(self._reader.config, self._reader, start, self._costs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,9 @@ from streamload.batches.tokenize import BatchTokenizer
 from streamload.errors import OptionError
 from streamload.patches.grid import most_patches
 from streamload.shards.columns import TOKENS
+
+if TYPE_CHECKING:
+    from streamload.extension import LoaderOptions
 
 LONG_TEXT = "word " * 4096
 """A caption with more tokens than any tokenizer keeps."""
@@ -66,7 +69,7 @@ class RowCosts:
         return room
 
 
-def row_costs_of(options: Any, tokenizer: BatchTokenizer | None) -> RowCosts:
+def row_costs_of(options: LoaderOptions, tokenizer: BatchTokenizer | None) -> RowCosts:
     """Options of the lengths of rows of a loader.
 
     Args:

@@ -12,18 +12,21 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from streamload.batches.assembly import BatchAssembly
 from streamload.batches.images import ImageAssembly, ImageMaker
 from streamload.batching.costs import LONG_TEXT
 from streamload.errors import OptionError
-from streamload.extension import Extension, Run, WorkerPart, WorkerProcess
+from streamload.extension import Extension, WorkerPart
 from streamload.metrics import format_bytes
 from streamload.options.values import parse_size
 from streamload.order.steps import Split
 from streamload.patches.images import PatchImages
 from streamload.transforms.plan import ImagePlan
+
+if TYPE_CHECKING:
+    from streamload.extension import LoaderOptions, Run, WorkerConfig, WorkerProcess
 
 logger = logging.getLogger("streamload")
 
@@ -42,11 +45,11 @@ class MemoryLimits(Extension):
 
     name = "in_flight"
 
-    def refuse_rows(self, rows: int, options: Any, assembly: Callable[[], BatchAssembly]) -> None:
+    def refuse_rows(self, rows: int, options: LoaderOptions, assembly: Callable[[], BatchAssembly]) -> None:
         """Refuse a batch that there is no room for; with Patches(steps=…), each step says its own."""
         self._of(assembly()).check(options.step_options(Split(rows, 1, 1), None).kinds(rows))
 
-    def in_run(self, options: Any, config: Any, plain: Any) -> InFlight:
+    def in_run(self, options: LoaderOptions, config: WorkerConfig, plain: BatchAssembly) -> InFlight:
         """The extension of a run, which knows what rows take."""
         in_flight = self._of(config.assembly)
         return replace(in_flight, most_steps=in_flight.check(config.steps.kinds(options.batch_size)))
@@ -65,9 +68,9 @@ class MemoryLimits(Extension):
         return InFlight(self.limits, row_bytes, patch_bytes)
 
 
-def memory_limits(options: Any) -> MemoryLimits:
+def memory_limits(options: LoaderOptions) -> MemoryLimits:
     """The extension of a loader, by its options, `LoaderOptions`, with `Workers(memory=…)`."""
-    memory = options.workers.memory
+    memory = options.workers.memory or {}
     return MemoryLimits({name: parse_size(value, f"memory[{name!r}]") for name, value in memory.items()})
 
 

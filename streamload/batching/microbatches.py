@@ -8,19 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from streamload.batches.collate import Views
-from streamload.batching.padding import RowWidths
 from streamload.batching.part_size import Agree, DeviceMemory, PartSizer
 from streamload.derived.calls.features import FeatureRows
 from streamload.device import memory_of
 from streamload.errors import OptionError, add_note
-from streamload.extension import Yielded, YieldedInfo
+from streamload.extension import RowWidths, Yielded
+
+if TYPE_CHECKING:
+    from streamload.extension import BatchInfo
 
 _PATCHES = ("patches", "patch_coord", "patch_valid")
 _MOST_WIDTHS = 16
@@ -203,7 +205,7 @@ class Microbatching:
         if self._rows == "auto" and self._sizer is None:
             self._sizer = PartSizer(_device_memory(device), self._least, self._decoding_bytes)
 
-    def parts(self, batch: Any, info: YieldedInfo) -> Microbatches:
+    def parts(self, batch: Any, info: BatchInfo) -> Microbatches:
         """The parts of a batch.
 
         Raises:

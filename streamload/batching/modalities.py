@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,9 @@ from streamload.errors import OptionError
 from streamload.extension import Extension
 from streamload.order.steps import Split
 
+if TYPE_CHECKING:
+    from streamload.extension import LoaderOptions
+
 _TEXTS = ("text", "text_valid")
 
 
@@ -29,7 +32,7 @@ class RowsOfModalities(Extension):
 
     name = "modalities"
 
-    def refuse_unusable(self, options: Any) -> None:
+    def refuse_unusable(self, options: LoaderOptions) -> None:
         """Refuse what has to have a row for each sample, or an image or a text of each."""
         refused = {
             "train=False": not options.train,
@@ -48,7 +51,7 @@ class RowsOfModalities(Extension):
                 f"and texts have rows of their own: leave out {', '.join(used)}"
             )
 
-    def assembly(self, assembly: BatchAssembly, options: Any, split: Split | None) -> BatchAssembly:
+    def assembly(self, assembly: BatchAssembly, options: LoaderOptions, split: Split | None) -> BatchAssembly:
         """Rows of images and of texts, by the source of a shard."""
         modalities = tuple(source.modality for source in options.sources)
         return replace(assembly, kinds=Modalities(tuple(options.first_shards), modalities))

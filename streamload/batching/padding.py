@@ -9,14 +9,17 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from streamload.batches.in_progress import Bounds
 from streamload.batches.tokenize import Texts
-from streamload.extension import BatchRows, Extension, RankPart, Run, WorkerPart, WorkerProcess
+from streamload.extension import Extension, RankPart, RowWidths, WorkerPart
+
+if TYPE_CHECKING:
+    from streamload.extension import BatchRows, Run, WorkerProcess
 
 WIDTHS = "__widths__"
 """The RowWidths among the values of a batch."""
@@ -52,28 +55,6 @@ class Trimming:
             valid = None if self.multiple is None else texts.valid
             widths = widths_of(values, valid, length, texts.columns())
         return {} if widths is None else {WIDTHS: widths.with_room(bounds)}
-
-
-class RowWidths(NamedTuple):
-    """The columns that each row of a batch needs; kept in host memory, so that no device is asked for them.
-
-    Attributes:
-        bounds: int32[N, 2]: the most tokens and the most patches of each row.
-        full: the most that any row of any batch can have of both.
-        varies: of which of both rows may have fewer.
-        texts: the values of the batch whose columns are tokens.
-        pads_left: whether captions are padded on the left.
-    """
-
-    bounds: Bounds
-    full: tuple[int, int]
-    varies: tuple[bool, bool]
-    texts: tuple[str, ...]
-    pads_left: bool
-
-    def with_room(self, bounds: Bounds | None) -> RowWidths:
-        """The same with room for rows of other ranks."""
-        return self if bounds is None else self._replace(bounds=np.maximum(self.bounds, bounds))
 
 
 def widths_of(

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from streamload.cache.companion import OpenCompanion
 from streamload.errors import OptionError, add_note
+from streamload.order.lanes import NONE_LEFT_OUT, LeftOut
 from streamload.shards.columns import BUILT_IN, TOKENS, Column, Values
 from streamload.shards.index import IndexReader
 from streamload.shards.record import LEFT_OUT, LINKED, OWN_LAYOUT
@@ -31,6 +32,8 @@ RateFunction = Callable[[Entry], "float | None"]
 Modality = Literal["image-text", "image", "text"]
 """Members that are used of a source's samples."""
 
+KEEP = "keep"
+"""The name of the samples that `Shards(keep=…)` leaves out."""
 MEMBER_LIMIT_BYTES = 64 << 20
 """The largest image or caption that is read; a sample with a larger one counts as lacking it."""
 MOST_USES = 256
@@ -112,39 +115,25 @@ class Selected(NamedTuple):
         numbers: ascending.
         rates: float64, of each how often it is used in a pass in the mean, above 0; None: once.
         missing: how many entries lack a required member.
-        left_out: how many lack one and have members that are left out, as links or as sparse files.
+        unusable: how many lack one and have members that can't be read, as links or as sparse files.
+        left_out: the samples that a function doesn't keep.
     """
 
     numbers: Numbers
     rates: Values | None
     missing: int
-    left_out: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class KeptByAll:
-    """Keeps the samples that several functions keep."""
-
-    functions: tuple[Keep, ...]
-
-    def __call__(self, entry: Entry) -> bool:
-        """True if all of them keep the sample of an entry."""
-        return all(keep(entry) for keep in self.functions)
-
-
-def kept_by_all(functions: Sequence[Keep | None]) -> Keep | None:
-    """Join functions that keep samples; None: all samples are kept."""
-    keeps = tuple(keep for keep in functions if keep is not None)
-    return keeps[0] if len(keeps) == 1 else KeptByAll(keeps) if keeps else None
+    unusable: int
+    left_out: LeftOut
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The samples that have the required members, and that the user's function keeps.
+    """The samples that have the required members, and that the users' functions keep.
 
     Attributes:
         keys: of image, text, label: a sample must have one member for each.
-        keep: takes an entry; returning False excludes the sample. Its errors propagate.
+        keeps: functions by name, each of which takes an entry. The first one that returns False leaves the
+            sample out. Their errors propagate.
         reads_all: read all members of a sample, rather than those that the keys choose.
         columns: how the facts are made that batches are planned by and functions read, by name.
         repeat: how often samples are used in a pass; a rate of 0 excludes a sample. None: once.
@@ -153,7 +142,7 @@ class Selection:
     """
 
     keys: tuple[KeySpec, ...]
-    keep: Keep | None = None
+    keeps: Mapping[str, Keep] = field(default_factory=dict)
     reads_all: bool = False
     columns: Mapping[str, Column] = field(default_factory=dict)
     repeat: Repeat | None = None
@@ -169,10 +158,15 @@ class Selection:
         ][1]
 
     @property
+    def names(self) -> list[str]:
+        """The names of what leaves samples out."""
+        return [*self.keeps]
+
+    @property
     def facts(self) -> list[str]:
         """The names of the facts that `of` needs."""
         repeat = self.repeat
-        calls = self.keep is not None or (repeat is not None and repeat.function is not None)
+        calls = bool(self.keeps) or (repeat is not None and repeat.function is not None)
         names = self.of_entries if calls else []
         return names if repeat is None or not repeat.fact else list(dict.fromkeys([*names, repeat.fact]))
 
@@ -196,22 +190,36 @@ class Selection:
             OptionError: a rate is no number from 0 to MOST_USES; it names the sample.
         """
         mask = usable(reader, self.keys, start)
-        left_out = int(np.count_nonzero(~mask & (reader.records["flags"][start:] & LEFT_OUT > 0)))
-        missing = len(mask) - int(mask.sum()) - left_out
-        if self.keep is not None:
-            place = 0
-            try:
-                for place in np.flatnonzero(mask).tolist():
-                    mask[place] = bool(self.keep(self._entry(reader, start, place, facts)))
-            except Exception as exc:
-                add_note(exc, f"in keep=, for sample {reader.entry(start + place).key!r}")
-                raise
-        if self.repeat is None:
-            return Selected(start + np.flatnonzero(mask), None, missing, left_out)
+        unusable = int(np.count_nonzero(~mask & (reader.records["flags"][start:] & LEFT_OUT > 0)))
+        missing = len(mask) - int(mask.sum()) - unusable
+        left_out = self._left_out(reader, start, mask, facts) if self.keeps else NONE_LEFT_OUT
         places = np.flatnonzero(mask)
+        if self.repeat is None:
+            return Selected(start + places, None, missing, unusable, left_out)
         rates = self._rates(self.repeat, reader, start, places, facts)
         is_used = rates > 0
-        return Selected(start + places[is_used], rates[is_used], missing, left_out)
+        return Selected(start + places[is_used], rates[is_used], missing, unusable, left_out)
+
+    def _left_out(
+        self, reader: IndexReader, start: int, mask: npt.NDArray[np.bool_], facts: Mapping[str, Values]
+    ) -> LeftOut:
+        """The samples that a function leaves out; it takes them out of the mask."""
+        numbers, causes = [], []
+        for place in np.flatnonzero(mask).tolist():
+            entry = self._entry(reader, start, place, facts)
+            for cause, (name, keep) in enumerate(self.keeps.items()):
+                try:
+                    is_kept = keep(entry)
+                except Exception as exc:
+                    where = "keep=" if name == KEEP else f"keep of the extension {name!r}"
+                    add_note(exc, f"in {where}, for sample {entry.key!r}")
+                    raise
+                if not is_kept:
+                    mask[place] = False
+                    numbers.append(start + place)
+                    causes.append(cause)
+                    break
+        return LeftOut(np.array(numbers, np.int64), np.array(causes, np.int64))
 
     def _entry(self, reader: IndexReader, start: int, place: int, facts: Mapping[str, Values]) -> Entry:
         return with_facts(reader.entry(start + place), self.of_entries, facts, place)

@@ -28,6 +28,7 @@ from streamload.cache.shard_view import Fetch, Found, OpenFiles, ShardView
 from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt
 from streamload.metrics import Counts
+from streamload.order.lanes import NONE_LEFT_OUT, LeftOut
 from streamload.origins.origin import Version
 from streamload.shards.columns import IN_RECORDS, Column, Values
 from streamload.shards.index import IndexReader
@@ -46,14 +47,22 @@ _SHOWN_CHARACTERS = 200
 
 
 class _Usable(NamedTuple):
-    """The usable samples among the first ones of a shard: their numbers, and how often they are used."""
+    """The usable samples among the first ones of a shard.
+
+    Attributes:
+        looked_through: how many were looked at.
+        numbers: of the usable ones, ascending.
+        rates: how often they are used.
+        left_out: the samples that a function doesn't keep.
+    """
 
     looked_through: int
     numbers: Numbers
     rates: Values
+    left_out: LeftOut
 
 
-_NONE_USABLE = _Usable(0, np.empty(0, np.int64), np.empty(0))
+_NONE_USABLE = _Usable(0, np.empty(0, np.int64), np.empty(0), NONE_LEFT_OUT)
 
 
 class ShardCache:
@@ -117,7 +126,7 @@ class ShardCache:
         """
         view = self.view(shard)
         view.refresh()
-        looked_through, numbers, rates = self._usable.get(shard, _NONE_USABLE)
+        looked_through, numbers, rates, left_out = self._usable.get(shard, _NONE_USABLE)
         if view.reader is not None and view.count > looked_through:
             selection = self._selection.of_shard(shard)
             facts = self.facts(shard, range(looked_through, view.count), selection.facts)
@@ -132,9 +141,11 @@ class ShardCache:
             if fresh.rates is not None:
                 rates = np.concatenate([rates, fresh.rates])
             self._count("samples_skipped_missing", shard, fresh.missing)
-            self._count("samples_skipped_left_out", shard, fresh.left_out)
+            self._count("samples_skipped_left_out", shard, fresh.unusable)
             self._usable_check.saw(view, looked_through, len(fresh.numbers), selection.keys)
-            self._usable[shard] = _Usable(view.count, numbers, rates)
+            if len(fresh.left_out.numbers):
+                left_out = LeftOut(*map(np.concatenate, zip(left_out, fresh.left_out, strict=True)))
+            self._usable[shard] = _Usable(view.count, numbers, rates, left_out)
         if view.gave_up:
             self._give_up(view, shard)
         if view.ended:
@@ -152,6 +163,10 @@ class ShardCache:
     def rates(self, shard: int) -> Values:
         """Number of uses in a pass of each usable sample so far; empty if nothing says so."""
         return self._usable.get(shard, _NONE_USABLE).rates
+
+    def left_out(self, shard: int) -> LeftOut:
+        """The samples of an open shard that are left out, as far as `arrived` has looked through it."""
+        return self._usable.get(shard, _NONE_USABLE).left_out
 
     def view(self, shard: int) -> ShardView:
         """The open view of a shard; opened now if it isn't."""

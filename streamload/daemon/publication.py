@@ -12,15 +12,18 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from streamload import limits
 from streamload.cache.shared.objects import TooLarge
 from streamload.cache.shared.sharing import SharedOptions
 from streamload.daemon.plan_file import PLAN_LIMIT_BYTES, PlannedSource, PlanProgress, plan_of
 from streamload.errors import SharedTierError, StreamloadError
-from streamload.extension import BatchRows, Extension, WorkerPart, WorkerProcess
+from streamload.extension import Extension, WorkerPart
 from streamload.urls import UrlList
+
+if TYPE_CHECKING:
+    from streamload.extension import BatchRows, WorkerProcess
 
 logger = logging.getLogger("streamload")
 

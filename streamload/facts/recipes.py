@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,12 @@ from streamload.batches.tokenize import BatchTokenizer, adapt_tokenizer
 from streamload.cache.selection import KeySpec, Repeat
 from streamload.derived.proof.code import Describer
 from streamload.errors import CaptionError, FeatureNotCacheable, OptionError, SampleError, add_note
+from streamload.extension import Extension
 from streamload.facts.repeats import RepeatedArrivals
 from streamload.facts.tables import read_table
-from streamload.shards.columns import BUILT_IN, IN_RECORDS, Column, FactSample, Values
+from streamload.shards.columns import BUILT_IN, IN_RECORDS, Column, Fact, FactFunction, FactSample, Values
 from streamload.shards.facts import column_digest
 from streamload.shards.samples import IMAGE_EXTENSIONS
-
-FactFunction = Callable[[dict[str, Any]], "float | None"]
-"""Takes a sample as `__key__` and extension → bytes, without images."""
 
 _TABLES = (".csv", ".parquet")
 _PROBES = (
@@ -185,13 +183,30 @@ class ImageBytes:
         return np.array(image_bytes, np.float64)
 
 
+def joined_facts(facts: Mapping[str, Fact] | None, extensions: Iterable[Extension]) -> dict[str, Fact]:
+    """The facts of a run: those of Shards, and those that extensions bring.
+
+    Raises:
+        OptionError: two facts have one name.
+    """
+    joined = dict(facts or {})
+    for extension in extensions:
+        for name, fact in extension.own_facts.items() if isinstance(extension, Extension) else ():
+            if joined.setdefault(name, fact) != fact:
+                raise OptionError(
+                    f"the extension {extension.name!r} brings the fact {name!r}, and Shards(facts=…) or "
+                    f"another extension has another one of this name: rename one of them"
+                )
+    return joined
+
+
 def read_facts(
-    facts: Mapping[str, Any] | None, image_key: str | None, text_key: str | None, tokenizer: Any
+    facts: Mapping[str, Fact] | None, image_key: str | None, text_key: str | None, tokenizer: Any
 ) -> dict[str, Column]:
     """The columns of a run, by name: those that are asked for, and "image_bytes". Reads tables.
 
     Args:
-        facts: as Shards has them.
+        facts: from `joined_facts`.
         image_key: of the run; None: it has no images.
         text_key: of the run; None: it has no captions.
         tokenizer: of the run; None: it has none.
@@ -256,7 +271,7 @@ def token_count(text_key: str | None, tokenizer: Any) -> Column:
     return TokenCount(text, adapted, column_digest(definition))
 
 
-def _column(name: str, fact: Any, text_key: str | None, tokenizer: Any) -> Column:
+def _column(name: str, fact: Fact, text_key: str | None, tokenizer: Any) -> Column:
     where = f"facts={{{name!r}: {fact!r:.60}}}"
     if isinstance(fact, tuple) and len(fact) == 2 and callable(fact[0]) and isinstance(fact[1], str):
         return FunctionFact(fact[0], column_digest(["function", "version", fact[1]]))

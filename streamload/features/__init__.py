@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from streamload.batches.assembly import BatchAssembly
 from streamload.derived.calls.features import BoundFeatures
 from streamload.errors import OptionError
-from streamload.extension import Extension, Run, WorkerProcess
+from streamload.extension import Extension
 from streamload.features.assembly import bound_features, feature_assemblies
 from streamload.features.columns import FeatureAssembly
 from streamload.features.rank import NAME, RankFeatures
 from streamload.features.worker import WorkerFeatures
 from streamload.order.steps import Split
+
+if TYPE_CHECKING:
+    from streamload.extension import LoaderOptions, Run, WorkerConfig, WorkerProcess
 
 __all__ = ["RowFeatures", "StoredFeatures"]
 
@@ -30,7 +33,7 @@ class StoredFeatures(Extension):
 
     name = NAME
 
-    def refuse_unusable(self, options: Any) -> None:
+    def refuse_unusable(self, options: LoaderOptions) -> None:
         """Refuse features of what batches don't have, or in batches without names."""
         if options.output == "tuple":
             raise OptionError('features= is for output="dict" or "hf", whose values have names')
@@ -40,7 +43,7 @@ class StoredFeatures(Extension):
             if feature.inputs != "image" and options.shards.text_key is None:
                 raise OptionError(f"text_key=None selects no captions for the feature {name!r}")
 
-    def assembly(self, assembly: BatchAssembly, options: Any, split: Split | None) -> BatchAssembly:
+    def assembly(self, assembly: BatchAssembly, options: LoaderOptions, split: Split | None) -> BatchAssembly:
         """Batches without images of their own, if only features need them."""
         wanted = [feature.images for feature in options.features.values()]
         are_read = any(feature.inputs != "text" for feature in options.features.values())
@@ -49,7 +52,7 @@ class StoredFeatures(Extension):
             return assembly
         return replace(assembly, images=None, preparation=assembly.preparation if are_read else None)
 
-    def in_run(self, options: Any, config: Any, plain: BatchAssembly) -> RowFeatures:
+    def in_run(self, options: LoaderOptions, config: WorkerConfig, plain: BatchAssembly) -> RowFeatures:
         """The extension of a run."""
         assemblies = feature_assemblies(options, plain.images)
         return RowFeatures(assemblies, bound_features(options, assemblies))

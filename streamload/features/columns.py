@@ -194,7 +194,7 @@ class FeatureInProgress:
         self._parsed.append(parsed)
         return parsed
 
-    def add(self, parsed: ParsedFeature | None) -> None:
+    def add(self, parsed: Any) -> None:
         """Add a sample: its row if there is one, else its input.
 
         Raises:

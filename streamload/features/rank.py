@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from streamload.derived.calls.feature_rows import FeaturesRead
 from streamload.derived.calls.features import BoundFeatures, FeatureRows
 from streamload.errors import OptionError
-from streamload.extension import Event, RankPart, Run
+from streamload.extension import Event, RankPart
 from streamload.features.columns import INPUTS, READ, ROWS
 from streamload.metrics import Counts
+
+if TYPE_CHECKING:
+    from streamload.extension import Run
 
 NAME = "features"
 

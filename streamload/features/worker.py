@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from streamload.batches.collate import Allocate
 from streamload.derived.calls.feature_rows import FeatureStart
-from streamload.extension import Event, WorkerPart, WorkerProcess
+from streamload.extension import Event, WorkerPart
 from streamload.features.columns import FeatureAssembly, FeatureInProgress, MakeFeature
 from streamload.features.derived_shards import DerivedShards
 from streamload.worker.reader import Reader
+
+if TYPE_CHECKING:
+    from streamload.extension import WorkerProcess
 
 
 class WorkerFeatures(WorkerPart):

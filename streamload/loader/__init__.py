@@ -204,9 +204,10 @@ def _facts(shards: Shards, batches: Batches, tokenizer: Any) -> tuple[Mapping[st
     asks = (shards.facts, shards.repeat, batches.sample_weight, batches.extensions or None)
     if all(value is None for value in asks):
         return {}, None
-    from streamload.facts.recipes import read_facts, read_repeat
+    from streamload.facts.recipes import joined_facts, read_facts, read_repeat
 
-    columns = read_facts(shards.facts, shards.image_key, shards.text_key, tokenizer)
+    facts = joined_facts(shards.facts, batches.extensions)
+    columns = read_facts(facts, shards.image_key, shards.text_key, tokenizer)
     return columns, read_repeat(shards.repeat, columns)
 
 

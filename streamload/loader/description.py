@@ -28,7 +28,6 @@ def described(options: LoaderOptions, order: OrderSpec, position: Position) -> d
         position: of the first batch.
     """
     batches, shards = options.batches, options.shards
-    kept_by = [extension.name for extension in options.extensions if extension.keep is not None]
     return {
         "shards": [_described_shards(source.urls) for source in options.sources],
         "seed": order.seed,
@@ -47,7 +46,7 @@ def described(options: LoaderOptions, order: OrderSpec, position: Position) -> d
         "mixing": _kind(options.mixing),
         "keys, facts and repeat": order.choice,
         "blank_captions": shards.blank_captions,
-        "keep": [*(["keep="] if shards.keep is not None else []), *kept_by],
+        "keep": [*options.keeps],
         "bucketing": batches.bucketing,
         "batch_policy": _kind(batches.batch_policy),
         "steps": order.table,

@@ -23,6 +23,7 @@ from streamload.loader.sources import Factors
 from streamload.loader.words import Group
 from streamload.options import Copy, Option, Revalidate, Where, options
 from streamload.options.values import at_least, parse_choice, parse_size
+from streamload.shards.columns import Fact
 
 if TYPE_CHECKING:
     from streamload.derived.calls.features import Features
@@ -101,7 +102,7 @@ class Shards(Group):
     label_type: LabelType = "int"
     blank_captions: bool = True
     keep: Keep | None = None
-    facts: Mapping[str, Any] | None = None
+    facts: Mapping[str, Fact] | None = None
     repeat: str | RateFunction | tuple[RateFunction, str] | None = None
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     on_error: OnError = "skip"

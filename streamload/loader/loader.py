@@ -32,7 +32,7 @@ from streamload.loader.options import LoaderOptions
 from streamload.loader.output import BatchInfo, Collector
 from streamload.loader.pool import WorkerPool
 from streamload.loader.rank_process import RankProcess
-from streamload.loader.rank_run import RankParts, RankRun, RunEvents
+from streamload.loader.rank_run import RankParts, Run, RunEvents
 from streamload.loader.schedule import EpochLengths, RunSchedule
 from streamload.loader.state import (
     FINGERPRINT,
@@ -74,7 +74,7 @@ class Loader(DataLoaderInterface):
         self._events = events = RunEvents(schedule, process, self._lengths.expected, _room_check(self))
         self._parts = RankParts(
             options.extensions,
-            lambda name: RankRun(name, options, schedule, process, events),
+            lambda name: Run(name, options, schedule, process, events),
             lambda: registered.reports_of(options),
         )
         events.listeners.append(self._parts.event_set)
@@ -430,7 +430,7 @@ class Loader(DataLoaderInterface):
 
     def stats(self) -> Snapshot:
         """The counters of all processes of this rank so far. Cheap; at any time."""
-        return self._process.stats()
+        return replace(self._process.stats(), samples_left_out=self._schedule.left_out)
 
     def verdict(self, seconds: float = 60.0) -> Verdict:
         """Verdict on what has limited the training over the last seconds: data, or the training itself.

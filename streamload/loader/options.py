@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 
 from streamload.batches.images import Preprocess
-from streamload.cache.selection import Repeat
+from streamload.cache.selection import KEEP, Keep, Repeat
 from streamload.errors import OptionError
 from streamload.extension import Extension
 from streamload.loader.destination import DeviceOption
@@ -24,7 +24,7 @@ from streamload.options import Settings, options, read_settings
 from streamload.options.storage import copy_options
 from streamload.options.values import at_least, parse_choice
 from streamload.order.steps import ListedSteps, Split, StepOptions
-from streamload.shards.columns import BUILT_IN, Column
+from streamload.shards.columns import Column
 from streamload.torch_internals import is_importing_main, is_main_from_stdin
 from streamload.urls import UrlList
 
@@ -54,7 +54,7 @@ class LoaderOptions:
     Attributes:
         batch_size, num_batches: of a training whose steps are listed the most rows, and all of its steps.
         features, mixing, repeat: as the groups have them, checked.
-        columns: facts of samples, by name.
+        columns: facts of samples, by name; with those that extensions bring.
         extensions: of all options, and the user's own.
     """
 
@@ -116,6 +116,15 @@ class LoaderOptions:
         """
         arguments = {row.name: row.argument for row in options() if row.argument}
         return read_settings(**{name: operator.attrgetter(place)(self) for name, place in arguments.items()})
+
+    @property
+    def keeps(self) -> dict[str, Keep]:
+        """The functions that leave samples out, by name: that of keep=, and those of extensions."""
+        functions = {
+            KEEP: self.shards.keep,
+            **{extension.name: extension.keep for extension in self.extensions},
+        }
+        return {name: keep for name, keep in functions.items() if keep is not None}
 
     @property
     def settled_device(self) -> torch.device | None:
@@ -265,9 +274,9 @@ class LoaderOptions:
 
     @property
     def choice(self) -> tuple[str, ...]:
-        """The keys, facts and repeats as a state records them."""
+        """The keys, facts and repeats as a state records them; not the facts that extensions bring."""
         shards = self.shards
-        facts = [f"{name}={column.digest}" for name, column in self.columns.items() if name not in BUILT_IN]
+        facts = [f"{name}={self.columns[name].digest}" for name in shards.facts or ()]
         if self.has_modalities:
             facts += [f"{source.name}: {source.modality}" for source in self.sources]
         if self.repeat is not None:

@@ -153,7 +153,7 @@ class Collector:
         self._sum.check(self._epoch, end, self._process.given_up)
         self._parts.end_epoch()
         self.observer.end_epoch(self._epoch)
-        self._schedule.tracker.finish()
+        self._schedule.tracker.finish({} if end is None else end.left_out)
         self._process.check_shards()
         self._check_pass()
 

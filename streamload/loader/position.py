@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from streamload.errors import StateMismatch
 from streamload.extension import RecordedEvents
@@ -23,6 +24,9 @@ from streamload.worker.states import GroupState, OpenShards
 
 logger = logging.getLogger("streamload")
 
+LeftOutOfGroups = Mapping[int, Mapping[str, int]]
+"""Numbers of samples by group, and by the name of what left them out."""
+
 
 @dataclass(frozen=True, slots=True)
 class Position:
@@ -39,6 +43,7 @@ class Position:
         base_batch: samples of a step over all ranks by the options that the run began with; None unless
             events have set another size.
         steps: the epoch's steps before the position, counted if events have set a size.
+        left_out: the samples left out of each group before the sequence, by what left them out.
     """
 
     epoch: int
@@ -50,6 +55,12 @@ class Position:
     blocks_from: int = 0
     base_batch: int | None = None
     steps: int = 0
+    left_out: LeftOutOfGroups = field(default_factory=dict)
+
+    @property
+    def all_left_out(self) -> LeftOutOfGroups:
+        """The samples left out of each group before the position, by what left them out."""
+        return _added(self.left_out, {number: group.left_out for number, group in self.groups.items()})
 
     @property
     def step_start(self) -> StepStart:
@@ -113,8 +124,22 @@ class Position:
         ]
         events += [size._replace(position=0) for size in self.batch_sizes[-1:]]
         return Position(
-            self.epoch, self.epoch, 0, 0, {}, tuple(events), base_batch=self.base_batch, steps=self.steps
+            self.epoch,
+            self.epoch,
+            0,
+            0,
+            {},
+            tuple(events),
+            base_batch=self.base_batch,
+            steps=self.steps,
+            left_out=self.all_left_out,
         )
+
+
+def _added(before: LeftOutOfGroups, later: LeftOutOfGroups) -> LeftOutOfGroups:
+    groups = before.keys() | later.keys()
+    sums = {group: Counter(before.get(group, {})) + Counter(later.get(group, {})) for group in groups}
+    return {group: tally for group, tally in sums.items() if tally}
 
 
 class EpochTracker:
@@ -140,6 +165,7 @@ class EpochTracker:
         self._is_finished = False
         self._is_loaded = False  # the position was loaded, and no epoch was started from it
         self._is_changed = False  # an event was set
+        self._ended: LeftOutOfGroups = {}  # what was left out of a sequence that has ended
 
     @property
     def is_unused(self) -> bool:
@@ -178,6 +204,7 @@ class EpochTracker:
         """Start the next epoch. It counts as started with its first batch, or when it ends without one."""
         self._current = self.next()
         self._is_fresh, self._is_finished, self._is_loaded = True, False, False
+        self._ended = {}
         self.epoch = self._current.epoch
         return self._current
 
@@ -217,7 +244,10 @@ class EpochTracker:
         if size is not None and size.value["batch"] != self._base_batch:
             base = self._base_batch
             events.append(size._replace(position=0))
-        return Position(self.epoch, self.epoch, 0, 0, {}, tuple(events), base_batch=base)
+        left_out: LeftOutOfGroups = {}
+        if last is not None:
+            left_out = _added(last.left_out, self._ended) if self._ended else last.all_left_out
+        return Position(self.epoch, self.epoch, 0, 0, {}, tuple(events), base_batch=base, left_out=left_out)
 
     def now(self) -> Position:
         """The position for a state: after the last batch, or the start of the next epoch."""
@@ -232,15 +262,19 @@ class EpochTracker:
         assert self._current is not None
         self._current = self._current.after(position, groups)
 
-    def finish(self) -> None:
-        """The last batch of the epoch was yielded."""
+    def finish(self, left_out: LeftOutOfGroups) -> None:
+        """The last batch of the epoch was yielded.
+
+        Args:
+            left_out: the samples left out of each group of a sequence that has ended; none: it goes on.
+        """
         self._count_epoch()
-        self._is_finished = True
+        self._is_finished, self._ended = True, left_out
 
     def load(self, position: Position) -> None:
         """Resume at a position."""
         self._current, self._is_fresh, self._is_finished = position, True, False
-        self._is_loaded = True
+        self._is_loaded, self._ended = True, {}
         self.epoch = position.epoch
         self.latest = {event.kind: event for event in position.events}
         self._base_batch = position.base_batch

@@ -10,10 +10,11 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from streamload.errors import OptionError
-from streamload.extension import Event, Extension, RankPart, RecordedEvents, Run, TakenBatch, YieldedInfo
+from streamload.extension import Event, Extension, RankPart, RecordedEvents
 from streamload.loader.options import LoaderOptions
 from streamload.loader.position import Position
 from streamload.loader.rank_process import RankProcess
@@ -23,16 +24,21 @@ from streamload.order.events import BATCH_SIZE, WEIGHTS, joined, of_kind
 from streamload.order.steps import StepOptions
 from streamload.ranks.agreement import Agreement
 from streamload.ranks.distributed import can_compare, gather
-from streamload.worker import EpochChange
+from streamload.worker import Batch, EpochChange
+
+if TYPE_CHECKING:
+    from streamload.extension import BatchInfo
 
 logger = logging.getLogger("streamload")
 
+V = TypeVar("V")
+D = TypeVar("D")
 _REPORTS = "streamload.reports"
 """The name of the part that takes reports where no extension does."""
 
 
-class RankRun:
-    """The run for the part of one extension: implements `extension.Run`, whose docstrings are the contract.
+class Run:
+    """The run, for the part of one extension in the rank: agreement of the ranks, events, what steers it.
 
     Args:
         name: of the extension.
@@ -40,6 +46,9 @@ class RankRun:
         schedule: of its epochs.
         process: counts, and has the control block.
         events: of the run.
+
+    Attributes:
+        options: the same.
     """
 
     def __init__(
@@ -86,12 +95,16 @@ class RankRun:
         return self._schedule.identity()
 
     def source_samples(self, source: int) -> int | None:
-        """The samples of a source by sizes.json; None if nothing says."""
+        """The samples of a source by sizes.json; None if nothing says.
+
+        Raises:
+            OriginError: a sizes.json can't be read.
+        """
         return self._schedule.source_samples(source)
 
     def stats(self) -> Snapshot:
         """Counters of all of the rank's processes so far."""
-        return self._process.stats()
+        return replace(self._process.stats(), samples_left_out=self._schedule.left_out)
 
     @property
     def can_agree(self) -> bool:
@@ -107,14 +120,33 @@ class RankRun:
         if self._agreement is None:
             self._agreement = Agreement(self.world_size)
 
-    def agree(self, subject: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        """Rank 0's decision from the values of all ranks."""
+    def agree(self, subject: str, value: V, decide: Callable[[list[V]], D]) -> D:
+        """Rank 0's decision from the values of all ranks, which have to ask for it at the same step.
+
+            total = run.agree("samples left out", count, sum)
+
+        Args:
+            subject: of the decision, for errors; the same on all ranks.
+            value: of this rank; JSON-able.
+            decide: takes the values by rank; what it returns is JSON-able.
+
+        Raises:
+            RankFailed: a rank failed or ended.
+        """
         self.join()
         assert self._agreement is not None
-        return self._agreement.decide(subject, value, decide)
+        decision: D = self._agreement.decide(subject, value, decide)
+        return decision
 
-    def send(self, value: Any) -> Event:
-        """Send an event to the extension's parts in the workers."""
+    def send(self, value: object) -> Event:
+        """Send an event to the workers; all ranks have to send the same after the same step.
+
+        Args:
+            value: JSON-able.
+
+        Returns:
+            The event, with the first step that no worker of any rank can have begun.
+        """
         return self._events.send(self._name, value)
 
     @property
@@ -148,7 +180,12 @@ class RankRun:
         return self._schedule.step_options
 
     def set_batch_size(self, rows: int, reason: Mapping[str, Any]) -> int:
-        """Set the size of a rank's batch, and return the step of the epoch from which it holds."""
+        """Set the size of a rank's batch, and return the step of the epoch from which it holds.
+
+        Args:
+            rows: of a rank in a step; see Loader.set_batch_size.
+            reason: for the log of decisions; JSON-able.
+        """
         return self._events.set_batch_size(rows, reason)
 
     def refuse_batch_size(self, rows: int) -> None:
@@ -160,11 +197,11 @@ class RankRun:
         self._events.refuse_batch_size(rows)
 
     def replay(self, recorded: RecordedEvents) -> None:
-        """Go by the events of a recorded run."""
+        """Go by the events of a recorded run; none can be set then."""
         self._schedule.tracker.recorded = recorded
 
     def decided(self, step: int) -> None:
-        """Tell the workers the step of the run up to which decisions are made."""
+        """Tell the workers the step of the run up to which decisions are made: `WorkerProcess.decided`."""
         self._process.control.decided = step
 
 
@@ -220,7 +257,7 @@ class RankParts:
         for part in self.by_name.values():
             part.before_batch()
 
-    def taken(self, batch: TakenBatch) -> None:
+    def taken(self, batch: Batch) -> None:
         """Pass a batch on that was taken from its worker."""
         for part in self.by_name.values():
             part.taken(batch)
@@ -234,10 +271,10 @@ class RankParts:
         """
         fields: dict[str, Any] = {}
         for name, part in self.by_name.items():
-            fields |= part.yielded(messages.get(name, b""), values)
+            fields.update(part.yielded(messages.get(name, b""), values))
         return fields
 
-    def values(self, info: YieldedInfo) -> dict[str, Any]:
+    def values(self, info: BatchInfo) -> dict[str, Any]:
         """Return the values that parts add to a batch, by name."""
         return {name: value for part in self.by_name.values() for name, value in part.values(info).items()}
 
@@ -289,7 +326,7 @@ class RankParts:
         for part in self.by_name.values():
             part.event_set(event, reason)
 
-    def report(self, values: Mapping[str, Any], info: YieldedInfo, rows: Any) -> None:
+    def report(self, values: Mapping[str, Any], info: BatchInfo, rows: Any) -> None:
         """Pass on what the training reports of rows of a batch; the first report makes a part for them."""
         if not any(part.takes_reports for part in self.by_name.values()):
             self.by_name = {**self.by_name, _REPORTS: self._reports()}

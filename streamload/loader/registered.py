@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from streamload.batches.assembly import BatchAssembly
+from streamload.cache.selection import KEEP
 from streamload.errors import OptionError
 from streamload.extension import Extension, RankPart
 from streamload.loader.destination import AUTO
@@ -133,7 +134,7 @@ def _check_own(extensions: Collection[Extension]) -> None:
         Mixing, BatchSizes, DeviceDecoding, RowWeights, PatchedImages, RowsOfModalities, PaddedRows,
         Bucketing, MemoryLimits, StoredFeatures, PlanPublication,
     )  # fmt: skip
-    names = {extension.name for extension in built_in}
+    names = {KEEP, *(extension.name for extension in built_in)}
     for extension in extensions:
         if not isinstance(extension, Extension):
             raise OptionError(f"extensions has {extension!r:.100}; expected a streamload.extension.Extension")

@@ -238,6 +238,21 @@ class RunSchedule:
         topology = self.topology
         return not self._options.train or bool(self.split().groups_told_by(topology.rank))
 
+    @property
+    def left_out(self) -> dict[str, int]:
+        """Samples left out so far, by what left them out, of the groups that no lower rank reads."""
+        counted = dict.fromkeys(self._options.keeps, 0)
+        if not counted or self.tracker.is_unused:
+            return counted
+        topology, groups = self.topology, self.order.groups
+        counted_groups = (
+            self.split().groups_told_by(topology.rank) if self._options.train else [topology.rank]
+        )
+        for group, tally in self.tracker.now().all_left_out.items():
+            for name, count in tally.items() if group % groups in counted_groups else ():
+                counted[name] = counted.get(name, 0) + count
+        return counted
+
     def listed_samples(self) -> int | None:
         """The samples of all shards by sizes.json; None if one is unknown."""
         samples = [

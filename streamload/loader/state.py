@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ import xxhash
 from streamload.errors import OptionError, StateMismatch
 from streamload.loader.options import LoaderOptions
 from streamload.loader.order_spec import OrderSpec, data_digest, split_for
-from streamload.loader.position import Position
+from streamload.loader.position import LeftOutOfGroups, Position
 from streamload.order.events import (
     BATCH_SIZE,
     UNIT,
@@ -33,6 +34,8 @@ from streamload.worker.states import GroupState
 logger = logging.getLogger("streamload")
 
 FORMAT = 1
+LEFT_OUT = "left_out"
+"""The samples left out before the state's sequence, by group; each rank knows those of its own groups."""
 RUN = "run"
 """The identity of the run and the attempt, where processes of the run hold leases."""
 FINGERPRINT = "fingerprint"
@@ -101,6 +104,7 @@ def to_state(
             }
         ),
         "at": {str(number): group.to_json() for number, group in sorted(position.groups.items())},
+        **({LEFT_OUT: _left_out_to_json(position.left_out)} if position.left_out else {}),
         **{name: list(numbers) for name, numbers in counts.items() if name != BAD_IN_PASS or any(numbers)},
         **parts,
         **({} if attempt is None else {RUN: list(attempt)}),
@@ -378,17 +382,31 @@ def _joined(states: Sequence[Mapping[str, Any]], by_rank: Collection[str]) -> di
     by_rank = [name for name in by_rank if name in joined]
     joined |= {name: {} for name in by_rank}
     for rank_state in states:
-        compared = joined.keys() - {"at", "checksum", RUN, FINGERPRINT, *by_rank, *_COUNTS}
+        compared = joined.keys() - {"at", "checksum", RUN, FINGERPRINT, LEFT_OUT, *by_rank, *_COUNTS}
         if other := sorted(name for name in compared if rank_state.get(name) != joined[name]):
             raise StateMismatch(
                 f"the states are not of one moment of one run: they differ in {', '.join(other)}"
             )
         joined["at"] = {**rank_state["at"], **joined["at"]}
+        if LEFT_OUT in rank_state:
+            joined[LEFT_OUT] = _most_left_out(joined.get(LEFT_OUT, {}), rank_state[LEFT_OUT])
         for name in by_rank:
             joined[name] |= rank_state[name]
         if RUN in rank_state:
             joined.setdefault(RUN, rank_state[RUN])
     return joined
+
+
+def _left_out_to_json(left_out: LeftOutOfGroups) -> dict[str, dict[str, int]]:
+    return {str(group): dict(tally) for group, tally in sorted(left_out.items())}
+
+
+def _most_left_out(joined: Mapping[str, Any], of_rank: Mapping[str, Any]) -> dict[str, Any]:
+    """Join what two ranks know: of another rank's groups one may know less, and counts only grow."""
+    return {
+        group: dict(Counter(joined.get(group, {})) | Counter(of_rank.get(group, {})))
+        for group in {**joined, **of_rank}
+    }
 
 
 def _order_in(state: Mapping[str, Any]) -> OrderSpec:
@@ -438,7 +456,13 @@ def _position_in(state: Mapping[str, Any], order: OrderSpec) -> Position:
         sizes = state["batch_sizes"]
         base, steps = _whole_number(sizes["base"], 1), _whole_number(sizes["step"])
         events += _sizes_in(sizes["resizes"], base, position)
-    return Position(epoch, sequence, start, position, groups, tuple(events), blocks_from, base, steps)
+    left_out = {
+        _whole_number(int(group)): {str(name): _whole_number(count) for name, count in tally.items()}
+        for group, tally in state.get(LEFT_OUT, {}).items()
+    }
+    return Position(
+        epoch, sequence, start, position, groups, tuple(events), blocks_from, base, steps, left_out
+    )
 
 
 def _weights_in(state: Mapping[str, Any], sources: int) -> list[Event]:

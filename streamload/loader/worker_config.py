@@ -17,7 +17,7 @@ from streamload.batches.in_progress import Choose
 from streamload.batches.tokenize import adapt_tokenizer
 from streamload.cache.forecast import Measure, forecast
 from streamload.cache.placement import memory_root, place_tier
-from streamload.cache.selection import KeySpec, Selection, kept_by_all
+from streamload.cache.selection import KeySpec, Selection
 from streamload.cache.shard import ShardList
 from streamload.cache.shard_cache import ShardCache
 from streamload.cache.tier import Placed, Tier, placed_on_disk
@@ -303,8 +303,7 @@ def _selection(options: LoaderOptions) -> Selection:
         from streamload.facts.recipes import token_count
 
         columns[TOKENS] = token_count(options.shards.text_key, options.tokenizer)
-    keeps = [options.shards.keep, *(extension.keep for extension in options.extensions)]
-    selection = Selection(keys, kept_by_all(keeps), reads_all, columns, options.repeat)
+    selection = Selection(keys, options.keeps, reads_all, columns, options.repeat)
     if columns:
         from streamload.facts.shard_facts import ShardFacts
 
@@ -379,7 +378,7 @@ def _transform(options: LoaderOptions) -> ImagePlan | ImageMaker | Preprocess | 
     is_used = options.workers.map_sample is None or options.preprocess is not None
     if is_used and None in (kernel.resize_into, kernel.jpeg_size):
         _warn_of_missing_kernel()
-    plan: ImagePlan | Preprocess | None
+    plan: ImagePlan | ImageMaker | Preprocess | None
     if any(extension.takes_preprocess for extension in options.extensions):
         plan = None
     elif options.preprocess is not None:

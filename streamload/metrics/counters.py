@@ -37,6 +37,9 @@ class Snapshot:
     Attributes:
         samples_skipped: skipped samples by cause.
         samples_replaced: samples replaced by another of their shard, by cause.
+        samples_left_out: samples that keep= or an extension leaves out, by "keep" or the extension's name:
+            those before the loader's position, in all epochs of the run, also before a resume. Each is
+            counted by one rank.
         seconds_to_first_batch: from the first iter() to the first batch; None before it.
         wait_buckets: the number of data waits below 16 µs, 33 µs, and so on, each bound twice the last; the
             last of the 24 buckets counts those of more than 69 s.
@@ -84,6 +87,7 @@ class Snapshot:
     samples_unprepared: int = 0
     samples_skipped: dict[str, int] = field(default_factory=_zeros)
     samples_replaced: dict[str, int] = field(default_factory=_zeros)
+    samples_left_out: dict[str, int] = field(default_factory=dict)
     batches_yielded: int = 0
     fresh_tensors: int = 0
     ready_batches: int = 0
@@ -190,7 +194,7 @@ class Snapshot:
             f"shards   {self.shards_complete:,} complete ({self.shards_published:,} published here), "
             f"{self.shards_evicted:,} evicted, {self.shards_given_up:,} given up\n"
             f"samples  {self.samples_yielded:,} yielded, {_by_cause(self.samples_skipped)} skipped, "
-            f"{_by_cause(self.samples_replaced)} replaced\n"
+            f"{_by_cause(self.samples_replaced)} replaced{_left_out(self.samples_left_out)}\n"
             f"batches  {self.batches_yielded:,} yielded, the first {first}; "
             f"{self.data_wait_seconds:.2f} s waited for data"
             f"{'' if longest is None else f', {longest[1]:.2f} s of it for {longest[0]}'}"
@@ -216,6 +220,10 @@ def format_bytes(number: float) -> str:
 def _by_cause(counts: dict[str, int]) -> str:
     named = ", ".join(f"{cause} {count:,}" for cause, count in counts.items() if count)
     return f"{sum(counts.values()):,}" + (f" ({named})" if named else "")
+
+
+def _left_out(counts: dict[str, int]) -> str:
+    return f", {_by_cause(counts)} left out" if counts else ""
 
 
 class Counts(Protocol):

@@ -367,6 +367,12 @@ GIVEN: tuple[Metric, ...] = (
     ),
     given("workers", "worker processes that make this rank's batches"),
     given("epoch", "the epoch that the loader is in"),
+    given(
+        "samples_left_out",
+        "samples that keep= or an extension leaves out, by its name; each is counted by one rank",
+        ("name",),
+        kind="counter",
+    ),
     given("extension_value", "a number of an extension, by its name after that of the extension", ("name",)),
     given("tier_bytes", "bytes of the tier that are in use, by all runs", ("tier",), unit="bytes"),
     given("tier_limit_bytes", "its limit", ("tier",), unit="bytes"),

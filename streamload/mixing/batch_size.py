@@ -11,13 +11,16 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from streamload.errors import OptionError, PolicyError, StateMismatch
-from streamload.extension import Event, Extension, RankPart, Run, TakenBatch
+from streamload.extension import Event, Extension, RankPart
 from streamload.steering.batch_size import BatchPolicy, Measured, SizeDecided, ThroughputBalanced
 from streamload.steering.policy import kept_memory
 from streamload.steering.replay import Replay
+
+if TYPE_CHECKING:
+    from streamload.extension import Batch, LoaderOptions, Run
 
 logger = logging.getLogger("streamload")
 
@@ -32,7 +35,7 @@ class BatchSizes(Extension):
 
     name = "batch_sizes"
 
-    def refuse_unusable(self, options: Any) -> None:
+    def refuse_unusable(self, options: LoaderOptions) -> None:
         """Refuse sizes of an evaluation, of a replay, and of steps that are listed.
 
         Raises:
@@ -90,7 +93,7 @@ class BatchSizing(RankPart):
             self._are_sizes_checked = True
         return ()
 
-    def taken(self, batch: TakenBatch) -> None:
+    def taken(self, batch: Batch) -> None:
         """Measure a step."""
         self._steps += 1
         rows, now_seconds = batch.stop - batch.position, self._clock()

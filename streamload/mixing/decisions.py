@@ -10,21 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from streamload.errors import DataError, OptionError, OrderDiverged, OriginError, PolicyError
-from streamload.extension import (
-    Event,
-    Extension,
-    RankPart,
-    Run,
-    TakenBatch,
-    WorkerPart,
-    WorkerProcess,
-    YieldedInfo,
-)
+from streamload.extension import Event, Extension, RankPart, RecordedEvents, WorkerPart
 from streamload.mixing.log import RunLog
 from streamload.mixing.reports import (
     ALIGNMENT,
@@ -45,6 +36,9 @@ from streamload.steering.policy import FunctionPolicy, kept_memory
 from streamload.steering.replay import Replay
 from streamload.steering.summary import PARTS
 
+if TYPE_CHECKING:
+    from streamload.extension import Batch, BatchInfo, LoaderOptions, Run, WorkerProcess
+
 logger = logging.getLogger("streamload")
 
 DELAY_STEPS = 64
@@ -63,7 +57,7 @@ class Mixing(Extension):
 
     name = "mixing"
 
-    def refuse_unusable(self, options: Any) -> None:
+    def refuse_unusable(self, options: LoaderOptions) -> None:
         """Refuse to decide on, weigh or write what an evaluation doesn't have, or a replay has already.
 
         Raises:
@@ -140,7 +134,7 @@ class Decisions(RankPart):
         self.takes_reports = self._policy is not None
         self.reported: list[dict[str, Any]] = []  # what the last decision was made from (`described`)
         if isinstance(mixing, Replay):
-            run.replay(mixing)
+            run.replay(RecordedEvents(mixing.base_batch, mixing.events))
         self._cause: Exception | None = None
         self._objective = _objective(options)
         self._fields = _InfoFields(0)
@@ -175,7 +169,7 @@ class Decisions(RankPart):
         self._run.decided(self._steps - self._is_due)
         return [Event(start, Mixing.name, self._steps)]
 
-    def taken(self, batch: TakenBatch) -> None:
+    def taken(self, batch: Batch) -> None:
         """Count what each source has given, by the shares of the step."""
         shares, samples = self._run.position.shares, batch.stop - batch.position
         for source, share in enumerate(shares):
@@ -198,7 +192,7 @@ class Decisions(RankPart):
         """The number of the step in the run, and what its shares mean for the weights of rows."""
         return self._fields._asdict()
 
-    def report(self, values: Mapping[str, Any], info: YieldedInfo, rows: Rows | None) -> None:
+    def report(self, values: Mapping[str, Any], info: BatchInfo, rows: Rows | None) -> None:
         """Add reports to those since the last decision."""
         if self._policy is None:
             return
@@ -399,7 +393,7 @@ def _ratios(shares_in_loss: Sequence[float], shares: Sequence[float]) -> tuple[f
     )
 
 
-def _objective(options: Any) -> tuple[float, ...] | None:
+def _objective(options: LoaderOptions) -> tuple[float, ...] | None:
     """The shares of the sources in the objective, in UNITs; None: it is that of the samples."""
     if options.order.objective is None:
         return None

@@ -8,14 +8,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from streamload.errors import OptionError
-from streamload.extension import Run, RunPosition
 from streamload.mixing.state import LogState
 from streamload.order.events import WEIGHTS, Event, sizes_to_json, weights_to_json
 from streamload.ranks.distributed import gather
 from streamload.steering.decisions import SEQUENCE, DecisionLog
+
+if TYPE_CHECKING:
+    from streamload.extension import Position, Run
 
 
 class RunLog:
@@ -46,7 +48,7 @@ class RunLog:
             return self._state
         return self._state._replace(place=self._log.place)
 
-    def begin_epoch(self, position: RunPosition, step: int) -> None:
+    def begin_epoch(self, position: Position, step: int) -> None:
         """Open the log at the first epoch; note that a sequence begins, if this isn't the last one's.
 
         Args:

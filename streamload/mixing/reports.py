@@ -9,16 +9,19 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from streamload.errors import OptionError
-from streamload.extension import RankPart, YieldedInfo
+from streamload.extension import RankPart
 from streamload.steering import Signal
 from streamload.steering.summary import PARTS
+
+if TYPE_CHECKING:
+    from streamload.extension import BatchInfo
 
 Rows = slice | Sequence[int] | npt.NDArray[Any] | torch.Tensor
 """Some rows of a batch: a slice, their numbers, or bool[N]."""
@@ -57,7 +60,7 @@ class Reports:
         self._sums = empty_sums(sources)
         self._buffers: dict[torch.device, _Buffer] = {}
 
-    def add(self, line: int, values: Any, info: YieldedInfo, rows: Rows | None) -> None:
+    def add(self, line: int, values: Any, info: BatchInfo, rows: Rows | None) -> None:
         """Add values of rows of a batch.
 
         Args:
@@ -236,7 +239,7 @@ class ReportedMeans(RankPart):
         self._reports = Reports(len(self._names))
         self._steps, self._is_empty = 1, True
 
-    def report(self, values: Mapping[str, Any], info: YieldedInfo, rows: Rows | None) -> None:
+    def report(self, values: Mapping[str, Any], info: BatchInfo, rows: Rows | None) -> None:
         """Take a report; see Loader.report."""
         for line, name in ((LOSS, "loss"), (ALIGNMENT, "alignment")):
             if values[name] is not None:
@@ -310,7 +313,7 @@ def bad_of(sums: Sums, source: int) -> int:
     return int(sums[:, source, _BAD].sum())
 
 
-def _seats(info: YieldedInfo, rows: Rows, values: torch.Tensor) -> tuple[bytes | torch.Tensor, int]:
+def _seats(info: BatchInfo, rows: Rows, values: torch.Tensor) -> tuple[bytes | torch.Tensor, int]:
     """The sources of some rows, on the device if that has the rows' numbers, which aren't read; how many."""
     if isinstance(rows, torch.Tensor) and rows.device.type != "cpu":
         if rows.dtype == torch.bool:  # as many as there are values, in their order

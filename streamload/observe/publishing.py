@@ -76,6 +76,11 @@ class RankSchedule(Protocol):
         """The position of the rank, and its sources' weights."""
         ...
 
+    @property
+    def left_out(self) -> Mapping[str, int]:
+        """Samples left out so far, by what left them out."""
+        ...
+
 
 class Publisher:
     """The page of one rank.
@@ -168,6 +173,9 @@ class Publisher:
             for kind in ("loss", "alignment"):
                 if means.get(kind) is not None and means["name"] in shown_names:
                     put(f"source_{kind}", means[kind], shown_names[means["name"]])
+        left_out = self._schedule.left_out
+        for name, count in zip(names_of_sources(left_out), left_out.values(), strict=False):
+            put("samples_left_out", count, name)
         numbers = self._extension_metrics()
         for name, value in zip(names_of_sources(numbers), numbers.values(), strict=False):
             put("extension_value", value, name)

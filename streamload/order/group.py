@@ -12,7 +12,8 @@ and dropping `skip` references resumes exactly. The options are saved separately
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -21,7 +22,16 @@ from numpy.typing import NDArray
 
 from streamload.errors import OptionError
 from streamload.order.hashing import DUE, key
-from streamload.order.lanes import EVEN_SHARDS, SAMPLE_BITS, SAMPLE_MASK, Arrivals, Lanes, LaneState
+from streamload.order.lanes import (
+    EVEN_SHARDS,
+    SAMPLE_BITS,
+    SAMPLE_MASK,
+    Arrivals,
+    Lanes,
+    LaneState,
+    LeftOutOf,
+    Tally,
+)
 from streamload.order.plan import OrderOptions, Pieces, pass_order
 from streamload.order.plan import pieces as pieces_of
 from streamload.order.shuffle import ShuffleWindow
@@ -49,6 +59,60 @@ def _portion_of(window: int) -> int:
     return max(_FIRST_PORTION, window // 8)
 
 
+class PassedOver(NamedTuple):
+    """The samples left out up to a position, by the names of what left them out.
+
+    A sample that is left out comes before the next used one of its shard, or of its lane if the shard has no
+    more; those that no used sample follows count once the position is beyond the pass.
+
+    Attributes:
+        before: in the passes before that of the last reference.
+        in_pass: in the pass of the last reference.
+        following: of a cursor at the start of a pass, what `before` is from the next reference on.
+        carried: of the cursor's lanes, by lane: see `Lanes`.
+        tails: of the cursor's `done` shards, by place: see `Lanes`.
+    """
+
+    before: Tally
+    in_pass: Tally
+    following: Tally
+    carried: Mapping[int, Tally]
+    tails: Mapping[int, Tally]
+
+    @property
+    def total(self) -> Tally:
+        """Those of the sequence so far."""
+        return self.before + self.in_pass
+
+    def to_json(self) -> dict[str, Any]:
+        """Return them as JSON-able values: an empty dict if nothing was left out."""
+        value: dict[str, Any] = {
+            "before": dict(self.before),
+            "pass": dict(self.in_pass),
+            "following": dict(self.following),
+        }
+        value["carried"] = {str(lane): dict(tally) for lane, tally in self.carried.items()}
+        value["tails"] = {str(place): dict(tally) for place, tally in self.tails.items()}
+        return {name: part for name, part in value.items() if part}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> PassedOver:
+        """Parse the output of `to_json`; its errors are those of parsing."""
+        before, in_pass, following = (_tally(value.get(name, {})) for name in ("before", "pass", "following"))
+        carried, tails = (
+            {_whole(int(key)): _tally(tally) for key, tally in value.get(name, {}).items()}
+            for name in ("carried", "tails")
+        )
+        return cls(before, in_pass, following, carried, tails)
+
+
+NOTHING_LEFT_OUT = PassedOver(Counter(), Counter(), Counter(), {}, {})
+
+
+def _tally(value: dict[str, Any]) -> Tally:
+    return Counter({str(name): _whole(count) for name, count in value.items()})
+
+
 class Cursor(NamedTuple):
     """A position in a group's sequence, and how to get there: a small value for a checkpoint.
 
@@ -60,6 +124,7 @@ class Cursor(NamedTuple):
         done: of the shards that lanes read from that state on, the finished ones: place in the pass and
             number of samples. They aren't needed to resume.
         everything: whether that pass is over the shards of all groups.
+        left_out: the samples left out before the position; None: they aren't counted.
     """
 
     position: int
@@ -68,6 +133,7 @@ class Cursor(NamedTuple):
     lanes: LaneState | None = None
     done: tuple[tuple[int, int], ...] = ()
     everything: bool = False
+    left_out: PassedOver | None = None
 
     @classmethod
     def at(cls, position: int) -> Cursor:
@@ -88,6 +154,8 @@ class Cursor(NamedTuple):
             value["done"] = [list(pair) for pair in self.done]
         if self.everything:
             value["everything"] = True
+        if self.left_out is not None and (left_out := self.left_out.to_json()):
+            value["left_out"] = left_out
         return value
 
     @classmethod
@@ -110,9 +178,10 @@ class Cursor(NamedTuple):
             done = tuple((_whole(place), _whole(samples)) for place, samples in value.get("done", ()))
             if sum(samples for _, samples in done) > position:
                 raise ValueError("finished shards with more samples than there were")
+            left_out = PassedOver.from_json(value["left_out"]) if "left_out" in value else None
         except (KeyError, TypeError, ValueError, AttributeError) as exc:
             raise OptionError("Not a cursor: pass what Cursor.to_json() returned.") from exc
-        return cls(position, pass_, skip, state, done, value.get("everything", False) is True)
+        return cls(position, pass_, skip, state, done, value.get("everything", False) is True, left_out)
 
 
 def _whole(number: Any, least: int = 0, most: int = _MOST) -> int:
@@ -136,6 +205,8 @@ class _Mark(NamedTuple):
     pass_: int
     lanes: LaneState
     everything: bool
+    following: Tally
+    carried: Mapping[int, Tally]
 
 
 class _Given:
@@ -170,6 +241,71 @@ class _Given:
         is_done = (samples >= 0) & (self._count[places] == samples) & (self._last[places] < position)
         return tuple(zip(places[is_done].tolist(), samples[is_done].tolist(), strict=True))
 
+    def tails(self, done: tuple[tuple[int, int], ...]) -> dict[int, Tally]:
+        """Return the samples left out after the last used one of finished shards, by place."""
+        tails = self._lanes.tails
+        return {place: tails[place] for place, _ in done if place in tails}
+
+    def forget_tails(self, lanes: LaneState) -> None:
+        """Drop those of shards that lanes had left before a state."""
+        self._lanes.forget_tails(lanes)
+
+
+class _LeftOutSoFar:
+    """Counts the samples left out up to each of the latest positions of a sequence.
+
+    Args:
+        position: from which it counts.
+        start: those before it.
+    """
+
+    def __init__(self, position: int, start: PassedOver) -> None:
+        self._positions = [position]  # at which counts change, with the counts from there on
+        self._counts = [(start.before, start.in_pass)]
+        self._next: tuple[Tally, Tally] | None = None  # from the next reference on, which is of a new pass
+        if start.following:
+            self._next = start.following, Counter()
+
+    def give(self, position: int, references: NDArray[np.int64], passed: dict[int, Tally]) -> None:
+        """Count what was passed before packed references, the first of which has this position."""
+        if self._next is not None and references.size:
+            self._positions.append(position + 1)
+            self._counts.append(self._next)
+            self._next = None
+        if not passed:
+            return
+        for place, reference in enumerate(references.tolist(), position + 1):
+            tally = passed.pop(reference, None)
+            if tally is not None:
+                before, in_pass = self._counts[-1]
+                self._positions.append(place)
+                self._counts.append((before, in_pass + tally))
+
+    def end_pass(self, carried: Mapping[int, Tally]) -> None:
+        """End the pass, with what lanes still carry."""
+        before, in_pass = self._counts[-1] if self._next is None else self._next
+        self._next = sum(carried.values(), before + in_pass), Counter()
+
+    @property
+    def following(self) -> Tally:
+        """Those before the next reference, if that is the first one of a pass."""
+        return Counter() if self._next is None else self._next[0]
+
+    def at(self, position: int) -> tuple[Tally, Tally]:
+        """Return the counts of the earlier passes and of the pass, before a position."""
+        return self._counts[bisect.bisect_right(self._positions, position) - 1]
+
+    def total(self) -> Tally:
+        """Return the count of all that is known."""
+        before, in_pass = self._counts[-1] if self._next is None else self._next
+        return before + in_pass
+
+    def forget(self, position: int) -> None:
+        """Drop the counts before a position."""
+        place = bisect.bisect_right(self._positions, position) - 1
+        if place > len(self._positions) // 2:
+            del self._positions[:place], self._counts[:place]
+
 
 class GroupOrder:
     """Computes the sequence of one group, for endless passes or a number of them.
@@ -185,6 +321,7 @@ class GroupOrder:
         start: where to resume; None begins the epoch.
         passes: the number of passes; None: endless.
         pieces: of the group, if known: computing them takes O(shard_count) time and memory.
+        left_out: what leaves samples out, to count them; None: they aren't counted.
 
     Attributes:
         position: references of the epoch given out so far, including those before `start`.
@@ -201,6 +338,7 @@ class GroupOrder:
         start: Cursor | None = None,
         passes: int | None = None,
         pieces: Pieces | None = None,
+        left_out: LeftOutOf | None = None,
     ) -> None:
         if passes is not None and passes < 1:
             raise OptionError(f"passes must be at least 1, or None for endless ones, not {passes}.")
@@ -222,12 +360,19 @@ class GroupOrder:
         self._portion = _FIRST_PORTION
         self._marks: deque[_Mark] = deque()
         self._given: dict[int, _Given] = {}  # by pass, back to the oldest mark
-        self._begin(start.pass_, start.lanes, dict(start.done))
+        self._left_out_of = left_out
+        before = start.left_out or NOTHING_LEFT_OUT
+        self._left_out = _LeftOutSoFar(start.position, before)
+        self._begin(start.pass_, start.lanes, dict(start.done), before)
         self._before_pass = start.position - start.skip - self._lanes.given
         self._mark()
 
     def _begin(
-        self, pass_: int, state: LaneState | None = None, done: Mapping[int, int] | None = None
+        self,
+        pass_: int,
+        state: LaneState | None = None,
+        done: Mapping[int, int] | None = None,
+        left_out: PassedOver = NOTHING_LEFT_OUT,
     ) -> None:
         """Set up the lanes and the window of a pass. The previous window has been given out."""
         options, group_pieces = self._options, self._pieces
@@ -239,7 +384,17 @@ class GroupOrder:
         is_even = opens_slowly and order.size <= EVEN_SHARDS * options.lanes
         self._pass = pass_
         self._done = {} if done is None else done
-        self._lanes = Lanes(order, group_pieces.parts, options.lanes, state, self._done, is_even)
+        self._lanes = Lanes(
+            order,
+            group_pieces.parts,
+            options.lanes,
+            state,
+            self._done,
+            is_even,
+            self._left_out_of,
+            left_out.carried,
+            left_out.tails,
+        )
         self._given[pass_] = _Given(self._lanes)
         self._window = ShuffleWindow(due_key, options.window, order.size, opens_slowly)
         self._following: NDArray[np.int64] | None = None
@@ -268,6 +423,15 @@ class GroupOrder:
     def due(self) -> int:
         """References of the epoch that the shards have, at its end: `position`, if none is lost."""
         return self._before_pass + self._lanes.due
+
+    def left_out(self, position: int) -> PassedOver:
+        """Return the samples left out before a position of `mark_at`, without what a cursor needs of them."""
+        return PassedOver(*self._left_out.at(position), Counter(), {}, {})
+
+    @property
+    def left_out_in_all(self) -> Tally:
+        """The samples left out in the sequence, at its end."""
+        return self._left_out.total()
 
     @property
     def released(self) -> int:
@@ -298,6 +462,8 @@ class GroupOrder:
             self._given[self._pass].give(self.released, ready)
             skipped = min(self._skip, ready.size)
             self._skip -= skipped
+            if self._left_out_of is not None:
+                self._count_left_out(ready, skipped)
             self.position += ready.size - skipped
             parts.append(_unpack(self._pass, self._lanes.order, ready[skipped:]))
             self._mark()
@@ -320,12 +486,20 @@ class GroupOrder:
             for mark in reversed(self._marks):
                 if self._precedes(mark, position):
                     done = self._given[mark.pass_].done(mark.lanes, position)
-                    skip = position - mark.before
-                    return Cursor(position, mark.pass_, skip, mark.lanes, done, mark.everything)
+                    skip, left_out = position - mark.before, None
+                    if self._left_out_of is not None:
+                        left_out = self._left_out_at(position, mark, done)
+                    return Cursor(position, mark.pass_, skip, mark.lanes, done, mark.everything, left_out)
         raise ValueError(
             f"No cursor for position {position}: positions up to {self.position} are given out, and cursors "
             f"are kept for the last {self._history} of them. Take it when the batch is handed out."
         )
+
+    def _left_out_at(self, position: int, mark: _Mark, done: tuple[tuple[int, int], ...]) -> PassedOver:
+        """Return what the cursor of a position has of the samples that were left out."""
+        following = mark.following if mark.before == position else Counter[str]()
+        tails = self._given[mark.pass_].tails(done)
+        return PassedOver(*self._left_out.at(position), following, mark.carried, tails)
 
     def open_shards(self) -> list[int]:
         """Return the shards that must stay readable: by references in the window, then those in lanes.
@@ -373,8 +547,17 @@ class GroupOrder:
     def _order_of(self, pass_: int) -> NDArray[np.int64]:
         return pass_order(self._options, self._pieces.shards, self._group, self._epoch, pass_)
 
+    def _count_left_out(self, ready: NDArray[np.int64], skipped: int) -> None:
+        """Count what was left out before references; what is before a cursor's position is in the cursor."""
+        passed = self._lanes.passed
+        for reference in ready[:skipped].tolist() if passed else ():
+            passed.pop(reference, None)
+        self._left_out.give(self.position, ready[skipped:], passed)
+
     def _next_pass(self) -> None:
         gave_nothing = self._lanes.given == 0
+        if self._left_out_of is not None and not self._skip:
+            self._left_out.end_pass(self._lanes.carried())
         if self._pass + 1 == self._passes or (
             gave_nothing and (self.everything or self._options.groups == 1)
         ):
@@ -405,11 +588,16 @@ class GroupOrder:
         """Save the state of the lanes from time to time, and drop states that are too old."""
         before = self.read
         if not self._marks or before - self._marks[-1].before >= self._most:
-            self._marks.append(_Mark(before, self._pass, self._lanes.state(), self.everything))
+            state, carried = self._lanes.state(), self._lanes.carried()
+            following = self._left_out.following
+            self._marks.append(_Mark(before, self._pass, state, self.everything, following, carried))
         while len(self._marks) > 1 and self._precedes(self._marks[1], self.position - self._history):
             self._marks.popleft()
         for pass_ in [pass_ for pass_ in self._given if pass_ < self._marks[0].pass_]:
             del self._given[pass_]
+        if self._left_out_of is not None:
+            self._left_out.forget(self.position - self._history)
+            self._given[self._marks[0].pass_].forget_tails(self._marks[0].lanes)
 
     def _precedes(self, mark: _Mark, position: int) -> bool:
         """Return whether all references before the mark are given out before the position."""

@@ -9,7 +9,8 @@ a tier has room for follows from the shards that are open at once (`fitting`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -42,6 +43,10 @@ _NEVER = np.iinfo(np.int64).max
 _NOTHING = np.empty(0, np.int64)
 _NONE: Mapping[int, int] = MappingProxyType({})
 
+Tally = Counter[str]
+"""Numbers of samples that were left out, by the name of what left them out."""
+_NO_TALLIES: Mapping[int, Tally] = MappingProxyType({})
+
 
 class LaneState(NamedTuple):
     """The lanes of a group between two turns.
@@ -68,6 +73,38 @@ class Arrivals(Protocol):
     def arrived(self, shard: int) -> tuple[NDArray[np.int64], bool]:
         """Return the raw numbers of the usable entries so far, ascending, and whether that is all."""
         ...
+
+
+class LeftOut(NamedTuple):
+    """The samples of a shard that are left out of the order, as far as the shard is known.
+
+    Attributes:
+        numbers: int64[N], the raw numbers of their entries, ascending.
+        causes: int64[N], of each the index of the name of what left it out.
+    """
+
+    numbers: NDArray[np.int64]
+    causes: NDArray[np.int64]
+
+
+NONE_LEFT_OUT = LeftOut(_NOTHING, _NOTHING)
+
+
+class LeftOutOf(NamedTuple):
+    """What leaves samples out of an order, and which.
+
+    Attributes:
+        names: of what leaves samples out.
+        of_shard: returns the samples of a shard that are left out, as far as `Arrivals` last returned it.
+    """
+
+    names: Sequence[str]
+    of_shard: Callable[[int], LeftOut]
+
+    def tally(self, causes: NDArray[np.int64]) -> Tally:
+        """Count causes by name."""
+        counts = np.bincount(causes, minlength=len(self.names)).tolist()
+        return Counter({name: count for name, count in zip(self.names, counts, strict=True) if count})
 
 
 class Turn(NamedTuple):
@@ -109,10 +146,16 @@ class Lanes:
         done: numbers of samples, by place, of shards that needn't be read: their references are dropped by
             the caller.
         are_even: all lanes read at one speed.
+        left_out: what leaves samples out, to count them; None: they aren't counted.
+        carried: by lane the samples left out since it gave its last reference, in `state`.
+        tails: of the shards in `done`, by place, the samples left out after the last used one.
 
     Attributes:
         order: as given.
         given: references that the lanes have given in this pass.
+        passed: by packed reference, the samples left out that its lane has passed since the one before. The
+            caller removes them.
+        tails: by place of a shard that has ended, the samples left out after its last reference.
         samples: int32[shards], the group's samples in each shard of the pass; -1: not known.
         begun: how many shards of the pass the lanes have taken.
     """
@@ -125,6 +168,9 @@ class Lanes:
         state: LaneState | None = None,
         done: Mapping[int, int] = _NONE,
         are_even: bool = False,
+        left_out: LeftOutOf | None = None,
+        carried: Mapping[int, Tally] = _NO_TALLIES,
+        tails: Mapping[int, Tally] = _NO_TALLIES,
     ) -> None:
         if state is None:
             state = LaneState(0, 0, 0, 0, ((-1, 0, 0),) * count)
@@ -150,6 +196,10 @@ class Lanes:
         self._place, references, self._slow = lanes[:, 0].copy(), lanes[:, 1], lanes[:, 2].copy()
         self._base = np.where(self._place < 0, 0, served(self._rounds_done(), self._slow, count) - references)
         self._samples = [_NOTHING] * count
+        self._left_out, self._left_out_of = [NONE_LEFT_OUT] * count, left_out
+        self._carried = dict(carried)
+        self.passed: dict[int, Tally] = {}
+        self.tails = dict(tails)
         self._ended = self._place < 0
         self._dry = self._rounds_done()
 
@@ -172,6 +222,16 @@ class Lanes:
         references = np.where(open_, served(self._rounds_done(), self._slow, self._count) - self._base, 0)
         lanes = zip(self._place.tolist(), references.tolist(), self._slow.tolist(), strict=True)
         return LaneState(self.given, self._round, self._slot, self.begun, tuple(lanes))
+
+    def carried(self) -> dict[int, Tally]:
+        """Return by lane what was left out since its last reference, in shards that it has left."""
+        return dict(self._carried)
+
+    def forget_tails(self, state: LaneState) -> None:
+        """Drop the tails of shards that lanes had left before a state."""
+        reading = [place for place, _, _ in state.lanes if place >= 0]
+        first = min([*reading, state.next])
+        self.tails = {place: tail for place, tail in self.tails.items() if place >= first}
 
     def reading(self) -> NDArray[np.int64]:
         """Return the places in the pass of the shards that lanes are reading, int64."""
@@ -240,11 +300,19 @@ class Lanes:
                     self._look(lane, arrivals)
                     if self._dry[lane] <= self._round and not self._ended[lane]:
                         return int(lane)
-                elif self.begun < self.order.size:
+                    continue
+                self._leave(lane)
+                if self.begun < self.order.size:
                     self._begin(lane)
                 else:
                     self._place[lane], self._dry[lane] = -1, _NEVER
         return self._count
+
+    def _leave(self, lane: int) -> None:
+        """Carry what was left out at the end of a lane's shard to its next reference."""
+        tail = self.tails.get(int(self._place[lane]))
+        if tail is not None:
+            self._carried[lane] = self._carried.get(lane, Counter()) + tail
 
     def _begin(self, lane: int) -> None:
         """Give a lane the next shard of the pass."""
@@ -261,15 +329,48 @@ class Lanes:
         shard = int(self.order[place])
         if place in self._done:
             self._samples[lane], ended = np.arange(self._done[place]), True
+            self._left_out[lane] = NONE_LEFT_OUT
         else:
             entries, ended = arrivals.arrived(shard)
             part = self._parts.get(shard)
             self._samples[lane] = entries if part is None else part.owned(entries)
+            if self._left_out_of is not None:
+                self._note_left_out(self._left_out_of, lane, part, ended)
         self._ended[lane] = ended
         if ended:
             self.samples[place] = self._samples[lane].size
         stop = self._base[lane] + self._samples[lane].size
         self._dry[lane] = rounds_for(stop, self._slow[lane], self._count)
+
+    def _note_left_out(self, left_out: LeftOutOf, lane: int, part: ShardPart | None, ended: bool) -> None:
+        """Note which samples of a lane's shard are left out."""
+        place, samples = int(self._place[lane]), self._samples[lane]
+        numbers, causes = left_out.of_shard(int(self.order[place]))
+        if part is not None:
+            owned = part.owned(numbers)
+            numbers, causes = owned, causes[np.searchsorted(numbers, owned)]
+        self._left_out[lane] = LeftOut(numbers, causes)
+        if ended:
+            last = causes[np.searchsorted(numbers, samples[-1]) :] if samples.size else causes
+            if last.size:
+                self.tails[place] = left_out.tally(last)
+
+    def _pass_by(self, left_out: LeftOutOf, lane: int, start: int, stop: int) -> None:
+        """Note which samples were left out before references that a lane gives now: `start` to `stop`."""
+        samples, (numbers, causes) = self._samples[lane], self._left_out[lane]
+        first = int(self._place[lane]) << SAMPLE_BITS
+        carried = self._carried.get(lane)
+        if carried is not None:
+            self.passed[first + int(samples[start])] = carried
+        if not numbers.size:
+            return
+        places = np.searchsorted(numbers, samples[max(0, start - 1) : stop])
+        before = places[:-1] if start else np.concatenate([[0], places[:-1]])
+        after = places[1:] if start else places
+        for place in np.flatnonzero(after > before).tolist():
+            reference = first + int(samples[start + place])
+            tally = left_out.tally(causes[before[place] : after[place]])
+            self.passed[reference] = self.passed.get(reference, Counter()) + tally
 
     def _references(self, turn: Turn) -> NDArray[np.int64]:
         """Return the references of a turn, packed, in the order in which lanes give them."""
@@ -280,6 +381,8 @@ class Lanes:
         parts = [_NOTHING]
         for lane, (start, stop) in zip(lanes.tolist(), spans.tolist(), strict=True):
             parts.append(self._samples[lane][start:stop])
+            if self._left_out_of is not None and start < stop:
+                self._pass_by(self._left_out_of, lane, start, stop)
         references = np.concatenate(parts)
         references += np.repeat(self._place[lanes] << SAMPLE_BITS, spans[:, 1] - spans[:, 0])
         # Reorder from lane by lane to round by round.
@@ -298,6 +401,10 @@ class Lanes:
         rounds_done = np.int64(self._round)
         gave = served(rounds_done + turn.rounds, slow, self._count) - served(rounds_done, slow, self._count)
         self.given += int(gave.sum())
+        if self._carried:
+            open_lanes = np.flatnonzero(self._place[lanes] >= 0) + turn.first
+            for lane in open_lanes[gave > 0].tolist():
+                self._carried.pop(lane, None)
         whole = turn.last == self._count
         self._round += turn.rounds if whole else 0
         self._slot = 0 if whole else turn.last

@@ -5,20 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from streamload.errors import OptionError
 from streamload.patches.grid import PatchCrop
-from streamload.patches.options import Patches
 from streamload.patches.plan import GivenPatches, PatchPlan, clip_patch_plan
 from streamload.transforms.chain import NAFLEX, Chain, after_resize, filter_of, shown, size_of
 from streamload.transforms.plan import NotRecognised, Size
 from streamload.transforms.resize import Filter
 
+if TYPE_CHECKING:
+    from streamload.extension import LoaderOptions
+
 logger = logging.getLogger("streamload")
 
 
-def patch_transform(options: Any, is_compiled: bool) -> PatchPlan | GivenPatches:
+def patch_transform(options: LoaderOptions, is_compiled: bool) -> PatchPlan | GivenPatches:
     """The way in which a loader makes images into patches.
 
     Args:
@@ -28,7 +30,8 @@ def patch_transform(options: Any, is_compiled: bool) -> PatchPlan | GivenPatches
     Raises:
         OptionError: preprocess= doesn't make a transform for a number of patches.
     """
-    patches: Patches = options.images.patches
+    patches = options.images.patches
+    assert patches is not None
     if options.preprocess is None:
         return replace(clip_patch_plan(options.train, patches.sides), max_ratio=patches.max_ratio)
     lengths = patches.lengths(options.train, options.seed).lengths

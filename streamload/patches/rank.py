@@ -6,16 +6,19 @@ Its images and its steps are made here; in the rank (step K) the training loop g
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from streamload.errors import OptionError
-from streamload.extension import Extension, RankPart, Run
+from streamload.extension import Extension, RankPart
 from streamload.order.steps import StepOptions
 from streamload.patches.compile import patch_transform
 from streamload.patches.images import PatchImages
 from streamload.patches.plan import NAMES, GivenPatches
 from streamload.patches.seq_lens import SeqLens
 from streamload.patches.steps import StepTable, TableOptions
+
+if TYPE_CHECKING:
+    from streamload.extension import LoaderOptions, Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class PatchedImages(Extension):
     name = "patches"
     takes_preprocess = True
 
-    def refuse_unusable(self, options: Any) -> None:
+    def refuse_unusable(self, options: LoaderOptions) -> None:
         """Refuse what needs images of one size, and a transform that isn't made for a number of patches."""
         if options.output == "hf":
             raise OptionError('patches= is for output="dict" or "tuple": "hf" has images of one size')
@@ -53,7 +56,7 @@ class PatchedImages(Extension):
             return TableOptions(steps.split, table=self.listed_steps)
         return replace(steps, seq_lens=self.seq_lens)
 
-    def image_maker(self, options: Any, plan: Any) -> PatchImages:
+    def image_maker(self, options: LoaderOptions, plan: Any) -> PatchImages:
         """The transform to patches."""
         return PatchImages(patch_transform(options, options.images.compile))
 
@@ -62,9 +65,10 @@ class PatchedImages(Extension):
         return RankPatches()
 
 
-def patched_images(options: Any) -> PatchedImages:
+def patched_images(options: LoaderOptions) -> PatchedImages:
     """The extension of a loader, by its options, `LoaderOptions`, with patches."""
     patches, table = options.images.patches, None
+    assert patches is not None
     if patches.steps is not None and options.train:
         table = StepTable(tuple(patches.steps), options.num_batches or len(patches.steps), options.seed)
     return PatchedImages(patches.lengths(options.train, options.seed), table)

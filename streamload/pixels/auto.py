@@ -10,13 +10,16 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from streamload.errors import OptionError, StateMismatch
-from streamload.extension import Event, Run, WorkerPart
+from streamload.extension import Event, WorkerPart
 from streamload.pixels.decoders import decoder_for
+
+if TYPE_CHECKING:
+    from streamload.extension import Run
 
 logger = logging.getLogger("streamload")
 

@@ -6,11 +6,11 @@ Its workers make files and random choices (`files.py`), of which the rank makes 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from streamload.derived.prepare.preparation import AUTO, Preparation
 from streamload.errors import OptionError
-from streamload.extension import Extension, RankPart, Run, WorkerPart, WorkerProcess
+from streamload.extension import Extension, RankPart, WorkerPart
 from streamload.pixels import auto
 from streamload.pixels.auto import DecoderChoice, Switch, SwitchInWorker
 from streamload.pixels.files import FileImages
@@ -18,6 +18,9 @@ from streamload.pixels.pipeline import why_not
 from streamload.pixels.rank import DecodingRecord
 from streamload.transforms.compile import compile_transform
 from streamload.transforms.plan import ImagePlan, NotRecognised
+
+if TYPE_CHECKING:
+    from streamload.extension import LoaderOptions, Run, WorkerProcess
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class DeviceDecoding(Extension):
 
     name = auto.NAME
 
-    def refuse_unusable(self, options: Any) -> None:
+    def refuse_unusable(self, options: LoaderOptions) -> None:
         """Refuse options with which it can't be used.
 
         Raises:
@@ -75,7 +78,7 @@ class DeviceDecoding(Extension):
         if reason is not None:
             raise OptionError(reason)
 
-    def image_maker(self, options: Any, plan: Any) -> Any:
+    def image_maker(self, options: LoaderOptions, plan: Any) -> Any:
         """Images that the rank decodes; in an evaluation with "auto" workers do."""
         if self.is_auto and not options.train:
             return plan

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from streamload.errors import DecodeError
-from streamload.extension import Event, RankPart, TakenBatch
+from streamload.extension import Event, RankPart
 from streamload.pixels.auto import DecoderChoice
 from streamload.pixels.decoders import HostDecoder, ImageDecoder, decoder_for
 from streamload.pixels.pipeline import DeviceImages
 from streamload.transforms.augment import Box
 from streamload.transforms.normalise import normalise_into, normalise_levels_into
 from streamload.transforms.plan import Choices, ImagePlan
+
+if TYPE_CHECKING:
+    from streamload.extension import Batch
 
 logger = logging.getLogger("streamload")
 
@@ -194,7 +197,7 @@ class DecodingRecord(RankPart):
         if self._choice is not None:
             self._choice.before_batch()
 
-    def taken(self, batch: TakenBatch) -> None:
+    def taken(self, batch: Batch) -> None:
         """A step was taken."""
         if self._choice is not None:
             self._choice.took()

@@ -5,8 +5,9 @@ Some are in the index records; others are in files beside the index, if a run ne
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,12 @@ from streamload.shards.samples import Entry
 
 Values = npt.NDArray[np.float64]
 """Facts of samples in order; NaN: unknown."""
+
+FactFunction = Callable[[dict[str, Any]], "float | None"]
+"""Takes a sample as `__key__` and extension → bytes, without images; returns a number, or None: unknown."""
+
+Fact = str | Path | FactFunction | tuple[FactFunction, str]
+"""A fact as `Shards(facts=…)` has it: "tokens", "json:<field>", a table, or a function (and its version)."""
 
 BUILT_IN = ("width", "height", "caption_bytes", "image_bytes")
 """Facts that every run has: the first three are in the index records."""

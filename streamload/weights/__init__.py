@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from streamload.errors import OptionError
-from streamload.extension import Extension, Run, WorkerProcess
+from streamload.extension import Extension
 from streamload.shards.columns import TOKENS
 from streamload.weights.rank import RankWeights
 from streamload.weights.sample import SampleWeight
 from streamload.weights.worker import WorkerWeights
+
+if TYPE_CHECKING:
+    from streamload.extension import LoaderOptions, Run, WorkerProcess
 
 __all__ = ["RowWeights"]
 
@@ -36,7 +39,7 @@ class RowWeights(Extension):
         """The names of the built-in facts that it needs."""
         return self.sample_weight.facts
 
-    def refuse_unusable(self, options: Any) -> None:
+    def refuse_unusable(self, options: LoaderOptions) -> None:
         """Refuse an evaluation, and weights by tokens without captions or a tokenizer."""
         if not options.train:
             raise OptionError("sample_weight= is for training: leave it out in an evaluation")

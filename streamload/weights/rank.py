@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from streamload.errors import OptionError, StateMismatch
-from streamload.extension import RankPart, Run, YieldedInfo
+from streamload.extension import RankPart
 from streamload.weights.sample import SampleWeight, scaled
 from streamload.weights.worker import VALUE
+
+if TYPE_CHECKING:
+    from streamload.extension import BatchInfo, Run
 
 Weights = npt.NDArray[np.float32]
 
@@ -59,7 +62,7 @@ class RankWeights(RankPart):
             )
         return {"row_weights": self._weights(np.frombuffer(part, VALUE))}
 
-    def values(self, info: YieldedInfo) -> dict[str, Any]:
+    def values(self, info: BatchInfo) -> dict[str, Any]:
         """The weights, multiplied by those of the rows' sources."""
         return {"weight": info.weight}
 

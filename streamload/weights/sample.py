@@ -8,15 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from streamload.cache.selection import RateFunction, number_of
 from streamload.errors import OptionError
-from streamload.extension import ShardRows
 from streamload.shards.columns import TOKENS, Values
 from streamload.shards.samples import Entry
+
+if TYPE_CHECKING:
+    from streamload.extension import ShardRows
 
 _LEAST, _MOST = 0.2, 5.0
 """Of a weight that is relative to the mean."""

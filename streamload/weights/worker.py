@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from streamload.extension import BatchRows, WorkerPart
+from streamload.extension import WorkerPart
 from streamload.weights.sample import SampleWeight
+
+if TYPE_CHECKING:
+    from streamload.extension import BatchRows
 
 VALUE = np.dtype("<f8")
 """The value of a row, as batches carry it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from streamload.batches.collate import Allocate
-from streamload.cache.selection import with_facts
 from streamload.extension import BatchColumn, Event, Extension, ReadProgress, WorkerPart
 from streamload.ipc import ControlBlock
 from streamload.order.events import of_kind
@@ -19,58 +19,80 @@ from streamload.shards.samples import Entry
 from streamload.worker.messages import EpochStart
 from streamload.worker.reader import Reader
 from streamload.worker.sampler import RankStep, Sampler
+from streamload.worker.states import GroupState
 
 
 @dataclass(frozen=True, slots=True)
-class RowsOfShard:
-    """The rows of a batch whose samples are in one shard."""
+class ShardRows:
+    """The rows of a batch whose samples are in one shard.
+
+    Attributes:
+        places: of the rows in the batch: int64[N].
+        shard: the index of the shard among those of the run.
+    """
 
     places: npt.NDArray[np.int64]
-    _shard: int
+    shard: int
     _numbers: npt.NDArray[np.int64]
     _reader: Reader
-    _columns: Sequence[str]
+
+    @property
+    def url(self) -> str:
+        """The URL of the shard."""
+        return self._reader.shards[self.shard].name
 
     def facts(self, names: Sequence[str]) -> Mapping[str, npt.NDArray[np.float64]]:
         """Facts of the samples by name: float64[N], NaN where unknown."""
-        return self._reader.facts(self._shard, self._numbers, names)
+        return self._reader.facts(self.shard, self._numbers, names)
 
     def entries(self) -> list[Entry]:
         """The samples' index entries, with the facts of the user's columns."""
-        entries = self._reader.entries(self._shard, self._numbers.tolist())
-        facts = self.facts(self._columns) if self._columns else {}
-        return [with_facts(entry, self._columns, facts, place) for place, entry in enumerate(entries)]
+        return self._reader.entries(self.shard, self._numbers.tolist())
 
 
 @dataclass(frozen=True, slots=True)
-class RowsOfBatch:
-    """The rows of a batch, replacements included (extension.BatchRows).
+class BatchRows:
+    """The rows of a batch in a worker, replacements included.
 
-    Args:
+    Attributes:
         step: that has them.
         samples: shard and number of each row's sample.
         reader: has their facts and entries.
-        columns: the names of the facts that users' functions get.
+        states: of the groups after the step.
     """
 
     step: RankStep
     samples: Sequence[tuple[int, int]]
     reader: Reader
-    columns: Sequence[str]
+    states: Mapping[int, GroupState]
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def by_shard(self) -> Iterator[RowsOfShard]:
+    @property
+    def left_out(self) -> dict[str, int]:
+        """The samples left out of the pass up to the end of the step, by the extension that left them out.
+
+        One left out before a used sample of its shard, or of its lane of shards, counts once that one is in a
+        step; those at the end of a pass, after it. Each is counted by one rank: the sum over ranks has all.
+        """
+        counted: Counter[str] = Counter(dict.fromkeys(self.reader.config.selection.names, 0))
+        for number in self.reader.config.told_groups:
+            for source in self.states[number].sources if number in self.states else ():
+                left_out = source.cursor.left_out
+                counted.update({} if left_out is None else left_out.in_pass)
+        return dict(counted)
+
+    def by_shard(self) -> Iterator[ShardRows]:
         """The rows of each shard."""
         shards, numbers = np.array(self.samples, np.int64).reshape(-1, 2).T
         for shard in dict.fromkeys(shards.tolist()):
             places = np.flatnonzero(shards == shard)
-            yield RowsOfShard(places, shard, numbers[places], self.reader, self.columns)
+            yield ShardRows(places, shard, numbers[places], self.reader)
 
 
 @dataclass(frozen=True, slots=True)
-class EpochSteps:
+class StepsAhead:
     """The steps of an epoch that workers begin before the training loop takes them, by their numbers."""
 
     steps: Steps
@@ -99,14 +121,22 @@ class EpochSteps:
 
 
 @dataclass(slots=True)
-class ThisProcess:
-    """A worker process, for an extension's part in it."""
+class WorkerProcess:
+    """A worker process, for an extension's part in it.
+
+    Attributes:
+        number: among the rank's workers; 0 where the rank reads itself.
+        workers: number of the rank's workers; 0: the rank reads itself, step by step.
+        reader: of its samples.
+        control: shared with the rank.
+        steps_ahead: the steps of the current epoch; None: none was started.
+    """
 
     number: int
     workers: int
     reader: Reader
     control: ControlBlock
-    steps_ahead: EpochSteps | None = None
+    steps_ahead: StepsAhead | None = None
 
     @property
     def decided(self) -> int:
@@ -126,7 +156,7 @@ class WorkerParts:
         process: this one.
     """
 
-    def __init__(self, extensions: Sequence[Extension], process: ThisProcess):
+    def __init__(self, extensions: Sequence[Extension], process: WorkerProcess):
         self._process = process
         self._parts: dict[str, WorkerPart] = {}
         for extension in extensions:
@@ -145,7 +175,7 @@ class WorkerParts:
                 return sampler
         return None
 
-    def start_epoch(self, events: Sequence[Event], position: int, steps_ahead: EpochSteps) -> None:
+    def start_epoch(self, events: Sequence[Event], position: int, steps_ahead: StepsAhead) -> None:
         """Start an epoch at a position with the events of all extensions."""
         self._process.steps_ahead = steps_ahead
         self._pending = {name: of_kind(events, name) for name in self._parts}
@@ -180,7 +210,7 @@ class WorkerParts:
         """The columns of an empty batch."""
         return [column for part in self._parts.values() for column in part.columns(size, allocate)]
 
-    def finish(self, values: dict[str, Any], rows: RowsOfBatch) -> dict[str, bytes]:
+    def finish(self, values: dict[str, Any], rows: BatchRows) -> dict[str, bytes]:
         """Messages of the parts with a batch; see extension.WorkerPart."""
         return {name: part.finish(values, rows) for name, part in self._parts.items()}
 

@@ -14,6 +14,7 @@ import multiprocessing.util
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,7 +43,7 @@ from streamload.shards.samples import Sample
 from streamload.torch_internals import ExceptionWrapper
 from streamload.worker import process
 from streamload.worker.blocked import Superseded
-from streamload.worker.extensions import EpochSteps, RowsOfBatch, ThisProcess, WorkerParts
+from streamload.worker.extensions import BatchRows, StepsAhead, WorkerParts, WorkerProcess
 from streamload.worker.messages import (
     SEAT,
     Batch,
@@ -84,6 +85,31 @@ class _Visited(NamedTuple):
     sample: Sample
     seed: int
     seen: Any | SkippedSample | SampleError
+
+
+@dataclass(slots=True)
+class _Epoch:
+    """The epoch that a process makes batches of.
+
+    Attributes:
+        start: of the epoch.
+        sampler: has its steps.
+        begin: makes an empty batch.
+        numbers: of the steps that this process makes.
+        steps: number of steps; None: to the end of the pass.
+        changes_generation: of the events since its start that are known here.
+    """
+
+    start: EpochStart
+    sampler: Sampler
+    begin: BatchFactory
+    numbers: Numbers
+    steps: int | None
+    changes_generation: int
+
+    def is_over(self, number: int) -> bool:
+        """True if the planned steps end before this one."""
+        return self.steps is not None and number >= self.steps
 
 
 class StreamDataset(IterableDataset[Message]):
@@ -161,7 +187,9 @@ class WorkerLoop:
         self._replacements: Replacements | None = None  # made for the first bad sample
         self._parts: WorkerParts | None = None
         if config.extensions:
-            self._parts = WorkerParts(config.extensions, ThisProcess(worker, workers, self._reader, control))
+            self._parts = WorkerParts(
+                config.extensions, WorkerProcess(worker, workers, self._reader, control)
+            )
         self._placed: list[tuple[int, int]] = []  # shard and number of the sample of each row
         self._memory = ReadMemory(_READ_AHEAD_BYTES)
         self._stages = Stages(self._counts)
@@ -169,91 +197,21 @@ class WorkerLoop:
 
     def batches(self, start: EpochStart) -> Iterator[Message]:
         """The batches of an epoch that this process makes: each is claimed when the one before is made."""
-        self._reader.begin(start)
-        self._stages.begin()
-        if self._slots is not None:
-            self._slots.take_back()
-        parts = self._parts
-        sampler = None if parts is None else parts.sampler(start)
-        if sampler is None:
-            sampler = Sampler(self._config, self._reader, start)
-        self._sampler = sampler
-        steps, changes_generation = start.steps, start.changes_generation
-        if parts is not None:
-            generation, rank = start.generation, self._config.rank
-            ahead = EpochSteps(sampler.steps, rank, generation, self._reader, self._control)
-            parts.start_epoch(start.events, start.position, ahead)
-        begin = self._config.assembly.batch_factory(None if parts is None else parts.columns)
-        claims = self._control.claims if self._workers else None
-        numbers = self._numbers = Numbers(claims, start.generation, self._ahead + 2, self._numbers)
-        number = 0
+        epoch, number = self._begin(start), 0
         try:
-            for number in numbers:
-                self._wait_until(functools.partial(self._may_begin, number))
-                if self._control.order.generation != start.generation:
+            for number in epoch.numbers:
+                if not self._reaches(epoch, number):
                     return
-                if parts is not None and (steps is None or number < steps):
-                    self._wait_until(functools.partial(parts.may_begin, number))
-                if changes_generation != self._control.changes.generation:
-                    latest = EpochChange.from_json(self._control.changes.read())
-                    steps, changes_generation = latest.steps, latest.generation
-                    sampler.receive(latest.events)
-                    if parts is not None:
-                        parts.receive(latest.events)
-                if steps is not None and number >= steps:
+                if epoch.is_over(number):
                     yield Ended(number)
                     return
-                if parts is not None:
-                    parts.before_step(number)
-                position = sampler.steps.begin(number)
-                step = sampler.at(position)  # E
-                if self._reader.reads_ranges and (coming := numbers.coming()) is not None:
-                    self._reader.want_ranges(sampler.coming(sampler.steps.begin(coming)))
-                if parts is not None:
-                    parts.begin(position)
-                with self._spans.of(f"batch {number}"):  # B, C, D while F, G go on; H, I, J
-                    outcome = self._make(begin, start.epoch, sampler.steps.seq_len(position), step)
-                if outcome is None:
-                    if self._workers:
-                        self._control.end(self._worker + 1, start.generation, number)
-                    self._check_end(number, start)
-                    yield Ended(number, position, sampler.steps.at(position).batch, self._reader.due())
+                step = epoch.sampler.at(self._enter(epoch, number))  # E
+                with self._spans.of(f"batch {number}"):  # B, C, D while F, G go on; H, I
+                    made = self._make(epoch, step)
+                if made is None:
+                    yield self._end(epoch, number, step.position)
                     return
-                values, skipped = outcome
-                origins = {name: values.pop(name) for name in ("__key__", "__url__")}
-                extras: dict[str, bytes] = {}
-                if parts is not None:
-                    columns = self._config.selection.of_entries
-                    extras = parts.finish(values, RowsOfBatch(step, self._placed, self._reader, columns))
-                states, spans = SealedStates(step.states()), step.spans()
-                self._reader.let_go()
-                ready = bytes_by_modality(values)
-                if self._slots is not None:
-                    with self._counts.timed("hand_over_ns"):
-                        values = self._slots.hand_over(values, self._counts)
-                if self._config.with_keys:
-                    values |= origins
-                stop = sampler.steps.begin(number + 1)
-                blocked, rows = self._reader.blocked(), len(origins["__key__"])
-                rows_by_source = [rows]  # an evaluation ends with fewer than its seats
-                packed = b""
-                passes: tuple[int, ...] = ()
-                if len(self._config.sources) > 1:
-                    seats = step.seats
-                    rows_by_source = np.bincount(seats, minlength=len(self._config.sources)).tolist()
-                    packed = seats.astype(SEAT).tobytes()
-                    passes = tuple(step.passes.get(source, 0) for source in range(len(rows_by_source)))
-                self._stages.ready(ready)
-                yield Batch(
-                    values,
-                    number,
-                    start.generation,
-                    OrderStep(position, stop, states, spans),
-                    RowSources(rows, rows_by_source, packed, passes),
-                    skipped,
-                    blocked,
-                    extras,
-                )
+                yield self._batch(epoch, number, step, *made)  # J
                 self._stages.handed_over()
         except Superseded:
             return
@@ -263,6 +221,97 @@ class WorkerLoop:
             where, error = f"in DataLoader worker process {self._worker}", as_failure(exc)
             info = type(error), error, error.__traceback__
             yield Failed(number, ExceptionWrapper(info, where))  # type: ignore[no-untyped-call]
+
+    def _begin(self, start: EpochStart) -> _Epoch:
+        """Begin an epoch: its steps, and the numbers of those that this process makes."""
+        self._reader.begin(start)
+        self._stages.begin()
+        if self._slots is not None:
+            self._slots.take_back()
+        parts, columns = self._parts, None
+        sampler = None if parts is None else parts.sampler(start)
+        self._sampler = sampler = sampler or Sampler(self._config, self._reader, start)
+        if parts is not None:
+            rank, generation = self._config.rank, start.generation
+            ahead = StepsAhead(sampler.steps, rank, generation, self._reader, self._control)
+            parts.start_epoch(start.events, start.position, ahead)
+            columns = parts.columns
+        claims = self._control.claims if self._workers else None
+        self._numbers = Numbers(claims, start.generation, self._ahead + 2, self._numbers)
+        begin = self._config.assembly.batch_factory(columns)
+        changes = start.changes_generation
+        return _Epoch(start, sampler, begin, self._numbers, start.steps, changes)
+
+    def _reaches(self, epoch: _Epoch, number: int) -> bool:
+        """Wait until a step may begin, with all events for it; False if the epoch was superseded."""
+        self._wait_until(functools.partial(self._may_begin, number))
+        if self._control.order.generation != epoch.start.generation:
+            return False
+        if self._parts is not None and not epoch.is_over(number):
+            self._wait_until(functools.partial(self._parts.may_begin, number))
+        if epoch.changes_generation != self._control.changes.generation:
+            latest = EpochChange.from_json(self._control.changes.read())
+            epoch.steps, epoch.changes_generation = latest.steps, latest.generation
+            epoch.sampler.receive(latest.events)
+            if self._parts is not None:
+                self._parts.receive(latest.events)
+        return True
+
+    def _enter(self, epoch: _Epoch, number: int) -> int:
+        """Enter a step, by its number: return its position, and request what later ones need."""
+        sampler, parts = epoch.sampler, self._parts
+        if parts is not None:
+            parts.before_step(number)
+        position = sampler.steps.begin(number)
+        if self._reader.reads_ranges and (coming := epoch.numbers.coming()) is not None:
+            self._reader.want_ranges(sampler.coming(sampler.steps.begin(coming)))
+        if parts is not None:
+            parts.begin(position)
+        return position
+
+    def _end(self, epoch: _Epoch, number: int, position: int) -> Ended:
+        """The message that the data ends before a step."""
+        if self._workers:
+            self._control.end(self._worker + 1, epoch.start.generation, number)
+        self._check_end(number, epoch.start)
+        batch = epoch.sampler.steps.at(position).batch
+        return Ended(number, position, batch, self._reader.due(), self._reader.left_out())
+
+    def _batch(
+        self,
+        epoch: _Epoch,
+        number: int,
+        step: RankStep,
+        values: dict[str, Any],
+        skipped: list[SkippedSample],
+    ) -> Batch:
+        """The message with a batch's values, and the order after it."""
+        origins = {name: values.pop(name) for name in ("__key__", "__url__")}
+        states, spans, extras = step.states(), step.spans(), dict[str, bytes]()
+        if self._parts is not None:
+            extras = self._parts.finish(values, BatchRows(step, self._placed, self._reader, states))
+        self._reader.let_go()
+        ready = bytes_by_modality(values)
+        if self._slots is not None:
+            with self._counts.timed("hand_over_ns"):
+                values = self._slots.hand_over(values, self._counts)
+        if self._config.with_keys:
+            values |= origins
+        stop, rows = epoch.sampler.steps.begin(number + 1), len(origins["__key__"])
+        order = OrderStep(step.position, stop, SealedStates(states), spans)
+        self._stages.ready(ready)
+        generation, blocked = epoch.start.generation, self._reader.blocked()
+        return Batch(values, number, generation, order, self._rows_of(step, rows), skipped, blocked, extras)
+
+    def _rows_of(self, step: RankStep, rows: int) -> RowSources:
+        """The sources of a batch's rows; an evaluation ends with fewer rows than its seats."""
+        sources = len(self._config.sources)
+        if sources == 1:
+            return RowSources(rows, [rows])
+        seats = step.seats
+        by_source = np.bincount(seats, minlength=sources).tolist()
+        passes = tuple(step.passes.get(source, 0) for source in range(sources))
+        return RowSources(rows, by_source, seats.astype(SEAT).tobytes(), passes)
 
     def close(self) -> None:
         """Stop the fills and close the tier. Idempotent."""
@@ -308,12 +357,10 @@ class WorkerLoop:
                 f"batch_size, or give num_batches to go round and round"
             )
 
-    def _make(
-        self, begin: BatchFactory, epoch: int, seq_len: int, step: RankStep
-    ) -> tuple[dict[str, Any], list[SkippedSample]] | None:
+    def _make(self, epoch: _Epoch, step: RankStep) -> tuple[dict[str, Any], list[SkippedSample]] | None:
         """Turn samples into the tensors of a batch, each as soon as it is known; None: no batch."""
         self._reader.begin_batch()
-        batch = begin(step.size, self._empty, seq_len)
+        batch = epoch.begin(step.size, self._empty, epoch.sampler.steps.seq_len(step.position))
         self._placed.clear()
         skipped: list[SkippedSample] = []
         rows = 0
@@ -323,7 +370,7 @@ class WorkerLoop:
                     return None
                 rows += len(part)
                 with self._stages.samples():
-                    for visited in self._read(batch, epoch, part):
+                    for visited in self._read(batch, epoch.start.epoch, part):
                         one_skipped = self._place(batch, visited)
                         if one_skipped is not None:
                             skipped.append(one_skipped)

@@ -116,6 +116,11 @@ class WorkerConfig:
         """The split of a step among ranks."""
         return self.steps.split
 
+    @property
+    def told_groups(self) -> tuple[int, ...]:
+        """The groups, by their numbers among all, that this rank counts: it is the first that reads them."""
+        return tuple(self.first_group + group for group in self.split.groups_told_by(self.rank))
+
 
 SEAT = np.dtype("<i4")
 """The source of a row, as batches carry it."""
@@ -320,6 +325,8 @@ class Ended(NamedTuple):
     """Samples that it would take over all ranks."""
     due: int | None = None
     """References in a pass of this rank's groups, by their shards' indexes; None: the steps are planned."""
+    left_out: Mapping[int, Mapping[str, int]] = {}
+    """The samples left out of each of this rank's groups in the sequence, by what left them out."""
 
 
 Message = Batch | Failed | Ended

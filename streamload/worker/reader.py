@@ -8,13 +8,14 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from streamload.batches.in_progress import Unread
-from streamload.cache.selection import Numbers
+from streamload.cache.selection import Numbers, with_facts
 from streamload.cache.shard_cache import Facts, ShardCache
 from streamload.cache.shard_copy import ReadMemory
 from streamload.cache.shard_view import Found, OpenFiles
@@ -23,7 +24,7 @@ from streamload.ipc import ControlBlock
 from streamload.metrics import Counters
 from streamload.order.events import Event
 from streamload.order.group import GroupOrder
-from streamload.order.lanes import KNOWN_PART
+from streamload.order.lanes import KNOWN_PART, LeftOutOf, Tally
 from streamload.order.plan import pass_order
 from streamload.origins.endpoints import listen, outages
 from streamload.prefetch.ranges import ShardRange
@@ -159,6 +160,14 @@ class Reader:
         """References of a pass to all groups, by the indexes of their shards, at its end."""
         return sum(stream.due for stream in self._streams.values())
 
+    def left_out(self) -> dict[int, dict[str, int]]:
+        """The samples left out of each group in the sequence, at its end, by what left them out."""
+        tallies: dict[int, Tally] = {}
+        for (group, _), stream in self._streams.items() if self.config.selection.names else ():
+            number = self.config.first_group + group
+            tallies[number] = tallies.get(number, Counter()) + stream.left_out_in_all
+        return {number: dict(tally) for number, tally in tallies.items()}
+
     def arrived(self, shard: int) -> Numbers:
         """The usable sample numbers of a shard that have arrived, ascending."""
         return self._cache.arrived(shard)[0]
@@ -184,10 +193,19 @@ class Reader:
         return facts
 
     def entries(self, shard: int, numbers: Sequence[int]) -> list[Entry]:
-        """The entries of samples that have arrived; waits where they have to be fetched again."""
+        """The index entries of samples that have arrived, with the facts of the user's columns.
+
+        Waits where they have to be fetched again.
+        """
         while None in (entries := self._cache.find(shard, numbers)):
             self._pause([shard], self._source_of(shard))
-        return [entry[1] for entry in entries if entry is not None]
+        names = self.config.selection.of_entries
+        facts = self.facts(shard, numbers, names) if names else {}
+        return [
+            with_facts(entry[1], names, facts, place)
+            for place, entry in enumerate(entries)
+            if entry is not None
+        ]
 
     def find(self, shards: Sequence[int], numbers: Sequence[int]) -> list[Found | None]:
         """The entries of samples, by shard and number; None for those that have to be fetched again."""
@@ -332,6 +350,11 @@ class Reader:
         number = config.first_group + group
         pieces = source_order.pieces[number]
         state = start.groups[number].sources[source] if number in start.groups else None
+        left_out = None
+        if names := config.selection.names:
+            saved = None if state is None else state.cursor.left_out
+            before = () if saved is None else saved.total  # functions of before are among these
+            left_out = LeftOutOf([*dict.fromkeys([*names, *before])], lambda shard: arrivals.left_out(shard))
         order = GroupOrder(
             source_order.order,
             source_order.count,
@@ -340,6 +363,7 @@ class Reader:
             start=None if state is None else state.cursor,
             passes=1 if config.one_pass else None,
             pieces=pieces,
+            left_out=left_out,
         )
 
         def next_pass() -> npt.NDArray[np.int64]:

@@ -17,6 +17,7 @@ from streamload.cache.demand import VISITS_KEPT, DemandFile, short
 from streamload.cache.shard import ShardList
 from streamload.cache.tier import Tier
 from streamload.order.group import Cursor, GroupOrder
+from streamload.order.lanes import Tally
 from streamload.worker.states import CheckedArrivals, SourceState
 
 NextPass = Callable[[], npt.NDArray[np.int64]]
@@ -197,6 +198,11 @@ class ReferenceStream:
     def due(self) -> int:
         """References of the pass by the indexes of its shards, at its end."""
         return self._order.due
+
+    @property
+    def left_out_in_all(self) -> Tally:
+        """The samples left out in the sequence, at its end."""
+        return self._order.left_out_in_all
 
     @property
     def visits(self) -> int:

@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from streamload.batches.in_progress import Bounds
 from streamload.errors import NoValidSamples
-from streamload.extension import RowsStep
 from streamload.order.events import BATCH_SIZE, WEIGHTS, Event, in_effect, joined, of_kind
 from streamload.order.steps import Portion, Portions, Share, Steps
 from streamload.worker.messages import EpochStart, Span, Visit, WorkerConfig
@@ -20,14 +19,28 @@ from streamload.worker.reader import Reader
 from streamload.worker.states import GroupState
 
 
-class RankStep(RowsStep, Protocol):
+class RankStep(Protocol):
     """A rank's part of one step. Its references can be taken once; seats and passes are valid after `visits`.
 
     Attributes:
+        position: the global position where it begins.
+        passes: by source the latest pass of its samples; empty: there is one source.
         bounds: the most tokens and patches of each row on any rank; None: unknown. Valid after `visits`.
     """
 
+    position: int
+    passes: dict[int, int]
     bounds: Bounds | None
+
+    @property
+    def size(self) -> int:
+        """The number of samples that this rank computes."""
+        ...
+
+    @property
+    def seats(self) -> npt.NDArray[np.int64]:
+        """The source of each sample: int64[size]."""
+        ...
 
     def visits(self) -> Iterator[list[Visit] | None]:
         """The samples, in parts as they become known; fewer where the sequence ends.

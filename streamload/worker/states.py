@@ -8,6 +8,7 @@ whoever resumes compares.
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from streamload.cache.shard_cache import ShardCache
 from streamload.cache.shard_view import ShardView
 from streamload.errors import CacheCorrupt, DatasetChanged, OptionError
 from streamload.order.group import Cursor
+from streamload.order.lanes import LeftOut, Tally
 
 _ENTRIES = 16
 """A shard is identified by its first entries: their keys, members, sizes, widths and heights."""
@@ -120,6 +122,12 @@ class GroupState(NamedTuple):
     owed: tuple[int, ...]
     """Credits of each source (of order.steps.Portion)."""
     sources: tuple[SourceState, ...]
+
+    @property
+    def left_out(self) -> Tally:
+        """The samples left out of the sequence so far, by what left them out."""
+        of_sources = (source.cursor.left_out for source in self.sources)
+        return sum((left_out.total for left_out in of_sources if left_out is not None), Counter())
 
     def to_json(self) -> dict[str, Any]:
         """The state as JSON-able values."""
@@ -250,6 +258,14 @@ class CheckedArrivals:
                 f"select others"
             )
         return numbers, ended
+
+    def left_out(self, shard: int) -> LeftOut:
+        """The samples of a shard that are left out, as far as `arrived` last returned it."""
+        left_out, recorded = self._cache.left_out(self._first + shard), self._known(shard)
+        if recorded is None or recorded.given_up < 0:
+            return left_out
+        count = int(np.searchsorted(left_out.numbers, recorded.given_up))
+        return LeftOut(left_out.numbers[:count], left_out.causes[:count])
 
     def begun(self, shards: npt.NDArray[np.int64], pass_: int) -> OpenShards:
         """Records of open shards for a state, in their order.

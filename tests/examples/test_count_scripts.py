@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 
@@ -27,7 +26,6 @@ class TestCountScripts(ExtensionContract):
     adds = ("script",)
     state_keys = ("count_scripts",)
     damaged = (3, [1], {"latin": "many"})
-    options = MappingProxyType({"shards": streamload.Shards(facts=count_scripts.FACTS)})
 
 
 @pytest.fixture
@@ -44,7 +42,6 @@ def make(urls, cache_dir, workers):
         output="dict",
         shuffle=30,
         cache_dir=cache_dir,
-        shards=streamload.Shards(facts=count_scripts.FACTS),
         batches=streamload.Batches(extensions=[count_scripts.CountScripts()]),
     )
 
@@ -87,17 +84,17 @@ def test_it_prints_the_counts_as_a_newcomer_runs_it(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"train": False, "shards": streamload.Shards(facts=count_scripts.FACTS)}, "for training"),
-        ({}, r"with Shards\(facts=FACTS\)"),
-    ],
-)
-def test_options_with_which_it_can_not_be_used_fail(options, says):
+def test_an_evaluation_with_it_fails():
     batches = streamload.Batches(extensions=[count_scripts.CountScripts()])
-    with pytest.raises(OptionError, match=says):
-        streamload.make_loader("a.tar", batches=batches, **options)
+    with pytest.raises(OptionError, match="for training"):
+        streamload.make_loader("a.tar", batches=batches, train=False)
+
+
+def test_another_fact_of_the_name_of_its_own_fails():
+    batches = streamload.Batches(extensions=[count_scripts.CountScripts()])
+    shards = streamload.Shards(facts={"script": "json:script"})
+    with pytest.raises(OptionError, match="'count_scripts' brings the fact 'script', and Shards"):
+        streamload.make_loader("a.tar", batches=batches, shards=shards)
 
 
 @pytest.mark.parametrize(

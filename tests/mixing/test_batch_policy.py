@@ -16,12 +16,12 @@ import streamload
 from streamload import Images, Patches, Source
 from streamload.batching import Measured, SizeDecided, ThroughputBalanced
 from streamload.errors import OptionError, PolicyError
-from streamload.extension import TakenBatch
-from streamload.loader.rank_run import RankRun
+from streamload.loader.rank_run import Run
 from streamload.loader.state import sealed
 from streamload.mixing import Replay
 from streamload.mixing.batch_size import BatchSizes, BatchSizing
 from streamload.testing.shards import write_shards
+from streamload.worker import Batch
 from tests.loader.test_batch_size import keys_by_step, make
 
 EVERY = 4
@@ -195,7 +195,7 @@ def test_what_is_measured_is_the_time_of_steps_of_one_size(data: list[str], tmp_
     policy, clock = Listed([None] * 9), Clock()
     with make(data, tmp_path, batch_policy=policy) as loader:
         schedule = loader._schedule
-        run = RankRun(BatchSizes.name, loader.options, schedule, loader._process, loader._events)
+        run = Run(BatchSizes.name, loader.options, schedule, loader._process, loader._events)
         sizing = BatchSizing(run, clock)
 
     def take(steps: int, rows: int, seconds: float, waited: float) -> None:
@@ -232,7 +232,7 @@ def of_two_ranks(rank: int, data: list[str], place: Path) -> None:
     options: dict[str, Any] = {"batch_size": 6, "num_batches": 14, "num_workers": rank}
     taken = BatchSizing.taken
 
-    def slow(sizing: BatchSizing, batch: TakenBatch) -> None:
+    def slow(sizing: BatchSizing, batch: Batch) -> None:
         sizing._run.counts.add("data_wait_ns", rank * 10**12)
         taken(sizing, batch)
         sizing._seconds += rank * 2000

@@ -33,6 +33,7 @@ class FeatureContract(ExtensionContract):
         tokenizer: of both.
     """
 
+    extension = Extension()  # a loader makes them
     asked: Mapping[str, Any]
     kinds: tuple[type[Extension], ...]
     layout = Layout(1, 0)

@@ -7,6 +7,7 @@ whether no more will come.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 from math import gcd
 
@@ -197,9 +198,20 @@ class Walk:
     reading: list[int] = field(default_factory=list)
     blocked: int | None = None
     coming: list[int] = field(default_factory=list)
+    passed: list[list[str]] = field(
+        default_factory=list
+    )  # of each reference, why samples before it are left out
+    carried: list[str] = field(default_factory=list)  # of those that no reference of their lane follows
 
 
-def walk(case: Case, group: int, pass_: int, known, everything: bool = False) -> Walk:
+def walk(
+    case: Case,
+    group: int,
+    pass_: int,
+    known,
+    everything: bool = False,
+    left_out: list[dict[int, str]] | None = None,
+) -> Walk:
     todo = (
         [(shard, set(own)) for shard, own in enumerate(case.entries)] if everything else pieces(case, group)
     )
@@ -209,11 +221,13 @@ def walk(case: Case, group: int, pass_: int, known, everything: bool = False) ->
     if case.shuffle:
         todo = shuffled(chained(case.seed, 3, case.epoch, group, pass_), todo)
     lanes: list[dict | None] = [None] * case.lanes
+    carried: list[list[str]] = [[] for _ in lanes]
     result = Walk()
 
     def ended() -> Walk:
         result.reading = [lane["shard"] for lane in lanes if lane]
         result.coming = [shard for shard, _ in todo]
+        result.carried = [name for of_lane in carried for name in of_lane]
         return result
 
     round_ = 0
@@ -226,20 +240,26 @@ def walk(case: Case, group: int, pass_: int, known, everything: bool = False) ->
                         break
                     shard, owned = todo.pop(0)
                     slow = slot if round_ == 0 and staggered else 0
-                    lanes[slot] = {"shard": shard, "owned": owned, "taken": 0, "slow": slow}
+                    lanes[slot] = {"shard": shard, "owned": owned, "taken": 0, "slow": slow, "last": -1}
                     continue
                 slow = lane["slow"]
                 if served(round_ + 1, slow, case.lanes) == served(round_, slow, case.lanes):
                     break
                 have, whole = known[lane["shard"]]
-                own = [i for i in have if i in lane["owned"]]
+                out = {} if left_out is None else left_out[lane["shard"]]
+                own = [i for i in have if i in lane["owned"] and i not in out]
+                passed = [i for i in have if i in lane["owned"] and i in out and i > lane["last"]]
                 if lane["taken"] < len(own):
-                    result.references.append((lane["shard"], own[lane["taken"]]))
+                    lane["last"] = own[lane["taken"]]
+                    result.references.append((lane["shard"], lane["last"]))
+                    result.passed.append(carried[slot] + [out[i] for i in passed if i < lane["last"]])
+                    carried[slot] = []
                     lane["taken"] += 1
                     break
                 if not whole:
                     result.blocked = lane["shard"]
                     return ended()
+                carried[slot] += [out[i] for i in passed]
                 lanes[slot] = None
         round_ += 1
     return ended()
@@ -274,6 +294,27 @@ def sequence(case: Case, group: int, passes: int, known=None):
             waiting = {walked.references[n][0] for time, n in timed if time >= horizon}
             return handed_out, walked, waiting
     return handed_out, walked, set()
+
+
+def left_out_before(
+    case: Case, group: int, left_out: list[dict[int, str]], passes: int
+) -> list[tuple[Counter, Counter]]:
+    """At each position, the samples left out of earlier passes and of the pass; and in all, as the last."""
+    before, in_pass, everything = Counter(), Counter(), False
+    counts = [(before, in_pass)]
+    for pass_ in range(passes):
+        walked = walk(case, group, pass_, case.everything, everything, left_out)
+        shards = len(case.entries) if everything else len(pieces(case, group))
+        order = sorted(range(len(walked.references)), key=lambda n: (due(case, group, pass_, n, shards), n))
+        for n in order:
+            in_pass = in_pass + Counter(walked.passed[n])
+            counts.append((before, in_pass))
+        before, in_pass = before + in_pass + Counter(walked.carried), Counter()
+        gave_nothing = not walked.references
+        if gave_nothing and (everything or case.groups == 1):
+            break
+        everything = gave_nothing
+    return [*counts, (before, in_pass)]
 
 
 def drain(order: GroupOrder, arrivals: Given, most: int | None = None) -> list[tuple[int, int, int]]:

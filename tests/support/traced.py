@@ -3,7 +3,8 @@
 Usage: python -m tests.support.traced URL FOLDER. Prints them as JSON: `made`, while the loader is made;
 `cold`, from iter() to the first batch in all threads, with bytes from a server; `warm`, for a batch from the
 cache, in the training's thread; `imported`, those that are imported by then, by their dotted names;
-`spawned`, those that a spawned worker has imported by its first batch.
+`spawned`, those that a spawned worker has imported by its first batch. `walk`: of such a warm batch the
+functions of streamload that run, their calls, and the deepest stack of them.
 """
 
 import functools
@@ -52,6 +53,30 @@ def modules_run(act: Callable[[], Any], threads: bool) -> set[str]:
     return {os.path.relpath(path, PACKAGE) for path in codes if path.startswith(PACKAGE)}
 
 
+def walk(act: Callable[[], Any]) -> tuple[int, int, int]:
+    """The functions that run, their calls, and the deepest stack of them."""
+    functions: set[Any] = set()
+    calls = depth = deepest = 0
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal calls, depth, deepest
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return
+        if event == "call":
+            functions.add((frame.f_code.co_filename, frame.f_code.co_name))
+            calls, depth = calls + 1, depth + 1
+            deepest = max(deepest, depth)
+        elif event == "return":
+            depth -= 1
+
+    sys.setprofile(note)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return len(functions), calls, deepest
+
+
 def spawned(url: str, folder: Path) -> list[str]:
     """The modules that a spawned worker has imported by its first batch."""
     tokenizer = functools.partial(ids_with_modules, file=folder / "imported.json")
@@ -82,11 +107,12 @@ def main(url: str, folder: str) -> None:
         batches = iter(loader)
         for _ in range(6):
             next(batches)
-        warm = [modules_run(lambda: next(batches), threads=False) for _ in range(10)]
+        warm = [modules_run(lambda: next(batches), threads=False) for _ in range(6)]
+        walks = [walk(lambda: next(batches)) for _ in range(8)]
     runs = {"made": made, "cold": cold, "warm": min(warm, key=len)}  # once a second, a batch counts more
     runs["imported"] = {name for name in sys.modules if name.startswith("streamload.")}
     runs["spawned"] = set(spawned(url, Path(folder)))
-    print(json.dumps({name: sorted(modules) for name, modules in runs.items()}))
+    print(json.dumps({name: sorted(modules) for name, modules in runs.items()} | {"walk": min(walks)}))
 
 
 if __name__ == "__main__":
