@@ -156,7 +156,7 @@ class Training:
             hints = None if order.hints is None else order.hints.tolist()
             case = Case(
                 order.seed, entries, order.groups, order.lanes, order.window,
-                sequence, order.shuffle_shards, hints, order.opens_after,
+                sequence, order.shuffle_shards, hints, order.opens_slowly,
             )  # fmt: skip
             passes = 60 if "num_batches" in self.options else 1
             self.known[sequence] = [
