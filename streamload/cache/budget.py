@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ from streamload.cache.directory import (
     write_whole,
 )
 from streamload.cache.eviction import HeldShard
-from streamload.cache.locks import Usage, is_locked, usage_of
+from streamload.cache.locks import Usage, UsedBytes, is_locked, usage_of
 from streamload.cache.memory import DiskUsage
 from streamload.descriptors import Descriptor
 from streamload.errors import CacheFull
@@ -48,7 +48,9 @@ _CLAIM_POLL_SECONDS = 0.01
 _EVICTION_ROUNDS = 5
 """The first may only scan the tier: once per process, outside the lock."""
 _ROWS_BLOCK_BYTES, _ROWS_BLOCKS = 64 << 20, 64
-"""Room for rows is reserved in parts of so much, or of a small limit in so many parts."""
+"""Room for rows of calls is reserved in parts of so much, or of a small limit in so many parts."""
+_COLUMNS_AT_ONCE = 16
+"""Columns are evicted by a 16th: each time all of them are measured."""
 LAST_BLOCKS_BYTES = 4 * BLOCK_BYTES
 """Disk space of a part beyond its bytes: its files end within blocks, and one records the reservation."""
 PATIENCE_SECONDS = 1.0
@@ -133,8 +135,10 @@ class _Contents(NamedTuple):
     """Space taken in a tier while its lock is held."""
 
     held: list[HeldShard]
+    """The shards; columns are listed when one of them has to go."""
     used_bytes: int
-    """All of it, the trash included."""
+    """All of it, columns and trash included."""
+    columns_bytes: int
     unread: list[Path]
     """In the trash and no longer open anywhere: may be deleted."""
     unread_bytes: int
@@ -268,6 +272,70 @@ class Budget:
                 break
         return min(reserved, most)
 
+    def reserve_columns(self, size_bytes: int, most_bytes: int | None = None) -> bool:
+        """Reserve room for more rows of columns; it counts as theirs until they are measured.
+
+        A row is dearer to make again than its shard, which is only fetched. So where no room is free, shards
+        that nobody has open go for rows, those that are needed last first, up to half of the limit; then the
+        columns go that weren't used for longest. Rows may have more than half only while nobody needs it.
+
+        Args:
+            most_bytes: the most that all columns may take; None: by the limit alone.
+
+        Returns:
+            False if there is no room for now.
+        """
+        self.limit.follow()
+        most = self.limit.size_bytes if most_bytes is None else min(most_bytes, self.limit.size_bytes)
+        if size_bytes > most:
+            return False
+        for _ in range(_EVICTION_ROUNDS):
+            evicted: list[Path] = []
+            with self._directory.deciding() as usage:
+                contents = None
+                if self._directory.is_scanned and self._columns_excess(usage, size_bytes, most) > 0:
+                    contents = self._contents(usage, measures_columns=True)
+                excess = self._columns_excess(usage, size_bytes, most)
+                if excess <= 0:
+                    usage.add(size_bytes, columns=True)
+                    return True
+                if contents is not None:
+                    excess -= contents.unread_bytes
+                    is_within = contents.columns_bytes + size_bytes <= min(most, self._columns_share())
+                    chosen = self._victims(contents.held, excess) if is_within else []
+                    if _size_of(chosen) < excess:  # a part of them at once, as each is measured for it
+                        part_bytes = contents.columns_bytes // _COLUMNS_AT_ONCE
+                        chosen += self._oldest_columns(excess - _size_of(chosen) + part_bytes)
+                    evicted = contents.unread + self._trash(chosen)
+                    if not evicted:
+                        return False
+            self._delete(evicted)
+            self._directory.scan()
+        return False
+
+    def _columns_excess(self, usage: Usage, size_bytes: int, most_bytes: int) -> int:
+        """Bytes that have to go before columns may take so many more, by what is recorded."""
+        if usage.at_most is None:
+            return 1
+        total, of_columns = usage.at_most
+        over = total + size_bytes - self._allowed_bytes(total)
+        return max(over, of_columns + size_bytes - most_bytes)
+
+    def _columns_share(self) -> int:
+        """The part of the limit that columns may take from shards."""
+        return max(0, self.limit.size_bytes // 2 - reserved_for_rows(self._directory.root))
+
+    def _oldest_columns(self, excess_bytes: int, without: Collection[Path] = ()) -> list[HeldShard]:
+        """The columns that weren't used for longest, and take so many bytes together."""
+        chosen: list[HeldShard] = []
+        for column in sorted(self._directory.columns(), key=lambda column: column.used_at):
+            if excess_bytes <= 0:
+                break
+            if column.path not in without:
+                chosen.append(column)
+                excess_bytes -= column.size_bytes
+        return chosen
+
     def _reserve(self, part: Path | None, reservation: Reservation, next_use: float) -> bool:
         deadline = time.monotonic() + PATIENCE_SECONDS
         rounds = 0
@@ -302,7 +370,8 @@ class Budget:
         self._directory.scan()
         with self._directory.deciding() as usage:
             contents = self._contents(usage)
-            evicted = contents.unread + self._trash(self._victims(contents.held, size_bytes, next_use))
+            chosen = self._victims(contents.held, size_bytes, next_use)
+            evicted = contents.unread + self._trash(chosen or self._columns_beyond(contents, size_bytes))
         self._delete(evicted)
         return bool(evicted)
 
@@ -315,14 +384,14 @@ class Budget:
                 usage = held.enter_context(self._directory.deciding())
             granted = granted_bytes(part)
             yield
-            if usage is not None and usage.at_most_bytes is not None:
-                usage.note(usage.at_most_bytes - granted + bytes_below(target))
+            if usage is not None:
+                usage.add(bytes_below(target) - granted)
 
     def count(self) -> int:
         """Count what the tier takes, and record it."""
         self._directory.scan()
         with self._directory.deciding() as usage:
-            return self._contents(usage).used_bytes
+            return self._contents(usage, measures_columns=True).used_bytes
 
     def enforce_limits(self) -> None:
         """Enforce the limit and the free disk space while nobody reserves, and empty the trash.
@@ -353,8 +422,8 @@ class Budget:
         """
         self._directory.scan()
         with self._directory.deciding() as usage:
-            contents = self._contents(usage, without)
-            return self._victims(contents.held, contents.used_bytes - limit_bytes, may_go=may_go)
+            contents = self._contents(usage, without, measures_columns=True)
+            return self._over_limit(contents, contents.used_bytes - limit_bytes, may_go, without)
 
     def _shrink(self) -> None:
         """Evict what exceeds the limit or the free disk space."""
@@ -364,11 +433,11 @@ class Budget:
             noted_bytes = usage.at_most_bytes
             if noted_bytes is not None and noted_bytes <= self._allowed_bytes(noted_bytes):
                 return
-            contents = self._contents(usage)
+            contents = self._contents(usage, measures_columns=True)
             excess = contents.used_bytes - self._allowed_bytes(contents.used_bytes)
             if excess <= 0:
                 return
-            chosen = self._victims(contents.held, excess - contents.unread_bytes)
+            chosen = self._over_limit(contents, excess - contents.unread_bytes)
             evicted = contents.unread + self._trash(chosen)
         if chosen:
             logger.info(
@@ -419,26 +488,64 @@ class Budget:
                 self._grant(usage, contents.used_bytes + max(0, size_bytes - mine), part, reservation)
                 return _Decision.GRANT, []
             excess -= contents.unread_bytes
-            chosen = self._victims(other_shards, excess, next_use)
-            if sum(shard.size_bytes for shard in chosen) < excess:
+            chosen = self._columns_beyond(contents, excess)
+            excess -= _size_of(chosen)
+            shards = self._victims(other_shards, excess, next_use)
+            if _size_of(shards) < excess:
                 return _Decision.REFUSE, []
-            return _Decision.RETRY, contents.unread + self._trash(chosen)
+            return _Decision.RETRY, contents.unread + self._trash(chosen + shards)
 
     def _grant(self, usage: Usage, at_most_bytes: int, part: Path | None, reservation: Reservation) -> None:
         """Under the lock: record the tier's new upper bound first, then a part's reservation."""
-        usage.note(at_most_bytes)
+        usage.note(UsedBytes(at_most_bytes, usage.at_most.columns if usage.at_most else 0))
         if part is not None:
             write_reservation(part, reservation)
 
-    def _contents(self, usage: Usage, without: Collection[Path] = ()) -> _Contents:
-        """Under the lock: scan the tier and record its size."""
+    def _contents(
+        self, usage: Usage, without: Collection[Path] = (), *, measures_columns: bool = False
+    ) -> _Contents:
+        """Under the lock: scan the tier and record its size.
+
+        Args:
+            measures_columns: look at each column. Else their recorded sum counts, if there is one and none of
+                them has to go.
+        """
         held = [shard for shard in self._directory.shards() if not without or shard.path not in without]
         in_trash = [path for path in self._directory.own("trash") if path not in without]
-        used_bytes = sum(shard.size_bytes for shard in held) + sum(map(bytes_below, in_trash))
+        is_beyond = usage.at_most is None or usage.at_most.columns > self._columns_share()
+        if is_beyond or measures_columns:
+            columns = [column for column in self._directory.columns() if column.path not in without]
+            columns_bytes = sum(column.size_bytes for column in columns)
+        else:
+            assert usage.at_most is not None
+            columns_bytes = usage.at_most.columns
+        used_bytes = sum(shard.size_bytes for shard in held) + columns_bytes + sum(map(bytes_below, in_trash))
         if not without:
-            usage.note(used_bytes)
+            usage.note(UsedBytes(used_bytes, columns_bytes))
         unread = [path for path in in_trash if is_unread(path)]
-        return _Contents(held, used_bytes, unread, sum(map(bytes_below, unread)))
+        return _Contents(held, used_bytes, columns_bytes, unread, sum(map(bytes_below, unread)))
+
+    def _columns_beyond(
+        self, contents: _Contents, excess_bytes: int, without: Collection[Path] = ()
+    ) -> list[HeldShard]:
+        """Under the lock: the columns that go for shards, as all of them take more than their share."""
+        beyond_bytes = contents.columns_bytes - self._columns_share()
+        return self._oldest_columns(min(excess_bytes, beyond_bytes), without) if beyond_bytes > 0 else []
+
+    def _over_limit(
+        self,
+        contents: _Contents,
+        excess_bytes: int,
+        may_go: Callable[[HeldShard], bool] | None = None,
+        without: Collection[Path] = (),
+    ) -> list[HeldShard]:
+        """Under the lock: what goes over the limit: columns beyond their share, shards, other columns."""
+        columns = self._columns_beyond(contents, excess_bytes, without)
+        shards = self._victims(contents.held, excess_bytes - _size_of(columns), may_go=may_go)
+        left_bytes = excess_bytes - _size_of(columns) - _size_of(shards)
+        if left_bytes > 0:
+            columns = self._oldest_columns(_size_of(columns) + left_bytes, without)
+        return columns + shards
 
     def _victims(
         self,
@@ -459,7 +566,7 @@ class Budget:
 
     def _trash(self, chosen: list[HeldShard]) -> list[Path]:
         """Move victims to the trash, and return their paths there. Call it under the lock."""
-        self._directory.counts.add("shards_evicted", len(chosen))
+        self._directory.counts.add("shards_evicted", sum(shard.kind != "columns" for shard in chosen))
         trashed = []
         for shard in chosen:
             with contextlib.suppress(FileNotFoundError):  # its filler has just removed it
@@ -504,13 +611,18 @@ class Budget:
 
     def _noted_bytes(self) -> int | None:
         with contextlib.suppress(OSError), Descriptor.open(self._lock, os.O_RDONLY | os.O_NOFOLLOW) as file:
-            return usage_of(file)
+            used = usage_of(file)
+            return None if used is None else used.total
         return None
 
 
 def is_no_space(error: OSError) -> bool:
     """True if the disk, or the user's quota, is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _size_of(entries: Iterable[HeldShard]) -> int:
+    return sum(entry.size_bytes for entry in entries)
 
 
 def _is_closed(shard: HeldShard) -> bool:

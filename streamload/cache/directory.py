@@ -6,8 +6,9 @@
     shards/<digest>/          a published shard: the same directory, renamed
     bare/<digest>/            index-only: the data had no space, its samples are read from the origin
     gone/<digest>/            the tombstone of a shard that was given up, with the samples before the failure
+    columns/<name>/           values of the samples of a shard, a file for each definition (columns/)
     runs/                     what the live runs will read (demand.py); their metrics (observe/page.py)
-    rows/                     what modules computed (derived/store/); `reserved`: its room beside shards
+    rows/                     what modules computed in calls (derived/store/); `reserved`: its room
     trash/                    being deleted
 
 Anything with another name was not made here and is never touched.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import logging
 import os
@@ -47,6 +49,7 @@ KINDS: Mapping[str, re.Pattern[str]] = {
     "shards": _DIGEST,
     "bare": _DIGEST,
     "gone": _DIGEST,
+    "columns": _DIGEST,
     "trash": _PART,
 }
 """The names that the tier gives to directories in each subdirectory; anything else there is foreign."""
@@ -129,7 +132,7 @@ class Directory:
         return sum(1 for _ in self._own(kind))
 
     def shards(self) -> Iterator[HeldShard]:
-        """All that takes space: parts, published shards, index-only copies and tombstones.
+        """All shards that take space: parts, published ones, index-only copies and tombstones.
 
         Parts come first, so that one that is published meanwhile is seen twice rather than never.
         """
@@ -143,6 +146,13 @@ class Directory:
             self._measured = {}
         self.is_scanned = True
 
+    def columns(self) -> Iterator[HeldShard]:
+        """The directories of columns, measured anew: a decision on shards alone needs only their sum."""
+        for entry in self._own("columns"):
+            with contextlib.suppress(FileNotFoundError):
+                status, path = entry.stat(follow_symlinks=False), Path(entry.path)
+                yield HeldShard(entry.name, path, bytes_below(path), "columns", status.st_mtime)
+
     def scan(self) -> None:
         """Measure the contents, the first time; not under the lock, as it may take a while."""
         if not self.is_scanned:
@@ -151,11 +161,12 @@ class Directory:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that the tier takes now: published shards, tombstones, reservations and trash.
+        """Bytes that the tier takes now: published shards, tombstones, reservations, columns and trash.
 
         Counted file by file; `Budget.used_bytes` is the recorded upper bound.
         """
-        return sum(shard.size_bytes for shard in self.shards()) + sum(map(bytes_below, self.own("trash")))
+        held = itertools.chain(self.shards(), self.columns())
+        return sum(shard.size_bytes for shard in held) + sum(map(bytes_below, self.own("trash")))
 
     @property
     def unwritten_bytes(self) -> int:
@@ -374,7 +385,11 @@ def bytes_below(path: str | Path) -> int:
     with contextlib.suppress(FileNotFoundError, PermissionError), os.scandir(path) as entries:
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):
-                total += max(BLOCK_BYTES, blocks_bytes(entry.stat(follow_symlinks=False).st_size))
+                status = entry.stat(follow_symlinks=False)
+                size_bytes = blocks_bytes(status.st_size)
+                if entry.name.startswith("rows."):  # a column has holes
+                    size_bytes = min(size_bytes, status.st_blocks * 512)
+                total += max(BLOCK_BYTES, size_bytes)
     return total
 
 

@@ -16,14 +16,16 @@ NEVER = math.inf
 
 @dataclass(frozen=True, slots=True)
 class HeldShard:
-    """An entry of a tier that takes space: a published shard, a part, an index-only copy, or a tombstone."""
+    """An entry of a tier that takes space: a published shard, a part, an index-only copy, a tombstone, or the
+    columns of a shard."""
 
     digest: str
     path: Path
     size_bytes: int
     """Its share of the budget: the size of its files, or its reservation if that is larger."""
     kind: str
-    """The subdirectory that holds it: "shards", "parts", "bare" (index-only) or "gone" (tombstones)."""
+    """The subdirectory that holds it: "shards", "parts", "bare" (index-only), "gone" (tombstones) or
+    "columns"."""
     used_at: float
     """When a reader last opened it, in seconds since the epoch."""
     is_superseded: bool = False

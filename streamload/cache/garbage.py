@@ -7,7 +7,7 @@ of the directory's locks, and by one rename before its files are deleted. What t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ _IN_USE = {
     "bare": "a process has it open",
     "parts": "a process fills or reads it",
     "gone": "a process has acted on this tombstone",
+    "columns": "it can't be locked",
     "trash": "a process still has it open; it is deleted after that",
 }
 
@@ -105,28 +106,20 @@ def collect_garbage(
     return sweep.report()
 
 
-def clear(tier: Tier, *, dry_run: bool = False) -> Removal:
+def clear(
+    tier: Tier, is_asked: Callable[[HeldShard], bool] | None = None, *, dry_run: bool = False
+) -> Removal:
     """Remove everything that no process uses; the directory remains a tier, with its limit.
 
     Args:
+        is_asked: whether a shard is to go; None: all are, and columns, too.
         dry_run: only report what would be removed.
     """
     sweep = _Sweep(tier, dry_run)
-    for shard in list(tier.shards()):
-        sweep.remove(shard, "cleared")
+    columns = tier.columns() if is_asked is None else ()
+    for entry in [*filter(is_asked or (lambda shard: True), tier.shards()), *columns]:
+        sweep.remove(entry, "cleared")
     sweep.remove_the_rest()
-    return sweep.report()
-
-
-def remove(tier: Tier, shards: Iterable[HeldShard], why: str, *, dry_run: bool = False) -> Removal:
-    """Remove these of a tier's shards, except those that a process has open or is filling.
-
-    Args:
-        dry_run: only report what would be removed.
-    """
-    sweep = _Sweep(tier, dry_run)
-    for shard in shards:
-        sweep.remove(shard, why)
     return sweep.report()
 
 

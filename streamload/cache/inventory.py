@@ -26,6 +26,7 @@ from streamload.cache.tier import Tier
 from streamload.shards.record import END, RECORD, open_file, read_at, read_header, shown_url
 
 _OWN_FILE = re.compile(r"data|index|names|reserved(\.new)?|facts\.[0-9a-f]{32}")
+_OWN_COLUMN = re.compile(r"rows\.[0-9a-f]{32}(\.slots|\.data|\.asked)?(\.[0-9a-f]{8}\.new)?")
 _RECORD = re.compile(r"lock|tier\.json(\.new)?")
 _SHARES = {"shards": "published", "bare": "index_only", "gone": "tombstones"}
 _KINDS = (
@@ -73,9 +74,9 @@ class Inventory:
         used_bytes: what counts against the limit: published shards, parts with their reservations, index-only
             copies, tombstones and trash.
         free_bytes: of the disk.
-        published, live_parts, orphaned_parts, index_only, tombstones, trash, run_files: number and size of
-            each kind.
-        rows_bytes: the room of rows of modules, which shards can't have.
+        published, live_parts, orphaned_parts, index_only, tombstones, columns, trash, run_files: number and
+            size of each kind.
+        rows_bytes: the room of rows of calls, which shards can't have.
         samples: in the published shards, by their indexes.
         open_shards: the published shards that a process has open, by URL without secrets.
         runs: the live ones.
@@ -92,6 +93,7 @@ class Inventory:
     orphaned_parts: KindShare
     index_only: KindShare
     tombstones: KindShare
+    columns: KindShare
     trash: KindShare
     run_files: KindShare
     rows_bytes: int
@@ -137,6 +139,7 @@ def take_inventory(tier: Tier) -> Inventory:
                 open_shards.append(url_of(shard.path) or shard.digest)
     trash = [(path, bytes_below(path)) for path in tier.own("trash")]
     files = demand.files(tier.root / "runs")
+    rooms["columns"] = [(column.path, column.size_bytes) for column in tier.columns()]
     shares = {
         name: KindShare(len(sized_paths), sum(size for _, size in sized_paths))
         for name, sized_paths in rooms.items()
@@ -174,10 +177,11 @@ def foreign(tier: Tier) -> Iterator[Foreign]:
 
 
 def foreign_in(path: Path) -> list[Foreign]:
-    """Foreign files in the directory of one shard."""
+    """Foreign files in the directory of one shard, or of its columns."""
     foreign_files: list[Foreign] = []
+    own = _OWN_COLUMN if path.parent.name == "columns" else _OWN_FILE
     for inner in _listed(path):
-        foreign_files += _judge(inner, _OWN_FILE.fullmatch(inner.name) is not None, stat.S_ISREG)
+        foreign_files += _judge(inner, own.fullmatch(inner.name) is not None, stat.S_ISREG)
     return foreign_files
 
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from struct import Struct
+from typing import NamedTuple
 
 from xxhash import xxh3_64_digest
 
@@ -28,8 +29,8 @@ PATIENCE_SECONDS = 15.0
 _RETRY_SECONDS = 0.002
 _ATTEMPTS = 100
 _STAMP_BYTES = 16
-_NOTE = Struct(f"<{_STAMP_BYTES}sq")
-"""After the stamp of the lock's holder: that stamp again, and bytes; then a checksum of both."""
+_NOTE = Struct(f"<{_STAMP_BYTES}sqq")
+"""After the stamp of the lock's holder: that stamp again, bytes of all and of columns; then a checksum."""
 _CHECK_BYTES = 8
 
 
@@ -130,49 +131,72 @@ def remove_if_unlocked(path: Path) -> bool:
     return True
 
 
-class Usage:
-    """An upper bound of what a tier takes, recorded in its lock file for the next decision.
+class UsedBytes(NamedTuple):
+    """Upper bounds of what a tier takes: all of it, and its columns alone."""
 
-    It is raised before a byte is written, so a kill leaves it too high at worst. It is valid only with the
-    stamp of the lock's last holder: a holder that doesn't know the bound leaves none behind.
+    total: int
+    columns: int
+
+
+class Usage:
+    """Upper bounds of what a tier takes, recorded in its lock file for the next decision.
+
+    They are raised before a byte is written, so a kill leaves them too high at worst. They are valid only
+    with the stamp of the lock's last holder: a version of streamload that doesn't record them leaves none.
 
     Attributes:
-        at_most_bytes: the upper bound; None: unknown, count.
+        at_most: the upper bounds; None: unknown, count.
     """
 
-    __slots__ = ("_file", "_stamp", "at_most_bytes")
+    __slots__ = ("_file", "_stamp", "at_most")
 
     def __init__(self, file: Descriptor):
         self._file = file
-        self.at_most_bytes = usage_of(file)
+        self.at_most = usage_of(file)
         self._stamp = secrets.token_bytes(_STAMP_BYTES)
         with contextlib.suppress(OSError):  # a full disk: waiting processes then don't see a change
-            self._write(self.at_most_bytes)
+            self._write(self.at_most)
 
-    def note(self, at_most_bytes: int) -> None:
-        """Record another bound.
+    @property
+    def at_most_bytes(self) -> int | None:
+        """The upper bound of all that the tier takes; None: unknown, count."""
+        return None if self.at_most is None else self.at_most.total
+
+    def add(self, size_bytes: int, *, columns: bool = False) -> None:
+        """Raise the recorded bounds, if there are any.
 
         Raises:
-            OSError: it can't be written, and the recorded one is too low.
+            OSError: they can't be written, and the recorded ones are too low.
+        """
+        if self.at_most is not None:
+            total, of_columns = self.at_most
+            self.note(UsedBytes(total + size_bytes, of_columns + size_bytes * columns))
+
+    def note(self, at_most: UsedBytes) -> None:
+        """Record other bounds.
+
+        Raises:
+            OSError: they can't be written, and a recorded one is too low.
         """
         try:
-            self._write(at_most_bytes)
+            self._write(at_most)
         except OSError:
-            if self.at_most_bytes is not None and self.at_most_bytes < at_most_bytes:
+            before = self.at_most
+            if before is not None and (before.total < at_most.total or before.columns < at_most.columns):
                 raise
         else:
-            self.at_most_bytes = at_most_bytes
+            self.at_most = at_most
 
-    def _write(self, at_most_bytes: int | None) -> None:
+    def _write(self, at_most: UsedBytes | None) -> None:
         content = self._stamp
-        if at_most_bytes is not None:
-            note = _NOTE.pack(self._stamp, at_most_bytes)
+        if at_most is not None:
+            note = _NOTE.pack(self._stamp, *at_most)
             content += note + xxh3_64_digest(note)
         write_at(self._file, content, 0)
 
 
-def usage_of(file: Descriptor) -> int | None:
-    """The bound recorded in a lock file; None if there is none, or if it isn't valid."""
+def usage_of(file: Descriptor) -> UsedBytes | None:
+    """The bounds recorded in a lock file; None if there are none, or if they aren't valid."""
     try:
         content = os.pread(file.number, _STAMP_BYTES + _NOTE.size + _CHECK_BYTES, 0)
     except OSError:  # a disk that fails to read may still take writes
@@ -180,8 +204,8 @@ def usage_of(file: Descriptor) -> int | None:
     stamp, note, check = content[:_STAMP_BYTES], content[_STAMP_BYTES:-_CHECK_BYTES], content[-_CHECK_BYTES:]
     if len(note) != _NOTE.size or check != xxh3_64_digest(note):
         return None
-    noted_stamp, at_most_bytes = _NOTE.unpack(note)
-    return int(at_most_bytes) if noted_stamp == stamp else None
+    noted_stamp, total, columns = _NOTE.unpack(note)
+    return UsedBytes(total, columns) if noted_stamp == stamp else None
 
 
 @contextlib.contextmanager

@@ -119,8 +119,7 @@ class Tier(Directory):
                 for other in orphans:
                     if other is not orphan:
                         other.remove(self)
-                if usage.at_most_bytes is not None:
-                    usage.note(usage.at_most_bytes + BLOCK_BYTES)
+                usage.add(BLOCK_BYTES)
                 path = Path(self._kinds["parts"], f"{digest}.{secrets.token_hex(4)}")
                 path.mkdir(mode=0o700)
                 alive = FileLock.acquire(f"{path}/index", create=True, wait=True)

@@ -85,6 +85,7 @@ def verify(
     by_digest: Mapping[str, Shard] | None = None,
     jobs: int = 2,
     take_out: bool = False,
+    is_asked: Callable[[HeldShard], bool] = lambda shard: True,
     on_total: Callable[[int], None] = lambda count: None,
 ) -> Generator[VerifiedShard | None, None, None]:
     """Verify everything in a tier, some shards at once, with a megabyte of memory for each.
@@ -94,12 +95,14 @@ def verify(
             URL in their index. Nothing outside of the tier is opened for other shards.
         jobs: how many shards are read at once.
         take_out: remove damaged shards at once.
+        is_asked: whether a shard is to be read.
         on_total: called with the number of shards, before the first is read.
 
     Yields:
         The findings, in order; None for a shard that disappeared before it was read.
     """
-    shards = [s for s in tier.shards() if s.kind in _WHOLE or (s.kind == "parts" and not is_filled(s.path))]
+    held = filter(is_asked, tier.shards())
+    shards = [s for s in held if s.kind in _WHOLE or (s.kind == "parts" and not is_filled(s.path))]
     shards.sort(key=lambda shard: (shard.kind != "shards", shard.digest))
     on_total(len(shards))
     halt = threading.Event()

@@ -1,7 +1,8 @@
-"""`streamload cache`: inspect, verify and clean up a tier; safe while trainings run."""
+"""`streamload cache`: inspect, verify and clean up shards and rows; safe while trainings run."""
 
 from __future__ import annotations
 
+import enum
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +11,7 @@ import typer
 
 from streamload.cli.logs import progress
 from streamload.cli.options import AsJson, DryRun, StorageOptions, Yes, storage_options_of
+from streamload.cli.rows import clear_rows, collect_rows, has_rows, list_rows, verify_rows
 from streamload.cli.terminal import confirm, format_bytes, print_json, print_table, say
 
 if TYPE_CHECKING:
@@ -30,7 +32,31 @@ cache = typer.Typer(
 )
 CacheDir = Annotated[
     str | None,
-    typer.Option(help='The cache; default: as for make_loader (with "auto", the one on disk if it exists).'),
+    typer.Option(
+        "--cache-dir",
+        "--path",
+        help='The cache, or a cache_path of cache_module; default: as for make_loader (with "auto", the one '
+        "on disk if it exists).",
+        show_default=False,
+    ),
+]
+
+
+class Kind(str, enum.Enum):
+    """A kind of what a cache holds."""
+
+    SHARDS = "shards"
+    PREPARED = "prepared"
+    COLUMNS = "columns"
+
+
+KindOption = Annotated[
+    Kind | None,
+    typer.Option(
+        help="Only shards as their origins have them, prepared shards, or columns: rows of modules, those of "
+        "calls, too.",
+        show_default=False,
+    ),
 ]
 _STATES = {"shards": "complete", "parts": "arriving", "bare": "index only", "gone": "given up"}
 _SHARES = {
@@ -39,9 +65,28 @@ _SHARES = {
     "orphaned_parts": "parts without a filler",
     "index_only": "indexes without data",
     "tombstones": "tombstones",
+    "columns": "columns of shards",
     "trash": "trash",
     "run_files": "files of runs",
 }
+
+
+def _tier_for(cache_dir: str | None, kind: Kind | None) -> Tier | None:
+    """The tier that a command works on; None: only rows are asked for, or there are only rows.
+
+    Raises:
+        CacheError: there is neither.
+    """
+    from streamload.errors import CacheError
+
+    if kind is Kind.COLUMNS:
+        return None
+    try:
+        return tier_at(cache_dir)
+    except CacheError:
+        if kind is None and has_rows(cache_dir):
+            return None
+        raise
 
 
 def tier_at(cache_dir: str | None) -> Tier:
@@ -73,35 +118,54 @@ def _print_foreign(foreign: Iterable[Foreign]) -> None:
 
 
 @cache.command()
-def ls(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
-    """List the cached shards, how much of each has arrived, and when it was last used.
+def ls(kind: KindOption = None, cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
+    """List the cached shards, how much of each has arrived, and when it was last used; then rows of modules.
 
-    A last line has the room of rows of modules, which `streamload features ls` lists.
+    Rows are listed by label and fingerprint. When rows of calls are read is noted only while they take more
+    than 70 % of their limit. The dtype is that of autocast, else torch's default.
     """
+    tier = _tier_for(cache_dir, kind)
+    report = {} if tier is None else _listed_shards(tier, kind, as_json=as_json)
+    if kind is Kind.COLUMNS or (kind is None and has_rows(cache_dir)):
+        report["rows"] = list_rows(cache_dir, as_json=as_json)
+    if as_json:
+        print_json(report)
+
+
+def _listed_shards(tier: Tier, kind: Kind | None, *, as_json: bool) -> dict[str, Any]:
+    """List the shards of a kind; returns them for JSON, or prints them."""
     from streamload.cache.directory import reserved_for_rows
 
-    tier = tier_at(cache_dir)
-    rows = sorted((_described(shard) for shard in tier.shards()), key=lambda row: (row["url"], row["digest"]))
-    rows_bytes = reserved_for_rows(tier.root)
-    if as_json:
-        about = {"cache_dir": str(tier.root), "used_bytes": tier.used_bytes, "rows_bytes": rows_bytes}
-        print_json({**about, "limit_bytes": tier.limit_bytes, "shards": rows})
-        return
-    cells = (
-        (
-            row["url"],
-            _state(row),
-            f"{row['samples']:,}",
-            format_bytes(row["disk_bytes"]),
-            row["last_used"] or "superseded by its prepared form",
-        )
-        for row in rows
+    rows = sorted(
+        (_described(shard) for shard in tier.shards() if _is_of(shard, kind)),
+        key=lambda row: (row["url"], row["digest"]),
     )
-    print_table(("shard", "state", ">samples", ">disk", "last used"), cells)
-    used, limit = format_bytes(tier.used_bytes), format_bytes(tier.limit_bytes)
-    say(f"{len(rows)} shards in {tier.root}: {used} of at most {limit}")
-    if rows_bytes:
-        say(f"rows of modules beside them: {format_bytes(rows_bytes)}")
+    rows_bytes = reserved_for_rows(tier.root)
+    if not as_json:
+        cells = (
+            (
+                row["url"],
+                _state(row),
+                f"{row['samples']:,}",
+                format_bytes(row["disk_bytes"]),
+                row["last_used"] or "superseded by its prepared form",
+            )
+            for row in rows
+        )
+        print_table(("shard", "state", ">samples", ">disk", "last used"), cells)
+        used, limit = format_bytes(tier.used_bytes), format_bytes(tier.limit_bytes)
+        say(f"{len(rows)} shards in {tier.root}: {used} of at most {limit}")
+        if rows_bytes:
+            say(f"rows of calls beside them: {format_bytes(rows_bytes)}")
+    about = {"cache_dir": str(tier.root), "used_bytes": tier.used_bytes, "rows_bytes": rows_bytes}
+    return {**about, "limit_bytes": tier.limit_bytes, "shards": rows}
+
+
+def _is_of(shard: HeldShard, kind: Kind | None) -> bool:
+    """True if a shard is of a kind."""
+    from streamload.cache.inventory import meta_of
+
+    return kind is None or ("prepared" in meta_of(shard.path)) == (kind is Kind.PREPARED)
 
 
 def _described(shard: HeldShard) -> dict[str, Any]:
@@ -154,7 +218,7 @@ def stat(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
     say(f"{inventory.root}: {used} of at most {limit}, {free} free on the disk")
     shares = [(words, getattr(inventory, name)) for name, words in _SHARES.items()]
     rows = [(words, f"{share.count:,}", format_bytes(share.size_bytes)) for words, share in shares]
-    rows += [("rows of modules", "", format_bytes(inventory.rows_bytes))] if inventory.rows_bytes else []
+    rows += [("rows of calls", "", format_bytes(inventory.rows_bytes))] if inventory.rows_bytes else []
     print_table(("", ">", ">"), [*rows, ("samples", f"{inventory.samples:,}", "")], head=False)
     if inventory.oldest_use is not None and inventory.newest_use is not None:
         say(f"shards last used from {as_time(inventory.oldest_use)} to {as_time(inventory.newest_use)}")
@@ -185,53 +249,79 @@ def verify(
         typer.Argument(help="The shards' URLs, as for make_loader: where to fetch damaged ones from."),
     ] = None,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Remove damaged shards and fetch them again.")
+        bool,
+        typer.Option("--repair", help="Remove damaged shards and fetch them again; delete damaged rows."),
     ] = False,
+    kind: KindOption = None,
     jobs: Annotated[int, typer.Option(min=1, help="Shards to read, or fetch, concurrently.")] = 2,
     storage_options: StorageOptions = None,
     cache_dir: CacheDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read every shard in the cache and compare it with its checksums.
+    """Read every shard and every row in the cache and compare it with its checksums.
 
-    The exit code is 1 if a shard is damaged, or with --repair if a damaged shard couldn't be fetched again.
-    The cache stores URLs without secrets, and never opens stored commands or paths: give URLS for these.
+    The exit code is 1 if a shard or row is damaged, or with --repair if a damaged shard couldn't be fetched
+    again. The cache stores URLs without secrets, and never opens stored commands or paths: give URLS for
+    these. With --repair a database of rows that can't be read is replaced by an empty one. A row of a sample
+    is compared where its shard is cached, too.
     """
+    tier, is_left, report = _tier_for(cache_dir, kind), False, dict[str, Any]()
+    if tier is not None:
+        storage, options = storage_options_of(storage_options), {"repair": repair, "as_json": as_json}
+        report, is_left = _verify_shards(tier, urls or [], storage, kind, jobs, **options)
+    if kind is Kind.COLUMNS or (kind is None and has_rows(cache_dir)):
+        report["rows"], are_left = verify_rows(cache_dir, delete=repair, as_json=as_json)
+        is_left = is_left or are_left
+    if as_json:
+        print_json(report)
+    if is_left:
+        raise typer.Exit(1)
+
+
+def _verify_shards(
+    tier: Tier,
+    urls: list[str],
+    storage: dict[str, Any] | None,
+    kind: Kind | None,
+    jobs: int,
+    *,
+    repair: bool,
+    as_json: bool,
+) -> tuple[dict[str, Any], bool]:
+    """Verify the shards of a kind; returns the result for JSON, or prints it, and whether damage is left."""
     from streamload.cache.inventory import foreign
     from streamload.cache.repair import repair as fetch_again
     from streamload.cache.shard import shard_of
     from streamload.urls import expand_urls, is_local
 
-    storage = storage_options_of(storage_options)
-    tier = tier_at(cache_dir)
     listed = expand_urls(urls) if urls else []
     named = [shard_of(url, storage) for url in listed]
     named += [shard_of(url, storage, is_copied=True) for url in listed if is_local(url)]
     by_digest = {shard.digest: shard for shard in named}
-    tally = _read_all(tier, by_digest, jobs, take_out=repair)
+    tally = _read_all(tier, by_digest, jobs, kind, take_out=repair)
     repairs: list[Repair] = []
     if repair:
         repairs += fetch_again(tier, tally.damages, by_digest=by_digest, storage_options=storage, jobs=jobs)
-    if as_json:
-        report = {"cache_dir": str(tier.root), **asdict(tally)}
-        bad = report["bad"] = report.pop("damages")
-        for damage, done in zip(bad, repairs, strict=False):
-            damage |= {"fate": done.fate, "repaired": done.is_done}
-        report["foreign"] = [{"path": str(entry.path), "what": entry.what} for entry in foreign(tier)]
-        print_json(report)
-    else:
+    report = {"cache_dir": str(tier.root), **asdict(tally)}
+    bad = report["bad"] = report.pop("damages")
+    for damage, done in zip(bad, repairs, strict=False):
+        damage |= {"fate": done.fate, "repaired": done.is_done}
+    report["foreign"] = [{"path": str(entry.path), "what": entry.what} for entry in foreign(tier)]
+    if not as_json:
         _print_tally(tier, tally, repairs)
-    if len(tally.damages) > sum(done.is_done for done in repairs):
-        raise typer.Exit(1)
+    return report, len(tally.damages) > sum(done.is_done for done in repairs)
 
 
-def _read_all(tier: Tier, by_digest: dict[str, Shard], jobs: int, *, take_out: bool) -> _Tally:
+def _read_all(
+    tier: Tier, by_digest: dict[str, Shard], jobs: int, kind: Kind | None, *, take_out: bool
+) -> _Tally:
     """Verify all shards, with a progress bar on a terminal."""
     from streamload.cache.verify import verify as look_at_all
 
     tally = _Tally()
     with progress("shards, {task.description}", "0 B read") as show:
         options: dict[str, Any] = {"by_digest": by_digest, "jobs": jobs, "take_out": take_out}
+        options["is_asked"] = lambda shard: _is_of(shard, kind)
         with closing(look_at_all(tier, on_total=lambda count: show(total=count), **options)) as looks:
             for look in looks:
                 if look is None:
@@ -276,47 +366,77 @@ def gc(
         str | None,
         typer.Option(help='A new cache size, "500GB" or "80%", which is stored; evicts down to it.'),
     ] = None,
+    stale: Annotated[
+        bool, typer.Option("--stale", help="Delete the rows of fingerprints that a newer one has replaced.")
+    ] = False,
+    kind: KindOption = None,
     dry_run: DryRun = False,
     cache_dir: CacheDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove what dead processes left, and with --limit what is over the new limit.
+    """Remove what dead processes left, and with --limit what is over the new limit; notes without rows, too.
 
-    What a running process has open or is filling stays.
+    What a running process has open or is filling stays. With --stale rows of old fingerprints go. Old is one
+    if another of the same label, arguments and transform is newer: a row of that was stored later, or read
+    later as far as that was noted. So of two checkpoints in one module the rows of one go: look with
+    --dry-run. A row that is deleted is computed again.
     """
     import shutil
 
     from streamload.cache.garbage import collect_garbage
     from streamload.options import parse_cache_size
 
-    tier = tier_at(cache_dir)
-    limit_bytes = None
-    if limit is not None:
-        size = parse_cache_size(limit, "--limit")
-        limit_bytes = size.limit_bytes(shutil.disk_usage(tier.root).free, tier.used_bytes)
-    removal = collect_garbage(tier, all_parts=all_parts, limit_bytes=limit_bytes, dry_run=dry_run)
-    _show_removal(removal, as_json)
+    tier, report = _tier_for(cache_dir, kind), dict[str, Any]()
+    if tier is not None and kind is not Kind.PREPARED:
+        limit_bytes = None
+        if limit is not None:
+            size = parse_cache_size(limit, "--limit")
+            limit_bytes = size.limit_bytes(shutil.disk_usage(tier.root).free, tier.used_bytes)
+        removal = collect_garbage(tier, all_parts=all_parts, limit_bytes=limit_bytes, dry_run=dry_run)
+        report = _show_removal(removal, as_json)
+    if kind is Kind.COLUMNS or (kind is None and has_rows(cache_dir)):
+        report["rows"] = collect_rows(cache_dir, stale=stale, dry_run=dry_run, as_json=as_json)
+    if as_json:
+        print_json(report)
 
 
 @cache.command()
 def clear(
-    yes: Yes = False, dry_run: DryRun = False, cache_dir: CacheDir = None, as_json: AsJson = False
+    label: Annotated[
+        str | None, typer.Argument(help="Only the rows of this label, a cache_name or class; default: all.")
+    ] = None,
+    kind: KindOption = None,
+    yes: Yes = False,
+    dry_run: DryRun = False,
+    cache_dir: CacheDir = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Remove all shards that no running process has open or is filling; the limit stays."""
+    """Remove all that no running process has open or is filling; the limit stays.
+
+    With a label only its rows go, with their notes. A running process may still read what it has in memory.
+    """
     from streamload.cache.garbage import clear as remove
 
-    tier = tier_at(cache_dir)
-    if not (yes or dry_run):
-        going = remove(tier, dry_run=True)
-        confirm(f"remove {len(going.removed):,} items ({format_bytes(going.removed_bytes)}) from {tier.root}")
-    _show_removal(remove(tier, dry_run=dry_run), as_json)
-
-
-def _show_removal(removal: Removal, as_json: bool) -> None:
-    """Print what was removed, or would be, and what was kept."""
+    kind = Kind.COLUMNS if label is not None else kind
+    tier, report = _tier_for(cache_dir, kind), dict[str, Any]()
+    if tier is not None:
+        is_asked = None if kind is None else lambda shard: _is_of(shard, kind)
+        if not (yes or dry_run):
+            going = remove(tier, is_asked, dry_run=True)
+            size = format_bytes(going.removed_bytes)
+            confirm(f"remove {len(going.removed):,} items ({size}) from {tier.root}")
+        report = _show_removal(remove(tier, is_asked, dry_run=dry_run), as_json)
+    if kind is Kind.COLUMNS or (kind is None and has_rows(cache_dir)):
+        is_confirmed = yes or tier is not None
+        report["rows"] = clear_rows(cache_dir, label, yes=is_confirmed, dry_run=dry_run, as_json=as_json)
     if as_json:
-        print_json(removal.as_dict())
-        return
+        print_json(report)
+
+
+def _show_removal(removal: Removal, as_json: bool) -> dict[str, Any]:
+    """What was removed, or would be, and what was kept: for JSON, or printed."""
+    if as_json:
+        return removal.as_dict()
     removed, takes = ("would remove", "would take") if removal.dry_run else ("removed", "takes")
     if removal.removed:
         rows = ((item.url or item.path, format_bytes(item.size_bytes), item.why) for item in removal.removed)
@@ -330,3 +450,4 @@ def _show_removal(removal: Removal, as_json: bool) -> None:
     )
     if removal.used_bytes > removal.limit_bytes:
         say("still over the limit: the rest is in use, but will not grow")
+    return removal.as_dict()

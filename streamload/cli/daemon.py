@@ -26,6 +26,7 @@ from streamload.cli.options import (
     StorageOptions,
     preparation_of,
     recipe_of,
+    shared_of,
     storage_options_of,
 )
 from streamload.cli.terminal import format_bytes
@@ -116,15 +117,17 @@ def daemon(
     if urls == ["status"]:
         show_status(listen or DEFAULT_LISTEN, as_json)
         return
+    shared_options = storage_options_of(shared_cache_options, "--shared-cache-options")
+    shared = shared_of(shared_cache, shared_options) if features is not None and into != "local" else None
     options = ServiceOptions(
         urls=tuple(urls or ()),
         runs=tuple(run or ()),
         groups=tuple(map(parse_groups, group or ())),
         origins=tuple(origin or ()),
         into=into,
-        shared_cache_options=storage_options_of(shared_cache_options, "--shared-cache-options"),
+        shared_cache_options=shared_options,
         shared_cache=shared_cache,
-        prepare=recipe_of(None if prepare == "none" else prepare, features, cache_dir),
+        prepare=recipe_of(None if prepare == "none" else prepare, features, cache_dir, shared),
         recipe_of=preparation_of if prepare is None else None,
         window=window,
         cache_dir=cache_dir,

@@ -12,6 +12,9 @@ from streamload.options import Option, Settings, read_settings
 from streamload.options.storage import FileOptions, parse_options
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from streamload.cache.shared.sharing import SharedOptions
     from streamload.daemon.recipes import Recipe
     from streamload.derived.prepare.preparation import Preparation
 
@@ -57,8 +60,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, 
 Features = Annotated[
     str | None,
     typer.Option(
-        help="Make derived shards of features: package.module:name of a module or Features, or of what makes "
-        "one, as for `streamload features make`."
+        help="Make rows of features: package.module:name of a module or Features, or of what makes one, "
+        "as for `streamload features make`."
     ),
 ]
 RayCpus = Annotated[float, typer.Option(min=0.01, help="With --ray: what each shard takes of their CPUs.")]
@@ -91,13 +94,16 @@ def storage_options_of(text: str | None, name: str = "--storage-options") -> dic
     return parse_options(text, name)
 
 
-def recipe_of(prepare: str | None, features: str | None, cache_dir: str | None) -> Recipe | None:
+def recipe_of(
+    prepare: str | None, features: str | None, cache_dir: str | None, shared: SharedOptions | None = None
+) -> Recipe | None:
     """The recipe of --prepare or --features; None: neither was given.
 
     Args:
         prepare: of --prepare.
         features: of --features.
-        cache_dir: of --cache-dir, where rows of features are kept as well.
+        cache_dir: of --cache-dir, where rows of features are kept.
+        shared: has the rows for other nodes, too; None: they are for this node.
 
     Raises:
         OptionError: it is none, or both were given.
@@ -109,7 +115,14 @@ def recipe_of(prepare: str | None, features: str | None, cache_dir: str | None) 
     from streamload.features.named import NamedFeatures
     from streamload.loader.feature_recipe import feature_recipe
 
-    return feature_recipe(NamedFeatures(features), cache_dir)
+    return feature_recipe(NamedFeatures(features), cache_dir, shared)
+
+
+def shared_of(shared_cache: str | None, storage_options: Mapping[str, Any] | None) -> SharedOptions | None:
+    """A shared cache that a command stores in; None: there is none."""
+    from streamload.cache.shared.sharing import SharedOptions
+
+    return SharedOptions.of(read_settings(shared_cache=shared_cache), storage_options)
 
 
 def preparation_of(text: str) -> Preparation:

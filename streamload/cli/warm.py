@@ -27,6 +27,7 @@ from streamload.cli.options import (
     Urls,
     WriteBack,
     recipe_of,
+    shared_of,
     storage_options_of,
 )
 from streamload.cli.terminal import format_bytes
@@ -87,14 +88,17 @@ def warm(
     not be had, or not be stored in the shared cache as --write-back asked. With --ray it is the shared cache
     that is filled, by all nodes of a cluster; with --into local, too, the own cache of each node.
     """
+    shared_options = storage_options_of(shared_cache_options, "--shared-cache-options")
+    is_stored = features is not None and (write_back or (ray is not None and into != "local"))
+    shared = shared_of(shared_cache, shared_options) if is_stored else None
     common: dict[str, Any] = {
         "cache_dir": cache_dir,
         "cache_size": cache_size,
         "shared_cache": shared_cache,
-        "shared_cache_options": storage_options_of(shared_cache_options, "--shared-cache-options"),
+        "shared_cache_options": shared_options,
         "write_back": write_back,
         "storage_options": storage_options_of(storage_options),
-        "prepare": recipe_of(prepare, features, cache_dir),
+        "prepare": recipe_of(prepare, features, cache_dir, shared),
     }
     if into not in (None, "shared", "local") or (into == "shared" and ray is None):
         raise OptionError(f'--into {into}: it is "shared" or "local", and for --ray; see --write-back')

@@ -1,8 +1,8 @@
 """Stored rows of modules in batches, `Batches(features=…)`: an extension (streamload/extension/).
 
-`columns.py` makes a feature's part of a batch in `worker.py`, from rows of `derived_shards.py` and of the
-store of rows (streamload/derived); `rank.py` gives the batch its FeatureRows. `assembly.py` reads a loader's
-options; `recipe.py` makes derived shards of rows ahead.
+`columns.py` makes a feature's part of a batch in `worker.py`, from rows that are stored (streamload/derived,
+streamload/columns) under the names of `names.py`; `sharing.py` brings those of other nodes. `rank.py` gives
+the batch its FeatureRows. `assembly.py` reads a loader's options; `recipe.py` makes rows ahead.
 """
 
 from __future__ import annotations

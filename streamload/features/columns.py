@@ -10,26 +10,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from xxhash import xxh3_64, xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest
 
 from streamload.batches.collate import Allocate
 from streamload.batches.images import BatchImages, ImageAssembly
-from streamload.derived.calls.feature_rows import FeaturesRead, FeatureStart, RowKey, stacked
+from streamload.derived.calls.feature_rows import FeaturesRead, FeatureStart, stacked
 from streamload.derived.calls.features import FeatureInputs
 from streamload.derived.proof.reads import Reads, watched
 from streamload.derived.proof.rounding import SEVERAL_ROWS
 from streamload.derived.proof.row_check import HITS_BETWEEN, RowChecks
-from streamload.derived.store.keys import Naming
+from streamload.derived.store.keys import Naming, SampleKey
 from streamload.derived.store.results import is_whole_numbers, layout_of
-from streamload.derived.store.row_store import RowPlace, open_store
+from streamload.derived.store.row_store import RowPlace, RowStore, open_store
 from streamload.derived.store.sealed import Row
 from streamload.errors import CacheCorrupt, FeatureNotCacheable, SampleError
+from streamload.features.names import NameOf, checksum_of
 from streamload.shards.samples import Sample
 
 ROWS, INPUTS, READ = " rows", " inputs", " read"
 """Suffixes of a feature's values in a batch: rows, inputs of others, FeaturesRead."""
-DerivedRows = Callable[[str, int, Sequence[Any]], "list[Row | None]"]
-"""Rows in derived shards: of a feature, and of samples of a shard by their keys and checksums."""
+AwaitRows = Callable[[RowStore, str, Mapping[bytes, int]], None]
+"""Waits for rows from other nodes: the store that takes them, the fingerprint, shards by their names."""
 _CHECKED = 4
 """Of so many images an epoch a worker checks that they don't depend on a seed."""
 _OTHER_SEEDS = tuple(k * 0x9E37_79B9_7F4A_7C15 & (1 << 64) - 1 for k in range(1, 9))
@@ -49,24 +50,35 @@ class FeatureAssembly:
     variants: int  # random variants of an image that have rows
 
     @property
-    def has_derived_shards(self) -> bool:
-        """True if its rows can be in derived shards: those of samples, with one row each."""
-        return self.images is not None and self.variants == 1
+    def are_shared(self) -> bool:
+        """True if its rows can come from other nodes: those of samples, with one row each."""
+        return self.images is not None and self.variants == 1 and self.place is not None
 
-    def batch_factory(self, start: FeatureStart, derived: DerivedRows | None) -> MakeFeature:
+    def batch_factory(
+        self, start: FeatureStart, name_of: NameOf, await_rows: AwaitRows | None = None
+    ) -> MakeFeature:
         """A function that makes the feature of an empty batch, for an epoch.
 
         Args:
-            derived: rows in derived shards; None: there are none.
+            name_of: names the columns of a sample's shard, see `ColumnNames.of`.
+            await_rows: waits for rows from other nodes; None: there are none.
         """
-        return functools.partial(FeatureInProgress, _ColumnReading(self, start, derived))
+        return functools.partial(FeatureInProgress, _ColumnReading(self, start, name_of, await_rows))
 
 
 class _ColumnReading:
     """The rows of an epoch, as a worker looks them up."""
 
-    def __init__(self, assembly: FeatureAssembly, start: FeatureStart, derived: DerivedRows | None):
+    def __init__(
+        self,
+        assembly: FeatureAssembly,
+        start: FeatureStart,
+        name_of: NameOf,
+        await_rows: AwaitRows | None,
+    ):
         self.assembly = assembly
+        self._name_of = name_of
+        self._await_rows = await_rows if assembly.are_shared else None
         self.fingerprint = start.fingerprint
         self.is_watched, self.reads = start.is_watched, b""
         is_checked = start.is_checked and (start.is_first or start.hits_between is not None)
@@ -78,36 +90,31 @@ class _ColumnReading:
         self.ns = 0
         self.make_images = None if assembly.images is None else assembly.images.batch_factory()
         self._naming = Naming(bytes.fromhex(start.fingerprint), b"", is_row=True)
-        self._derived = derived if assembly.has_derived_shards else None
         self._is_known: dict[bytes, bool] = {}
 
-    def read(self, keys: Sequence[RowKey], shards: Sequence[int] = ()) -> list[Row | None]:
-        """The rows of some keys: those that derived shards have, else those that the store has.
+    def key(self, sample: Sample, seed: int, variant: int, slot_seed: int | None = None) -> SampleKey:
+        """The key of a sample's row. See there."""
+        name = b"" if self.assembly.place is None else self._name_of(sample)
+        place = -1 if name is None else sample.number * self.assembly.variants + variant
+        return SampleKey(sample.key, seed, name or b"", place if name else min(place, 0), slot_seed)
+
+    def read(self, keys: Sequence[SampleKey], shards: Sequence[int] = ()) -> list[Row | None]:
+        """The rows of some keys that are there.
 
         Args:
-            shards: of the samples that the keys are of; none: they aren't of samples.
+            shards: of the samples that the keys are of; none: no other node has rows of them.
         """
-        rows: list[Row | None] = [None] * len(keys)
-        if not self.fingerprint:
-            return rows
-        start_ns = time.monotonic_ns()
-        if self._derived is not None:
-            places: dict[int, list[int]] = {}
-            for place, shard in enumerate(shards):
-                places.setdefault(shard, []).append(place)
-            for shard, row_places in places.items():
-                shard_rows = self._derived(self.assembly.name, shard, [keys[place] for place in row_places])
-                for place, row in zip(row_places, shard_rows, strict=True):
-                    rows[place] = row if row is not None and self._is_readable(row) else None
+        start_ns, rows = time.monotonic_ns(), dict[bytes, Row]()
+        names = [self._naming.name(key) for key in keys] if self.fingerprint else []
         store = None if self.assembly.place is None else open_store(self.assembly.place)
-        if store is not None and (missing := [place for place, row in enumerate(rows) if row is None]):
-            names = [self._naming.name(keys[place]) for place in missing]
-            stored = store.read(names, self.assembly.label)
-            for place, name in zip(missing, names, strict=True):
-                row = stored.get(name)
-                rows[place] = row if row is not None and self._is_readable(row) else None
+        if store is not None and names:
+            if self._await_rows is not None:
+                shard_of = {key.name: shard for key, shard in zip(keys, shards, strict=True) if key.name}
+                self._await_rows(store, self.fingerprint, shard_of)
+            rows = store.read(list(filter(None, names)), self.assembly.label)
+        stored = [rows.get(name) for name in names] if rows else [None] * len(keys)
         self.ns += time.monotonic_ns() - start_ns
-        return rows
+        return [row if row is not None and self._is_readable(row) else None for row in stored]
 
     def is_canary(self, row: Row, *, has_inputs: bool) -> bool:
         """True if the input of a stored row is made, too, so that the rank computes it again.
@@ -147,7 +154,7 @@ class _ColumnReading:
 class ParsedFeature:
     """One sample's part of a feature, until its row is known or its input is made."""
 
-    key: RowKey
+    key: SampleKey
     members: Mapping[str, memoryview]
     image: str
     is_prepared: bool
@@ -172,24 +179,22 @@ class FeatureInProgress:
         self._size, self._allocate = size, allocate
         self._images: BatchImages | None = None  # of the rows that are missing; made for the first
         self._parsed: list[ParsedFeature] = []  # not looked up yet
-        self._keys: list[RowKey] = []
+        self._keys: list[SampleKey] = []
         self._rows: list[Row | None] = []
         self._places: list[int] = []  # of those whose inputs are made
 
-    def parse(self, sample: Sample, image: str, is_prepared: bool, seed: int) -> ParsedFeature | None:
-        """Key of a sample's row; None where that is known only with the whole batch. See Column."""
+    def parse(self, sample: Sample, image: str, is_prepared: bool, seed: int) -> ParsedFeature:
+        """Key of a sample's row; of a text's only its place, until the batch is whole. See Column."""
         if self._make_images is None:
-            return None
-        checksum = sample.checksum
-        if checksum is None:
-            digest = xxh3_64()
-            for payload in sample.members.values():
-                digest.update(payload)
-            checksum = digest.intdigest()
+            key = self._reading.key(
+                sample, 0, 0, xxh3_64_intdigest(sample.key.encode("utf-8", "surrogatepass"))
+            )
+            return ParsedFeature(key, sample.members, image, is_prepared, 0, sample.shard)
+        checksum = checksum_of(sample.members) if sample.checksum is None else sample.checksum
         variants = self._reading.assembly.variants
         variant = seed % variants
-        row_key = (sample.key, checksum) if variants == 1 else (sample.key, checksum, variant)
         fixed = xxh3_64_intdigest(f"{checksum} {variant}".encode())
+        row_key = self._reading.key(sample, checksum if variants == 1 else fixed, variant)
         parsed = ParsedFeature(row_key, sample.members, image, is_prepared, fixed, sample.shard)
         self._parsed.append(parsed)
         return parsed
@@ -200,7 +205,8 @@ class FeatureInProgress:
         Raises:
             SampleError: its image can't be used; the batch is unchanged.
         """
-        if parsed is None:
+        if self._make_images is None:
+            self._keys.append(parsed.key)
             return
         if not parsed.is_known:
             self._look_up()
@@ -217,10 +223,10 @@ class FeatureInProgress:
 
     def drop_last(self) -> None:
         """Remove the sample that was added last."""
+        self._keys.pop()
         if self._make_images is None:
             return
         self._rows.pop()
-        self._keys.pop()
         if self._places and self._places[-1] == len(self._rows):
             self._places.pop()
             assert self._images is not None
@@ -230,7 +236,7 @@ class FeatureInProgress:
         """The values of the samples that were added; texts are a tensor of ids, or a list."""
         inputs: Any = None
         if self._make_images is None:
-            self._keys = [_key_of_text(text) for text in texts]
+            self._keys = [_of_text(key, text) for key, text in zip(self._keys, texts, strict=True)]
             self._rows = self._reading.read(self._keys)
             self._places = [place for place, row in enumerate(self._rows) if row is None]
             stored = ((place, row) for place, row in enumerate(self._rows) if row is not None)
@@ -310,11 +316,14 @@ MakeFeature = Callable[[int, Allocate], FeatureInProgress]
 """Makes the feature of an empty batch, by its size."""
 
 
-def _key_of_text(text: Any) -> RowKey:
+def _of_text(key: SampleKey, text: Any) -> SampleKey:
+    """The key of a text's row: found by the text itself, as a sample may have another one in each pass."""
     if isinstance(text, str):
-        return "text", text
+        seed = xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))
+        return key._replace(key=("text", text), seed=seed)
     data = text.contiguous()
-    return "ids", str(data.dtype), xxh3_64_intdigest(data.view(torch.uint8).numpy())
+    digest, dtype = xxh3_64_intdigest(data.view(torch.uint8).numpy()), str(data.dtype)
+    return key._replace(key=("ids", dtype, digest), seed=xxh3_64_intdigest(dtype.encode(), digest))
 
 
 def _taken(texts: Any, places: Sequence[int]) -> Any:

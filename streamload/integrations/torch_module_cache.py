@@ -17,6 +17,7 @@ from streamload.derived.calls.module_cache import places, switches
 from streamload.derived.store.catalog import Catalog, open_catalog
 from streamload.derived.store.disk import DiskRows
 from streamload.derived.store.row_store import CacheLevel, RowPlace, stores_at
+from streamload.errors import CacheError
 
 __all__ = [
     "CacheLevel",
@@ -120,7 +121,7 @@ def get_cache_size(cache_path: str | None = None, cache_name: str | None = None)
 
 
 def list_cache_entries(cache_path: str | None = None, cache_name: str | None = None) -> dict[str, list[str]]:
-    """The rows of a directory by name, each as 64 hexadecimal digits: its fingerprint, and its key's digest.
+    """The rows of a directory by name, each as 64 or 72 hexadecimal digits (docs/reference/compute-once.md).
 
     Args:
         cache_path: the directory; None: the default.
@@ -143,7 +144,10 @@ def _rows_at(cache_path: str | None) -> contextlib.AbstractContextManager[Catalo
 
 
 def _clear(place: RowPlace, cache_name: str | None, *, in_memory: bool = True) -> None:
-    for store in stores_at(place):
+    stores = stores_at(place)
+    with contextlib.suppress(CacheError), open_catalog(place.root) as catalog:
+        catalog.clear_columns(cache_name)
+    for store in stores:
         if in_memory:
             store.clear_memory(cache_name)
         if isinstance(store.disk, DiskRows):

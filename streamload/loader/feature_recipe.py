@@ -1,9 +1,8 @@
-"""The recipe of derived shards with rows of features that are known by names, as a loader would make them."""
+"""The recipe of rows of features that are known by names, as a loader would make them."""
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from streamload.derived.calls.features import Features
 from streamload.derived.prepare.preparation import AUTO
@@ -14,6 +13,9 @@ from streamload.features.recipe import FeatureRecipe
 from streamload.loader import make_loader
 from streamload.loader.groups import Batches, Images, Shards
 from streamload.loader.worker_config import assembly_of
+
+if TYPE_CHECKING:
+    from streamload.cache.shared.sharing import SharedOptions
 
 
 def loader_arguments(names: NamedFeatures, features: Features) -> dict[str, Any]:
@@ -34,23 +36,26 @@ def loader_arguments(names: NamedFeatures, features: Features) -> dict[str, Any]
     }
 
 
-def make_recipe(names: NamedFeatures, cache_dir: str | None = None) -> FeatureRecipe:
+def make_recipe(
+    names: NamedFeatures, cache_dir: str | None = None, shared: SharedOptions | None = None
+) -> FeatureRecipe:
     """The recipe of these features, anew.
 
     Args:
         names: of the features.
-        cache_dir: where this node keeps rows, too, as of make_loader; another process has its own.
+        cache_dir: where this node keeps rows, as of make_loader; another process has its own.
+        shared: has the rows for other nodes; None: they are for this node.
 
     Raises:
-        OptionError: they can't be found, or their rows can't be in derived shards.
+        OptionError: they can't be found, or their rows can't be made ahead.
         FeatureNotCacheable: what proves their rows can't be known.
     """
     features = names.features()
     if features.inputs == "text" or features.variants > 1:
         option = 'inputs="text"' if features.inputs == "text" else f"variants={features.variants}"
         raise OptionError(
-            f"{names.module} has {option}: derived shards have one row for each sample's image; make "
-            f"these rows without a shared cache, in the store of rows"
+            f"{names.module} has {option}: other nodes read one row for each sample's image; make these rows "
+            f"without a shared cache"
         )
     if names.prepare == AUTO:
         raise OptionError('--prepare auto is chosen by each training: name the recipe, such as "raw-256"')
@@ -59,10 +64,17 @@ def make_recipe(names: NamedFeatures, cache_dir: str | None = None) -> FeatureRe
     assembly, plain = assembly_of(options)
     (feature,) = feature_assemblies(options, plain.images)
     bound = bound_features(options, (feature,))[NAME]
-    return FeatureRecipe(names, assembly, feature, bound, feature_recipe)
+    return FeatureRecipe(names, assembly, feature, bound, shared, feature_recipe)
 
 
-@functools.lru_cache(maxsize=8)
-def feature_recipe(names: NamedFeatures, cache_dir: str | None = None) -> FeatureRecipe:
+def feature_recipe(
+    names: NamedFeatures, cache_dir: str | None = None, shared: SharedOptions | None = None
+) -> FeatureRecipe:
     """The recipe of these features; in one process always the same, as it has built the module."""
-    return make_recipe(names, cache_dir)
+    which = names, cache_dir, None if shared is None else shared.url
+    if which not in _recipes:
+        _recipes[which] = make_recipe(names, cache_dir, shared)
+    return _recipes[which]
+
+
+_recipes: dict[tuple[NamedFeatures, str | None, str | None], FeatureRecipe] = {}

@@ -76,7 +76,6 @@ class Snapshot:
     checksum_failures: int = 0
     feature_rows_read: int = 0
     feature_rows_computed: int = 0
-    feature_rows_damaged: int = 0
     feature_rows_stored: int = 0
     feature_rows_refused: int = 0
     feature_bytes_read: int = 0

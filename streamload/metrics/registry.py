@@ -228,9 +228,6 @@ METRICS: tuple[Metric, ...] = (
     counted(
         "feature_rows_computed", "rows of features that weren't, and were computed in the training's process"
     ),
-    counted(
-        "feature_rows_damaged", "rows of derived shards that failed their checksum, and were computed again"
-    ),
     counted("feature_rows_stored", "rows of features that the training's process has stored"),
     counted(
         "feature_rows_refused",

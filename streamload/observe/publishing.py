@@ -247,9 +247,9 @@ class Publisher:
         kind = "memory" if file_system(tier.root).is_memory else "disk"
         self.gauges.set("tier_limit_bytes", tier.limit_bytes, kind)
         with contextlib.suppress(OSError), Descriptor.open(tier.root / "lock", os.O_RDONLY) as lock:
-            used_bytes = usage_of(lock)
-            if used_bytes is not None:
-                self.gauges.set("tier_bytes", used_bytes, kind)
+            used = usage_of(lock)
+            if used is not None:
+                self.gauges.set("tier_bytes", used.total, kind)
 
     def _look_at_passes(self) -> None:
         passes = self.passes

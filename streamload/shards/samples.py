@@ -253,6 +253,8 @@ class Sample(NamedTuple):
     """xxh3_64 of the payloads in order; None: it isn't in the index."""
     shard: int = -1
     """Its shard's place in the list of the run; -1: it is in none."""
+    number: int = -1
+    """Its own in the shard, as in the index; -1: unknown."""
 
 
 def split_name(name: str) -> tuple[str, str] | None:

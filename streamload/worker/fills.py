@@ -9,7 +9,6 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
-from typing import Protocol
 
 from streamload.cache.freshness import Freshness, asker
 from streamload.cache.shard import Shard, shard_of
@@ -25,18 +24,6 @@ from streamload.worker.messages import EpochStart, WorkerConfig
 from streamload.worker.stages import Spans
 
 
-class ShardFollower(Protocol):
-    """Follows which shards a process reads, for what belongs to them."""
-
-    def want(self, requests: Sequence[FillRequest]) -> None:
-        """Take the shards that are needed, in order of need."""
-        ...
-
-    def keep_open(self, shards: Collection[int]) -> None:
-        """Take the shards that are in use: what belongs to others may be evicted."""
-        ...
-
-
 class Fills:
     """Fills of a process. They last from epoch to epoch.
 
@@ -48,7 +35,6 @@ class Fills:
 
     Attributes:
         backing: the backing store; None: there is none.
-        followers: of the shards that are read.
         carrier: see ShardCache.
         reads_ranges: whether samples have had to be read from their origin by range.
     """
@@ -105,7 +91,6 @@ class Fills:
                 share=config.ahead.prepare_share,
                 is_idle=is_idle,
             )
-        self.followers: list[ShardFollower] = []
         self._ranges: Ranges | None = None
         self.reads_ranges = False
         self._wanted: tuple[list[int], list[int]] = [], []
@@ -144,8 +129,6 @@ class Fills:
         ]
         requests += [FillRequest(shards[shard], float(next(position))) for shard in by_urgency[1]]
         self.prefetcher.want(requests)
-        for follower in self.followers:
-            follower.want(requests)
 
     def are_requested(self, shards: Sequence[int]) -> bool:
         """True if shards that a batch waits for are requested; they are looked at soon."""

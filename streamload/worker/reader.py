@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -28,9 +28,10 @@ from streamload.order.lanes import KNOWN_PART, LeftOutOf, Tally
 from streamload.order.plan import pass_order
 from streamload.origins.endpoints import listen, outages
 from streamload.prefetch.ranges import ShardRange
+from streamload.shards.index import IndexReader
 from streamload.shards.samples import Entry, Sample
 from streamload.worker.blocked import Action, Blocked, Superseded, Wait, decide, poll_seconds
-from streamload.worker.fills import Fills, ShardFollower
+from streamload.worker.fills import Fills
 from streamload.worker.messages import EpochStart, WorkerConfig
 from streamload.worker.reference_stream import ReferenceStream
 from streamload.worker.shortage import Shortage
@@ -87,7 +88,7 @@ class Reader:
         self.counts, self.shards, self.files = counts, config.shards, OpenFiles()
         self.uses_members = config.assembly.uses_members
         self.fills = Fills(config, counts, spans, lambda: not control.wanted_seconds())
-        self._is_read_lazily: Callable[[int, Entry], bool] | None = None
+        self._is_lazy = False
         self._tier, self._limit = self.fills.tier, self.fills.tier.budget.limit
         self._cache = ShardCache(
             functools.partial(self.fills.fallback_tier.beside, self._tier),
@@ -252,14 +253,13 @@ class Reader:
 
         Where its values come from elsewhere, its bytes are read only if they are used nevertheless.
         """
-        if found is not None and self._is_read_lazily is not None:
+        if self._is_lazy and found is not None and found[1].checksum is not None:
             entry = found[1]
-            if self._is_read_lazily(shard, entry):
-                names = [name for name, _, _ in entry.members]
-                unread = Unread(names, lambda: self.sample(shard, number).members)
-                prepared = "" if entry.prepared is None else entry.prepared[0]
-                url = self.config.shards[shard].name
-                return Sample(entry.key, url, unread, prepared, entry.checksum, shard)
+            names = [name for name, _, _ in entry.members]
+            unread = Unread(names, lambda: self.sample(shard, number).members)
+            prepared = "" if entry.prepared is None else entry.prepared[0]
+            url = self.config.shards[shard].name
+            return Sample(entry.key, url, unread, prepared, entry.checksum, shard, number)
         read = self._cache.read(shard, number, memory, found)
         if read is None:
             while (read := self._cache.read(shard, number, memory)) is None:
@@ -267,15 +267,16 @@ class Reader:
         entry, data = read
         members = entry.payloads(data)
         prepared = "" if entry.prepared is None else entry.prepared[0]
-        return Sample(entry.key, self._cache.view(shard).shard.name, members, prepared, entry.checksum, shard)
+        name = self._cache.view(shard).shard.name
+        return Sample(entry.key, name, members, prepared, entry.checksum, shard, number)
 
-    def follow(self, follower: ShardFollower) -> None:
-        """Tell a follower from now on which shards are read."""
-        self.fills.followers.append(follower)
+    def index(self, shard: int) -> IndexReader | None:
+        """The index of a shard that is open, so far; None: no copy is open."""
+        return self._cache.view(shard).reader
 
-    def read_lazily_if(self, is_read_lazily: Callable[[int, Entry], bool]) -> None:
-        """Read samples, by shard and entry, for which this holds when their bytes are first used."""
-        self._is_read_lazily = is_read_lazily
+    def read_lazily(self) -> None:
+        """Read samples when their bytes are first used, where the index has their checksums."""
+        self._is_lazy = True
 
     def raise_if_unusable(self) -> None:
         """Raise NoValidSamples if no usable sample has been seen: no more will come."""
@@ -317,8 +318,6 @@ class Reader:
         in_use = self._in_use()
         self._kept = _Told(self._streams, len(in_use) // _PARTS)
         self._cache.keep_open(in_use)
-        for follower in self.fills.followers:
-            follower.keep_open(in_use)
         self._tell_progress()
 
     def _tell_progress(self) -> None:

@@ -470,11 +470,11 @@ def test_features_in_a_loader_are_measured(tmp_path: Path) -> None:
     assert report.tables_of({"features": result})["features"].count("\n") == 2
 
 
-def test_derived_shards_of_rows_are_measured(tmp_path: Path) -> None:
-    result = run_quickly("row_shards", tmp_path / "out.json")
+def test_rows_in_columns_are_measured(tmp_path: Path) -> None:
+    result = run_quickly("row_columns", tmp_path / "out.json")
 
-    assert result["medians"]["derived"]["disk_ratio"] < 1.05
-    assert report.tables_of({"row_shards": result})["row_shards"].count("\n") == 6
+    assert result["medians"]["columns"]["disk_ratio"] < 1.05
+    assert report.tables_of({"row_columns": result})["row_columns"].count("\n") == 10
 
 
 def test_what_bucketing_saves_and_costs(tmp_path: Path) -> None:

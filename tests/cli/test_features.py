@@ -73,6 +73,8 @@ for rows in (2, 3):
 """
 KEYS = [f"{at}.jpg" for at in range(7)]
 NAMES = ["rows", "r0", "rows.db"]
+OF_CACHE = ("ls", "verify", "gc", "clear")
+"""Commands of `streamload cache`, which know rows, too."""
 
 
 @pytest.fixture(autouse=True)
@@ -138,8 +140,8 @@ def content(path):
 def features(capsys, monkeypatch):
     """Run a command; gives its exit code, stdout and stderr."""
 
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["streamload", "features", *map(str, arguments)])
+    def run(command, *arguments):
+        monkeypatch.setattr(sys, "argv", ["streamload", *group_of(command), *map(str, arguments)])
         monkeypatch.setenv("COLUMNS", "200")
         try:
             main()
@@ -150,10 +152,16 @@ def features(capsys, monkeypatch):
     return run
 
 
+def group_of(command):
+    """A command with its group and the kind of what it is for."""
+    return ["cache", command, "--kind", "columns"] if command in OF_CACHE else ["features", command]
+
+
 def as_json(features, *arguments, code=0):
     found, out, err = features(*arguments, "--json")
     assert found == code, err
-    return json.loads(out)
+    report = json.loads(out)
+    return report["rows"] if arguments[0] in OF_CACHE else report
 
 
 def one_line(ran):
@@ -298,7 +306,7 @@ def test_verify_finds_the_rows_that_are_damaged_and_deletes_those(features, made
     assert code == 1
     assert f"{len(bad)} damaged, 0 deleted" in out
     assert content(made.path) == before
-    code, out, _ = features("verify", "--delete", "--path", made.path)
+    code, out, _ = features("verify", "--repair", "--path", made.path)
     assert code == 0
     assert f"{len(bad)} damaged, {len(bad)} deleted" in out
     keys = {key for key, _ in bad}
@@ -338,7 +346,7 @@ def test_verify_finds_what_others_wrote(features, made, change, cause):
         rows.execute(change, (place,))
     (found,) = as_json(features, "verify", "--path", made.path, code=1)["damaged"]
     assert cause in found["cause"]
-    assert as_json(features, "verify", "--path", made.path, "--delete")["deleted"] == 1
+    assert as_json(features, "verify", "--path", made.path, "--repair")["deleted"] == 1
     assert features("verify", "--path", made.path)[0] == 0
 
 
@@ -388,7 +396,7 @@ def test_a_broken_database_is_said_and_replaced_where_that_is_asked(features, ma
     code, out, _ = features("verify", "--path", made.path)
     assert code == 1
     assert "a broken database" in out
-    assert features("verify", "--delete", "--path", made.path)[0] == 0
+    assert features("verify", "--repair", "--path", made.path)[0] == 0
     assert as_json(features, "ls", "--path", made.path)["fingerprints"] == []
     assert features("verify", "--path", made.path)[0] == 0
 
@@ -686,7 +694,7 @@ def test_a_read_only_disk_can_be_read(made, tmp_path, is_killed):
     of = next(iter(made.results))
 
     def run(*arguments):
-        ran = run_forked(["features", *arguments])
+        ran = run_forked([*group_of(arguments[0]), *arguments[1:]])
         return ran.returncode, ran.stdout + ran.stderr
 
     def work(stage):
@@ -709,12 +717,12 @@ def test_a_read_only_disk_can_be_read(made, tmp_path, is_killed):
             run("why", *made.results, "--path", path),
             run("gc", "--stale", "--dry-run", "--path", path),
         ]
-        return [*found, run("clear", "--yes", "--path", path), run("verify", "--delete", "--path", path)]
+        return [*found, run("clear", "--yes", "--path", path), run("verify", "--repair", "--path", path)]
 
     with Child(work) as child:
         *reading, clearing, deleting = child.finish(120)
     assert [code for code, _ in reading] == [0] * 5, reading
-    labels = [row["label"] for row in json.loads(reading[0][1])["fingerprints"]]
+    labels = [row["label"] for row in json.loads(reading[0][1])["rows"]["fingerprints"]]
     assert labels == ["Extractor"] * 3 + ["later" if is_killed else "tags [x]"]
     assert np.load(tmp_path / "out" / "layout-0" / "leaf-0.npy").shape == (7, 5)
     for code, said in (clearing, deleting):

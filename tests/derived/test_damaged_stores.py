@@ -7,7 +7,6 @@ with an empty cache gives. A new store is a subclass of `Stored` and an entry of
 from __future__ import annotations
 
 import contextlib
-import shutil
 import sqlite3
 import zlib
 from abc import ABC, abstractmethod
@@ -22,19 +21,20 @@ from torch import nn
 
 import streamload
 from streamload import Features, Shards
+from streamload.columns import columns
+from streamload.columns.column import GROUP_ROWS, HEAD_BYTES
 from streamload.derived.store import row_store
 from streamload.derived.store.database import DATABASE
-from streamload.features.named import NamedFeatures
-from streamload.loader.feature_recipe import make_recipe
+from streamload.features import names
 from streamload.shards.record import RECORD, read_header
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
-from tests.derived.test_row_shards import derived
 from tests.support import flat
 
 COUNTS = (9, 9)
 SAMPLES = sum(COUNTS)
-HERE = __name__
+_FIRST_ROW, _ROW_BYTES = HEAD_BYTES + 8 * GROUP_ROWS, 48 * 4
+"""In a column."""
 
 
 @streamload.cache_module
@@ -203,40 +203,26 @@ class Rows(Stored):
             database.executemany("UPDATE rows SET value = ? WHERE place = ?", changed)
 
 
-class RowShards(Rows):
-    """Rows of a module in derived shards, made ahead, in the tier of a node."""
-
-    def run(self, url: str, cache: Path, *, is_other: bool = False, between: Between = lambda: None) -> Ran:
-        if not cache.exists():
-            from streamload.daemon.warm import warm
-
-            name = "OtherMeans" if is_other else "Means"
-            recipe = make_recipe(NamedFeatures(f"{HERE}:{name}", batch_size=4))
-            row_store.close_stores()
-            report = warm(url, cache_dir=cache, cache_size="1GB", prepare=recipe)
-            assert report.failures == {}
-        for folder in (cache, self.folder / "default"):  # what runs have computed themselves
-            shutil.rmtree(folder / "rows", ignore_errors=True)
-        assert all(self.files(cache)), list(cache.rglob("*"))
-        return super().run(url, cache, is_other=is_other, between=between)
+class Columns(Rows):
+    """Rows of a module, in the columns of the shards."""
 
     def files(self, cache: Path) -> list[list[Path]]:
-        return [[path] for path in sorted(derived(cache), key=lambda path: path.parent.name)]
+        return [[path] for path in sorted(cache.glob("columns/*/rows.*"))]
 
-    torn, flipped, swapped = Stored.torn, Stored.flipped, Stored.swapped
+    torn, swapped = Stored.torn, Stored.swapped
     replaced, evicted = Stored.replaced, Stored.evicted
+
+    def flipped(self, cache: Path) -> None:
+        for (path,) in self.files(cache):
+            data = bytearray(path.read_bytes())
+            for start in range(_FIRST_ROW, len(data), _ROW_BYTES):
+                data[start] ^= 4
+            path.write_bytes(data)
 
     def shifted(self, cache: Path) -> None:
         for (path,) in self.files(cache):
             data = path.read_bytes()
-            start = data.rindex(b"\x93NUMPY") + 128
-            path.write_bytes(rotated(data, start, start + 48 * 4 * COUNTS[0], 48 * 4))
-
-
-@streamload.cache_module
-class OtherMeans(Means):
-    def __init__(self) -> None:
-        super().__init__(2.0)
+            path.write_bytes(rotated(data, _FIRST_ROW, _FIRST_ROW + _ROW_BYTES * COUNTS[0], _ROW_BYTES))
 
 
 class Images(Stored):
@@ -309,7 +295,7 @@ class Facts(Stored):
 
 STORES: dict[str, type[Stored]] = {
     "rows": Rows,
-    "derived shards": RowShards,
+    "columns": Columns,
     "images": Images,
     "facts": Facts,
 }
@@ -321,6 +307,10 @@ def store(
 ) -> Iterator[Stored]:
     monkeypatch.setenv("STREAMLOAD_CACHE_DIR", str(tmp_path / "default"))
     monkeypatch.setenv("STREAMLOAD_CACHE_SIZE", "1GB")
+    if request.param == "columns":  # of shards with so few samples
+        monkeypatch.setattr(names, "LEAST_SAMPLES", 4)
+        monkeypatch.setattr(names, "FIRST", 4)
+        monkeypatch.setattr(columns, "FIRST", 4)
     yield STORES[request.param](tmp_path)
     row_store.close_stores()
 

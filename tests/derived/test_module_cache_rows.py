@@ -32,7 +32,7 @@ from streamload.cache.tier import Tier
 from streamload.derived import log_once
 from streamload.derived.proof import project_code
 from streamload.derived.store import disk, row_store
-from streamload.derived.store.catalog import collect_garbage, open_catalog
+from streamload.derived.store.catalog import open_catalog
 from streamload.derived.store.disk import DiskRows, RowCounts
 from streamload.derived.store.memory import MemoryRows
 from streamload.derived.store.results import Result, join, layout_of
@@ -774,23 +774,3 @@ def test_diskcache_isn_t_imported():
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.split() == ["False"]
-
-
-def test_rows_of_the_older_format_are_said_once_computed_again_and_removed_by_gc(tmp_path, caplog):
-    root = tmp_path / "rows"
-    (root / "0").mkdir(parents=True)
-    root.chmod(0o700)
-    (root / "0" / "cache.db").write_bytes(bytes(5000))
-    with caplog.at_level(logging.WARNING), opened(root) as store:
-        assert store.read([key(1)]) == {}
-        assert store.write([row(1)], "it") == 1
-        assert store.used_bytes > 5000
-    assert [record.message for record in caplog.records if "older format" in record.message] == [
-        f"{root}: rows of an older format (5.0 KB) are computed again; streamload features gc removes them"
-    ]
-    assert collect_garbage(root, stale=False, dry_run=True).databases == ["0"]
-    assert (root / "0").exists()
-    assert collect_garbage(root, stale=False, dry_run=False).databases == ["0"]
-    assert not (root / "0").exists()
-    with opened(root) as store:
-        assert key(1) in store.read([key(1)])

@@ -92,6 +92,11 @@ class Judge:
         self.verdict = self.after_look
 
 
+def names_in(batch):
+    """The label and name of each row that a queue stores."""
+    return [(rows.label, key) for rows, _ in batch for key in rows.names]
+
+
 def test_rows_sealed_together_are_those_sealed_one_by_one():
     bodies = np.arange(40, dtype=np.uint8).reshape(4, 10)
     together = seal_rows([name(at) for at in range(4)], b"layout", bodies, [0, 1, 2**64 - 1, 7])
@@ -102,7 +107,7 @@ def test_rows_sealed_together_are_those_sealed_one_by_one():
 
 def test_rows_are_stored_after_their_proof_and_dropped_without_it():
     written, dropped = [], []
-    queue = RowQueue(lambda rows, label: written.extend((label, key) for key, _ in rows), dropped.append)
+    queue = RowQueue(lambda batch: written.extend(names_in(batch)), dropped.append)
     good, bad = Judge(after_look=True), Judge(after_look=False)
     queue.add(computed([1, 2]), good)
     queue.add(computed([3]), good)
@@ -121,10 +126,10 @@ def test_a_call_waits_while_too_much_is_on_its_way(monkeypatch):
     monkeypatch.setattr(row_queue, "_MOST_BYTES", 150)
     may_write, began, written = threading.Event(), threading.Event(), []
 
-    def write(rows, label):
+    def write(batch):
         began.set()
         assert may_write.wait(30)
-        written.extend(rows)
+        written.extend(names_in(batch))
 
     queue = RowQueue(write, lambda count: None)
     queue.add(computed([1]), None)
@@ -136,16 +141,16 @@ def test_a_call_waits_while_too_much_is_on_its_way(monkeypatch):
     may_write.set()
     third.join(30)
     queue.flush()
-    assert [key for key, _ in written] == [name(1), name(2), name(3)]
+    assert [key for _, key in written] == [name(1), name(2), name(3)]
 
 
 def test_an_error_while_storing_is_said_once_and_later_rows_are_stored(caplog):
     written = []
 
-    def write(rows, label):
-        if label == "bad":
+    def write(batch):
+        if batch[0][0].label == "bad":
             raise MemoryError("no room for that")
-        written.extend(rows)
+        written.extend(names_in(batch))
 
     queue = RowQueue(write, lambda count: None)
     for at in range(3):
@@ -153,7 +158,7 @@ def test_an_error_while_storing_is_said_once_and_later_rows_are_stored(caplog):
         queue.flush()
     queue.add(computed([7]), None)
     queue.flush()
-    assert [key for key, _ in written] == [name(7)]
+    assert [key for _, key in written] == [name(7)]
     assert caplog.text.count("no room for that") == 1
     assert not queue.holds([name(0)])
 

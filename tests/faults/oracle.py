@@ -42,7 +42,7 @@ LETTERS = {
     "S": "no secret, and no request, goes where it isn't meant to",
 }
 _DIGEST = re.compile(r"[0-9a-f]{32}")
-_ROOMS = {"parts", "shards", "bare", "gone", "runs", "trash"}
+_ROOMS = {"parts", "shards", "bare", "gone", "columns", "runs", "trash"}
 
 
 @dataclass
@@ -109,7 +109,9 @@ class Attempt:
         with Descriptor.open(root / "lock", os.O_RDONLY) as lock:
             noted = usage_of(lock)
         used_bytes = Directory(root, Counters()).used_bytes
-        self.check("K", noted is None or used_bytes <= noted, f"{used_bytes:,} bytes taken, {noted} noted")
+        self.check(
+            "K", noted is None or used_bytes <= noted.total, f"{used_bytes:,} bytes taken, {noted} noted"
+        )
 
     def check_next_start(self, data: Truth, limit_bytes: int = 1 << 30, root: Path | None = None) -> None:
         """T, N, B, C: a new reader gets everything, and after the next start nothing is there but shards."""

@@ -12,7 +12,10 @@ from typing import Any
 from unittest import mock
 
 from streamload.cache import memory
+from streamload.cache.inventory import foreign
 from streamload.cache.locks import is_locked
+from streamload.cache.tier import Tier
+from streamload.columns.columns import Address, is_address
 from streamload.derived.store.catalog import open_catalog, verify
 from streamload.derived.store.database import DATABASE, FILES, KEY_BYTES
 from streamload.derived.store.row_store import CacheLevel, RowPlace, RowStore
@@ -59,7 +62,7 @@ def _kill_writers(attempt: Attempt) -> None:
     )
     seen: set[int] = set()
     reader = RowStore(replace(place, level=CacheLevel.DISK))
-    with DiskWatch(place.root) as watch, ExitStack() as stack:
+    with DiskWatch(place.root.parent) as watch, ExitStack() as stack:
         living = [_start(attempt, place, stack) for _ in range(_WRITERS)]
         for _ in range(_KILLS):
             victim = living.pop(0)
@@ -101,7 +104,11 @@ def _read_and_store(stage: Stage, store: RowStore, numbers: Sequence[int]) -> No
     if wrong:
         raise AssertionError(f"rows with other bytes were read: {wrong}")
     stage.enter("storing")
-    store.write([(_key(at), seal(_key(at), _LAYOUT, _body(at), at)) for at in numbers], _LABEL)
+    of_calls, of_samples = (
+        [at for at in numbers if is_address(_key(at)) == is_of_sample] for is_of_sample in (False, True)
+    )
+    store.write([(_key(at), seal(_key(at), _LAYOUT, _body(at), at)) for at in of_calls], _LABEL)
+    store.write_columns([(_key(at), _LAYOUT, _body(at)) for at in of_samples], _LABEL)
 
 
 def _read(store: RowStore, numbers: Sequence[int]) -> tuple[set[int], list[int]]:
@@ -141,10 +148,12 @@ def _look(attempt: Attempt, reader: RowStore, seen: set[int], is_little: bool) -
 
 
 def _check_what_is_left(attempt: Attempt, place: RowPlace) -> None:
-    """T, C: only the database and two files for locks, which are free; all verifies."""
+    """T, C: only the database, two files for locks, which are free, and columns; all verifies."""
     root = place.root
+    strange = [str(entry.path) for entry in foreign(Tier.open(root.parent))]
+    attempt.check("T", not strange, f"left: {strange}")
     left = {str(path.relative_to(root)) for path in root.rglob("*")}
-    belongs = {"r0", "lock", "writing", *(f"r0/{name}" for name in FILES)}
+    belongs = {"r0", "lock", "writing", "reserved", *(f"r0/{name}" for name in FILES)}
     attempt.check("T", f"r0/{DATABASE}" in left <= belongs, f"left: {sorted(left)}")
     locked = [name for name in ("lock", "writing") if is_locked(root / name)]
     attempt.check("T", not locked, f"still locked: {locked}")
@@ -154,7 +163,10 @@ def _check_what_is_left(attempt: Attempt, place: RowPlace) -> None:
 
 
 def _key(number: int) -> bytes:
-    return number.to_bytes(KEY_BYTES, "big")
+    """Of a call, or of a sample of one of three shards."""
+    if number % 2:
+        return number.to_bytes(KEY_BYTES, "big")
+    return Address(bytes(16), bytes([number % 3] * 16), number, number + 1).pack()
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _BLOCK_BYTES = 4096
-ROOMS = ("parts", "shards", "bare", "gone", "trash")
+ROOMS = ("parts", "shards", "bare", "gone", "columns", "trash")
 """What counts against the limit: all that isn't of a fixed small size."""
 
 

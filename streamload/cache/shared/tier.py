@@ -5,6 +5,7 @@
     shards/<digest>/index       written last: version, entries, checksums, and the name of the data object
     shards/<digest>/facts.…     values of a column of facts (facts.py)
     prepared/<recipe>/<digest>/ the same for shards prepared by a recipe
+    columns/<name>/rows.…       rows of samples in blocks (streamload/columns/blocks.py)
 
 It may be offline, slow, full, read-only, damaged or eventually consistent: then it is asked less, which is
 logged once and counted, and the origins serve instead. Bytes are verified before they are handed on. Writing
@@ -253,6 +254,24 @@ class SharedTier:
                 return
         self._write_format()
         self.objects.write(self._name(shard, name), data)
+
+    def column(self, name: str) -> bytes | None:
+        """Read an object of columns; None if there is none.
+
+        Raises:
+            SharedTierError: it doesn't answer, or has another format.
+            CacheCorrupt: the object is larger than any that is stored.
+        """
+        return self._read(name) if self.check_format() else None
+
+    def store_column(self, name: str, data: bytes) -> None:
+        """Store an object of columns, or replace it.
+
+        Raises:
+            SharedTierError: the shared cache doesn't accept it.
+        """
+        self._write_format()
+        self.objects.write(name, data)
 
     def attempt(self, act: Callable[[], _Result], shard: Shard) -> _Result | None:
         """Run a request that the origin could serve as well; None if it fails or the breaker is open.

@@ -44,7 +44,7 @@ def export(
         if keys is not None:
             say(f"{exported.named:,} of them have keys of {keys}")
         if exported.damaged:
-            say(f"left out: {exported.damaged:,} damaged rows (streamload features verify --delete)")
+            say(f"left out: {exported.damaged:,} damaged rows (streamload cache verify --repair)")
     if exported.damaged:
         raise typer.Exit(1)
 

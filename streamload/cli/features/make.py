@@ -20,6 +20,7 @@ from streamload.cli.options import (
     StorageOptions,
     TextKey,
     Urls,
+    shared_of,
     storage_options_of,
 )
 from streamload.errors import OptionError
@@ -75,8 +76,8 @@ def make(
 ) -> None:
     """Compute the features of all samples, and store them where a training finds them.
 
-    Without --shared-cache they are stored as rows of this node. With it derived shards are made in the shared
-    cache: each by one of the machines that run this command at the same time, or by a node of --ray.
+    Without --shared-cache they are rows of this node. With it they are stored there for other nodes:
+    those of each shard by one of the machines that run this command at the same time, or by a node of --ray.
 
     Stop it at any time: a second call computes what is missing. Rows are found by a training whose module,
     transform and image_key are the same; `streamload features why` names what differs. Several of these may
@@ -109,7 +110,7 @@ def _make_shards(
     as_json: bool,
     **options: Any,  # of ServiceOptions
 ) -> None:
-    """Make derived shards in the shared cache; the exit code is 1 if not all of them could be made."""
+    """Make rows in the shared cache; the exit code is 1 if those of some shards could not be made."""
     from streamload.cache.copying import folders_to_copy
     from streamload.cache.shard import ShardList
     from streamload.cli.daemon import print_failures, run_to_end
@@ -121,10 +122,10 @@ def _make_shards(
     listed = expand_urls(urls)
     if any(ShardList(listed, None, copied=folders_to_copy(listed, read_settings().copy)).are_local()):
         raise OptionError(
-            "files of this machine have no derived shards in a shared cache: give URLs of an origin, or "
-            "leave out --shared-cache"
+            "rows of files of this machine aren't shared: give URLs of an origin, or leave out --shared-cache"
         )
-    recipe = feature_recipe(named, options["cache_dir"])
+    shared = shared_of(options["shared_cache"], options["shared_cache_options"])
+    recipe = feature_recipe(named, options["cache_dir"], shared)
     service = ServiceOptions(
         urls=tuple(urls), prepare=recipe, into="shared", once=True, notices="none", listen="none", **options
     )
@@ -141,8 +142,9 @@ def _make_shards(
         print(json.dumps(report))
     else:
         print(
-            f"{status.held:,} of {status.wanted:,} derived shards are in the shared cache, {status.done:,} "
-            f"were made now: {report['computed']:,} features were computed here, {report['found']:,} read"
+            f"the rows of {status.held:,} of {status.wanted:,} shards are in the shared cache, those of "
+            f"{status.done:,} were made now: {report['computed']:,} features were computed here, "
+            f"{report['found']:,} read"
         )
         print_failures(status)
     if not status.is_complete:

@@ -1,4 +1,4 @@
-"""The options of the features commands, the rows and derived shards that they select, and these for JSON."""
+"""The options of the features commands, the rows that they select, and these for JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from streamload.cli.options import roots_of, storage_options_of
+from streamload.cli.options import storage_options_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from streamload.derived.store.catalog import Catalog
     from streamload.derived.store.database import FingerprintRows
-    from streamload.derived.store.shard_catalog import FingerprintShards, RowShards
 
 Directory = Annotated[
     str | None,
@@ -28,9 +27,11 @@ Directory = Annotated[
 ]
 SharedCache = Annotated[
     str | None,
-    typer.Option("--shared-cache", help="Also the derived shards in this shared cache.", show_default=False),
+    typer.Option("--shared-cache", help="Also what this shared cache says of rows.", show_default=False),
 ]
 Fingerprint = Annotated[str, typer.Argument(help="The first hexadecimal digits, as many as tell it apart.")]
+Notes = dict[str, dict[str, Any]]
+"""The parts of fingerprints."""
 SHORT = 12
 """So many digits of a fingerprint are shown."""
 
@@ -49,29 +50,21 @@ def rows_at(directory: str | None, *, writable: bool = False) -> AbstractContext
     return open_catalog(root_of(directory), writable=writable)
 
 
-def places_of(
-    directory: str | None, shared_cache: str | None, shared_cache_options: str | None
-) -> list[RowShards]:
-    """Places where derived shards are looked up: this node's caches that exist, and the shared cache."""
+def notes_in(shared_cache: str | None, shared_cache_options: str | None, prefixes: Iterable[str]) -> Notes:
+    """What a shared cache says of the fingerprints that begin with some digits, by fingerprint."""
+    if shared_cache is None:
+        return {}
     from streamload.cache.shared.objects import Objects, refuse_url
-    from streamload.cache.tier import Tier
-    from streamload.derived.store.shard_catalog import NodeRowShards, SharedRowShards
-    from streamload.options import read_settings
+    from streamload.cache.shared.tier import SharedTier
+    from streamload.features.sharing import noted_fingerprints, read_note
+    from streamload.metrics import Counters
 
-    free_disk = read_settings().free_disk
-    roots = dict.fromkeys(roots_of(None if directory is None else [directory]))
-    tiers = [Tier.open(root, free_disk=free_disk) for root in roots if (root / "tier.json").is_file()]
-    places: list[RowShards] = [NodeRowShards(tier) for tier in tiers]
-    if shared_cache is not None:
-        refuse_url(shared_cache, "--shared-cache")
-        storage = storage_options_of(shared_cache_options, "--shared-cache-options")
-        places.append(SharedRowShards(Objects(shared_cache, storage)))
-    return places
-
-
-def fingerprints_in(places: Iterable[RowShards]) -> list[FingerprintShards]:
-    """The derived shards in these places, by fingerprint."""
-    return [entry for place in places for entry in place.fingerprints()]
+    refuse_url(shared_cache, "--shared-cache")
+    storage = storage_options_of(shared_cache_options, "--shared-cache-options")
+    tier = SharedTier(Objects(shared_cache, storage), Counters())
+    chosen = [name for name in noted_fingerprints(tier) if name.startswith(tuple(prefixes))]
+    notes = ((name, read_note(tier, bytes.fromhex(name))) for name in chosen)
+    return {name: note["parts"] for name, note in notes if note is not None}
 
 
 def rows_as_dict(rows: FingerprintRows) -> dict[str, Any]:
@@ -85,20 +78,4 @@ def rows_as_dict(rows: FingerprintRows) -> dict[str, Any]:
         "size_bytes": rows.size_bytes,
         "last_stored": as_time(rows.stored_at),
         "last_read": None if rows.read_at is None else as_time(rows.read_at),
-    }
-
-
-def shards_as_dict(held: FingerprintShards) -> dict[str, Any]:
-    """The derived shards of a fingerprint for JSON."""
-    from streamload.cache.inventory import as_time
-
-    return {
-        "where": held.where,
-        "label": held.label,
-        "fingerprint": held.fingerprint,
-        "shards": len(held.shards),
-        "rows": held.rows,
-        "size_bytes": held.size_bytes,
-        "last_used": as_time(held.used_at),
-        "unreadable": sum(bool(shard.cause) for shard in held.shards),
     }

@@ -12,18 +12,15 @@ from streamload.cli.features.options import (
     Directory,
     Fingerprint,
     SharedCache,
-    fingerprints_in,
-    places_of,
+    notes_in,
     rows_as_dict,
     rows_at,
-    shards_as_dict,
 )
 from streamload.cli.options import AsJson, SharedCacheOptions
 from streamload.cli.terminal import format_bytes, print_json, print_table, say
 
 if TYPE_CHECKING:
-    from streamload.derived.store.catalog import Catalog
-    from streamload.derived.store.shard_catalog import FingerprintShards
+    pass
 
 _PLAIN = ("int", "complex", "range", "slice", "ellipsis", "dtype", "device", "path", "code", "layout")
 _BRACKETS = {
@@ -48,35 +45,24 @@ def show(
     """
     from streamload.derived.store.sealed import flat
 
-    held = fingerprints_in(places_of(directory, shared_cache, shared_cache_options))
+    notes = notes_in(shared_cache, shared_cache_options, [fingerprint.lower()])
     with rows_at(directory) as catalog:
-        chosen = catalog.find(fingerprint, (entry.fingerprint for entry in held))
-        shards = [entry for entry in held if entry.fingerprint == chosen.hex()]
-        parts = _parts(catalog, chosen, held)
+        chosen = catalog.find(fingerprint, notes)
+        parts = catalog.parts(chosen) or notes.get(chosen.hex())
         rows = [rows_as_dict(entry) for entry in catalog.fingerprints() if entry.fingerprint == chosen]
     values = None if parts is None else flat(parts)
     if as_json:
-        listed = [shards_as_dict(entry) for entry in shards]
-        report = {"fingerprint": chosen.hex(), "rows": rows, "derived": listed, "parts": values}
-        print_json(report)
+        print_json({"fingerprint": chosen.hex(), "rows": rows, "parts": values})
     else:
-        _print(chosen.hex(), rows, shards, values)
+        _print(chosen.hex(), rows, values)
 
 
-def _print(
-    fingerprint: str,
-    rows: list[dict[str, Any]],
-    shards: list[FingerprintShards],
-    values: dict[str, Any] | None,
-) -> None:
+def _print(fingerprint: str, rows: list[dict[str, Any]], values: dict[str, Any] | None) -> None:
     say(fingerprint)
     for row in rows:
         size = format_bytes(row["size_bytes"])
         say(f"{row['label']}: {row['rows']:,} rows, {size}, last stored {row['last_stored']}")
-    for held in shards:
-        count, size = len(held.shards), format_bytes(held.size_bytes)
-        say(f"{held.label}: {count:,} derived shards with {held.rows:,} rows, {size}, in {held.where}")
-    if not (rows or shards):
+    if not rows:
         say("no rows: only its note is left")
     if values is None:
         say("no note: it went to make room, or is damaged; the rows are read all the same")
@@ -97,11 +83,10 @@ def why(
     from streamload.derived.store.sealed import compared
     from streamload.errors import OptionError
 
-    held = fingerprints_in(places_of(directory, shared_cache, shared_cache_options))
-    fingerprints = [entry.fingerprint for entry in held]
+    notes = notes_in(shared_cache, shared_cache_options, [a.lower(), b.lower()])
     with rows_at(directory) as catalog:
-        first, second = (catalog.find(prefix, fingerprints) for prefix in (a, b))
-        parts = [_parts(catalog, chosen, held) for chosen in (first, second)]
+        first, second = (catalog.find(prefix, notes) for prefix in (a, b))
+        parts = [catalog.parts(chosen) or notes.get(chosen.hex()) for chosen in (first, second)]
         for fingerprint, described in zip((first, second), parts, strict=True):
             if described is None:
                 raise OptionError(
@@ -119,12 +104,6 @@ def why(
             for name, *values in differing
         ]
         print_table(("part", first.hex()[:SHORT], second.hex()[:SHORT]), shown)
-
-
-def _parts(catalog: Catalog, fingerprint: bytes, held: list[FingerprintShards]) -> dict[str, Any] | None:
-    """The readable parts of a fingerprint, by its note beside rows or by a derived shard."""
-    of_shards = (entry.parts for entry in held if entry.fingerprint == fingerprint.hex())
-    return catalog.parts(fingerprint) or next((parts for parts in of_shards if parts is not None), None)
 
 
 def text_of(described: Any) -> str:

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from streamload.derived.store.keys import SampleKey
 from streamload.derived.store.results import ResultLayout, dtype_of, layout_of
 from streamload.derived.store.sealed import Row
 from streamload.errors import FeatureNotCacheable
 
 Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
-RowKey = tuple[Any, ...]
 
 
 class FeatureStart(NamedTuple):
@@ -39,19 +39,17 @@ class FeaturesRead(NamedTuple):
     fingerprint: str  # under which rows were looked for
     layout: bytes  # of the rows; empty if there are none
     missing: list[int]  # the places in the batch of those that aren't there
-    keys: list[RowKey]  # of the rows whose inputs came with the batch: the missing ones, then canaries
+    keys: list[SampleKey]  # of the rows whose inputs came with the batch: the missing ones, then canaries
     places: list[int]  # of these in the batch
     samples: int  # of the batch
     read_ns: int  # the time it took to read rows
     reads: bytes = b""  # `ReadNames.written` of making the first inputs, if that was watched
 
 
-def shown(key: RowKey) -> Any:
+def shown(key: SampleKey) -> Any:
     """The sample's key, or the text, in the key of a row: for messages."""
-    name, content = key[:2]
-    if isinstance(content, str):  # of a text, or of its ids
-        return content if name == "text" else key
-    return name
+    content = key.key
+    return content[1] if isinstance(content, tuple) and content[0] == "text" else content
 
 
 def stacked(rows: Sequence[Row | None], allocate: Allocate) -> tuple[bytes, torch.Tensor | None]:

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from streamload.columns.columns import Columns
 from streamload.derived.calls.feature_rows import (
     FeaturesRead,
     FeatureStart,
@@ -247,6 +248,12 @@ class BoundFeatures:
         """The autocasts of all calls so far, in this run and earlier ones; "": none."""
         note = store.read_note(_CALLED + self._base)
         return [] if note is None else note.decode().split(",")
+
+    @property
+    def columns(self) -> Columns | None:
+        """The columns of its rows; None: they are elsewhere, or aren't stored."""
+        store = self._store()
+        return None if store is None else store.columns
 
     def fingerprint(self) -> Fingerprint | None:
         """Under which rows are found now; None: rows are neither read nor stored."""

@@ -64,7 +64,7 @@ _places = random.Random()
 """Chooses rows to compare: no seed of the user's is touched."""
 os.register_at_fork(after_in_child=_places.seed)
 _NO_NAME = b"%d"
-"""In place of the name of a row whose key is None: it has another length, and is never stored."""
+"""In place of the name of a row that has none: it is shorter, and is never stored."""
 
 
 def stored_result(module: Any, store: RowStore, args: tuple[Any, ...], cache_key: Any) -> tuple[Any] | None:
@@ -211,9 +211,12 @@ class Call:
         self._has_new_reads = False
         naming = Naming(self.fingerprint.digest, self._context(), is_row=self.rows is not None)
         self._place(
-            [_NO_NAME % number if key is None else naming.name(key) for number, key in enumerate(self.keys)]
+            [
+                (b"" if key is None else naming.name(key)) or _NO_NAME % number
+                for number, key in enumerate(self.keys)
+            ]
         )
-        rows = self.store.read([name for name in self.unique if len(name) == KEY_BYTES], self._label)
+        rows = self.store.read([name for name in self.unique if len(name) >= KEY_BYTES], self._label)
         self.stored: list[Row | None] = list(map(rows.get, self.unique))
         self._canaries: set[int] = set()
         if self._samples is not None and self._samples.fingerprint == str(self.fingerprint):
@@ -456,7 +459,7 @@ class Call:
 
     def _store(self, result: Result, places: Sequence[int]) -> None:
         """Store rows, soon, if the module is what its fingerprint said before it computed them."""
-        named = [number for number, place in enumerate(places) if len(self.unique[place]) == KEY_BYTES]
+        named = [number for number, place in enumerate(places) if len(self.unique[place]) >= KEY_BYTES]
         if not named or self._has_new_reads:  # the next call has names by what is read
             return
         proof, store, fingerprint = self.proof, self.store, self.fingerprint

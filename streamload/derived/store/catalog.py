@@ -1,5 +1,7 @@
 """Inventory of a directory of rows, by fingerprint: to list, verify and delete rows, and what is left over.
 
+It covers the database of rows of calls, and the columns of samples beside it.
+
 Reading changes neither rows nor the order in which they will go, and works on a read-only disk. A directory
 that is missing or has no database is one without rows. A row that is deleted is computed again.
 """
@@ -21,6 +23,10 @@ import numpy as np
 
 from streamload.cache.directory import check_owner
 from streamload.cache.locks import exclusive
+from streamload.cache.tier import Tier
+from streamload.columns.catalog import fingerprints as columns_by_fingerprint
+from streamload.columns.catalog import remove as remove_columns
+from streamload.columns.catalog import rows_of, seeds_of
 from streamload.derived.store.database import (
     DATABASE,
     ERRORS,
@@ -40,6 +46,7 @@ from streamload.derived.store.row_store import RowPlace, RowStore
 from streamload.derived.store.sealed import (
     NOTE,
     LeafFiles,
+    Row,
     kind_of,
     leaf_name,
     read_parts,
@@ -51,6 +58,8 @@ from streamload.errors import CacheCorrupt, CacheError, OptionError
 _YOUNG_SECONDS = 600.0
 """A note is written right before its first rows."""
 _MOST_LAYOUTS = 64
+COLUMNS = -1
+"""The number of rows that are in columns (`FingerprintRows.number`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +77,15 @@ class Catalog:
     def fingerprints(self) -> list[FingerprintRows]:
         """All rows, by label and then by the last use."""
         rows = self.database.fingerprints()
+        if held := columns_by_fingerprint(self.root.parent):
+            labels = {key[len(NOTE) :]: label for key, label, *_ in self.database.notes()}
+            rows += [
+                FingerprintRows(
+                    *(COLUMNS, labels.get(columns.fingerprint, ""), columns.fingerprint, columns.rows),
+                    *(columns.size_bytes, columns.stored_at, None),
+                )
+                for columns in held
+            ]
         return sorted(rows, key=lambda row: (row.label, row.used_at, row.fingerprint))
 
     def notes(self) -> dict[bytes, float]:
@@ -104,16 +122,45 @@ class Catalog:
         listed = ", ".join(digits[:12] for digits in (begin or all_of_them)[:8])
         raise OptionError(f"{which} with {prefix!r} in {self.root}; there are {listed}")
 
-    def rows(self, fingerprint: bytes, number: int | None = None) -> Iterator[tuple[bytes, bytes]]:
-        """The names and bytes of a fingerprint's rows in the order of names, unchecked.
+    def rows(self, fingerprint: bytes, number: int | None = None) -> Iterator[tuple[bytes, Row | None]]:
+        """The names and rows of a fingerprint in the order of names; None in place of a damaged row.
+
+        The name of a sample's row is the fingerprint, the name of its shard's columns and its place there. It
+        isn't checked: its checksum tells only together with the sample.
 
         Args:
-            number: of the fingerprint under one label; None: under all.
+            number: of the rows, as `FingerprintRows` has it; None: all of them.
         """
-        for part in self.database.rows_of(fingerprint, number):
+        for part in () if number == COLUMNS else self.database.rows_of(fingerprint, number):
             for key, data in part:
                 if type(key) is bytes and len(key) == KEY_BYTES and type(data) is bytes:
-                    yield key, data
+                    row = None
+                    with contextlib.suppress(CacheCorrupt):
+                        row = read_row(key, data)
+                    yield key, row
+        for column_row in rows_of(self.root.parent, fingerprint) if number in (None, COLUMNS) else ():
+            layout, body = column_row.row
+            name = fingerprint + column_row.name + column_row.place.to_bytes(4, "big")
+            yield name, Row(layout, body, 0)
+
+    def delete(self, rows: FingerprintRows) -> int:
+        """Delete all rows of a fingerprint in one place; return how many."""
+        if rows.number != COLUMNS:
+            return self.database.delete_fingerprint(rows)
+        for columns in columns_by_fingerprint(self.root.parent):
+            if columns.fingerprint == rows.fingerprint:
+                remove_columns(columns)
+                return columns.rows
+        return 0
+
+    def clear(self, label: str | None) -> int:
+        """Delete the rows and notes of a label, or all; return how many rows that were."""
+        return self.clear_columns(label) + self.database.clear(label)
+
+    def clear_columns(self, label: str | None) -> int:
+        """Delete the columns of a label, or all; return how many rows that were."""
+        of_columns = [rows for rows in self.fingerprints() if rows.number == COLUMNS]
+        return sum(self.delete(rows) for rows in of_columns if label in (None, rows.label))
 
 
 @contextlib.contextmanager
@@ -164,6 +211,7 @@ class VerifiedRows:
 
     rows: int = 0
     notes: int = 0
+    unproved: int = 0  # rows of columns that pass for no sample in the cache: others can't be told
     read_bytes: int = 0
     damages: list[DamagedRow] = field(default_factory=list)
 
@@ -186,7 +234,27 @@ def verify(catalog: Catalog) -> Iterator[VerifiedRows]:
             verified.rows += 1
             verified.add((place, stored), key, labels.get(number, ""), data)
         yield verified
+    yield from _verify_columns(catalog, verified)
     yield verified
+
+
+def _verify_columns(catalog: Catalog, verified: VerifiedRows) -> Iterator[VerifiedRows]:
+    """Compare the rows of columns with their checksums, where the shards of their samples are here.
+
+    A row that doesn't pass is no damage: it is one that isn't there, as after a change of its sample.
+    """
+    home = catalog.root.parent
+    seeds = seeds_of(Tier.open(home)) if (home / "tier.json").is_file() else {}
+    for columns in columns_by_fingerprint(home):
+        for column_row in rows_of(home, columns.fingerprint):
+            verified.rows += 1
+            verified.read_bytes += len(column_row.row[1])
+            place, shards = column_row.place, seeds.get(column_row.name, ())
+            samples = [int(checksums[place]) for checksums in shards if place < len(checksums)]
+            is_whole = any(map(column_row.is_whole, samples))
+            verified.unproved += not is_whole
+            if not verified.rows % 1000:
+                yield verified
 
 
 def _cause(key: Any, data: Any) -> str:
@@ -229,7 +297,7 @@ class Garbage:
     """Rows of fingerprints that aren't the newest of their kind."""
     notes: list[bytes] = field(default_factory=list)  # fingerprints of which only the note was left
     databases: list[str] = field(default_factory=list)
-    """The names of those that were replaced, or are of an older format."""
+    """The names of those that were replaced."""
     size_bytes: int = 0  # of all that
 
 
@@ -264,7 +332,7 @@ def collect_garbage(root: Path, *, stale: bool, dry_run: bool) -> Garbage:
         )
         if not dry_run:
             for item in garbage.stale:
-                catalog.database.delete_fingerprint(item)
+                catalog.delete(item)
             catalog.database.delete_notes(NOTE + item for item in garbage.notes)
             if garbage.stale:
                 catalog.database.shrink()
@@ -299,7 +367,7 @@ def export(
 
         OUT/fingerprint.json          the fingerprint and its readable parts
         OUT/layout-0/layout.json      what the results look like, and of each leaf its file, dtype and shape
-        OUT/layout-0/names.npy        S64[rows]: the rows' names, hexadecimal digits
+        OUT/layout-0/names.npy        S64[rows] or S72[rows]: the rows' names, hexadecimal digits
         OUT/layout-0/keys.txt         their keys, one a line; an empty line: it isn't among those given
         OUT/layout-0/leaf-0.npy       [rows, …]: a tensor or array of the results, in the order of the names
 
@@ -329,10 +397,8 @@ def _write(catalog: Catalog, fingerprint: bytes, folder: Path, keys: Mapping[byt
     exported = Exported()
     layouts: dict[bytes, tuple[Path, LeafFiles, list[bytes]]] = {}
     with contextlib.ExitStack() as stack:
-        for name, data in catalog.rows(fingerprint):
-            try:
-                row = read_row(name, data)
-            except CacheCorrupt:
+        for name, row in catalog.rows(fingerprint):
+            if row is None:
                 exported.damaged += 1
                 continue
             if row.layout not in layouts:
@@ -350,7 +416,7 @@ def _write(catalog: Catalog, fingerprint: bytes, folder: Path, keys: Mapping[byt
             names.append(name)
         for place, files, names in layouts.values():
             (place / "layout.json").write_text(json.dumps(files.finish(), indent=1))
-            np.save(place / "names.npy", np.array([name.hex() for name in names], f"S{2 * KEY_BYTES}"))
+            np.save(place / "names.npy", np.array([name.hex().encode() for name in names]))
             if keys is not None:
                 lines = [f"{keys.get(name, '')}\n" for name in names]
                 (place / "keys.txt").write_text("".join(lines), encoding="utf-8")

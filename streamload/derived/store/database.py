@@ -28,8 +28,6 @@ from streamload.errors import CacheError
 KEY_BYTES, FINGERPRINT_BYTES = 32, 16
 DATABASE = "rows.db"
 FILES = (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm")
-OLD_FILES = ("cache.db", "cache.db-wal", "cache.db-shm")
-"""Of databases of before, which diskcache made."""
 WAIT_SECONDS = 20.0
 _FORMAT = 2
 _SCHEMA = """
@@ -547,24 +545,14 @@ def homes(root: Path) -> list[Path]:
     return [root / f"r{number}" for number in numbers]
 
 
-def old_homes(root: Path) -> list[Path]:
-    """The directories of databases of older versions, whose rows aren't read any more."""
-    with contextlib.suppress(OSError):
-        names = [entry.name for entry in os.scandir(root)]
-        return [
-            root / name for name in sorted(names) if name.isdecimal() and size_of(root / name / OLD_FILES[0])
-        ]
-    return []
-
-
 def replaced_homes(root: Path) -> list[Path]:
-    """The directories of databases that others have replaced, and of those of older versions."""
-    return [*old_homes(root), *homes(root)[:-1]]
+    """The directories of databases that others have replaced."""
+    return homes(root)[:-1]
 
 
 def used_bytes(root: Path) -> int:
-    """Bytes of the files on disk: of the database in use, and of those of older versions."""
-    return sum(map(bytes_on_disk, (*old_homes(root), *homes(root)[-1:])))
+    """Bytes of the files of the database in use."""
+    return sum(map(bytes_on_disk, homes(root)[-1:]))
 
 
 def current_home(root: Path) -> Path | None:
@@ -582,7 +570,7 @@ def current_home(root: Path) -> Path | None:
 
 def bytes_on_disk(home: Path) -> int:
     """Bytes of the files of a database."""
-    return sum(size_of(home / name) for name in (*FILES, *OLD_FILES))
+    return sum(size_of(home / name) for name in FILES)
 
 
 def size_of(path: Path) -> int:
@@ -610,7 +598,7 @@ def is_broken(error: Exception) -> bool:
 
 def remove(home: Path) -> None:
     """Remove a database and its directory, if nothing else is in it; who has it open goes on with it."""
-    for name in (*FILES, *OLD_FILES):
+    for name in FILES:
         (home / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         home.rmdir()

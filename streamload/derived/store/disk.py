@@ -28,18 +28,15 @@ from streamload.derived.store.database import (
     DATABASE,
     ERRORS,
     Database,
-    bytes_on_disk,
     current_home,
     homes,
     is_broken,
-    old_homes,
     remove,
     transactions,
     used_bytes,
 )
 from streamload.derived.store.sealed import Row, read_row, seal, unseal
 from streamload.errors import CacheCorrupt, CacheError
-from streamload.metrics import format_bytes
 
 _T = TypeVar("_T")
 SealedRow = tuple[bytes, "bytes | memoryview"]
@@ -153,7 +150,7 @@ class DiskRows:
     def write(self, rows: Sequence[SealedRow], label: str) -> int:
         """Store sealed rows, as many as there is room for; older ones go. Returns how many are stored now."""
         stored = 0
-        limit_bytes = self._room(sum(len(data) for _, data in rows) + 200 * len(rows))
+        limit_bytes = self._limit_bytes(sum(len(data) for _, data in rows) + 200 * len(rows))
         is_full = self.used_bytes > limit_bytes * _FULL_ENOUGH
         parts = list(transactions(rows, limit_bytes, is_full=is_full))
         for part in parts:
@@ -206,16 +203,6 @@ class DiskRows:
 
     def _limit_bytes(self, new_bytes: int = 0) -> int:
         return 0 if self._limit is None else self._limit(self.used_bytes, new_bytes)
-
-    def _room(self, new_bytes: int) -> int:
-        """Limit of all, with room for more if others can make it."""
-        used_bytes, limit_bytes = self.used_bytes, self._limit_bytes(new_bytes)
-        if used_bytes + new_bytes > limit_bytes and (old := old_homes(self.root)):
-            with exclusive(self.root / "lock"):
-                for home in old:
-                    remove(home)
-            log_once(f"{self.root}: rows of an older format were removed, as their room is needed")
-        return limit_bytes
 
     def _store(
         self, opened: Database, rows: Sequence[SealedRow], label: str, limit_bytes: int, *, is_last: bool
@@ -275,14 +262,7 @@ class DiskRows:
         with exclusive(self.root / "lock"):
             for replaced in homes(self.root)[:-1]:
                 remove(replaced)
-            home = current_home(self.root)
-            if home is None and (old := old_homes(self.root)):
-                size = format_bytes(sum(map(bytes_on_disk, old)))
-                log_once(
-                    f"{self.root}: rows of an older format ({size}) are computed again; "
-                    f"streamload features gc removes them"
-                )
-            self._home = home or self.root / "r0"
+            self._home = current_home(self.root) or self.root / "r0"
             self._home.mkdir(mode=0o700, exist_ok=True)
             limit_bytes = self._limit_bytes()
             with exclusive(self.root / "writing"):

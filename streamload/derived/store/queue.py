@@ -1,6 +1,6 @@
-"""Rows on their way from a module's calls into the database: a thread of this process stores them.
+"""Rows on their way from a module's calls to the disk: a thread of this process stores them.
 
-computed → proved, by a look at the whole module after they were computed → sealed and stored, by the thread
+computed → proved, by a look at the whole module after they were computed → stored, by the thread
 
 A row is stored only when its module was found to be the same after it was computed as before. Looking at all
 of a module takes long, so one look proves the rows of many calls. A process that is killed loses rows that
@@ -22,7 +22,6 @@ import numpy as np
 
 from streamload import limits
 from streamload.derived import log_once
-from streamload.derived.store.sealed import seal_rows
 from streamload.errors import LimitReached
 
 _LINGER_SECONDS = 0.2
@@ -68,20 +67,24 @@ class ComputedRows:
     computed_at: float = field(default_factory=time.monotonic)  # when that was, `time.monotonic()`
 
 
+StoredBatch = tuple[ComputedRows, Material]
+"""The rows of a call, and what they are."""
+
+
 class RowQueue:
     """Rows of a store that aren't stored yet. Safe among threads; a forked child must not use its parent's.
 
     Args:
-        write: stores sealed rows under a label; called by one thread at a time.
+        write: stores rows of one label; called by one thread at a time.
         on_dropped: called with how many rows aren't stored since their module has changed meanwhile.
     """
 
-    def __init__(self, write: Callable[[Sequence[Any], str], None], on_dropped: Callable[[int], None]):
+    def __init__(self, write: Callable[[Sequence[StoredBatch]], None], on_dropped: Callable[[int], None]):
         self._write = write
         self._on_dropped = on_dropped
         self._changed = threading.Condition()
         self._unproved: list[tuple[ComputedRows, Prover]] = []
-        self._waiting: deque[tuple[ComputedRows, Material]] = deque()
+        self._waiting: deque[StoredBatch] = deque()
         self._names: Counter[bytes] = Counter()
         self._bytes = 0
         self._thread: threading.Thread | None = None
@@ -182,12 +185,7 @@ class RowQueue:
         with self._writing:
             while batch := self._next():
                 try:
-                    sealed = [
-                        row
-                        for rows, (bodies, digests) in batch
-                        for row in seal_rows(rows.names, rows.layout, bodies, digests)
-                    ]
-                    self._write(sealed, batch[0][0].label)
+                    self._write(batch)
                 except Exception as exc:  # whatever it is, training goes on
                     log_once(f"rows can't be stored: {exc!r}")
                 finally:
@@ -197,9 +195,9 @@ class RowQueue:
                         self._bytes -= sum(rows.size_bytes for rows, _ in batch)
                         self._changed.notify_all()
 
-    def _next(self) -> list[tuple[ComputedRows, Material]]:
+    def _next(self) -> list[StoredBatch]:
         """The next rows, of one label, enough for some transactions."""
-        batch: list[tuple[ComputedRows, Material]] = []
+        batch: list[StoredBatch] = []
         size = 0
         with self._changed:
             while self._waiting and size < _ENOUGH_BYTES:

@@ -1,15 +1,19 @@
 """Stores of a cached module's rows: on disk, with `MEMORY` also in the process, or in a user's own mapping.
 
+On disk rows of samples are in columns (streamload/columns), those of calls in a database.
+
 Where the directory can't be used there is no store, which is said once: modules compute.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import enum
 import gc
 import hashlib
+import itertools
 import multiprocessing
 import multiprocessing.util
 import os
@@ -20,14 +24,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from streamload.cache import memory
 from streamload.cache.tier import Tier
+from streamload.columns.columns import Columns, RowRoom, is_address, recorded_bytes
 from streamload.derived import log_once
-from streamload.derived.store.database import DATABASE, log_bytes
+from streamload.derived.store.database import DATABASE, KEY_BYTES, log_bytes
 from streamload.derived.store.disk import DiskRows, RowCounts, SealedRow, checked, note_in
 from streamload.derived.store.memory import MemoryRows
-from streamload.derived.store.queue import RowQueue
-from streamload.derived.store.sealed import Row, seal, unseal
+from streamload.derived.store.queue import RowQueue, StoredBatch
+from streamload.derived.store.sealed import Row, seal, seal_rows, unseal
 from streamload.errors import CacheError, OptionError
 from streamload.metrics import format_bytes
 from streamload.options.directories import nearest, own_directory
@@ -173,7 +180,7 @@ class RowStore:
 
     Attributes:
         place: of the rows.
-        disk: the rows on disk, or those of a mapping.
+        disk: the rows of calls on disk, or those of a mapping.
         memory: the rows in memory; None: there are none.
         queue: rows that a module computed, until they are stored; who reads one before waits for it.
         counts: what happened here.
@@ -190,7 +197,14 @@ class RowStore:
         self._tier: Tier | None = None
         self.disk: Rows = self._opened()
         self._others = [DiskRows(root, None, self.counts) for root in place.others]
-        self.queue = RowQueue(self.write, self._count_dropped)
+        self._columns: list[Columns] = []  # where samples' rows are; they are written to the first
+        if place.mapped is None:
+            room = RowRoom(self._open_tier, self._most_columns_bytes())
+            self._columns = [Columns(place.root.parent, room)]
+            for root in place.others:
+                with contextlib.suppress(CacheError):  # it is somebody else's
+                    self._columns.append(Columns(root.parent, None))
+        self.queue = RowQueue(self._store, self._count_dropped)
         self._writer: Rows | None = None
         self.memory: MemoryRows | None = None
         if place.level is not CacheLevel.DISK:
@@ -206,17 +220,29 @@ class RowStore:
         start = time.perf_counter()
         rows = {} if self.memory is None else self.memory.read(keys)
         if len(rows) < len(keys):
-            missing = [key for key in keys if key not in rows] if rows else keys
-            stored = self.disk.read(missing)
-            for other in self._others:
-                if len(stored) < len(missing):
-                    stored |= other.read([key for key in missing if key not in stored])
+            stored = self._read([key for key in keys if key not in rows] if rows else keys)
             if self.memory is not None and stored:
                 self.memory.add(stored.items(), label)
             rows = rows | stored if rows else stored
         self.counts.read_seconds += time.perf_counter() - start
         self.counts.bytes_read += sum([len(row.body) for row in rows.values()])
         return rows
+
+    def _read(self, keys: Sequence[bytes]) -> dict[bytes, Row]:
+        """The rows that are there on disk: of samples by their addresses, others by names of 32 bytes."""
+        names = [key for key in keys if len(key) == KEY_BYTES]
+        stored = self.disk.read(names) if names else {}
+        for other in self._others:
+            if len(stored) < len(names):
+                stored |= other.read([key for key in names if key not in stored])
+        if len(names) < len(keys):
+            addresses = [key for key in keys if is_address(key)]
+            for columns in self._columns:
+                if addresses:
+                    rows = columns.read(addresses)
+                    stored.update((key, Row(layout, body, 0)) for key, (layout, body) in rows.items())
+                    addresses = [key for key in addresses if key not in rows]
+        return stored
 
     def read_from_memory(self, key: bytes) -> Row | None:
         """A row that is in memory; None: it isn't, or is to be stored first."""
@@ -232,8 +258,41 @@ class RowStore:
         notes = (rows.read_note(key) for rows in (self.disk, *self._others))
         return next((note for note in notes if note is not None), None)
 
+    def _store(self, batch: Sequence[StoredBatch]) -> None:
+        """Store rows of one label, each where it belongs."""
+        label, sealed, of_samples = batch[0][0].label, list[SealedRow](), list[tuple[bytes, bytes, Any]]()
+        for rows, (bodies, digests) in batch:
+            are_named = [len(name) == KEY_BYTES for name in rows.names]
+            names = list(itertools.compress(rows.names, are_named))
+            if names:
+                chosen = bodies if all(are_named) else bodies[np.array(are_named)]
+                of_names = list(itertools.compress(digests, are_named))
+                sealed += seal_rows(names, rows.layout, chosen, of_names)
+            if len(names) < len(rows.names):
+                data, size = np.ascontiguousarray(bodies).reshape(-1).data, bodies.shape[1]
+                of_samples += [
+                    (name, rows.layout, data[number * size : (number + 1) * size])
+                    for number, name in enumerate(rows.names)
+                    if not are_named[number]
+                ]
+        if sealed:
+            self.write(sealed, label)
+        if of_samples:
+            self.write_columns(of_samples, label)
+
+    def write_columns(self, rows: Sequence[tuple[bytes, bytes, Any]], label: str) -> None:
+        """Store rows of samples: address, layout and bytes of each; as far as there is room."""
+        start = time.perf_counter()
+        stored = self._columns[0].write(rows)
+        self.counts.stored += stored
+        self.counts.refused += len(rows) - stored
+        self.counts.bytes_written += sum(len(body) for *_, body in rows) if stored == len(rows) else 0
+        if self.memory is not None:
+            self.memory.add(((key, Row(layout, body, 0)) for key, layout, body in rows), label)
+        self.counts.store_seconds += time.perf_counter() - start
+
     def write(self, rows: Sequence[SealedRow], label: str) -> None:
-        """Store sealed rows, as far as there is room; by one thread at a time."""
+        """Store sealed rows of calls, as far as there is room; by one thread at a time."""
         if self._writer is None:  # so that readers don't wait for a disk to write
             self._writer = self._opened()
         start = time.perf_counter()
@@ -243,6 +302,11 @@ class RowStore:
         if self.memory is not None:
             self.memory.add(((key, unseal(key, bytes(data))) for key, data in rows), label)
         self.counts.store_seconds += time.perf_counter() - start
+
+    @property
+    def columns(self) -> Columns | None:
+        """The columns that rows of samples are stored in; None: a mapping has them."""
+        return self._columns[0] if self._columns else None
 
     def flush(self) -> None:
         """Store all rows that were computed, as far as they are proved and there is room."""
@@ -274,8 +338,27 @@ class RowStore:
             return MappingRows(self.place.mapped, self.counts)
         return DiskRows(self.place.root, self._disk_limit, self.counts)
 
+    def _open_tier(self) -> Tier:
+        """The tier that the columns are in, made if there is none: whatever is beside them has one limit.
+
+        Raises:
+            CacheError: it can't be used.
+        """
+        home, settings = self.place.root.parent, self._settings
+        if (home / "tier.json").is_file():
+            return Tier.open(home, free_disk=settings.free_disk)
+        limit_bytes = settings.cache_size.limit_bytes(shutil.disk_usage(nearest(home)).free, 0)
+        return Tier(home, limit_bytes, free_disk=settings.free_disk)
+
+    def _most_columns_bytes(self) -> int | None:
+        """The most that columns may take by the place's own limit; None: by the tier's alone."""
+        if self.place.cache_size is None:
+            return None
+        free_bytes = shutil.disk_usage(nearest(self.place.root)).free
+        return self._settings.cache_size.limit_bytes(free_bytes, recorded_bytes(self.place.root.parent))
+
     def _disk_limit(self, used_bytes: int, new_bytes: int) -> int:
-        """Limit of rows: beside the shards of a tier in the same directory no more than it reserves."""
+        """Limit of rows of calls: beside the shards of a tier no more than that reserves."""
         disk, home = shutil.disk_usage(nearest(self.place.root)), self.place.root.parent
         available_bytes = disk.free + used_bytes
         floor_bytes = self._settings.free_disk.floor_bytes(disk.total, available_bytes)
@@ -301,7 +384,8 @@ class RowStore:
         allowed_bytes = limit(0)
         if place.level is CacheLevel.AUTO:
             most_bytes = min(allowed_bytes, _MOST_AUTO_BYTES)
-            if most_bytes < _LEAST_AUTO_BYTES or self.disk.used_bytes > most_bytes:
+            held_bytes = self.disk.used_bytes + recorded_bytes(place.root.parent)
+            if most_bytes < _LEAST_AUTO_BYTES or held_bytes > most_bytes:
                 return
         if allowed_bytes < _LEAST_MEMORY_BYTES:
             raise CacheError(f"there is too little memory for them: {format_bytes(max(0, allowed_bytes))}")

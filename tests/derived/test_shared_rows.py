@@ -1,8 +1,9 @@
-"""Derived shards of rows: made whole ahead of a training, read in place of computing, never a wrong row."""
+"""Rows in a shared cache: made ahead of a training, read by others, never a wrong one."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import itertools
 import json
@@ -19,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -27,20 +27,23 @@ from xxhash import xxh3_64_intdigest
 
 import streamload
 from streamload import Features
-from streamload.cache.shard import shard_of
+from streamload.cache.shard import prepared_form, shard_of
+from streamload.cli import main
 from streamload.cli.options import recipe_of
+from streamload.columns.blocks import RowBlock, object_name
+from streamload.columns.column import checksum_of
+from streamload.columns.columns import name_of
 from streamload.daemon import ray_task
 from streamload.daemon.options import ServiceOptions
 from streamload.daemon.ray_task import Job, bring, own_version
 from streamload.daemon.service import Service
 from streamload.daemon.warm import warm
-from streamload.derived.store import shard as row_shard
 from streamload.derived.store.catalog import open_catalog
 from streamload.derived.store.row_store import close_stores
-from streamload.derived.store.shard import RowShardWriter, rows_form
 from streamload.errors import FeatureMismatch, OptionError
 from streamload.features.named import NamedFeatures
 from streamload.features.recipe import FeatureRecipe
+from streamload.features.sharing import noted_fingerprints, read_note, store_rows
 from streamload.loader.feature_recipe import make_recipe
 from streamload.origins.origin import open_origin
 from streamload.testing.shards import ShardOptions, write_shards
@@ -49,7 +52,7 @@ from tests.support.ray_cluster import RayCluster
 from tests.support.s3 import S3Server
 from tests.support.sharing import Origin, Place, opened, place_of, running_s3
 
-COUNTS = (7, 8)
+COUNTS = (70, 65)
 SAMPLES = sum(COUNTS)
 HERE = __name__
 IMAGES = ShardOptions(image_side=(16, 30))
@@ -173,7 +176,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def make(origin: Origin, place: Place, name: str = "Net") -> FeatureRecipe:
-    recipe = make_recipe(NamedFeatures(f"{HERE}:{name}", batch_size=4))
+    recipe = make_recipe(NamedFeatures(f"{HERE}:{name}", batch_size=16), shared=streamload_shared(place))
     options = ServiceOptions(
         urls=tuple(origin.urls),
         prepare=recipe,
@@ -213,57 +216,45 @@ def epoch(
         return rows, keys, loader.stats()
 
 
-def derived(root: Path) -> list[Path]:
-    """The data of the derived shards in the tier of a node."""
-    found = []
-    for path in (root / "shards").rglob("data"):
-        with contextlib.suppress(tarfile.ReadError), tarfile.open(path) as tar:
-            found += [path] if "leaf-0.npy" in tar.getnames() else []
-    return found
-
-
-def forget_rows(tmp_path: Path) -> None:
-    """Remove the rows that the trainer has stored itself."""
-    close_stores()
-    shutil.rmtree(tmp_path / "trainer" / "rows")
+def blocks(place: Place) -> list[Path]:
+    """The objects with rows in a folder."""
+    return sorted(Path(place.url).glob("columns/*/rows.*"))
 
 
 def are_equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
     return some.keys() == others.keys() and all(torch.allclose(some[key], others[key]) for key in some)
 
 
-def test_a_derived_shard_is_read_by_tarfile_and_numpy_alone(origin: Origin, place: Place) -> None:
+def test_blocks_have_the_rows_of_all_samples_and_a_note_says_of_what(origin: Origin, place: Place) -> None:
     recipe = make(origin, place, "Parts")
+    fingerprint = bytes.fromhex(recipe.fingerprint)
     tier, _ = opened(place)
-    form = rows_form(origin.shard(0), recipe.fingerprint)
-    held = tier.look(form)
-    assert held is not None
-    data = Path(place.url, tier._name(form, held.data)).read_bytes()
-    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-        files = {name: tar.extractfile(name).read() for name in tar.getnames()}  # type: ignore[union-attr]
-    about, keys = json.loads(files["rows.json"]), json.loads(files["rows.keys.json"])
-    arrays = {name: np.load(io.BytesIO(files[name])) for name in files if name.endswith(".npy")}
-    described = {leaf["path"]: (arrays[leaf["file"]], leaf["dtype"]) for leaf in about["leaves"]}
-    half, both, mask = (described[path] for path in ("['half']", "['both'][0]", "['both'][1]"))
-    assert (half[0].shape, half[0].dtype, mask[0].dtype) == ((7, 3, 2, 2), np.float16, bool)
-    assert (both[1], both[0].dtype) == ("bfloat16", np.uint16)
-    assert about["fingerprint"] == recipe.fingerprint
-    assert about["parts"]["class"] == "Parts"
-    assert about["source"]["url"] == origin.urls[0]
-    assert about["source"]["size"]
-    with tarfile.open(origin.paths[0]) as tar:
-        payloads: dict[str, bytes] = {}
+    for number, count in enumerate(COUNTS):
+        checksums = checksums_in(origin.paths[number])
+        assert len(checksums) == count
+        data = tier.column(object_name(name_of(checksums), fingerprint, 0))
+        assert data is not None
+        block = RowBlock.unpack(data)
+        assert [place for place, *_ in block.items()] == list(range(count))
+        assert all(checksum_of(row, checksums[place]) == check for place, check, row in block.items())
+    assert len(blocks(place)) == 2
+    note = read_note(tier, fingerprint)
+    assert note is not None
+    assert (note["label"], note["parts"]["class"]) == ("Parts", "Parts")
+    assert noted_fingerprints(tier) == [recipe.fingerprint]
+
+
+def checksums_in(path: Path) -> list[int]:
+    """The checksum of each sample of a tar, by tarfile alone."""
+    payloads: dict[str, bytes] = {}
+    with tarfile.open(path) as tar:
         for member in tar:
             key = member.name.partition(".")[0]
             payloads[key] = payloads.get(key, b"") + tar.extractfile(member).read()  # type: ignore[union-attr]
-    assert keys == list(payloads)
-    assert arrays["rows.samples.npy"].tolist() == [xxh3_64_intdigest(payloads[key]) for key in keys]
-    leaves = [arrays[leaf["file"]] for leaf in about["leaves"]]
-    rows = [b"".join(leaf[at].tobytes() for leaf in leaves) for at in range(len(keys))]
-    assert arrays["rows.checksums.npy"].tolist() == [xxh3_64_intdigest(row) for row in rows]
+    return [xxh3_64_intdigest(payload) for payload in payloads.values()]
 
 
-def test_rows_of_a_module_that_computing_changes_are_in_no_derived_shard(origin: Origin) -> None:
+def test_rows_of_a_module_that_computing_changes_are_not_shared(origin: Origin) -> None:
     recipe = make_recipe(NamedFeatures(f"{HERE}:Counts", batch_size=4))
     derived_origin = recipe.derive(open_origin(origin.urls[0]))
     with (
@@ -282,7 +273,8 @@ def test_a_training_on_another_node_reads_all_rows(
     assert recipe.counts.snapshot().feature_rows_computed == SAMPLES
     nodes("trainer")
     rows, keys, stats = epoch(origin.urls, place, Net().eval(), num_workers=workers)
-    assert (stats.feature_rows_read, stats.feature_rows_computed) == (SAMPLES, 0)
+    assert stats.feature_rows_read + stats.feature_rows_computed == SAMPLES
+    assert stats.feature_rows_computed <= 16 * len(COUNTS)  # those that came before their shards had a name
     nodes("other")
     computed, batches, alone = epoch(origin.urls, None, Net().eval())
     assert alone.feature_rows_computed == SAMPLES
@@ -296,7 +288,8 @@ def test_of_an_edited_shard_only_edited_samples_are_computed(
     make(origin, place)
     other = write_shards(tmp_path / "other", COUNTS, seed=99, options=IMAGES)
     with tarfile.open(origin.paths[0]) as old, tarfile.open(other[0]) as new:
-        image = next(name for name in old.getnames() if name.endswith((".jpg", ".png", ".webp")))
+        # After the first 16 samples, which name the columns.
+        image = [name for name in old.getnames() if name.endswith((".jpg", ".png", ".webp"))][20]
         members = [(info, old.extractfile(info).read()) for info in old]  # type: ignore[union-attr]
         with_same = next(info for info in new if info.name.rpartition(".")[2] == image.rpartition(".")[2])
         edited = new.extractfile(with_same).read()  # type: ignore[union-attr]
@@ -307,7 +300,8 @@ def test_of_an_edited_shard_only_edited_samples_are_computed(
             tar.addfile(info, io.BytesIO(data))
     nodes("trainer")
     rows, _, stats = epoch(origin.urls, place, Net().eval())
-    assert (stats.feature_rows_read, stats.feature_rows_computed) == (SAMPLES - 1, 1)
+    assert stats.feature_rows_read + stats.feature_rows_computed == SAMPLES
+    assert 1 <= stats.feature_rows_computed <= 1 + 16 * len(COUNTS)
     nodes("other")
     assert are_equal(rows, epoch(origin.urls, None, Net().eval())[0])
 
@@ -319,25 +313,19 @@ def test_rows_of_other_weights_are_not_used(origin: Origin, place: Place, nodes:
     assert (stats.feature_rows_read, stats.feature_rows_computed) == (0, SAMPLES)
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "head"])
-def test_damaged_rows_are_computed_and_counted(
-    origin: Origin, place: Place, nodes: Any, tmp_path: Path, damage: str
-) -> None:
+@pytest.mark.parametrize("damage", ["row", "cut", "head"])
+def test_damaged_rows_are_computed(origin: Origin, place: Place, nodes: Any, damage: str) -> None:
     make(origin, place)
-    nodes("trainer")
-    module = Net().eval()
-    rows, _, _ = epoch(origin.urls, place, module)
-    forget_rows(tmp_path)  # those of canaries
-    for path in derived(tmp_path / "trainer"):
+    for path in blocks(place):
         data = bytearray(path.read_bytes())
-        at = data.rindex(b"\x93NUMPY") + 128 if damage != "head" else 600
-        data[at] ^= 1
-        path.write_bytes(data[:at] if damage == "cut" else data)
-    again, _, stats = epoch(origin.urls, None, module)
-    lost = {"flip": len(COUNTS), "cut": SAMPLES, "head": SAMPLES}[damage]
-    assert stats.feature_rows_computed == lost
-    assert stats.feature_rows_damaged == (0 if damage == "head" else lost)
-    assert are_equal(rows, again)
+        data[len(data) - 3 if damage == "row" else 40] ^= 1
+        path.write_bytes(data[:-5] if damage == "cut" else data)
+    nodes("trainer")
+    rows, _, stats = epoch(origin.urls, place, Net().eval())
+    lost = len(COUNTS) if damage == "row" else SAMPLES
+    assert lost <= stats.feature_rows_computed <= min(SAMPLES, lost + 16 * len(COUNTS))
+    nodes("other")
+    assert are_equal(rows, epoch(origin.urls, None, Net().eval())[0])
 
 
 LAYOUTS = {
@@ -360,15 +348,12 @@ LAYOUTS = {
 def test_what_another_node_has_stored_makes_no_objects_and_ends_no_training(
     origin: Origin, place: Place, nodes: Any, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    write = RowShardWriter.chunks
+    def pack(block: RowBlock) -> bytes:
+        text = LAYOUTS[layout](json.loads(block.layout)).encode()
+        return packed(dataclasses.replace(block, layout=text))
 
-    def chunks(writer: RowShardWriter, about: Any) -> Iterator[bytes]:
-        head, *others = write(writer, about)
-        said = json.loads(head[512:].rstrip(b"\0"))
-        text = json.dumps({**said, "layout": "here"}).replace('"here"', LAYOUTS[layout](said["layout"]))
-        yield from (row_shard._member("rows.json", text.encode()), *others)
-
-    monkeypatch.setattr(RowShardWriter, "chunks", chunks)
+    packed = RowBlock.pack
+    monkeypatch.setattr(RowBlock, "pack", pack)
     make(origin, place)
     nodes("trainer")
     made.clear()
@@ -379,77 +364,49 @@ def test_what_another_node_has_stored_makes_no_objects_and_ends_no_training(
     assert are_equal(rows, epoch(origin.urls, None, Net().eval())[0])
 
 
-HEADS = {
-    "of an archive": lambda data: b"PK\x03\x04" + data[4:],
-    "of two dimensions": lambda data: _head_of(data, len(data) // 8 - 16, 1),
-    "of more rows than any memory": lambda data: _head_of(data, 10**15),
-    "that ends in the middle": lambda data: data[:40].replace(b"{", b"("),
-}
-
-
-def _head_of(data: bytes, *shape: int) -> bytes:
-    return row_shard.npy_head(np.dtype("<u8"), shape) + data[128:]
-
-
-@pytest.mark.parametrize("kind", HEADS)
-def test_a_head_of_numbers_that_numpy_cannot_read_ends_no_training(
-    origin: Origin, place: Place, nodes: Any, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    numbers = row_shard._numbers
-    monkeypatch.setattr(row_shard, "_numbers", lambda values: HEADS[kind](numbers(values)))
-    make(origin, place)
-    monkeypatch.undo()
-    nodes("trainer")
-    _, _, stats = epoch(origin.urls, place, Net().eval())
-    assert (stats.feature_rows_read, stats.feature_rows_computed) == (0, SAMPLES)
-
-
-def test_a_head_without_end_is_refused_before_it_is_read(
-    origin: Origin, place: Place, nodes: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(row_shard, "_MOST_HEAD_BYTES", 1000)  # of a head of 1,400 bytes
-    make(origin, place)
-    nodes("trainer")
-    _, _, stats = epoch(origin.urls, place, Net().eval())
-    assert (stats.feature_rows_read, stats.feature_rows_computed) == (0, SAMPLES)
-
-
-def test_bytes_of_samples_are_not_read_where_derived_shards_have_their_rows(
+def test_bytes_of_samples_are_not_read_where_their_rows_are_there(
     origin: Origin, place: Place, nodes: Any, tmp_path: Path
 ) -> None:
     make(origin, place)
     nodes("trainer")
     module: Any = Features(Net().eval(), check=False)  # a check reads one
     rows, _, _ = epoch(origin.urls, place, module)
-    forget_rows(tmp_path)  # those of canaries
-    forms = derived(tmp_path / "trainer")
-    for path in (tmp_path / "trainer" / "shards").rglob("data"):
-        if path not in forms:  # what was damaged is found only if it is read
-            path.write_bytes(bytes(path.stat().st_size))
+    for path in (tmp_path / "trainer" / "shards").rglob("data"):  # damage is found only if it is read
+        path.write_bytes(bytes(path.stat().st_size))
     again, _, stats = epoch(origin.urls, None, module)
     assert stats.feature_rows_read == SAMPLES
     assert stats.checksum_failures == 0
     assert are_equal(rows, again)
 
 
-def test_a_derived_shard_that_goes_is_fetched_again_or_computed(
+def test_rows_that_go_are_fetched_again_or_computed(
     origin: Origin, place: Place, nodes: Any, tmp_path: Path
 ) -> None:
     make(origin, place)
     nodes("trainer")
     module = Net().eval()
     rows, _, _ = epoch(origin.urls, place, module)
-    forget_rows(tmp_path)  # those of canaries
-    for path in derived(tmp_path / "trainer"):
-        (path.parent).rename(tmp_path / path.parent.name)
-    without, _, stats = epoch(origin.urls, None, module)
-    assert stats.feature_rows_computed == SAMPLES
-    forget_rows(tmp_path)
-    again, _, stats = epoch(origin.urls, place, module)
-    assert stats.feature_rows_computed == 0
-    assert are_equal(rows, without)
-    assert are_equal(rows, again)
-    assert derived(tmp_path / "trainer")
+    for where, computed in (None, SAMPLES), (place, 0):
+        shutil.rmtree(tmp_path / "trainer" / "columns")
+        again, _, stats = epoch(origin.urls, where, module)
+        assert stats.feature_rows_computed == computed
+        assert are_equal(rows, again)
+
+
+def test_makers_of_some_rows_each_have_all_together(origin: Origin, place: Place, nodes: Any) -> None:
+    recipe = make(origin, place)
+    fingerprint = bytes.fromhex(recipe.fingerprint)
+    (path, *_), (tier, _) = blocks(place), opened(place)
+    name = bytes.fromhex(path.parent.name)
+    block = RowBlock.unpack(path.read_bytes())
+    rows = [(number, checksum, bytes(row)) for number, checksum, row in block.items()]
+    path.unlink()
+    written = []
+    for some in (rows[:30], rows[20:60], rows[10:50], rows[55:]):
+        store_rows(tier, fingerprint, name, block.layout, some)
+        written.append(path.stat().st_mtime_ns)
+    assert RowBlock.unpack(path.read_bytes()).pack() == block.pack()
+    assert written[1] == written[2] < written[3]  # what has nothing new isn't stored
 
 
 def test_a_resumed_training_has_the_batches_of_one_that_computes(
@@ -482,10 +439,32 @@ def test_a_resumed_training_has_the_batches_of_one_that_computes(
     assert read == second_half(None)
 
 
+def test_why_knows_what_another_node_has_made(
+    origin: Origin,
+    place: Place,
+    nodes: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    one, other = make(origin, place).fingerprint, make(origin, place, "Parts").fingerprint
+    nodes("trainer")
+    capsys.readouterr()
+    for given in (["show", one[:9]], ["why", one[:9], other[:9]]):
+        arguments = ["streamload", "features", *given, "--shared-cache", place.url, "--json"]
+        monkeypatch.setattr(sys, "argv", arguments)
+        with contextlib.suppress(SystemExit):
+            main()
+    decoder, out = json.JSONDecoder(), capsys.readouterr().out
+    shown, end = decoder.raw_decode(out)
+    compared = json.loads(out[end:])
+    assert shown["parts"]["class"] == "Net"
+    assert {"part": "class", "a": "Net", "b": "Parts"} in compared["differences"]
+
+
 def command(origin: Origin, place: Place, *more: str) -> list[str]:
     return [
         *(sys.executable, "-m", "streamload", "features", "make", *origin.urls, "--shared-cache", place.url),
-        *("--workers", "1", "--batch-size", "2", "--json", *more),
+        *("--workers", "1", "--batch-size", "16", "--json", *more),
     ]
 
 
@@ -496,7 +475,7 @@ def environ(tmp_path: Path, node: str) -> dict[str, str]:
 
 @pytest.mark.deep
 def test_two_makers_split_the_shards(tmp_path: Path, place: Place) -> None:
-    origin = Origin(tmp_path / "many", (6, 6, 6, 6, 6, 6), options=IMAGES)
+    origin = Origin(tmp_path / "many", (66,) * 6, options=IMAGES)
     with contextlib.closing(origin):
         given = command(origin, place, "--module", f"{HERE}:Slow")
         makers = [
@@ -506,7 +485,7 @@ def test_two_makers_split_the_shards(tmp_path: Path, place: Place) -> None:
         reports = [json.loads(maker.communicate(timeout=120)[0]) for maker in makers]
     assert [maker.returncode for maker in makers] == [0, 0]
     assert sum(report["made"] for report in reports) == 6
-    assert sum(report["computed"] for report in reports) == 36
+    assert sum(report["computed"] for report in reports) == 6 * 66
     assert all(report["held"] == 6 for report in reports)
 
 
@@ -529,11 +508,10 @@ def test_a_maker_that_was_killed_is_continued(origin: Origin, place: Place, tmp_
     assert report["computed"] <= COUNTS[1]
 
 
-def test_warm_makes_derived_shards_of_local_files_for_the_node(tmp_path: Path, nodes: Any) -> None:
+def test_warm_makes_rows_of_local_files_for_the_node(tmp_path: Path, nodes: Any) -> None:
     paths = [str(path) for path in write_shards(tmp_path / "files", COUNTS, options=IMAGES)]
     report = warm(paths, prepare=make_recipe(NamedFeatures(f"{HERE}:Net")))
     assert (report.shards_complete, report.failures) == (2, {})
-    (tmp_path / "maker" / "rows").rename(tmp_path / "rows of the maker")
     nodes("maker")
     _, _, stats = epoch(paths, None, Net().eval())
     assert (stats.feature_rows_read, stats.feature_rows_computed) == (SAMPLES, 0)
@@ -553,7 +531,7 @@ def test_rows_that_warm_computes_are_in_the_cache_dir_that_it_fills(tmp_path: Pa
 
 @pytest.mark.deep
 @pytest.mark.parametrize("how", ["daemon", pytest.param("warm", marks=pytest.mark.deep)])
-def test_commands_that_fill_caches_make_derived_shards(
+def test_commands_that_fill_caches_make_rows(
     origin: Origin, place: Place, tmp_path: Path, nodes: Any, how: str
 ) -> None:
     more = {"daemon": ["--once", "--notices", "none", "--listen", "none"], "warm": ["--write-back"]}[how]
@@ -565,7 +543,7 @@ def test_commands_that_fill_caches_make_derived_shards(
     assert done.returncode == 0, done.stderr + done.stdout
     nodes("trainer")
     _, _, stats = epoch(origin.urls, place, Net().eval())
-    assert (stats.feature_rows_read, stats.feature_rows_computed) == (SAMPLES, 0)
+    assert stats.feature_rows_read >= SAMPLES - 16 * len(COUNTS)
 
 
 @pytest.mark.parametrize(("name", "why"), [("texts", 'inputs="text"'), ("variants", "variants=2")])
@@ -578,13 +556,13 @@ def test_features_without_one_row_a_sample_are_refused(name: str, why: str) -> N
     ("name", "why"),
     [
         ("Ragged", "tensor of rows has one for each"),
-        ("Records", f"the results have a {HERE}:Row in them: derived shards hold tensors"),
+        ("Records", f"the results have a {HERE}:Row in them: other nodes read tensors"),
     ],
 )
 def test_a_module_that_cannot_be_cached_fails_each_shard_with_its_reason(
     origin: Origin, place: Place, name: str, why: str
 ) -> None:
-    recipe = make_recipe(NamedFeatures(f"{HERE}:{name}"))
+    recipe = make_recipe(NamedFeatures(f"{HERE}:{name}"), shared=streamload_shared(place))
     options = ServiceOptions(
         *(tuple(origin.urls),), prepare=recipe, into="shared", once=True, notices="none", listen="none",
         shared_cache=place.url,
@@ -600,12 +578,12 @@ def test_a_task_of_ray_fails_with_the_reason_of_its_module(origin: Origin, place
     tier, _ = opened(place)
     tier.objects.write("probes/1", b"here")
     job = Job(shared=streamload_shared(place), sign="probes/1", rest_seconds=0.0)
-    shard = rows_form(shard_of(origin.urls[0], None), recipe.fingerprint)
+    shard = prepared_form(shard_of(origin.urls[0], None), recipe.name)
     try:
         found = bring(own_version(), pickle.dumps(job), pickle.dumps((shard, recipe)))
     finally:
         ray_task._drop_carriers()  # a process of Ray keeps them
-    assert "7 keys" in found["why"]
+    assert "64 keys" in found["why"]
     assert "trouble" not in found
 
 
@@ -616,9 +594,7 @@ def streamload_shared(place: Place) -> Any:
 
 
 @pytest.mark.deep
-def test_nodes_of_a_ray_cluster_make_derived_shards(
-    origin: Origin, place: Place, tmp_path: Path, nodes: Any
-) -> None:
+def test_nodes_of_a_ray_cluster_make_rows(origin: Origin, place: Place, tmp_path: Path, nodes: Any) -> None:
     pytest.importorskip("ray")
     where = environ(tmp_path, "cluster")
     with RayCluster({"PYTHONPATH": where["PYTHONPATH"]}) as cluster:
@@ -631,4 +607,4 @@ def test_nodes_of_a_ray_cluster_make_derived_shards(
     assert json.loads(done.stdout)["made"] == 2
     nodes("trainer")
     _, _, stats = epoch(origin.urls, place, Net().eval())
-    assert (stats.feature_rows_read, stats.feature_rows_computed) == (SAMPLES, 0)
+    assert stats.feature_rows_read >= SAMPLES - 16 * len(COUNTS)

@@ -1,0 +1,372 @@
+"""Columns: rows come back to the bit or not at all, whoever wrote them, and however that ended."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from streamload.cache.inventory import foreign, take_inventory
+from streamload.cache.tier import Tier
+from streamload.columns import catalog
+from streamload.columns.column import GROUP_ROWS, ColumnFile
+from streamload.columns.columns import Address, Columns, RowRoom, name_of, recorded_bytes
+from streamload.errors import CacheCorrupt
+from tests.support.kills import Child, Moment, Stage
+
+FINGERPRINT, LAYOUT = bytes(range(16)), b'["n","|u1",[100]]'
+SAMPLES = 1500
+CHECKSUMS = [random.Random(number).getrandbits(64) for number in range(SAMPLES)]
+Stored = tuple[bytes, bytes, bytes]
+
+
+def room_of(home: Path, limit_bytes: int = 1 << 30) -> RowRoom:
+    return RowRoom(partial(Tier, home, limit_bytes))
+
+
+def columns_at(home: Path) -> Columns:
+    return Columns(home, room_of(home))
+
+
+def alike(number: int, version: int = 0, name: bytes = b"n" * 16) -> Stored:
+    """A row of a fixed size; another version of its sample has another checksum."""
+    address = Address(FINGERPRINT, name, number, CHECKSUMS[number] ^ version)
+    return address.pack(), LAYOUT, random.Random(number + version * SAMPLES).randbytes(100)
+
+
+def unlike(number: int, version: int = 0, name: bytes = b"n" * 16) -> Stored:
+    """Rows of any size."""
+    body = random.Random(number + version * SAMPLES).randbytes((number * 37 + version) % 900)
+    address = Address(FINGERPRINT[::-1], name, number, CHECKSUMS[number] ^ version)
+    return address.pack(), b'["n","|u1",[%d]]' % len(body), body
+
+
+def text(number: int, version: int = 0, name: bytes = b"n" * 16) -> Stored:
+    """Several rows of a sample."""
+    body = random.Random(number + version * SAMPLES).randbytes(50 + version)
+    address = Address(b"t" * 16, name, number, version + 1, CHECKSUMS[number])
+    return address.pack(), LAYOUT, body
+
+
+KINDS: dict[str, Callable[..., Stored]] = {"alike": alike, "unlike": unlike, "texts": text}
+
+
+def wrong_rows(columns: Columns, rows: list[Stored]) -> tuple[int, list[bytes]]:
+    """How many of these rows are there, and which of them have other bytes."""
+    known = {address: (layout, body) for address, layout, body in rows}
+    read = columns.read(list(known))
+    return len(read), [
+        address for address, (layout, body) in read.items() if (layout, bytes(body)) != known[address]
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_in_any_order_come_back_and_no_other_version_does(tmp_path: Path, kind: str) -> None:
+    make = KINDS[kind]
+    rng = random.Random(3)
+    columns, stored = columns_at(tmp_path), dict[bytes, Stored]()
+    for _ in range(40):
+        first = rng.randrange(SAMPLES - 64)
+        numbers = rng.sample(range(first, first + 64), rng.randrange(1, 64))
+        batch = [make(number, rng.randrange(2) if kind == "texts" else 0) for number in numbers]
+        assert columns.write(batch) == len(batch)
+        stored.update({row[0]: row for row in batch})
+    assert wrong_rows(columns_at(tmp_path), [*stored.values()]) == (len(stored), [])
+    others = [make(number, 7) for number in range(SAMPLES)]
+    assert columns.read([address for address, *_ in others]) == {}
+    changed = [make(number, 7) for number in range(0, SAMPLES, 10)]
+    assert columns.write(changed) == len(changed)
+    there, wrong = wrong_rows(columns, [*stored.values(), *changed])
+    assert not wrong
+    lost = (
+        0
+        if kind == "texts"
+        else sum(row[0][32:36] in {other[0][32:36] for other in changed} for row in stored.values())
+    )
+    assert there == len(stored) + len(changed) - lost
+    assert not list(foreign(Tier.open(tmp_path)))
+
+
+def test_rows_of_another_layout_lie_beside_those_of_the_first(tmp_path: Path) -> None:
+    columns = columns_at(tmp_path)
+    plain = [alike(number) for number in range(20)]
+    address, _, _ = alike(30)
+    longer, empty = (address, b'["n","|u1",[7]]', b"7 bytes"), (alike(31)[0], b'["v",null]', b"")
+    huge = (alike(32)[0], b" " * 5000, b"a layout of more than a head")
+    assert columns.write([*plain, longer, empty, huge]) == 23
+    assert wrong_rows(columns, [*plain, longer, empty, huge]) == (23, [])
+
+
+def test_a_file_that_is_no_column_is_replaced(tmp_path: Path) -> None:
+    columns = columns_at(tmp_path)
+    columns.write([alike(1)])
+    (path,) = (tmp_path / "columns").glob("*/rows.*")
+    for damaged in (b"", b"x" * 5000, path.read_bytes().replace(LAYOUT, LAYOUT[::-1], 1)):
+        path.write_bytes(damaged)
+        with pytest.raises(CacheCorrupt, match="is no column"):
+            ColumnFile.open(str(path))
+        assert columns.read([alike(1)[0]]) == {}
+        assert columns.write([alike(1)]) == 1
+        assert wrong_rows(columns, [alike(1)]) == (1, [])
+    other = path.with_name("rows." + "0" * 32)  # of another fingerprint
+    path.rename(other)
+    with pytest.raises(CacheCorrupt):
+        ColumnFile.open(str(other))
+
+
+def test_any_flipped_bit_costs_a_row_and_gives_no_wrong_one(tmp_path: Path) -> None:
+    rows = [alike(number) for number in range(40)] + [unlike(number) for number in range(40)]
+    columns_at(tmp_path).write(rows)
+    rng = random.Random(1)
+    files = sorted((tmp_path / "columns").glob("*/rows.*"))
+    for _ in range(60):
+        path = rng.choice(files)
+        before = path.read_bytes()
+        places = np.flatnonzero(np.frombuffer(before, np.uint8))
+        data = bytearray(before)
+        data[int(rng.choice(places))] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+        assert wrong_rows(Columns(tmp_path, None), rows)[1] == []
+        path.write_bytes(before)
+
+
+@pytest.fixture
+def file_limit() -> Iterator[None]:
+    """Files may have 64 KiB: a write is cut there, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_many_rows_are_said_to_be_stored_as_a_full_disk_takes(
+    tmp_path: Path, kind: str, file_limit: None
+) -> None:
+    columns, rows = columns_at(tmp_path), [KINDS[kind](number) for number in range(GROUP_ROWS + 400)]
+    told = sum(columns.write(rows[start : start + 50]) for start in range(0, len(rows), 50))
+    there, wrong = wrong_rows(columns, rows)
+    assert (there, wrong) == (told, [])
+    assert 0 < told < len(rows)
+
+
+def _write_for_ever(stage: Stage, home: Path, kind: str, seed: int) -> None:
+    rng = random.Random(seed)
+    columns = columns_at(home)
+    columns.write([KINDS[kind](seed)])
+    stage.enter("writing")
+    while True:
+        first = rng.randrange(SAMPLES - 64)
+        version = rng.randrange(2) if kind == "texts" else seed % 3 == 2
+        rows = [
+            KINDS[kind](number, version if number % 10 == 0 else 0) for number in range(first, first + 64)
+        ]
+        there = columns.read([address for address, *_ in rows])  # as a run does
+        columns.write([row for row in rows if row[0] not in there])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kills", [6, pytest.param(340, marks=pytest.mark.deep)])
+def test_writers_that_are_killed_leave_whole_rows_alone(tmp_path: Path, kind: str, kills: int) -> None:
+    """Three at a time, one of them with another version of a tenth of the samples; others read meanwhile."""
+    rng, reader = random.Random(kills), Columns(tmp_path, None)
+    rows = [KINDS[kind](number, version) for number in range(SAMPLES) for version in (0, 1)]
+    read = 0
+    with ExitStack() as stack:
+        for kill in range(0, kills, 3):
+            children = [
+                stack.enter_context(
+                    Child(
+                        partial(_write_for_ever, home=tmp_path, kind=kind, seed=kill + number),
+                        kill_at=Moment("writing", rng.uniform(0.002, 0.06)),
+                    )
+                )
+                for number in range(3)
+            ]
+            there, wrong = wrong_rows(reader, rng.sample(rows, 400))
+            for child in children:
+                child.join(60)
+                assert child.status == -signal.SIGKILL, child.error
+            assert not wrong
+            read += there
+    there, wrong = wrong_rows(reader, rows)
+    assert there + read > 0
+    assert not wrong
+    assert not list(foreign(Tier.open(tmp_path)))
+
+
+def test_a_forked_child_goes_on_with_the_columns_of_its_parent(tmp_path: Path) -> None:
+    columns = columns_at(tmp_path)
+    columns.write([text(0), alike(0)])
+
+    def work(stage: Stage) -> int:
+        return columns.write([text(number) for number in range(1, 50)])
+
+    with Child(work) as child:
+        columns.write([text(number, 1) for number in range(1, 50)])
+        assert child.finish(60) == 49
+    rows = [text(number) for number in range(50)] + [text(number, 1) for number in range(1, 50)]
+    assert wrong_rows(columns, rows)[1] == []
+
+
+def shards_in(tier: Tier, sizes: list[int]) -> None:
+    """Published shards, opened one second after the other."""
+    for number, size in enumerate(sizes):
+        directory = tier.published(f"{number:032x}")
+        directory.mkdir(mode=0o700)
+        (directory / "data").write_bytes(bytes(size))
+        (directory / "names").touch()
+        os.utime(directory, (1000 + number, 1000 + number))
+    tier.budget.count()
+
+
+def rows_of_shard(shard: int, size: int = 4000) -> list[Stored]:
+    name = shard.to_bytes(16, "big")
+    return [
+        (Address(FINGERPRINT, name, number, CHECKSUMS[number]).pack(), LAYOUT, os.urandom(size))
+        for number in range(50)
+    ]
+
+
+def on_disk(home: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in home.rglob("*") if path.is_file())
+
+
+def test_rows_take_the_room_of_shards_that_are_needed_last_but_half_of_the_limit_at_most(
+    tmp_path: Path,
+) -> None:
+    limit_bytes = 16 << 20
+    tier = Tier(tmp_path, limit_bytes)
+    shards_in(tier, [500 << 10] * 28)
+    columns = Columns(tmp_path, RowRoom(lambda: tier))
+    for shard in range(60):
+        columns.write(rows_of_shard(shard))
+        assert on_disk(tmp_path) <= limit_bytes
+    left = sorted(int(path.name, 16) for path in (tmp_path / "shards").iterdir())
+    assert left == list(range(28 - len(left), 28))  # those that were opened longest ago went
+    assert 12 <= len(left) < 18
+    held = [shard for shard in range(60) if columns.read([row[0] for row in rows_of_shard(shard)])]
+    assert held == list(range(60 - len(held), 60))  # of rows, too
+    assert 20 < len(held) < 45
+    assert take_inventory(tier).columns.size_bytes <= limit_bytes // 2
+
+
+def test_rows_that_have_more_than_half_of_the_limit_go_for_shards(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, 8 << 20)
+    columns = Columns(tmp_path, RowRoom(lambda: tier))
+    for shard in range(33):
+        columns.write(rows_of_shard(shard))
+    assert tier.budget.count() > 6 << 20  # as nobody else needs room
+    part = tier.claim("a" * 32)
+    assert part is not None
+    assert tier.budget.reserve(part.path, 3 << 20, 1.0)
+    assert take_inventory(tier).columns.size_bytes > 4 << 20
+    other = tier.claim("b" * 32)
+    assert other is not None
+    assert not tier.budget.reserve(
+        other.path, 3 << 20, 1.0
+    )  # the rows have half now, and the other is filled
+    for claimed in (part, other):
+        claimed.discard()
+
+
+def test_a_limit_that_is_lowered_takes_rows_after_shards(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, 16 << 20)
+    columns = Columns(tmp_path, RowRoom(lambda: tier))
+    for shard in range(12):
+        columns.write(rows_of_shard(shard))
+    shards_in(tier, [500 << 10] * 8)
+    rows_bytes = take_inventory(tier).columns.size_bytes
+    tier.budget.limit.set(6 << 20)
+    tier.budget._enforced_at = 0.0
+    tier.budget.enforce_limits()
+    left = take_inventory(tier)
+    assert left.columns.size_bytes == rows_bytes
+    assert left.used_bytes <= 6 << 20
+    tier.budget.limit.set(1 << 20)
+    tier.budget._enforced_at = 0.0
+    tier.budget.enforce_limits()
+    left = take_inventory(tier)
+    assert left.used_bytes <= 1 << 20
+    assert 0 < left.columns.size_bytes <= 512 << 10
+
+
+def test_shards_go_for_other_shards_without_a_look_at_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many columns there are, they cost an eviction of shards neither time nor memory."""
+    tier = Tier(tmp_path, 16 << 20)
+    columns = Columns(tmp_path, RowRoom(lambda: tier))
+    for shard in range(12):
+        columns.write(rows_of_shard(shard))
+    shards_in(tier, [500 << 10] * 20)
+    monkeypatch.setattr(tier, "columns", lambda: pytest.fail("columns were listed"))
+    for number in range(100, 110):
+        part = tier.claim(f"{number:032x}")
+        assert part is not None
+        assert tier.budget.reserve(part.path, 5 << 20, 1.0)
+        part.discard()
+    monkeypatch.undo()
+    left = take_inventory(tier)
+    assert left.published.count < 20
+    assert left.columns.count == 12
+
+
+def test_what_is_recorded_of_columns_is_no_less_than_they_take(tmp_path: Path) -> None:
+    assert recorded_bytes(tmp_path) == 0
+    writers = [columns_at(tmp_path) for _ in range(3)]
+    for shard in range(6):
+        for writer in writers:
+            writer.write(rows_of_shard(shard, 700))
+    tier = Tier.open(tmp_path)
+    taken = take_inventory(tier).columns.size_bytes
+    assert taken <= recorded_bytes(tmp_path) <= taken + 8 * (1 << 20)
+    assert tier.budget.count() == tier.used_bytes
+    assert recorded_bytes(tmp_path) == take_inventory(tier).columns.size_bytes
+
+
+def test_a_directory_that_cannot_be_written_is_read_all_the_same(tmp_path: Path) -> None:
+    rows = [alike(number) for number in range(9)]
+    columns_at(tmp_path).write(rows)
+    reader = Columns(tmp_path, None)
+    assert reader.write(rows) == 0
+    assert wrong_rows(reader, rows) == (9, [])
+
+
+def test_columns_are_listed_and_deleted_by_fingerprint(tmp_path: Path) -> None:
+    columns = columns_at(tmp_path)
+    for name in (b"a" * 16, b"b" * 16):
+        columns.write([make(number, 0, name) for make in KINDS.values() for number in range(0, 700, 3)])
+    listed = {held.fingerprint: held for held in catalog.fingerprints(tmp_path)}
+    assert {fingerprint: held.rows for fingerprint, held in listed.items()} == dict.fromkeys(
+        (FINGERPRINT, FINGERPRINT[::-1], b"t" * 16), 2 * 234
+    )
+    found = [(row.name, row.place, row.row) for row in catalog.rows_of(tmp_path, FINGERPRINT[::-1])]
+    assert [(name, place, layout, bytes(body)) for name, place, (layout, body) in found] == [
+        (name, number, *unlike(number)[1:]) for name in (b"a" * 16, b"b" * 16) for number in range(0, 700, 3)
+    ]
+    whole = [row.is_whole(CHECKSUMS[row.place]) for row in catalog.rows_of(tmp_path, FINGERPRINT[::-1])]
+    assert all(whole)
+    catalog.remove(listed[FINGERPRINT])
+    assert {held.fingerprint for held in catalog.fingerprints(tmp_path)} == {FINGERPRINT[::-1], b"t" * 16}
+    assert columns.read([alike(0, 0, b"a" * 16)[0]]) == {}
+
+
+def test_a_name_is_that_of_the_first_samples() -> None:
+    checksums = np.array(CHECKSUMS[:40], "<u8")
+    assert name_of(checksums) == name_of(checksums[:16])
+    changed = checksums.copy()
+    changed[20] ^= 1
+    assert name_of(changed) == name_of(checksums)
+    changed[3] ^= 1
+    assert name_of(changed) != name_of(checksums)
