@@ -24,15 +24,19 @@ _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.
 """Their state doesn't count: each sample seeds them (transforms/generators.py)."""
 _MOST_VALUES = 20_000
 """A function that holds more, such as a list of captions, takes too long to describe."""
+_MOST_BYTES = 1 << 28
+"""The same for arrays, such as a file that is mapped: about 0.1 s of digesting."""
 _PACKAGE = "package "
 
 
 class _RowDescriber(Describer):
     """Describes a function that makes rows. Dicts count without their order."""
 
+    orders_dicts = False
+
     def __init__(self) -> None:
         super().__init__()
-        self._left = _MOST_VALUES
+        self._left, self._left_bytes = _MOST_VALUES, _MOST_BYTES
 
     def value(self, value: Any, where: str) -> Any:
         """Describe a value; see Describer."""
@@ -43,10 +47,11 @@ class _RowDescriber(Describer):
             return ["generator", type(value).__name__]
         if isinstance(value, torch.nn.Module) and next(value.parameters(), None) is not None:
             raise FeatureNotCacheable(f"{where} has weights, which a training may change")
-        described = super().value(value, where)
-        if isinstance(value, dict) and isinstance(described[1], list):
-            described[1].sort(key=json.dumps)
-        return described
+        if isinstance(value, (torch.Tensor, np.ndarray)):
+            self._left_bytes -= value.nbytes
+            if self._left_bytes < 0:
+                raise FeatureNotCacheable(f"{where}: the function holds arrays of over {_MOST_BYTES:,} bytes")
+        return super().value(value, where)
 
 
 def described(function: Any, name: str) -> dict[str, str] | None:

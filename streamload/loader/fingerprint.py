@@ -23,6 +23,8 @@ from streamload.transforms import kernel
 from streamload.transforms.compile import compile_transform
 from streamload.transforms.plan import ImagePlan, NotRecognised, clip_plan
 
+_ALWAYS = ("preprocess", "patches", "map_sample", "collate", "tokenizer", "prepare")
+"""What each fingerprint has, empty if it isn't given: so that a resume with or without it differs."""
 UNKNOWN = "unknown"
 """Stands for a transform or tokenizer that nothing stable identifies; it is compared with nothing."""
 
@@ -33,7 +35,7 @@ def rows_fingerprint(options: LoaderOptions) -> dict[str, str]:
     A compiled transform is known by its fields, a function by a digest of its code and of what it holds, a
     tokenizer by a digest of the ids of some captions.
     """
-    fingerprint = {"preprocess": "", "map_sample": "", "tokenizer": "", "prepare": ""}
+    fingerprint = dict.fromkeys(_ALWAYS, "")
     if options.workers.map_sample is None or options.preprocess is not None:
         versions = {"PIL": PIL.__version__, "simplejpeg": simplejpeg.__version__, "torch": torch.__version__}
         fingerprint |= {name: _release(version) for name, version in versions.items()}

@@ -232,6 +232,12 @@ class Loader(DataLoaderInterface):
         """What makes the rows of this loader."""
         return rows_fingerprint(self.options)
 
+    def _identify_functions(self) -> Mapping[str, str]:
+        """Take the fingerprint before functions run in this process: they may change what they hold."""
+        options = self.options
+        runs_here = options.num_workers == 0 and (options.preprocess or options.workers.map_sample)
+        return self._fingerprint if runs_here else {}
+
     def load_state_dict(
         self,
         state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
@@ -285,6 +291,7 @@ class Loader(DataLoaderInterface):
             return iter(())
         self._settle_device()
         started = time.monotonic()
+        self._identify_functions()
         try:
             return self._start_epoch(started)
         except BaseException as exc:

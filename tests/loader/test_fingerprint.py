@@ -43,6 +43,14 @@ class Locked(Resized):
         self.lock = threading.Lock()
 
 
+class Counting(Resized):
+    """One that changes what it holds as it is used."""
+
+    def __call__(self, image: Any) -> torch.Tensor:
+        self.held[str(len(self.held))] = image.size
+        return super().__call__(image)
+
+
 def processor(size: int, mean: float = 0.5, **options: Any) -> Any:
     import transformers
 
@@ -74,6 +82,7 @@ def names_and_size(sample: dict[str, Any]) -> dict[str, Any]:
 
 PLAIN: dict[str, Any] = {"preprocess": Resized(8), "tokenizer": ids}
 MAPPED: dict[str, Any] = {"map_sample": names}
+COLLATED: dict[str, Any] = {**MAPPED, "collate": lambda examples: {"count": len(examples)}}
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +146,8 @@ OTHER: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a function for a plan": ({}, {"preprocess": Resized(8)}, "preprocess was compiled and is a function"),
     "a tokenizer": (PLAIN, {**PLAIN, "tokenizer": other_ids}, "tokenizer was "),
     "map_sample": (MAPPED, {"map_sample": names_and_size}, "map_sample (by Python"),
+    "collate where there was none": (MAPPED, COLLATED, "collate was none and is a function"),
+    "no collate where there was one": (COLLATED, MAPPED, "collate was a function and is none"),
     "prepared images": ({}, {"prepare": "raw-16"}, "prepare was none and is raw-16"),
 }
 
@@ -146,6 +157,11 @@ def test_rows_that_are_made_as_before_are_not_spoken_of(name: str, resume: Any) 
     before, after = SAME[name]
     assert resume(before, after) == []
     assert resume(before, {**after, "strict": True}) == []
+
+
+def test_a_function_counts_as_it_was_before_it_made_rows(resume: Any) -> None:
+    for after in ({}, {"strict": True}):
+        assert resume({"preprocess": Counting(8)}, {"preprocess": Counting(8), **after}) == []
 
 
 @pytest.mark.parametrize("name", OTHER)
@@ -219,6 +235,7 @@ from tests.loader.test_fingerprint import Resized, ids, names, processor
 from tests.support import flat
 for options in (
     {"preprocess": Resized(8, marks={"b", "a", "c"}), "tokenizer": ids},
+    {"preprocess": Resized(8, sizes={frozenset(pair): 1 for pair in ("ab", "ac", "bc", "cd", "ad")})},
     {"preprocess": lambda image: Resized(8)(image)},
     {"preprocess": processor(16)},
     {"map_sample": names},
@@ -252,7 +269,11 @@ def test_another_version_of_a_library_is_named(resume: Any, monkeypatch: pytest.
     assert "PIL" not in fingerprint(**MAPPED)
 
 
-@pytest.mark.parametrize("held", [["x"] * 30_000, torch.nn.Linear(2, 2)], ids=["much", "weights"])
+@pytest.mark.parametrize(
+    "held",
+    [["x"] * 30_000, torch.empty((1 << 28) + 1, dtype=torch.uint8), torch.nn.Linear(2, 2)],
+    ids=["many", "large", "weights"],
+)
 def test_a_function_that_holds_much_or_what_is_trained_is_not_described(held: Any) -> None:
     assert fingerprint(preprocess=Resized(8, held=held))["preprocess"] == "unknown"
 

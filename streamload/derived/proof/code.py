@@ -104,9 +104,12 @@ class Describer:
     """Describes values as JSON, and collects the code that they stand for.
 
     Attributes:
+        orders_dicts: whether the order of a dict counts.
         origins: where each class of the project was found, as "module:qualname".
         strings: all that code and values hold, some of which may name files.
     """
+
+    orders_dicts = True
 
     def __init__(self) -> None:
         self._code: dict[str, set[str]] = {}
@@ -192,7 +195,8 @@ class Describer:
                 [self.value(key, f"a key of {where}"), self.value(member, f"{where}[{key!r}]")]
                 for key, member in value.items()
             ]
-            return [kind.__name__, pairs, *self._unless_none(_factory_of(value), where)]
+            members = pairs if self.orders_dicts else _Unordered(pairs)
+            return [kind.__name__, members, *self._unless_none(_factory_of(value), where)]
         if kind in (set, frozenset):
             return [kind.__name__, _Unordered(self.value(member, f"a member of {where}") for member in value)]
         if isinstance(value, torch.Tensor):
