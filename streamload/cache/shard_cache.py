@@ -250,6 +250,10 @@ class ShardCache:
         arrived = (reader.size or int(reader.records["stop"][-1]) for reader in readers)
         return sum(arrived) / sum(reader.count for reader in readers) if readers else 0.0
 
+    def expect_usable(self) -> None:
+        """Look no more whether anything is usable: a state is at samples that were."""
+        self._usable_check.found_usable = True
+
     def raise_if_unusable(self) -> None:
         """Raise if nothing usable was found: no more samples will come.
 
@@ -310,10 +314,13 @@ class _UsableCheck:
     """Detects a data set in which nothing is usable, so that nobody searches it for ever.
 
     Judges by shards that were read: a missing one says nothing about the others.
+
+    Attributes:
+        found_usable: whether a sample is known that is usable.
     """
 
     def __init__(self) -> None:
-        self._found_usable = False
+        self.found_usable = False
         self._samples = 0
         self._read: set[str] = set()  # those that have ended
         self._keys: list[str] = []
@@ -330,8 +337,8 @@ class _UsableCheck:
         Args:
             keys: the members that a sample needs.
         """
-        self._found_usable = self._found_usable or usable > 0
-        if self._found_usable or view.reader is None:
+        self.found_usable = self.found_usable or usable > 0
+        if self.found_usable or view.reader is None:
             return
         self._samples += view.count - start
         self._wanted = " and ".join(map(str, keys))
@@ -368,7 +375,7 @@ class _UsableCheck:
 
     def ended(self, view: ShardView) -> None:
         """A shard has ended."""
-        if self._found_usable:
+        if self.found_usable:
             return
         if view.gave_up and view.reader is not None:
             self._given_up[view.shard.name] = view.reader.cause
@@ -385,7 +392,7 @@ class _UsableCheck:
 
     def raise_if_unusable(self) -> None:
         """Raise NoValidSamples with what was found instead; nothing if a usable sample was found."""
-        if self._found_usable:
+        if self.found_usable:
             return
         causes = "; ".join(list(dict.fromkeys(self._given_up.values()))[:3])
         if not self._keys:

@@ -127,6 +127,8 @@ class Reader:
         self._blocked_ns.clear()
         self._blocked_by = None
         self._report()
+        if start.position:
+            self._cache.expect_usable()
         self.fills.begin(start)
 
     def references(self, group: int, source: int) -> ReferenceStream:

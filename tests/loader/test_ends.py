@@ -23,6 +23,8 @@ from streamload.ipc.queues import MessageQueue
 from streamload.loader.epoch import InOrder
 from streamload.loader.loader import Loader
 from streamload.order.lanes import Lanes
+from streamload.order.plan import OrderOptions, pass_order
+from streamload.shards.samples import Entry
 from streamload.testing.shards import write_shards
 from streamload.worker import loop, sampler
 from streamload.worker.reference_stream import ReferenceStream
@@ -357,3 +359,35 @@ def test_a_stop_that_torch_passes_on_is_no_end() -> None:
 
     with pytest.raises(PassMismatch, match="Caught StopIteration"):
         InOrder(Stopped()).next(lambda: None)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_resume_reads_on_where_a_function_leaves_out_the_next_shards(
+    num_workers: int, tmp_path: Path
+) -> None:
+    shards = [str(path) for path in write_shards(tmp_path / "data", [8] * 6)]
+
+    def keep(entry: Entry) -> bool:
+        return entry.key[:5] in ("00000", "00005")
+
+    def made(cache: str) -> Loader:
+        return make(
+            shards, tmp_path / cache, keep=keep, num_workers=num_workers, lanes=1, shuffle=0, seed=seed,
+            tokenizer=ids, preprocess=pixels, with_keys=True, output="dict", max_bad_samples=None,
+        )  # fmt: skip
+
+    def order_of(seed: int) -> list[int]:
+        plan = OrderOptions(seed=seed, groups=1, lanes=1, window=0)
+        return [*pass_order(plan, np.arange(6), 0, 0, 0).tolist()]
+
+    # A shard with samples, at least three without one, and the other with samples.
+    seed = next(seed for seed in range(1000) if {order_of(seed)[0], order_of(seed)[4]} == {0, 5})
+    with made("one") as loader:
+        batches = iter(loader)
+        next(batches), next(batches)
+        state = loader.state_dict()
+        rest = [batch["__key__"] for batch in batches]
+    with made("two") as loader:
+        loader.load_state_dict(state)
+        assert [batch["__key__"] for batch in loader] == rest
+    assert len(rest) == 2
