@@ -51,6 +51,9 @@ _ROWS_BLOCK_BYTES, _ROWS_BLOCKS = 64 << 20, 64
 """Room for rows of calls is reserved in parts of so much, or of a small limit in so many parts."""
 _COLUMNS_AT_ONCE = 16
 """Columns are evicted by a 16th: each time all of them are measured."""
+_MEASURE_COLUMNS_SECONDS = 60.0
+"""What is recorded of columns is trusted for so long where something has to go: each process that ended has
+left room that it didn't need."""
 LAST_BLOCKS_BYTES = 4 * BLOCK_BYTES
 """Disk space of a part beyond its bytes: its files end within blocks, and one records the reservation."""
 PATIENCE_SECONDS = 1.0
@@ -177,6 +180,7 @@ class Budget:
         self._enforce_seconds = enforce_seconds
         self._enforced_at = time.monotonic()
         self._claims = Claims(directory)
+        self._columns_measured_at = -_MEASURE_COLUMNS_SECONDS
         self.limit = Limit(directory.root, limit_bytes)
 
     @property
@@ -507,13 +511,15 @@ class Budget:
         """Under the lock: scan the tier and record its size.
 
         Args:
-            measures_columns: look at each column. Else their recorded sum counts, if there is one and none of
-                them has to go.
+            measures_columns: look at each column. Else their recorded sum counts, if there is one that isn't
+                old, and none of them has to go.
         """
         held = [shard for shard in self._directory.shards() if not without or shard.path not in without]
         in_trash = [path for path in self._directory.own("trash") if path not in without]
         is_beyond = usage.at_most is None or usage.at_most.columns > self._columns_share()
-        if is_beyond or measures_columns:
+        is_old = time.monotonic() - self._columns_measured_at >= _MEASURE_COLUMNS_SECONDS
+        if is_beyond or is_old or measures_columns:
+            self._columns_measured_at = time.monotonic()
             columns = [column for column in self._directory.columns() if column.path not in without]
             columns_bytes = sum(column.size_bytes for column in columns)
         else:

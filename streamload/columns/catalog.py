@@ -93,8 +93,9 @@ def seeds_of(tier: Tier) -> Seeds:
 def remove(columns: FingerprintColumns) -> None:
     """Delete the columns of a fingerprint; a process that has one open goes on with a file without a name."""
     for path in columns.files:
-        with contextlib.suppress(OSError):
-            path.unlink()
+        for name in (path.name, f"rows.{columns.fingerprint.hex()}.asked"):
+            with contextlib.suppress(OSError):
+                path.with_name(name).unlink()
         with contextlib.suppress(OSError):
             path.parent.rmdir()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import secrets
 import struct
@@ -23,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
+from streamload.cache.directory import BLOCK_BYTES
 from streamload.errors import CacheCorrupt
 
 HEAD_BYTES = 4096
@@ -115,6 +117,12 @@ class ColumnFile:
     def disk_bytes(self) -> int:
         """The blocks that it takes."""
         return os.fstat(self._file).st_blocks * 512
+
+    def most_bytes(self, places: Sequence[int]) -> int:
+        """An upper bound of the disk space of rows at some ascending places: neighbours share blocks."""
+        runs = 1 + sum(place != before + 1 for before, place in itertools.pairwise(places))
+        groups = len({place // GROUP_ROWS for place in places})
+        return len(places) * self.row_bytes + 2 * (runs + groups) * BLOCK_BYTES
 
     def read(self, places: Sequence[int], seeds: Sequence[int]) -> list[bytes | None]:
         """The rows at some places that pass under the checksums of their samples; None for the others."""

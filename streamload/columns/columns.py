@@ -106,7 +106,8 @@ class RowRoom:
             if self._tier is None:
                 self._tier = self._open()
             budget = self._tier.budget
-            step_bytes = max(size_bytes, min(_STEP_BYTES, budget.limit.size_bytes // _STEPS))
+            step_bytes = min(_STEP_BYTES, budget.limit.size_bytes // _STEPS)
+            step_bytes = max(step_bytes, size_bytes - min(0, self._reserved_bytes))
             step_bytes += -step_bytes % BLOCK_BYTES
             is_granted = budget.reserve_columns(step_bytes, self._most_bytes)
         except (OSError, CacheError):
@@ -118,8 +119,8 @@ class RowRoom:
         return True
 
     def take(self, size_bytes: int) -> None:
-        """Note that so many bytes were written."""
-        self._reserved_bytes = max(0, self._reserved_bytes - size_bytes)
+        """Note that so many bytes were written; what is more than was reserved is reserved with the next."""
+        self._reserved_bytes -= size_bytes
 
 
 class Columns:
@@ -184,8 +185,9 @@ class Columns:
         numbers = [number for number, (layout, body) in enumerate(rows) if (layout, len(body)) == alike]
         stored = 0
         with contextlib.closing(column):
-            if self._has_room(len(numbers) * (column.row_bytes + 2 * BLOCK_BYTES)):
-                before_bytes, alike_rows = column.disk_bytes, file.at(numbers)
+            alike_rows = file.at(numbers)
+            if self._has_room(column.most_bytes(alike_rows.places)):
+                before_bytes = column.disk_bytes
                 bodies = [rows[number][1] for number in numbers]
                 checksums = list(map(checksum_of, bodies, alike_rows.seeds))
                 stored = column.write(alike_rows.places, bodies, checksums)
@@ -217,7 +219,7 @@ class Columns:
                     return 0
                 here = {start + int(place) for place in np.flatnonzero(column.checksums()[start:])}
                 rows = [(start + place, *row) for place, *row in block.items() if start + place not in here]
-                if rows and self._has_room(len(rows) * (block.row_bytes + 2 * BLOCK_BYTES)):
+                if rows and self._has_room(column.most_bytes([place for place, *_ in rows])):
                     places, checksums, bodies = zip(*rows, strict=True)
                     before_bytes = column.disk_bytes
                     stored = column.write(places, bodies, checksums)
@@ -239,8 +241,7 @@ class Columns:
         return str(path)
 
     def _write_unlike(self, path: str, file: _FileRows, rows: list[StoredRow]) -> int:
-        row_bytes = sum(len(layout) + len(body) for layout, body in rows)
-        if not self._has_room(row_bytes + (2 * len(rows) + 4) * BLOCK_BYTES):
+        if not self._has_room(UnlikeColumn.most_bytes(file.places, rows)):
             return 0
         column = UnlikeColumn.open(path, writable=True)
         if column is None:

@@ -15,15 +15,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from streamload.columns.column import ColumnFile, checksum_of
+from streamload.cache.directory import BLOCK_BYTES
+from streamload.columns.column import GROUP_ROWS, ColumnFile, checksum_of
 
 StoredRow = tuple[bytes, "bytes | memoryview"]
 """The layout and the bytes of a row."""
-_SLOT = struct.Struct("<QI4x")
+_SLOT = struct.Struct("<QII")
+"""Offset and size of a row, and how many there are before it of the same place."""
 _HEAD = struct.Struct("<Q16sI")
 """Checksum of all after it; the slot of the row before; bytes of the layout."""
-_MOST_LINKS = 32
-"""So many rows of a sample are looked through, the latest first."""
+_MOST_LINKS = 128
+"""A sample has so many rows at most: more texts than this are drawn of it anew in each pass, and would make
+the file grow for ever. They are looked through, the latest first."""
 _NO_SLOT = bytes(_SLOT.size)
 
 
@@ -54,6 +57,15 @@ class UnlikeColumn:
         """Make an empty one, unless there is one."""
         ColumnFile.make(f"{path}.slots", _SLOT.size, b"")
 
+    @staticmethod
+    def most_bytes(places: Sequence[int], rows: Sequence[StoredRow]) -> int:
+        """An upper bound of the disk space of rows at some places, with that of a new column."""
+        groups = len(
+            {place // GROUP_ROWS for place in places}
+        )  # each of five blocks, if it begins within one
+        row_bytes = sum(_HEAD.size + len(layout) + len(body) for layout, body in rows)
+        return row_bytes + (5 * groups + 4) * BLOCK_BYTES
+
     @property
     def disk_bytes(self) -> int:
         """The blocks that both files take."""
@@ -83,17 +95,25 @@ class UnlikeColumn:
         slot_seeds: Sequence[int],
         seeds: Sequence[int],
     ) -> int:
-        """Store rows; returns how many, fewer on a full disk.
+        """Store rows; returns how many, fewer on a full disk, and where places have as many as they may.
 
         Args:
             places: ascending.
         """
-        befores = self._slots.read(places, slot_seeds)
+        stored: list[tuple[int, int]] = []  # place and slot seed of each
+        links: list[int] = []
         records: list[bytes] = []
-        for (layout, body), before, seed in zip(rows, befores, seeds, strict=True):
-            head = _HEAD.pack(0, before or _NO_SLOT, len(layout))
-            content = b"".join((memoryview(head)[8:], layout, body))
-            records.append(checksum_of(content, seed).to_bytes(8, "little") + content)
+        befores = self._slots.read(places, slot_seeds)
+        for number, (before, seed) in enumerate(zip(befores, seeds, strict=True)):
+            is_only_row = before is None or seed == slot_seeds[number]
+            links_before = 0 if is_only_row else _SLOT.unpack(before or _NO_SLOT)[2] + 1
+            if links_before < _MOST_LINKS:
+                layout, body = rows[number]
+                head = _HEAD.pack(0, _NO_SLOT if is_only_row else before, len(layout))
+                content = b"".join((memoryview(head)[8:], layout, body))
+                records.append(checksum_of(content, seed).to_bytes(8, "little") + content)
+                stored.append((places[number], slot_seeds[number]))
+                links.append(links_before)
         # a descriptor of its own: a fork would share the position
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         end = os.open(self._path, flags, 0o600)
@@ -106,13 +126,14 @@ class UnlikeColumn:
             os.close(end)
         slots: list[bytes] = []
         stop = start + written
-        for record in records:
+        for record, count in zip(records, links, strict=True):
             if start + len(record) > stop:
                 break  # cut by a full disk
-            slots.append(_SLOT.pack(start, len(record)))
+            slots.append(_SLOT.pack(start, len(record), count))
             start += len(record)
-        count = len(slots)
-        return self._slots.write(places[:count], slots, list(map(checksum_of, slots, slot_seeds)))
+        written_places = [place for place, _ in stored[: len(slots)]]
+        checksums = [checksum_of(slot, seed) for slot, (_, seed) in zip(slots, stored, strict=False)]
+        return self._slots.write(written_places, slots, checksums)
 
     def all_rows(self, slot: bytes) -> list[tuple[int, StoredRow, memoryview]]:
         """The rows of a slot, unchecked, the latest first: checksum, row, the bytes that it covers."""
@@ -143,7 +164,7 @@ class UnlikeColumn:
         return None
 
     def _record(self, slot: bytes) -> bytes | None:
-        start, size = _SLOT.unpack(slot)
+        start, size, _ = _SLOT.unpack(slot)
         if size < _HEAD.size:
             return None
         if self._file < 0:

@@ -150,6 +150,8 @@ class Catalog:
         for columns in columns_by_fingerprint(self.root.parent):
             if columns.fingerprint == rows.fingerprint:
                 remove_columns(columns)
+                if (self.root.parent / "tier.json").is_file():
+                    Tier.open(self.root.parent).budget.count()  # else shards go for what is there no longer
                 return columns.rows
         return 0
 
