@@ -12,6 +12,7 @@ import enum
 import errno
 import logging
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -180,7 +181,7 @@ class Budget:
         self._enforce_seconds = enforce_seconds
         self._enforced_at = time.monotonic()
         self._claims = Claims(directory)
-        self._columns_measured_at = -_MEASURE_COLUMNS_SECONDS
+        self._began_at, self._columns_measured_at = time.time(), -_MEASURE_COLUMNS_SECONDS
         self.limit = Limit(directory.root, limit_bytes)
 
     @property
@@ -330,9 +331,17 @@ class Budget:
         return max(0, self.limit.size_bytes // 2 - reserved_for_rows(self._directory.root))
 
     def _oldest_columns(self, excess_bytes: int, without: Collection[Path] = ()) -> list[HeldShard]:
-        """The columns that weren't used for longest, and take so many bytes together."""
+        """The columns that weren't used for longest, and take so many bytes together.
+
+        Among those that were used since this process began it is chance: by age a run over more than there is
+        room for would lose each of them right before it reads it again.
+        """
         chosen: list[HeldShard] = []
-        for column in sorted(self._directory.columns(), key=lambda column: column.used_at):
+        order = [
+            (min(column.used_at, self._began_at), random.random(), column)
+            for column in self._directory.columns()
+        ]
+        for _, _, column in sorted(order, key=lambda place: place[:2]):
             if excess_bytes <= 0:
                 break
             if column.path not in without:
