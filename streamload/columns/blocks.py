@@ -3,15 +3,15 @@
     columns/<name>/rows.<fingerprint>.<k>   head: magic, bytes of a row and of the layout, places, a check;
                                             layout; a checksum for each place, 0: no row; the rows
 
-Block k has the places from k times its number of places on. A block is merged, never "finished": with a
-filter no column has all rows. Rows are checked where they are read, each under its sample, so whoever merges
-blocks needs no samples.
+Block k has the places from k times its number of places on; none before the last is missing, though one may
+have no rows. A block is merged, never "finished": with a filter no column has all rows. Rows are checked
+where they are read, each under its sample.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
+from streamload.columns.column import checksum_of
 from streamload.errors import CacheCorrupt
 
 _MOST_BYTES = 16 << 20
@@ -86,11 +87,24 @@ class RowBlock:
         places = np.flatnonzero(self.checksums)
         yield from zip(places.tolist(), self.checksums[places].tolist(), self.rows, strict=True)
 
-    def merged(self, stored: RowBlock | None) -> RowBlock | None:
-        """This and what is stored; None if that has all rows already."""
-        if stored is None or (stored.layout, stored.row_bytes) != (self.layout, self.row_bytes):
-            return self if self.rows else None
-        if not (self.checksums.astype(bool) & ~stored.checksums.astype(bool)).any():
-            return None
-        rows = {place: (checksum, row) for block in (stored, self) for place, checksum, row in block.items()}
-        return RowBlock.of(self.layout, self.row_bytes, rows)
+
+def merged(
+    stored: RowBlock | None, layout: bytes, row_bytes: int, rows: Mapping[int, tuple[int, Any]]
+) -> RowBlock | None:
+    """What is stored with rows of some samples; None if that has all of them already.
+
+    A stored row stays, unless it doesn't pass for the sample that is there now.
+
+    Args:
+        rows: the checksum of the sample and the bytes of the row, by place in the block.
+    """
+    is_alike = stored is not None and (stored.layout, stored.row_bytes) == (layout, row_bytes)
+    there: dict[int, tuple[int, Any]] = {}
+    if stored is not None and is_alike:
+        there = {place: (checksum, row) for place, checksum, row in stored.items()}
+    lacking = {
+        place: (checksum_of(row, seed), row)
+        for place, (seed, row) in rows.items()
+        if place not in there or checksum_of(there[place][1], seed) != there[place][0]
+    }
+    return RowBlock.of(layout, row_bytes, {**there, **lacking}) if lacking or not is_alike else None

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from streamload.batches.assembly import BatchAssembly
 from streamload.batches.in_progress import BatchFactory
 from streamload.columns.blocks import block_rows
-from streamload.columns.column import checksum_of
 from streamload.columns.columns import LEAST_SAMPLES, name_of
 from streamload.derived.calls.features import BoundFeatures
 from streamload.derived.prepare.preparation import DerivedOrigin, parts_of, whole
@@ -56,10 +55,11 @@ class _MadeRows:
     """The rows of a shard that aren't stored for other nodes yet."""
 
     name: bytes  # of the shard's columns
-    store: Callable[[bytes, list[tuple[int, int, bytes]]], None]
-    """Stores rows of a layout: place, checksum and bytes of each."""
+    store: Callable[[bytes, list[tuple[int, int, bytes]], int], None]
+    """Stores rows of a layout: place, checksum of the sample and bytes of each; and from which place on."""
     layout: bytes = b""
     count: int = 0
+    stored: int = 0  # the place after the last that is stored
     rows: list[tuple[int, int, bytes]] = field(default_factory=list)
 
     def add(self, layout: bytes, samples: Iterable[Sample], bodies: Iterable[bytes]) -> None:
@@ -81,7 +81,7 @@ class _MadeRows:
         self.layout = layout
         for sample, body in zip(samples, bodies, strict=True):
             assert sample.checksum is not None
-            self.rows.append((sample.number, checksum_of(body, sample.checksum), body))
+            self.rows.append((sample.number, sample.checksum, body))
             self.count += 1
         if self.rows and self.rows[-1][0] - self.rows[0][0] >= block_rows(max(1, len(self.rows[0][2]))):
             self.flush()
@@ -89,7 +89,8 @@ class _MadeRows:
     def flush(self) -> None:
         """Store all rows."""
         if self.name and self.rows:
-            self.store(self.layout, self.rows)
+            self.store(self.layout, self.rows, self.stored)
+            self.stored = self.rows[-1][0] + 1
         self.rows = []
 
 
@@ -168,7 +169,7 @@ class FeatureRecipe:
         if len(first) == LEAST_SAMPLES:
             name = name_of([entry.checksum or 0 for entry, _ in first])
         begin = self._batches(name)
-        shard_rows = _MadeRows(name, lambda layout, rows: self._share(name, layout, rows))
+        shard_rows = _MadeRows(name, lambda *made: self._share(name, *made))
         if name:
             self._fetch(name)
         samples = (sample for _, sample in itertools.chain(first, entries) if sample is not None)
@@ -186,7 +187,7 @@ class FeatureRecipe:
         if self._tier is not None and columns is not None:
             fetch_rows(self._tier.column, columns, bytes.fromhex(self.fingerprint), name)
 
-    def _share(self, name: bytes, layout: bytes, rows: list[tuple[int, int, bytes]]) -> None:
+    def _share(self, name: bytes, layout: bytes, rows: list[tuple[int, int, bytes]], start: int) -> None:
         """Store rows for other nodes."""
         if self._tier is None:
             return
@@ -194,7 +195,7 @@ class FeatureRecipe:
         if not self._is_noted:
             store_note(self._tier, fingerprint, self._bound.features.label, self._parts)
             self._is_noted = True
-        store_rows(self._tier, fingerprint, name, layout, rows)
+        store_rows(self._tier, fingerprint, name, layout, rows, start)
 
     def _batches(self, name: bytes) -> BatchFactory:
         """Makes empty batches of a shard whose columns have a name, for one thread."""

@@ -20,7 +20,7 @@ from streamload import limits
 from streamload.cache.locks import FileLock
 from streamload.cache.shard import Shard
 from streamload.cache.shared.tier import SharedTier
-from streamload.columns.blocks import RowBlock, block_rows, object_name
+from streamload.columns.blocks import RowBlock, block_rows, merged, object_name
 from streamload.columns.columns import Columns
 from streamload.derived import log_once
 from streamload.derived.store.results import layout_of, refuse_uncomputed
@@ -150,8 +150,14 @@ def store_rows(
     name: bytes,
     layout: bytes,
     rows: Sequence[tuple[int, int, bytes]],
+    start: int = 0,
 ) -> None:
-    """Store rows for other nodes: place, checksum and bytes of each, ascending; what is there stays.
+    """Store rows for other nodes, ascending; what is there stays, where it is of the same samples.
+
+    Args:
+        rows: place, checksum of the sample, and bytes of each.
+        start: the place after the last that this maker has stored: blocks without rows from there on are
+            stored, too, as who fetches blocks ends at the first that is missing.
 
     Raises:
         SharedTierError: the shared cache doesn't answer, or doesn't accept them.
@@ -160,19 +166,17 @@ def store_rows(
         return
     row_bytes = len(rows[0][2])
     count = block_rows(row_bytes)
-    for number in range(rows[0][0] // count, rows[-1][0] // count + 1):
-        block_places = {
-            place - number * count: (checksum, row)
-            for place, checksum, row in rows
-            if place // count == number
-        }
+    by_block: dict[int, dict[int, tuple[int, bytes]]] = {}
+    for place, seed, row in rows:
+        by_block.setdefault(place // count, {})[place % count] = seed, row
+    for number in range(start // count, rows[-1][0] // count + 1):
         key, stored = object_name(name, fingerprint, number), None
         with contextlib.suppress(CacheCorrupt):
             data = tier.column(key)
             stored = None if data is None else RowBlock.unpack(data)
-        merged = RowBlock.of(layout, row_bytes, block_places).merged(stored)
-        if merged is not None or stored is None:
-            tier.store_column(key, (merged or RowBlock.of(layout, row_bytes, block_places)).pack())
+        block = merged(stored, layout, row_bytes, by_block.get(number, {}))
+        if block is not None:
+            tier.store_column(key, block.pack())
 
 
 def note_name(fingerprint: bytes) -> str:

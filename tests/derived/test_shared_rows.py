@@ -30,6 +30,7 @@ from streamload import Features
 from streamload.cache.shard import prepared_form, shard_of
 from streamload.cli import main
 from streamload.cli.options import recipe_of
+from streamload.columns import blocks as column_blocks
 from streamload.columns.blocks import RowBlock, object_name
 from streamload.columns.column import checksum_of
 from streamload.columns.columns import name_of
@@ -304,6 +305,37 @@ def test_of_an_edited_shard_only_edited_samples_are_computed(
     assert 1 <= stats.feature_rows_computed <= 1 + 16 * len(COUNTS)
     nodes("other")
     assert are_equal(rows, epoch(origin.urls, None, Net().eval())[0])
+    nodes("maker")
+    recipe = make_recipe(NamedFeatures(f"{HERE}:Net", batch_size=16), shared=streamload_shared(place))
+    derived_origin = recipe.derive(open_origin(origin.urls[0]))
+    with contextlib.closing(derived_origin.open()) as stream:
+        assert b"".join(stream.chunks())
+    assert recipe.counts.snapshot().feature_rows_computed == 1
+    checksums = checksums_in(origin.paths[0])
+    stored = opened(place)[0].column(object_name(name_of(checksums), bytes.fromhex(recipe.fingerprint), 0))
+    assert stored is not None
+    block = RowBlock.unpack(stored)  # the row of the edited sample took the place of the former one
+    assert all(checksum_of(row, checksums[place]) == check for place, check, row in block.items())
+
+
+def test_rows_after_many_samples_without_any_are_found(
+    origin: Origin, place: Place, nodes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(column_blocks, "_MOST_BYTES", 100)  # as of rows of some megabytes: four to a block
+    broken = {*range(8), *range(16, 20)}
+    with tarfile.open(origin.paths[0]) as old:
+        members = [(info, old.extractfile(info).read()) for info in old]  # type: ignore[union-attr]
+    keys = list(dict.fromkeys(info.name.partition(".")[0] for info, _ in members))
+    with tarfile.open(origin.paths[0], "w") as tar:
+        for info, data in members:
+            is_image = info.name.endswith((".jpg", ".png", ".webp"))
+            is_broken = is_image and keys.index(info.name.partition(".")[0]) in broken
+            tar.addfile(info, io.BytesIO(bytes(len(data)) if is_broken else data))
+    make(origin, place)
+    nodes("trainer")
+    _, _, stats = epoch(origin.urls, place, Net().eval())
+    assert stats.feature_rows_read + stats.feature_rows_computed == SAMPLES - len(broken)
+    assert stats.feature_rows_computed <= 16 * len(COUNTS)
 
 
 def test_rows_of_other_weights_are_not_used(origin: Origin, place: Place, nodes: Any) -> None:
@@ -396,10 +428,11 @@ def test_rows_that_go_are_fetched_again_or_computed(
 def test_makers_of_some_rows_each_have_all_together(origin: Origin, place: Place, nodes: Any) -> None:
     recipe = make(origin, place)
     fingerprint = bytes.fromhex(recipe.fingerprint)
-    (path, *_), (tier, _) = blocks(place), opened(place)
-    name = bytes.fromhex(path.parent.name)
+    checksums, (tier, _) = checksums_in(origin.paths[0]), opened(place)
+    name = name_of(checksums)
+    path = Path(place.url, object_name(name, fingerprint, 0))
     block = RowBlock.unpack(path.read_bytes())
-    rows = [(number, checksum, bytes(row)) for number, checksum, row in block.items()]
+    rows = [(number, checksums[number], bytes(row)) for number, _, row in block.items()]
     path.unlink()
     written = []
     for some in (rows[:30], rows[20:60], rows[10:50], rows[55:]):
