@@ -71,9 +71,9 @@ def carry(
 
 def _copy(pairs: Sequence[tuple[SampleKey, SampleKey]], store: RowStore, naming: Naming, label: str) -> int:
     """Copy the rows of a fingerprint from the first to the second of each pair; return how many."""
-    names = {naming.name(old): naming.name(new) for old, new in pairs}
-    rows = store.read(list(names), label)
-    placed = [(names[name], row) for name, row in rows.items() if names[name] not in rows]
+    names = [(naming.name(old), naming.name(new)) for old, new in pairs]
+    rows = store.read(list({old for old, _ in names}), label)
+    placed = [(new, rows[old]) for old, new in names if old in rows and new not in rows]
     of_columns = [(name, row.layout, row.body) for name, row in placed if is_address(name)]
     of_calls = [
         (name, seal(name, row.layout, bytes(row.body), 0)) for name, row in placed if not is_address(name)
@@ -82,7 +82,7 @@ def _copy(pairs: Sequence[tuple[SampleKey, SampleKey]], store: RowStore, naming:
         store.write_columns(of_columns, label)
     if of_calls:
         store.write(of_calls, label)
-    return len(rows)
+    return sum(old in rows for old, _ in names)
 
 
 def _keys_of(url: str, storage_options: Mapping[str, Any] | None) -> Iterator[SampleKey]:

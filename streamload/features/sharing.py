@@ -84,11 +84,13 @@ class SharedColumns:
         """Fetch the rows of a shard, unless another process of this node has just done so."""
         assert store.columns is not None
         with contextlib.suppress(OSError, OriginStopped):
-            path = store.columns.asked(fingerprint, name)
-            if not path:
-                return
-            while (lock := FileLock.acquire(path, create=True)) is None:
-                if self._closing.wait(_POLL_SECONDS):
+            lock = None
+            while lock is None:
+                path = store.columns.asked(fingerprint, name)  # again: its directory may have been evicted
+                if not path:
+                    return
+                lock = FileLock.acquire(path, create=True)
+                if lock is None and self._closing.wait(_POLL_SECONDS):
                     return
             with contextlib.closing(lock):
                 status = os.fstat(lock.file.number)

@@ -27,11 +27,13 @@ from xxhash import xxh3_64_intdigest
 
 import streamload
 from streamload import Features
+from streamload.cache.locks import FileLock
 from streamload.cache.shard import prepared_form, shard_of
 from streamload.cli import main
 from streamload.cli.options import recipe_of
 from streamload.columns import blocks as column_blocks
 from streamload.columns.blocks import RowBlock, object_name
+from streamload.columns.catalog import fingerprints as columns_by_fingerprint
 from streamload.columns.column import checksum_of
 from streamload.columns.columns import name_of
 from streamload.daemon import ray_task
@@ -40,12 +42,13 @@ from streamload.daemon.ray_task import Job, bring, own_version
 from streamload.daemon.service import Service
 from streamload.daemon.warm import warm
 from streamload.derived.store.catalog import open_catalog
-from streamload.derived.store.row_store import close_stores
+from streamload.derived.store.row_store import RowPlace, close_stores, open_store
 from streamload.errors import FeatureMismatch, OptionError
 from streamload.features.named import NamedFeatures
 from streamload.features.recipe import FeatureRecipe
-from streamload.features.sharing import noted_fingerprints, read_note, store_rows
+from streamload.features.sharing import SharedColumns, noted_fingerprints, read_note, store_rows
 from streamload.loader.feature_recipe import make_recipe
+from streamload.metrics import Counters
 from streamload.origins.origin import open_origin
 from streamload.testing.shards import ShardOptions, write_shards
 from tests.support import flat
@@ -423,6 +426,30 @@ def test_rows_that_go_are_fetched_again_or_computed(
         again, _, stats = epoch(origin.urls, where, module)
         assert stats.feature_rows_computed == computed
         assert are_equal(rows, again)
+
+
+def test_rows_are_fetched_though_the_columns_go_while_another_process_fetches_them(
+    origin: Origin, place: Place, nodes: Any, tmp_path: Path
+) -> None:
+    fingerprint = make(origin, place).fingerprint
+    nodes("trainer")
+    store = open_store(RowPlace(""))
+    assert store is not None
+    assert store.columns is not None
+    name = name_of(checksums_in(origin.paths[0]))
+    held = FileLock.acquire(store.columns.asked(bytes.fromhex(fingerprint), name), create=True)
+    assert held is not None
+    shared = SharedColumns(opened(place)[0], Counters())
+    try:
+        shared._is_patient = False
+        shared.await_rows(store, fingerprint, {name: shard_of(origin.urls[0], None)})
+        shutil.rmtree(tmp_path / "trainer" / "columns" / name.hex())
+        (fetch,) = shared._fetches.values()
+        fetch.result(60)
+    finally:
+        held.close()
+        shared.close()
+    assert sum(rows.rows for rows in columns_by_fingerprint(tmp_path / "trainer")) == COUNTS[0]
 
 
 def test_makers_of_some_rows_each_have_all_together(origin: Origin, place: Place, nodes: Any) -> None:
