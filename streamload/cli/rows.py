@@ -63,9 +63,9 @@ def _print_rows(catalog: Catalog, rows: list[dict[str, Any]]) -> None:
     ]
     shown = [name for name in cells[0] if name != "last read" or any(cell[name] for cell in cells)]
     print_table(shown, ([cell[name] for name in shown] for cell in cells))
-    total = sum(row["rows"] for row in rows)
+    total, different = sum(row["rows"] for row in rows), {row["fingerprint"] for row in rows}
     say(
-        f"{total:,} rows of {len({row['fingerprint'] for row in rows}):,} fingerprints in {catalog.root}: "
+        f"{total:,} rows of {len(different):,} fingerprints in {catalog.root.parent}: "
         f"{format_bytes(catalog.used_bytes)} on disk"
     )
 

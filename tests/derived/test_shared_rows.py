@@ -443,6 +443,7 @@ def test_rows_are_fetched_though_the_columns_go_while_another_process_fetches_th
     try:
         shared._is_patient = False
         shared.await_rows(store, fingerprint, {name: shard_of(origin.urls[0], None)})
+        time.sleep(0.5)  # now it waits
         shutil.rmtree(tmp_path / "trainer" / "columns" / name.hex())
         (fetch,) = shared._fetches.values()
         fetch.result(60)

@@ -213,7 +213,9 @@ def test_rows_are_listed_verified_and_deleted(
     server: ShardServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     epoch(urls_of(server), Features(Net().eval()), 2)
-    (row,) = command(capsys, monkeypatch, "cache", "ls", "--kind", "columns")["rows"]["fingerprints"]
+    listed = command(capsys, monkeypatch, "cache", "ls", "--kind", "columns")["rows"]
+    (row,) = listed["fingerprints"]
+    assert listed["used_bytes"] >= row["size_bytes"] > 0
     assert (row["label"], row["rows"]) == ("Net", SAMPLES)
     report = command(capsys, monkeypatch, "cache", "verify")
     assert (report["shards"], report["rows"]["rows"], report["rows"]["unproved"]) == (2, SAMPLES, 0)

@@ -71,8 +71,9 @@ class Catalog:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the files on disk."""
-        return used_bytes(self.root)
+        """Bytes of the files on disk, those of columns, too."""
+        columns = columns_by_fingerprint(self.root.parent)
+        return used_bytes(self.root) + sum(held.size_bytes for held in columns)
 
     def fingerprints(self) -> list[FingerprintRows]:
         """All rows, by label and then by the last use."""
