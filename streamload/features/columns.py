@@ -162,6 +162,7 @@ class ParsedFeature:
     shard: int
     row: Row | None = None
     is_known: bool = False
+    unnamed: Callable[[], SampleKey] | None = None  # gives its key later, if the name wasn't known yet
 
     @property
     def data(self) -> memoryview:
@@ -182,22 +183,32 @@ class FeatureInProgress:
         self._keys: list[SampleKey] = []
         self._rows: list[Row | None] = []
         self._places: list[int] = []  # of those whose inputs are made
+        self._unnamed: dict[int, Callable[[], SampleKey]] = {}  # by place
 
     def parse(self, sample: Sample, image: str, is_prepared: bool, seed: int) -> ParsedFeature:
         """Key of a sample's row; of a text's only its place, until the batch is whole. See Column."""
         if self._make_images is None:
-            key = self._reading.key(
-                sample, 0, 0, xxh3_64_intdigest(sample.key.encode("utf-8", "surrogatepass"))
-            )
-            return ParsedFeature(key, sample.members, image, is_prepared, 0, sample.shard)
+            digest = xxh3_64_intdigest(sample.key.encode("utf-8", "surrogatepass"))
+            key, unnamed = self._key(sample, 0, 0, digest)
+            return ParsedFeature(key, sample.members, image, is_prepared, 0, sample.shard, unnamed=unnamed)
         checksum = checksum_of(sample.members) if sample.checksum is None else sample.checksum
         variants = self._reading.assembly.variants
         variant = seed % variants
         fixed = xxh3_64_intdigest(f"{checksum} {variant}".encode())
-        row_key = self._reading.key(sample, checksum if variants == 1 else fixed, variant)
-        parsed = ParsedFeature(row_key, sample.members, image, is_prepared, fixed, sample.shard)
+        key, unnamed = self._key(sample, checksum if variants == 1 else fixed, variant)
+        parsed = ParsedFeature(key, sample.members, image, is_prepared, fixed, sample.shard, unnamed=unnamed)
         self._parsed.append(parsed)
         return parsed
+
+    def _key(
+        self, sample: Sample, seed: int, variant: int, slot_seed: int | None = None
+    ) -> tuple[SampleKey, Callable[[], SampleKey] | None]:
+        """The key of a sample's row; what gives it later, if the name isn't known yet."""
+        key = self._reading.key(sample, seed, variant, slot_seed)
+        if key.place >= 0:
+            return key, None
+        without_bytes = sample._replace(members={})
+        return key, functools.partial(self._reading.key, without_bytes, seed, variant, slot_seed)
 
     def add(self, parsed: Any) -> None:
         """Add a sample: its row if there is one, else its input.
@@ -206,7 +217,7 @@ class FeatureInProgress:
             SampleError: its image can't be used; the batch is unchanged.
         """
         if self._make_images is None:
-            self._keys.append(parsed.key)
+            self._append(parsed)
             return
         if not parsed.is_known:
             self._look_up()
@@ -219,11 +230,17 @@ class FeatureInProgress:
                 self._decode(parsed)
                 self._places.append(place)
         self._rows.append(row)
+        self._append(parsed)
+
+    def _append(self, parsed: ParsedFeature) -> None:
+        if parsed.unnamed is not None:
+            self._unnamed[len(self._keys)] = parsed.unnamed
         self._keys.append(parsed.key)
 
     def drop_last(self) -> None:
         """Remove the sample that was added last."""
         self._keys.pop()
+        self._unnamed.pop(len(self._keys), None)
         if self._make_images is None:
             return
         self._rows.pop()
@@ -235,6 +252,8 @@ class FeatureInProgress:
     def finish(self, texts: Any) -> dict[str, Any]:
         """The values of the samples that were added; texts are a tensor of ids, or a list."""
         inputs: Any = None
+        for place, key_of in self._unnamed.items():  # by now more of a shard may have arrived
+            self._keys[place] = key_of()
         if self._make_images is None:
             self._keys = [_of_text(key, text) for key, text in zip(self._keys, texts, strict=True)]
             self._rows = self._reading.read(self._keys)

@@ -127,6 +127,18 @@ def test_rows_outlive_their_shards_and_are_found_under_other_urls(
     assert all(torch.equal(rows[key], again[key]) for key in rows)
 
 
+@pytest.mark.parametrize("inputs", ["image", "text"])
+def test_rows_of_samples_that_come_before_the_name_of_their_shard_are_stored(
+    server: ShardServer, tmp_path: Path, inputs: Any
+) -> None:
+    module = (Net() if inputs == "image" else Embedding()).eval()
+    feature = Features(module, inputs=inputs, check=False)
+    server.bytes_per_second_per_connection = 200_000  # a few samples at a time
+    _, _, computed = epoch(urls_of(server), feature, tokenizer=tokenize, batch_size=40)
+    assert computed == SAMPLES
+    assert columns_in(tmp_path / "cache") == SAMPLES
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_rows_of_a_cached_shard_are_computed_once(server: ShardServer, tmp_path: Path, workers: int) -> None:
     list(flat.make_loader(urls_of(server), None, preprocess=small, train=False, batch_size=10, num_workers=0))
