@@ -384,10 +384,13 @@ def gc(
     import shutil
 
     from streamload.cache.garbage import collect_garbage
+    from streamload.errors import OptionError
     from streamload.options import parse_cache_size
 
+    if limit is not None and kind is not None:
+        raise OptionError("--limit is of the whole cache: give it without --kind")
     tier, report = _tier_for(cache_dir, kind), dict[str, Any]()
-    if tier is not None and kind is not Kind.PREPARED:
+    if tier is not None:
         limit_bytes = None
         if limit is not None:
             size = parse_cache_size(limit, "--limit")

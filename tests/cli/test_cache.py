@@ -217,7 +217,7 @@ def test_cache_gc_removes_garbage_and_evicts_down_to_a_limit(held, streamload):
     assert code == 0
     assert (report["dry_run"], report["removed_bytes"]) == (True, 8192)
     assert trash.exists()
-    code, out, _ = streamload("cache", "gc", "--cache-dir", tier)
+    code, out, _ = streamload("cache", "gc", "--kind", "prepared", "--cache-dir", tier)
     assert code == 0
     assert "removed 1 items, 8.2 KB" in out
     assert f"trash/{trash.name}" in out
@@ -236,6 +236,10 @@ def test_cache_gc_with_a_limit_that_is_none_fails(held, streamload):
     code, _, err = streamload("cache", "gc", "--limit", "much", "--cache-dir", tier)
     assert code == 2
     assert "--limit='much' is not a size" in err
+    for kind in ("shards", "prepared", "columns"):
+        code, _, err = streamload("cache", "gc", "--limit", "1KB", "--kind", kind, "--cache-dir", tier)
+        assert code == 2
+        assert "--limit is of the whole cache" in err
     assert len(listed(streamload, tier)["shards"]) == SHARDS
 
 
