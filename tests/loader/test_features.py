@@ -676,14 +676,21 @@ def seeded(rows: Path) -> Any:
     return streamload.cache_module(str(rows))(Plain)().eval()
 
 
-def train(rank: int, data: Path, place: Path) -> None:
+def train(rank: int, data: Path, place: Path, least_samples: int, first: int) -> None:
     """One of two ranks, each with rows of its own."""
+    names.LEAST_SAMPLES, names.FIRST, columns.FIRST = least_samples, first, first  # of the process that asks
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{place}/rendezvous", rank=rank, world_size=2
     )
     net = seeded(place / f"rows-{rank}")
-    options = {"train": True, "num_batches": 3, "batch_size": 4, "num_workers": 1}
-    with make(data, features={"f": net}, cache_dir=place / "cache", **options) as loader:
+    options = {
+        "train": True,
+        "num_batches": 3,
+        "batch_size": 4,
+        "num_workers": 1,
+        "multiprocessing_context": "fork",
+    }
+    with make(data, features={"f": net}, cache_dir=place / f"cache-{rank}", **options) as loader:
         for batch in loader:
             torch.distributed.all_reduce(net(batch).sum())
         counted = [loader.stats().feature_rows_read, loader.stats().feature_rows_computed]
@@ -694,10 +701,10 @@ def train(rank: int, data: Path, place: Path) -> None:
 @pytest.mark.deep
 def test_a_rank_that_computes_and_one_that_only_reads_stay_in_step(data: Path, tmp_path: Path) -> None:
     net = seeded(tmp_path / "rows-1")
-    with make(data, features={"f": net}) as loader:
+    with make(data, features={"f": net}, cache_dir=tmp_path / "cache-1") as loader:
         rows_of(loader, net)
     close_stores()
-    torch.multiprocessing.spawn(train, (data, tmp_path), nprocs=2)
+    torch.multiprocessing.spawn(train, (data, tmp_path, names.LEAST_SAMPLES, names.FIRST), nprocs=2)
     assert json.loads((tmp_path / "0.json").read_text()) == [0, 12]
     assert json.loads((tmp_path / "1.json").read_text()) == [12, 0]
 
