@@ -88,11 +88,12 @@ def test_as_many_are_under_way_at_once_as_allowed(server: ShardServer) -> None:
         got += len(chunk)
         if got >= 140_000:
             break
-    ranges = {100_000, 150_000, 200_000, 250_000}
+    ranges = {100_000, 150_000, 200_000}
     until(lambda: ranges <= {seen.start for seen in server.log})
     assert server.log[0].start == 0
     others = [seen.start for seen in server.log[1:] if seen.start not in ranges]
-    assert others in ([], [300_000])  # in place of the first of the four, once it has come
+    # The fourth, unless nobody reads any more before it is its turn; and one in place of the first.
+    assert others in ([], [250_000], [250_000, 300_000], [300_000, 250_000])
     stream.close()
 
 
