@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from streamload.cache.companion import OpenCompanion
 from streamload.errors import OptionError, add_note
-from streamload.order.lanes import NONE_LEFT_OUT, LeftOut
+from streamload.order.left_out import NONE_LEFT_OUT, LeftOut
 from streamload.shards.columns import BUILT_IN, TOKENS, Column, Values
 from streamload.shards.index import IndexReader
 from streamload.shards.record import LEFT_OUT, LINKED, OWN_LAYOUT

@@ -28,7 +28,7 @@ from streamload.cache.shard_view import Fetch, Found, OpenFiles, ShardView
 from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt
 from streamload.metrics import Counts
-from streamload.order.lanes import NONE_LEFT_OUT, LeftOut
+from streamload.order.left_out import NONE_LEFT_OUT, LeftOut
 from streamload.origins.origin import Version
 from streamload.shards.columns import IN_RECORDS, Column, Values
 from streamload.shards.index import IndexReader

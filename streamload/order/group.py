@@ -12,7 +12,6 @@ and dropping `skip` references resumes exactly. The options are saved separately
 
 from __future__ import annotations
 
-import bisect
 from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -22,16 +21,8 @@ from numpy.typing import NDArray
 
 from streamload.errors import OptionError
 from streamload.order.hashing import DUE, key
-from streamload.order.lanes import (
-    EVEN_SHARDS,
-    SAMPLE_BITS,
-    SAMPLE_MASK,
-    Arrivals,
-    Lanes,
-    LaneState,
-    LeftOutOf,
-    Tally,
-)
+from streamload.order.lanes import EVEN_SHARDS, SAMPLE_BITS, SAMPLE_MASK, Arrivals, Lanes, LaneState
+from streamload.order.left_out import NOTHING_LEFT_OUT, Counts, LeftOutOf, LeftOutSoFar, PassedOver, Tally
 from streamload.order.plan import OrderOptions, Pieces, pass_order
 from streamload.order.plan import pieces as pieces_of
 from streamload.order.shuffle import ShuffleWindow
@@ -57,60 +48,6 @@ def _most_taken(lanes: int, window: int) -> int:
 
 def _portion_of(window: int) -> int:
     return max(_FIRST_PORTION, window // 8)
-
-
-class PassedOver(NamedTuple):
-    """The samples left out up to a position, by the names of what left them out.
-
-    A sample that is left out comes before the next used one of its shard, or of its lane if the shard has no
-    more; those that no used sample follows count once the position is beyond the pass.
-
-    Attributes:
-        before: in the passes before that of the last reference.
-        in_pass: in the pass of the last reference.
-        following: of a cursor at the start of a pass, what `before` is from the next reference on.
-        carried: of the cursor's lanes, by lane: see `Lanes`.
-        tails: of the cursor's `done` shards, by place: see `Lanes`.
-    """
-
-    before: Tally
-    in_pass: Tally
-    following: Tally
-    carried: Mapping[int, Tally]
-    tails: Mapping[int, Tally]
-
-    @property
-    def total(self) -> Tally:
-        """Those of the sequence so far."""
-        return self.before + self.in_pass
-
-    def to_json(self) -> dict[str, Any]:
-        """Return them as JSON-able values: an empty dict if nothing was left out."""
-        value: dict[str, Any] = {
-            "before": dict(self.before),
-            "pass": dict(self.in_pass),
-            "following": dict(self.following),
-        }
-        value["carried"] = {str(lane): dict(tally) for lane, tally in self.carried.items()}
-        value["tails"] = {str(place): dict(tally) for place, tally in self.tails.items()}
-        return {name: part for name, part in value.items() if part}
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> PassedOver:
-        """Parse the output of `to_json`; its errors are those of parsing."""
-        before, in_pass, following = (_tally(value.get(name, {})) for name in ("before", "pass", "following"))
-        carried, tails = (
-            {_whole(int(key)): _tally(tally) for key, tally in value.get(name, {}).items()}
-            for name in ("carried", "tails")
-        )
-        return cls(before, in_pass, following, carried, tails)
-
-
-NOTHING_LEFT_OUT = PassedOver(Counter(), Counter(), Counter(), {}, {})
-
-
-def _tally(value: dict[str, Any]) -> Tally:
-    return Counter({str(name): _whole(count) for name, count in value.items()})
 
 
 class Cursor(NamedTuple):
@@ -205,8 +142,8 @@ class _Mark(NamedTuple):
     pass_: int
     lanes: LaneState
     everything: bool
-    following: Tally
-    carried: Mapping[int, Tally]
+    following: Counts | None
+    carried: Mapping[int, Counts]
 
 
 class _Given:
@@ -241,7 +178,7 @@ class _Given:
         is_done = (samples >= 0) & (self._count[places] == samples) & (self._last[places] < position)
         return tuple(zip(places[is_done].tolist(), samples[is_done].tolist(), strict=True))
 
-    def tails(self, done: tuple[tuple[int, int], ...]) -> dict[int, Tally]:
+    def tails(self, done: tuple[tuple[int, int], ...]) -> dict[int, Counts]:
         """Return the samples left out after the last used one of finished shards, by place."""
         tails = self._lanes.tails
         return {place: tails[place] for place, _ in done if place in tails}
@@ -251,67 +188,11 @@ class _Given:
         self._lanes.forget_tails(lanes)
 
 
-class _LeftOutSoFar:
-    """Counts the samples left out up to each of the latest positions of a sequence.
-
-    Args:
-        position: from which it counts.
-        start: those before it.
-    """
-
-    def __init__(self, position: int, start: PassedOver) -> None:
-        self._positions = [position]  # at which counts change, with the counts from there on
-        self._counts = [(start.before, start.in_pass)]
-        self._next: tuple[Tally, Tally] | None = None  # from the next reference on, which is of a new pass
-        if start.following:
-            self._next = start.following, Counter()
-
-    def give(self, position: int, references: NDArray[np.int64], passed: dict[int, Tally]) -> None:
-        """Count what was passed before packed references, the first of which has this position."""
-        if self._next is not None and references.size:
-            self._positions.append(position + 1)
-            self._counts.append(self._next)
-            self._next = None
-        if not passed:
-            return
-        for place, reference in enumerate(references.tolist(), position + 1):
-            tally = passed.pop(reference, None)
-            if tally is not None:
-                before, in_pass = self._counts[-1]
-                self._positions.append(place)
-                self._counts.append((before, in_pass + tally))
-
-    def end_pass(self, carried: Mapping[int, Tally]) -> None:
-        """End the pass, with what lanes still carry."""
-        before, in_pass = self._counts[-1] if self._next is None else self._next
-        self._next = sum(carried.values(), before + in_pass), Counter()
-
-    @property
-    def following(self) -> Tally:
-        """Those before the next reference, if that is the first one of a pass."""
-        return Counter() if self._next is None else self._next[0]
-
-    def at(self, position: int) -> tuple[Tally, Tally]:
-        """Return the counts of the earlier passes and of the pass, before a position."""
-        return self._counts[bisect.bisect_right(self._positions, position) - 1]
-
-    def total(self) -> Tally:
-        """Return the count of all that is known."""
-        before, in_pass = self._counts[-1] if self._next is None else self._next
-        return before + in_pass
-
-    def forget(self, position: int) -> None:
-        """Drop the counts before a position."""
-        place = bisect.bisect_right(self._positions, position) - 1
-        if place > len(self._positions) // 2:
-            del self._positions[:place], self._counts[:place]
-
-
 class GroupOrder:
     """Computes the sequence of one group, for endless passes or a number of them.
 
-    Costs about 0.3 µs a sample if everything has arrived, and a check of one shard if nothing new has.
-    Deterministic; not thread-safe; create it in the process that uses it.
+    Costs about 0.3 µs a sample if everything has arrived, up to 1 where some are left out, and a check of one
+    shard if nothing new has. Deterministic; not thread-safe; create it in the process that uses it.
 
     Args:
         options: the same in every process.
@@ -360,9 +241,8 @@ class GroupOrder:
         self._portion = _FIRST_PORTION
         self._marks: deque[_Mark] = deque()
         self._given: dict[int, _Given] = {}  # by pass, back to the oldest mark
-        self._left_out_of = left_out
         before = start.left_out or NOTHING_LEFT_OUT
-        self._left_out = _LeftOutSoFar(start.position, before)
+        self._left_out = None if left_out is None else LeftOutSoFar(left_out, start.position, before)
         self._begin(start.pass_, start.lanes, dict(start.done), before)
         self._before_pass = start.position - start.skip - self._lanes.given
         self._mark()
@@ -384,17 +264,10 @@ class GroupOrder:
         is_even = opens_slowly and order.size <= EVEN_SHARDS * options.lanes
         self._pass = pass_
         self._done = {} if done is None else done
-        self._lanes = Lanes(
-            order,
-            group_pieces.parts,
-            options.lanes,
-            state,
-            self._done,
-            is_even,
-            self._left_out_of,
-            left_out.carried,
-            left_out.tails,
-        )
+        counted: dict[str, Any] = {}
+        if self._left_out is not None:
+            counted = self._left_out.of_lanes(left_out)
+        self._lanes = Lanes(order, group_pieces.parts, options.lanes, state, self._done, is_even, **counted)
         self._given[pass_] = _Given(self._lanes)
         self._window = ShuffleWindow(due_key, options.window, order.size, opens_slowly)
         self._following: NDArray[np.int64] | None = None
@@ -426,12 +299,12 @@ class GroupOrder:
 
     def left_out(self, position: int) -> PassedOver:
         """Return the samples left out before a position of `mark_at`, without what a cursor needs of them."""
-        return PassedOver(*self._left_out.at(position), Counter(), {}, {})
+        return NOTHING_LEFT_OUT if self._left_out is None else self._left_out.at(position)
 
     @property
     def left_out_in_all(self) -> Tally:
         """The samples left out in the sequence, at its end."""
-        return self._left_out.total()
+        return Counter() if self._left_out is None else self._left_out.total()
 
     @property
     def released(self) -> int:
@@ -462,8 +335,8 @@ class GroupOrder:
             self._given[self._pass].give(self.released, ready)
             skipped = min(self._skip, ready.size)
             self._skip -= skipped
-            if self._left_out_of is not None:
-                self._count_left_out(ready, skipped)
+            if self._left_out is not None:
+                self._left_out.give(self.position, ready, skipped, self._lanes.take_passed())
             self.position += ready.size - skipped
             parts.append(_unpack(self._pass, self._lanes.order, ready[skipped:]))
             self._mark()
@@ -487,19 +360,15 @@ class GroupOrder:
                 if self._precedes(mark, position):
                     done = self._given[mark.pass_].done(mark.lanes, position)
                     skip, left_out = position - mark.before, None
-                    if self._left_out_of is not None:
-                        left_out = self._left_out_at(position, mark, done)
+                    if self._left_out is not None:
+                        following = mark.following if mark.before == position else None
+                        tails = self._given[mark.pass_].tails(done)
+                        left_out = self._left_out.at(position, following, mark.carried, tails)
                     return Cursor(position, mark.pass_, skip, mark.lanes, done, mark.everything, left_out)
         raise ValueError(
             f"No cursor for position {position}: positions up to {self.position} are given out, and cursors "
             f"are kept for the last {self._history} of them. Take it when the batch is handed out."
         )
-
-    def _left_out_at(self, position: int, mark: _Mark, done: tuple[tuple[int, int], ...]) -> PassedOver:
-        """Return what the cursor of a position has of the samples that were left out."""
-        following = mark.following if mark.before == position else Counter[str]()
-        tails = self._given[mark.pass_].tails(done)
-        return PassedOver(*self._left_out.at(position), following, mark.carried, tails)
 
     def open_shards(self) -> list[int]:
         """Return the shards that must stay readable: by references in the window, then those in lanes.
@@ -547,16 +416,9 @@ class GroupOrder:
     def _order_of(self, pass_: int) -> NDArray[np.int64]:
         return pass_order(self._options, self._pieces.shards, self._group, self._epoch, pass_)
 
-    def _count_left_out(self, ready: NDArray[np.int64], skipped: int) -> None:
-        """Count what was left out before references; what is before a cursor's position is in the cursor."""
-        passed = self._lanes.passed
-        for reference in ready[:skipped].tolist() if passed else ():
-            passed.pop(reference, None)
-        self._left_out.give(self.position, ready[skipped:], passed)
-
     def _next_pass(self) -> None:
         gave_nothing = self._lanes.given == 0
-        if self._left_out_of is not None and not self._skip:
+        if self._left_out is not None and not self._skip:
             self._left_out.end_pass(self._lanes.carried())
         if self._pass + 1 == self._passes or (
             gave_nothing and (self.everything or self._options.groups == 1)
@@ -589,13 +451,13 @@ class GroupOrder:
         before = self.read
         if not self._marks or before - self._marks[-1].before >= self._most:
             state, carried = self._lanes.state(), self._lanes.carried()
-            following = self._left_out.following
+            following = None if self._left_out is None else self._left_out.following
             self._marks.append(_Mark(before, self._pass, state, self.everything, following, carried))
         while len(self._marks) > 1 and self._precedes(self._marks[1], self.position - self._history):
             self._marks.popleft()
         for pass_ in [pass_ for pass_ in self._given if pass_ < self._marks[0].pass_]:
             del self._given[pass_]
-        if self._left_out_of is not None:
+        if self._left_out is not None:
             self._left_out.forget(self.position - self._history)
             self._given[self._marks[0].pass_].forget_tails(self._marks[0].lanes)
 

@@ -9,8 +9,7 @@ a tier has room for follows from the shards that are open at once (`fitting`).
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamload.errors import OptionError
+from streamload.order.left_out import Counts, LeftOutOf, Passed, Passing
 from streamload.order.plan import ShardPart
 
 EVEN_ROUNDS = 128
@@ -42,10 +42,7 @@ SAMPLE_MASK = (1 << SAMPLE_BITS) - 1
 _NEVER = np.iinfo(np.int64).max
 _NOTHING = np.empty(0, np.int64)
 _NONE: Mapping[int, int] = MappingProxyType({})
-
-Tally = Counter[str]
-"""Numbers of samples that were left out, by the name of what left them out."""
-_NO_TALLIES: Mapping[int, Tally] = MappingProxyType({})
+_NO_COUNTS: Mapping[int, Counts] = MappingProxyType({})
 
 
 class LaneState(NamedTuple):
@@ -73,38 +70,6 @@ class Arrivals(Protocol):
     def arrived(self, shard: int) -> tuple[NDArray[np.int64], bool]:
         """Return the raw numbers of the usable entries so far, ascending, and whether that is all."""
         ...
-
-
-class LeftOut(NamedTuple):
-    """The samples of a shard that are left out of the order, as far as the shard is known.
-
-    Attributes:
-        numbers: int64[N], the raw numbers of their entries, ascending.
-        causes: int64[N], of each the index of the name of what left it out.
-    """
-
-    numbers: NDArray[np.int64]
-    causes: NDArray[np.int64]
-
-
-NONE_LEFT_OUT = LeftOut(_NOTHING, _NOTHING)
-
-
-class LeftOutOf(NamedTuple):
-    """What leaves samples out of an order, and which.
-
-    Attributes:
-        names: of what leaves samples out.
-        of_shard: returns the samples of a shard that are left out, as far as `Arrivals` last returned it.
-    """
-
-    names: Sequence[str]
-    of_shard: Callable[[int], LeftOut]
-
-    def tally(self, causes: NDArray[np.int64]) -> Tally:
-        """Count causes by name."""
-        counts = np.bincount(causes, minlength=len(self.names)).tolist()
-        return Counter({name: count for name, count in zip(self.names, counts, strict=True) if count})
 
 
 class Turn(NamedTuple):
@@ -153,9 +118,7 @@ class Lanes:
     Attributes:
         order: as given.
         given: references that the lanes have given in this pass.
-        passed: by packed reference, the samples left out that its lane has passed since the one before. The
-            caller removes them.
-        tails: by place of a shard that has ended, the samples left out after its last reference.
+        tails: by place of a shard that has ended, the samples left out after its last reference, by cause.
         samples: int32[shards], the group's samples in each shard of the pass; -1: not known.
         begun: how many shards of the pass the lanes have taken.
     """
@@ -169,8 +132,8 @@ class Lanes:
         done: Mapping[int, int] = _NONE,
         are_even: bool = False,
         left_out: LeftOutOf | None = None,
-        carried: Mapping[int, Tally] = _NO_TALLIES,
-        tails: Mapping[int, Tally] = _NO_TALLIES,
+        carried: Mapping[int, Counts] = _NO_COUNTS,
+        tails: Mapping[int, Counts] = _NO_COUNTS,
     ) -> None:
         if state is None:
             state = LaneState(0, 0, 0, 0, ((-1, 0, 0),) * count)
@@ -196,9 +159,10 @@ class Lanes:
         self._place, references, self._slow = lanes[:, 0].copy(), lanes[:, 1], lanes[:, 2].copy()
         self._base = np.where(self._place < 0, 0, served(self._rounds_done(), self._slow, count) - references)
         self._samples = [_NOTHING] * count
-        self._left_out, self._left_out_of = [NONE_LEFT_OUT] * count, left_out
+        self._left_out_of = left_out
+        self._left_out: list[Passing | None] = [None] * count
         self._carried = dict(carried)
-        self.passed: dict[int, Tally] = {}
+        self._passed: list[Passed] = []
         self.tails = dict(tails)
         self._ended = self._place < 0
         self._dry = self._rounds_done()
@@ -223,9 +187,14 @@ class Lanes:
         lanes = zip(self._place.tolist(), references.tolist(), self._slow.tolist(), strict=True)
         return LaneState(self.given, self._round, self._slot, self.begun, tuple(lanes))
 
-    def carried(self) -> dict[int, Tally]:
+    def carried(self) -> dict[int, Counts]:
         """Return by lane what was left out since its last reference, in shards that it has left."""
         return dict(self._carried)
+
+    def take_passed(self) -> list[Passed]:
+        """Return what lanes have passed before the references since the last call."""
+        passed, self._passed = self._passed, []
+        return passed
 
     def forget_tails(self, state: LaneState) -> None:
         """Drop the tails of shards that lanes had left before a state."""
@@ -312,7 +281,7 @@ class Lanes:
         """Carry what was left out at the end of a lane's shard to its next reference."""
         tail = self.tails.get(int(self._place[lane]))
         if tail is not None:
-            self._carried[lane] = self._carried.get(lane, Counter()) + tail
+            self._carried[lane] = tail + self._carried[lane] if lane in self._carried else tail
 
     def _begin(self, lane: int) -> None:
         """Give a lane the next shard of the pass."""
@@ -329,7 +298,7 @@ class Lanes:
         shard = int(self.order[place])
         if place in self._done:
             self._samples[lane], ended = np.arange(self._done[place]), True
-            self._left_out[lane] = NONE_LEFT_OUT
+            self._left_out[lane] = None
         else:
             entries, ended = arrivals.arrived(shard)
             part = self._parts.get(shard)
@@ -349,28 +318,25 @@ class Lanes:
         if part is not None:
             owned = part.owned(numbers)
             numbers, causes = owned, causes[np.searchsorted(numbers, owned)]
-        self._left_out[lane] = LeftOut(numbers, causes)
-        if ended:
-            last = causes[np.searchsorted(numbers, samples[-1]) :] if samples.size else causes
-            if last.size:
-                self.tails[place] = left_out.tally(last)
+        passing = self._left_out[lane] = left_out.passing(numbers, causes) if numbers.size else None
+        if ended and passing is not None:
+            tail = passing.after(samples[-1] if samples.size else -1)
+            if tail.any():
+                self.tails[place] = tail
 
-    def _pass_by(self, left_out: LeftOutOf, lane: int, start: int, stop: int) -> None:
+    def _pass_by(self, lane: int, start: int, stop: int) -> None:
         """Note which samples were left out before references that a lane gives now: `start` to `stop`."""
-        samples, (numbers, causes) = self._samples[lane], self._left_out[lane]
-        first = int(self._place[lane]) << SAMPLE_BITS
-        carried = self._carried.get(lane)
-        if carried is not None:
-            self.passed[first + int(samples[start])] = carried
-        if not numbers.size:
+        passing, carried = self._left_out[lane], self._carried.get(lane)
+        if passing is None and carried is None:
             return
-        places = np.searchsorted(numbers, samples[max(0, start - 1) : stop])
-        before = places[:-1] if start else np.concatenate([[0], places[:-1]])
-        after = places[1:] if start else places
-        for place in np.flatnonzero(after > before).tolist():
-            reference = first + int(samples[start + place])
-            tally = left_out.tally(causes[before[place] : after[place]])
-            self.passed[reference] = self.passed.get(reference, Counter()) + tally
+        samples = self._samples[lane]
+        references = samples[start:stop] + (self._place[lane] << SAMPLE_BITS)
+        counts = np.zeros((stop - start, 0 if carried is None else carried.size), np.int64)
+        if passing is not None:
+            counts = passing.before(samples[max(0, start - 1) : stop], is_first=start == 0)
+        if carried is not None:
+            counts[0] += carried
+        self._passed.append(Passed(references, counts))
 
     def _references(self, turn: Turn) -> NDArray[np.int64]:
         """Return the references of a turn, packed, in the order in which lanes give them."""
@@ -382,7 +348,7 @@ class Lanes:
         for lane, (start, stop) in zip(lanes.tolist(), spans.tolist(), strict=True):
             parts.append(self._samples[lane][start:stop])
             if self._left_out_of is not None and start < stop:
-                self._pass_by(self._left_out_of, lane, start, stop)
+                self._pass_by(lane, start, stop)
         references = np.concatenate(parts)
         references += np.repeat(self._place[lanes] << SAMPLE_BITS, spans[:, 1] - spans[:, 0])
         # Reorder from lane by lane to round by round.

@@ -24,7 +24,8 @@ from streamload.ipc import ControlBlock
 from streamload.metrics import Counters
 from streamload.order.events import Event
 from streamload.order.group import GroupOrder
-from streamload.order.lanes import KNOWN_PART, LeftOutOf, Tally
+from streamload.order.lanes import KNOWN_PART
+from streamload.order.left_out import LeftOutOf, Tally
 from streamload.order.plan import pass_order
 from streamload.origins.endpoints import listen, outages
 from streamload.prefetch.ranges import ShardRange
@@ -354,7 +355,7 @@ class Reader:
         left_out = None
         if names := config.selection.names:
             saved = None if state is None else state.cursor.left_out
-            before = () if saved is None else saved.total  # functions of before are among these
+            before = [] if saved is None else saved.names  # functions of before are among these
             left_out = LeftOutOf([*dict.fromkeys([*names, *before])], lambda shard: arrivals.left_out(shard))
         order = GroupOrder(
             source_order.order,

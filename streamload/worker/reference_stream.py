@@ -17,7 +17,7 @@ from streamload.cache.demand import VISITS_KEPT, DemandFile, short
 from streamload.cache.shard import ShardList
 from streamload.cache.tier import Tier
 from streamload.order.group import Cursor, GroupOrder
-from streamload.order.lanes import Tally
+from streamload.order.left_out import Tally
 from streamload.worker.states import CheckedArrivals, SourceState
 
 NextPass = Callable[[], npt.NDArray[np.int64]]

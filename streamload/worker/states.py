@@ -23,7 +23,7 @@ from streamload.cache.shard_cache import ShardCache
 from streamload.cache.shard_view import ShardView
 from streamload.errors import CacheCorrupt, DatasetChanged, OptionError
 from streamload.order.group import Cursor
-from streamload.order.lanes import LeftOut, Tally
+from streamload.order.left_out import LeftOut, Tally
 
 _ENTRIES = 16
 """A shard is identified by its first entries: their keys, members, sizes, widths and heights."""

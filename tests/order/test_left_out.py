@@ -10,8 +10,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from streamload.order.group import Cursor, GroupOrder, PassedOver
-from streamload.order.lanes import LeftOut, LeftOutOf
+from streamload.order.group import Cursor, GroupOrder
+from streamload.order.left_out import LeftOut, LeftOutOf, PassedOver
 from tests.support.order_oracle import Case, left_out_before
 
 NAMES = ("short", "score")
