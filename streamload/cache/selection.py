@@ -22,7 +22,7 @@ from streamload.errors import OptionError, add_note
 from streamload.order.left_out import NONE_LEFT_OUT, LeftOut
 from streamload.shards.columns import BUILT_IN, TOKENS, Column, Values
 from streamload.shards.index import IndexReader
-from streamload.shards.record import LEFT_OUT, LINKED, OWN_LAYOUT
+from streamload.shards.record import LINKED, OWN_LAYOUT, UNSUPPORTED
 from streamload.shards.samples import Entry
 
 Numbers = npt.NDArray[np.int64]
@@ -115,14 +115,14 @@ class Selected(NamedTuple):
         numbers: ascending.
         rates: float64, of each how often it is used in a pass in the mean, above 0; None: once.
         missing: how many entries lack a required member.
-        unusable: how many lack one and have members that can't be read, as links or as sparse files.
+        unsupported: how many lack one and have members that can't be read, as links or as sparse files.
         left_out: the samples that a function doesn't keep.
     """
 
     numbers: Numbers
     rates: Values | None
     missing: int
-    unusable: int
+    unsupported: int
     left_out: LeftOut
 
 
@@ -190,15 +190,15 @@ class Selection:
             OptionError: a rate is no number from 0 to MOST_USES; it names the sample.
         """
         mask = usable(reader, self.keys, start)
-        unusable = int(np.count_nonzero(~mask & (reader.records["flags"][start:] & LEFT_OUT > 0)))
-        missing = len(mask) - int(mask.sum()) - unusable
+        unsupported = int(np.count_nonzero(~mask & (reader.records["flags"][start:] & UNSUPPORTED > 0)))
+        missing = len(mask) - int(mask.sum()) - unsupported
         left_out = self._left_out(reader, start, mask, facts) if self.keeps else NONE_LEFT_OUT
         places = np.flatnonzero(mask)
         if self.repeat is None:
-            return Selected(start + places, None, missing, unusable, left_out)
+            return Selected(start + places, None, missing, unsupported, left_out)
         rates = self._rates(self.repeat, reader, start, places, facts)
         is_used = rates > 0
-        return Selected(start + places[is_used], rates[is_used], missing, unusable, left_out)
+        return Selected(start + places[is_used], rates[is_used], missing, unsupported, left_out)
 
     def _left_out(
         self, reader: IndexReader, start: int, mask: npt.NDArray[np.bool_], facts: Mapping[str, Values]

@@ -141,7 +141,7 @@ class ShardCache:
             if fresh.rates is not None:
                 rates = np.concatenate([rates, fresh.rates])
             self._count("samples_skipped_missing", shard, fresh.missing)
-            self._count("samples_skipped_left_out", shard, fresh.unusable)
+            self._count("samples_skipped_unsupported", shard, fresh.unsupported)
             self._usable_check.saw(view, looked_through, len(fresh.numbers), selection.keys)
             if len(fresh.left_out.numbers):
                 left_out = LeftOut(*map(np.concatenate, zip(left_out, fresh.left_out, strict=True)))

@@ -15,7 +15,7 @@ Kind = Literal["counter", "gauge", "histogram"]
 CAUSES = {
     "missing": "it lacks a requested image, caption or label, has one of more than 64 MiB, or has a blank "
     "caption where these are skipped",
-    "left_out": "a requested image, caption or label is a sparse file in the tar, or a link to something "
+    "unsupported": "a requested image, caption or label is a sparse file in the tar, or a link to something "
     "outside or to a later member",
     "decode": "its image can't be decoded",
     "too_large": "its image would take more memory or time to decode than max_image_pixels allows",

@@ -24,11 +24,11 @@ from streamload.errors import CacheCorrupt
 from streamload.shards.record import (
     COMPLETE,
     END,
-    LEFT_OUT,
     LINKED,
     NO_CHECKSUM,
     OWN_LAYOUT,
     RECORD,
+    UNSUPPORTED,
     count_valid,
     create_file,
     fields_at,
@@ -173,9 +173,9 @@ class IndexReader:
                 raise self._corrupt(f"the names at byte {names} are not those of entry {number}")
             known_checksum = None if flags & NO_CHECKSUM else checksum
             entry = Entry(number, key, members, width, height, caption_bytes, known_checksum, prepared)
-            if flags & (LINKED | LEFT_OUT):
+            if flags & (LINKED | UNSUPPORTED):
                 span = (start, stop) if flags & LINKED else None
-                entry = entry._replace(span=span, is_left_out=bool(flags & LEFT_OUT))
+                entry = entry._replace(span=span, has_unsupported=bool(flags & UNSUPPORTED))
             entries.append(entry)
         return entries
 
@@ -337,7 +337,7 @@ class IndexWriter:
                 self._layout(entry),
                 (entry.checksum is None) * NO_CHECKSUM
                 + (entry.span is not None) * LINKED
-                + entry.is_left_out * LEFT_OUT,
+                + entry.has_unsupported * UNSUPPORTED,
                 entry.start,
                 entry.stop,
                 entry.checksum or 0,

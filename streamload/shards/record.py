@@ -44,7 +44,7 @@ NO_CHECKSUM = 1
 """Flag: the payloads were not read, so `checksum` is meaningless."""
 LINKED = 4
 """Flag: the sample has links, whose payloads lie before `start`."""
-LEFT_OUT = 8
+UNSUPPORTED = 8
 """Flag: members of the sample are left out, as links without a payload in the tar, or as sparse files."""
 END = 2
 """Flag: end record. `number` counts the entries, `checksum` is of their records, `stop` the tar's size."""

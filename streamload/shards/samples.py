@@ -172,7 +172,7 @@ class Entry(NamedTuple):
             it under the original's extension).
         facts: the values of the run's columns, by name, where `keep` gets the entry; NaN: unknown.
         span: of a sample with links: the range in the tar that has its headers and its own payloads.
-        is_left_out: whether members are left out, as links without a payload in the tar, or as sparse files.
+        has_unsupported: whether members are left out: links without a payload in the tar, or sparse files.
     """
 
     number: int
@@ -185,7 +185,7 @@ class Entry(NamedTuple):
     prepared: tuple[str, int] | None = None
     facts: Mapping[str, float] = {}
     span: tuple[int, int] | None = None
-    is_left_out: bool = False
+    has_unsupported: bool = False
 
     @property
     def start(self) -> int:
@@ -347,7 +347,7 @@ class ShardScanner:
         self._links: Links | None = None
         self._read_back = read_back
         self._start = self._stop = 0  # of the sample: its first payload or link, the end of its last
-        self._has_links = self._is_left_out = False
+        self._has_links = self._has_unsupported = False
         self._left_out_key = ""  # of the latest member that is left out
         if position and read_back is not None:
             self._learn(position, read_back)
@@ -487,7 +487,7 @@ class ShardScanner:
         if place is None:
             self._is_ours = False
             self._left_out_key = key
-            self._is_left_out = self._is_left_out or (bool(self._members) and key == self._key)
+            self._has_unsupported = self._has_unsupported or (bool(self._members) and key == self._key)
             return
         self._is_ours = not member.kind
         original = Original.parse(place.note) if self._heeds_notes and place.note else None
@@ -498,7 +498,7 @@ class ShardScanner:
             self._key = key
             self._names_bytes = len(key)
             self._start = member.start
-            self._is_left_out = key == self._left_out_key
+            self._has_unsupported = key == self._left_out_key
         self._left_out_key = ""
         self._stop = member.start + member.size
         self._has_links = self._has_links or bool(member.kind)
@@ -557,9 +557,9 @@ class ShardScanner:
             self._hash.intdigest() if self._is_hashed else None,
             self._prepared,
         )
-        if self._has_links or self._is_left_out:
+        if self._has_links or self._has_unsupported:
             span = (self._start, self._stop) if self._has_links else None
-            entry = entry._replace(span=span, is_left_out=self._is_left_out)
+            entry = entry._replace(span=span, has_unsupported=self._has_unsupported)
         entries.append(entry)
         self.whole_stop = border(entry)
         self._next_number += 1

@@ -126,7 +126,11 @@ def test_sparse_members_are_left_out_and_named(tmp_path: Path) -> None:
         sparse() + member("sparse.txt", b"t") + by_pax + member("s.jpg", bytes(512)) + member("p.txt", b"t")
     )
     found = among_good_ones(tmp_path, BEFORE + between + AFTER)
-    assert (found.keys, found.given_up, found.skipped) == (["earlier", "before", "after"], 0, {"left_out": 2})
+    assert (found.keys, found.given_up, found.skipped) == (
+        ["earlier", "before", "after"],
+        0,
+        {"unsupported": 2},
+    )
     assert "2 × a sparse file ('sparse.jpg')" in found.log
 
 
@@ -138,7 +142,7 @@ def test_links_devices_and_fifos_are_no_images_and_are_not_followed(tmp_path: Pa
         between += seal(block) + member(f"kind-{kind.decode()}.txt", b"a caption")
     found = among_good_ones(tmp_path, BEFORE + between + AFTER)
     assert (found.keys, found.given_up) == (["earlier", "before", "after"], 0)
-    assert found.skipped == {"missing": 4, "left_out": 2}
+    assert found.skipped == {"missing": 4, "unsupported": 2}
     assert "2 × a link to something outside the tar ('kind-1.jpg' -> '/etc/passwd')" in found.log
 
 

@@ -228,7 +228,7 @@ def test_a_folder_packed_by_tar_has_the_samples_that_it_extracts(flags, tmp_path
     assert {name for name in theirs if name not in ours} == ({"10.jpg"} if is_sparse else set())
     assert ours == {name: theirs[name] for name in ours}
     assert ("1 × a sparse file" in warnings) == is_sparse
-    assert [entry.is_left_out for entry in entries] == [
+    assert [entry.has_unsupported for entry in entries] == [
         is_sparse and entry.key == "./10" for entry in entries
     ]
 
