@@ -36,7 +36,7 @@ _PAGE_BYTES = _CHECKSUM.size * GROUP_ROWS
 _MOST_AT_ONCE = 512
 """Neighbours that are written by one call; the system allows 1,024."""
 _PAGE_FROM = 12
-"""From so many rows on, a page of checksums is read rather than each by itself."""
+"""Reads of at least so many rows read whole pages of checksums, not each checksum by itself."""
 MOST_LAYOUT_BYTES = HEAD_BYTES - _HEAD.size
 _WITHOUT_TEMPORARY = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL})
 

@@ -55,8 +55,8 @@ class Address(NamedTuple):
     place: int  # in the column: that of its sample, or with variants several for each
     seed: int  # the checksum of the sample's bytes
     slot_seed: int | None = None
-    """Of a place with several rows, such as one for each text of a sample: what they have in common, while
-    `seed` is of one. None: the place has one row."""
+    """The seed of a place with several rows, such as one for each text of a sample, where `seed` is of one of
+    them; None: the place has one row."""
 
     def pack(self) -> bytes:
         """Return it as bytes."""
