@@ -29,7 +29,7 @@ from xxhash import xxh3_128_digest
 
 import streamload
 from benchmarks import turns
-from streamload.columns.columns import LEAST_SAMPLES
+from streamload.columns.columns import FIRST
 from streamload.derived.store.keys import Naming, SampleKey
 from streamload.derived.store.queue import ComputedRows, Material
 from streamload.derived.store.results import Result
@@ -141,7 +141,7 @@ def _computed(names: list[bytes], layout: bytes, material: Material) -> Computed
 def key_of(number: int, size: int) -> SampleKey:
     """The key of a sample of a shard of so many."""
     shard, place = divmod(number, size)
-    name = b"" if size < LEAST_SAMPLES else xxh3_128_digest(b"%d" % shard)
+    name = b"" if size < FIRST else xxh3_128_digest(b"%d" % shard)
     return SampleKey(f"{number:08d}", number + 1, name, place)
 
 

@@ -31,9 +31,8 @@ from streamload.descriptors import Descriptor
 from streamload.errors import CacheCorrupt, CacheError
 
 FIRST = 16
-"""A shard's columns are named by the checksums of so many samples."""
-LEAST_SAMPLES = 64
-"""A shard with fewer samples has no columns: a file would cost more than it saves."""
+"""A shard's columns are named by the checksums of so many samples. One with fewer has no columns: files would
+cost more than they save."""
 _ADDRESS, _SLOT_SEED = struct.Struct(">16s16sIQ"), struct.Struct(">Q")
 _PLACE = struct.Struct(">IQ")
 _FILE_BYTES = 32

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from streamload.columns.columns import LEAST_SAMPLES, is_address, name_of
+from streamload.columns.columns import FIRST, is_address, name_of
 from streamload.derived.prepare.preparation import whole
 from streamload.derived.store.keys import Naming, SampleKey
 from streamload.derived.store.row_store import RowStore
@@ -92,9 +92,9 @@ def _keys_of(url: str, storage_options: Mapping[str, Any] | None) -> Iterator[Sa
         contextlib.closing(origin.open()) as stream,
     ):
         entries = _entries(whole(stream, url))
-        first = list(itertools.islice(entries, LEAST_SAMPLES))
+        first = list(itertools.islice(entries, FIRST))
         checksums = [entry.checksum for entry in first if entry.checksum is not None]
-        name = name_of(checksums) if len(checksums) == LEAST_SAMPLES else b""
+        name = name_of(checksums) if len(checksums) == FIRST else b""
         for entry in itertools.chain(first, entries):
             if entry.checksum is not None:
                 yield SampleKey(entry.key, entry.checksum, name, entry.number if name else 0)

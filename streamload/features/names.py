@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from xxhash import xxh3_64
 
-from streamload.columns.columns import FIRST, LEAST_SAMPLES, name_of
+from streamload.columns.columns import FIRST, name_of
 from streamload.shards.record import NO_CHECKSUM
 from streamload.shards.samples import Sample
 from streamload.worker.reader import Reader
@@ -44,7 +44,7 @@ class ColumnNames:
 
     def _find(self, shard: int) -> bytes | None:
         index = self._reader.index(shard)
-        if index is None or index.count < (LEAST_SAMPLES if index.ended else FIRST):
+        if index is None or index.count < FIRST:
             return b"" if index is not None and index.ended else None
         first = index.records[:FIRST]
         if not (first["flags"] & NO_CHECKSUM).any():

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from streamload.batches.assembly import BatchAssembly
 from streamload.batches.in_progress import BatchFactory
 from streamload.columns.blocks import block_rows
-from streamload.columns.columns import LEAST_SAMPLES, name_of
+from streamload.columns.columns import FIRST, name_of
 from streamload.derived.calls.features import BoundFeatures
 from streamload.derived.prepare.preparation import DerivedOrigin, parts_of, whole
 from streamload.derived.store.sealed import class_in
@@ -164,9 +164,9 @@ class FeatureRecipe:
         is_prepared = self._assembly.preparation is not None
         chunks = stream.chunks() if is_prepared else whole(stream, url)
         entries = entries_of(chunks, url, is_prepared=is_prepared)
-        first = list(itertools.islice(entries, LEAST_SAMPLES))
+        first = list(itertools.islice(entries, FIRST))
         name = b""
-        if len(first) == LEAST_SAMPLES:
+        if len(first) == FIRST:
             name = name_of([entry.checksum or 0 for entry, _ in first])
         begin = self._batches(name)
         shard_rows = _MadeRows(name, lambda *made: self._share(name, *made))

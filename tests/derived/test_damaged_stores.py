@@ -308,7 +308,6 @@ def store(
     monkeypatch.setenv("STREAMLOAD_CACHE_DIR", str(tmp_path / "default"))
     monkeypatch.setenv("STREAMLOAD_CACHE_SIZE", "1GB")
     if request.param == "columns":  # of shards with so few samples
-        monkeypatch.setattr(names, "LEAST_SAMPLES", 4)
         monkeypatch.setattr(names, "FIRST", 4)
         monkeypatch.setattr(columns, "FIRST", 4)
     yield STORES[request.param](tmp_path)

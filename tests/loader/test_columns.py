@@ -139,6 +139,17 @@ def test_rows_of_samples_that_come_before_the_name_of_their_shard_are_stored(
     assert columns_in(tmp_path / "cache") == SAMPLES
 
 
+def test_rows_that_a_shard_of_few_samples_got_as_it_arrived_are_found(tmp_path: Path) -> None:
+    write_shards(tmp_path / "few", [30], options=IMAGES)
+    feature = Features(Net().eval(), check=False)
+    with ShardServer(tmp_path / "few") as server:
+        server.bytes_per_second_per_connection = 60_000
+        _, _, computed = epoch(f"{server.url}/00000.tar", feature, batch_size=20)
+        assert computed == 30
+        _, read, computed = epoch(f"{server.url}/00000.tar", feature, batch_size=20)
+    assert (read, computed) == (30, 0)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_rows_of_a_cached_shard_are_computed_once(server: ShardServer, tmp_path: Path, workers: int) -> None:
     list(flat.make_loader(urls_of(server), None, preprocess=small, train=False, batch_size=10, num_workers=0))

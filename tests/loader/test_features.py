@@ -146,7 +146,6 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 def data(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of shards with few samples rows lie among those of calls; here 4 samples are many for columns."""
     if request.param == "columns":
-        monkeypatch.setattr(names, "LEAST_SAMPLES", 4)
         monkeypatch.setattr(names, "FIRST", 4)
         monkeypatch.setattr(columns, "FIRST", 4)
     write_shards(tmp_path / "data", [8, 8, 8], options=ShardOptions(image_side=(24, 40)))
@@ -676,9 +675,9 @@ def seeded(rows: Path) -> Any:
     return streamload.cache_module(str(rows))(Plain)().eval()
 
 
-def train(rank: int, data: Path, place: Path, least_samples: int, first: int) -> None:
+def train(rank: int, data: Path, place: Path, first: int) -> None:
     """One of two ranks, each with rows of its own."""
-    names.LEAST_SAMPLES, names.FIRST, columns.FIRST = least_samples, first, first  # of the process that asks
+    names.FIRST = columns.FIRST = first  # as in the process that asks
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{place}/rendezvous", rank=rank, world_size=2
     )
@@ -704,7 +703,7 @@ def test_a_rank_that_computes_and_one_that_only_reads_stay_in_step(data: Path, t
     with make(data, features={"f": net}, cache_dir=tmp_path / "cache-1") as loader:
         rows_of(loader, net)
     close_stores()
-    torch.multiprocessing.spawn(train, (data, tmp_path, names.LEAST_SAMPLES, names.FIRST), nprocs=2)
+    torch.multiprocessing.spawn(train, (data, tmp_path, names.FIRST), nprocs=2)
     assert json.loads((tmp_path / "0.json").read_text()) == [0, 12]
     assert json.loads((tmp_path / "1.json").read_text()) == [12, 0]
 
