@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from streamload.batches.collate import Allocate
 from streamload.batches.images import BatchImages, ImageAssembly
@@ -94,8 +94,10 @@ class _ColumnReading:
 
     def key(self, sample: Sample, seed: int, variant: int, slot_seed: int | None = None) -> SampleKey:
         """The key of a sample's row. See there."""
-        name = b"" if self.assembly.place is None else self._name_of(sample)
-        place = -1 if name is None else sample.number * self.assembly.variants + variant
+        name, variants = b"" if self.assembly.place is None else self._name_of(sample), self.assembly.variants
+        place = -1 if name is None else sample.number * variants + variant
+        if name and variants > 1:  # another number of variants has other places
+            name = xxh3_128_digest(b"%b %d" % (name, variants))
         return SampleKey(sample.key, seed, name or b"", place if name else min(place, 0), slot_seed)
 
     def read(self, keys: Sequence[SampleKey], shards: Sequence[int] = ()) -> list[Row | None]:

@@ -160,6 +160,17 @@ def test_rows_of_a_cached_shard_are_computed_once(server: ShardServer, tmp_path:
     assert all(torch.allclose(rows[key], alone[key]) for key in rows)
 
 
+def test_rows_of_other_numbers_of_variants_leave_each_other_alone(
+    server: ShardServer, tmp_path: Path
+) -> None:
+    def computed(variants: int) -> int:
+        return epoch(urls_of(server), Features(Net().eval(), variants=variants), train=True)[2]
+
+    assert [computed(variants) for variants in (1, 2, 3)] == [SAMPLES] * 3
+    assert columns_in(tmp_path / "cache") == 3 * SAMPLES
+    assert [computed(variants) for variants in (1, 2, 3)] == [0, 0, 0]
+
+
 def test_rows_of_local_files_are_those_of_the_bytes_that_are_there(tmp_path: Path) -> None:
     paths = write_shards(tmp_path / "files", COUNTS, options=IMAGES)
     _, _, computed = epoch(list(map(str, paths)), Features(Net().eval()))
