@@ -1,10 +1,11 @@
 """Facts of samples in a shared cache: one object for each shard and column, beside the shard's index.
 
-    shards/<digest>/facts.<column>   magic, the column's digest, a frame for each sample
+    shards/<digest>/facts.<column>   magic, a frame for each sample
 
 The column is named by the digest of its definition, so another tokenizer's counts are another object. Frames
-are checked by their readers against the index records of their samples (shards/facts.py); with one for each
-sample, values can be checked as the samples arrive. What is missing or damaged is made by the node.
+are checked by their readers against that digest and the index records of their samples (shards/facts.py);
+with one for each sample, values can be checked as the samples arrive. What is missing or damaged is made by
+the node.
 """
 
 from __future__ import annotations
@@ -45,8 +46,7 @@ class SharedFacts:
             stored = self._tier.attempt(lambda: self._tier.beside(shard, object_name(column)), shard)
         except OriginStopped:
             return b""
-        head = _head(column)
-        return stored[len(head) :] if stored is not None and stored.startswith(head) else b""
+        return stored[len(_MAGIC) :] if stored is not None and stored.startswith(_MAGIC) else b""
 
     def offer(self, shard: Shard, column: Column, values: Values, records: npt.NDArray[np.void]) -> None:
         """Queue the values of a whole shard, to be stored unless the same are there; see `FactsCarrier`."""
@@ -69,11 +69,7 @@ def object_name(column: Column) -> str:
     return f"facts.{column.digest}"
 
 
-def _head(column: Column) -> bytes:
-    return _MAGIC + column.digest.encode()
-
-
 def _packed(column: Column, values: Values, records: npt.NDArray[np.void]) -> bytes:
     """The object; empty if it would be larger than any that is read."""
-    packed = _head(column) + pack_each(column.digest, values, column.dtype, records)
+    packed = _MAGIC + pack_each(column.digest, values, column.dtype, records)
     return packed if len(packed) <= OBJECT_LIMIT_BYTES else b""
