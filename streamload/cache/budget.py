@@ -11,8 +11,8 @@ import contextlib
 import enum
 import errno
 import logging
+import math
 import os
-import random
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -51,10 +51,14 @@ _EVICTION_ROUNDS = 5
 _ROWS_BLOCK_BYTES, _ROWS_BLOCKS = 64 << 20, 64
 """Room for rows of calls is reserved in parts of so much, or of a small limit in so many parts."""
 _COLUMNS_AT_ONCE = 16
-"""Columns are evicted by a 16th: each time all of them are measured."""
-_MEASURE_COLUMNS_SECONDS = 60.0
-"""What is recorded of columns is trusted for so long where something has to go: each process that ended has
-left room that it didn't need."""
+"""Columns are evicted by a 16th, as the oldest have to be found for it."""
+_LEAST_LISTED = 1000
+_MEASURED_SHARE, _MEASURED_MILLISECONDS = 100, 3_600_000
+"""What is recorded of columns is trusted for 100 times as long as measuring them took, an hour at most: each
+process that ended has left room that it didn't need."""
+_MEASURING_MILLISECONDS = 60_000
+"""For so long others believe the record, as a process measures."""
+_JUST_NOW_SECONDS = 1.0
 LAST_BLOCKS_BYTES = 4 * BLOCK_BYTES
 """Disk space of a part beyond its bytes: its files end within blocks, and one records the reservation."""
 PATIENCE_SECONDS = 1.0
@@ -139,7 +143,7 @@ class _Contents(NamedTuple):
     """Space taken in a tier while its lock is held."""
 
     held: list[HeldShard]
-    """The shards; columns are listed when one of them has to go."""
+    """The shards, without columns."""
     used_bytes: int
     """All of it, columns and trash included."""
     columns_bytes: int
@@ -181,7 +185,9 @@ class Budget:
         self._enforce_seconds = enforce_seconds
         self._enforced_at = time.monotonic()
         self._claims = Claims(directory)
-        self._began_at, self._columns_measured_at = time.time(), -_MEASURE_COLUMNS_SECONDS
+        self._began_at = time.time()
+        self._measured_at = -math.inf  # by this process
+        self._next_columns: list[tuple[str, float]] = []  # to go next, the first first: digest and last use
         self.limit = Limit(directory.root, limit_bytes)
 
     @property
@@ -271,7 +277,7 @@ class Budget:
                     write_whole(self._directory.root / "rows" / "reserved", str(rows_bytes))
                     return rows_bytes
                 chosen = self._victims(contents.held, excess - contents.unread_bytes)
-                evicted = contents.unread + self._trash(chosen)
+                evicted = contents.unread + self._trash(chosen, usage)
             self._delete(evicted)
             if not evicted:
                 break
@@ -298,8 +304,8 @@ class Budget:
             evicted: list[Path] = []
             with self._directory.deciding() as usage:
                 contents = None
-                if self._directory.is_scanned and self._columns_excess(usage, size_bytes, most) > 0:
-                    contents = self._contents(usage, measures_columns=True)
+                if self._is_measured(usage) and self._columns_excess(usage, size_bytes, most) > 0:
+                    contents = self._contents(usage)
                 excess = self._columns_excess(usage, size_bytes, most)
                 if excess <= 0:
                     usage.add(size_bytes, columns=True)
@@ -308,45 +314,60 @@ class Budget:
                     excess -= contents.unread_bytes
                     is_within = contents.columns_bytes + size_bytes <= min(most, self._columns_share())
                     chosen = self._victims(contents.held, excess) if is_within else []
-                    if _size_of(chosen) < excess:  # a part of them at once, as each is measured for it
+                    if _size_of(chosen) < excess:
                         part_bytes = contents.columns_bytes // _COLUMNS_AT_ONCE
                         chosen += self._oldest_columns(excess - _size_of(chosen) + part_bytes)
-                    evicted = contents.unread + self._trash(chosen)
+                    evicted = contents.unread + self._trash(chosen, usage)
                     if not evicted:
                         return False
             self._delete(evicted)
-            self._directory.scan()
+            self._measure()
         return False
 
     def _columns_excess(self, usage: Usage, size_bytes: int, most_bytes: int) -> int:
         """Bytes that have to go before columns may take so many more, by what is recorded."""
         if usage.at_most is None:
             return 1
-        total, of_columns = usage.at_most
-        over = total + size_bytes - self._allowed_bytes(total)
-        return max(over, of_columns + size_bytes - most_bytes)
+        over = usage.at_most.total + size_bytes - self._allowed_bytes(usage.at_most.total)
+        return max(over, usage.at_most.columns + size_bytes - most_bytes)
 
     def _columns_share(self) -> int:
         """The part of the limit that columns may take from shards."""
         return max(0, self.limit.size_bytes // 2 - reserved_for_rows(self._directory.root))
 
     def _oldest_columns(self, excess_bytes: int, without: Collection[Path] = ()) -> list[HeldShard]:
-        """The columns that weren't used for longest, and take so many bytes together.
+        """Under the lock: the columns that go next, and take so many bytes together.
 
-        Among those that were used since this process began it is chance: by age a run over more than there is
-        room for would lose each of them right before it reads it again.
+        A part of all is listed, and only what goes is measured: else memory and time would grow with all.
         """
+        chosen = self._still_unused(excess_bytes, without)
+        if _size_of(chosen) >= excess_bytes:
+            return chosen
+        count = max(_LEAST_LISTED, self._directory.count_of("columns") // _COLUMNS_AT_ONCE)
+        while True:
+            self._next_columns = self._directory.oldest_columns(count, self._began_at)
+            is_all = len(self._next_columns) < count
+            chosen = self._still_unused(excess_bytes, without)
+            if is_all or _size_of(chosen) >= excess_bytes:
+                return chosen
+            count *= 4
+
+    def _still_unused(self, excess_bytes: int, without: Collection[Path]) -> list[HeldShard]:
+        """Those listed columns that nobody used or evicted since, until they take so many bytes."""
         chosen: list[HeldShard] = []
-        order = [
-            (min(column.used_at, self._began_at), random.random(), column)
-            for column in self._directory.columns()
-        ]
-        for _, _, column in sorted(order, key=lambda place: place[:2]):
+        first = 0
+        for number, (digest, used_at) in enumerate(self._next_columns):
             if excess_bytes <= 0:
                 break
-            if column.path not in without:
+            column = None
+            with contextlib.suppress(FileNotFoundError):
+                column = self._directory.column(digest)
+            if column is None or column.used_at != used_at:
+                first += first == number
+            elif column.path not in without:
                 chosen.append(column)
                 excess_bytes -= column.size_bytes
+        del self._next_columns[:first]
         return chosen
 
     def _reserve(self, part: Path | None, reservation: Reservation, next_use: float) -> bool:
@@ -364,7 +385,7 @@ class Budget:
             if decision is _Decision.WAIT and time.monotonic() < deadline:
                 time.sleep(_CLAIM_POLL_SECONDS)
             elif decision is _Decision.RETRY:
-                self._directory.scan()
+                self._measure()
                 rounds += 1
             else:
                 return decision is _Decision.GRANT
@@ -380,11 +401,12 @@ class Budget:
         Returns:
             Whether anything was evicted, so that a retry is worth it.
         """
-        self._directory.scan()
+        self._measure()
         with self._directory.deciding() as usage:
             contents = self._contents(usage)
             chosen = self._victims(contents.held, size_bytes, next_use)
-            evicted = contents.unread + self._trash(chosen or self._columns_beyond(contents, size_bytes))
+            chosen = chosen or self._columns_beyond(contents, size_bytes)
+            evicted = contents.unread + self._trash(chosen, usage)
         self._delete(evicted)
         return bool(evicted)
 
@@ -402,9 +424,9 @@ class Budget:
 
     def count(self) -> int:
         """Count what the tier takes, and record it."""
-        self._directory.scan()
+        self._measure(now=True)
         with self._directory.deciding() as usage:
-            return self._contents(usage, measures_columns=True).used_bytes
+            return self._contents(usage).used_bytes
 
     def enforce_limits(self) -> None:
         """Enforce the limit and the free disk space while nobody reserves, and empty the trash.
@@ -433,25 +455,25 @@ class Budget:
         Args:
             without: paths to treat as already deleted.
         """
-        self._directory.scan()
+        self._measure(now=True)
         with self._directory.deciding() as usage:
-            contents = self._contents(usage, without, measures_columns=True)
+            contents = self._contents(usage, without)
             return self._over_limit(contents, contents.used_bytes - limit_bytes, may_go, without)
 
     def _shrink(self) -> None:
         """Evict what exceeds the limit or the free disk space."""
-        self._directory.scan()
+        self._measure()
         with self._directory.deciding() as usage:
             self.limit.follow()
             noted_bytes = usage.at_most_bytes
             if noted_bytes is not None and noted_bytes <= self._allowed_bytes(noted_bytes):
                 return
-            contents = self._contents(usage, measures_columns=True)
+            contents = self._contents(usage)
             excess = contents.used_bytes - self._allowed_bytes(contents.used_bytes)
             if excess <= 0:
                 return
             chosen = self._over_limit(contents, excess - contents.unread_bytes)
-            evicted = contents.unread + self._trash(chosen)
+            evicted = contents.unread + self._trash(chosen, usage)
         if chosen:
             logger.info(
                 "cache %s: %d shards evicted, %d bytes over the limit",
@@ -483,7 +505,7 @@ class Budget:
                 if most_used + claimed <= self._allowed_bytes(usage.at_most_bytes):
                     self._grant(usage, most_used, part, reservation)
                     return _Decision.GRANT, []
-            if not self._directory.is_scanned:
+            if not self._is_measured(usage):
                 return _Decision.RETRY, []
             contents = self._contents(usage)
             other_shards = [shard for shard in contents.held if shard.path != part]
@@ -506,39 +528,70 @@ class Budget:
             shards = self._victims(other_shards, excess, next_use)
             if _size_of(shards) < excess:
                 return _Decision.REFUSE, []
-            return _Decision.RETRY, contents.unread + self._trash(chosen + shards)
+            return _Decision.RETRY, contents.unread + self._trash(chosen + shards, usage)
 
     def _grant(self, usage: Usage, at_most_bytes: int, part: Path | None, reservation: Reservation) -> None:
         """Under the lock: record the tier's new upper bound first, then a part's reservation."""
-        usage.note(UsedBytes(at_most_bytes, usage.at_most.columns if usage.at_most else 0))
+        if usage.at_most is not None:
+            usage.note(usage.at_most._replace(total=at_most_bytes))
         if part is not None:
             write_reservation(part, reservation)
 
-    def _contents(
-        self, usage: Usage, without: Collection[Path] = (), *, measures_columns: bool = False
-    ) -> _Contents:
-        """Under the lock: scan the tier and record its size.
-
-        Args:
-            measures_columns: look at each column. Else their recorded sum counts, if there is one that isn't
-                old, and none of them has to go.
-        """
+    def _contents(self, usage: Usage, without: Collection[Path] = ()) -> _Contents:
+        """Under the lock: scan the tier and record its size; a recorded sum of columns is believed."""
         held = [shard for shard in self._directory.shards() if not without or shard.path not in without]
         in_trash = [path for path in self._directory.own("trash") if path not in without]
-        is_beyond = usage.at_most is None or usage.at_most.columns > self._columns_share()
-        is_old = time.monotonic() - self._columns_measured_at >= _MEASURE_COLUMNS_SECONDS
-        if is_beyond or is_old or measures_columns:
-            self._columns_measured_at = time.monotonic()
-            columns = [column for column in self._directory.columns() if column.path not in without]
-            columns_bytes = sum(column.size_bytes for column in columns)
-        else:
-            assert usage.at_most is not None
-            columns_bytes = usage.at_most.columns
+        at_most = usage.at_most
+        if at_most is None:
+            columns_bytes, measure_at = self._measured_columns()
+            at_most = UsedBytes(0, columns_bytes, 0, measure_at)
+        columns_bytes = at_most.columns
+        columns_bytes -= sum(bytes_below(path) for path in without if path.parent.name == "columns")
         used_bytes = sum(shard.size_bytes for shard in held) + columns_bytes + sum(map(bytes_below, in_trash))
         if not without:
-            usage.note(UsedBytes(used_bytes, columns_bytes))
+            usage.note(at_most._replace(total=used_bytes))
         unread = [path for path in in_trash if is_unread(path)]
         return _Contents(held, used_bytes, columns_bytes, unread, sum(map(bytes_below, unread)))
+
+    def _is_measured(self, usage: Usage) -> bool:
+        """True if this process has scanned the tier, and what is recorded of columns isn't old."""
+        is_new = usage.at_most is None or (
+            0 < usage.at_most.measure_at - _milliseconds() <= _MEASURED_MILLISECONDS
+        )
+        is_new = is_new or time.monotonic() - self._measured_at < _JUST_NOW_SECONDS
+        return self._directory.is_scanned and is_new
+
+    def _measure(self, *, now: bool = False) -> None:
+        """Scan the tier and measure its columns, if that is due; not under the lock, as it may take a while.
+
+        Args:
+            now: measure columns even if it isn't due.
+        """
+        self._directory.scan()
+        with self._directory.deciding() as usage:
+            before = usage.at_most
+            if before is None or (self._is_measured(usage) and not now):
+                return
+            usage.note(before._replace(measure_at=_milliseconds() + _MEASURING_MILLISECONDS))
+        there_bytes, measure_at = self._measured_columns()
+        with self._directory.deciding() as usage:
+            if (at_most := usage.at_most) is None:
+                return
+            # What was added meanwhile counts besides; what went meanwhile may have been measured before.
+            columns_bytes = there_bytes + at_most.columns_added - before.columns_added
+            if there_bytes <= before.columns:
+                columns_bytes = min(columns_bytes, at_most.columns)
+            total = at_most.total + columns_bytes - at_most.columns
+            gone = at_most.columns_added - columns_bytes
+            usage.note(UsedBytes(total, at_most.columns_added, gone, measure_at))
+
+    def _measured_columns(self) -> tuple[int, int]:
+        """The bytes of all columns, and when to measure them again."""
+        began_at = time.monotonic()
+        columns_bytes = sum(column.size_bytes for column in self._directory.columns())
+        self._measured_at = time.monotonic()
+        pause = int(1000 * _MEASURED_SHARE * (self._measured_at - began_at))
+        return columns_bytes, _milliseconds() + min(pause, _MEASURED_MILLISECONDS)
 
     def _columns_beyond(
         self, contents: _Contents, excess_bytes: int, without: Collection[Path] = ()
@@ -579,13 +632,17 @@ class Budget:
             may_go=may_go or _is_closed,
         )
 
-    def _trash(self, chosen: list[HeldShard]) -> list[Path]:
+    def _trash(self, chosen: list[HeldShard], usage: Usage) -> list[Path]:
         """Move victims to the trash, and return their paths there. Call it under the lock."""
         self._directory.counts.add("shards_evicted", sum(shard.kind != "columns" for shard in chosen))
-        trashed = []
+        trashed, columns_bytes = [], 0
         for shard in chosen:
             with contextlib.suppress(FileNotFoundError):  # its filler has just removed it
                 trashed.append(self._directory.move_to_trash(shard.path))
+                columns_bytes += shard.size_bytes * (shard.kind == "columns")
+        if columns_bytes and usage.at_most is not None:  # in the trash they count until they are deleted
+            gone = min(usage.at_most.columns_added, usage.at_most.columns_gone + columns_bytes)
+            usage.note(usage.at_most._replace(columns_gone=gone))
         return trashed
 
     def _delete(self, paths: list[Path]) -> None:
@@ -634,6 +691,10 @@ class Budget:
 def is_no_space(error: OSError) -> bool:
     """True if the disk, or the user's quota, is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _milliseconds() -> int:
+    return time.time_ns() // 1_000_000
 
 
 def _size_of(entries: Iterable[HeldShard]) -> int:

@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import heapq
 import itertools
 import json
 import logging
 import os
+import random
 import re
 import secrets
 import shutil
@@ -147,11 +149,34 @@ class Directory:
         self.is_scanned = True
 
     def columns(self) -> Iterator[HeldShard]:
-        """The directories of columns, measured anew: a decision on shards alone needs only their sum."""
+        """The directories of columns, measured anew; not under the lock, as there may be very many."""
         for entry in self._own("columns"):
             with contextlib.suppress(FileNotFoundError):
-                status, path = entry.stat(follow_symlinks=False), Path(entry.path)
-                yield HeldShard(entry.name, path, bytes_below(path), "columns", status.st_mtime)
+                yield self.column(entry.name)
+
+    def column(self, digest: str) -> HeldShard:
+        """The columns of one shard, measured anew.
+
+        Raises:
+            FileNotFoundError: they are gone.
+        """
+        path = Path(self._kinds["columns"], digest)
+        return HeldShard(digest, path, bytes_below(path), "columns", path.stat().st_mtime)
+
+    def oldest_columns(self, count: int, began_at: float) -> list[tuple[str, float]]:
+        """So many columns that weren't used for longest, in the order in which they go: digest and last use.
+
+        Among those that were used since `began_at` it is chance: by age a run over more than there is room
+        for would lose each of them right before it reads it again.
+        """
+        listed = heapq.nsmallest(count, self._columns_by_use(began_at))
+        return [(digest, used_at) for _, _, digest, used_at in listed]
+
+    def _columns_by_use(self, began_at: float) -> Iterator[tuple[float, float, str, float]]:
+        for entry in self._own("columns"):
+            with contextlib.suppress(FileNotFoundError):
+                used_at = entry.stat(follow_symlinks=False).st_mtime
+                yield min(used_at, began_at), random.random(), entry.name, used_at
 
     def scan(self) -> None:
         """Measure the contents, the first time; not under the lock, as it may take a while."""

@@ -29,8 +29,8 @@ PATIENCE_SECONDS = 15.0
 _RETRY_SECONDS = 0.002
 _ATTEMPTS = 100
 _STAMP_BYTES = 16
-_NOTE = Struct(f"<{_STAMP_BYTES}sqq")
-"""After the stamp of the lock's holder: that stamp again, bytes of all and of columns; then a checksum."""
+_NOTE = Struct(f"<{_STAMP_BYTES}s4q")
+"""After the stamp of the lock's holder: that stamp again, the values of UsedBytes; then a checksum."""
 _CHECK_BYTES = 8
 
 
@@ -132,10 +132,24 @@ def remove_if_unlocked(path: Path) -> bool:
 
 
 class UsedBytes(NamedTuple):
-    """Upper bounds of what a tier takes: all of it, and its columns alone."""
+    """Upper bounds of what a tier takes: all of it, and its columns alone.
+
+    Attributes:
+        total: all of it.
+        columns_added: the bytes that were granted to columns so far.
+        columns_gone: those of them that columns don't take: evicted, or not there when they were measured.
+        measure_at: when columns are to be measured again, in milliseconds since the epoch.
+    """
 
     total: int
-    columns: int
+    columns_added: int
+    columns_gone: int
+    measure_at: int
+
+    @property
+    def columns(self) -> int:
+        """The columns alone."""
+        return self.columns_added - self.columns_gone
 
 
 class Usage:
@@ -168,9 +182,9 @@ class Usage:
         Raises:
             OSError: they can't be written, and the recorded ones are too low.
         """
-        if self.at_most is not None:
-            total, of_columns = self.at_most
-            self.note(UsedBytes(total + size_bytes, of_columns + size_bytes * columns))
+        if (before := self.at_most) is not None:
+            added = before.columns_added + size_bytes * columns
+            self.note(before._replace(total=before.total + size_bytes, columns_added=added))
 
     def note(self, at_most: UsedBytes) -> None:
         """Record other bounds.
@@ -204,8 +218,8 @@ def usage_of(file: Descriptor) -> UsedBytes | None:
     stamp, note, check = content[:_STAMP_BYTES], content[_STAMP_BYTES:-_CHECK_BYTES], content[-_CHECK_BYTES:]
     if len(note) != _NOTE.size or check != xxh3_64_digest(note):
         return None
-    noted_stamp, total, columns = _NOTE.unpack(note)
-    return UsedBytes(total, columns) if noted_stamp == stamp else None
+    noted_stamp, *values = _NOTE.unpack(note)
+    return UsedBytes(*values) if noted_stamp == stamp else None
 
 
 @contextlib.contextmanager

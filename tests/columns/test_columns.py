@@ -14,7 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from streamload.cache.directory import Directory
+from streamload.cache.eviction import HeldShard
 from streamload.cache.inventory import foreign, take_inventory
+from streamload.cache.locks import is_locked
 from streamload.cache.tier import Tier
 from streamload.columns import catalog
 from streamload.columns.column import GROUP_ROWS, ColumnFile
@@ -366,6 +369,67 @@ def test_what_is_recorded_of_columns_is_no_less_than_they_take(tmp_path: Path) -
     assert taken <= recorded_bytes(tmp_path) <= taken + 8 * (1 << 20)
     assert tier.budget.count() == tier.used_bytes
     assert recorded_bytes(tmp_path) == take_inventory(tier).columns.size_bytes
+
+
+def test_columns_that_come_and_go_while_they_are_measured_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = Tier(tmp_path, 64 << 20)
+    columns = Columns(tmp_path, RowRoom(lambda: tier))
+    for shard in range(12):
+        columns.write(rows_of_shard(shard))
+    other = Tier.open(tmp_path)
+    others = Columns(tmp_path, RowRoom(lambda: other))
+    measured = Directory.columns
+
+    def meanwhile(directory: Directory) -> Iterator[HeldShard]:
+        held = list(measured(directory))
+        yield from held[:6]
+        monkeypatch.undo()
+        with other.deciding() as usage:
+            gone = [*held[:3], *held[9:]]  # those that were measured, and those that weren't
+            for path in other.budget._trash(gone, usage):
+                other.delete(path)
+        for shard in range(12, 17):
+            others.write(rows_of_shard(shard))
+        yield from held[6:9]
+
+    monkeypatch.setattr(Directory, "columns", meanwhile)
+    tier.budget.count()
+    there = take_inventory(tier)
+    assert there.columns.count == 11
+    assert recorded_bytes(tmp_path) >= there.columns.size_bytes
+    tier.budget.count()
+    assert recorded_bytes(tmp_path) == there.columns.size_bytes
+
+
+def test_columns_are_measured_by_one_process_and_not_under_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = Tier(tmp_path, 16 << 20)
+    columns = Columns(tmp_path, RowRoom(lambda: tier))
+    for shard in range(12):
+        columns.write(rows_of_shard(shard))
+    shards_in(tier, [500 << 10] * 20)
+    reader, *others = [Tier.open(tmp_path) for _ in range(4)]
+    measured, walks = Directory.columns, list[bool]()
+
+    def watched(directory: Directory) -> Iterator[HeldShard]:
+        walks.append(is_locked(tmp_path / "lock"))
+        for other in others:  # they go on meanwhile, and don't measure
+            assert other.budget.reserve_beside(4 << 20)
+        assert len(walks) == 1
+        yield from measured(directory)
+
+    with tier.deciding() as usage:
+        assert usage.at_most is not None
+        usage.note(usage.at_most._replace(measure_at=0))
+    monkeypatch.setattr(Directory, "columns", watched)
+    part = reader.claim("a" * 32)
+    assert part is not None
+    assert reader.budget.reserve(part.path, 6 << 20, 1.0)
+    part.discard()
+    assert walks == [False]
 
 
 def test_no_shard_goes_for_room_that_processes_reserved_for_rows_and_left(tmp_path: Path) -> None:
