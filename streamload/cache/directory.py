@@ -58,6 +58,9 @@ KINDS: Mapping[str, re.Pattern[str]] = {
 _FORGOTTEN = 1000
 """Cached sizes of deleted directories that are tolerated, beyond one for each that exists."""
 _LINKS_LIMIT = 40
+_ATTEMPTS = 100
+WITHOUT_TEMPORARY = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL})
+"""A file system without files that have no name yet."""
 BLOCK_BYTES = 4096
 """The block size of the disk, by which space is accounted."""
 
@@ -372,23 +375,42 @@ def _planted_link(path: Path) -> Path | None:
 def write_whole(path: Path, text: str) -> None:
     """Replace a small file atomically, under the lock: readers see the old or the new text.
 
-    The temporary file always has the same name: a kill leaves at most one, which the next call reuses.
+    The temporary file always has the same name: a kill leaves at most one, which the next call reuses. It has
+    its name only once it is whole, so that nobody sees a part even where locks do nothing.
     """
     fresh = path.with_name(f"{path.name}.new")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    try:
+    for _ in range(_ATTEMPTS):
         try:
-            file = Descriptor.open(fresh, flags)
+            _write_new(fresh, text.encode())
+            fresh.rename(path)
         except FileExistsError:
-            fresh.unlink()
-            file = Descriptor.open(fresh, flags)
-        with file:
-            write_at(file, text.encode(), 0)
-        fresh.rename(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            fresh.unlink()
-        raise
+            fresh.unlink(missing_ok=True)
+        except FileNotFoundError:  # another process has renamed it
+            if not path.parent.is_dir():
+                raise
+        else:
+            return
+    raise CacheError(f"{path} can't be written: others write it all the time, as if there were no locks")
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    """Write a file that isn't there yet; where the file system allows that it appears whole."""
+    try:
+        file = Descriptor.open(path.parent, os.O_WRONLY | os.O_TMPFILE)
+    except OSError as exc:
+        if exc.errno not in WITHOUT_TEMPORARY:
+            raise
+        with Descriptor.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
+            try:
+                write_at(file, content, 0)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                raise
+        return
+    with file:
+        write_at(file, content, 0)
+        os.link(f"/proc/self/fd/{file.number}", path, src_dir_fd=0)
 
 
 def is_unread(path: Path) -> bool:

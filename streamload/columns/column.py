@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from streamload.cache.directory import BLOCK_BYTES
+from streamload.cache.directory import BLOCK_BYTES, WITHOUT_TEMPORARY
 from streamload.errors import CacheCorrupt
 
 HEAD_BYTES = 4096
@@ -38,7 +38,6 @@ _MOST_AT_ONCE = 512
 _PAGE_FROM = 12
 """Reads of at least so many rows read whole pages of checksums, not each checksum by itself."""
 MOST_LAYOUT_BYTES = HEAD_BYTES - _HEAD.size
-_WITHOUT_TEMPORARY = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL})
 
 
 def checksum_of(row: Any, seed: int) -> int:
@@ -99,7 +98,7 @@ class ColumnFile:
         try:  # nothing is left of it if this process is killed
             file = os.open(folder, flags | os.O_TMPFILE, 0o600)
         except OSError as exc:
-            if exc.errno not in _WITHOUT_TEMPORARY:
+            if exc.errno not in WITHOUT_TEMPORARY:
                 raise
             temporary = f"{path}.{secrets.token_hex(4)}.new"
             file = os.open(temporary, flags | os.O_CREAT | os.O_EXCL, 0o600)

@@ -11,6 +11,7 @@ import shutil
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 from streamload.cache.demand import DemandFile, next_uses
-from streamload.cache.directory import bytes_below
+from streamload.cache.directory import bytes_below, write_whole
 from streamload.cache.locks import FileLock, exclusive
 from streamload.cache.part import Part
 from streamload.cache.tier import Tier
@@ -619,3 +620,19 @@ def test_a_lock_is_that_of_a_path_as_long_as_its_file_is_there(tmp_path: Path) -
             assert other.is_of(path)
             assert not lock.is_of(path)
     assert not lock.is_of(path)
+
+
+def test_a_record_is_whole_although_no_lock_holds_others_back(tmp_path: Path) -> None:
+    record, texts = tmp_path / "tier.json", [str(number) * 20_000 for number in range(3)]
+    write_whole(record, texts[0])
+
+    def write(text: str) -> None:
+        for _ in range(300):
+            write_whole(record, text)
+
+    with ThreadPoolExecutor(len(texts)) as pool:
+        written = [pool.submit(write, text) for text in texts]
+        while not all(future.done() for future in written):
+            assert record.read_text() in texts
+    assert [future.result() for future in written] == [None] * len(texts)
+    assert list(tmp_path.iterdir()) == [record]
