@@ -13,7 +13,6 @@ import os
 import re
 import socket
 from pathlib import Path
-from typing import NamedTuple
 
 _PROC = Path("/proc")
 _DEAD_STATES = frozenset("ZXx")
@@ -21,17 +20,6 @@ _DEAD_STATES = frozenset("ZXx")
 _STOPPED_STATES = frozenset("Tt")
 """Stopped, or traced."""
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,64}")
-
-
-class SlowestRank(NamedTuple):
-    """The rank of a run that waits most for data, its share of waiting, and its host if there are several."""
-
-    rank: int
-    wait: float
-    host: str = ""
-
-    def __str__(self) -> str:
-        return f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
 
 
 def host_name() -> str:

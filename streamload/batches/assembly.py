@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import monotonic_ns
 from typing import Any, NamedTuple
@@ -12,30 +10,26 @@ from typing import Any, NamedTuple
 import torch
 
 from streamload.batches.captions import read_caption, read_label, read_score
-from streamload.batches.collate import Allocate, collate, in_parts, named
 from streamload.batches.draws import UserDraws
 from streamload.batches.images import BatchImages, ImageAssembly, PixelRecipe
 from streamload.batches.in_progress import (
+    Allocate,
     BatchFactory,
     Bounds,
     Choose,
+    Collate,
     MakeColumns,
     MakingCosts,
+    MapSample,
     Members,
     RowKinds,
     Trim,
+    in_batch,
 )
 from streamload.batches.tokenize import BatchTokenizer, Texts
 from streamload.errors import BlankCaption, add_note
 from streamload.extension import BatchColumn
 from streamload.shards.samples import Sample
-
-_KEYS_SHOWN = 16
-_MAP_SAMPLE_SEED, _COLLATE_SEED = 0x9E37_79B9_7F4A_7C15, 0xD1B5_4A32_D192_ED03
-"""XORed into seeds, so that each function draws its own random numbers."""
-
-MapSample = Callable[[dict[str, Any]], Mapping[str, Any]]
-Collate = Callable[[list[Mapping[str, Any]]], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +100,15 @@ class BatchAssembly:
         """
         images, map_sample = None if self.images is None else self.images.batch_factory(), self.map_sample
         if map_sample is not None:
-            return lambda size, allocate, seq_len=0: _MappedBatch(
-                map_sample, self, None if images is None else images(size, allocate), allocate
+            from streamload.batches.mapped import MappedBatch
+
+            return lambda size, allocate, seq_len=0: MappedBatch(
+                map_sample,
+                self.collate,
+                self.draws,
+                self.image,
+                None if images is None else images(size, allocate),
+                allocate,
             )
         return lambda size, allocate, seq_len=0: _CaptionedBatch(
             None if images is None else images(size, allocate, seq_len),
@@ -210,7 +211,7 @@ class _CaptionedBatch:
         try:
             values = self._values(keys, bounds)
         except Exception as exc:
-            add_note(exc, _in_batch(keys))
+            add_note(exc, in_batch(keys))
             raise
         if self._kinds is not None:
             images, texts = zip(
@@ -227,6 +228,8 @@ class _CaptionedBatch:
                 keys = [row.key for row in self._added if row.image is not None]
             values = self._images.finish(keys)
             if not isinstance(values.get("image"), torch.Tensor):
+                from streamload.batches.collate import in_parts
+
                 values = in_parts(values)
             self._image_names = tuple(values)
         whole: Any = None  # texts before they are cut: rows of columns are found by them
@@ -270,111 +273,3 @@ class _CaptionedBatch:
             column.close()
         if self._images is not None:
             self._images.close()
-
-
-class _Mapped(NamedTuple):
-    """A parsed sample."""
-
-    sample: Sample
-    image: Any
-    seed: int
-
-
-class _MappedBatch:
-    """The results of the user's map_sample."""
-
-    def __init__(
-        self, map_sample: MapSample, assembly: BatchAssembly, images: BatchImages | None, allocate: Allocate
-    ):
-        self._map_sample = map_sample
-        self._choose_image = assembly.image
-        self._collate = assembly.collate
-        self._images = images
-        self.decodes = True
-        self._allocate = allocate
-        self._values: list[Mapping[str, Any]] = []
-        self._keys: list[str] = []
-        self._urls: list[str] = []
-        self._seed = 0
-        self._exit = ExitStack()
-        if images is not None:
-            self._exit.callback(images.close)
-        self._draws = assembly.draws
-        self._generators = self._exit.enter_context(self._draws.generators(map_sample, assembly.collate))
-
-    def parse(self, sample: Sample, seed: int) -> _Mapped:
-        """Choose the image of a sample; the user's function itself parses all else."""
-        if self._images is None:
-            return _Mapped(sample, None, seed)
-        choice = self._choose_image(sample.members)
-        if choice is None:
-            return _Mapped(sample, None, seed)
-        is_prepared = sample.prepared == choice[0]
-        return _Mapped(sample, self._images.parse(sample.members[choice[0]], is_prepared, seed), seed)
-
-    def add(self, parsed: _Mapped) -> None:
-        """Add a sample, given the result of `parse`."""
-        sample, image, seed = parsed
-        raw: dict[str, Any] = {"__key__": sample.key, "__url__": sample.url}
-        raw.update((extension, bytes(data)) for extension, data in sample.members.items())
-        if self._images is None:
-            value = self._map(raw, seed)
-        elif image is None:
-            value = self._map(raw, seed ^ _MAP_SAMPLE_SEED)
-        else:
-            self._images.add(image)
-            try:
-                value = self._map({**raw, "image": self._images.last_image()}, seed ^ _MAP_SAMPLE_SEED)
-            except BaseException:
-                self._images.drop_last()
-                raise
-        self._values.append(value)
-        self._keys.append(sample.key)
-        self._urls.append(sample.url)
-        self._seed ^= seed
-
-    def _map(self, raw: dict[str, Any], seed: int) -> Mapping[str, Any]:
-        again = raw if self._draws.is_checked else copy.deepcopy(raw)
-        self._generators.seed(seed)
-        value = self._map_sample(raw)
-        if not self._draws.is_checked:
-            self._draws.check(self._map_sample, again, self._generators, seed, value)
-        if not isinstance(value, Mapping):
-            raise TypeError(
-                f"map_sample returned a {type(value).__name__} for {raw['__key__']}; expected a dict"
-            )
-        return value
-
-    def finish(self, bounds: Bounds | None = None) -> dict[str, Any]:
-        try:
-            values = self._collated() if self._values else {}
-        except Exception as exc:
-            add_note(exc, _in_batch(self._keys))
-            raise
-        return {**values, "__key__": self._keys, "__url__": self._urls}
-
-    def _collated(self) -> dict[str, Any]:
-        if self._collate is not None:
-            self._generators.seed(self._seed ^ _COLLATE_SEED)
-            return named(self._collate(self._values))
-        stacked = {}
-        if self._images is not None:
-            for name in self._values[0]:
-                images = self._images.as_batch([value.get(name) for value in self._values])
-                if images is not None:
-                    stacked[name] = images
-        if not stacked:
-            return collate(self._values, self._allocate)
-        unstacked = [{k: v for k, v in value.items() if k not in stacked} for value in self._values]
-        return {**stacked, **collate(unstacked, self._allocate)}
-
-    def measured(self) -> MakingCosts:
-        return MakingCosts(*((0, 0) if self._images is None else self._images.timed_ns))
-
-    def close(self) -> None:
-        self._exit.close()
-
-
-def _in_batch(keys: Sequence[str]) -> str:
-    shown = ", ".join(map(repr, keys[:_KEYS_SHOWN]))
-    return f"in the batch of samples {shown}{', …' if len(keys) > _KEYS_SHOWN else ''}"

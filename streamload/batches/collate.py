@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
+from streamload.batches.in_progress import Allocate
 
 _STACKED = (torch.Tensor, np.ndarray, np.generic, bool, int, float)
 """Types that become a tensor if all values of a batch are alike."""

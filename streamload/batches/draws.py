@@ -8,13 +8,15 @@ import logging
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.utils.data import get_worker_info
 
 from streamload.transforms.augment import SeededGenerators
-from streamload.transforms.generators import OwnGenerator, as_own, generators_in
+
+if TYPE_CHECKING:
+    from streamload.transforms.generators import OwnGenerator
 
 _logger = logging.getLogger("streamload")
 _TEXT = (
@@ -36,6 +38,8 @@ class UserDraws:
         """Return the generators to seed for functions that live as long as this; they are searched once."""
         key = tuple(map(id, functions))
         if key not in self._own:
+            from streamload.transforms.generators import generators_in
+
             self._own[key] = generators_in(*functions)
             worker = get_worker_info()
             self.is_checked |= worker is not None and worker.id > 0
@@ -47,6 +51,8 @@ class UserDraws:
         The second try is made by a copy, which leaves what the function remembers as it is. A function
         written with `def` can't be copied: of samples, which it may count or change, it isn't tried again.
         """
+        from streamload.transforms.generators import as_own
+
         self.is_checked = True
         if self.argument != "preprocess" and isinstance(_called(function), types.FunctionType):
             return

@@ -11,10 +11,9 @@ from time import monotonic_ns
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from PIL import Image
 
-from streamload.batches.collate import Allocate, collate_images
 from streamload.batches.draws import UserDraws
+from streamload.batches.in_progress import Allocate
 from streamload.origins.origin import Origin
 from streamload.transforms.augment import SeededGenerators
 from streamload.transforms.decode import (
@@ -24,9 +23,8 @@ from streamload.transforms.decode import (
     place_in_scratch,
 )
 from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
-from streamload.transforms.plan import ImagePlan, PlannedTransform, Put, Statistics, UserTransform
+from streamload.transforms.plan import ImagePlan, PlannedTransform, Put, Statistics
 from streamload.transforms.ppm import PPM_START, ppm_pixels
-from streamload.transforms.processors import GivenProcessor, image_processor_of
 from streamload.transforms.resize import Place
 
 Preprocess = Callable[[Any], Any]
@@ -198,6 +196,11 @@ class ImageAssembly:
         """The preparation to apply to images that aren't prepared; None: none."""
         return self.preparation if self.changes_pixels else None
 
+    @property
+    def resized(self) -> Callable[[memoryview, bool], Pixels] | None:
+        """As `pixels`, where images are prepared; None: they aren't."""
+        return None if self.resizing is None else self.pixels
+
     def batch_factory(self) -> ImagesFactory:
         """A function that makes the images of an empty batch."""
         preprocess = self.preprocess
@@ -208,7 +211,11 @@ class ImageAssembly:
             )
         if isinstance(preprocess, ImageMaker):
             return preprocess.batch_factory(self)
-        return lambda size, allocate, seq_len=0: GivenImages(preprocess, self, allocate)
+        from streamload.batches.given import GivenImages
+
+        return lambda size, allocate, seq_len=0: GivenImages(
+            preprocess, self.draws, self.resized, self.most_pixels, self.as_model_inputs, allocate
+        )
 
     def pixels(self, data: memoryview, is_prepared: bool) -> Pixels:
         """The input of the transform, valid until the next call."""
@@ -394,90 +401,6 @@ class PlannedImages:
     def finish(self, keys: Sequence[str]) -> dict[str, Any]:
         """The values of the images that were added."""
         return self._memory.values(self._count)
-
-    def close(self) -> None:
-        """Restore the random generators. Idempotent."""
-        self._exit.close()
-
-
-class GivenImages:
-    """The user's own transform, run as given."""
-
-    def __init__(self, preprocess: Preprocess, assembly: ImageAssembly, allocate: Allocate):
-        processor = image_processor_of(preprocess)
-        self._is_processor = processor is not None
-        self._transform = UserTransform(
-            GivenProcessor(processor) if self._is_processor else preprocess, assembly.most_pixels
-        )
-        self._preprocess, self._draws = preprocess, assembly.draws
-        self._resized = None if assembly.resizing is None else assembly.pixels
-        self._as_model_inputs = assembly.as_model_inputs
-        self._allocate = allocate
-        self._values: list[Any] = []
-        self.timed_ns, self.decodes = (0, 0), True
-        self._exit = ExitStack()
-        self._generators = self._exit.enter_context(self._draws.generators(preprocess))
-
-    def parse(self, data: memoryview, is_prepared: bool, seed: int) -> tuple[memoryview, bool, int]:
-        """Nothing can be done before the function runs."""
-        return data, is_prepared, seed
-
-    def add(self, parsed: tuple[memoryview, bool, int]) -> None:
-        """Add an image, given the result of `parse`."""
-        data, is_prepared, seed = parsed
-        start_ns = monotonic_ns()
-        image = self._decoded(data, is_prepared)
-        decoded = monotonic_ns()
-        value = self._transform(image, self._generators, seed)
-        if value is None:
-            raise TypeError(
-                "preprocess= returned None for an image; expected a tensor (does it lack a return?)"
-            )
-        self._values.append(value)
-        before = self.timed_ns
-        self.timed_ns = before[0] + decoded - start_ns, before[1] + monotonic_ns() - decoded
-        if not (self._draws.is_checked or self._is_processor):
-            again = self._decoded(data, is_prepared)
-            self._draws.check(self._preprocess, again, self._generators, seed, value)
-
-    def _decoded(self, data: memoryview, is_prepared: bool) -> Image.Image:
-        if self._resized is None:
-            return self._transform.decoded(data)
-        return Image.fromarray(self._resized(data, is_prepared).copy())
-
-    def last_image(self) -> Any:
-        """The last result of the function."""
-        return self._values[-1]["image"] if self._is_processor else self._values[-1]
-
-    def drop_last(self) -> None:
-        """Remove the last result."""
-        del self._values[-1]
-
-    def as_batch(self, images: list[Any]) -> torch.Tensor | None:
-        """None: results aren't in one tensor."""
-        return None
-
-    def finish(self, keys: Sequence[str]) -> dict[str, Any]:
-        """The results, collated."""
-        if not self._values:
-            return {"image": []}
-        return {
-            name: collate_images(
-                values,
-                keys,
-                self._allocate,
-                name=name,
-                only_tensors=self._is_processor or self._as_model_inputs,
-            )
-            for name, values in self._columns().items()
-        }
-
-    def _columns(self) -> dict[str, list[Any]]:
-        """The values of all samples by name; of an image processor only "image" unless for model inputs."""
-        if not self._is_processor:
-            return {"image": self._values}
-        names = self._values[0] if self._as_model_inputs else ("image",)
-        return {name: [value[name] for value in self._values] for name in names}
 
     def close(self) -> None:
         """Restore the random generators. Idempotent."""

@@ -9,14 +9,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from streamload.batches.collate import Allocate
 from streamload.batches.tokenize import Texts
 from streamload.extension import BatchColumn
 from streamload.shards.samples import Sample
 
+Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
+"""Makes memory for a tensor of a shape and dtype."""
 Bounds = npt.NDArray[np.int32]
 """int32[N, 2]: the most tokens and the most patches of each row of a batch."""
 
+
+MapSample = Callable[[dict[str, Any]], Mapping[str, Any]]
+Collate = Callable[[list[Mapping[str, Any]]], Any]
+_KEYS_SHOWN = 16
 
 Choose = Callable[[Collection[str]], "tuple[str, str | None] | None"]
 """Chooses a member of a sample by its extension, and its field if it is JSON; None: the sample has none."""
@@ -192,3 +197,9 @@ class BatchFactory(Protocol):
             seq_len: the most patches of an image; 0 where images aren't made into patches.
         """
         ...
+
+
+def in_batch(keys: Sequence[str]) -> str:
+    """The samples of a batch, for an error."""
+    shown = ", ".join(map(repr, keys[:_KEYS_SHOWN]))
+    return f"in the batch of samples {shown}{', …' if len(keys) > _KEYS_SHOWN else ''}"

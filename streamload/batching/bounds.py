@@ -24,7 +24,8 @@ from streamload.batching.padding import WIDTHS, RankLengths, RowLengths, Trimmin
 from streamload.batching.steps import BlockBounds, PlannedStep
 from streamload.extension import Extension, RankPart, RowWidths, WorkerPart
 from streamload.order.steps import Split
-from streamload.ranks.distributed import can_compare, forget, largest
+from streamload.ranks.agreement import forget, largest
+from streamload.ranks.distributed import can_compare
 
 if TYPE_CHECKING:
     from streamload.extension import BatchRows, LoaderOptions, Run, WorkerConfig, WorkerProcess

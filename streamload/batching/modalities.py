@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from streamload.batches.assembly import BatchAssembly
-from streamload.batches.collate import Allocate
-from streamload.batches.in_progress import Choose
+from streamload.batches.in_progress import Allocate, Choose
 from streamload.cache.selection import Modality
 from streamload.errors import OptionError
 from streamload.extension import Extension

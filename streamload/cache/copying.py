@@ -12,9 +12,9 @@ import os
 from pathlib import Path
 
 from streamload import limits
-from streamload.cache.placement import SharedDecision, memory_root, origin_size
+from streamload.cache.placement import SharedDecision, origin_size
 from streamload.cache.shard import ShardList, fingerprint, spread
-from streamload.cache.tier import Choice, Placed
+from streamload.cache.tier import Choice, Placed, memory_root
 from streamload.metrics import format_bytes
 from streamload.options import Copy, Settings, file_system
 from streamload.urls import UrlList, folder_of, is_local, local_path

@@ -25,10 +25,10 @@ from streamload.cache import demand, memory
 from streamload.cache.directory import check_owner
 from streamload.cache.locks import FileLock, exclusive, remove_if_unlocked
 from streamload.cache.shard import Shard, fingerprint, spread
-from streamload.cache.tier import Choice, Placed, Tier, placed_on_disk
+from streamload.cache.tier import Choice, Placed, Tier, memory_root, placed_on_disk
 from streamload.errors import CacheError, OriginError, StreamloadError
 from streamload.metrics import format_bytes
-from streamload.options import DEFAULT_FREE_DISK, Settings, file_system, nearest
+from streamload.options import DEFAULT_FREE_DISK, Settings, nearest
 from streamload.origins.origin import OriginOptions, open_origin
 
 logger = logging.getLogger("streamload")
@@ -109,13 +109,6 @@ def decide(settings: Settings, shards: Sequence[Shard], ask: SizeOf, nodes: int 
         f"{format_bytes(data_bytes // nodes)} of data, {format_bytes(max(0, free_bytes))} of memory for it"
     )
     return Choice("memory" if data_bytes <= free_bytes * nodes else "disk", f"auto: {sizes}")
-
-
-def memory_root(settings: Settings) -> Path:
-    """The directory of a tier in memory: `cache_dir` if that is in memory, else one per user in /dev/shm."""
-    if settings.sources["cache_dir"] != "default" and file_system(settings.cache_dir).is_memory:
-        return settings.cache_dir
-    return memory.PLACE / f"streamload-{os.geteuid()}"
 
 
 def open_memory(settings: Settings) -> Tier:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 from streamload import urls
 from streamload.errors import DatasetChanged
@@ -223,3 +223,12 @@ def is_outdated(meta: dict[str, object], shard: Shard) -> bool:
         is_other = meta.get("last_modified") != str(status.st_mtime_ns)
         return is_other or meta.get("size") not in (None, status.st_size)
     return not LocalVersion.of_status(status).is_of(meta)
+
+
+class ShardRange(NamedTuple):
+    """The bytes `start` to `stop` of a shard in one version."""
+
+    shard: Shard
+    version: Version
+    start: int
+    stop: int

@@ -230,6 +230,13 @@ def open_tier(settings: Settings) -> Tier:
     return open_one(size.limit_bytes(shutil.disk_usage(nearest(root)).free, held))
 
 
+def memory_root(settings: Settings) -> Path:
+    """The directory of a tier in memory: `cache_dir` if that is in memory, else one per user in /dev/shm."""
+    if settings.sources["cache_dir"] != "default" and file_system(settings.cache_dir).is_memory:
+        return settings.cache_dir
+    return memory.PLACE / f"streamload-{os.geteuid()}"
+
+
 class Choice(NamedTuple):
     """The decision and its reason, for messages.
 

@@ -95,8 +95,7 @@ def tier_at(cache_dir: str | None) -> Tier:
     Raises:
         CacheError: it doesn't exist.
     """
-    from streamload.cache.placement import memory_root
-    from streamload.cache.tier import Tier
+    from streamload.cache.tier import Tier, memory_root
     from streamload.errors import CacheError
     from streamload.options import read_settings
 

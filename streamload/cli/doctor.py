@@ -151,7 +151,8 @@ def _kept_free(settings: "Settings") -> str:
 
 def _where(settings: "Settings") -> str:
     """Which tier a run would take, and why."""
-    from streamload.cache.placement import memory_budget, memory_root, why_no_disk
+    from streamload.cache.placement import memory_budget, why_no_disk
+    from streamload.cache.tier import memory_root
     from streamload.errors import CacheError
 
     on_disk, in_memory = f"on disk at {settings.cache_dir}", f"in memory at {memory_root(settings)}"
@@ -181,7 +182,8 @@ _EXPLAINED: "dict[str, Callable[[Settings], str]]" = {
 
 
 def _cache(settings: "Settings") -> list[Finding]:
-    from streamload.cache.placement import memory_budget, memory_root, why_no_disk
+    from streamload.cache.placement import memory_budget, why_no_disk
+    from streamload.cache.tier import memory_root
     from streamload.errors import CacheError
 
     size = settings.cache_size.size_bytes

@@ -69,7 +69,7 @@ RayCpus = Annotated[float, typer.Option(min=0.01, help="With --ray: what each sh
 
 def roots_of(cache_dirs: list[str] | None) -> list[Path]:
     """Directories of this node's runs: the named caches, else those that a loader here would use."""
-    from streamload.cache.placement import memory_root
+    from streamload.cache.tier import memory_root
 
     if cache_dirs:
         return [read_settings(cache_dir=directory).cache_dir for directory in cache_dirs]

@@ -14,12 +14,11 @@ from typing import get_args
 
 from streamload.cache.copying import folders_to_copy, settled
 from streamload.cache.demand import DemandFile
-from streamload.cache.placement import memory_root
 from streamload.cache.shard import ShardList
 from streamload.cache.shared.leases import DAEMONS, Leases
 from streamload.cache.shared.objects import Objects
 from streamload.cache.shared.sharing import SharedOptions, Sharing
-from streamload.cache.tier import Tier, placed_on_disk
+from streamload.cache.tier import Tier, memory_root, placed_on_disk
 from streamload.daemon.daemon import Daemon
 from streamload.daemon.demand import DEFAULT_WINDOW, Demand, ListDemand, PrefetchWindow
 from streamload.daemon.executor import LocalExecutor, LocalOptions

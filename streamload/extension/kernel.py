@@ -12,9 +12,8 @@ if TYPE_CHECKING:
     import torch
 
     from streamload.batches.assembly import BatchAssembly
-    from streamload.batches.collate import Allocate
     from streamload.batches.images import ImageMaker, Preprocess
-    from streamload.batches.in_progress import Bounds
+    from streamload.batches.in_progress import Allocate, Bounds
     from streamload.loader.options import LoaderOptions
     from streamload.loader.output import BatchInfo
     from streamload.loader.position import Position

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
-from streamload.batches.collate import Allocate
 from streamload.batches.images import BatchImages, ImageAssembly
+from streamload.batches.in_progress import Allocate
 from streamload.derived.calls.feature_rows import FeaturesRead, FeatureStart, stacked
 from streamload.derived.calls.features import FeatureInputs
 from streamload.derived.proof.reads import Reads, watched

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from streamload.batches.collate import Allocate
+from streamload.batches.in_progress import Allocate
 from streamload.derived.calls.feature_rows import FeatureStart
 from streamload.derived.store.row_store import RowStore
 from streamload.extension import Event, WorkerPart

@@ -5,15 +5,13 @@ container's /dev/shm is no limit. The control block lives as long as the loader:
 """
 
 from streamload.ipc.buffers import BufferPool, buffers_for, is_plain, own_empty, shared_empty
-from streamload.ipc.control import ControlBlock, Numbers
-from streamload.ipc.queues import context_with_queues, spent_ns
+from streamload.ipc.control import ControlBlock, Numbers, spent_ns
 
 __all__ = [
     "BufferPool",
     "ControlBlock",
     "Numbers",
     "buffers_for",
-    "context_with_queues",
     "is_plain",
     "own_empty",
     "shared_empty",

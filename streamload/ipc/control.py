@@ -32,6 +32,19 @@ _BLOCKED_BYTES = 4096
 _DEALT = Struct("<qq")
 """The generation of the order, and how many of its numbers are dealt."""
 
+_spent_ns = 0
+
+
+def spend(sending_ns: int) -> None:
+    """Count time in which this process has sent or received messages."""
+    global _spent_ns
+    _spent_ns += sending_ns
+
+
+def spent_ns() -> int:
+    """Time that this process has spent in sending and receiving messages, without waiting for them."""
+    return _spent_ns
+
 
 class SharedJson:
     """JSON-able values that one process writes and others read atomically."""

@@ -26,6 +26,7 @@ from typing import Any
 from streamload import limits
 from streamload.descriptors import opening
 from streamload.errors import NotSendable, StreamloadError
+from streamload.ipc import control
 from streamload.ipc.buffers import memory_file
 from streamload.torch_internals import ExceptionWrapper
 
@@ -51,14 +52,6 @@ def context_with_queues(method: str | None) -> BaseContext | str | None:
     context = copy.copy(multiprocessing.get_context(method))
     context.Queue = MessageQueue  # type: ignore[method-assign, assignment]
     return context
-
-
-_spent_ns = 0
-
-
-def spent_ns() -> int:
-    """Time that this process has spent in sending and receiving messages, without waiting for them."""
-    return _spent_ns
 
 
 class MessageQueue:
@@ -105,7 +98,6 @@ class MessageQueue:
         Raises:
             LimitReached: there is no room now, and no thread can be started that waits for it.
         """
-        global _spent_ns
         start_ns = time.monotonic_ns()
         number = value[0] if isinstance(value, tuple) and value else None
         try:
@@ -121,7 +113,7 @@ class MessageQueue:
                     sender = threading.Thread(target=self._send_late, name="streamload-late", daemon=True)
                     limits.start(sender)
                     self._sender = sender
-        _spent_ns += time.monotonic_ns() - start_ns
+        control.spend(time.monotonic_ns() - start_ns)
 
     def get(self, timeout: float | None = None) -> Any:
         """Return the next value.
@@ -133,14 +125,13 @@ class MessageQueue:
             queue.Empty: none has come.
             LimitReached: this process has too many open files to receive it, and has had for seconds.
         """
-        global _spent_ns
         if not self._readable.poll(None if timeout is None else timeout * 1000):
             raise queue.Empty
         start_ns = time.monotonic_ns()
         if self._brings_file():
             self._await_descriptor()
         value = self._receive()
-        _spent_ns += time.monotonic_ns() - start_ns
+        control.spend(time.monotonic_ns() - start_ns)
         return value
 
     def _brings_file(self) -> bool:

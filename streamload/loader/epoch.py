@@ -11,7 +11,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from streamload.device import Feed
 from streamload.errors import (
@@ -22,12 +22,14 @@ from streamload.errors import (
     WorkerDied,
     as_failure,
 )
-from streamload.loader.dataloader import AccelerateEpoch
 from streamload.loader.options import MAIN_GUARD
 from streamload.loader.output import Collector
-from streamload.ranks.distributed import RankMonitor
 from streamload.torch_internals import next_batch, next_if_arrived
 from streamload.worker import Batch, Ended, Failed, Message
+
+if TYPE_CHECKING:
+    from streamload.loader.dataloader import AccelerateEpoch
+    from streamload.ranks.monitor import RankMonitor
 
 _END = object()
 """In place of a batch: there is none."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 import torch
 
-from streamload.batches.assembly import Collate, MapSample
+from streamload.batches.in_progress import Collate, MapSample
 from streamload.batches.tokenize import TEXT_COLUMNS
 from streamload.cache.selection import Keep, RateFunction
 from streamload.errors import OptionError

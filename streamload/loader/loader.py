@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,10 +23,8 @@ from streamload.loader.dataloader import (
     accelerate_device,
     silence_doubts_of_length,
 )
-from streamload.loader.description import described
 from streamload.loader.destination import Destination
 from streamload.loader.epoch import Epoch, StepCount, is_worker_death
-from streamload.loader.fingerprint import compared_rows, rows_fingerprint
 from streamload.loader.observer import Observer, RunTrace
 from streamload.loader.options import LoaderOptions
 from streamload.loader.output import BatchInfo, Collector
@@ -34,22 +32,17 @@ from streamload.loader.pool import WorkerPool
 from streamload.loader.rank_process import RankProcess
 from streamload.loader.rank_run import RankParts, Run, RunEvents
 from streamload.loader.schedule import EpochLengths, RunSchedule
-from streamload.loader.state import (
-    FINGERPRINT,
-    attempt_in,
-    counts_in,
-    joined_state,
-    order_and_position,
-    to_state,
-)
 from streamload.loader.worker_config import check_room, counted_samples
 from streamload.metrics import Snapshot
 from streamload.metrics.findings import OnAlert, Requests, Verdict
 from streamload.options import DEFAULT_METRICS_LISTEN
 from streamload.options.values import at_least
-from streamload.ranks.distributed import RankMonitor, Ranks, gather, ranks_of
-from streamload.ranks.loaders import Comparison
+from streamload.ranks.distributed import gather, ranks_of
 from streamload.worker import EpochStart, SkippedSample, nothing_ready
+
+if TYPE_CHECKING:
+    from streamload.ranks.loaders import Comparison
+    from streamload.ranks.monitor import Ranks
 
 logger = logging.getLogger("streamload")
 
@@ -224,12 +217,14 @@ class Loader(DataLoaderInterface):
         JSON-able; without I/O or communication. On several nodes see `gather_state`.
         """
         schedule = self._schedule
-        parts = {FINGERPRINT: self._fingerprint, **self._extension_state()}
-        return schedule.state(self._process.state(schedule.topology), parts)
+        counts = self._process.state(schedule.topology)
+        return schedule.state(counts, self._fingerprint, self._extension_state())
 
     @functools.cached_property
     def _fingerprint(self) -> dict[str, str]:
         """What makes the rows of this loader."""
+        from streamload.loader.fingerprint import rows_fingerprint
+
         return rows_fingerprint(self.options)
 
     def _identify_functions(self) -> Mapping[str, str]:
@@ -263,6 +258,9 @@ class Loader(DataLoaderInterface):
             StateMismatch: the state is damaged, or belongs to other shards or options; or rows are made
                 otherwise, with Order(strict=True).
         """
+        from streamload.loader.fingerprint import compared_rows
+        from streamload.loader.state import counts_in, joined_state
+
         self._end_epoch("load_state_dict() was called")
         joined = joined_state(state, registered.by_rank())
         difference = compared_rows(joined, self._fingerprint, self.options.order.strict)
@@ -579,7 +577,7 @@ class Loader(DataLoaderInterface):
         count = StepCount(start.steps, self._lengths.expected(position))
         monitor = None
         if ranks is not None:
-            monitor = RankMonitor(ranks, process.control, self.observer, self._comparison)
+            monitor = ranks.monitor(process.control, self.observer, self._comparison)
         epoch = Epoch(
             self._collector,
             self.close,
@@ -609,6 +607,8 @@ class Loader(DataLoaderInterface):
             ranks.be_on(topology.node)
         is_new = self._comparison is None or self._comparison.loaders is not ranks.loaders
         if self.options.order.rank is None and is_new:
+            from streamload.loader.description import described
+
             order = schedule.settle()
             self._comparison = ranks.loaders.add(described(self.options, order, schedule.tracker.next()))
         return ranks
@@ -660,6 +660,15 @@ def gather_state(loader: Loader) -> dict[str, Any]:
     Raises:
         OrderDiverged: the ranks have not had the same number of batches.
     """
+    from streamload.loader.state import (
+        FINGERPRINT,
+        attempt_in,
+        counts_in,
+        joined_state,
+        order_and_position,
+        to_state,
+    )
+
     states = gather(loader.state_dict(), loader.world_size)
     positions = [state["position"] for state in states]
     if len(set(positions)) > 1:

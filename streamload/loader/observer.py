@@ -13,8 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from streamload.cache.tier import Tier
-from streamload.metrics.findings import OnAlert, Requests, Verdict
-from streamload.node import SlowestRank
+from streamload.metrics.findings import OnAlert, Requests, SlowestRank, Verdict
 from streamload.worker import Batch
 
 

@@ -13,15 +13,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from streamload import limits, urls
-from streamload.cache.forecast import Measure
 from streamload.cache.shard import ShardList
 from streamload.errors import OptionError, OrderDiverged
 from streamload.loader.options import LoaderOptions
-from streamload.loader.sizes import Sizes
 from streamload.metrics import format_bytes
 from streamload.order.events import UNIT
 from streamload.order.hashing import SOURCE, key
@@ -31,6 +30,10 @@ from streamload.order.shuffle import default_window
 from streamload.order.steps import Split
 from streamload.ranks.distributed import agree, can_compare, first_value
 from streamload.topology import Topology
+
+if TYPE_CHECKING:
+    from streamload.cache.forecast import Measure
+    from streamload.loader.sizes import Sizes
 
 logger = logging.getLogger("streamload")
 

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from streamload.batches.collate import joined_parts, unnamed
 from streamload.errors import OptionError
 from streamload.extension import Yielded
 from streamload.loader.checks import EpochSum
@@ -213,6 +212,8 @@ class Outputs:
         if has_parts:
             values = self._parts.shaped(values | self._parts.values(self.last))
         if "image" not in values and self._options.workers.map_sample is None:
+            from streamload.batches.collate import joined_parts
+
             values = joined_parts(values)
         yielded.names = tuple(values)
         output = self._shaped(values, extra if self._options.batches.with_keys else {})
@@ -237,6 +238,8 @@ class Outputs:
         """A batch's values in the form of `output`."""
         options = self._options
         if options.workers.map_sample is not None:
+            from streamload.batches.collate import unnamed
+
             return unnamed(values, extra)
         if options.output == "hf":
             return {MODEL_INPUTS.get(name, name): value for name, value in values.items()} | extra

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from streamload import limits
 from streamload.descriptors import in_this_process
 from streamload.errors import StreamloadError
-from streamload.ipc import ControlBlock, buffers_for, context_with_queues
+from streamload.ipc import ControlBlock, buffers_for
 from streamload.loader.options import LoaderOptions
 from streamload.loader.schedule import RunSchedule
 from streamload.loader.worker_config import worker_config_for
@@ -138,6 +138,11 @@ def _data_loader(
     dataset = StreamDataset(
         config, control, buffers, ahead=options.workers.prefetch_factor * options.num_workers
     )
+    method: Any = None
+    if several:
+        from streamload.ipc.queues import context_with_queues
+
+        method = context_with_queues(options.workers.multiprocessing_context)
     batches: DataLoader[Message] = DataLoader(
         dataset,
         batch_size=None,
@@ -146,9 +151,7 @@ def _data_loader(
         persistent_workers=several,
         in_order=not several,  # InOrder puts them in order: a worker that is slow gets fewer
         prefetch_factor=options.workers.prefetch_factor if several else None,
-        multiprocessing_context=context_with_queues(options.workers.multiprocessing_context)
-        if several
-        else None,
+        multiprocessing_context=method,
     )
     return batches, dataset
 

@@ -11,10 +11,12 @@ from streamload import limits
 from streamload.ipc import ControlBlock, spent_ns
 from streamload.loader.checks import BatchChecks, PassEnd, ShardChecks, ShardWaits
 from streamload.loader.options import LoaderOptions
-from streamload.loader.state import BAD_IN_PASS, BAD_SAMPLES, BAD_SHARDS
 from streamload.metrics import Counters, Snapshot, total
 from streamload.topology import Topology
 from streamload.worker import Batch, bytes_by_modality
+
+BAD_SAMPLES, BAD_SHARDS, BAD_IN_PASS = "bad_samples", "bad_shards", "bad_in_pass"
+"""The counts of a rank in a state."""
 
 
 class RankProcess:

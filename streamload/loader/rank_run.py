@@ -22,12 +22,12 @@ from streamload.loader.schedule import RunSchedule
 from streamload.metrics import Counters, Snapshot
 from streamload.order.events import BATCH_SIZE, WEIGHTS, joined, of_kind
 from streamload.order.steps import StepOptions
-from streamload.ranks.agreement import Agreement
 from streamload.ranks.distributed import can_compare, gather
 from streamload.worker import Batch, EpochChange
 
 if TYPE_CHECKING:
     from streamload.extension import BatchInfo
+    from streamload.ranks.agreement import Agreement
 
 logger = logging.getLogger("streamload")
 
@@ -118,6 +118,8 @@ class Run:
             OptionError: nothing joins them.
         """
         if self._agreement is None:
+            from streamload.ranks.agreement import Agreement
+
             self._agreement = Agreement(self.world_size)
 
     def agree(self, subject: str, value: V, decide: Callable[[list[V]], D]) -> D:

@@ -10,7 +10,6 @@ from streamload.errors import OptionError
 from streamload.loader.groups import GROUPS
 from streamload.loader.options import LoaderOptions
 from streamload.loader.words import instead_of
-from streamload.transforms.compile import compile_transform
 from streamload.transforms.plan import NotRecognised
 
 
@@ -72,6 +71,8 @@ def _refuse_uint8_of_given(options: LoaderOptions) -> None:
             'Images(dtype="uint8") is for a compiled preprocess=, not for functions that run as given'
         )
     if options.preprocess is not None and not any(part.takes_preprocess for part in options.extensions):
+        from streamload.transforms.compile import compile_transform
+
         try:
             compile_transform(options.preprocess)
         except NotRecognised as exc:

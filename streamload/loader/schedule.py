@@ -11,9 +11,8 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from streamload.cache.forecast import Measure
 from streamload.cache.shard import ShardList
 from streamload.errors import OptionError, StateMismatch
 from streamload.loader.options import LoaderOptions
@@ -29,17 +28,6 @@ from streamload.loader.order_spec import (
     split_for,
 )
 from streamload.loader.position import EpochTracker, Position
-from streamload.loader.sizes import ShardSizes, Sizes, sizes_digest
-from streamload.loader.state import (
-    attempt_in,
-    check_fits,
-    check_options,
-    from_block,
-    has_more_shards,
-    of_ranks,
-    order_and_position,
-    to_state,
-)
 from streamload.metrics import Counters
 from streamload.options.values import at_least
 from streamload.order.events import BATCH_SIZE, WEIGHTS, Event, new_batch_size, new_weights, shares_of
@@ -47,6 +35,10 @@ from streamload.order.plan import OrderOptions
 from streamload.order.steps import Split, StepOptions, Steps
 from streamload.ranks.distributed import first_value
 from streamload.topology import RunAttempt, Topology, read_rank, read_topology
+
+if TYPE_CHECKING:
+    from streamload.cache.forecast import Measure
+    from streamload.loader.sizes import ShardSizes, Sizes
 
 logger = logging.getLogger("streamload")
 
@@ -71,7 +63,7 @@ class RunSchedule:
         self._settled: OrderSpec | None = None
         self._saved: OrderSpec | None = None  # of the state that was loaded last
         self._data_digest: str | None = None
-        self._sizes = ShardSizes(options, self._digest_of_data)
+        self._sizes: ShardSizes | None = None  # once something needs them
         self._groups_cut_by: str | None = None  # a digest of the sizes that decided on the groups
 
     @property
@@ -304,9 +296,9 @@ class RunSchedule:
         sizes: list[Sizes] = [None] * len(order.sources)
         if is_cut:
             sizes = self._read_sizes()
-        elif self._sizes.are_used:  # they may have been read before the ranks were joined
-            self._read_sizes()
-        self._groups_cut_by = sizes_digest(sizes) if is_cut else ""
+        elif self._sizes is not None and self._sizes.are_used:
+            self._read_sizes()  # they may have been read before the ranks were joined
+        self._groups_cut_by = self._shard_sizes.digest(sizes) if is_cut else ""
         return source_orders(order, sizes)
 
     @property
@@ -361,9 +353,14 @@ class RunSchedule:
 
     # States.
 
-    def state(self, counts: Mapping[str, Sequence[int]], parts: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of this rank, with what it has counted, its decisions, and the extensions' parts."""
+    def state(
+        self, counts: Mapping[str, Sequence[int]], fingerprint: Mapping[str, str], parts: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The state of this rank, with its counts, what makes its rows, and the extensions' parts."""
+        from streamload.loader.state import FINGERPRINT, to_state
+
         order = replace(self.order, sizes=self._groups_cut_by)  # settled first: the position may follow
+        parts = {FINGERPRINT: fingerprint, **parts}
         return to_state(order, self.tracker.saved(), counts, parts, self.attempt)
 
     def agree_on_attempt(self) -> RunAttempt:
@@ -386,6 +383,16 @@ class RunSchedule:
         Raises:
             StateMismatch: it is of another run.
         """
+        from streamload.loader.state import (
+            attempt_in,
+            check_fits,
+            check_options,
+            from_block,
+            has_more_shards,
+            of_ranks,
+            order_and_position,
+        )
+
         saved, position = order_and_position(state)
         attempt = attempt_in(state)
         ours = self.settle()
@@ -398,7 +405,7 @@ class RunSchedule:
         if position.position:
             ours = replace(ours, groups=saved.groups)
             if saved.groups > 1 and saved.sizes is not None:
-                ours = replace(ours, sizes=sizes_digest(self._read_sizes(saved.groups)))
+                ours = replace(ours, sizes=self._shard_sizes.digest(self._read_sizes(saved.groups)))
         position = of_ranks(self._options, self.topology, from_block(self._options, saved, ours, position))
         needed = set(own_groups(self._options, self.topology, ours.groups))
         check_fits(saved, ours, position, needed)
@@ -490,7 +497,7 @@ class RunSchedule:
         """Factor of a source's weight: 1, or its samples, or its shards."""
         if self._options.sources[place].per == "source":
             return 1
-        return self._sizes.units(self.topology, self._groups())[place]
+        return self._shard_sizes.units(self.topology, self._groups())[place]
 
     def epoch_samples(self) -> int | None:
         """Samples of an epoch by num_samples, or by sizes.json, which doesn't know of `repeat=`."""
@@ -498,9 +505,18 @@ class RunSchedule:
             return self._options.num_samples
         return self.listed_samples()
 
+    @property
+    def _shard_sizes(self) -> ShardSizes:
+        """Reads sizes.json, made at first use."""
+        if self._sizes is None:
+            from streamload.loader.sizes import ShardSizes
+
+            self._sizes = ShardSizes(self._options, self._digest_of_data)
+        return self._sizes
+
     def _read_sizes(self, groups: int | None = None) -> list[Sizes]:
         """The samples of each shard of each source, by sizes.json."""
-        return self._sizes.read(self.topology, groups or self._groups())
+        return self._shard_sizes.read(self.topology, groups or self._groups())
 
     def _digest_of_data(self) -> str:
         if self._data_digest is None:

@@ -21,7 +21,8 @@ import numpy.typing as npt
 import xxhash
 
 from streamload import limits, urls
-from streamload.cache.placement import SharedDecision, memory_root
+from streamload.cache.placement import SharedDecision
+from streamload.cache.tier import memory_root
 from streamload.descriptors import in_this_process
 from streamload.errors import DataError, OrderDiverged, OriginDenied, OriginNotFound, StreamloadError
 from streamload.loader.options import LoaderOptions
@@ -144,6 +145,15 @@ class ShardSizes:
         if topology.rank == 0:
             _log_units([source.name for source in sources], samples, agreed)
         return agreed
+
+    @staticmethod
+    def digest(sizes: Sequence[Sizes]) -> str:
+        """A digest of the samples of each shard of each source."""
+        digest = xxhash.xxh3_64()
+        for shard_sizes in sizes:
+            digest.update(b"unknown" if shard_sizes is None else shard_sizes.astype("<i8", copy=False).data)
+            digest.update(b"|")
+        return digest.hexdigest()
 
 
 def read_sizes(shards: UrlList, storage_options: dict[str, Any] | None, strict: bool = False) -> Sizes:
@@ -378,15 +388,6 @@ def _estimated(shard: str, storage_options: dict[str, Any] | None) -> float | No
     return None
 
 
-def sizes_digest(sizes: Sequence[Sizes]) -> str:
-    """A digest of the samples of each shard of each source."""
-    digest = xxhash.xxh3_64()
-    for shard_sizes in sizes:
-        digest.update(b"unknown" if shard_sizes is None else shard_sizes.astype("<i8", copy=False).data)
-        digest.update(b"|")
-    return digest.hexdigest()
-
-
 def agree_on_sizes(
     sizes: Sequence[Sizes], name: str, topology: Topology, *, are_used: bool = False
 ) -> list[Sizes]:
@@ -409,7 +410,7 @@ def agree_on_sizes(
         "none" if shard_sizes is None else f"{len(shard_sizes)} shards, {shard_sizes.sum():,} samples"
         for shard_sizes in sizes
     )
-    summary = f"rank {topology.rank} found {counts} ({sizes_digest(sizes)})"
+    summary = f"rank {topology.rank} found {counts} ({ShardSizes.digest(sizes)})"
     first, details = first_with_details(name, summary, lambda: _as_json(sizes), topology.world_size)
     if first.rpartition(" found ")[2] == summary.rpartition(" found ")[2]:
         return [*sizes]

@@ -16,6 +16,7 @@ from streamload.errors import OptionError, StateMismatch
 from streamload.loader.options import LoaderOptions
 from streamload.loader.order_spec import OrderSpec, data_digest, split_for
 from streamload.loader.position import LeftOutOfGroups, Position
+from streamload.loader.rank_process import BAD_IN_PASS, BAD_SAMPLES, BAD_SHARDS
 from streamload.order.events import (
     BATCH_SIZE,
     UNIT,
@@ -40,7 +41,6 @@ RUN = "run"
 """The identity of the run and the attempt, where processes of the run hold leases."""
 FINGERPRINT = "fingerprint"
 """What made the rows (fingerprint.py); ranks may differ in it, and that of one of them is kept."""
-BAD_SAMPLES, BAD_SHARDS, BAD_IN_PASS = "bad_samples", "bad_shards", "bad_in_pass"
 _COUNTS = {BAD_SAMPLES: 3, BAD_SHARDS: 2, BAD_IN_PASS: 3}
 """The counts in a rank's state, and how many numbers each has. After one step the ranks have the same counts,
 except for the bad samples of a pass, which are summed over the ranks whose states are known."""

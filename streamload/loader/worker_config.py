@@ -15,12 +15,10 @@ from streamload.batches.assembly import BatchAssembly
 from streamload.batches.images import ImageAssembly, ImageMaker, Preprocess, by_workers
 from streamload.batches.in_progress import Choose
 from streamload.batches.tokenize import adapt_tokenizer
-from streamload.cache.forecast import Measure, forecast
-from streamload.cache.placement import memory_root, place_tier
 from streamload.cache.selection import KeySpec, Selection
 from streamload.cache.shard import ShardList
 from streamload.cache.shard_cache import ShardCache
-from streamload.cache.tier import Placed, Tier, placed_on_disk
+from streamload.cache.tier import Placed, Tier, memory_root, placed_on_disk
 from streamload.errors import StreamloadError, as_failure
 from streamload.loader.options import LoaderOptions
 from streamload.loader.registered import backing_of, extensions_of_run
@@ -33,17 +31,16 @@ from streamload.order.steps import Split
 from streamload.origins.access import warn_of_shared_headers
 from streamload.origins.origin import OriginOptions, warn_of_compressed
 from streamload.prefetch.fallback import remove_all_unused
-from streamload.prefetch.idle import idle_share
 from streamload.ranks.distributed import first_value
 from streamload.shards.columns import TOKENS
 from streamload.topology import run_name
 from streamload.transforms import kernel
-from streamload.transforms.compile import plan_or_given
 from streamload.transforms.plan import ImagePlan, clip_plan
 from streamload.worker import SourceOrder, WorkerConfig
 from streamload.worker.messages import AheadConfig, TierConfig
 
 if TYPE_CHECKING:
+    from streamload.cache.forecast import Measure
     from streamload.cache.shared.sharing import SharedOptions
     from streamload.derived.prepare.decision import RunPreparation
 
@@ -74,6 +71,8 @@ def worker_config_for(options: LoaderOptions, schedule: RunSchedule) -> tuple[Wo
     if settings.cache == "disk":
         placed = placed_on_disk(settings, settings.sources["cache"])
     else:
+        from streamload.cache.placement import place_tier
+
         placed = place_tier(settings, shards, topology.nodes)
     try:
         if shards.copied:
@@ -91,6 +90,8 @@ def worker_config_for(options: LoaderOptions, schedule: RunSchedule) -> tuple[Wo
         recipes = _assembly(options, transform, prepared, settings.max_image_pixels, schedule.split())
         config = _worker_config(options, schedule, settings, shards, _Places(placed, shared), recipes)
         if prepared is not None and prepared.is_made:
+            from streamload.prefetch.idle import idle_share
+
             processes = topology.local_world_size * max(1, options.num_workers)
             config = replace(config, ahead=config.ahead._replace(prepare_share=idle_share(processes)))
         return config, placed
@@ -169,12 +170,14 @@ def _worker_config(
     placed, shared = places
     topology, tier = schedule.topology, placed.tier
     remove_all_unused()
-    schedule.fit(shards, tier.limit_bytes, lambda: Measure(tier, shared))
+    schedule.fit(shards, tier.limit_bytes, lambda: _measure(tier, shared))
     orders, split = schedule.source_orders(), schedule.split()
     lanes, window = (sum(order.lanes for order in orders), sum(order.window for order in orders))
     rank, first_group = (topology.rank, 0) if options.train else (0, topology.rank)
     processes = topology.local_world_size * max(1, options.num_workers)
     if logger.isEnabledFor(logging.INFO):
+        from streamload.cache.forecast import forecast
+
         logger.info("cache %s: %s", tier.root, forecast(tier, shards, lanes, window, topology.nodes))
     groups, reads = orders[0].groups, options.urls.fingerprint()
     sources = _sources(options, orders, [first_group + group for group in split.groups_of(rank)])
@@ -208,6 +211,13 @@ def _worker_config(
         open_sink=SpanFile,
     )
     return replace(config, extensions=extensions_of_run(options, config, recipes.plain))
+
+
+def _measure(tier: Tier, shared: SharedOptions | None) -> Measure:
+    """Sizes of shards and samples, where a tier may be too small."""
+    from streamload.cache.forecast import Measure
+
+    return Measure(tier, shared)
 
 
 def counted_samples(options: LoaderOptions, counts: Counters, epoch: int) -> int | None:
@@ -382,6 +392,8 @@ def _transform(options: LoaderOptions) -> ImagePlan | ImageMaker | Preprocess | 
     if any(extension.takes_preprocess for extension in options.extensions):
         plan = None
     elif options.preprocess is not None:
+        from streamload.transforms.compile import plan_or_given
+
         plan = plan_or_given(options.preprocess, options.images.compile)
     else:
         plan = None if options.workers.map_sample is not None else clip_plan(options.train)

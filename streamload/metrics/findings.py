@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Limit = Literal[
     "origin",
@@ -65,6 +65,17 @@ class Alert:
     since: float
     value: float
     is_raised: bool
+
+
+class SlowestRank(NamedTuple):
+    """The rank of a run that waits most for data, its share of waiting, and its host if there are several."""
+
+    rank: int
+    wait: float
+    host: str = ""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
 
 
 OnAlert = Callable[[Alert], object]

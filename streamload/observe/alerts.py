@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from streamload.metrics.findings import Alert
-from streamload.node import SlowestRank
+from streamload.metrics.findings import Alert, SlowestRank
 from streamload.observe.figures import Figures
 from streamload.observe.verdict import judge
 

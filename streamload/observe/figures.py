@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamload.metrics.counters import Snapshot
+from streamload.metrics.findings import SlowestRank
 from streamload.metrics.registry import COUNTERS
-from streamload.node import SlowestRank
 
 _HAND_OVER = list(COUNTERS).index("hand_over_ns")
 _MANY = 1.5

@@ -17,30 +17,29 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from streamload.cache.placement import memory_root
-from streamload.cache.tier import Tier
+from streamload.cache.tier import Tier, memory_root
 from streamload.descriptors import in_this_process
 from streamload.device import is_accelerator_used
 from streamload.errors import OptionError
 from streamload.ipc import ControlBlock
 from streamload.metrics import COUNTERS
-from streamload.metrics.findings import Alert, OnAlert, Requests, Verdict
-from streamload.node import SlowestRank
+from streamload.metrics.findings import Alert, OnAlert, Requests, SlowestRank, Verdict
 from streamload.observe.alerts import WINDOW_SECONDS, Alerts
 from streamload.observe.figures import CounterSample, Figures, History, Machine
-from streamload.observe.live import live_rank
-from streamload.observe.metrics_server import MetricsServer
 from streamload.observe.page import PageFile, RunPage, names_of_sources
 from streamload.observe.publishing import Publisher, RankSchedule
-from streamload.observe.recording import Recording
-from streamload.observe.trace import Trace
 from streamload.observe.verdict import LITTLE, ON_HOST, judge
 from streamload.options import Settings
 from streamload.worker import Batch
+
+if TYPE_CHECKING:
+    from streamload.observe.metrics_server import MetricsServer
+    from streamload.observe.recording import Recording
+    from streamload.observe.trace import Trace
 
 logger = logging.getLogger("streamload")
 
@@ -212,7 +211,7 @@ class RunObserver:
         self._are_exports_open = False
         self._close_page()
 
-    # What the training asks for.
+    # What the training asks for. Live numbers, recordings, the server and traces are imported when asked for.
 
     def verdict(self, seconds: float) -> Verdict:
         """Verdict on what has limited the training over the last seconds: data, or the training itself."""
@@ -230,6 +229,8 @@ class RunObserver:
 
     def trace(self, steps: int) -> Trace:
         """Record what the workers and the fills of this rank do, from now on for a number of steps."""
+        from streamload.observe.trace import Trace
+
         if self._trace is not None:
             self._trace.stop()
         self._trace = Trace(self._control, steps)
@@ -240,6 +241,8 @@ class RunObserver:
         page = self.page()
         if page is None:
             return {}
+        from streamload.observe.live import live_rank
+
         before, self._shown = self._shown, page
         return live_rank(page, before).flat()
 
@@ -254,6 +257,8 @@ class RunObserver:
         """Serve the metrics of this node's runs; return the URL, None where somebody serves already."""
         if self._close_server is not None or listen in _serving:
             return None
+        from streamload.observe.metrics_server import MetricsServer
+
         settings = self._run.settings()
         try:
             server = MetricsServer([settings.cache_dir, memory_root(settings)], listen)
@@ -275,6 +280,8 @@ class RunObserver:
         settings = self._run.settings()
         folder = self.requests.record_in or settings.record
         if folder is not None and self._recording is None:
+            from streamload.observe.recording import Recording
+
             self._recording = Recording(folder, {**self._run.described(), "device": str(self.device)})
             self._publisher.readers.append(self._recording.add)
         if settings.metrics is not None and self._run.schedule.topology.local_rank == 0:

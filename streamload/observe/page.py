@@ -295,7 +295,7 @@ def read_runs(roots: Iterable[Path | str]) -> list[RunPage]:
     A page says how old it is (`age_seconds`). Pages of killed processes aren't among them.
 
     Args:
-        roots: of tiers: cache directories, and the one in memory (placement.memory_root). Those that don't
+        roots: of tiers: cache directories, and the one in memory (tier.memory_root). Those that don't
             exist, or aren't tiers, have none.
     """
     pages = (page for root in dict.fromkeys(map(Path, roots)) for page in _read(root))

@@ -24,8 +24,8 @@ from streamload.errors import OptionError, OriginDenied, StreamloadError
 from streamload.options.storage import FileOptions, copy_options
 from streamload.origins.protocol import Named, Session
 from streamload.urls import UrlList, origin_of, redact, scheme, secrets_of
-from streamload.urls.commands import FOR_ALL_HOSTS
 from streamload.urls.identity import DEFAULT_PORTS, identity, is_signed_form
+from streamload.urls.redaction import FOR_ALL_HOSTS
 
 REFUSALS = frozenset({400, 401, 403})
 """Statuses of answers to credentials that have ended; stores answer 400 to a token in a signed URL."""

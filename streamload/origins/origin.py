@@ -24,13 +24,11 @@ from streamload.origins.protocol import (
 )
 from streamload.origins.retrying import RetryingOrigin
 from streamload.urls import (
-    CommandRequest,
-    Opaque,
     UrlList,
     compression,
     origin_of,
-    parse_command,
     redact,
+    request_of,
     scheme,
     scrubbed_errors,
     secrets_of,
@@ -158,8 +156,8 @@ def _opened_as(url: str) -> str:
 
 def _requested(url: str) -> str:
     """Return a URL, or the one that a curl or aws command requests."""
-    request = parse_command(url.removeprefix("pipe:")) if scheme(url) == "pipe" else None
-    return request.url if isinstance(request, CommandRequest) else url
+    request = request_of(url) if scheme(url) == "pipe" else None
+    return url if request is None else request.url
 
 
 def _plain_origin(url: str, storage_options: dict[str, Any], session: Session) -> Origin:
@@ -193,6 +191,8 @@ def _of_command(url: str, session: Session) -> Origin:
 
     The user's storage options aren't used: they are not the command's.
     """
+    from streamload.urls.commands import Opaque, parse_command
+
     request = parse_command(url.removeprefix("pipe:"))
     if isinstance(request, Opaque):
         _log_once(f"pipe: {request.program or 'other'} commands are run by bash: {request.reason}")

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from streamload.batches.collate import Allocate
-from streamload.batches.images import GivenImages, ImageAssembly, ImageMaker, ImagesFactory, PlannedImages
+from streamload.batches.given import GivenImages
+from streamload.batches.images import ImageAssembly, ImageMaker, ImagesFactory, PlannedImages
+from streamload.batches.in_progress import Allocate
 from streamload.patches.execute import PatchRow, PlannedPatches
 from streamload.patches.plan import NAMES, GivenPatches, PatchPlan
 from streamload.transforms.plan import Size, Statistics
@@ -79,7 +80,14 @@ class _GivenPatchImages(GivenImages):
     def __init__(
         self, given: GivenPatches, assembly: ImageAssembly, size: int, allocate: Allocate, seq_len: int
     ):
-        super().__init__(given.transforms[seq_len], assembly, allocate)
+        super().__init__(
+            given.transforms[seq_len],
+            assembly.draws,
+            assembly.resized,
+            assembly.most_pixels,
+            assembly.as_model_inputs,
+            allocate,
+        )
         self._patch_size, self._count = given.patch_size, 0
         self._memory = PatchMemory(size, allocate, seq_len, given.patch_size, torch.float32)
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from streamload.batches.collate import Allocate
 from streamload.batches.images import (
     BatchImages,
     ImageAssembly,
@@ -27,6 +26,7 @@ from streamload.batches.images import (
     Places,
     PlannedImages,
 )
+from streamload.batches.in_progress import Allocate
 from streamload.pixels.auto import Switch
 from streamload.pixels.rank import CHOICES, FILES, MADE, NO_FILE, ImagesOfFiles, packed
 from streamload.pixels.segments import size_for_device

@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
 
 from streamload import limits
-from streamload.cache.shard import Shard
-from streamload.origins.origin import Origin, Version
+from streamload.cache.shard import Shard, ShardRange
+from streamload.origins.origin import Origin
 
 _AT_ONCE = 8
 _GAP_BYTES = 64 << 10
@@ -29,15 +28,6 @@ _TURNS_KEPT = 4
 """A block that wasn't read until this many later calls is dropped."""
 _ORIGINS_KEPT = 32
 """Idle origins, each of which may keep a connection open."""
-
-
-class ShardRange(NamedTuple):
-    """The bytes `start` to `stop` of a shard in one version."""
-
-    shard: Shard
-    version: Version
-    start: int
-    stop: int
 
 
 @dataclass(slots=True)

@@ -10,17 +10,25 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from streamload.errors import OptionError, RankFailed
-from streamload.ranks.distributed import Ranks, ranks_of, unique
-from streamload.ranks.heartbeats import values_of, wait_for_keys
+from streamload.ranks.distributed import ranks_of, store_of, unique
+from streamload.ranks.store import values_of, wait_for_keys
+
+if TYPE_CHECKING:
+    from streamload.ranks.monitor import Ranks
 
 _LONGEST_WAIT_SECONDS = 7200.0
 """For a rank that is alive, and does something else: saves a checkpoint, evaluates."""
 _PROMPT_SECONDS = 1.0
 """While a rank waits, it looks at the others so often."""
+_EXCHANGE_SECONDS, _LOOK_SECONDS = 1800.0, 5.0
+"""The longest wait for the values of `largest`, and the interval in which a rank looks at the others."""
 
 
 class Agreement:
@@ -120,3 +128,61 @@ class Agreement:
 def _keys(name: str, number: int) -> tuple[str, str, str]:
     """The keys of a decision: how many ranks have given their values, that all have, and the decision."""
     return f"{name}/{number}/arrived", f"{name}/{number}/complete", f"{name}/{number}/decided"
+
+
+def largest(
+    name: str, value: npt.NDArray[np.int32], rank: int, tellers: Collection[int], world_size: int
+) -> npt.NDArray[np.int32]:
+    """The largest of some ranks' values, element by element; a collective, but of the store: no device waits.
+
+    Args:
+        name: of the value: what it depends on, so that a name always has the same values.
+        value: this rank's; of one shape on all of them.
+        rank: this one; 0 decides.
+        tellers: the ranks whose values count.
+        world_size: of the run; ranks that aren't joined have only their own.
+
+    Raises:
+        RankFailed: another rank has failed, or didn't call this in half an hour.
+    """
+    store = store_of(world_size)
+    if store is None:
+        return value
+    name = f"streamload/{name}"
+    if rank == 0 and not store.check([name]):
+        for teller in tellers:
+            if teller:
+                received = np.frombuffer(_wait_for(store, f"{name}/{teller}", world_size), np.int32)
+                value = np.maximum(value, received.reshape(value.shape))
+                store.delete_key(f"{name}/{teller}")
+        store.set(name, value.tobytes())
+    elif rank in tellers and rank:
+        store.set(f"{name}/{rank}", value.tobytes())
+    return np.frombuffer(_wait_for(store, name, world_size), np.int32).reshape(value.shape)
+
+
+def forget(name: str, world_size: int) -> None:
+    """Remove a decision of `largest` that every rank knows."""
+    store = store_of(world_size)
+    if store is not None:
+        store.delete_key(f"streamload/{name}")
+
+
+def _wait_for(store: Any, key: str, world_size: int) -> bytes:
+    """Wait for a key in the store, as long as no rank is known to have failed."""
+    deadline = time.monotonic() + _EXCHANGE_SECONDS
+    try:
+        while not wait_for_keys(store, [key], _LOOK_SECONDS):
+            if ranks := ranks_of(world_size):
+                ranks.raise_if_ended("agreed on how wide the rows of the next steps are")
+            if time.monotonic() > deadline:
+                raise RankFailed(
+                    f"no rank has said within {_EXCHANGE_SECONDS / 60:.0f} minutes how wide the rows of the "
+                    f"next steps are: do all ranks take equally many batches?"
+                )
+        value: bytes = store.get(key)
+        return value
+    except RankFailed:
+        raise
+    except RuntimeError as exc:
+        raise RankFailed("the store of torch.distributed is gone, and with it rank 0") from exc

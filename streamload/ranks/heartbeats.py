@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from streamload.node import is_dead, machine, own_address
+from streamload.ranks.store import values_of
 
 SILENT_SECONDS = 30.0
 """Ranks without a heartbeat for so long are named."""
 GONE_SECONDS = 120.0
 """No decision waits for a rank that is silent for so long: a live one may hold Python's lock for a minute."""
-_LEAST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.005, 0.5
 _KEY = "streamload/beat"
 
 
@@ -115,31 +115,6 @@ class Heartbeats:
             if number > len(self.neighbours) and self._store.check([key]):
                 rank, address = json.loads(self._store.get(key))
                 self.neighbours[rank] = address
-
-
-def wait_for_keys(store: Any, keys: list[str], seconds: float) -> bool:
-    """Wait until keys are in the store; False if they aren't after so many seconds.
-
-    The store is asked again with a backoff: torch prints a warning for each wait in the store that times out.
-
-    Raises:
-        RuntimeError: the store is gone.
-    """
-    deadline, pause = time.monotonic() + seconds, _LEAST_PAUSE_SECONDS
-    while not store.check(keys):
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return False
-        time.sleep(min(pause, left))
-        pause = min(1.5 * pause, _MOST_PAUSE_SECONDS)
-    return True
-
-
-def values_of(store: Any, keys: list[str]) -> list[bytes]:
-    """The values of keys that are there, by one request if the store takes it."""
-    if len(keys) > 1 and store.has_extended_api():
-        return list(store.multi_get(keys))
-    return [store.get(key) for key in keys]
 
 
 def spans_of(ranks: Iterable[int]) -> list[list[int]]:

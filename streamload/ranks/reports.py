@@ -2,7 +2,7 @@
 
 Each rank has one entry, which it replaces. Of the ranks that read, one sums all entries up, and the others
 read that summary: a few requests of each rank, however many ranks there are. What a rank does with a summary
-is distributed.py's.
+is monitor.py's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import threading
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from streamload.ranks.heartbeats import spans_of, values_of, wait_for_keys
+from streamload.ranks.heartbeats import spans_of
+from streamload.ranks.store import values_of, wait_for_keys
 
 _KEY = "streamload/told"
 _SUMMARY, _SLOTS = f"{_KEY}/summary", f"{_KEY}/slots"

@@ -7,12 +7,9 @@ is resolved at once, so there are no chains and no cycles, and nothing outside t
 from __future__ import annotations
 
 from array import array
-from typing import NamedTuple
 
-from streamload.shards.tar import SPARSE, SYMBOLIC_LINK, Member
+from streamload.shards.tar import MEMBERS_LIMIT, SPARSE, SYMBOLIC_LINK, Member, Payload, normal_path
 
-MEMBERS_LIMIT = 1 << 19
-"""Members whose places are remembered, 24 bytes each; later links of a longer tar are left out."""
 LINKED_LIMIT_BYTES = 1 << 38
 """Limit for the payloads that all links of a tar give together."""
 
@@ -22,14 +19,6 @@ _TOO_MANY = f"a link after {MEMBERS_LIMIT:,} members"
 _TOO_LARGE = f"a link after links to {LINKED_LIMIT_BYTES >> 30} GiB"
 _SPARSE = "a sparse file"
 _SHOWN_CHARACTERS = 60
-
-
-class Payload(NamedTuple):
-    """A payload in the tar, and the NOTE of its member."""
-
-    start: int
-    size: int
-    note: str = ""
 
 
 class Links:
@@ -114,21 +103,6 @@ class Links:
         del self._new[:]
         start, size = self._places.get(path, (0, -1))
         return None if size < 0 else Payload(start, size, self._notes.get(path, ""))
-
-
-def normal_path(name: str) -> str | None:
-    """Return a name as a path from the top of the tar; None if it leaves the tar."""
-    if "./" not in name and "//" not in name and name[:1] != "/" and name[-1:] != "/":
-        return name
-    parts: list[str] = []
-    for part in name.split("/"):
-        if part == ".." and not parts:
-            return None
-        if part == "..":
-            parts.pop()
-        elif part not in ("", "."):
-            parts.append(part)
-    return "/".join(parts)
 
 
 def _shown(name: str) -> str:

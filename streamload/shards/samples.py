@@ -10,13 +10,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping
 from struct import unpack_from
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
 from streamload.errors import ShardCut, ShardFormatError
-from streamload.shards.links import MEMBERS_LIMIT, Links, Payload, normal_path
-from streamload.shards.tar import BLOCK_BYTES, Member, TarParser
+from streamload.shards.tar import BLOCK_BYTES, MEMBERS_LIMIT, Member, Payload, TarParser, normal_path
+
+if TYPE_CHECKING:
+    from streamload.shards.links import Links
 
 IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp", "gif"))
 CAPTION_EXTENSION = "txt"
@@ -458,7 +460,10 @@ class ShardScanner:
 
     def _place(self, member: Member) -> Payload | Member | None:
         """Note the next member. Return where its payload is; None: it is left out."""
-        self._links = self._links or Links(self._seen)
+        if self._links is None:
+            from streamload.shards.links import Links
+
+            self._links = Links(self._seen)
         if member.kind:
             return self._links.resolve(member)
         name = member.name

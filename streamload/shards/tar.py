@@ -22,6 +22,8 @@ EXTENDED_LIMIT_HEADERS = 16
 """Limit for consecutive extended headers; writers use one to four."""
 MEMBER_LIMIT_BYTES = 1 << 40
 """The largest size of a member that is accepted."""
+MEMBERS_LIMIT = 1 << 19
+"""Members whose places are remembered, 24 bytes each; later links of a longer tar are left out."""
 
 NOTE = "STREAMLOAD.prepared"
 """Our only pax record; other readers ignore it as a vendor's."""
@@ -58,6 +60,14 @@ _KNOWN_STARTS = (
 )
 _CONTROL = re.compile(rb"[\0-\x08\x0b\x0c\x0e-\x1f\x7f]")
 """Bytes that text doesn't have, and every header has."""
+
+
+class Payload(NamedTuple):
+    """A payload in the tar, and the NOTE of its member."""
+
+    start: int
+    size: int
+    note: str = ""
 
 
 class Member(NamedTuple):
@@ -391,3 +401,18 @@ def _checksum_holds(block: bytes) -> bool:
         return True
     high = sum(byte >= 0x80 for byte in block) - sum(byte >= 0x80 for byte in field)
     return stated == total - 256 * high
+
+
+def normal_path(name: str) -> str | None:
+    """Return a name as a path from the top of the tar; None if it leaves the tar."""
+    if "./" not in name and "//" not in name and name[:1] != "/" and name[-1:] != "/":
+        return name
+    parts: list[str] = []
+    for part in name.split("/"):
+        if part == ".." and not parts:
+            return None
+        if part == "..":
+            parts.pop()
+        elif part not in ("", "."):
+            parts.append(part)
+    return "/".join(parts)

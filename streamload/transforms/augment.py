@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from streamload.transforms import kernel
-from streamload.transforms.generators import OwnGenerator
+
+if TYPE_CHECKING:
+    from streamload.transforms.generators import OwnGenerator
 
 CLIP_SCALE = (0.9, 1.0)
 CLIP_RATIO = (3 / 4, 4 / 3)

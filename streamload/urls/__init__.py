@@ -5,7 +5,6 @@ aws commands are checked for configuration files, and local folders and globs ar
 opened, and no file system is imported.
 """
 
-from streamload.urls.commands import CommandRequest, Opaque, parse_command
 from streamload.urls.identity import (
     ZSTD_MODULES,
     Compression,
@@ -19,6 +18,7 @@ from streamload.urls.identity import (
     is_local,
     local_path,
     origin_of,
+    request_of,
     scheme,
     zstd_module,
 )
@@ -28,9 +28,7 @@ from streamload.urls.redaction import redact, redact_text, scrub, scrubbed_error
 
 __all__ = [
     "ZSTD_MODULES",
-    "CommandRequest",
     "Compression",
-    "Opaque",
     "UrlList",
     "Urls",
     "basename",
@@ -44,9 +42,9 @@ __all__ = [
     "is_local",
     "local_path",
     "origin_of",
-    "parse_command",
     "redact",
     "redact_text",
+    "request_of",
     "scheme",
     "scrub",
     "scrubbed_errors",

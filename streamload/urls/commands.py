@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from streamload.urls.command_environment import command_environment
+from streamload.urls.redaction import FOR_ALL_HOSTS
 
 _BLANKS = " \t\n"
 _TEXT = re.compile(r"[\t\x20-\x7e]*")
@@ -143,8 +144,6 @@ _NOT_OURS = frozenset({
     "keep-alive", "proxy-authorization", "proxy-connection", "range", "te", "trailer",
     "transfer-encoding", "upgrade",
 })  # fmt: skip
-FOR_ALL_HOSTS = frozenset({"accept", "accept-language", "referer", "user-agent"})
-"""Headers that are no credentials, so other hosts may see them. (After a redirect curl sends all but two.)"""
 _CHOOSE_NOTHING = frozenset({"authorization", "user-agent"})
 
 

@@ -9,12 +9,14 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from streamload.errors import UrlError
-from streamload.urls.commands import CommandRequest, parse_command
 from streamload.urls.redaction import redact, redact_text
+
+if TYPE_CHECKING:
+    from streamload.urls.commands import CommandRequest
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
 
@@ -161,14 +163,22 @@ def compression(url: str) -> Compression | None:
         return None
     kind = scheme(url)
     if kind == "pipe":
-        request = parse_command(url.removeprefix("pipe:"))
-        if isinstance(request, CommandRequest):
+        request = request_of(url)
+        if request is not None:
             return compression(request.url)
         names = _WORD_END.split(url)
     else:
         names = [urlsplit(url).path if kind in DEFAULT_PORTS else url.partition("?")[0]]
     compressions = (how for name in names for end, how in _COMPRESSED.items() if name.lower().endswith(end))
     return next(compressions, None)
+
+
+def request_of(url: str) -> CommandRequest | None:
+    """Return the request of a pipe's command, if it is a curl or aws command that we support; else None."""
+    from streamload.urls.commands import Opaque, parse_command
+
+    request = parse_command(url.removeprefix("pipe:"))
+    return None if isinstance(request, Opaque) else request
 
 
 def zstd_module() -> str | None:
@@ -190,8 +200,8 @@ def identity(url: str, storage_options: Mapping[str, Any] | None = None) -> str:
     """
     name = scheme(url)
     if name == "pipe":
-        request = parse_command(url.removeprefix("pipe:"))
-        if isinstance(request, CommandRequest) and request.named_by_url:
+        request = request_of(url)
+        if request is not None and request.named_by_url:
             return identity(request.url, request.storage_options)
         return url
     if name == "file":

@@ -13,8 +13,7 @@ from typing import Any, TypeAlias
 
 from streamload.errors import UrlError
 from streamload.urls.checks import check
-from streamload.urls.commands import Opaque, parse_command
-from streamload.urls.identity import scheme
+from streamload.urls.identity import request_of, scheme
 from streamload.urls.listing import Node, NumberNode, TextNode, UrlList, around, chained, joined, segments
 from streamload.urls.redaction import redact
 
@@ -74,8 +73,8 @@ def _entries(before: str, numbers: range | None, width: int, after: str) -> Iter
 def _public(url: str) -> str:
     """Return the public form of a URL; for a pipe the URL that its command requests, if that is all."""
     if scheme(url) == "pipe":
-        request = parse_command(url.removeprefix("pipe:"))
-        if isinstance(request, Opaque) or not request.named_by_url or request.storage_options:
+        request = request_of(url)
+        if request is None or not request.named_by_url or request.storage_options:
             raise UrlError(f"a command is run only where it was given: {redact(url)!r}")
         url = request.url
     shown = redact(url)

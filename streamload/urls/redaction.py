@@ -16,6 +16,8 @@ from urllib.parse import unquote
 from streamload.errors import StreamloadError
 
 HIDDEN = "***"
+FOR_ALL_HOSTS = frozenset({"accept", "accept-language", "referer", "user-agent"})
+"""Headers that are no credentials, so other hosts may see them. (After a redirect curl sends all but two.)"""
 
 _WORD = r"(?:'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.|[^\s'\"|;&<>\\])+"
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,20})(:/+)([^\s'\"|;<>`]*)")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streamload.batches.collate import Allocate
+from streamload.batches.in_progress import Allocate
 from streamload.extension import BatchColumn, Event, Extension, ReadProgress, WorkerPart
 from streamload.ipc import ControlBlock
 from streamload.order.events import of_kind

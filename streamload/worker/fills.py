@@ -9,19 +9,22 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from streamload.cache.freshness import Freshness, asker
-from streamload.cache.shard import Shard, shard_of
+from streamload.cache.shard import Shard, ShardRange, shard_of
 from streamload.cache.tier import Tier
 from streamload.metrics import Counters
 from streamload.origins.origin import KeptConnections, Origin, Version, open_origin
 from streamload.prefetch.fallback import FallbackTier
-from streamload.prefetch.idle import IdlePreparer
 from streamload.prefetch.prefetcher import FillResult, Prefetcher, PrefetchOptions
-from streamload.prefetch.ranges import Ranges, ShardRange
 from streamload.prefetch.scheduler import FillRequest
 from streamload.worker.messages import EpochStart, WorkerConfig
 from streamload.worker.stages import Spans
+
+if TYPE_CHECKING:
+    from streamload.prefetch.idle import IdlePreparer
+    from streamload.prefetch.ranges import Ranges
 
 
 class Fills:
@@ -82,6 +85,8 @@ class Fills:
         preparation = config.assembly.preparation
         self._idle_preparer: IdlePreparer | None = None
         if config.ahead.prepare_share and preparation is not None:
+            from streamload.prefetch.idle import IdlePreparer
+
             self._idle_preparer = IdlePreparer(
                 self.tier,
                 config.shards,
@@ -149,6 +154,8 @@ class Fills:
 
     def _open_ranges(self) -> Ranges:
         if self._ranges is None:
+            from streamload.prefetch.ranges import Ranges
+
             self._ranges = Ranges(lambda shard: self._open_origin(shard, self._closing))
         return self._ranges
 

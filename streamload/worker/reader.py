@@ -10,12 +10,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from streamload.batches.in_progress import Unread
 from streamload.cache.selection import Numbers, with_facts
+from streamload.cache.shard import ShardRange
 from streamload.cache.shard_cache import Facts, ShardCache
 from streamload.cache.shard_copy import ReadMemory
 from streamload.cache.shard_view import Found, OpenFiles
@@ -28,16 +30,17 @@ from streamload.order.lanes import KNOWN_PART
 from streamload.order.left_out import LeftOutOf, Tally
 from streamload.order.plan import pass_order
 from streamload.origins.endpoints import listen, outages
-from streamload.prefetch.ranges import ShardRange
 from streamload.shards.index import IndexReader
 from streamload.shards.samples import Entry, Sample
 from streamload.worker.blocked import Action, Blocked, Superseded, Wait, decide, poll_seconds
 from streamload.worker.fills import Fills
 from streamload.worker.messages import EpochStart, WorkerConfig
 from streamload.worker.reference_stream import ReferenceStream
-from streamload.worker.shortage import Shortage
 from streamload.worker.stages import Spans
 from streamload.worker.states import CheckedArrivals
+
+if TYPE_CHECKING:
+    from streamload.worker.shortage import Shortage
 
 logger = logging.getLogger("streamload")
 
@@ -457,6 +460,8 @@ class Reader:
             prefetcher.store_in_fallback(first)
         elif action is Action.FIND_ROOM:
             if self._shortage is None:
+                from streamload.worker.shortage import Shortage
+
                 self._shortage = Shortage(self.config, self._control, self.fills, self._cache)
             self._shortage.find_room(blocked, self._in_use())
         elif action is Action.REPORT:

@@ -22,12 +22,11 @@ from streamload.cache.placement import (
     SharedDecision,
     agreement_on,
     decide,
-    memory_root,
     place_tier,
     why_not_writable,
 )
 from streamload.cache.shard import shard_of
-from streamload.cache.tier import Choice, Tier
+from streamload.cache.tier import Choice, Tier, memory_root
 from streamload.daemon.warm import warm
 from streamload.errors import CacheError
 from streamload.metrics import Counters

@@ -18,8 +18,7 @@ import pytest
 from PIL import Image
 
 from streamload.cache import memory
-from streamload.cache.placement import memory_root
-from streamload.cache.tier import Tier
+from streamload.cache.tier import Tier, memory_root
 from streamload.cli import main
 from streamload.cli.doctor import examine
 from streamload.cli.options import roots_of

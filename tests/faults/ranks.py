@@ -80,11 +80,11 @@ def _rank(rank: int, urls: list[str], place: Path, wait: float, stage: Any) -> d
 
     from streamload.loader import worker_config
     from streamload.origins.origin import OriginOptions
-    from streamload.ranks import distributed
+    from streamload.ranks import monitor
     from streamload.worker import blocked
 
-    distributed._POLL_SECONDS, distributed._STILL_SECONDS = 0.1, 0.3
-    distributed._WAIT_SECONDS = distributed._OUTAGE_SECONDS = 0.5
+    monitor._POLL_SECONDS, monitor._STILL_SECONDS = 0.1, 0.3
+    monitor._WAIT_SECONDS = monitor._OUTAGE_SECONDS = 0.5
     blocked.REPORT_SECONDS = 0.1
     worker_config.OriginOptions = functools.partial(  # type: ignore[assignment,misc]
         OriginOptions, attempts=2, backoff_seconds=0.01, backoff_limit_seconds=0.05

@@ -21,8 +21,8 @@ import torch.distributed
 from streamload.errors import RankFailed, StateMismatch
 from streamload.ipc import ControlBlock
 from streamload.loader.state import attempt_in
-from streamload.node import SlowestRank
-from streamload.ranks import distributed, heartbeats
+from streamload.metrics.findings import SlowestRank
+from streamload.ranks import distributed, heartbeats, monitor
 from streamload.ranks.agreement import Agreement
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, write_shards
@@ -198,12 +198,12 @@ def test_a_node_killed_in_a_decision_ends_it_on_the_others_with_its_rank_host_an
 ) -> None:
     def decide(place: RankPlace) -> str:
         heartbeats.SILENT_SECONDS = heartbeats.GONE_SECONDS = 2.0
-        distributed._POLL_SECONDS = 0.2
+        monitor._POLL_SECONDS = 0.2
         join(place, FIRST_HOST)
         ranks = distributed.ranks_of(3)
         assert ranks is not None
         ranks.be_on(place.node.number)
-        distributed.RankMonitor(ranks, ControlBlock(1), Idle())
+        monitor.RankMonitor(ranks, ControlBlock(1), Idle())
         agreement = Agreement(3)
         agreement.decide("the weights", 0, sum)
         place.stage.enter("decided")

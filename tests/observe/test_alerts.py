@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from streamload.node import SlowestRank
+from streamload.metrics.findings import SlowestRank
 from streamload.observe.alerts import HOLD_SECONDS, RULES, WINDOW_SECONDS, Alert, Alerts
 from streamload.observe.figures import Figures, History, Machine
 from tests.support.pipeline import Rank, Speeds, changed, figures_of, run

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from streamload.metrics import COUNTERS, WIDTH
-from streamload.node import SlowestRank
+from streamload.metrics.findings import SlowestRank
 from streamload.observe.figures import CounterSample, Figures, History, Machine
 from streamload.observe.verdict import ONLY_DATA, Limit, Verdict, judge
 from tests.support.pipeline import Rank, Speeds, changed, figures_of, run

@@ -31,7 +31,8 @@ from streamload.testing.faults import EMPTY_PAGE, Fault
 from streamload.testing.server import Request as Seen
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
-from streamload.urls import CommandRequest, Opaque, command_environment, expand_urls, parse_command
+from streamload.urls import command_environment, expand_urls
+from streamload.urls.commands import CommandRequest, Opaque, parse_command
 from tests.support.s3 import S3Server
 
 BODY = random.Random(1).randbytes(1_000_003)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from streamload.cache.shard import Shard, shard_of
+from streamload.cache.shard import Shard, ShardRange, shard_of
 from streamload.errors import DatasetChanged, OriginNotFound
 from streamload.origins.origin import Origin, Version, open_origin
-from streamload.prefetch.ranges import Ranges, ShardRange
+from streamload.prefetch.ranges import Ranges
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 

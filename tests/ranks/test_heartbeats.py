@@ -19,8 +19,9 @@ from streamload.errors import RankFailed
 from streamload.node import own_address
 from streamload.ranks import distributed
 from streamload.ranks.agreement import Agreement
-from streamload.ranks.distributed import Ranks
-from streamload.ranks.heartbeats import GONE_SECONDS, SILENT_SECONDS, Heartbeats, ranges_of, wait_for_keys
+from streamload.ranks.heartbeats import GONE_SECONDS, SILENT_SECONDS, Heartbeats, ranges_of
+from streamload.ranks.monitor import Ranks
+from streamload.ranks.store import wait_for_keys
 from tests.support.kills import Child, Stage
 from tests.support.tiers import until
 
@@ -148,7 +149,7 @@ def test_decisions_open_no_connection_and_leave_little_in_the_store() -> None:
     def as_rank(rank: int) -> Callable[[Stage], Any]:
         def decides(stage: Stage) -> Any:
             store = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-            distributed._store_of = lambda _: store  # type: ignore[assignment]
+            distributed.store_of = lambda _: store  # type: ignore[assignment]
             torch.distributed.get_rank = lambda: rank  # type: ignore[assignment]
             before, agreement, left = sockets(), Agreement(RANKS), []
             for step in range(4):

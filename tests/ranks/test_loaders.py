@@ -18,7 +18,7 @@ import torch.multiprocessing
 
 import streamload
 from streamload.errors import OptionError, RankFailed
-from streamload.ranks import distributed, loaders
+from streamload.ranks import distributed, loaders, monitor
 from streamload.ranks.loaders import Comparison, RankLoaders
 from streamload.testing.shards import read_oracle, write_shards
 from tests.support import flat
@@ -163,7 +163,7 @@ def joined(rank: int, place: Path, name: str) -> None:
 def differ(rank: int, data: Path, place: Path) -> None:
     """One of two ranks, which differ anew in each process group."""
     loaders._PATIENCE_SECONDS = distributed._AGREE_SECONDS = 0.2
-    distributed._LOADERS_SECONDS = 0.1
+    monitor._LOADERS_SECONDS = 0.1
     paths = sorted(str(path) for path in data.glob("*.tar"))
     joined(rank, place, "states")
     with make(paths, place / "cache", num_batches=8) as loader:
@@ -194,7 +194,7 @@ def differ(rank: int, data: Path, place: Path) -> None:
 
 def one_after_the_other(rank: int, data: Path, place: Path) -> None:
     """Rank 0 takes many batches before rank 1, with another seed, is there; both end."""
-    distributed._LOADERS_SECONDS = loaders._PATIENCE_SECONDS = 0.1
+    monitor._LOADERS_SECONDS = loaders._PATIENCE_SECONDS = 0.1
     joined(rank, place, "late")
     with make(str(data), place / "cache", seed=rank, endless=True, shuffle=8, lanes=2) as loader:
         if rank == 0:

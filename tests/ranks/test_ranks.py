@@ -30,11 +30,11 @@ from streamload import Cache, Order, Workers
 from streamload.errors import OriginOutage, RankFailed
 from streamload.ipc import ControlBlock
 from streamload.loader import worker_config
-from streamload.node import SlowestRank
+from streamload.metrics.findings import SlowestRank
 from streamload.origins.origin import OriginOptions
-from streamload.ranks import distributed
-from streamload.ranks.distributed import RankMonitor, Ranks
+from streamload.ranks import distributed, monitor
 from streamload.ranks.loaders import RankLoaders
+from streamload.ranks.monitor import RankMonitor, Ranks
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
@@ -50,8 +50,8 @@ def key_of(sample: dict[str, Any]) -> dict[str, Any]:
 
 def in_a_hurry() -> None:
     """Tenths of seconds where a training has seconds."""
-    distributed._POLL_SECONDS, distributed._STILL_SECONDS = 0.1, 0.3
-    distributed._WAIT_SECONDS = distributed._OUTAGE_SECONDS = 0.5
+    monitor._POLL_SECONDS, monitor._STILL_SECONDS = 0.1, 0.3
+    monitor._WAIT_SECONDS = monitor._OUTAGE_SECONDS = 0.5
     blocked.REPORT_SECONDS = 0.1
     worker_config.OriginOptions = functools.partial(  # type: ignore[attr-defined]
         OriginOptions, attempts=2, backoff_seconds=0.01, backoff_limit_seconds=0.05
@@ -205,7 +205,7 @@ def test_a_rank_that_has_gone_is_not_the_slowest_for_long(ranks: list[Ranks]) ->
 def test_while_a_training_stands_still_its_thread_looks_at_the_alerts(
     ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distributed, "_STILL_SECONDS", 0.0)
+    monkeypatch.setattr(monitor, "_STILL_SECONDS", 0.0)
     with watched(ranks[0], monkeypatch) as (watch, control):
         control.want(False)
         waits = watch._observer
@@ -215,7 +215,7 @@ def test_while_a_training_stands_still_its_thread_looks_at_the_alerts(
 
 @contextlib.contextmanager
 def watched(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankMonitor, ControlBlock]]:
-    monkeypatch.setattr(distributed, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(monitor, "_POLL_SECONDS", 0.01)
     control = ControlBlock(1)
     watch = RankMonitor(ranks, control, Waits())
     yield watch, control
@@ -267,7 +267,7 @@ def test_a_training_that_takes_steps_never_reads_the_log(
             looked.clear()
             assert looked.wait(60)
         assert not messages(caplog)
-        monkeypatch.setattr(distributed, "_STILL_SECONDS", 0.0)
+        monkeypatch.setattr(monitor, "_STILL_SECONDS", 0.0)
         until(lambda: caplog.records)
 
 
@@ -283,7 +283,7 @@ def test_a_store_that_has_gone_ends_no_training(monkeypatch: pytest.MonkeyPatch)
             raise torch.distributed.DistNetworkError("failed to recv, got 0 bytes")
 
     with watched(Ranks(Gone(), 0, 2), monkeypatch) as (watch, control):
-        monkeypatch.setattr(distributed, "_STILL_SECONDS", 0.0)
+        monkeypatch.setattr(monitor, "_STILL_SECONDS", 0.0)
         control.want(False)
         watch._thread.join(60)
         watch.check()
@@ -306,7 +306,7 @@ def decide_together(rank: int, world_size: int, file: Path, answers: Any) -> Non
     distributed._AGREE_SECONDS = 0.5 if file.name == "without" else 60.0
     distributed._FIRST_LOOK_SECONDS = 60.0
     store = Counted(torch.distributed.FileStore(str(file), world_size))
-    distributed._store_of = lambda _: store  # type: ignore[assignment]
+    distributed.store_of = lambda _: store  # type: ignore[assignment]
     torch.distributed.get_rank = lambda: rank  # type: ignore[assignment]
     said: list[str] = []
     distributed.logger.warning = lambda text, *values: said.append(text % values)  # type: ignore[assignment]
@@ -344,7 +344,7 @@ def start_together(rank: int, world_size: int, port: int, answers: Any) -> None:
     """Decide, compare loaders and report an outage by a connection of its own; count the requests of each."""
     distributed._AGREE_SECONDS = 150.0
     store = Counted(torch.distributed.TCPStore("127.0.0.1", port, wait_for_workers=False))
-    distributed._store_of = lambda _: store  # type: ignore[assignment]
+    distributed.store_of = lambda _: store  # type: ignore[assignment]
     torch.distributed.get_rank = lambda: rank  # type: ignore[assignment]
     logging.disable(logging.CRITICAL)
     requests = [0]

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from streamload.ranks import reports
-from streamload.ranks.distributed import Ranks
+from streamload.ranks.monitor import Ranks
 from streamload.ranks.reports import RankReports, RankSummary
 from tests.support.kills import Child, Stage
 

@@ -10,8 +10,8 @@ import xxhash
 
 from streamload.errors import CacheCorrupt
 from streamload.shards.index import IndexReader, IndexWriter
-from streamload.shards.links import normal_path
 from streamload.shards.samples import ShardScanner
+from streamload.shards.tar import normal_path
 from tests.fuzzing.blocks import END, base_256, header, long_name, member, octal, padded, pax, seal
 from tests.fuzzing.tars import payloads, read_back, scan
 

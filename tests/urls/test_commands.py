@@ -12,16 +12,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from streamload.urls import (
-    CommandRequest,
-    Opaque,
     command_environment,
     digest,
     expand_urls,
     identity,
-    parse_command,
     redact,
 )
-from streamload.urls.commands import plain_words
+from streamload.urls.commands import CommandRequest, Opaque, parse_command, plain_words
 
 
 @pytest.fixture(autouse=True)

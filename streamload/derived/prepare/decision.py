@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol
 from streamload.cache import memory
 from streamload.cache.backing import Backing
 from streamload.cache.forecast import Measure
-from streamload.cache.placement import SharedDecision, memory_root
+from streamload.cache.placement import SharedDecision
 from streamload.cache.shard import Shard, ShardList, fingerprint, prepared_form, spread
-from streamload.cache.tier import Choice, Placed, Tier
+from streamload.cache.tier import Choice, Placed, Tier, memory_root
 from streamload.derived.prepare.choice import Room, choose, exact_recipes, measure
 from streamload.derived.prepare.preparation import AUTO, Preparation, growth, images_of
 from streamload.errors import StreamloadError
