@@ -41,7 +41,9 @@ from benchmarks import turns
 from benchmarks.contenders.job import versions
 from benchmarks.turns import Row
 from streamload.device import feed_for
-from streamload.ipc import BufferPool, ControlBlock, Numbers, buffers_for, context_with_queues
+from streamload.ipc import ControlBlock, Numbers
+from streamload.ipc.buffers import BufferPool, buffers_for
+from streamload.ipc.queues import context_with_queues
 from streamload.loader.epoch import InOrder
 from streamload.metrics import Counters
 from streamload.worker import Batch, Failed

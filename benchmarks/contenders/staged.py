@@ -17,7 +17,7 @@ from benchmarks.contenders.job import Job
 from streamload.batches import images
 from streamload.batches.tokenize import BatchTokenizer
 from streamload.cache import shard_copy
-from streamload.ipc import BufferPool
+from streamload.ipc.buffers import BufferPool
 from streamload.shards.index import IndexReader
 from streamload.transforms import decode, kernel, plan, resize
 from streamload.transforms.plan import PlannedTransform

@@ -37,8 +37,7 @@ from streamload.errors import (
     StreamloadError,
 )
 from streamload.origins.origin import Origin, Stream, Unproven, Version
-from streamload.shards.index import IndexReader
-from streamload.shards.local import LocalVersion, index_local
+from streamload.shards.index import IndexReader, LocalVersion
 from streamload.shards.record import COMPLETE, open_file
 from streamload.shards.samples import Entry, ShardScanner, border
 from streamload.shards.tar import BLOCK_BYTES
@@ -203,6 +202,8 @@ class _Fill:
 
     def _index_local(self, file: Path) -> None:
         """Index a local file: its headers are read, its bytes stay where they are."""
+        from streamload.shards.local import index_local
+
         warnings: list[str] = []
         size = 0
 

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, overload
 from streamload import urls
 from streamload.errors import DatasetChanged
 from streamload.origins.origin import Version
-from streamload.shards.index import IndexReader
-from streamload.shards.local import LocalVersion
+from streamload.shards.index import IndexReader, LocalVersion
 from streamload.urls import UrlList
 
 LOOKED_THROUGH = 10_000

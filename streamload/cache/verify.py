@@ -28,8 +28,7 @@ from streamload.cache.tier import Tier
 from streamload.descriptors import Descriptor
 from streamload.errors import CacheCorrupt, StreamloadError
 from streamload.shards.facts import valid_frames
-from streamload.shards.index import IndexReader
-from streamload.shards.local import LocalVersion
+from streamload.shards.index import IndexReader, LocalVersion
 from streamload.shards.record import open_file, shown_url
 
 _ATTEMPTS = 3

@@ -4,14 +4,12 @@ All memory is anonymous shared files (memfd): nothing has a name, so a kill leav
 container's /dev/shm is no limit. The control block lives as long as the loader: commands down, counters up.
 """
 
-from streamload.ipc.buffers import BufferPool, buffers_for, is_plain, own_empty, shared_empty
 from streamload.ipc.control import ControlBlock, Numbers, spent_ns
+from streamload.ipc.shared_memory import is_plain, own_empty, shared_empty
 
 __all__ = [
-    "BufferPool",
     "ControlBlock",
     "Numbers",
-    "buffers_for",
     "is_plain",
     "own_empty",
     "shared_empty",

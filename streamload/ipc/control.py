@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from streamload.ipc.buffers import SharedArray, shared_file
+from streamload.ipc.shared_memory import SharedArray, shared_file
 from streamload.metrics import WIDTH
 
 _TEXT_BYTES = 64 << 20

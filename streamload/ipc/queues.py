@@ -27,7 +27,7 @@ from streamload import limits
 from streamload.descriptors import opening
 from streamload.errors import NotSendable, StreamloadError
 from streamload.ipc import control
-from streamload.ipc.buffers import memory_file
+from streamload.ipc.shared_memory import memory_file
 from streamload.torch_internals import ExceptionWrapper
 
 _PACKET_BYTES = 2048

@@ -9,7 +9,7 @@ import signal
 import weakref
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from streamload import limits
 from streamload.descriptors import in_this_process
 from streamload.errors import StreamloadError
-from streamload.ipc import ControlBlock, buffers_for
+from streamload.ipc import ControlBlock
 from streamload.loader.options import LoaderOptions
 from streamload.loader.schedule import RunSchedule
 from streamload.loader.worker_config import worker_config_for
@@ -31,6 +31,9 @@ from streamload.torch_internals import (
 )
 from streamload.transforms.plan import Statistics
 from streamload.worker import Message, StreamDataset, WorkerConfig
+
+if TYPE_CHECKING:
+    from streamload.ipc.buffers import BufferPool
 
 _BATCHES_HELD = 3
 """Batches of one worker that a training loop usually holds at a time, at most."""
@@ -133,16 +136,17 @@ def _data_loader(
     for extension in config.extensions:
         if extension.most_steps is not None and options.num_workers:
             ahead = min(ahead, -(-extension.most_steps // options.num_workers))
-    buffers = buffers_for(options.num_workers, ahead + _BATCHES_HELD)
-    several = options.num_workers > 0
+    several, method = options.num_workers > 0, None
+    buffers: list[BufferPool] = []
+    if several:
+        from streamload.ipc.buffers import buffers_for
+        from streamload.ipc.queues import context_with_queues
+
+        buffers = buffers_for(options.num_workers, ahead + _BATCHES_HELD)
+        method = context_with_queues(options.workers.multiprocessing_context)
     dataset = StreamDataset(
         config, control, buffers, ahead=options.workers.prefetch_factor * options.num_workers
     )
-    method: Any = None
-    if several:
-        from streamload.ipc.queues import context_with_queues
-
-        method = context_with_queues(options.workers.multiprocessing_context)
     batches: DataLoader[Message] = DataLoader(
         dataset,
         batch_size=None,

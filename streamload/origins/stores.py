@@ -25,6 +25,7 @@ from streamload.errors import (
 )
 from streamload.origins import calls, renewal
 from streamload.origins.access import OF_WEB
+from streamload.origins.parallel import OrderedParts
 from streamload.origins.protocol import (
     Origin,
     Session,
@@ -35,7 +36,6 @@ from streamload.origins.protocol import (
     same_version,
     strong,
 )
-from streamload.origins.web import OrderedParts
 from streamload.urls import redact, scheme
 
 _ETAGS = ("ETag", "etag", "md5Hash", "md5", "generation", "sha256")

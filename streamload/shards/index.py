@@ -50,6 +50,29 @@ _LAYOUT_LIMIT_CHARACTERS = 1024
 _MAX_U4 = 0xFFFF_FFFF
 
 
+class LocalVersion(NamedTuple):
+    """The version of a local file: a copy may keep size and mtime, but not the rest."""
+
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str] | int) -> LocalVersion:
+        """Return the current version of a file, given by path or descriptor."""
+        return cls.of_status(os.stat(path))  # noqa: PTH116 - also for bytes paths and descriptors
+
+    @classmethod
+    def of_status(cls, status: os.stat_result) -> LocalVersion:
+        """Return the version of a file with this status."""
+        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+
+    def is_of(self, meta: Mapping[str, object]) -> bool:
+        """Return whether an index with this meta was built from this version."""
+        return all(meta.get(name) == value for name, value in self._asdict().items())
+
+
 class IndexReader:
     """Reads an index, finished or still growing; `refresh` reads what is new.
 

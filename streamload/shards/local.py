@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
 from streamload.descriptors import Descriptor
 from streamload.errors import (
@@ -17,6 +16,7 @@ from streamload.errors import (
     ShardError,
     is_shortage,
 )
+from streamload.shards.index import LocalVersion
 from streamload.shards.samples import Entry, ShardScanner
 from streamload.shards.tar import BLOCK_BYTES
 
@@ -24,29 +24,6 @@ _READ_BYTES = 8 << 10  # a header and the start of an image; more would read use
 _ENTRIES_AT_ONCE = 64
 _TAIL_BYTES = 1 << 20
 """Distance after the end marker in which to look for anything other than zeros."""
-
-
-class LocalVersion(NamedTuple):
-    """The version of a local file: a copy may keep size and mtime, but not the rest."""
-
-    size: int
-    mtime_ns: int
-    ctime_ns: int
-    inode: int
-
-    @classmethod
-    def of(cls, path: str | os.PathLike[str] | int) -> LocalVersion:
-        """Return the current version of a file, given by path or descriptor."""
-        return cls.of_status(os.stat(path))  # noqa: PTH116 - also for bytes paths and descriptors
-
-    @classmethod
-    def of_status(cls, status: os.stat_result) -> LocalVersion:
-        """Return the version of a file with this status."""
-        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
-
-    def is_of(self, meta: Mapping[str, object]) -> bool:
-        """Return whether an index with this meta was built from this version."""
-        return all(meta.get(name) == value for name, value in self._asdict().items())
 
 
 def index_local(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -63,6 +64,17 @@ def normalise_batch(
         images = images.float()  # MPS kernels don't mix types
     result = torch.empty_like(images, dtype=dtype)
     return torch.addcmul(black, images, factor, out=result)
+
+
+def normalise_values(values: dict[str, Any], mean: Channels, std: Channels) -> None:
+    """Normalise the images of a batch on its device, or its patches; these are 0 where there are none."""
+    if "image" in values:
+        values["image"] = normalise_batch(values["image"], mean, std)
+    elif "patches" in values:
+        levels, valid = values["patches"], values["patch_valid"]
+        channels_last = levels.view(len(levels), -1, 1, 3).permute(0, 3, 1, 2)
+        floats = normalise_batch(channels_last, mean, std).permute(0, 2, 3, 1).reshape(levels.shape)
+        values["patches"] = floats.masked_fill_(~valid[..., None], 0.0)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.random
@@ -35,7 +35,7 @@ from streamload.errors import (
     add_note,
     as_failure,
 )
-from streamload.ipc import BufferPool, ControlBlock, Numbers, own_empty, shared_empty
+from streamload.ipc import ControlBlock, Numbers, own_empty, shared_empty
 from streamload.limits import allow_many_files
 from streamload.metrics import Counters
 from streamload.order.hashing import sample_seed
@@ -64,6 +64,9 @@ from streamload.worker.replacements import Replacements
 from streamload.worker.sampler import RankStep, Sampler
 from streamload.worker.stages import Spans, Stages
 from streamload.worker.states import SealedStates
+
+if TYPE_CHECKING:
+    from streamload.ipc.buffers import BufferPool
 
 _POLL_SECONDS = 0.002
 """Between two looks at whether a decision was made, or a batch taken."""

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from streamload.device import Streamed, feed_for
+from streamload.device import feed_for
+from streamload.device.streams import Streamed
 from streamload.testing.shards import write_shards
 from streamload.transforms.normalise import normalise_batch
 from streamload.transforms.plan import OPENAI

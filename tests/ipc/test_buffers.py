@@ -16,7 +16,7 @@ import torch
 
 import streamload
 from streamload import Workers
-from streamload.ipc import BufferPool
+from streamload.ipc.buffers import BufferPool
 from streamload.metrics import Counters
 from streamload.testing.shards import write_shards
 from tests.support import flat

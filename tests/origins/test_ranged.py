@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from streamload.errors import DatasetChanged, OriginError, OriginStopped
 from streamload.origins import sockets
 from streamload.origins.origin import OriginOptions, open_origin
-from streamload.origins.web import OrderedParts
+from streamload.origins.parallel import OrderedParts
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from tests.support.tally import Tally

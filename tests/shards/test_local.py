@@ -7,7 +7,8 @@ import resource
 import pytest
 
 from streamload.errors import DatasetChanged, OriginError, OriginNotFound, ShardCut, ShardFormatError
-from streamload.shards.local import LocalVersion, index_local
+from streamload.shards.index import LocalVersion
+from streamload.shards.local import index_local
 from streamload.shards.samples import ShardScanner
 from streamload.testing.shards import ShardOptions, write_shards
 
