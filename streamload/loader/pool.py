@@ -9,7 +9,7 @@ import signal
 import weakref
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.data import DataLoader
@@ -31,6 +31,7 @@ from streamload.torch_internals import (
 )
 from streamload.transforms.plan import Statistics
 from streamload.worker import Message, StreamDataset, WorkerConfig
+from streamload.worker.process import whole_batch
 
 if TYPE_CHECKING:
     from streamload.ipc.buffers import BufferPool
@@ -151,7 +152,7 @@ def _data_loader(
         dataset,
         batch_size=None,
         num_workers=options.num_workers,
-        collate_fn=_identity,
+        collate_fn=whole_batch,
         persistent_workers=several,
         in_order=not several,  # InOrder puts them in order: a worker that is slow gets fewer
         prefetch_factor=options.workers.prefetch_factor if several else None,
@@ -217,11 +218,6 @@ def _stop(control: ControlBlock, batches: DataLoader[Message], dataset: StreamDa
     control.order.withdraw()
     shut_down_workers(batches)
     dataset.close()
-
-
-def _identity(batch: Any) -> Any:
-    """The collate_fn: workers yield whole batches."""
-    return batch
 
 
 def _own_shards(config: WorkerConfig) -> tuple[int, list[int]]:

@@ -1,7 +1,7 @@
 """The worker loop: the journey of a batch from references to tensors, one step per line.
 
 It is the one module that knows all rooms. Steps A (the list of shards) and K (the rank) are in loader/,
-L (the device) in device.py.
+L (the device) in device/.
 """
 
 from __future__ import annotations
