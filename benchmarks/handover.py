@@ -46,8 +46,7 @@ from streamload.ipc.buffers import BufferPool, buffers_for
 from streamload.ipc.queues import context_with_queues
 from streamload.loader.epoch import InOrder
 from streamload.metrics import Counters
-from streamload.worker import Batch, Failed
-from streamload.worker.messages import OrderStep, RowSources
+from streamload.worker.messages import Batch, Failed, OrderStep, RowSources
 from streamload.worker.states import SealedStates
 
 SHAPE, QUICK_SHAPE = (512, 224, 224, 3), (64, 224, 224, 3)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from streamload.cache.shard import Shard
-from streamload.cache.shard_view import ShardView
 from streamload.shards.columns import Column, Values
+
+if TYPE_CHECKING:
+    from streamload.cache.shard import Shard
+    from streamload.cache.shard_view import ShardView
 
 
 class FactsCarrier(Protocol):

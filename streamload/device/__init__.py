@@ -9,13 +9,15 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from streamload.batches.images import MakeImages
 from streamload.transforms.normalise import normalise_values
-from streamload.transforms.plan import Statistics
+
+if TYPE_CHECKING:
+    from streamload.batches.images import MakeImages
+    from streamload.transforms.plan import Statistics
 
 Values = dict[str, Any]
 

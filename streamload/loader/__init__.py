@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from streamload.batches.images import Preprocess
 from streamload.batches.tokenize import tokenizer_in
 from streamload.loader.destination import read_device
 from streamload.loader.groups import Batches, Cache, Images, Order, Shards, Workers
@@ -35,6 +34,7 @@ from streamload.loader.sources import Source, SourceOptions, read_sources
 from streamload.urls import Urls
 
 if TYPE_CHECKING:
+    from streamload.batches.images import Preprocess
     from streamload.cache.selection import Repeat
     from streamload.derived.calls.features import Features
     from streamload.shards.columns import Column

@@ -24,7 +24,7 @@ from streamload.errors import (
 from streamload.metrics import Counters
 from streamload.ranks.distributed import agree
 from streamload.urls import redact
-from streamload.worker import Batch, Ended, SkippedSample
+from streamload.worker.messages import Batch, Ended, SkippedSample
 
 logger = logging.getLogger("streamload")
 

@@ -25,7 +25,7 @@ from streamload.errors import (
 from streamload.loader.options import MAIN_GUARD
 from streamload.loader.output import Collector
 from streamload.torch_internals import next_batch, next_if_arrived
-from streamload.worker import Batch, Ended, Failed, Message
+from streamload.worker.messages import Batch, Ended, Failed, Message
 
 if TYPE_CHECKING:
     from streamload.loader.dataloader import AccelerateEpoch

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 import torch
 
-from streamload.batches.in_progress import Collate, MapSample
 from streamload.batches.tokenize import TEXT_COLUMNS
 from streamload.cache.selection import Keep, RateFunction
 from streamload.errors import OptionError
@@ -26,6 +25,7 @@ from streamload.options.values import at_least, parse_choice, parse_size
 from streamload.shards.columns import Fact
 
 if TYPE_CHECKING:
+    from streamload.batches.in_progress import Collate, MapSample
     from streamload.derived.calls.features import Features
     from streamload.patches.options import Patches
     from streamload.steering import Policy

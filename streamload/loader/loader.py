@@ -28,19 +28,19 @@ from streamload.loader.epoch import Epoch, StepCount, is_worker_death
 from streamload.loader.observer import Observer, RunTrace
 from streamload.loader.options import LoaderOptions
 from streamload.loader.output import BatchInfo, Collector
-from streamload.loader.pool import WorkerPool
 from streamload.loader.rank_process import RankProcess
 from streamload.loader.rank_run import RankParts, Run, RunEvents
 from streamload.loader.schedule import EpochLengths, RunSchedule
-from streamload.loader.worker_config import check_room, counted_samples
-from streamload.metrics import Snapshot
+from streamload.metrics import Counters, Snapshot
 from streamload.metrics.findings import OnAlert, Requests, Verdict
 from streamload.options import DEFAULT_METRICS_LISTEN
 from streamload.options.values import at_least
 from streamload.ranks.distributed import gather, ranks_of
-from streamload.worker import EpochStart, SkippedSample, nothing_ready
+from streamload.worker.messages import EpochStart, SkippedSample
+from streamload.worker.stages import nothing_ready
 
 if TYPE_CHECKING:
+    from streamload.loader.pool import WorkerPool
     from streamload.ranks.loaders import Comparison
     from streamload.ranks.monitor import Ranks
 
@@ -63,7 +63,7 @@ class Loader(DataLoaderInterface):
         self.options = options
         self._schedule = schedule = RunSchedule(options)
         self._process = process = RankProcess(options)
-        self._lengths = EpochLengths(options, schedule, counted_samples)
+        self._lengths = EpochLengths(options, schedule, _counted_samples)
         self._events = events = RunEvents(schedule, process, self._lengths.expected, _room_check(self))
         self._parts = RankParts(
             options.extensions,
@@ -633,6 +633,8 @@ class Loader(DataLoaderInterface):
         if self._pool is not None and order != self._pool.order:
             self.close()
         if self._pool is None:
+            from streamload.loader.pool import WorkerPool
+
             self._pool = WorkerPool(self, self.options, self._schedule, self._process.control)
             pool = self._pool
             self._parts.add(pool.extensions, self._extension_state() if pool.extensions else None)
@@ -647,9 +649,18 @@ def _room_check(loader: Loader) -> Callable[[int], None]:
     def check(rows: int) -> None:
         owner = reference()
         if owner is not None:
+            from streamload.loader.worker_config import check_room
+
             check_room(owner.options, rows)
 
     return check
+
+
+def _counted_samples(options: LoaderOptions, counts: Counters, epoch: int) -> int | None:
+    """See worker_config.counted_samples, which opens the cache."""
+    from streamload.loader.worker_config import counted_samples
+
+    return counted_samples(options, counts, epoch)
 
 
 def gather_state(loader: Loader) -> dict[str, Any]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from streamload.cache.tier import Tier
 from streamload.metrics.findings import OnAlert, Requests, SlowestRank, Verdict
-from streamload.worker import Batch
+from streamload.worker.messages import Batch
+
+if TYPE_CHECKING:
+    from streamload.cache.tier import Tier
 
 
 class RunTrace(Protocol):

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from streamload.batches.images import Preprocess
 from streamload.cache.selection import KEEP, Keep, Repeat
 from streamload.errors import OptionError
 from streamload.extension import Extension
@@ -29,6 +28,7 @@ from streamload.torch_internals import is_importing_main, is_main_from_stdin
 from streamload.urls import UrlList
 
 if TYPE_CHECKING:
+    from streamload.batches.images import Preprocess
     from streamload.derived.calls.features import Features
     from streamload.steering import Policy
     from streamload.steering.replay import Replay

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from streamload import limits, urls
-from streamload.cache.shard import ShardList
 from streamload.errors import OptionError, OrderDiverged
 from streamload.loader.options import LoaderOptions
 from streamload.metrics import format_bytes
@@ -33,6 +32,7 @@ from streamload.topology import Topology
 
 if TYPE_CHECKING:
     from streamload.cache.forecast import Measure
+    from streamload.cache.shard import ShardList
     from streamload.loader.sizes import Sizes
 
 logger = logging.getLogger("streamload")

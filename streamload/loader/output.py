@@ -26,7 +26,7 @@ from streamload.loader.position import Position
 from streamload.loader.rank_process import LoopClock, RankProcess
 from streamload.loader.rank_run import RankParts
 from streamload.loader.schedule import EpochLengths, RunSchedule
-from streamload.worker import SEAT, Batch, Ended
+from streamload.worker.messages import SEAT, Batch, Ended
 
 MODEL_INPUTS = {"image": "pixel_values", "text": "input_ids", "label": "labels"}
 """The values of a batch by the names that transformers' models use."""

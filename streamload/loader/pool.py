@@ -30,7 +30,8 @@ from streamload.torch_internals import (
     shut_down_workers,
 )
 from streamload.transforms.plan import Statistics
-from streamload.worker import Message, StreamDataset, WorkerConfig
+from streamload.worker.loop import StreamDataset
+from streamload.worker.messages import Message, WorkerConfig
 from streamload.worker.process import whole_batch
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from streamload.loader.checks import BatchChecks, PassEnd, ShardChecks, ShardWai
 from streamload.loader.options import LoaderOptions
 from streamload.metrics import Counters, Snapshot, total
 from streamload.topology import Topology
-from streamload.worker import Batch, bytes_by_modality
+from streamload.worker.messages import Batch, bytes_by_modality
 
 BAD_SAMPLES, BAD_SHARDS, BAD_IN_PASS = "bad_samples", "bad_shards", "bad_in_pass"
 """The counts of a rank in a state."""

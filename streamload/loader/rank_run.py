@@ -23,7 +23,7 @@ from streamload.metrics import Counters, Snapshot
 from streamload.order.events import BATCH_SIZE, WEIGHTS, joined, of_kind
 from streamload.order.steps import StepOptions
 from streamload.ranks.distributed import can_compare, gather
-from streamload.worker import Batch, EpochChange
+from streamload.worker.messages import Batch, EpochChange
 
 if TYPE_CHECKING:
     from streamload.extension import BatchInfo

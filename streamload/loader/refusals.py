@@ -10,7 +10,6 @@ from streamload.errors import OptionError
 from streamload.loader.groups import GROUPS
 from streamload.loader.options import LoaderOptions
 from streamload.loader.words import instead_of
-from streamload.transforms.plan import NotRecognised
 
 
 def refuse_unusable(options: LoaderOptions) -> None:
@@ -72,6 +71,7 @@ def _refuse_uint8_of_given(options: LoaderOptions) -> None:
         )
     if options.preprocess is not None and not any(part.takes_preprocess for part in options.extensions):
         from streamload.transforms.compile import compile_transform
+        from streamload.transforms.plan import NotRecognised
 
         try:
             compile_transform(options.preprocess)

@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from streamload.batches.assembly import BatchAssembly
 from streamload.cache.selection import KEEP
 from streamload.errors import OptionError
 from streamload.extension import Extension, RankPart
@@ -24,12 +23,13 @@ from streamload.observe.observer import ObservedRun, RunObserver
 from streamload.options import Settings
 from streamload.options import options as all_options
 from streamload.ranks.distributed import gather
-from streamload.worker import WorkerConfig
 
 if TYPE_CHECKING:
+    from streamload.batches.assembly import BatchAssembly
     from streamload.batching.microbatches import Microbatches, Microbatching
     from streamload.cache.shared.sharing import SharedOptions
     from streamload.mixing.reports import Rows
+    from streamload.worker.messages import WorkerConfig
 
 __all__ = [
     "Microbatches",

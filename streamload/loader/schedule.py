@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from streamload.cache.shard import ShardList
 from streamload.errors import OptionError, StateMismatch
 from streamload.loader.options import LoaderOptions
 from streamload.loader.order_spec import (
@@ -38,6 +37,7 @@ from streamload.topology import RunAttempt, Topology, read_rank, read_topology
 
 if TYPE_CHECKING:
     from streamload.cache.forecast import Measure
+    from streamload.cache.shard import ShardList
     from streamload.loader.sizes import ShardSizes, Sizes
 
 logger = logging.getLogger("streamload")

@@ -36,8 +36,7 @@ from streamload.shards.columns import TOKENS
 from streamload.topology import run_name
 from streamload.transforms import kernel
 from streamload.transforms.plan import ImagePlan, clip_plan
-from streamload.worker import SourceOrder, WorkerConfig
-from streamload.worker.messages import AheadConfig, TierConfig
+from streamload.worker.messages import AheadConfig, SourceOrder, TierConfig, WorkerConfig
 
 if TYPE_CHECKING:
     from streamload.cache.forecast import Measure

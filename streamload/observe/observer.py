@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from streamload.cache.tier import Tier, memory_root
 from streamload.descriptors import in_this_process
 from streamload.device import is_accelerator_used
 from streamload.errors import OptionError
@@ -34,9 +33,10 @@ from streamload.observe.page import PageFile, RunPage, names_of_sources
 from streamload.observe.publishing import Publisher, RankSchedule
 from streamload.observe.verdict import LITTLE, ON_HOST, judge
 from streamload.options import Settings
-from streamload.worker import Batch
+from streamload.worker.messages import Batch
 
 if TYPE_CHECKING:
+    from streamload.cache.tier import Tier
     from streamload.observe.metrics_server import MetricsServer
     from streamload.observe.recording import Recording
     from streamload.observe.trace import Trace
@@ -257,6 +257,7 @@ class RunObserver:
         """Serve the metrics of this node's runs; return the URL, None where somebody serves already."""
         if self._close_server is not None or listen in _serving:
             return None
+        from streamload.cache.tier import memory_root
         from streamload.observe.metrics_server import MetricsServer
 
         settings = self._run.settings()

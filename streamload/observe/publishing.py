@@ -8,13 +8,12 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from streamload.cache.locks import usage_of
 from streamload.cache.memory import taken_ratio
-from streamload.cache.tier import Tier
 from streamload.descriptors import Descriptor
 from streamload.device import memory_of
 from streamload.metrics import COUNTERS
@@ -25,6 +24,9 @@ from streamload.observe.verdict import LITTLE, judge
 from streamload.options import file_system
 from streamload.order.events import UNIT, WEIGHTS
 from streamload.topology import Topology
+
+if TYPE_CHECKING:
+    from streamload.cache.tier import Tier
 
 _YIELDED = list(COUNTERS).index("batches_yielded")
 _SELDOM_SECONDS = 10.0

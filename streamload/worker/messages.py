@@ -5,24 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from streamload.batches.assembly import BatchAssembly
-from streamload.cache.backing import Backing
-from streamload.cache.selection import Selection
-from streamload.cache.shard import ShardList
-from streamload.extension import Extension
-from streamload.ipc import ControlBlock
-from streamload.options import FreeDisk, Revalidate
 from streamload.order.events import Event, from_json
 from streamload.order.plan import OrderOptions, Pieces
 from streamload.order.steps import Split, StepOptions, StepStart
-from streamload.origins.origin import OriginOptions
 from streamload.torch_internals import ExceptionWrapper
 from streamload.worker.states import GroupState, SealedStates
+
+if TYPE_CHECKING:
+    from streamload.batches.assembly import BatchAssembly
+    from streamload.cache.backing import Backing
+    from streamload.cache.selection import Selection
+    from streamload.cache.shard import ShardList
+    from streamload.extension import Extension
+    from streamload.ipc import ControlBlock
+    from streamload.options import FreeDisk, Revalidate
+    from streamload.origins.origin import OriginOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,12 +32,12 @@ from streamload.order.plan import pass_order
 from streamload.origins.endpoints import listen, outages
 from streamload.shards.index import IndexReader
 from streamload.shards.samples import Entry, Sample
+from streamload.worker.arrivals import CheckedArrivals
 from streamload.worker.blocked import Action, Blocked, Superseded, Wait, decide, poll_seconds
 from streamload.worker.fills import Fills
 from streamload.worker.messages import EpochStart, WorkerConfig
 from streamload.worker.reference_stream import ReferenceStream
 from streamload.worker.stages import Spans
-from streamload.worker.states import CheckedArrivals
 
 if TYPE_CHECKING:
     from streamload.worker.shortage import Shortage

@@ -18,7 +18,8 @@ from streamload.cache.shard import ShardList
 from streamload.cache.tier import Tier
 from streamload.order.group import Cursor, GroupOrder
 from streamload.order.left_out import Tally
-from streamload.worker.states import CheckedArrivals, SourceState
+from streamload.worker.arrivals import CheckedArrivals
+from streamload.worker.states import SourceState
 
 NextPass = Callable[[], npt.NDArray[np.int64]]
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from time import monotonic_ns, time_ns
+from typing import TYPE_CHECKING
 
 import torch
 
-from streamload.batches.in_progress import MakingCosts
 from streamload.ipc import ControlBlock, spent_ns
 from streamload.metrics import Counters
 from streamload.worker.messages import SpanSink, bytes_by_modality
+
+if TYPE_CHECKING:
+    from streamload.batches.in_progress import MakingCosts
 
 
 def nothing_ready(counts: Counters) -> None:

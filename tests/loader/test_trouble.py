@@ -47,8 +47,8 @@ from streamload.prefetch import fallback
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
-from streamload.worker import Batch, loop
-from streamload.worker.messages import OrderStep, RowSources
+from streamload.worker import loop
+from streamload.worker.messages import Batch, OrderStep, RowSources
 from streamload.worker.states import SealedStates
 from tests.support import flat
 from tests.support.tiers import flip, until

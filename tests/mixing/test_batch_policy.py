@@ -21,7 +21,7 @@ from streamload.loader.state import sealed
 from streamload.mixing import Replay
 from streamload.mixing.batch_size import BatchSizes, BatchSizing
 from streamload.testing.shards import write_shards
-from streamload.worker import Batch
+from streamload.worker.messages import Batch
 from tests.loader.test_batch_size import keys_by_step, make
 
 EVERY = 4
