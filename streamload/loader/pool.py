@@ -31,8 +31,7 @@ from streamload.torch_internals import (
 )
 from streamload.transforms.plan import Statistics
 from streamload.worker.loop import StreamDataset
-from streamload.worker.messages import Message, WorkerConfig
-from streamload.worker.process import whole_batch
+from streamload.worker.messages import Message, WorkerConfig, whole_batch
 
 if TYPE_CHECKING:
     from streamload.ipc.buffers import BufferPool

@@ -8,16 +8,8 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Mapping
-from typing import TypeVar
 
 from streamload import limits
-
-T = TypeVar("T")
-
-
-def whole_batch(batch: T) -> T:
-    """The collate_fn of workers, which yield whole batches. Here, so that unpickling it imports no loader."""
-    return batch
 
 
 def put_environment(environ: Mapping[str, str]) -> None:

@@ -8,6 +8,7 @@ functions of streamload that run, their calls, and the deepest stack of them.
 """
 
 import functools
+import importlib
 import json
 import os
 import sys
@@ -97,7 +98,8 @@ def main(url: str, folder: str) -> None:
             url, ids, batch_size=8, num_workers=0, shuffle=16, cache_dir=Path(folder)
         )
 
-    make().close()  # imports are no part of it
+    make().close()
+    importlib.import_module("streamload.loader.pool")  # imports are no part of it
     observer.TICK_SECONDS = 60.0  # a busy machine takes more than a second for a first batch
     made = modules_run(make, threads=False)
     with make() as loader:
