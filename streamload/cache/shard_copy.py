@@ -273,13 +273,6 @@ class ShardCopy:
         """
         return read_sample(self._descriptor(), entry, needed, memory)
 
-    def bytes_at(self, start: int, size: int) -> bytes:
-        """So many bytes from `start` on, unverified; fewer where they can't be read."""
-        try:
-            return b"" if self._data is None else os.pread(self._descriptor(), size, start)
-        except OSError:
-            return b""
-
     @property
     def is_closed(self) -> bool:
         """True if it was closed: what was read of its index remains."""
