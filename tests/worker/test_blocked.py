@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from streamload.worker import blocked as module
 from streamload.worker.blocked import (
     REPORT_SECONDS,
     WARN_SECONDS,
@@ -15,7 +16,6 @@ from streamload.worker.blocked import (
     decide,
     poll_seconds,
 )
-from streamload.worker.messages import blocked as module
 from tests.support.order_oracle import Case, Given
 
 PLAIN = Blocked((7, 3), 0.5)

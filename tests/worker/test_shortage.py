@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from streamload.cache.tier import Tier
-from streamload.worker.messages import shortage as shortage_
+from streamload.worker import shortage as shortage_
 from streamload.worker.shortage import Shortage
 
 MIB = 1 << 20
