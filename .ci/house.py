@@ -21,8 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 import streamload  # noqa: E402
 from benchmarks import provenance  # noqa: E402
-from streamload.worker import EpochStart, WorkerConfig  # noqa: E402
-from streamload.worker.messages import Batch  # noqa: E402
+from streamload.worker.messages import Batch, EpochStart, WorkerConfig  # noqa: E402
 from tests.project.test_house import traced  # noqa: E402
 
 
