@@ -11,7 +11,7 @@ which stay until `close()` and continue to fill between two epochs.
   `checks.py` checks it, `rank_run.py` passes it to extensions; then it gets its form.
 - resumed: `position.py` follows the batches; `state.py` writes and reads it; `fingerprint.py` identifies what
   makes the rows (`described_code.py`: functions as given).
-- for frameworks: `dataloader.py`; for an observer: `observer.py`; for commands: `feature_recipe.py`.
+- for frameworks: `dataloader.py`; for commands: `feature_recipe.py`.
 """
 
 from __future__ import annotations

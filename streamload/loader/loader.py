@@ -27,7 +27,6 @@ from streamload.loader.description import described
 from streamload.loader.destination import Destination
 from streamload.loader.epoch import Epoch, StepCount, is_worker_death
 from streamload.loader.fingerprint import compared_rows, rows_fingerprint
-from streamload.loader.observer import Observer, RunTrace
 from streamload.loader.options import LoaderOptions
 from streamload.loader.output import BatchInfo, Collector
 from streamload.loader.pool import WorkerPool
@@ -159,7 +158,7 @@ class Loader(DataLoaderInterface):
         return self._destination.expected()
 
     @property
-    def observer(self) -> Observer:
+    def observer(self) -> registered.RunObserver:
         """Of this rank."""
         return self._collector.observer
 
@@ -469,7 +468,7 @@ class Loader(DataLoaderInterface):
         """
         self.observer.on_alert(call)
 
-    def trace(self, steps: int = 20) -> RunTrace:
+    def trace(self, steps: int = 20) -> registered.Trace:
         """Record what the workers and the fills of this rank do, from now on for a number of steps.
 
         `Trace.merge` adds it to the trace that torch.profiler's `export_chrome_trace` wrote, as rows of their
@@ -530,7 +529,7 @@ class Loader(DataLoaderInterface):
         self._feed = self._pool = None
         self._collector.release()
 
-    def _new_observer(self, requests: Requests) -> Observer:
+    def _new_observer(self, requests: Requests) -> registered.RunObserver:
         """An observer of this rank, in this process."""
         return registered.observer_of(
             self, self.options, self._schedule, self._process, self._parts, requests
@@ -551,6 +550,7 @@ class Loader(DataLoaderInterface):
             self._collector.observer = self._new_observer(self.observer.requests)
         ranks = self._joined_ranks()
         pool, schedule, process = self._ready_pool(), self._schedule, self._process
+        observer = self.observer
         position = schedule.tracker.next()
         start = EpochStart(
             position.step_start,
@@ -579,7 +579,9 @@ class Loader(DataLoaderInterface):
         count = StepCount(start.steps, self._lengths.expected(position))
         monitor = None
         if ranks is not None:
-            monitor = RankMonitor(ranks, process.control, self.observer, self._comparison)
+            monitor = RankMonitor(
+                ranks, process.control, observer.compare_waits, observer.tick, self._comparison
+            )
         epoch = Epoch(
             self._collector,
             self.close,
@@ -593,7 +595,7 @@ class Loader(DataLoaderInterface):
         events = self._events
         events.start_epoch(epoch)
         process.clock.start_epoch()
-        self.observer.start_epoch(lambda: events.epoch is not None)
+        observer.start_epoch(lambda: events.epoch is not None)
         return epoch
 
     def _joined_ranks(self) -> Ranks | None:

@@ -11,7 +11,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,16 +21,16 @@ from streamload.batches.collate import joined_parts, unnamed
 from streamload.errors import OptionError
 from streamload.extension import Yielded
 from streamload.loader.checks import EpochSum
-from streamload.loader.observer import Observer
-from streamload.loader.options import LoaderOptions
+from streamload.loader.options import MODEL_INPUTS, LoaderOptions
 from streamload.loader.position import Position
 from streamload.loader.rank_process import LoopClock, RankProcess
 from streamload.loader.rank_run import RankParts
 from streamload.loader.schedule import EpochLengths, RunSchedule
 from streamload.worker import SEAT, Batch, Ended
 
-MODEL_INPUTS = {"image": "pixel_values", "text": "input_ids", "label": "labels"}
-"""The values of a batch by the names that transformers' models use."""
+if TYPE_CHECKING:
+    from streamload.loader.registered import RunObserver
+
 _ORIGINS = ("__key__", "__url__")
 _NESTED_LOOKED_AT = 8
 """Elements of a value in which a batch's first tensor is looked for."""
@@ -60,7 +60,7 @@ class Collector:
         process: RankProcess,
         parts: RankParts,
         lengths: EpochLengths,
-        observer: Observer,
+        observer: RunObserver,
     ):
         self.options, self.observer = options, observer
         self.outputs = Outputs(options, parts)

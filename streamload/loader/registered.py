@@ -13,16 +13,16 @@ from streamload.cache.selection import KEEP
 from streamload.errors import OptionError
 from streamload.extension import Extension, RankPart
 from streamload.loader.destination import AUTO
-from streamload.loader.observer import Observer
-from streamload.loader.options import LoaderOptions
-from streamload.loader.output import MODEL_INPUTS
+from streamload.loader.options import MODEL_INPUTS, LoaderOptions
 from streamload.loader.rank_process import RankProcess
 from streamload.loader.rank_run import RankParts
 from streamload.loader.schedule import RunSchedule
 from streamload.metrics.findings import Requests
 from streamload.observe.observer import ObservedRun, RunObserver
+from streamload.observe.publishing import RankProgress
 from streamload.options import Settings
 from streamload.options import options as all_options
+from streamload.order.events import WEIGHTS
 from streamload.ranks.distributed import gather
 from streamload.worker import WorkerConfig
 
@@ -30,11 +30,14 @@ if TYPE_CHECKING:
     from streamload.batching.microbatches import Microbatches, Microbatching
     from streamload.cache.shared.sharing import SharedOptions
     from streamload.mixing.reports import Rows
+    from streamload.observe.trace import Trace
 
 __all__ = [
     "Microbatches",
     "Microbatching",
     "Rows",
+    "RunObserver",
+    "Trace",
     "backing_of",
     "by_rank",
     "extensions_of",
@@ -257,21 +260,33 @@ def observer_of(
     process: RankProcess,
     parts: RankParts,
     requests: Requests,
-) -> Observer:
+) -> RunObserver:
     """The observer of a rank, in this process; what it opens ends with its owner."""
+    clock = process.clock
     run = ObservedRun(
         options.num_workers,
         tuple(source.name for source in options.sources),
         options.images.prepare or "",
         options.settings,
         lambda: _described(options),
-        schedule,
+        lambda: schedule.topology,
+        lambda: _progress(schedule),
         parts.metrics,
+        lambda: clock.wait_began_ns,
+        process.waits.by_shard,
+        process.waits.file_name,
     )
-    observer = RunObserver(owner, run, process.control, process.waits, process.clock, requests)
+    observer = RunObserver(owner, run, process.control, requests)
     if not options.num_workers:  # the worker's waits for bytes are in this process
         process.control.while_waiting = observer.tick
     return observer
+
+
+def _progress(schedule: RunSchedule) -> RankProgress:
+    """The progress of a rank."""
+    position = schedule.tracker.now()
+    passes = [group.sources[0].cursor.pass_ for group in position.groups.values()][:1]
+    return RankProgress(position.epoch, passes, schedule.tracker.latest.get(WEIGHTS), schedule.left_out)
 
 
 def _described(loader: LoaderOptions) -> Mapping[str, Any]:
