@@ -14,8 +14,7 @@ from streamload.errors import OptionError
 from streamload.extension import Extension, RankPart
 from streamload.loader.destination import AUTO
 from streamload.loader.options import MODEL_INPUTS, LoaderOptions
-from streamload.loader.rank_process import RankProcess
-from streamload.loader.rank_run import RankParts
+from streamload.loader.rank_run import RankRun
 from streamload.loader.schedule import RunSchedule
 from streamload.metrics.findings import Requests
 from streamload.observe.observer import ObservedRun, RunObserver
@@ -172,7 +171,7 @@ def reports_of(options: LoaderOptions) -> RankPart:
     return ReportedMeans([source.name for source in options.sources])
 
 
-def microbatching_of(options: LoaderOptions, schedule: RunSchedule) -> Microbatching:
+def microbatching_of(run: RankRun) -> Microbatching:
     """The microbatches of a loader; its ranks agree on the size of parts.
 
     Raises:
@@ -182,8 +181,9 @@ def microbatching_of(options: LoaderOptions, schedule: RunSchedule) -> Microbatc
 
     def least(value: float) -> float:
         """The least of the ranks' values, in training; in evaluation they have other numbers of parts."""
-        return min(gather(value, schedule.topology.world_size)) if options.train else value
+        return min(gather(value, run.schedule.topology.world_size)) if options.train else value
 
+    options = run.options
     batches, patches, decoding_bytes = options.batches, options.images.patches, 0
     if options.images.decode != "host":
         from streamload.pixels.pipeline import MOST_BYTES as decoding_bytes  # noqa: N811
@@ -255,15 +255,12 @@ def backing_of(options: LoaderOptions, settings: Settings) -> SharedOptions | No
 
 def observer_of(
     owner: object,
-    options: LoaderOptions,
-    schedule: RunSchedule,
-    process: RankProcess,
-    parts: RankParts,
+    run: RankRun,
     requests: Requests,
 ) -> RunObserver:
     """The observer of a rank, in this process; what it opens ends with its owner."""
-    clock = process.clock
-    run = ObservedRun(
+    options, schedule, clock = run.options, run.schedule, run.process.clock
+    observed = ObservedRun(
         options.num_workers,
         tuple(source.name for source in options.sources),
         options.images.prepare or "",
@@ -271,14 +268,14 @@ def observer_of(
         lambda: _described(options),
         lambda: schedule.topology,
         lambda: _progress(schedule),
-        parts.metrics,
+        run.parts.metrics,
         lambda: clock.wait_began_ns,
-        process.waits.by_shard,
-        process.waits.file_name,
+        run.process.waits.by_shard,
+        run.process.waits.file_name,
     )
-    observer = RunObserver(owner, run, process.control, requests)
+    observer = RunObserver(owner, observed, run.process.control, requests)
     if not options.num_workers:  # the worker's waits for bytes are in this process
-        process.control.while_waiting = observer.tick
+        run.process.control.while_waiting = observer.tick
     return observer
 
 
