@@ -138,7 +138,7 @@ def cost_of_parts(loader: Loader, cache_dir: str) -> dict[str, float]:
     """Microseconds of what is done for each batch, once a second, and by a reader."""
     batches = iter(loader)
     batch, _ = next(batches)
-    clock, observer, stages = loader._process.clock, loader.observer, Stages(loader._process.counts)
+    clock, observer, stages = loader._run.process.clock, loader.observer, Stages(loader._run.process.counts)
     made = mock.Mock(values={"image": batch}, blocked=(), passes=())
     measured = MakingCosts(1000, 1000, 1000, 100, 100)
 

@@ -63,7 +63,7 @@ class Feed(Protocol):
 
 
 class CudaMemory:
-    """The memory of a CUDA device, and its time; see batching/part_size.py."""
+    """The memory of a CUDA device, and its time."""
 
     def __init__(self, device: torch.device):
         self._device = device

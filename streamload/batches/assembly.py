@@ -14,7 +14,7 @@ import torch
 from streamload.batches.captions import read_caption, read_label, read_score
 from streamload.batches.collate import Allocate, collate, in_parts, named
 from streamload.batches.draws import UserDraws
-from streamload.batches.images import BatchImages, ImageAssembly, PixelRecipe
+from streamload.batches.images import BatchImages, ImageAssembly
 from streamload.batches.in_progress import (
     BatchFactory,
     Bounds,
@@ -28,6 +28,7 @@ from streamload.batches.in_progress import (
 from streamload.batches.tokenize import BatchTokenizer, Texts
 from streamload.errors import BlankCaption, add_note
 from streamload.extension import BatchColumn
+from streamload.origins.origin import Recipe
 from streamload.shards.samples import Sample
 
 _KEYS_SHOWN = 16
@@ -72,7 +73,7 @@ class BatchAssembly:
     collate: Collate | None = None
     as_model_inputs: bool = False
     trim: Trim | None = None
-    preparation: PixelRecipe | None = None
+    preparation: Recipe | None = None
     kinds: RowKinds | None = None
     draws: UserDraws = field(
         default_factory=lambda: UserDraws("map_sample"), init=False, compare=False, repr=False

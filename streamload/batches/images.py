@@ -15,7 +15,6 @@ from PIL import Image
 
 from streamload.batches.collate import Allocate, collate_images
 from streamload.batches.draws import UserDraws
-from streamload.origins.origin import Origin
 from streamload.transforms.augment import SeededGenerators
 from streamload.transforms.decode import (
     Pixels,
@@ -91,21 +90,16 @@ class ImagesFactory(Protocol):
         ...
 
 
-class PixelRecipe(Protocol):
-    """Preparation of images in advance, after which a training has the same pixels as from the originals."""
+class Resizing(NamedTuple):
+    """Preparation of images that changes their pixels, for those that aren't prepared.
 
-    @property
-    def name(self) -> str:
-        """A name for all that the pixels depend on beside the image."""
-        ...
+    Attributes:
+        name: of all that the pixels depend on beside the image.
+        pixels: returns the pixels of an image's prepared form, valid until this thread decodes another one.
+    """
 
-    def derive(self, origin: Origin) -> Origin:
-        """The prepared form of an origin's shard."""
-        ...
-
-    def pixels(self, data: bytes | memoryview) -> Pixels:
-        """The pixels of a prepared image, of the original; valid until this thread decodes another image."""
-        ...
+    name: str
+    pixels: Callable[[bytes | memoryview], Pixels]
 
 
 class ImageMaker:
@@ -153,8 +147,7 @@ class ImageAssembly:
         preprocess: a plan from pixels to an image of the batch, or a function from PIL image to value; or
             another way.
         as_bytes: leave a plan's images as uint8, to be normalised later.
-        preparation: by which images are prepared; None: none are.
-        changes_pixels: whether the preparation does, so that it is applied to images that aren't prepared.
+        resizing: done to images that aren't prepared; None: nothing is.
         most_pixels: the limit of an image that is decoded (transforms/limits.py); a preparation has its own.
         as_model_inputs: keep all values that an image processor returns, and refuse images that aren't
             tensors.
@@ -163,8 +156,7 @@ class ImageAssembly:
 
     preprocess: ImagePlan | ImageMaker | Preprocess
     as_bytes: bool = False
-    preparation: PixelRecipe | None = None
-    changes_pixels: bool = True
+    resizing: Resizing | None = None
     most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS
     as_model_inputs: bool = False
     draws: UserDraws = field(
@@ -192,11 +184,6 @@ class ImageAssembly:
     def runs_as_given(self) -> bool:
         """True if the user's own function makes the images."""
         return not isinstance(self.preprocess, ImagePlan | ImageMaker)
-
-    @property
-    def resizing(self) -> PixelRecipe | None:
-        """The preparation to apply to images that aren't prepared; None: none."""
-        return self.preparation if self.changes_pixels else None
 
     def batch_factory(self) -> ImagesFactory:
         """A function that makes the images of an empty batch."""

@@ -14,7 +14,7 @@ import torch
 
 from streamload.batches.assembly import BatchAssembly
 from streamload.batches.collate import Allocate
-from streamload.batches.in_progress import Choose
+from streamload.batches.in_progress import Choose, RowKinds
 from streamload.cache.selection import Modality
 from streamload.errors import OptionError
 from streamload.extension import Extension
@@ -58,7 +58,7 @@ class RowsOfModalities(Extension):
 
 
 @dataclass(frozen=True, slots=True)
-class Modalities:
+class Modalities(RowKinds):
     """Modalities of rows, by the source of their shard.
 
     Attributes:
@@ -94,7 +94,7 @@ class Modalities:
     ) -> dict[str, Any]:
         """The values of a batch with `image_rows` and `text_rows`, int64[M]: the row of each image and text.
 
-        Values of images or texts of which there are none are dropped. See RowKinds.
+        Values of images or texts of which there are none are dropped.
         """
         image_rows, text_rows = (
             torch.tensor(has, dtype=torch.bool).nonzero().flatten() for has in (has_image, has_text)

@@ -80,10 +80,10 @@ class ShardCache:
         files: of this thread, which keeps the shards open.
 
     Attributes:
-        carrier: of facts between nodes; None: each makes its own.
+        carrier: of facts between nodes.
     """
 
-    carrier: FactsCarrier | None = None
+    carrier: FactsCarrier = FactsCarrier()
 
     def __init__(
         self,

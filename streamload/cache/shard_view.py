@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from streamload import descriptors, limits
 from streamload.cache.directory import inode_of
@@ -49,16 +49,6 @@ _SPARE_SHARE = 4
 """But at most a quarter of the limit."""
 
 
-class FileHolder(Protocol):
-    """Something that keeps files open, and opens them again by itself."""
-
-    def release(self) -> int:
-        """Close what can be opened again as long as the rest is open; returns how many files that were."""
-
-    def rest(self) -> int:
-        """Close everything; returns how many files that were."""
-
-
 class OpenFiles:
     """Files of a tier that one thread keeps open, within this process's limit of open files.
 
@@ -68,26 +58,26 @@ class OpenFiles:
     """
 
     def __init__(self) -> None:
-        self._open: OrderedDict[FileHolder, None] = OrderedDict()
-        self._releasable: OrderedDict[FileHolder, None] = OrderedDict()  # of these, data may be open
+        self._open: OrderedDict[ShardView, None] = OrderedDict()
+        self._releasable: OrderedDict[ShardView, None] = OrderedDict()  # of these, data may be open
         self._shortages = descriptors.shortages
         descriptors.give_up_when_short(self.give_up)
 
     def __repr__(self) -> str:
-        return f"<OpenFiles of {len(self._open)} holders, {len(self._releasable)} whole>"
+        return f"<OpenFiles of {len(self._open)} shards, {len(self._releasable)} whole>"
 
-    def use(self, holder: FileHolder) -> None:
-        """Note that a holder is used: it is closed last, and not before another one is used."""
-        for holders in (self._open, self._releasable):
-            holders[holder] = None
-            holders.move_to_end(holder)
+    def use(self, view: ShardView) -> None:
+        """Note that a view is used: it is closed last, and not before another one is used."""
+        for views in (self._open, self._releasable):
+            views[view] = None
+            views.move_to_end(view)
         if descriptors.shortages != self._shortages:  # another thread couldn't open a file
             self.give_up()
 
-    def forget(self, holder: FileHolder) -> None:
-        """Note that a holder is closed for good."""
-        self._open.pop(holder, None)
-        self._releasable.pop(holder, None)
+    def forget(self, view: ShardView) -> None:
+        """Note that a view is closed for good."""
+        self._open.pop(view, None)
+        self._releasable.pop(view, None)
 
     def trim(self) -> None:
         """Close files while this process has nearly as many open as it may; call it after opening some."""
@@ -106,11 +96,11 @@ class OpenFiles:
         """Close so many files if possible; returns how many were closed."""
         closed = 0
         while closed < files and len(self._releasable) > 1:
-            holder, _ = self._releasable.popitem(last=False)
-            closed += holder.release()
+            view, _ = self._releasable.popitem(last=False)
+            closed += view.release()
         while closed < files and len(self._open) > 1:
-            holder, _ = self._open.popitem(last=False)
-            closed += holder.rest()
+            view, _ = self._open.popitem(last=False)
+            closed += view.rest()
         return closed
 
 
@@ -305,7 +295,7 @@ class ShardView:
         self._is_resting = False
 
     def release(self) -> int:
-        """Close the data of its copies, which stay pinned; returns how many files. See `FileHolder`."""
+        """Close the data of its copies, which stay pinned; returns how many files."""
         return sum(copy.release() for copy in self._copies_open())
 
     def rest(self) -> int:

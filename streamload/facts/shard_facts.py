@@ -14,7 +14,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from streamload.cache.companion import FactsCarrier
+from streamload.cache.companion import Companion, FactsCarrier
 from streamload.cache.locks import PATIENCE_SECONDS
 from streamload.cache.shard import Shard, is_of
 from streamload.cache.shard_copy import ReadMemory, ShardCopy
@@ -40,14 +40,14 @@ _POLL_SECONDS = 0.005
 _NONE = np.empty(0, np.float64)
 
 
-class ShardFacts:
+class ShardFacts(Companion):
     """The values of a shard's samples, by column; kept while the shard is open. Not thread-safe.
 
     Args:
-        shared: has what other nodes made, and takes what is made here; None: there is no shared cache.
+        shared: has what other nodes made, and takes what is made here.
     """
 
-    def __init__(self, shared: FactsCarrier | None = None) -> None:
+    def __init__(self, shared: FactsCarrier) -> None:
         self._values: dict[str, Values] = {}
         self._files: dict[str, FactsFile] = {}
         self._shared = shared
@@ -103,7 +103,7 @@ class ShardFacts:
             columns: which ones.
             with_found: those that weren't made here, too.
         """
-        if self._shared is None or self._form is None or not self._form[1].reader.is_complete:
+        if self._form is None or not self._form[1].reader.is_complete:
             return
         shard, reader = self._form[0], self._form[1].reader
         for column in columns:
@@ -130,7 +130,7 @@ class ShardFacts:
     def _fetch(self, file: FactsFile, column: Column, copy: ShardCopy) -> None:
         """Take a column from the shared cache, asked once if this node has none of its values."""
         is_new = column.digest not in self._asked and not len(self.values(column))
-        if self._shared is None or self._form is None or not column.from_members or not is_new:
+        if self._form is None or not column.from_members or not is_new:
             return
         self._asked.add(column.digest)
         frames = self._shared.read(self._form[0], column)

@@ -25,6 +25,7 @@ from streamload.errors import (
 from streamload.loader.dataloader import AccelerateEpoch
 from streamload.loader.options import MAIN_GUARD
 from streamload.loader.output import Collector
+from streamload.loader.rank_run import CurrentEpoch
 from streamload.ranks.distributed import RankMonitor
 from streamload.torch_internals import next_batch, next_if_arrived
 from streamload.worker import Batch, Ended, Failed, Message
@@ -48,7 +49,7 @@ class StepCount(NamedTuple):
     """Its batches by the known sizes of shards; None: unknown."""
 
 
-class Epoch:
+class Epoch(CurrentEpoch):
     """The batches of one epoch.
 
     Args:
@@ -60,11 +61,6 @@ class Epoch:
         count: of its batches.
         accelerate: is told of the last batch; None: Accelerate isn't used.
         monitor: of the other ranks; it ends with the epoch. None: there are none.
-
-    Attributes:
-        done: no more batches come.
-        steps: how many batches it has; None: until the data ends.
-        expected: how many it should have by the known sizes of shards; None: unknown.
     """
 
     def __init__(
@@ -78,13 +74,11 @@ class Epoch:
         accelerate: AccelerateEpoch | None,
         monitor: RankMonitor | None,
     ):
-        self.done = False
+        super().__init__(*count)
         self._collector, self._close_loader = collector, close_loader
         self._batches = InOrder(batches)
         self._feed = feed
-        self._count = 0  # of batches so far
         self._received = 0  # also one that was looked ahead
-        self.steps, self.expected = count
         self._accelerate = accelerate
         self._started = started
         self._pending: _Pending | None = None  # looked ahead
@@ -143,14 +137,6 @@ class Epoch:
         options = self._collector.options
         looks = self._feed.runs_ahead or self._accelerate is not None or self._pending is not None
         return options.workers.prefetch_factor * options.num_workers + looks
-
-    def plan(self, left: int | None) -> None:
-        """Steps have another size: so many are left, None until the data ends."""
-        self.steps = None if left is None else self._count + left
-
-    def expect(self, left: int | None) -> None:
-        """So many batches should be left by the known sizes of shards; None: unknown."""
-        self.expected = None if left is None else self._count + left
 
     def _next_output(self) -> Any:
         """The next batch that has samples, in its output form; or _END."""

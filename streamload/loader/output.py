@@ -11,7 +11,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,16 +21,15 @@ from streamload.batches.collate import joined_parts, unnamed
 from streamload.errors import OptionError
 from streamload.extension import Yielded
 from streamload.loader.checks import EpochSum
-from streamload.loader.observer import Observer
-from streamload.loader.options import LoaderOptions
+from streamload.loader.options import MODEL_INPUTS, LoaderOptions
 from streamload.loader.position import Position
-from streamload.loader.rank_process import LoopClock, RankProcess
-from streamload.loader.rank_run import RankParts
-from streamload.loader.schedule import EpochLengths, RunSchedule
+from streamload.loader.rank_process import LoopClock
+from streamload.loader.rank_run import RankParts, RankRun
 from streamload.worker import SEAT, Batch, Ended
 
-MODEL_INPUTS = {"image": "pixel_values", "text": "input_ids", "label": "labels"}
-"""The values of a batch by the names that transformers' models use."""
+if TYPE_CHECKING:
+    from streamload.loader.registered import RunObserver
+
 _ORIGINS = ("__key__", "__url__")
 _NESTED_LOOKED_AT = 8
 """Elements of a value in which a batch's first tensor is looked for."""
@@ -40,32 +39,21 @@ class Collector:
     """Takes the batches of a loader's epochs from the workers.
 
     Args:
-        options: of the loader.
-        schedule: of its epochs; has the position.
-        process: counts and checks.
-        parts: of its extensions.
-        lengths: of its epochs.
+        run: of the loader.
         observer: of this rank.
 
     Attributes:
-        options, observer: the same.
+        options: of the loader.
+        observer: the same.
         outputs: the form of batches.
         waited_ns: duration of the last `waiting` block.
     """
 
-    def __init__(
-        self,
-        options: LoaderOptions,
-        schedule: RunSchedule,
-        process: RankProcess,
-        parts: RankParts,
-        lengths: EpochLengths,
-        observer: Observer,
-    ):
-        self.options, self.observer = options, observer
-        self.outputs = Outputs(options, parts)
+    def __init__(self, run: RankRun, observer: RunObserver):
+        self.options, self.observer = run.options, observer
+        self.outputs = Outputs(run.options, run.parts)
         self.waited_ns = 0
-        self._schedule, self._process, self._parts, self._lengths = schedule, process, parts, lengths
+        self._schedule, self._process, self._parts = run.schedule, run.process, run.parts
         self._step = -1  # of the epoch, of the batch that was yielded last
         self._epoch = 0  # that was started last
         self.release()
@@ -168,7 +156,7 @@ class Collector:
             f"epoch {self._epoch} of {order.seed} {order.train}",
             process.pass_end.totals(lost, shards, schedule.epochs_are_passes),
             world_size,
-            lambda: self._lengths.least_of_pass(process.counts),
+            schedule.least_of_pass,
         )
         is_first = not self.options.train or schedule.topology.rank == 0
         process.pass_end.check(self._epoch, totals, world_size, logs=is_first)

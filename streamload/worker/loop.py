@@ -180,7 +180,7 @@ class WorkerLoop:
         self._worker, self._workers, self._ahead = worker, workers, ahead
         self._counts = Counters(control.counters[worker + 1 if workers else 0])
         name = f"worker {worker}" if workers else "training"
-        self._spans = Spans(control, name, config.open_sink)
+        self._spans = Spans(control, name)
         self._reader = Reader(config, control, self._counts, self._spans, worker, workers)
         self._slots = buffers
         self._numbers: Numbers | None = None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from streamload.cache.backing import Backing
 from streamload.cache.selection import Selection
 from streamload.cache.shard import ShardList
 from streamload.extension import Extension
-from streamload.ipc import ControlBlock
 from streamload.options import FreeDisk, Revalidate
 from streamload.order.events import Event, from_json
 from streamload.order.plan import OrderOptions, Pieces
@@ -37,19 +36,6 @@ class SourceOrder:
     order: OrderOptions
     pieces: Mapping[int, Pieces] = field(repr=False)
     """For each group that the rank reads; computed once, as that goes over all shards."""
-
-
-class SpanSink(Protocol):
-    """Takes the spans of a process while a trace runs (observe/spans.py)."""
-
-    @property
-    def is_on(self) -> bool:
-        """True if a trace runs."""
-        ...
-
-    def add(self, name: str, began_ns: int, ended_ns: int, **about: object) -> None:
-        """Take a span of this thread."""
-        ...
 
 
 class TierConfig(NamedTuple):
@@ -108,8 +94,6 @@ class WorkerConfig:
     """Of the rows that a step takes of each source."""
     extensions: tuple[Extension, ...] = ()
     """The extensions of the loader."""
-    open_sink: Callable[[ControlBlock, str], SpanSink] | None = None
-    """Opens what takes the spans of a process, by its name in a trace; None: there are no traces."""
 
     @property
     def split(self) -> Split:

@@ -102,7 +102,8 @@ class Reader:
             freshness=self.fills.freshness,
             files=self.files,
         )
-        self._cache.carrier = self.fills.carrier
+        if self.fills.backing is not None:
+            self._cache.carrier = self.fills.backing.facts
         self._wait: Wait | None = None  # of the current batch, from its first pause on
         self._shortage: Shortage | None = None  # of room, for the first shard that is refused
         self._start: EpochStart | None = None

@@ -7,7 +7,6 @@ must stay readable, the next shards, and this reader's progress.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +16,7 @@ from streamload.cache.demand import VISITS_KEPT, DemandFile, short
 from streamload.cache.shard import ShardList
 from streamload.cache.tier import Tier
 from streamload.order.group import Cursor, GroupOrder
+from streamload.order.lanes import Arrivals, apart
 from streamload.order.left_out import Tally
 from streamload.worker.states import CheckedArrivals, SourceState
 
@@ -26,18 +26,6 @@ _PLACE_BITS = 32
 _PLACE_MASK = (1 << _PLACE_BITS) - 1
 _SHARD = 1
 """The column of the shard in a row of references: pass, shard, sample."""
-
-
-class Repeated(Protocol):
-    """Arrivals in which samples come several times in a pass, or not at all."""
-
-    def arrived(self, shard: int) -> tuple[npt.NDArray[np.int64], bool]:
-        """The references of a shard's samples so far, as `apart` takes them, and whether all are there."""
-        ...
-
-    def apart(self, rows: npt.NDArray[np.int64]) -> None:
-        """Turn references of these arrivals, int64[N, 3], into those of samples, in place."""
-        ...
 
 
 class ReferenceStream:
@@ -63,7 +51,7 @@ class ReferenceStream:
         first: int,
         arrivals: CheckedArrivals,
         tier: Tier,
-        repeated: Repeated | None = None,
+        repeated: Arrivals | None = None,
     ):
         self._order = order
         self._next_pass = next_pass
@@ -117,7 +105,7 @@ class ReferenceStream:
             rows = np.column_stack(fresh)
             rows[:, _SHARD] += self._first
             if self._repeated is not None:
-                self._repeated.apart(rows)
+                apart(rows)
             self._known = np.concatenate([self._known, rows])
         return len(fresh.shards) > 0
 

@@ -6,8 +6,12 @@ and resizing follows from one image of 16 (batches/images.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from time import monotonic_ns, time_ns
 
 import torch
@@ -15,7 +19,10 @@ import torch
 from streamload.batches.in_progress import MakingCosts
 from streamload.ipc import ControlBlock, spent_ns
 from streamload.metrics import Counters
-from streamload.worker.messages import SpanSink, bytes_by_modality
+from streamload.worker.messages import bytes_by_modality
+
+_MOST_SPANS = 200_000
+"""Of a process; about 40 MB."""
 
 
 def nothing_ready(counts: Counters) -> None:
@@ -25,39 +32,49 @@ def nothing_ready(counts: Counters) -> None:
 
 
 class Spans:
-    """Notes what a process does, for a trace of the run.
+    """Spans of one process, appended to a file while a trace of the run goes on. Thread-safe.
+
+    `Loader.trace` turns it on and merges the files into a trace of torch.profiler. Off, a look at the control
+    block is all that a span costs. A full disk ends the trace of this process, never its work.
 
     Args:
-        control: of the loader; says whether there was a trace.
-        process: the name of this process in a trace.
-        open_sink: opens what takes spans, at the first trace; None: there are no traces.
+        control: of the loader; says whether a trace runs, and in which folder.
+        process: the name of this process in the trace.
     """
 
-    def __init__(
-        self, control: ControlBlock, process: str, open_sink: Callable[[ControlBlock, str], SpanSink] | None
-    ):
-        self._control, self._process, self._open_sink = control, process, open_sink
-        self._sink: SpanSink | None = None
+    def __init__(self, control: ControlBlock, process: str):
+        self._tracing = control.tracing
+        self._process = process
+        self._lock = threading.Lock()
+        # Guarded by _lock:
+        self._generation = 0
+        self._path: Path | None = None
+        self._left = 0
 
     @property
     def is_on(self) -> bool:
         """True if a trace runs."""
-        if self._sink is None:
-            if self._open_sink is None or not self._control.tracing.generation:
-                return False
-            self._sink = self._open_sink(self._control, self._process)
-        return self._sink.is_on
+        if self._tracing.generation != self._generation:
+            with self._lock:
+                self._follow()
+        return self._path is not None
 
     def add(self, name: str, began_ns: int, ended_ns: int, **about: object) -> None:
-        """Note a span of this thread, if a trace runs.
+        """Append a span of this thread, if a trace runs.
 
         Args:
             name: what was done.
             began_ns, ended_ns: since the epoch, as of `time.time_ns()`.
             about: JSON-able details.
         """
-        if self.is_on and self._sink is not None:
-            self._sink.add(name, began_ns, ended_ns, **about)
+        if not self.is_on:
+            return
+        with self._lock:
+            if not self._left:
+                return
+            self._left -= 1
+            span = [name, began_ns, ended_ns, threading.get_native_id(), about]
+            self._write([*span, threading.current_thread().name])
 
     @contextmanager
     def of(self, name: str, **about: object) -> Iterator[None]:
@@ -67,6 +84,23 @@ class Spans:
             yield
         finally:
             self.add(name, began_ns, time_ns(), **about)
+
+    def _follow(self) -> None:
+        """Begin a file for a trace that has begun; end it with the trace."""
+        tracing = self._tracing.read()
+        self._path, self._left = None, 0
+        if tracing["folder"]:
+            self._path, self._left = Path(tracing["folder"]) / f"{os.getpid()}.jsonl", _MOST_SPANS
+            self._write({"pid": os.getpid(), "process": self._process})
+        self._generation = tracing["generation"]
+
+    def _write(self, value: object) -> None:
+        assert self._path is not None
+        try:
+            with self._path.open("a") as file:
+                file.write(json.dumps(value) + "\n")
+        except OSError:
+            self._path, self._left = None, 0
 
 
 class Stages:

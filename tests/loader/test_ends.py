@@ -327,7 +327,7 @@ def test_an_epoch_that_ends_before_its_last_step_is_an_error(data: str, tmp_path
     with make(data, tmp_path, train=True, **options) as loader:
         batches = iter(loader)
         next(batches)
-        loader._events.epoch.plan(6)
+        loader._run.epoch.plan(6)
         with pytest.raises(PassMismatch, match="an epoch of 7 batches has ended after 4"):
             list(batches)
 

@@ -194,8 +194,7 @@ def test_what_is_measured_is_the_time_of_steps_of_one_size(data: list[str], tmp_
     """Not what is between two epochs, and no interval of which less than half was measured."""
     policy, clock = Listed([None] * 9), Clock()
     with make(data, tmp_path, batch_policy=policy) as loader:
-        schedule = loader._schedule
-        run = Run(BatchSizes.name, loader.options, schedule, loader._process, loader._events)
+        run, schedule = Run(BatchSizes.name, loader._run), loader._run.schedule
         sizing = BatchSizing(run, clock)
 
     def take(steps: int, rows: int, seconds: float, waited: float) -> None:

@@ -90,6 +90,13 @@ def test_the_journey_on_the_page_is_that_of_a_batch(modules, page):
     assert len(before - made - cold) <= SLACK, before - made - cold
 
 
+def test_the_objects_of_a_run_on_the_page_are_where_it_says(page):
+    rows = re.findall(r"^\| `(\w+)` \(`(loader/\w+\.py)`\) \|", page, re.MULTILINE)
+    assert len(rows) == 8
+    for name, path in rows:
+        assert re.search(rf"^class {name}\b", (ROOT / "streamload" / path).read_text(), re.MULTILINE), name
+
+
 def test_the_rooms_on_the_page_are_those_of_the_import_contract(page):
     project = (ROOT / "pyproject.toml").read_text()
     contract = re.search(r'name = "Imports go down only".*?layers = (\[.*?\])', project, re.DOTALL)
