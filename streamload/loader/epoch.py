@@ -170,7 +170,7 @@ class Epoch(CurrentEpoch):
                 if self._count == self.expected and self.steps is None:
                     self._collector.before_batch()  # as ranks do that find the end when they ask for more
                 self._finish()
-            if batch.samples:
+            if batch.rows.samples:
                 return output
             if is_last:
                 return _END
@@ -256,7 +256,7 @@ class Epoch(CurrentEpoch):
     def _send(self, batch: Batch) -> _Pending:
         self._received += 1
         self._collector.received(self._received)
-        ready = self._feed.send(batch.values) if batch.samples else dict
+        ready = self._feed.send(batch.values) if batch.rows.samples else dict
         return lambda: (batch, ready())
 
     def _look_ahead(self, next_: Callable[[], Batch | None]) -> _Pending | None:

@@ -120,11 +120,11 @@ class Collector:
             process.waits.add(batch.blocked, waited_ns, process.counts.value("data_wait_ns"))
         if self._parts.by_name:
             self._parts.taken(batch)
-        self._schedule.tracker.advance(batch.stop, batch.step.groups)
+        self._schedule.tracker.advance(batch.step.stop, batch.step.groups)
         self._step += 1
         self._sum.count(batch)
         process.count(batch)
-        if not batch.samples:
+        if not batch.rows.samples:
             return None
         return self.outputs.form(batch, values, self._step)
 
@@ -196,7 +196,7 @@ class Outputs:
             name: tuple(value.shape) for name, value in values.items() if isinstance(value, torch.Tensor)
         }
         device = next((value.device for value in values.values() if isinstance(value, torch.Tensor)), None)
-        yielded = Yielded(step, batch.samples, (), widths, keys)
+        yielded = Yielded(step, batch.rows.samples, (), widths, keys)
         self.last = BatchInfo(yielded, self._sources, batch.rows.seats, shapes, device, **fields)
         if has_parts:
             values = self._parts.shaped(values | self._parts.values(self.last))

@@ -81,9 +81,9 @@ class RankProcess:
         self.checks.count_skipped(batch)
         self.pass_end.count(batch)
         self.check_shards()
-        if batch.samples:
+        if batch.rows.samples:
             self.counts.add("batches_yielded")
-            self.counts.add("samples_yielded", batch.samples)
+            self.counts.add("samples_yielded", batch.rows.samples)
             self.control.by_source[0, :, 0] += batch.rows.by_source
 
     def check_shards(self) -> None:

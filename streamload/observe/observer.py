@@ -183,8 +183,8 @@ class RunObserver:
     def took(self, batch: Batch) -> None:
         """The training loop gets a batch, as its worker made it."""
         publisher = self._publisher
-        if batch.passes:
-            publisher.passes = list(map(max, batch.passes, publisher.passes or batch.passes))
+        if batch.rows.passes:
+            publisher.passes = list(map(max, batch.rows.passes, publisher.passes or batch.rows.passes))
         if self._line_from is None:  # in the wait for the first batch workers start, too
             with self._lock:
                 self._line_from = self._epoch_from = self._sample()

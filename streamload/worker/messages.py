@@ -271,26 +271,6 @@ class Batch(NamedTuple):
     extras: Mapping[str, bytes] = {}
     """Messages of extensions to their part in the rank, by name."""
 
-    @property
-    def samples(self) -> int:
-        """Its number of samples."""
-        return self.rows.samples
-
-    @property
-    def position(self) -> int:
-        """The position of its step."""
-        return self.step.position
-
-    @property
-    def stop(self) -> int:
-        """The position after its step."""
-        return self.step.stop
-
-    @property
-    def passes(self) -> tuple[int, ...]:
-        """The latest pass of each source that its rows are of; empty: there is one source."""
-        return self.rows.passes
-
 
 class Failed(NamedTuple):
     """In place of a batch: what kept a worker from making it, to be raised in its turn."""
