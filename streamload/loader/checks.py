@@ -404,11 +404,13 @@ class PassEnd:
 
     def count(self, batch: Batch) -> None:
         """Count the samples of a batch."""
-        bad = [skipped for skipped in batch.skipped if skipped.cause != "missing"]
-        self._samples += batch.rows.samples + (0 if self._train else len(bad))
+        self._samples += batch.rows.samples
         self._usable += batch.rows.samples
-        self._bad += len(bad)
-        self._last = bad[-1] if bad else self._last
+        for skipped in batch.skipped:
+            if skipped.cause != "missing":
+                self._samples += 0 if self._train else 1
+                self._bad += 1
+                self._last = skipped
 
     def counts(self, lost: int, rank: int, world_size: int) -> list[int]:
         """For the state: samples since the pass began, bad ones, and lost shards; zeros: nothing was bad.

@@ -90,11 +90,12 @@ class Collector:
     @contextlib.contextmanager
     def waiting(self, since: float) -> Iterator[None]:
         """Count the time since `since` as data wait, and signal the wait to the workers."""
-        self.clock.wait_began(since)
+        clock = self._process.clock
+        clock.wait_began(since)
         try:
             yield
         finally:
-            self.waited_ns = self.clock.wait_ended(since)
+            self.waited_ns = clock.wait_ended(since)
             self.observer.waited(self.waited_ns)
 
     def received(self, count: int) -> None:
@@ -192,10 +193,11 @@ class Outputs:
         has_parts = bool(self._parts.by_name)
         fields = self._parts.yielded(batch.extras, values) if has_parts else {}
         widths = fields.pop("widths", None)
-        shapes = {
-            name: tuple(value.shape) for name, value in values.items() if isinstance(value, torch.Tensor)
-        }
-        device = next((value.device for value in values.values() if isinstance(value, torch.Tensor)), None)
+        shapes: dict[str, tuple[int, ...]] = {}
+        device: torch.device | None = None
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                shapes[name], device = tuple(value.shape), device or value.device
         yielded = Yielded(step, batch.rows.samples, (), widths, keys)
         self.last = BatchInfo(yielded, self._sources, batch.rows.seats, shapes, device, **fields)
         if has_parts:

@@ -14,7 +14,7 @@ from streamload.loader.options import LoaderOptions
 from streamload.loader.state import BAD_IN_PASS, BAD_SAMPLES, BAD_SHARDS
 from streamload.metrics import Counters, Snapshot, total
 from streamload.topology import Topology
-from streamload.worker import Batch, bytes_by_modality
+from streamload.worker import Batch, ready_counts
 
 
 class RankProcess:
@@ -82,8 +82,7 @@ class RankProcess:
         self.pass_end.count(batch)
         self.check_shards()
         if batch.rows.samples:
-            self.counts.add("batches_yielded")
-            self.counts.add("samples_yielded", batch.rows.samples)
+            self.counts.add_all({"batches_yielded": 1, "samples_yielded": batch.rows.samples})
             self.control.by_source[0, :, 0] += batch.rows.by_source
 
     def check_shards(self) -> None:
@@ -172,9 +171,7 @@ class LoopClock:
             waited_ns: the data wait for it.
         """
         counts = self._counts
-        counts.add("ready_batches", -1)
-        for name, size in bytes_by_modality(batch.values).items():
-            counts.add(name, -size)
+        counts.add_all(ready_counts(batch.values), -1)
         if batch.blocked:
             counts.add("blocked_wait_ns", min(waited_ns, sum(ns for _, ns in batch.blocked)))
         before, self._spent_ns = self._spent_ns, spent_ns()
@@ -192,6 +189,6 @@ class LoopClock:
         before, self._counted_until_ns = self._counted_until_ns, time.monotonic_ns()
         own_ns = self._counted_until_ns - before
         computed_ns, self._features_ns = self._features_ns, self._counts.value("feature_compute_ns")
-        self._counts.add("data_wait_ns", own_ns)
-        self._counts.add("hand_over_ns", max(0, own_ns - (self._features_ns - computed_ns)))
+        handed_over_ns = max(0, own_ns - (self._features_ns - computed_ns))
+        self._counts.add_all({"data_wait_ns": own_ns, "hand_over_ns": handed_over_ns})
         self._waited_ns += own_ns

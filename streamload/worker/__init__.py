@@ -12,7 +12,7 @@ from streamload.worker.messages import (
     SkippedSample,
     SourceOrder,
     WorkerConfig,
-    bytes_by_modality,
+    ready_counts,
 )
 from streamload.worker.stages import nothing_ready
 
@@ -28,6 +28,6 @@ __all__ = [
     "SourceOrder",
     "StreamDataset",
     "WorkerConfig",
-    "bytes_by_modality",
     "nothing_ready",
+    "ready_counts",
 ]

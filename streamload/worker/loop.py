@@ -57,7 +57,7 @@ from streamload.worker.messages import (
     SkippedSample,
     Visit,
     WorkerConfig,
-    bytes_by_modality,
+    ready_counts,
 )
 from streamload.worker.reader import Reader
 from streamload.worker.replacements import Replacements
@@ -192,7 +192,7 @@ class WorkerLoop:
             )
         self._placed: list[tuple[int, int]] = []  # shard and number of the sample of each row
         self._memory = ReadMemory(_READ_AHEAD_BYTES)
-        self._stages = Stages(self._counts)
+        self._stages = Stages(self._counts, self._reader)
         self._fresh = shared_empty if workers else own_empty
 
     def batches(self, start: EpochStart) -> Iterator[Message]:
@@ -291,7 +291,7 @@ class WorkerLoop:
         if self._parts is not None:
             extras = self._parts.finish(values, BatchRows(step, self._placed, self._reader, states))
         self._reader.let_go()
-        ready = bytes_by_modality(values)
+        ready = ready_counts(values)
         if self._slots is not None:
             with self._counts.timed("hand_over_ns"):
                 values = self._slots.hand_over(values, self._counts)
@@ -299,7 +299,7 @@ class WorkerLoop:
             values |= origins
         stop, rows = epoch.sampler.steps.begin(number + 1), len(origins["__key__"])
         order = OrderStep(step.position, stop, SealedStates(states), spans)
-        self._stages.ready(ready)
+        self._counts.add_all(ready)
         generation, blocked = epoch.start.generation, self._reader.blocked()
         return Batch(values, number, generation, order, self._rows_of(step, rows), skipped, blocked, extras)
 

@@ -215,14 +215,14 @@ _IMAGES = ("image", "pixel_values", "patch")
 _TEXTS = ("text", "input_ids", "attention_mask", "token_type_ids")
 
 
-def bytes_by_modality(values: Mapping[str, Any]) -> dict[str, int]:
-    """The bytes of a batch's tensors: of images, of texts, and of all else, by the counter of each."""
-    sizes = {"ready_image_bytes": 0, "ready_text_bytes": 0, "ready_other_bytes": 0}
+def ready_counts(values: Mapping[str, Any]) -> dict[str, int]:
+    """A batch's part of what is ready, by counter: one batch, and the bytes of its tensors by modality."""
+    counts = {"ready_batches": 1, "ready_image_bytes": 0, "ready_text_bytes": 0, "ready_other_bytes": 0}
     for name, value in values.items():
         if isinstance(value, torch.Tensor):
             kind = "image" if name.startswith(_IMAGES) else "text" if name.startswith(_TEXTS) else "other"
-            sizes[f"ready_{kind}_bytes"] += value.nbytes
-    return sizes
+            counts[f"ready_{kind}_bytes"] += value.nbytes
+    return counts
 
 
 class OrderStep(NamedTuple):

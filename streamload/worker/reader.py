@@ -70,6 +70,7 @@ class Reader:
         files: of the thread that reads.
         fills: of this process.
         uses_members: whether batches have values of samples' members.
+        waited_ns: for which batches have waited for bytes so far.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Reader:
         self._spans = spans
         self.counts, self.shards, self.files = counts, config.shards, OpenFiles()
         self.uses_members = config.assembly.uses_members
+        self.waited_ns = 0
         self.fills = Fills(config, counts, spans, lambda: not control.wanted_seconds())
         self._is_lazy = False
         self._tier, self._limit = self.fills.tier, self.fills.tier.budget.limit
@@ -426,6 +428,7 @@ class Reader:
         if self._spans.is_on:
             now_ns, shard = time.time_ns(), self.config.shards[needed[0]].name if needed else ""
             self._spans.add("wait for bytes", now_ns - waited_ns, now_ns, shard=shard)
+        self.waited_ns += waited_ns
         self._counts.add("shuffle_wait_ns" if is_held_back else "bytes_wait_ns", waited_ns)
         self._control.by_source[self._row, source, 1] += waited_ns
         if needed and self._control.wanted_seconds():

@@ -9,17 +9,21 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic_ns, time_ns
+from typing import TYPE_CHECKING
 
 import torch
 
 from streamload.batches.in_progress import MakingCosts
 from streamload.ipc import ControlBlock, spent_ns
 from streamload.metrics import Counters
-from streamload.worker.messages import bytes_by_modality
+from streamload.worker.messages import ready_counts
+
+if TYPE_CHECKING:
+    from streamload.worker.reader import Reader
 
 _MOST_SPANS = 200_000
 """Of a process; about 40 MB."""
@@ -27,7 +31,7 @@ _MOST_SPANS = 200_000
 
 def nothing_ready(counts: Counters) -> None:
     """Begin an epoch: none of its batches is made yet."""
-    for name in ("ready_batches", *bytes_by_modality({})):
+    for name in ready_counts({}):
         counts.set(name, 0)
 
 
@@ -108,10 +112,11 @@ class Stages:
 
     Args:
         counts: of this process.
+        reader: of this process; while it waits for bytes, no stage runs.
     """
 
-    def __init__(self, counts: Counters):
-        self._counts = counts
+    def __init__(self, counts: Counters, reader: Reader):
+        self._counts, self._reader = counts, reader
         self._samples_ns = self._read_ns = self._finish_ns = 0  # of the current batch
         self._read_began = self._waited_before = 0
         self._resize_share = 0.0
@@ -127,23 +132,22 @@ class Stages:
     def samples(self) -> Iterator[None]:
         """Time the reading and placing of samples."""
         self._read_ns = 0
-        start_ns, waited = monotonic_ns(), self._waited_ns()
+        start_ns, waited_before = monotonic_ns(), self._reader.waited_ns
         try:
             yield
         finally:
             taken_ns = monotonic_ns() - start_ns
-            self._counts.add("transform_ns", taken_ns)
-            waited_ns = self._waited_ns() - waited
+            waited_ns = self._reader.waited_ns - waited_before
             self._samples_ns += max(0, taken_ns - self._read_ns - waited_ns)
-            self._counts.add("read_ns", self._read_ns)
+            self._counts.add_all({"transform_ns": taken_ns, "read_ns": self._read_ns})
 
     def begin_read(self) -> None:
         """Start the clock of reading."""
-        self._read_began, self._waited_before = monotonic_ns(), self._waited_ns()
+        self._read_began, self._waited_before = monotonic_ns(), self._reader.waited_ns
 
     def end_read(self) -> None:
         """Stop the clock of reading."""
-        waited_ns = self._waited_ns() - self._waited_before
+        waited_ns = self._reader.waited_ns - self._waited_before
         self._read_ns += max(0, monotonic_ns() - self._read_began - waited_ns)
 
     @contextmanager
@@ -163,37 +167,25 @@ class Stages:
             measured: of it.
             patch_valid: bool[N, P]: which of its places are patches; None: it has no patches.
         """
-        add, timed_ns = self._counts.add, measured.decode_ns + measured.resize_ns
-        if timed_ns:
+        if timed_ns := measured.decode_ns + measured.resize_ns:
             self._resize_share = measured.resize_ns / timed_ns
         resize_ns = int(self._samples_ns * self._resize_share)
-        add("resize_ns", resize_ns)
-        add("decode_ns", self._samples_ns - resize_ns)
-        add("tokenize_ns", measured.tokenize_ns)
-        add("collate_ns", max(0, self._finish_ns - measured.tokenize_ns))
-        self._samples_ns = self._finish_ns = 0
-        add("text_tokens_real", measured.text_real)
-        add("text_tokens_padding", measured.text_padding)
-        add("samples_unprepared", measured.unprepared)
+        counted = {
+            "resize_ns": resize_ns,
+            "decode_ns": self._samples_ns - resize_ns,
+            "tokenize_ns": measured.tokenize_ns,
+            "collate_ns": max(0, self._finish_ns - measured.tokenize_ns),
+            "text_tokens_real": measured.text_real,
+            "text_tokens_padding": measured.text_padding,
+            "samples_unprepared": measured.unprepared,
+        }
         if patch_valid is not None:
             real = int(patch_valid.sum())
-            add("image_tokens_real", real)
-            add("image_tokens_padding", patch_valid.numel() - real)
-
-    def ready(self, sizes: Mapping[str, int]) -> None:
-        """A batch is about to be sent.
-
-        Args:
-            sizes: its bytes (messages.bytes_by_modality).
-        """
-        self._counts.add("ready_batches")
-        for name, size in sizes.items():
-            self._counts.add(name, size)
+            counted |= {"image_tokens_real": real, "image_tokens_padding": patch_valid.numel() - real}
+        self._counts.add_all(counted)
+        self._samples_ns = self._finish_ns = 0
 
     def handed_over(self) -> None:
         """The last batch was sent."""
         before, self._spent_before = self._spent_before, spent_ns()
         self._counts.add("hand_over_ns", self._spent_before - before)
-
-    def _waited_ns(self) -> int:
-        return self._counts.value("bytes_wait_ns") + self._counts.value("shuffle_wait_ns")
