@@ -32,7 +32,7 @@ from streamload.order.left_out import NONE_LEFT_OUT, LeftOut
 from streamload.origins.origin import Version
 from streamload.shards.columns import IN_RECORDS, Column, Values
 from streamload.shards.index import IndexReader
-from streamload.shards.samples import Entry
+from streamload.shards.samples import Entry, Sample
 
 logger = logging.getLogger("streamload")
 
@@ -177,19 +177,21 @@ class ShardCache:
             self._count("tier_hits" if view.was_complete else "tier_misses", shard)
         return view
 
-    def find(self, shard: int, numbers: Sequence[int]) -> list[Found | None]:
-        """The entries of samples; all None if one of them isn't in the tier. See `ShardView.find`."""
-        return self.view(shard).find(numbers)
-
     def ranges(self, shard: int, numbers: Sequence[int]) -> list[tuple[Version, int, int]]:
         """The byte ranges of samples of an open shard at its origin. See `ShardView.ranges`."""
         return self.view(shard).ranges(numbers) if shard in self._views else []
 
-    def read(
+    def sample(
         self, shard: int, number: int, memory: ReadMemory | None = None, entry_place: Found | None = None
-    ) -> tuple[Entry, memoryview] | None:
-        """The entry and bytes of a sample; None while they aren't in the tier. See `ShardView.read`."""
-        return self.view(shard).read(number, self._selection.of_shard(shard).needed, memory, entry_place)
+    ) -> Sample | None:
+        """A sample and its bytes; None while they aren't in the tier. See `ShardView.read`."""
+        view = self.view(shard)
+        read = view.read(number, self._selection.of_shard(shard).needed, memory, entry_place)
+        if read is None:
+            return None
+        entry, members = read
+        prepared = "" if entry.prepared is None else entry.prepared[0]
+        return Sample(entry.key, view.shard.name, members, prepared, entry.checksum, shard, number)
 
     def facts(self, shard: int, numbers: Sequence[int] | Numbers, names: Sequence[str]) -> Facts | None:
         """Facts of samples that have arrived, by name: float64[N], NaN where unknown.

@@ -21,7 +21,7 @@ from streamload import descriptors, limits
 from streamload.cache.directory import inode_of
 from streamload.cache.locks import PATIENCE_SECONDS, FileLock
 from streamload.cache.shard import Shard, is_of, is_outdated
-from streamload.cache.shard_copy import Needed, ReadMemory, ShardCopy, is_whole
+from streamload.cache.shard_copy import Members, Needed, ReadMemory, ShardCopy, read_sample, verified
 from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt, CacheError, DatasetChanged, StreamloadError, is_shortage
 from streamload.origins.origin import Version
@@ -222,14 +222,14 @@ class ShardView:
         needed: Needed | None = None,
         memory: ReadMemory | None = None,
         entry_place: Found | None = None,
-    ) -> tuple[Entry, memoryview] | None:
-        """The entry of sample `number` and the bytes of `entry.ranges`; None if they aren't there (yet).
+    ) -> tuple[Entry, Members] | None:
+        """The entry and members of sample `number`; None if they aren't there (yet).
 
         A copy whose bytes fail their checksum is removed from the tier, so that it is fetched again.
 
         Args:
-            needed: selects the members of a sample of more than AT_ONCE_BYTES: the entry then has only
-                those. None: all of them, however large.
+            needed: selects the members that are returned of a sample of more than AT_ONCE_BYTES. None: all of
+                them, however large.
             memory: where the bytes may be put.
             entry_place: the result of `find` for this sample, if it was called.
 
@@ -246,7 +246,7 @@ class ShardView:
         if copy.is_index_only:
             return entry, self.fetched(copy, [entry])[0]
         try:
-            sample = copy.sample(entry, needed, memory)
+            members = read_sample(copy.descriptor(), entry, needed, memory)
         except OSError as exc:
             if not is_shortage(exc):
                 raise
@@ -255,11 +255,12 @@ class ShardView:
         if copy.was_reopened:
             copy.was_reopened = False
             self._note_opened()
-        if sample is None:
-            if copy.is_in_place:
-                raise DatasetChanged(f"{self.shard.name} was changed or cut while it was being read")
-            self.invalidate(copy)
-        return sample
+        if members is not None:
+            return entry, members
+        if copy.is_in_place:
+            raise DatasetChanged(f"{self.shard.name} was changed or cut while it was being read")
+        self.invalidate(copy)
+        return None
 
     def invalidate(self, copy: ShardCopy | None = None) -> None:
         """Remove a damaged copy, so that it is fetched again.
@@ -329,8 +330,8 @@ class ShardView:
     def _copies_open(self) -> set[ShardCopy]:
         return {copy for copy in (self._index, self._data) if copy is not None}
 
-    def fetched(self, copy: ShardCopy, entries: Sequence[Entry]) -> list[memoryview]:
-        """The bytes of neighbouring samples of an index-only copy, by one request to the origin.
+    def fetched(self, copy: ShardCopy, entries: Sequence[Entry]) -> list[Members]:
+        """The members of neighbouring samples of an index-only copy, by one request to the origin.
 
         Raises:
             DatasetChanged: the origin has other bytes now.
@@ -340,17 +341,19 @@ class ShardView:
         start, stop = entries[0].start, entries[-1].stop
         try:
             data = memoryview(self._fetch(self.shard, copy.version, start, stop) if start < stop else b"")
-            samples = [data[entry.start - start : entry.stop - start] for entry in entries]
-            for place, entry in enumerate(entries):
+            samples = []
+            for entry in entries:
+                own = data[entry.start - start : entry.stop - start]
                 if entry.linked:
                     payloads = [self._fetch(self.shard, copy.version, *payload) for payload in entry.linked]
-                    samples[place] = memoryview(b"".join((samples[place], *payloads)))
-            for entry, sample in zip(entries, samples, strict=True):
-                if not is_whole(entry, sample):
+                    own = memoryview(b"".join((own, *payloads)))
+                members = verified(entry, own)
+                if members is None:
                     raise DatasetChanged(
                         f"{self.shard.name} returns other bytes for sample {entry.key} than when it was "
                         f"indexed"
                     )
+                samples.append(members)
             return samples
         except DatasetChanged:  # the index is useless, to the next run as well
             for tier in self._tiers():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
 import numpy as np
@@ -244,8 +244,8 @@ def _members(
     """The needed members of samples, whose checksums are verified."""
     if copy.is_index_only and any(needed):
         for group in _joined(entries):
-            for entry, data in zip(group, view.fetched(copy, group), strict=True):
-                yield _chosen(entry, data, needed[entry.number - entries[0].number])
+            for entry, members in zip(group, view.fetched(copy, group), strict=True):
+                yield _chosen(members, needed[entry.number - entries[0].number])
         return
     for entry, names in zip(entries, needed, strict=True):
         if not names:
@@ -257,11 +257,11 @@ def _members(
         read = view.read(entry.number, lambda _, names=names: names, memory, (copy, entry))  # type: ignore[misc]
         if read is None:
             raise _Unreadable
-        yield _chosen(*read, names)
+        yield _chosen(read[1], names)
 
 
-def _chosen(entry: Entry, data: memoryview, needed: set[str]) -> dict[str, bytes]:
-    return {name: bytes(payload) for name, payload in entry.payloads(data).items() if name in needed}
+def _chosen(members: Mapping[str, memoryview], needed: set[str]) -> dict[str, bytes]:
+    return {name: bytes(payload) for name, payload in members.items() if name in needed}
 
 
 def _joined(entries: Sequence[Entry]) -> Iterator[list[Entry]]:

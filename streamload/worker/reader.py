@@ -204,7 +204,7 @@ class Reader:
 
         Waits where they have to be fetched again.
         """
-        while None in (entries := self._cache.find(shard, numbers)):
+        while None in (entries := self._cache.view(shard).find(numbers)):
             self._pause([shard], self._source_of(shard))
         names = self.config.selection.of_entries
         facts = self.facts(shard, numbers, names) if names else {}
@@ -223,9 +223,8 @@ class Reader:
         if self.reads_ranges:
             self.want_ranges(zip(shards, numbers, strict=True))
         for shard, own_places in places.items():
-            for place, entry in zip(
-                own_places, self._cache.find(shard, [numbers[n] for n in own_places]), strict=True
-            ):
+            own_entries = self._cache.view(shard).find([numbers[place] for place in own_places])
+            for place, entry in zip(own_places, own_entries, strict=True):
                 entries[place] = entry
         return entries
 
@@ -266,15 +265,11 @@ class Reader:
             prepared = "" if entry.prepared is None else entry.prepared[0]
             url = self.config.shards[shard].name
             return Sample(entry.key, url, unread, prepared, entry.checksum, shard, number)
-        read = self._cache.read(shard, number, memory, found)
-        if read is None:
-            while (read := self._cache.read(shard, number, memory)) is None:
-                self._pause([shard], self._source_of(shard))
-        entry, data = read
-        members = entry.payloads(data)
-        prepared = "" if entry.prepared is None else entry.prepared[0]
-        name = self._cache.view(shard).shard.name
-        return Sample(entry.key, name, members, prepared, entry.checksum, shard, number)
+        sample = self._cache.sample(shard, number, memory, found)
+        while sample is None:
+            self._pause([shard], self._source_of(shard))
+            sample = self._cache.sample(shard, number, memory)
+        return sample
 
     def index(self, shard: int) -> IndexReader | None:
         """The index of a shard that is open, so far; None: no copy is open."""
