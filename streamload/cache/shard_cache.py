@@ -240,11 +240,13 @@ class ShardCache:
 
     def mean_bytes(self) -> float:
         """The mean size of the shards opened last whose size is known; 0 if none is."""
-        latest = itertools.islice(reversed(self._views.values()), _MEASURED_SHARDS)
-        readers = [view.reader for view in latest if view.reader is not None]
-        sizes = [reader.size or reader.meta.get("size") for reader in readers]
-        whole_sizes = [size for size in sizes if isinstance(size, int)]
-        return sum(whole_sizes) / len(whole_sizes) if whole_sizes else 0.0
+        sizes = []
+        for view in itertools.islice(reversed(self._views.values()), _MEASURED_SHARDS):
+            reader = view.reader
+            size = None if reader is None else reader.size or reader.meta.get("size")
+            if isinstance(size, int):
+                sizes.append(size)
+        return sum(sizes) / len(sizes) if sizes else 0.0
 
     def mean_sample_bytes(self) -> float:
         """The mean size of the samples that have arrived of the open shards; 0 if there are none."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import operator
 import random
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -101,7 +102,7 @@ class Split:
         Returns:
             One share for each of the groups, in their order.
         """
-        return [share for share in self._shares(position, rank) if share.size or share.group in groups]
+        return [share for share in self._shares(position, rank) if share.group in groups or share.size]
 
     def sizes(self, position: int, group: int) -> list[int]:
         """Return how many samples of a group each rank computes in the step at a global position."""
@@ -369,7 +370,9 @@ class Steps:
 
     def begin(self, number: int) -> int:
         """Return the position of a step by its number."""
-        stretch = next(earlier for earlier in reversed(self._stretches) if earlier.number <= number)
+        for stretch in reversed(self._stretches):
+            if stretch.number <= number:
+                break
         return stretch.position + (number - stretch.number) * stretch.split.batch
 
     def number(self, position: int) -> int:
@@ -411,8 +414,10 @@ class Steps:
 
     def _stretch(self, position: int) -> _Stretch:
         """The steps around a position; one before the first step is within its block."""
-        before = (stretch for stretch in reversed(self._stretches) if stretch.position <= position)
-        return next(before, self._stretches[0])
+        for stretch in reversed(self._stretches):
+            if stretch.position <= position:
+                break
+        return stretch
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,7 +439,7 @@ class Portion:
     @property
     def stop(self) -> tuple[int, ...]:
         """The position in each source's sequence after the step."""
-        return tuple(first + take for first, take in zip(self.first, self.take, strict=True))
+        return tuple(map(operator.add, self.first, self.take))
 
     def seats(self) -> NDArray[np.int64]:
         """Return the source of each of the group's samples in the step, spread evenly: int64[sum(take)]."""

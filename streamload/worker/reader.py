@@ -36,7 +36,7 @@ from streamload.worker.fills import Fills
 from streamload.worker.messages import EpochStart, WorkerConfig
 from streamload.worker.reference_stream import ReferenceStream
 from streamload.worker.shortage import Shortage
-from streamload.worker.stages import Spans
+from streamload.worker.stages import Spans, Stages
 from streamload.worker.states import CheckedArrivals
 
 logger = logging.getLogger("streamload")
@@ -61,6 +61,7 @@ class Reader:
         control: shows whether the training loop waits, and whether another epoch was started.
         counts: of this process.
         spans: of this process, while a trace runs.
+        stages: of this process, which its waits interrupt.
         worker, workers: the index of this process among how many; 0 workers: the rank itself.
 
     Attributes:
@@ -70,7 +71,6 @@ class Reader:
         files: of the thread that reads.
         fills: of this process.
         uses_members: whether batches have values of samples' members.
-        waited_ns: for which batches have waited for bytes so far.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class Reader:
         control: ControlBlock,
         counts: Counters,
         spans: Spans,
+        stages: Stages,
         worker: int,
         workers: int,
     ):
@@ -86,10 +87,9 @@ class Reader:
         self.config = config
         self._control = control
         self._counts = counts
-        self._spans = spans
+        self._spans, self._stages = spans, stages
         self.counts, self.shards, self.files = counts, config.shards, OpenFiles()
         self.uses_members = config.assembly.uses_members
-        self.waited_ns = 0
         self.fills = Fills(config, counts, spans, lambda: not control.wanted_seconds())
         self._is_lazy = False
         self._tier, self._limit = self.fills.tier, self.fills.tier.budget.limit
@@ -146,10 +146,10 @@ class Reader:
     def has(self, group: int, source: int, position: int) -> bool:
         """Wait until all references before a position are known; False if there are fewer."""
         stream = self.references(group, source)
-        while True:
+        while not stream.has(position):
+            if stream.is_over:
+                return False
             looked_ns = time.monotonic_ns()
-            if stream.reaches(position):
-                break
             if not stream.follow(self._known_ahead):
                 if stream.reads_everything and (group, source) not in self._without_samples:
                     self._without_samples.add((group, source))
@@ -161,7 +161,7 @@ class Reader:
                 wait = self._wait = self._wait or Wait()
                 is_held_back = wait.is_held_back((group, source), *stream.progress)
                 self._pause(needed, source, is_held_back, looked_ns)
-        return stream.has(position)
+        return True
 
     def due(self) -> int:
         """References of a pass to all groups, by the indexes of their shards, at its end."""
@@ -220,7 +220,7 @@ class Reader:
         for place, shard in enumerate(shards):
             places.setdefault(shard, []).append(place)
         entries: list[Found | None] = [None] * len(shards)
-        if self.reads_ranges:
+        if self.fills.reads_ranges:
             self.want_ranges(zip(shards, numbers, strict=True))
         for shard, own_places in places.items():
             own_entries = self._cache.view(shard).find([numbers[place] for place in own_places])
@@ -231,14 +231,9 @@ class Reader:
     def peek(self, group: int, source: int, first: int, stop: int) -> npt.NDArray[np.int64]:
         """Known references that aren't taken yet; doesn't wait."""
         stream = self.references(group, source)
-        while not stream.reaches(stop) and stream.follow(self._known_ahead):
+        while not stream.has(stop) and stream.follow(self._known_ahead):
             pass
         return stream.peek(first, stop)
-
-    @property
-    def reads_ranges(self) -> bool:
-        """True if samples have had to be read from their origin."""
-        return self.fills.reads_ranges
 
     def want_ranges(self, samples: Iterable[tuple[int, int]]) -> None:
         """Request those samples, by shard and number, that have to be read from their origin."""
@@ -317,7 +312,8 @@ class Reader:
         if mean_bytes:
             self._known_ahead = max(_FEWEST_KNOWN, int(self._limit.size_bytes / KNOWN_PART / mean_bytes))
         in_use = self._in_use()
-        self._kept = _Told(self._streams, len(in_use) // _PARTS)
+        most = len(in_use) // _PARTS
+        self._kept = _Told(self._streams, most) if most else None
         self._cache.keep_open(in_use)
         self._tell_progress()
 
@@ -423,7 +419,7 @@ class Reader:
         if self._spans.is_on:
             now_ns, shard = time.time_ns(), self.config.shards[needed[0]].name if needed else ""
             self._spans.add("wait for bytes", now_ns - waited_ns, now_ns, shard=shard)
-        self.waited_ns += waited_ns
+        self._stages.waited_ns += waited_ns
         self._counts.add("shuffle_wait_ns" if is_held_back else "bytes_wait_ns", waited_ns)
         self._control.by_source[self._row, source, 1] += waited_ns
         if needed and self._control.wanted_seconds():
@@ -492,7 +488,8 @@ class Reader:
             needed.update(dict.fromkeys(open_shards))
             if self._fills_ahead and source not in self._idle:
                 later.update(dict.fromkeys(stream.coming(min(self._shards_ahead(), _MOST_AHEAD)).tolist()))
-        self._wanted = _Told(self._streams, max(most_open, len(later)) // _PARTS)
+        most = max(most_open, len(later)) // _PARTS
+        self._wanted = _Told(self._streams, most) if most else None
         self.fills.want(needed, later, in_use, most_open)
 
     def _in_use(self) -> set[int]:
@@ -512,7 +509,7 @@ class _Told:
 
     Args:
         streams: of the reader.
-        most: how many shards may be opened or left before it is outdated.
+        most: how many shards may be opened or left before it is outdated; with few shards none is kept.
     """
 
     def __init__(self, streams: Mapping[tuple[int, int], ReferenceStream], most: int):
@@ -521,6 +518,6 @@ class _Told:
 
     def holds(self, streams: Mapping[tuple[int, int], ReferenceStream]) -> bool:
         """True if it isn't outdated."""
-        if not self._most or streams.keys() != self._visits.keys():
+        if streams.keys() != self._visits.keys():
             return False
         return sum(abs(stream.visits - self._visits[key]) for key, stream in streams.items()) <= self._most

@@ -15,7 +15,7 @@ import xxhash
 from streamload.cache.demand import VISITS_KEPT, DemandFile, short
 from streamload.cache.shard import ShardList
 from streamload.cache.tier import Tier
-from streamload.order.group import Cursor, GroupOrder
+from streamload.order.group import GroupOrder
 from streamload.order.lanes import Arrivals, apart
 from streamload.order.left_out import Tally
 from streamload.worker.states import CheckedArrivals, SourceState
@@ -81,9 +81,10 @@ class ReferenceStream:
         self._in_use = None
         return self._here(self._order.blocked(self._repeated or self._arrivals))
 
-    def reaches(self, position: int) -> bool:
-        """True if all references before a position are known, or there are no more."""
-        return self.has(position) or self._order.finished
+    @property
+    def is_over(self) -> bool:
+        """True if all references are known: the sequence has ended."""
+        return self._order.finished
 
     def has(self, position: int) -> bool:
         """True if the references up to a position are known."""
@@ -144,13 +145,9 @@ class ReferenceStream:
             self._hashed = self._base + stop
         return self._hash.intdigest()
 
-    def cursor(self, position: int) -> Cursor:
-        """The cursor at a taken position, or at the end of the sequence if that comes before."""
-        return self._order.mark_at(min(position, self._order.position))
-
     def state(self, position: int) -> SourceState:
         """The state at a taken position, or at the end of the sequence if that comes before."""
-        cursor = self.cursor(position)
+        cursor = self._order.mark_at(min(position, self._order.position))
         shards = np.array(self.shards_in_use(), np.int64) - self._first
         return SourceState(cursor, self._arrivals.begun(shards, cursor.pass_))
 

@@ -264,4 +264,5 @@ class Step:
 
 def _sources(seats: npt.NDArray[np.int64]) -> list[int]:
     """The distinct sources of some seats, sorted (np.unique would import numpy.ma: 5 MB in each worker)."""
-    return [int(source) for source in np.flatnonzero(np.bincount(seats))]
+    sources: list[int] = np.flatnonzero(np.bincount(seats)).tolist()
+    return sources

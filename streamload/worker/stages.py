@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic_ns, time_ns
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,9 +20,6 @@ from streamload.batches.in_progress import MakingCosts
 from streamload.ipc import ControlBlock, spent_ns
 from streamload.metrics import Counters
 from streamload.worker.messages import ready_counts
-
-if TYPE_CHECKING:
-    from streamload.worker.reader import Reader
 
 _MOST_SPANS = 200_000
 """Of a process; about 40 MB."""
@@ -112,11 +108,13 @@ class Stages:
 
     Args:
         counts: of this process.
-        reader: of this process; while it waits for bytes, no stage runs.
+
+    Attributes:
+        waited_ns: for which the reader has waited for bytes so far; no stage runs then.
     """
 
-    def __init__(self, counts: Counters, reader: Reader):
-        self._counts, self._reader = counts, reader
+    def __init__(self, counts: Counters):
+        self._counts, self.waited_ns = counts, 0
         self._samples_ns = self._read_ns = self._finish_ns = 0  # of the current batch
         self._read_began = self._waited_before = 0
         self._resize_share = 0.0
@@ -132,22 +130,22 @@ class Stages:
     def samples(self) -> Iterator[None]:
         """Time the reading and placing of samples."""
         self._read_ns = 0
-        start_ns, waited_before = monotonic_ns(), self._reader.waited_ns
+        start_ns, waited_before = monotonic_ns(), self.waited_ns
         try:
             yield
         finally:
             taken_ns = monotonic_ns() - start_ns
-            waited_ns = self._reader.waited_ns - waited_before
+            waited_ns = self.waited_ns - waited_before
             self._samples_ns += max(0, taken_ns - self._read_ns - waited_ns)
             self._counts.add_all({"transform_ns": taken_ns, "read_ns": self._read_ns})
 
     def begin_read(self) -> None:
         """Start the clock of reading."""
-        self._read_began, self._waited_before = monotonic_ns(), self._reader.waited_ns
+        self._read_began, self._waited_before = monotonic_ns(), self.waited_ns
 
     def end_read(self) -> None:
         """Stop the clock of reading."""
-        waited_ns = self._reader.waited_ns - self._waited_before
+        waited_ns = self.waited_ns - self._waited_before
         self._read_ns += max(0, monotonic_ns() - self._read_began - waited_ns)
 
     @contextmanager
