@@ -237,7 +237,7 @@ class Places:
         if number not in self._known:
             forget = weakref.ref(memory, lambda _: self._known.pop(number, None))
             # Views keep their base alive: the detached tensor, not the one that is to be forgotten.
-            self._known[number] = forget, [Place.of(part) for part in split(memory.detach())]
+            self._known[number] = forget, Place.of_each(split(memory.detach()))
         return self._known[number][1]
 
 

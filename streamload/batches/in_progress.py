@@ -126,8 +126,8 @@ class RowKinds:
 
     def chosen(
         self, shard: int, extensions: Collection[str], image: Choose, text: Choose | None
-    ) -> tuple[str, tuple[str, str | None] | None] | None:
-        """The members to use of a sample: its image or "", and its text or None; None if one is missing."""
+    ) -> Members | None:
+        """The members to use of a sample; None if one is missing."""
         raise NotImplementedError
 
     def with_rows(

@@ -14,7 +14,7 @@ import torch
 
 from streamload.batches.assembly import BatchAssembly
 from streamload.batches.collate import Allocate
-from streamload.batches.in_progress import Choose, RowKinds
+from streamload.batches.in_progress import Choose, Members, RowKinds
 from streamload.cache.selection import Modality
 from streamload.errors import OptionError
 from streamload.extension import Extension
@@ -75,14 +75,14 @@ class Modalities(RowKinds):
 
     def chosen(
         self, shard: int, extensions: Collection[str], image: Choose, text: Choose | None
-    ) -> tuple[str, tuple[str, str | None] | None] | None:
-        """The members to use of a sample: its image or "", and its text or None; None if one is missing."""
+    ) -> Members | None:
+        """The members to use of a sample; None if one is missing."""
         modality, image_member, text_member = self.of_shard(shard), None, None
         if modality != "text" and (image_member := image(extensions)) is None:
             return None
         if modality != "image" and (text is None or (text_member := text(extensions)) is None):
             return None
-        return ("" if image_member is None else image_member[0]), text_member
+        return Members("" if image_member is None else image_member[0], text_member, None)
 
     def with_rows(
         self,
