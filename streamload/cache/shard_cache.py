@@ -172,7 +172,14 @@ class ShardCache:
         """The open view of a shard; opened now if it isn't."""
         view = self._views.get(shard)
         if view is None:
-            view = ShardView(self._tiers, self.shards[shard], self._fetch, self._freshness, self._files)
+            view = ShardView(
+                self._tiers,
+                self.shards[shard],
+                self._fetch,
+                self._freshness,
+                self._files,
+                self._selection.of_shard(shard).needed,
+            )
             self._views[shard] = view
             self._count("tier_hits" if view.was_complete else "tier_misses", shard)
         return view
@@ -186,7 +193,7 @@ class ShardCache:
     ) -> Sample | None:
         """A sample and its bytes; None while they aren't in the tier. See `ShardView.read`."""
         view = self.view(shard)
-        read = view.read(number, self._selection.of_shard(shard).needed, memory, entry_place)
+        read = view.read(number, memory, entry_place)
         if read is None:
             return None
         entry, members = read

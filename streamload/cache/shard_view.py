@@ -112,6 +112,8 @@ class ShardView:
         fetch: reads samples of an index-only copy; None: such copies are ignored.
         freshness: decides which version the run reads; None: any.
         files: closes the files of views that weren't used for long; None: none are closed.
+        needed: selects the members that are read of a sample of more than AT_ONCE_BYTES; None: all of them,
+            however large.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class ShardView:
         fetch: Fetch | None = None,
         freshness: Freshness | None = None,
         files: OpenFiles | None = None,
+        needed: Needed | None = None,
     ):
         self.shard = shard
         self._files = files
@@ -128,7 +131,7 @@ class ShardView:
         self._freshness = freshness if shard.local is None else None
         self._tiers = (lambda: (tiers,)) if isinstance(tiers, Tier) else tiers
         self._avoided: set[Path] = set()  # damaged copies that can't be removed
-        self._fetch = fetch
+        self._fetch, self._needed = fetch, needed
         self._index: ShardCopy | None = None  # provides the entries: never fewer than before
         self._data: ShardCopy | None = None  # provides the samples: usually the same copy
         self._is_resting = False  # its copies were closed; what is known of the shard remains
@@ -219,19 +222,18 @@ class ShardView:
     def read(
         self,
         number: int,
-        needed: Needed | None = None,
         memory: ReadMemory | None = None,
         entry_place: Found | None = None,
+        needed: Needed | None = None,
     ) -> tuple[Entry, Members] | None:
         """The entry and members of sample `number`; None if they aren't there (yet).
 
         A copy whose bytes fail their checksum is removed from the tier, so that it is fetched again.
 
         Args:
-            needed: selects the members that are returned of a sample of more than AT_ONCE_BYTES. None: all of
-                them, however large.
             memory: where the bytes may be put.
             entry_place: the result of `find` for this sample, if it was called.
+            needed: in place of the view's.
 
         Raises:
             DatasetChanged: a local file, or the copy that was fetched again, differs from what the run began
@@ -246,7 +248,7 @@ class ShardView:
         if copy.is_index_only:
             return entry, self.fetched(copy, [entry])[0]
         try:
-            members = read_sample(copy.descriptor(), entry, needed, memory)
+            members = read_sample(copy.descriptor(), entry, needed or self._needed, memory)
         except OSError as exc:
             if not is_shortage(exc):
                 raise

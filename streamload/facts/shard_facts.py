@@ -254,7 +254,7 @@ def _members(
         if entry.checksum is None:  # nothing to verify: the other members needn't be read
             entry = entry._replace(members=tuple(member for member in entry.members if member[0] in names))
         memory.reset()
-        read = view.read(entry.number, lambda _, names=names: names, memory, (copy, entry))  # type: ignore[misc]
+        read = view.read(entry.number, memory, (copy, entry), lambda _, names=names: names)  # type: ignore[misc]
         if read is None:
             raise _Unreadable
         yield _chosen(read[1], names)

@@ -288,18 +288,18 @@ class WorkerLoop:
         skipped: list[SkippedSample],
     ) -> Batch:
         """The message with a batch's values, and the order after it."""
-        origins = {name: values.pop(name) for name in ("__key__", "__url__")}
+        keys, urls = values.pop("__key__"), values.pop("__url__")
         states, spans, extras = step.states(), step.spans(), dict[str, bytes]()
         if self._parts is not None:
             extras = self._parts.finish(values, BatchRows(step, self._placed, self._reader, states))
-        self._reader.let_go()
+        self._reader.end_batch()
         ready = ready_counts(values)
         if self._slots is not None:
             with self._counts.timed("hand_over_ns"):
                 values = self._slots.hand_over(values, self._counts)
         if self._config.with_keys:
-            values |= origins
-        stop, rows = epoch.sampler.steps.begin(number + 1), len(origins["__key__"])
+            values |= {"__key__": keys, "__url__": urls}
+        stop, rows = epoch.sampler.steps.begin(number + 1), len(keys)
         order = OrderStep(step.position, stop, SealedStates(states), spans)
         self._counts.add_all(ready)
         generation, blocked = epoch.start.generation, self._reader.blocked()
@@ -376,7 +376,6 @@ class WorkerLoop:
             with self._stages.finish():
                 values = batch.finish(step.bounds)
             self._stages.made(batch.measured(), values.get("patch_valid"))
-        self._reader.fill_ahead()
         return values, skipped
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

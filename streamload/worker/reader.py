@@ -290,11 +290,6 @@ class Reader:
         self._wait = None
         self._want()
 
-    def fill_ahead(self) -> None:
-        """Prefetch later shards from now on: the first batch had the link to itself."""
-        if not self._fills_ahead:
-            self._fills_ahead, self._wanted = True, None
-
     def blocked(self) -> tuple[tuple[int, int], ...]:
         """The shards that held up the training loop since the last call, with nanoseconds."""
         blocked = tuple(self._blocked_ns.items())
@@ -304,8 +299,14 @@ class Reader:
             self._report()
         return blocked
 
-    def let_go(self) -> None:
-        """Close the shards that no known reference needs, and announce the progress, once enough changed."""
+    def end_batch(self) -> None:
+        """End a batch: close the shards that no known reference needs, and announce the progress.
+
+        Both once enough changed. Later shards are prefetched from now on: the first batch had the link to
+        itself.
+        """
+        if not self._fills_ahead:
+            self._fills_ahead, self._wanted = True, None
         if self._kept is not None and self._kept.holds(self._streams):
             return
         mean_bytes = 0.0 if self._known_ahead else self._cache.mean_sample_bytes()
