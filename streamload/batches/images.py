@@ -20,6 +20,7 @@ from streamload.transforms.decode import (
     Pixels,
     decode_jpeg_or_image,
     decode_there,
+    jpeg_size,
     place_in_scratch,
 )
 from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
@@ -333,7 +334,8 @@ class PlannedImages:
         if data[:2] == PPM_START:
             pixels = ppm_pixels(data, True, self._most_pixels)
             return _Planned(None, is_prepared, seed, pixels, self._put(pixels, seed))
-        place = place_in_scratch(data, self._most_pixels)
+        size = jpeg_size(data, self._most_pixels)
+        place = None if size is None else place_in_scratch(*size)
         put = None if place is None else self._put(place, seed)
         return _Planned(data, is_prepared, seed, place, put)
 
