@@ -166,9 +166,10 @@ class Epoch(CurrentEpoch):
             is_last = self._count == self.steps
             if not is_last and (self._accelerate is not None or self._count == self.expected):
                 with self._collector.waiting(time.monotonic()):
-                    self._pending = self._look_ahead(self._collector.observer.tick)
+                    ahead = self._look_ahead(self._collector.observer.tick)
                 self._pending_waited_ns = self._collector.waited_ns
-                is_last = self._pending is None
+                is_last = ahead is _END_OF_DATA
+                self._pending = None if is_last else ahead
             elif self._feed.runs_ahead and not is_last:
                 self._pending = self._look_ahead()
             output = self._collector.accept(batch, values, waited_ns)
@@ -259,10 +260,12 @@ class Epoch(CurrentEpoch):
         return _Pending(batch, self._feed.send(batch.values) if batch.rows.samples else dict)
 
     def _look_ahead(self, while_waiting: Callable[[], object] | None = None) -> _Pending | None:
-        """Send the next batch if there is one, as for `InOrder.next`; its errors are raised in its turn."""
+        """Send the next batch (as `InOrder.next`); None if it hasn't arrived. Errors are raised in its turn."""
         try:
             batch = self._batches.next(while_waiting)
-            return None if batch is None else self._send(batch)
+            if batch is None:
+                return None if self._batches.end is None else _END_OF_DATA
+            return self._send(batch)
         except Exception as exc:
             # Its traceback refers to this frame, and would keep the epoch alive.
             return _Pending(None, functools.partial(_raise, as_failure(exc).with_traceback(None)))
