@@ -260,7 +260,7 @@ class Epoch(CurrentEpoch):
         return _Pending(batch, self._feed.send(batch.values) if batch.rows.samples else dict)
 
     def _look_ahead(self, while_waiting: Callable[[], object] | None = None) -> _Pending | None:
-        """Send the next batch (as `InOrder.next`); None if it hasn't arrived. Errors are raised in its turn."""
+        """Send the next batch (as `InOrder.next`); None if it hasn't come. Errors are raised in its turn."""
         try:
             batch = self._batches.next(while_waiting)
             if batch is None:
