@@ -46,23 +46,37 @@ def rooms() -> Iterator[str]:
         yield f"{title}: {', '.join(names)}"
 
 
+def names_of(node: ast.ClassDef) -> set[str]:
+    """The names of a class's members, with those that it sets on its instances."""
+    names = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+    for each in ast.walk(node):
+        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+            names.add(each.id)
+        elif isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
+            names.add(each.attr)
+    return names
+
+
 def protocols() -> dict[str, int]:
-    """The Protocols, and how many classes are one: by their bases, or as they have all of its names."""
-    members, bases = {}, {}
+    """The Protocols, and how many classes are one: by their bases, or as they have all of its names.
+
+    Those of `__call__` alone are types of functions, and don't count.
+    """
+    own, bases = {}, {}
     for path in (ROOT / "streamload").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 bases[node.name] = {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
-                functions = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
-                fields = (each.target for each in node.body if isinstance(each, ast.AnnAssign))
-                members[node.name] = functions | {field.id for field in fields if isinstance(field, ast.Name)}
-    found = {name for name, of_class in bases.items() if "Protocol" in of_class}
-    public = {name: {each for each in members[name] if not each.startswith("__")} for name in found}
+                own[node.name] = names_of(node)
+
+    def ancestors(name: str) -> set[str]:
+        return {name}.union(*(ancestors(base) for base in bases.get(name, ()) if base != name))
+
+    members = {name: set().union(*(own.get(each, set()) for each in ancestors(name))) for name in own}
+    found = {name for name, of_class in bases.items() if "Protocol" in of_class and own[name] != {"__call__"}}
+    public = {name: {each for each in own[name] if not each.startswith("__")} for name in found}
     return {
-        name: sum(
-            name in bases[other] or (bool(public[name]) and public[name] <= members[other])
-            for other in members.keys() - found
-        )
+        name: sum(name in ancestors(other) or public[name] <= members[other] for other in own.keys() - found)
         for name in sorted(found)
     }
 
@@ -94,7 +108,7 @@ def main() -> None:
     aged = provenance.old(provenance.read_all())
     several = sorted(name for name, modules in classes.items() if len(modules) > 1)
     by_protocol = protocols()
-    single = [name for name, count in by_protocol.items() if count == 1]
+    single = [name for name, count in by_protocol.items() if count <= 1]
     room = "".join(path.read_text() for path in (ROOT / "streamload" / "extension").glob("*.py"))
     walks = " / ".join(str(number) for number in batch["walk"])
     for figure, value in {

@@ -302,7 +302,7 @@ def run_alone(alone: Alone, data: Path) -> Row:
             )
         )
         row = taken(iter(loader), alone, device)
-        shares = {name.removeprefix("decode."): share for name, share in loader._parts.metrics().items()}
+        shares = {name.removeprefix("decode."): share for name, share in loader._run.parts.metrics().items()}
         return {**row, **shares}
 
 

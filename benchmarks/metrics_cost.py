@@ -39,8 +39,10 @@ from streamload.batches.in_progress import MakingCosts
 from streamload.batches.tokenize import BatchTokenizer
 from streamload.loader.loader import Loader
 from streamload.loader.rank_process import LoopClock
+from streamload.metrics import Counters
 from streamload.observe.observer import RunObserver
 from streamload.observe.page import read_runs
+from streamload.worker.messages import ready_counts
 from streamload.worker.stages import Stages
 
 SAMPLES, BATCH = 640, 64
@@ -121,10 +123,11 @@ def without_metrics() -> Iterator[None]:
 
     with contextlib.ExitStack() as patches:
         for owner, name, instead in (
-            *((Stages, name, nothing) for name in ("begin_read", "end_read", "made", "ready", "handed_over")),
+            *((Stages, name, nothing) for name in ("begin_read", "end_read", "made", "handed_over")),
             *((Stages, name, nothing_timed) for name in ("samples", "finish")),
             *((LoopClock, name, nothing) for name in ("asked", "took", "returned", "wait_began")),
             *((RunObserver, name, nothing) for name in ("took", "tick", "waited")),
+            (Counters, "add_all", nothing),
             (LoopClock, "copying", nothing_timed),
             (LoopClock, "wait_ended", lambda *_: 0),
             (BatchTokenizer, "real_and_padding", lambda *_: (0, 0)),
@@ -138,8 +141,9 @@ def cost_of_parts(loader: Loader, cache_dir: str) -> dict[str, float]:
     """Microseconds of what is done for each batch, once a second, and by a reader."""
     batches = iter(loader)
     batch, _ = next(batches)
-    clock, observer, stages = loader._process.clock, loader.observer, Stages(loader._process.counts)
-    made = mock.Mock(values={"image": batch}, blocked=(), passes=())
+    counts, clock, observer = loader._run.process.counts, loader._run.process.clock, loader.observer
+    stages = Stages(counts)
+    made = mock.Mock(values={"image": batch}, blocked=(), rows=mock.Mock(passes=()))
     measured = MakingCosts(1000, 1000, 1000, 100, 100)
 
     def count() -> None:
@@ -153,7 +157,7 @@ def cost_of_parts(loader: Loader, cache_dir: str) -> dict[str, float]:
         with stages.finish():
             pass
         stages.made(measured, None)
-        stages.ready({"ready_image_bytes": 1, "ready_text_bytes": 1, "ready_other_bytes": 0})
+        counts.add_all(ready_counts(made.values))
         stages.handed_over()
         with clock.copying():
             pass

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from time import monotonic_ns
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import torch
 
 from streamload.batches.captions import read_caption, read_label, read_score
 from streamload.batches.draws import UserDraws
-from streamload.batches.images import BatchImages, ImageAssembly, PixelRecipe
+from streamload.batches.images import BatchImages, ImageAssembly
 from streamload.batches.in_progress import (
     Allocate,
     BatchFactory,
@@ -29,7 +30,11 @@ from streamload.batches.in_progress import (
 from streamload.batches.tokenize import BatchTokenizer, Texts
 from streamload.errors import BlankCaption, add_note
 from streamload.extension import BatchColumn
+from streamload.origins.origin import Recipe
 from streamload.shards.samples import Sample
+
+_LAYOUTS_KEPT = 256
+"""Lists of extensions whose choice of members is remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +71,19 @@ class BatchAssembly:
     collate: Collate | None = None
     as_model_inputs: bool = False
     trim: Trim | None = None
-    preparation: PixelRecipe | None = None
+    preparation: Recipe | None = None
     kinds: RowKinds | None = None
     draws: UserDraws = field(
         default_factory=lambda: UserDraws("map_sample"), init=False, compare=False, repr=False
     )
 
-    def members_of(self, sample: Sample) -> Members:
-        """The members to use; a sample without them isn't usable by its index entry, and doesn't get here."""
-        if self.kinds is not None:
-            chosen = self.kinds.chosen(sample.shard, sample.members, self.image, self.text)
-            if chosen is None:
-                raise KeyError(f"{sample.key} has only {', '.join(sample.members)}")
-            return Members(*chosen, None)
-        image = self.image(sample.members)
-        text, label = (
-            None if choose is None else choose(sample.members) for choose in (self.text, self.label)
-        )
+    def members_of(self, extensions: Collection[str]) -> Members | None:
+        """The members to use of a sample that has these, without `kinds`; None if one is missing."""
+        image = self.image(extensions)
+        text = None if self.text is None else self.text(extensions)
+        label = None if self.label is None else self.label(extensions)
         if image is None or (text is None) != (self.text is None) or (label is None) != (self.label is None):
-            raise KeyError(f"{sample.key} has only {', '.join(sample.members)}")
+            return None
         return Members(image[0], text, label)
 
     @property
@@ -110,10 +109,12 @@ class BatchAssembly:
                 None if images is None else images(size, allocate),
                 allocate,
             )
+        members_of = functools.lru_cache(_LAYOUTS_KEPT)(self.members_of)
         return lambda size, allocate, seq_len=0: _CaptionedBatch(
             None if images is None else images(size, allocate, seq_len),
             () if columns is None else columns(size, allocate),
             self,
+            members_of,
             allocate,
         )
 
@@ -138,6 +139,7 @@ class _CaptionedBatch:
         images: BatchImages | None,
         columns: Sequence[BatchColumn],
         assembly: BatchAssembly,
+        members_of: Callable[[tuple[str, ...]], Members | None],
         allocate: Allocate,
     ):
         self._images = images
@@ -146,7 +148,7 @@ class _CaptionedBatch:
         self._assembly = assembly
         self._allocate = allocate
         self._allows_blank = assembly.blank_captions
-        self._members: dict[tuple[str, ...], Members] = {}  # by the sample's extensions
+        self._members_of = members_of
         self._read_label = read_score if assembly.label_dtype.is_floating_point else read_label
         self._kinds = assembly.kinds
         self._added: list[_Captioned] = []
@@ -158,7 +160,13 @@ class _CaptionedBatch:
 
     def parse(self, sample: Sample, seed: int) -> _Captioned:
         """The caption first: if it is bad, that is cheaper to find out."""
-        members = self._members_of(sample)
+        extensions = tuple(sample.members)
+        if self._kinds is None:
+            members = self._members_of(extensions)
+        else:
+            members = self._kinds.chosen(sample.shard, extensions, self._assembly.image, self._assembly.text)
+        if members is None:  # such a sample isn't usable by its index entry, and doesn't get here
+            raise KeyError(f"{sample.key} has only {', '.join(extensions)}")
         caption = label = None
         if members.text is not None:
             member, field = members.text
@@ -196,15 +204,6 @@ class _CaptionedBatch:
             if self._images is not None:
                 self._images.drop_last()
             raise
-
-    def _members_of(self, sample: Sample) -> Members:
-        extensions = tuple(sample.members)
-        if self._kinds is not None:
-            return self._assembly.members_of(sample)
-        members = self._members.get(extensions)
-        if members is None:
-            members = self._members[extensions] = self._assembly.members_of(sample)
-        return members
 
     def finish(self, bounds: Bounds | None = None) -> dict[str, Any]:
         keys, urls = [row.key for row in self._added], [row.url for row in self._added]

@@ -32,7 +32,8 @@ def read_caption(data: bytes | memoryview, field: str | None = None) -> str:
     """
     if field is not None:
         return _caption_of(_json_field(data, field, "caption", CaptionError), field)
-    _check_size(data, "caption", CaptionError)
+    if len(data) > MAX_CAPTION_BYTES:
+        raise _too_large(data, "caption", CaptionError)
     try:
         return str(data, "utf-8")
     except UnicodeDecodeError as exc:
@@ -124,7 +125,8 @@ def _caption_of(value: Any, field: str) -> str:
 
 
 def _json_field(data: bytes | memoryview, field: str, kind: str, error: type[SampleError]) -> Any:
-    _check_size(data, kind, error)
+    if len(data) > MAX_CAPTION_BYTES:
+        raise _too_large(data, kind, error)
     try:
         value = json.loads(bytes(data))
     except (ValueError, RecursionError) as exc:
@@ -136,9 +138,8 @@ def _json_field(data: bytes | memoryview, field: str, kind: str, error: type[Sam
     return value[field]
 
 
-def _check_size(data: bytes | memoryview, kind: str, error: type[SampleError]) -> None:
-    if len(data) > MAX_CAPTION_BYTES:
-        raise error(f"{kind} member of {len(data):,} bytes; at most {MAX_CAPTION_BYTES:,} are read")
+def _too_large(data: bytes | memoryview, kind: str, error: type[SampleError]) -> SampleError:
+    return error(f"{kind} member of {len(data):,} bytes; at most {MAX_CAPTION_BYTES:,} are read")
 
 
 def _is_unicode(text: str) -> bool:

@@ -14,12 +14,12 @@ import torch
 
 from streamload.batches.draws import UserDraws
 from streamload.batches.in_progress import Allocate
-from streamload.origins.origin import Origin
 from streamload.transforms.augment import SeededGenerators
 from streamload.transforms.decode import (
     Pixels,
     decode_jpeg_or_image,
     decode_there,
+    jpeg_size,
     place_in_scratch,
 )
 from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
@@ -89,21 +89,16 @@ class ImagesFactory(Protocol):
         ...
 
 
-class PixelRecipe(Protocol):
-    """Preparation of images in advance, after which a training has the same pixels as from the originals."""
+class Resizing(NamedTuple):
+    """Preparation of images that changes their pixels, for those that aren't prepared.
 
-    @property
-    def name(self) -> str:
-        """A name for all that the pixels depend on beside the image."""
-        ...
+    Attributes:
+        name: of all that the pixels depend on beside the image.
+        pixels: returns the pixels of an image's prepared form, valid until this thread decodes another one.
+    """
 
-    def derive(self, origin: Origin) -> Origin:
-        """The prepared form of an origin's shard."""
-        ...
-
-    def pixels(self, data: bytes | memoryview) -> Pixels:
-        """The pixels of a prepared image, of the original; valid until this thread decodes another image."""
-        ...
+    name: str
+    pixels: Callable[[bytes | memoryview], Pixels]
 
 
 class ImageMaker:
@@ -151,8 +146,7 @@ class ImageAssembly:
         preprocess: a plan from pixels to an image of the batch, or a function from PIL image to value; or
             another way.
         as_bytes: leave a plan's images as uint8, to be normalised later.
-        preparation: by which images are prepared; None: none are.
-        changes_pixels: whether the preparation does, so that it is applied to images that aren't prepared.
+        resizing: done to images that aren't prepared; None: nothing is.
         most_pixels: the limit of an image that is decoded (transforms/limits.py); a preparation has its own.
         as_model_inputs: keep all values that an image processor returns, and refuse images that aren't
             tensors.
@@ -161,8 +155,7 @@ class ImageAssembly:
 
     preprocess: ImagePlan | ImageMaker | Preprocess
     as_bytes: bool = False
-    preparation: PixelRecipe | None = None
-    changes_pixels: bool = True
+    resizing: Resizing | None = None
     most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS
     as_model_inputs: bool = False
     draws: UserDraws = field(
@@ -190,11 +183,6 @@ class ImageAssembly:
     def runs_as_given(self) -> bool:
         """True if the user's own function makes the images."""
         return not isinstance(self.preprocess, ImagePlan | ImageMaker)
-
-    @property
-    def resizing(self) -> PixelRecipe | None:
-        """The preparation to apply to images that aren't prepared; None: none."""
-        return self.preparation if self.changes_pixels else None
 
     @property
     def resized(self) -> Callable[[memoryview, bool], Pixels] | None:
@@ -257,7 +245,7 @@ class Places:
         if number not in self._known:
             forget = weakref.ref(memory, lambda _: self._known.pop(number, None))
             # Views keep their base alive: the detached tensor, not the one that is to be forgotten.
-            self._known[number] = forget, [Place.of(part) for part in split(memory.detach())]
+            self._known[number] = forget, Place.of_each(split(memory.detach()))
         return self._known[number][1]
 
 
@@ -353,7 +341,8 @@ class PlannedImages:
         if data[:2] == PPM_START:
             pixels = ppm_pixels(data, True, self._most_pixels)
             return _Planned(None, is_prepared, seed, pixels, self._put(pixels, seed))
-        place = place_in_scratch(data, self._most_pixels)
+        size = jpeg_size(data, self._most_pixels)
+        place = None if size is None else place_in_scratch(*size)
         put = None if place is None else self._put(place, seed)
         return _Planned(data, is_prepared, seed, place, put)
 

@@ -87,16 +87,25 @@ MakeColumns = Callable[[int, Allocate], Sequence[BatchColumn]]
 """Makes the columns of an empty batch, by its capacity."""
 
 
-class Trim(Protocol):
-    """Cuts the columns of a batch to what its rows need, and measures these."""
+class Trim:
+    """Cuts the columns of a batch to what its rows need, and measures these; here rows have one length.
+
+    Subclass it, and give it to a batch in `Extension.assembly`: `return replace(assembly, trim=Half())`.
+
+        class Half(Trim):
+            def cut(self, texts, bounds):
+                return Texts(texts.ids[:, : texts.ids.shape[1] // 2], texts.others, texts.valid)
+    """
+
+    __slots__ = ()
 
     def cut(self, texts: Texts, bounds: Bounds | None) -> Texts:
         """Leave out columns that no row needs, here or elsewhere."""
-        ...
+        return texts
 
     def beside(self, texts: Texts) -> dict[str, torch.Tensor]:
         """More values of a batch, beside its ids."""
-        ...
+        return {}
 
     def measured(
         self, values: Mapping[str, Any], texts: Texts | None, length: int, bounds: Bounds | None
@@ -109,17 +118,22 @@ class Trim(Protocol):
             length: of texts that aren't cut.
             bounds: as for BatchInProgress.
         """
-        ...
+        return {}
 
 
-class RowKinds(Protocol):
-    """Rows of a batch of which some have only an image, or only a text."""
+class RowKinds:
+    """Rows of a batch of which some have only an image, or only a text: subclass it.
+
+    `Extension.assembly` gives it to batches: `return replace(assembly, kinds=MyKinds(options.sources))`.
+    """
+
+    __slots__ = ()
 
     def chosen(
         self, shard: int, extensions: Collection[str], image: Choose, text: Choose | None
-    ) -> tuple[str, tuple[str, str | None] | None] | None:
-        """The members to use of a sample: its image or "", and its text or None; None if one is missing."""
-        ...
+    ) -> Members | None:
+        """The members to use of a sample; None if one is missing."""
+        raise NotImplementedError
 
     def with_rows(
         self,
@@ -137,7 +151,7 @@ class RowKinds(Protocol):
             has_image, has_text: of each row of the batch.
             allocate: makes tensors.
         """
-        ...
+        raise NotImplementedError
 
 
 class BatchInProgress(Protocol):

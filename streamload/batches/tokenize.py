@@ -213,12 +213,9 @@ class BatchTokenizer:
 
     def _texts(self, captions: list[str]) -> Texts:
         result = self._tokenizer(captions, **self._options)
-        others = {}
-        if isinstance(result, Mapping):
-            others = {name: value for name, value in result.items() if name != "input_ids"}
-            result = result.get("input_ids")
-        ids = self._checked(result, len(captions))
-        others = {name: self._checked_rows(name, value, len(ids)) for name, value in others.items()}
+        named = dict(result) if isinstance(result, Mapping) else {"input_ids": result}
+        ids = self._checked(named.pop("input_ids", None), len(captions))
+        others = {name: self._checked_rows(name, value, len(ids)) for name, value in named.items()}
         if not self._finds_padding:
             return Texts(ids, others)
         valid = valid_ids(self._tokenizer, ids, others)
@@ -416,5 +413,5 @@ def valid_ids(tokenizer: Any, ids: torch.Tensor, others: Mapping[str, torch.Tens
 
 def _is_simple(tokenizer: Any) -> bool:
     """True if it is open_clip's SimpleTokenizer in any of its modes: each row ends with an end token."""
-    simple = "open_clip.tokenizer", "SimpleTokenizer"
-    return any((kind.__module__, kind.__name__) == simple for kind in type(tokenizer).__mro__)
+    names = [(kind.__module__, kind.__name__) for kind in type(tokenizer).__mro__]
+    return ("open_clip.tokenizer", "SimpleTokenizer") in names

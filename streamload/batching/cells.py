@@ -8,75 +8,15 @@ block in which it would have come anyway, and whoever knows the costs of a block
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from math import isqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streamload.errors import OptionError
-from streamload.order.events import Event
 from streamload.order.hashing import stream
-from streamload.order.steps import Block, StepStart
 
 _CELLS_OF_A_STEP = 32
 """Within a step rows are sorted as into so many cells."""
-
-
-@dataclass(frozen=True, slots=True)
-class CellBlocks:
-    """Division of the steps of a sequence into blocks.
-
-    Attributes:
-        batch: the positions of a step.
-        steps: of a block, at least 1.
-        origin: the position at which the first block begins.
-        are_growing: whether the first blocks are shorter, of 1, 1, 2, 4, … steps, and the first step isn't
-            planned: so the first batch of a run is computed while its samples arrive.
-    """
-
-    batch: int
-    steps: int
-    origin: int = 0
-    are_growing: bool = False
-
-    def __post_init__(self) -> None:
-        if self.batch < 1 or self.steps < 1 or self.origin < 0:
-            raise OptionError(f"blocks of {self.steps} steps of {self.batch} samples from {self.origin}")
-
-    def resized(self, size: Event) -> CellBlocks:
-        """The blocks from an event on that sets another size of steps."""
-        grow = self.are_growing and size.position == 0
-        return CellBlocks(size.value["batch"], size.value["block"], size.position, grow)
-
-    def is_planned(self, position: int) -> bool:
-        """True if the step that begins at a global position is planned: all but the first of a run."""
-        return not (self.are_growing and position == self.origin)
-
-    def at(self, position: int) -> Block:
-        """The block of the step that begins at a global position."""
-        number = (position - self.origin) // self.batch
-        grown = 1 << (self.steps - 1).bit_length() if self.are_growing else 0
-        if number >= grown:
-            first = grown + (number - grown) // self.steps * self.steps
-            count = self.steps
-        else:
-            first = 1 << number.bit_length() >> 1
-            count = max(1, first)
-        begin = self.origin + first * self.batch
-        return Block(begin, begin + count * self.batch)
-
-
-@dataclass(frozen=True, slots=True)
-class BlockOptions:
-    """Options of blocks of so many steps each."""
-
-    steps: int
-
-    def blocks(self, batch: int, start: StepStart) -> CellBlocks:
-        """The blocks of a sequence, by the epoch in which it began: those of a run's first one grow."""
-        origin = start.blocks_from
-        return CellBlocks(batch, self.steps, origin, are_growing=start.sequence == 0 and origin == 0)
 
 
 def cells(costs: NDArray[np.float64], steps: int, key: int) -> NDArray[np.int64]:

@@ -15,9 +15,9 @@ import numpy.typing as npt
 import torch
 
 from streamload.batches.collate import Views
-from streamload.batching.part_size import Agree, DeviceMemory, PartSizer
+from streamload.batching.part_size import Agree, PartSizer
 from streamload.derived.calls.features import FeatureRows
-from streamload.device import memory_of
+from streamload.device import CudaMemory, memory_of
 from streamload.errors import OptionError, add_note
 from streamload.extension import RowWidths, Yielded
 
@@ -226,7 +226,7 @@ class Microbatching:
             self._parts.explain(error)
 
 
-def _device_memory(device: torch.device | None) -> DeviceMemory:
+def _device_memory(device: torch.device | None) -> CudaMemory:
     """Reader of the memory of the device.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from streamload.batches.assembly import BatchAssembly
-from streamload.batches.in_progress import Allocate, Choose
+from streamload.batches.in_progress import Allocate, Choose, Members, RowKinds
 from streamload.cache.selection import Modality
 from streamload.errors import OptionError
 from streamload.extension import Extension
@@ -57,7 +57,7 @@ class RowsOfModalities(Extension):
 
 
 @dataclass(frozen=True, slots=True)
-class Modalities:
+class Modalities(RowKinds):
     """Modalities of rows, by the source of their shard.
 
     Attributes:
@@ -74,14 +74,14 @@ class Modalities:
 
     def chosen(
         self, shard: int, extensions: Collection[str], image: Choose, text: Choose | None
-    ) -> tuple[str, tuple[str, str | None] | None] | None:
-        """The members to use of a sample: its image or "", and its text or None; None if one is missing."""
+    ) -> Members | None:
+        """The members to use of a sample; None if one is missing."""
         modality, image_member, text_member = self.of_shard(shard), None, None
         if modality != "text" and (image_member := image(extensions)) is None:
             return None
         if modality != "image" and (text is None or (text_member := text(extensions)) is None):
             return None
-        return ("" if image_member is None else image_member[0]), text_member
+        return Members("" if image_member is None else image_member[0], text_member, None)
 
     def with_rows(
         self,
@@ -93,7 +93,7 @@ class Modalities:
     ) -> dict[str, Any]:
         """The values of a batch with `image_rows` and `text_rows`, int64[M]: the row of each image and text.
 
-        Values of images or texts of which there are none are dropped. See RowKinds.
+        Values of images or texts of which there are none are dropped.
         """
         image_rows, text_rows = (
             torch.tensor(has, dtype=torch.bool).nonzero().flatten() for has in (has_image, has_text)

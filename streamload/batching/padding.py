@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from streamload.batches.in_progress import Bounds
+from streamload.batches.in_progress import Bounds, Trim
 from streamload.batches.tokenize import Texts
 from streamload.extension import Extension, RankPart, RowWidths, WorkerPart
 
@@ -26,8 +26,8 @@ WIDTHS = "__widths__"
 
 
 @dataclass(frozen=True, slots=True)
-class Trimming:
-    """Cutting of captions to the longest of their batch; see Trim.
+class Trimming(Trim):
+    """Cutting of captions to the longest of their batch.
 
     Attributes:
         multiple: of the columns that remain, up to the tokenizer's length; None: captions aren't cut.

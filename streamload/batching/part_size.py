@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+
+from streamload.device import CudaMemory
 
 _SPARE = 0.06
 """Of the device's memory: for fragmentation, and for what differs between parts of one shape."""
@@ -20,30 +21,6 @@ _AS_FAST = 0.97
 _DECISION_STEPS = 32
 _HIGH, _LOW, _LOW_TIMES = 1 - _SPARE / 2, 0.70, 3
 """Above the first share of the memory parts get smaller; below the second, so many times in a row, larger."""
-
-
-class DeviceMemory(Protocol):
-    """The memory of a device, and its time."""
-
-    def limit_bytes(self) -> int:
-        """Memory that this process can have in all."""
-        ...
-
-    def allocated_bytes(self) -> int:
-        """Memory that it has now."""
-        ...
-
-    def reset_peak(self) -> None:
-        """Forget the peak so far."""
-        ...
-
-    def peak_bytes(self) -> int:
-        """The most it had since then."""
-        ...
-
-    def seconds(self) -> float:
-        """A clock, once the device has done what it was given."""
-        ...
 
 
 Agree = Callable[[float], float]
@@ -66,7 +43,7 @@ class PartSizer:
         rows: of a part, from now on.
     """
 
-    def __init__(self, memory: DeviceMemory, agree: Agree, decoding_bytes: int = 0):
+    def __init__(self, memory: CudaMemory, agree: Agree, decoding_bytes: int = 0):
         self.rows = 1
         self._memory, self._agree, self._decoding_bytes = memory, agree, decoding_bytes
         self._row_bytes = math.inf

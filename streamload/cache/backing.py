@@ -10,7 +10,6 @@ import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from streamload.cache.companion import FactsCarrier
 from streamload.cache.freshness import Ask
@@ -34,13 +33,14 @@ class WaitingOrigin(Origin):
     yield_slot: YieldSlot = contextlib.nullcontext
 
 
-class BackingStore(Protocol):
-    """A backing store as one process uses it. Thread-safe."""
+class BackingStore:
+    """A backing store as one process uses it, thread-safe; cache/shared/ subclasses it.
 
-    @property
-    def facts(self) -> FactsCarrier | None:
-        """Carries facts of samples between nodes."""
-        ...
+    Attributes:
+        facts: carries facts of samples between nodes.
+    """
+
+    facts: FactsCarrier = FactsCarrier()
 
     def through(
         self,
@@ -59,32 +59,34 @@ class BackingStore(Protocol):
                 before that `published` if the shard was fetched.
             revalidates: ask the origin for its version before a copy is used, if this process does so at all.
         """
-        ...
+        raise NotImplementedError
 
     def has_prepared(self, form: Shard) -> bool:
         """True if the store holds a prepared shard; the answer is cached for some seconds."""
-        ...
+        raise NotImplementedError
 
     def size(self, shard: Shard) -> int | None:
         """The size of a shard in the store; None: it isn't there, or no answer comes."""
-        ...
+        raise NotImplementedError
 
     def published(self, shard: Shard, directory: Path) -> None:
         """After this process has filled a shard: store it in time, if the store lacks it."""
-        ...
+        raise NotImplementedError
 
     def close(self) -> None:
         """Stop everything, also what is under way. Idempotent."""
-        ...
+        raise NotImplementedError
 
 
-class Backing(Protocol):
-    """Options of a backing store; picklable."""
+class Backing:
+    """Options of a backing store; picklable. cache/shared/ subclasses it.
 
-    @property
-    def url(self) -> str:
-        """Its URL."""
-        ...
+    Attributes:
+        url: of the store.
+    """
+
+    __slots__ = ()
+    url: str
 
     def open(self, counts: Counts, ask: Ask | None = None) -> BackingStore:
         """Open the store in the process that uses it; makes no request yet.
@@ -93,8 +95,8 @@ class Backing(Protocol):
             counts: receives the counters named "shared_…".
             ask: asks an origin for a shard's version before a copy is used; None: any copy is used.
         """
-        ...
+        raise NotImplementedError
 
     def open_read_only(self, counts: Counts) -> BackingStore:
         """Open the store for some reads, which wait for no other node."""
-        ...
+        raise NotImplementedError

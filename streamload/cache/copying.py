@@ -65,7 +65,7 @@ def settled(settings: Settings, shards: ShardList, placed: Placed, nodes: int, *
     else:
         question = ["copy", str(placed.tier.root), fingerprint(shards)]
         agreement = SharedDecision(memory_root(settings), question)
-        placed.agreements.append(agreement)
+        placed.on_close.append(agreement.close)
         tier = placed.tier
         answer = agreement.join(lambda: decide(shards, tier.root, tier.budget.allowed_bytes, nodes))
     if logs:

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 from streamload.cache.budget import is_no_space
 from streamload.cache.locks import FileLock
@@ -81,8 +81,7 @@ class FillOptions:
     leave_tombstone: bool = True
 
 
-@runtime_checkable
-class SizedStream(Protocol):
+class SizedStream:
     """A stream of a prepared shard that has been made before, so that its size is known.
 
     Its version, that of the shard as it is, has another one.

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from streamload.options import nearest
 
@@ -24,18 +24,6 @@ MOST_SHARE = 0.9
 _UNLIMITED_BYTES = 1 << 60
 """Version 1 expresses "no limit" as a huge number."""
 _OCTAL = re.compile(r"\\([0-7]{3})")
-
-
-class DiskUsage(Protocol):
-    """The fields of `shutil.disk_usage` that a tier reads, in bytes."""
-
-    @property
-    def total(self) -> int:
-        """The size of the disk."""
-
-    @property
-    def free(self) -> int:
-        """Bytes that this user may still write to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +39,8 @@ class FreeMemory:
     bound: str
 
 
-class MemoryUsage(NamedTuple):
-    """The size of a tmpfs, and how much may be written to it now, in bytes."""
+class DiskUsage(NamedTuple):
+    """The size of a disk or tmpfs, and how much may be written to it now, in bytes."""
 
     total: int
     free: int
@@ -89,13 +77,13 @@ def free_memory(place: Path = PLACE, root: Path = Path("/")) -> FreeMemory:
     return min(tmpfs, available(root), key=lambda place_free: place_free.free_bytes)
 
 
-def usage(place: Path) -> MemoryUsage:
-    """The `shutil.disk_usage` of a tier in a tmpfs.
+def usage(place: Path) -> DiskUsage:
+    """The usage of a tier in a tmpfs.
 
     Raises:
         OSError: the size of the tmpfs can't be read.
     """
-    return MemoryUsage(shutil.disk_usage(place).total, free_memory(place).free_bytes)
+    return DiskUsage(shutil.disk_usage(place).total, free_memory(place).free_bytes)
 
 
 def available(root: Path = Path("/")) -> FreeMemory:

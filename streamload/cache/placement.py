@@ -74,7 +74,7 @@ def place_tier(settings: Settings, shards: Sequence[Shard], nodes: int = 1) -> P
             agreement.close()
         raise
     if agreement is not None:
-        placed.agreements.append(agreement)
+        placed.on_close.append(agreement.close)
     return placed
 
 

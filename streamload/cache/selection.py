@@ -12,13 +12,14 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from streamload.cache.companion import OpenCompanion
 from streamload.errors import OptionError, add_note
+from streamload.order.lanes import Arrivals
 from streamload.order.left_out import NONE_LEFT_OUT, LeftOut
 from streamload.shards.columns import BUILT_IN, TOKENS, Column, Values
 from streamload.shards.index import IndexReader
@@ -105,7 +106,7 @@ class Repeat:
     fact: str
     function: RateFunction | None
     digest: str
-    arrivals: Callable[..., Any]
+    arrivals: Callable[[Arrivals, Callable[[int], Values], Callable[[], int], int, int], Arrivals]
 
 
 class Selected(NamedTuple):

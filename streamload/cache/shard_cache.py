@@ -32,7 +32,7 @@ from streamload.order.left_out import NONE_LEFT_OUT, LeftOut
 from streamload.origins.origin import Version
 from streamload.shards.columns import IN_RECORDS, Column, Values
 from streamload.shards.index import IndexReader
-from streamload.shards.samples import Entry
+from streamload.shards.samples import Entry, Sample
 
 logger = logging.getLogger("streamload")
 
@@ -80,10 +80,10 @@ class ShardCache:
         files: of this thread, which keeps the shards open.
 
     Attributes:
-        carrier: of facts between nodes; None: each makes its own.
+        carrier: of facts between nodes.
     """
 
-    carrier: FactsCarrier | None = None
+    carrier: FactsCarrier = FactsCarrier()
 
     def __init__(
         self,
@@ -172,24 +172,33 @@ class ShardCache:
         """The open view of a shard; opened now if it isn't."""
         view = self._views.get(shard)
         if view is None:
-            view = ShardView(self._tiers, self.shards[shard], self._fetch, self._freshness, self._files)
+            view = ShardView(
+                self._tiers,
+                self.shards[shard],
+                self._fetch,
+                self._freshness,
+                self._files,
+                self._selection.of_shard(shard).needed,
+            )
             self._views[shard] = view
             self._count("tier_hits" if view.was_complete else "tier_misses", shard)
         return view
-
-    def find(self, shard: int, numbers: Sequence[int]) -> list[Found | None]:
-        """The entries of samples; all None if one of them isn't in the tier. See `ShardView.find`."""
-        return self.view(shard).find(numbers)
 
     def ranges(self, shard: int, numbers: Sequence[int]) -> list[tuple[Version, int, int]]:
         """The byte ranges of samples of an open shard at its origin. See `ShardView.ranges`."""
         return self.view(shard).ranges(numbers) if shard in self._views else []
 
-    def read(
+    def sample(
         self, shard: int, number: int, memory: ReadMemory | None = None, entry_place: Found | None = None
-    ) -> tuple[Entry, memoryview] | None:
-        """The entry and bytes of a sample; None while they aren't in the tier. See `ShardView.read`."""
-        return self.view(shard).read(number, self._selection.of_shard(shard).needed, memory, entry_place)
+    ) -> Sample | None:
+        """A sample and its bytes; None while they aren't in the tier. See `ShardView.read`."""
+        view = self.view(shard)
+        read = view.read(number, memory, entry_place)
+        if read is None:
+            return None
+        entry, members = read
+        prepared = "" if entry.prepared is None else entry.prepared[0]
+        return Sample(entry.key, view.shard.name, members, prepared, entry.checksum, shard, number)
 
     def facts(self, shard: int, numbers: Sequence[int] | Numbers, names: Sequence[str]) -> Facts | None:
         """Facts of samples that have arrived, by name: float64[N], NaN where unknown.
@@ -238,11 +247,13 @@ class ShardCache:
 
     def mean_bytes(self) -> float:
         """The mean size of the shards opened last whose size is known; 0 if none is."""
-        latest = itertools.islice(reversed(self._views.values()), _MEASURED_SHARDS)
-        readers = [view.reader for view in latest if view.reader is not None]
-        sizes = [reader.size or reader.meta.get("size") for reader in readers]
-        whole_sizes = [size for size in sizes if isinstance(size, int)]
-        return sum(whole_sizes) / len(whole_sizes) if whole_sizes else 0.0
+        sizes = []
+        for view in itertools.islice(reversed(self._views.values()), _MEASURED_SHARDS):
+            reader = view.reader
+            size = None if reader is None else reader.size or reader.meta.get("size")
+            if isinstance(size, int):
+                sizes.append(size)
+        return sum(sizes) / len(sizes) if sizes else 0.0
 
     def mean_sample_bytes(self) -> float:
         """The mean size of the samples that have arrived of the open shards; 0 if there are none."""

@@ -30,6 +30,8 @@ _PIECE_BYTES = 1 << 20
 
 Needed = Callable[[Collection[str]], Collection[str]]
 """Selects those of a sample's extensions whose bytes are needed."""
+Members = dict[str, memoryview]
+"""The bytes of a sample's members by extension."""
 
 
 class ReadMemory:
@@ -66,18 +68,18 @@ class ReadMemory:
 
 def read_sample(
     descriptor: int, entry: Entry, needed: Needed | None = None, memory: ReadMemory | None = None
-) -> tuple[Entry, memoryview] | None:
-    """Read and verify a sample: its entry and the bytes of `entry.ranges`; None if they fail.
+) -> Members | None:
+    """Read and verify the members of a sample; None if they fail.
 
-    All of it is verified. A sample of more than AT_ONCE_BYTES is read in pieces: then the entry that is
-    returned has only the needed members, and the bytes are theirs alone.
+    All of it is verified. A sample of more than AT_ONCE_BYTES is read in pieces: then only the needed members
+    are returned.
 
     Args:
         needed: selects the needed members.
         memory: where to put the bytes, until `reset`; None: they get memory of their own.
     """
-    start = entry.start
-    size = entry.stop - start if entry.span is None else sum(stop - first for first, stop in entry.ranges)
+    start, stop = entry.extent
+    size = stop - start if entry.span is None else sum(stop - first for first, stop in entry.ranges)
     try:
         if size > AT_ONCE_BYTES:
             return _read_pieces(descriptor, entry, entry.sizes if needed is None else needed(entry.sizes))
@@ -91,17 +93,18 @@ def read_sample(
             data = data[: os.preadv(descriptor, [data], start)]
     except OSError:
         return None
-    return (entry, data) if len(data) == size and is_whole(entry, data) else None
+    return verified(entry, data) if len(data) == size else None
 
 
-def is_whole(entry: Entry, data: memoryview) -> bool:
-    """True if the bytes match the checksum of their entry."""
+def verified(entry: Entry, data: memoryview) -> Members | None:
+    """Return the members of a sample, given the bytes of `entry.ranges`; None if they fail the checksum."""
+    members = entry.payloads(data)
     if entry.checksum is None:
-        return True
+        return members
     digest = xxhash.xxh3_64()
-    for payload in entry.payloads(data).values():
+    for payload in members.values():
         digest.update(payload)
-    return digest.intdigest() == entry.checksum
+    return members if digest.intdigest() == entry.checksum else None
 
 
 def checksum(descriptor: int, entry: Entry, take: Callable[[str, bytes], None]) -> int | None:
@@ -126,23 +129,19 @@ def checksum(descriptor: int, entry: Entry, take: Callable[[str, bytes], None]) 
     return digest.intdigest()
 
 
-def _read_pieces(descriptor: int, entry: Entry, kept: Collection[str]) -> tuple[Entry, memoryview] | None:
+def _read_pieces(descriptor: int, entry: Entry, kept: Collection[str]) -> Members | None:
     wanted_entry = entry._replace(members=tuple(member for member in entry.members if member[0] in kept))
-    data = bytearray()
+    members = {extension: bytearray() for extension, _, _ in wanted_entry.members}
 
     def take(extension: str, piece: bytes) -> None:
-        if extension in kept:
-            data.extend(piece)
+        if extension in members:
+            members[extension].extend(piece)
 
     # Without a checksum there is no reason to read the other members.
     digest = checksum(descriptor, wanted_entry if entry.checksum is None else entry, take)
     if digest is None or entry.checksum not in (None, digest):
         return None
-    members, offset = [], entry.start
-    for extension, _, size in wanted_entry.members:
-        members.append((extension, offset, size))
-        offset += size
-    return entry._replace(members=tuple(members), span=None), memoryview(data)
+    return {extension: memoryview(data) for extension, data in members.items()}
 
 
 _BROKEN = {errno.EIO, errno.ENXIO, errno.ESTALE, errno.EUCLEAN}
@@ -223,7 +222,7 @@ class ShardCopy:
         self._data.close()
         return 1
 
-    def _descriptor(self) -> int:
+    def descriptor(self) -> int:
         """The descriptor of the data; -1 if there is none, or if another file has taken its place.
 
         Raises:
@@ -262,16 +261,6 @@ class ShardCopy:
                     f"{shard.name} came with other bytes when it was fetched again; this run has begun "
                     f"to read {before.count} samples of it"
                 )
-
-    def sample(
-        self, entry: Entry, needed: Needed | None, memory: ReadMemory | None = None
-    ) -> tuple[Entry, memoryview] | None:
-        """The entry and bytes of a sample; see `read_sample`.
-
-        Raises:
-            OSError: too many open files.
-        """
-        return read_sample(self._descriptor(), entry, needed, memory)
 
     @property
     def is_closed(self) -> bool:

@@ -15,13 +15,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from streamload import descriptors, limits
 from streamload.cache.directory import inode_of
 from streamload.cache.locks import PATIENCE_SECONDS, FileLock
 from streamload.cache.shard import Shard, is_of, is_outdated
-from streamload.cache.shard_copy import Needed, ReadMemory, ShardCopy, is_whole
+from streamload.cache.shard_copy import Members, Needed, ReadMemory, ShardCopy, read_sample, verified
 from streamload.cache.tier import Tier
 from streamload.errors import CacheCorrupt, CacheError, DatasetChanged, StreamloadError, is_shortage
 from streamload.origins.origin import Version
@@ -49,16 +49,6 @@ _SPARE_SHARE = 4
 """But at most a quarter of the limit."""
 
 
-class FileHolder(Protocol):
-    """Something that keeps files open, and opens them again by itself."""
-
-    def release(self) -> int:
-        """Close what can be opened again as long as the rest is open; returns how many files that were."""
-
-    def rest(self) -> int:
-        """Close everything; returns how many files that were."""
-
-
 class OpenFiles:
     """Files of a tier that one thread keeps open, within this process's limit of open files.
 
@@ -68,26 +58,26 @@ class OpenFiles:
     """
 
     def __init__(self) -> None:
-        self._open: OrderedDict[FileHolder, None] = OrderedDict()
-        self._releasable: OrderedDict[FileHolder, None] = OrderedDict()  # of these, data may be open
+        self._open: OrderedDict[ShardView, None] = OrderedDict()
+        self._releasable: OrderedDict[ShardView, None] = OrderedDict()  # of these, data may be open
         self._shortages = descriptors.shortages
         descriptors.give_up_when_short(self.give_up)
 
     def __repr__(self) -> str:
-        return f"<OpenFiles of {len(self._open)} holders, {len(self._releasable)} whole>"
+        return f"<OpenFiles of {len(self._open)} shards, {len(self._releasable)} whole>"
 
-    def use(self, holder: FileHolder) -> None:
-        """Note that a holder is used: it is closed last, and not before another one is used."""
-        for holders in (self._open, self._releasable):
-            holders[holder] = None
-            holders.move_to_end(holder)
+    def use(self, view: ShardView) -> None:
+        """Note that a view is used: it is closed last, and not before another one is used."""
+        for views in (self._open, self._releasable):
+            views[view] = None
+            views.move_to_end(view)
         if descriptors.shortages != self._shortages:  # another thread couldn't open a file
             self.give_up()
 
-    def forget(self, holder: FileHolder) -> None:
-        """Note that a holder is closed for good."""
-        self._open.pop(holder, None)
-        self._releasable.pop(holder, None)
+    def forget(self, view: ShardView) -> None:
+        """Note that a view is closed for good."""
+        self._open.pop(view, None)
+        self._releasable.pop(view, None)
 
     def trim(self) -> None:
         """Close files while this process has nearly as many open as it may; call it after opening some."""
@@ -106,11 +96,11 @@ class OpenFiles:
         """Close so many files if possible; returns how many were closed."""
         closed = 0
         while closed < files and len(self._releasable) > 1:
-            holder, _ = self._releasable.popitem(last=False)
-            closed += holder.release()
+            view, _ = self._releasable.popitem(last=False)
+            closed += view.release()
         while closed < files and len(self._open) > 1:
-            holder, _ = self._open.popitem(last=False)
-            closed += holder.rest()
+            view, _ = self._open.popitem(last=False)
+            closed += view.rest()
         return closed
 
 
@@ -122,6 +112,8 @@ class ShardView:
         fetch: reads samples of an index-only copy; None: such copies are ignored.
         freshness: decides which version the run reads; None: any.
         files: closes the files of views that weren't used for long; None: none are closed.
+        needed: selects the members that are read of a sample of more than AT_ONCE_BYTES; None: all of them,
+            however large.
     """
 
     def __init__(
@@ -131,6 +123,7 @@ class ShardView:
         fetch: Fetch | None = None,
         freshness: Freshness | None = None,
         files: OpenFiles | None = None,
+        needed: Needed | None = None,
     ):
         self.shard = shard
         self._files = files
@@ -138,7 +131,7 @@ class ShardView:
         self._freshness = freshness if shard.local is None else None
         self._tiers = (lambda: (tiers,)) if isinstance(tiers, Tier) else tiers
         self._avoided: set[Path] = set()  # damaged copies that can't be removed
-        self._fetch = fetch
+        self._fetch, self._needed = fetch, needed
         self._index: ShardCopy | None = None  # provides the entries: never fewer than before
         self._data: ShardCopy | None = None  # provides the samples: usually the same copy
         self._is_resting = False  # its copies were closed; what is known of the shard remains
@@ -229,19 +222,18 @@ class ShardView:
     def read(
         self,
         number: int,
-        needed: Needed | None = None,
         memory: ReadMemory | None = None,
         entry_place: Found | None = None,
-    ) -> tuple[Entry, memoryview] | None:
-        """The entry of sample `number` and the bytes of `entry.ranges`; None if they aren't there (yet).
+        needed: Needed | None = None,
+    ) -> tuple[Entry, Members] | None:
+        """The entry and members of sample `number`; None if they aren't there (yet).
 
         A copy whose bytes fail their checksum is removed from the tier, so that it is fetched again.
 
         Args:
-            needed: selects the members of a sample of more than AT_ONCE_BYTES: the entry then has only
-                those. None: all of them, however large.
             memory: where the bytes may be put.
             entry_place: the result of `find` for this sample, if it was called.
+            needed: in place of the view's.
 
         Raises:
             DatasetChanged: a local file, or the copy that was fetched again, differs from what the run began
@@ -256,7 +248,7 @@ class ShardView:
         if copy.is_index_only:
             return entry, self.fetched(copy, [entry])[0]
         try:
-            sample = copy.sample(entry, needed, memory)
+            members = read_sample(copy.descriptor(), entry, needed or self._needed, memory)
         except OSError as exc:
             if not is_shortage(exc):
                 raise
@@ -265,11 +257,12 @@ class ShardView:
         if copy.was_reopened:
             copy.was_reopened = False
             self._note_opened()
-        if sample is None:
-            if copy.is_in_place:
-                raise DatasetChanged(f"{self.shard.name} was changed or cut while it was being read")
-            self.invalidate(copy)
-        return sample
+        if members is not None:
+            return entry, members
+        if copy.is_in_place:
+            raise DatasetChanged(f"{self.shard.name} was changed or cut while it was being read")
+        self.invalidate(copy)
+        return None
 
     def invalidate(self, copy: ShardCopy | None = None) -> None:
         """Remove a damaged copy, so that it is fetched again.
@@ -305,7 +298,7 @@ class ShardView:
         self._is_resting = False
 
     def release(self) -> int:
-        """Close the data of its copies, which stay pinned; returns how many files. See `FileHolder`."""
+        """Close the data of its copies, which stay pinned; returns how many files."""
         return sum(copy.release() for copy in self._copies_open())
 
     def rest(self) -> int:
@@ -339,8 +332,8 @@ class ShardView:
     def _copies_open(self) -> set[ShardCopy]:
         return {copy for copy in (self._index, self._data) if copy is not None}
 
-    def fetched(self, copy: ShardCopy, entries: Sequence[Entry]) -> list[memoryview]:
-        """The bytes of neighbouring samples of an index-only copy, by one request to the origin.
+    def fetched(self, copy: ShardCopy, entries: Sequence[Entry]) -> list[Members]:
+        """The members of neighbouring samples of an index-only copy, by one request to the origin.
 
         Raises:
             DatasetChanged: the origin has other bytes now.
@@ -350,17 +343,19 @@ class ShardView:
         start, stop = entries[0].start, entries[-1].stop
         try:
             data = memoryview(self._fetch(self.shard, copy.version, start, stop) if start < stop else b"")
-            samples = [data[entry.start - start : entry.stop - start] for entry in entries]
-            for place, entry in enumerate(entries):
+            samples = []
+            for entry in entries:
+                own = data[entry.start - start : entry.stop - start]
                 if entry.linked:
                     payloads = [self._fetch(self.shard, copy.version, *payload) for payload in entry.linked]
-                    samples[place] = memoryview(b"".join((samples[place], *payloads)))
-            for entry, sample in zip(entries, samples, strict=True):
-                if not is_whole(entry, sample):
+                    own = memoryview(b"".join((own, *payloads)))
+                members = verified(entry, own)
+                if members is None:
                     raise DatasetChanged(
                         f"{self.shard.name} returns other bytes for sample {entry.key} than when it was "
                         f"indexed"
                     )
+                samples.append(members)
             return samples
         except DatasetChanged:  # the index is useless, to the next run as well
             for tier in self._tiers():

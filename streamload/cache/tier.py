@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from streamload import limits
 from streamload.cache import demand, memory
@@ -210,7 +210,12 @@ class Tier(Directory):
 
 
 def _usage_of(root: Path) -> Callable[[Path], DiskUsage]:
-    return memory.usage if file_system(root).is_memory else shutil.disk_usage
+    return memory.usage if file_system(root).is_memory else _disk_usage
+
+
+def _disk_usage(place: Path) -> DiskUsage:
+    total, _, free = shutil.disk_usage(place)
+    return DiskUsage(total, free)
 
 
 def open_tier(settings: Settings) -> Tier:
@@ -249,14 +254,6 @@ class Choice(NamedTuple):
     why: str
 
 
-class HeldDecision(Protocol):
-    """A decision that processes share."""
-
-    def close(self) -> None:
-        """Release it. Idempotent."""
-        ...
-
-
 @dataclass(slots=True)
 class Placed:
     """A run's tier, and where it is. `close()` when the run is over: then another run may decide again."""
@@ -265,13 +262,13 @@ class Placed:
     answer: Choice
     free_disk: FreeDisk
     """Bytes that stay free on its disk."""
-    agreements: list[HeldDecision] = field(default_factory=list)
-    """Decisions that hold as long as the run (placement.py)."""
+    on_close: list[Callable[[], object]] = field(default_factory=list)
+    """Release the decisions that hold as long as the run (placement.py)."""
 
     def close(self) -> None:
         """Release the decisions. Idempotent."""
-        for agreement in self.agreements:
-            agreement.close()
+        for release in self.on_close:
+            release()
 
 
 def placed_on_disk(settings: Settings, why: str) -> Placed:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from streamload.cache.shared.sharing import SharedOptions
-    from streamload.daemon.recipes import Recipe
     from streamload.derived.prepare.preparation import Preparation
+    from streamload.origins.origin import Recipe
 
 
 def _flag(option: Option[Any]) -> Any:

@@ -13,9 +13,9 @@ from streamload.cache.shared.leases import LEASE_SECONDS
 from streamload.daemon.executor import NO_ROOM_SECONDS
 from streamload.daemon.metadata import METADATA
 from streamload.daemon.preemption import GRACE_SECONDS, POLL_SECONDS
-from streamload.daemon.recipes import MakeRecipe, Recipe
+from streamload.daemon.recipes import MakeRecipe
 from streamload.errors import OptionError
-from streamload.origins.origin import OriginOptions
+from streamload.origins.origin import OriginOptions, Recipe
 from streamload.prefetch.prefetcher import STOPPED_SECONDS
 from streamload.shards.columns import Column
 

@@ -16,21 +16,21 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from streamload.cache.companion import FactsCarrier
 from streamload.cache.demand import DemandFile
 from streamload.cache.shard import Shard, prepared_form, shard_of
-from streamload.cache.shared.facts import SharedFacts
 from streamload.cache.shared.leases import LEASE_SECONDS
 from streamload.cache.shared.sharing import SharedOptions, Sharing
 from streamload.cache.tier import open_tier
 from streamload.daemon.executor import NO_ROOM_SECONDS, LocalExecutor, LocalOptions, TaskResult
-from streamload.daemon.recipes import Recipe, Recipes
+from streamload.daemon.recipes import Recipes
 from streamload.daemon.targets import SharedTarget
 from streamload.daemon.task_leases import open_leases
 from streamload.daemon.task_origins import TaskOrigins, Throttle
 from streamload.errors import FeatureError, OptionError, StreamloadError
 from streamload.metrics import Counters
 from streamload.options import read_settings
-from streamload.origins.origin import OriginOptions
+from streamload.origins.origin import OriginOptions, Recipe
 from streamload.origins.protocol import Named
 from streamload.prefetch.scheduler import FillRequest
 from streamload.shards.columns import Column
@@ -158,7 +158,7 @@ class _TaskActor:
                 through_source=sharing.through,
                 named=job.named,
             )
-            self._facts: SharedFacts | None = None
+            self._facts: FactsCarrier | None = None
             if job.facts:
                 storing = dataclasses.replace(job.shared, write_back=True)
                 self._facts = stack.enter_context(contextlib.closing(Sharing(storing, self._counts))).facts
@@ -218,7 +218,7 @@ class _TaskActor:
         ended = {"why": result.error} if result.error else {"size": result.size_bytes}
         return {**ended, "arrived": self._counts.snapshot().origin_bytes - before}
 
-    def _without_facts(self, shard: Shard, shared: SharedFacts) -> str:
+    def _without_facts(self, shard: Shard, shared: FactsCarrier) -> str:
         """Make a shard's facts, from the tier of this node; returns why the shared cache lacks them."""
         from streamload.daemon.warm import make_facts
 

@@ -3,26 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
-from streamload.origins.origin import Origin
-
-
-class Recipe(Protocol):
-    """Makes a derived shard of each shard: prepared images (Preparation), or rows (FeatureRecipe).
-
-    Thread-safe, deterministic, picklable.
-    """
-
-    @property
-    def name(self) -> str:
-        """A name for all that the result depends on beside the shard (`Shard.recipe`)."""
-        ...
-
-    def derive(self, origin: Origin) -> Origin:
-        """The derived shard of an origin's shard, under that shard's version."""
-        ...
-
+from streamload.origins.origin import Recipe
 
 MakeRecipe = Callable[[str], Recipe]
 """Parses a recipe such as "raw-256" (preparation.py); raises OptionError."""

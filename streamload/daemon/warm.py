@@ -30,7 +30,7 @@ from streamload.daemon.demand import ListDemand, PrefetchWindow, Sizes
 from streamload.daemon.executor import LocalExecutor, LocalOptions
 from streamload.daemon.options import DaemonOptions
 from streamload.daemon.preemption import Notice
-from streamload.daemon.recipes import Recipe, Recipes
+from streamload.daemon.recipes import Recipes
 from streamload.daemon.targets import LocalTarget
 from streamload.daemon.task_origins import TaskOrigins, Throttle
 from streamload.errors import StreamloadError
@@ -39,7 +39,7 @@ from streamload.metrics import Counters
 from streamload.options import Settings, read_settings
 from streamload.options.storage import copy_options
 from streamload.origins.access import warn_of_shared_headers
-from streamload.origins.origin import Origin, OriginOptions
+from streamload.origins.origin import Origin, OriginOptions, Recipe
 from streamload.shards.columns import Column
 from streamload.urls import UrlList, expand_urls
 
@@ -217,7 +217,7 @@ def warm(
     )
 
 
-def make_facts(tier: Tier, shard: Shard, columns: Sequence[Column], shared: FactsCarrier | None) -> bool:
+def make_facts(tier: Tier, shard: Shard, columns: Sequence[Column], shared: FactsCarrier) -> bool:
     """Make the facts of a shard in a tier, and offer them to the shared cache; False if it isn't whole there.
 
     Raises:
@@ -334,8 +334,7 @@ class _WarmUp:
         for shard in self._shards:
             with contextlib.suppress(StreamloadError):
                 count += make_facts(self._tier, shard, columns, shared)
-            if shared is not None:
-                shared.wait()
+            shared.wait()
         return count
 
     def report(self, shards_with_facts: int) -> WarmReport:

@@ -49,7 +49,7 @@ class Feed(Protocol):
 
 
 class CudaMemory:
-    """The memory of a CUDA device, and its time; see batching/part_size.py."""
+    """The memory of a CUDA device, and its time."""
 
     def __init__(self, device: torch.device):
         self._device = device

@@ -16,7 +16,7 @@ from streamload.extension.kernel import CLASSES
 from streamload.extension.rank import RankPart, RecordedEvents, RowWidths, Yielded
 from streamload.extension.worker import BatchColumn, ReadProgress, WorkerPart
 from streamload.order.events import Event
-from streamload.order.steps import ListedSteps, Split, StepOptions
+from streamload.order.steps import Split, StepOptions, StepTable
 from streamload.shards.columns import Fact
 from streamload.shards.samples import Entry
 
@@ -59,7 +59,6 @@ __all__ = [
     "Event",
     "Extension",
     "Fact",
-    "ListedSteps",
     "LoaderOptions",
     "Position",
     "RankPart",
@@ -73,6 +72,7 @@ __all__ = [
     "ShardRows",
     "Split",
     "StepOptions",
+    "StepTable",
     "StepsAhead",
     "WorkerConfig",
     "WorkerPart",
@@ -162,8 +162,11 @@ class Extension:
         """
 
     @property
-    def listed_steps(self) -> ListedSteps | None:
-        """The steps of each epoch that it lists: `return StepTable(rows)`; None: all are of `batch_size`."""
+    def listed_steps(self) -> StepTable | None:
+        """The steps of each epoch that it lists; None: all are of `batch_size`.
+
+        return StepTable(((256, 32), (576, 16)), count=1000, seed=self.seed)
+        """
         return None
 
     def block_steps(self, batch: int) -> int | None:

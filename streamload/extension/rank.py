@@ -105,7 +105,7 @@ class RankPart:
         """
 
     def taken(self, batch: Batch) -> None:
-        """A batch is taken from its worker, also one without any sample: `self.position = batch.stop`."""
+        """A batch is taken from its worker, or one without samples: `self.position = batch.step.stop`."""
 
     def yielded(self, part: bytes, values: dict[str, object]) -> Mapping[str, object]:
         """Take what the worker's part returned of the batch that is yielded now.

@@ -15,12 +15,9 @@ from numpy.typing import NDArray
 
 from streamload.errors import DataError
 from streamload.order.hashing import REPEAT, key, stream
-from streamload.order.lanes import Arrivals
+from streamload.order.lanes import COPY_SHIFT, Arrivals
 
-_COPY_SHIFT = 24
-_NUMBERS = 1 << _COPY_SHIFT
-"""A reference has the number of the sample in its low bits, and above them which use of it this is."""
-_PASS_SHIFT = 32
+_NUMBERS = 1 << COPY_SHIFT
 
 
 def uses(key_: int, numbers: NDArray[np.int64], rates: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -84,19 +81,10 @@ class RepeatedArrivals:
             self._growing[shard] = len(numbers), references
         return references, ended
 
-    @staticmethod
-    def apart(rows: NDArray[np.int64]) -> None:
-        """Turn references of these arrivals, int64[N, 3], into those of samples, in place.
-
-        Which use of the sample it is moves from its number to the pass: each use is augmented anew.
-        """
-        rows[:, 0] += rows[:, 2] >> _COPY_SHIFT << _PASS_SHIFT
-        rows[:, 2] &= _NUMBERS - 1
-
     def _references(self, shard: int, numbers: NDArray[np.int64], ended: bool) -> NDArray[np.int64]:
         if numbers.size and numbers[-1] >= _NUMBERS:
             raise DataError(f"repeat= is for shards of up to {_NUMBERS:,} samples")
         key_ = visit_key(self._seed, self._epoch, self._pass, shard)
         count = uses(key_, numbers, self._rates(shard)[: len(numbers)])
         most = int(count.max(initial=0)) if ended else 1
-        return np.concatenate([numbers[count > use] + (use << _COPY_SHIFT) for use in range(max(1, most))])
+        return np.concatenate([numbers[count > use] + (use << COPY_SHIFT) for use in range(max(1, most))])

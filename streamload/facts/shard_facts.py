@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
 import numpy as np
 
-from streamload.cache.companion import FactsCarrier
+from streamload.cache.companion import Companion, FactsCarrier
 from streamload.cache.locks import PATIENCE_SECONDS
 from streamload.cache.shard import Shard, is_of
 from streamload.cache.shard_copy import ReadMemory, ShardCopy
@@ -40,14 +40,14 @@ _POLL_SECONDS = 0.005
 _NONE = np.empty(0, np.float64)
 
 
-class ShardFacts:
+class ShardFacts(Companion):
     """The values of a shard's samples, by column; kept while the shard is open. Not thread-safe.
 
     Args:
-        shared: has what other nodes made, and takes what is made here; None: there is no shared cache.
+        shared: has what other nodes made, and takes what is made here.
     """
 
-    def __init__(self, shared: FactsCarrier | None = None) -> None:
+    def __init__(self, shared: FactsCarrier) -> None:
         self._values: dict[str, Values] = {}
         self._files: dict[str, FactsFile] = {}
         self._shared = shared
@@ -103,7 +103,7 @@ class ShardFacts:
             columns: which ones.
             with_found: those that weren't made here, too.
         """
-        if self._shared is None or self._form is None or not self._form[1].reader.is_complete:
+        if self._form is None or not self._form[1].reader.is_complete:
             return
         shard, reader = self._form[0], self._form[1].reader
         for column in columns:
@@ -130,7 +130,7 @@ class ShardFacts:
     def _fetch(self, file: FactsFile, column: Column, copy: ShardCopy) -> None:
         """Take a column from the shared cache, asked once if this node has none of its values."""
         is_new = column.digest not in self._asked and not len(self.values(column))
-        if self._shared is None or self._form is None or not column.from_members or not is_new:
+        if self._form is None or not column.from_members or not is_new:
             return
         self._asked.add(column.digest)
         frames = self._shared.read(self._form[0], column)
@@ -244,8 +244,8 @@ def _members(
     """The needed members of samples, whose checksums are verified."""
     if copy.is_index_only and any(needed):
         for group in _joined(entries):
-            for entry, data in zip(group, view.fetched(copy, group), strict=True):
-                yield _chosen(entry, data, needed[entry.number - entries[0].number])
+            for entry, members in zip(group, view.fetched(copy, group), strict=True):
+                yield _chosen(members, needed[entry.number - entries[0].number])
         return
     for entry, names in zip(entries, needed, strict=True):
         if not names:
@@ -254,14 +254,14 @@ def _members(
         if entry.checksum is None:  # nothing to verify: the other members needn't be read
             entry = entry._replace(members=tuple(member for member in entry.members if member[0] in names))
         memory.reset()
-        read = view.read(entry.number, lambda _, names=names: names, memory, (copy, entry))  # type: ignore[misc]
+        read = view.read(entry.number, memory, (copy, entry), lambda _, names=names: names)  # type: ignore[misc]
         if read is None:
             raise _Unreadable
-        yield _chosen(*read, names)
+        yield _chosen(read[1], names)
 
 
-def _chosen(entry: Entry, data: memoryview, needed: set[str]) -> dict[str, bytes]:
-    return {name: bytes(payload) for name, payload in entry.payloads(data).items() if name in needed}
+def _chosen(members: Mapping[str, memoryview], needed: set[str]) -> dict[str, bytes]:
+    return {name: bytes(payload) for name, payload in members.items() if name in needed}
 
 
 def _joined(entries: Sequence[Entry]) -> Iterator[list[Entry]]:

@@ -168,18 +168,15 @@ class Numbers:
     def coming(self) -> int | None:
         """The next number, claimed in advance; None: there is none."""
         if self._coming is None:
-            self._coming = self._next()
+            if self._again:
+                self._coming = self._again.pop(0)
+            elif self._claims is not None:
+                self._coming = self._claims.next(self._generation)
+            else:
+                self._coming, self._dealt = self._dealt, self._dealt + 1
             if self._coming is not None and len(self._first) < self._most:
                 self._first.append(self._coming)
         return self._coming
-
-    def _next(self) -> int | None:
-        if self._again:
-            return self._again.pop(0)
-        if self._claims is not None:
-            return self._claims.next(self._generation)
-        self._dealt += 1
-        return self._dealt - 1
 
 
 class ControlBlock:

@@ -7,11 +7,12 @@ which stay until `close()` and continue to fill between two epochs.
   `refusals.py` refuses what can't be used together. `registered.py` knows the extensions.
 - started: `loader.py` asks `schedule.py` (`order_spec.py`, `sizes.py`) for the epoch,
   `destination.py` for the device, and `pool.py` for workers, which get a `worker_config.py`.
+- lasting from epoch to epoch: `rank_run.py`, which has schedule, process and extensions, and sets events.
 - iterated: `epoch.py` has the batches in order, and `output.py` takes each: `rank_process.py` counts and
   `checks.py` checks it, `rank_run.py` passes it to extensions; then it gets its form.
 - resumed: `position.py` follows the batches; `state.py` writes and reads it; `fingerprint.py` identifies what
   makes the rows (`described_code.py`: functions as given).
-- for frameworks: `dataloader.py`; for an observer: `observer.py`; for commands: `feature_recipe.py`.
+- for frameworks: `dataloader.py`; for commands: `feature_recipe.py`.
 """
 
 from __future__ import annotations

@@ -90,9 +90,9 @@ class BatchChecks:
             end, after = self._last.get(name, (span.begin, span.before))
             if end == span.begin and after != span.before:
                 raise OrderDiverged(
-                    f"the workers disagree on the order before the step at sample {batch.position}: they "
-                    f"find different samples usable. keep= must depend on the entry alone, and nothing else "
-                    f"may change files in the cache"
+                    f"the workers disagree on the order before the step at sample {batch.step.position}: "
+                    f"they find different samples usable. keep= must depend on the entry alone, and nothing "
+                    f"else may change files in the cache"
                 )
             self._last[name] = span.end, span.after
 
@@ -106,7 +106,7 @@ class BatchChecks:
         Raises:
             TooManyBadSamples: their share is certainly larger than allowed.
         """
-        self._samples += batch.samples
+        self._samples += batch.rows.samples
         if not batch.skipped:
             return
         for skipped in batch.skipped:
@@ -274,9 +274,9 @@ class EpochSum:
 
     def count(self, batch: Batch) -> None:
         """Add a batch."""
-        step, self._stop = batch.stop - batch.position, batch.stop
+        step, self._stop = batch.step.stop - batch.step.position, batch.step.stop
         self._steps_rows += (self._rank + 1) * step // self._ranks - self._rank * step // self._ranks
-        self._rows += batch.samples
+        self._rows += batch.rows.samples
         self._left_out += len(batch.skipped)
 
     def check(self, epoch: int, end: Ended | None, given_up: int) -> None:
@@ -404,11 +404,13 @@ class PassEnd:
 
     def count(self, batch: Batch) -> None:
         """Count the samples of a batch."""
-        bad = [skipped for skipped in batch.skipped if skipped.cause != "missing"]
-        self._samples += batch.samples + (0 if self._train else len(bad))
-        self._usable += batch.samples
-        self._bad += len(bad)
-        self._last = bad[-1] if bad else self._last
+        self._samples += batch.rows.samples
+        self._usable += batch.rows.samples
+        for skipped in batch.skipped:
+            if skipped.cause != "missing":
+                self._samples += 0 if self._train else 1
+                self._bad += 1
+                self._last = skipped
 
     def counts(self, lost: int, rank: int, world_size: int) -> list[int]:
         """For the state: samples since the pass began, bad ones, and lost shards; zeros: nothing was bad.

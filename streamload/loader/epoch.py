@@ -24,6 +24,7 @@ from streamload.errors import (
 )
 from streamload.loader.options import MAIN_GUARD
 from streamload.loader.output import Collector
+from streamload.loader.rank_run import CurrentEpoch
 from streamload.torch_internals import next_batch, next_if_arrived
 from streamload.worker.messages import Batch, Ended, Failed, Message
 
@@ -33,12 +34,18 @@ if TYPE_CHECKING:
 
 _END = object()
 """In place of a batch: there is none."""
-_Pending = Callable[[], tuple[Batch | None, dict[str, Any]]]
-"""Returns a batch as the worker made it, and its values on the device; None: the data ends."""
 
 
-def _end_of_data() -> tuple[None, dict[str, Any]]:
-    return None, {}
+class _Pending(NamedTuple):
+    """The next batch, on its way to the device."""
+
+    batch: Batch | None
+    """As the worker made it; None: there is none."""
+    arrive: Callable[[], dict[str, Any]]
+    """Waits for its values on the device; raises what kept a worker from making it."""
+
+
+_END_OF_DATA = _Pending(None, dict)
 
 
 class StepCount(NamedTuple):
@@ -50,7 +57,7 @@ class StepCount(NamedTuple):
     """Its batches by the known sizes of shards; None: unknown."""
 
 
-class Epoch:
+class Epoch(CurrentEpoch):
     """The batches of one epoch.
 
     Args:
@@ -62,11 +69,6 @@ class Epoch:
         count: of its batches.
         accelerate: is told of the last batch; None: Accelerate isn't used.
         monitor: of the other ranks; it ends with the epoch. None: there are none.
-
-    Attributes:
-        done: no more batches come.
-        steps: how many batches it has; None: until the data ends.
-        expected: how many it should have by the known sizes of shards; None: unknown.
     """
 
     def __init__(
@@ -80,13 +82,12 @@ class Epoch:
         accelerate: AccelerateEpoch | None,
         monitor: RankMonitor | None,
     ):
-        self.done = False
+        super().__init__(*count)
         self._collector, self._close_loader = collector, close_loader
+        self._clock = collector.clock
         self._batches = InOrder(batches)
         self._feed = feed
-        self._count = 0  # of batches so far
         self._received = 0  # also one that was looked ahead
-        self.steps, self.expected = count
         self._accelerate = accelerate
         self._started = started
         self._pending: _Pending | None = None  # looked ahead
@@ -113,8 +114,7 @@ class Epoch:
         if self.done:
             self._release()
             raise StopIteration
-        clock = self._collector.clock
-        clock.asked()
+        self._clock.asked()
         self._collector.observer.tick()
         try:
             output = self._next_output()
@@ -136,7 +136,7 @@ class Epoch:
         if output is _END:
             self._release()
             raise StopIteration
-        clock.returned()
+        self._clock.returned()
         return output
 
     @property
@@ -145,14 +145,6 @@ class Epoch:
         options = self._collector.options
         looks = self._feed.runs_ahead or self._accelerate is not None or self._pending is not None
         return options.workers.prefetch_factor * options.num_workers + looks
-
-    def plan(self, left: int | None) -> None:
-        """Steps have another size: so many are left, None until the data ends."""
-        self.steps = None if left is None else self._count + left
-
-    def expect(self, left: int | None) -> None:
-        """So many batches should be left by the known sizes of shards; None: unknown."""
-        self.expected = None if left is None else self._count + left
 
     def _next_output(self) -> Any:
         """The next batch that has samples, in its output form; or _END."""
@@ -164,9 +156,9 @@ class Epoch:
         while True:
             since = self._started if self._count == 0 else time.monotonic()
             with self._collector.waiting(since):
-                pending, self._pending = self._pending or self._next_pending(), None
-                with self._collector.clock.copying():
-                    batch, values = pending()
+                (batch, arrive), self._pending = self._pending or self._next_pending(), None
+                with self._clock.copying():
+                    values = arrive()
             if batch is None:
                 self._refuse_if_closed()  # closed by a signal handler while this waited for a batch
                 self._finish()
@@ -176,17 +168,18 @@ class Epoch:
             is_last = self._count == self.steps
             if not is_last and (self._accelerate is not None or self._count == self.expected):
                 with self._collector.waiting(time.monotonic()):
-                    self._pending = self._look_ahead(self._next_or_none)
+                    ahead = self._look_ahead(self._collector.observer.tick)
                 self._pending_waited_ns = self._collector.waited_ns
-                is_last = self._pending is None
+                is_last = ahead is _END_OF_DATA
+                self._pending = None if is_last else ahead
             elif self._feed.runs_ahead and not is_last:
-                self._pending = self._look_ahead(self._batches.next_if_arrived)
+                self._pending = self._look_ahead()
             output = self._collector.accept(batch, values, waited_ns)
             if is_last:
                 if self._count == self.expected and self.steps is None:
                     self._collector.before_batch()  # as ranks do that find the end when they ask for more
                 self._finish()
-            if batch.samples:
+            if batch.rows.samples:
                 return output
             if is_last:
                 return _END
@@ -259,32 +252,25 @@ class Epoch:
                 f"again; to resume this epoch, load its state_dict() first"
             ) from None
 
-    def _next_or_none(self) -> Batch | None:
-        try:
-            return self._batches.next(self._collector.observer.tick)
-        except StopIteration:
-            return None
-
     def _next_pending(self) -> _Pending:
-        batch = self._next_or_none()
-        return _end_of_data if batch is None else self._send(batch)
+        batch = self._batches.next(self._collector.observer.tick)
+        return _END_OF_DATA if batch is None else self._send(batch)
 
     def _send(self, batch: Batch) -> _Pending:
         self._received += 1
         self._collector.received(self._received)
-        ready = self._feed.send(batch.values) if batch.samples else dict
-        return lambda: (batch, ready())
+        return _Pending(batch, self._feed.send(batch.values) if batch.rows.samples else dict)
 
-    def _look_ahead(self, next_: Callable[[], Batch | None]) -> _Pending | None:
-        """Send the next batch if there is one; its errors are raised in its turn."""
+    def _look_ahead(self, while_waiting: Callable[[], object] | None = None) -> _Pending | None:
+        """Send the next batch (as `InOrder.next`); None if it hasn't come. Errors are raised in its turn."""
         try:
-            batch = next_()
-            return None if batch is None else self._send(batch)
-        except StopIteration:  # torch's own: that of a user's function is a RuntimeError by now
-            return _end_of_data
+            batch = self._batches.next(while_waiting)
+            if batch is None:
+                return None if self._batches.end is None else _END_OF_DATA
+            return self._send(batch)
         except Exception as exc:
             # Its traceback refers to this frame, and would keep the epoch alive.
-            return functools.partial(_raise, as_failure(exc).with_traceback(None))
+            return _Pending(None, functools.partial(_raise, as_failure(exc).with_traceback(None)))
 
 
 class InOrder:
@@ -304,38 +290,30 @@ class InOrder:
         self._ends: dict[int, Ended] = {}  # of the workers
         self._number = 0  # of the next one
 
-    def next(self, while_waiting: Callable[[], object]) -> Batch:
-        """The next batch; `while_waiting` is called about once a second until it arrives.
+    def next(self, while_waiting: Callable[[], object] | None = None) -> Batch | None:
+        """The next batch; None at the end, or if it isn't waited for and hasn't arrived.
+
+        Args:
+            while_waiting: called about once a second until it arrives; None: don't wait.
 
         Raises:
-            StopIteration: there is none.
             Exception: what kept a worker from making it.
         """
-        batch = self._in_turn(lambda: next_batch(self._batches, while_waiting))
-        assert batch is not None
-        return batch
-
-    def next_if_arrived(self) -> Batch | None:
-        """The next batch if it has arrived.
-
-        Raises:
-            Exception: as `next`.
-        """
-        return self._in_turn(lambda: next_if_arrived(self._batches))
-
-    def _in_turn(self, arrived: Callable[[], Message | None]) -> Batch | None:
         while self._number not in self._early:
             try:
-                batch = arrived()
-            except StopIteration as exc:
+                if while_waiting is None:
+                    message = next_if_arrived(self._batches)
+                else:
+                    message = next_batch(self._batches, while_waiting)
+            except StopIteration as exc:  # torch's own: that of a user's function is a RuntimeError by now
                 self._refuse_gap(exc)
-                raise
-            if batch is None:
                 return None
-            if isinstance(batch, Ended):
-                self._ends[batch.number] = batch
+            if message is None:
+                return None
+            if isinstance(message, Ended):
+                self._ends[message.number] = message
             else:
-                self._early[batch.number] = batch
+                self._early[message.number] = message
         batch = self._early.pop(self._number)
         self._number += 1
         if isinstance(batch, Failed):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -25,12 +24,9 @@ from streamload.loader.dataloader import (
 )
 from streamload.loader.destination import Destination
 from streamload.loader.epoch import Epoch, StepCount, is_worker_death
-from streamload.loader.observer import Observer, RunTrace
 from streamload.loader.options import LoaderOptions
 from streamload.loader.output import BatchInfo, Collector
-from streamload.loader.rank_process import RankProcess
-from streamload.loader.rank_run import RankParts, Run, RunEvents
-from streamload.loader.schedule import EpochLengths, RunSchedule
+from streamload.loader.rank_run import RankRun
 from streamload.metrics import Counters, Snapshot
 from streamload.metrics.findings import OnAlert, Requests, Verdict
 from streamload.options import DEFAULT_METRICS_LISTEN
@@ -61,22 +57,11 @@ class Loader(DataLoaderInterface):
     ):
         """Lightning creates a second loader for prediction; its last three arguments change nothing."""
         self.options = options
-        self._schedule = schedule = RunSchedule(options)
-        self._process = process = RankProcess(options)
-        self._lengths = EpochLengths(options, schedule, _counted_samples)
-        self._events = events = RunEvents(schedule, process, self._lengths.expected, _room_check(self))
-        self._parts = RankParts(
-            options.extensions,
-            lambda name: Run(name, options, schedule, process, events),
-            lambda: registered.reports_of(options),
-        )
-        events.listeners.append(self._parts.event_set)
+        self._run = RankRun(options, _counted_samples, _check_room, registered.reports_of)
         self._microbatching: registered.Microbatching | None = None
         if options.batches.microbatch == "auto":
-            self._microbatching = registered.microbatching_of(options, schedule)
-        self._collector = Collector(
-            options, schedule, process, self._parts, self._lengths, self._new_observer(Requests())
-        )
+            self._microbatching = registered.microbatching_of(self._run)
+        self._collector = Collector(self._run, self._new_observer(Requests()))
         self._destination = Destination(options.device, options.order)
         self._is_accelerated = False
         self._pool: WorkerPool | None = None
@@ -87,7 +72,7 @@ class Loader(DataLoaderInterface):
         options = self.options
         return (
             f"<Loader {len(options.urls)} shards, batch_size={options.batch_size}, "
-            f"num_workers={options.num_workers}, epoch {self._schedule.tracker.epoch}>"
+            f"num_workers={options.num_workers}, epoch {self._run.schedule.tracker.epoch}>"
         )
 
     def __enter__(self) -> Loader:
@@ -106,7 +91,7 @@ class Loader(DataLoaderInterface):
         Raises:
             OptionError: it was iterated or holds a state, or one of its options can't be pickled.
         """
-        if not self._schedule.tracker.is_unused:
+        if not self._run.schedule.tracker.is_unused:
             raise OptionError(
                 "a loader that was iterated, or that holds a state, can't be pickled or copied: its workers "
                 "and its position belong to this process. Call make_loader() where the other one is to be "
@@ -118,11 +103,11 @@ class Loader(DataLoaderInterface):
                 f"classes at the top level of a module, or call make_loader() in the process that iterates "
                 f"it (with Lightning in train_dataloader() of a DataModule, or take strategy='ddp')"
             ) from exc
-        return type(self), (self.options,), (self._schedule.tracker.epoch, self.observer.requests)
+        return type(self), (self.options,), (self._run.schedule.tracker.epoch, self.observer.requests)
 
     def __setstate__(self, called: tuple[int, Requests]) -> None:
         """Take over what `set_epoch`, `on_alert` and `record` were called with."""
-        self._schedule.tracker.epoch, requests = called
+        self._run.schedule.tracker.epoch, requests = called
         self.observer.requests.listeners += requests.listeners
         self.observer.requests.record_in = requests.record_in
 
@@ -144,7 +129,7 @@ class Loader(DataLoaderInterface):
     @property
     def batch_size(self) -> int:  # type: ignore[override]
         """Samples in a batch of this rank: as set last."""
-        return self._schedule.rows
+        return self._run.schedule.rows
 
     @property
     def device(self) -> torch.device:
@@ -152,19 +137,19 @@ class Loader(DataLoaderInterface):
         return self._destination.expected()
 
     @property
-    def observer(self) -> Observer:
+    def observer(self) -> registered.RunObserver:
         """Of this rank."""
         return self._collector.observer
 
     @property
     def skipped(self) -> list[SkippedSample]:
         """The first thousand samples that could not be used."""
-        return self._process.checks.skipped
+        return self._run.process.checks.skipped
 
     @property
     def world_size(self) -> int:
         """The number of ranks that share the samples."""
-        return self._schedule.topology.world_size
+        return self._run.schedule.topology.world_size
 
     @property
     def num_batches(self) -> int | None:
@@ -173,12 +158,12 @@ class Loader(DataLoaderInterface):
         Known from num_batches, num_samples or a sizes.json; for one pass over the data also from the indexes
         in the cache, once it has the indexes of all shards.
         """
-        return self._lengths.batches(self._process.counts)
+        return self._run.schedule.batches()
 
     @property
     def num_samples(self) -> int | None:
         """Samples of an epoch over all ranks; None while unknown, or if there is no end."""
-        return self._lengths.samples(self._process.counts)
+        return self._run.schedule.samples()
 
     def __len__(self) -> int:
         """Batches of this rank in an epoch.
@@ -205,7 +190,7 @@ class Loader(DataLoaderInterface):
             epoch: from 0.
         """
         at_least(0, epoch=epoch)
-        self._schedule.tracker.set_epoch(epoch)
+        self._run.schedule.tracker.set_epoch(epoch)
 
     def place_on(self, device: str | torch.device) -> None:
         """Put batches on a device from the next epoch on, unless `device` names one. For frameworks."""
@@ -216,9 +201,8 @@ class Loader(DataLoaderInterface):
 
         JSON-able; without I/O or communication. On several nodes see `gather_state`.
         """
-        schedule = self._schedule
-        counts = self._process.state(schedule.topology)
-        return schedule.state(counts, self._fingerprint, self._extension_state())
+        run, schedule = self._run, self._run.schedule
+        return schedule.state(run.process.state(schedule.topology), self._fingerprint, run.part_states())
 
     @functools.cached_property
     def _fingerprint(self) -> dict[str, str]:
@@ -261,17 +245,17 @@ class Loader(DataLoaderInterface):
         from streamload.loader.fingerprint import compared_rows
         from streamload.loader.state import counts_in, joined_state
 
-        self._end_epoch("load_state_dict() was called")
+        self._run.end_epoch("load_state_dict() was called")
         joined = joined_state(state, registered.by_rank())
         difference = compared_rows(joined, self._fingerprint, self.options.order.strict)
-        self._schedule.load(joined, moved or {})
-        if difference and self._schedule.topology.local_rank == 0:
+        self._run.schedule.load(joined, moved or {})
+        if difference and self._run.schedule.topology.local_rank == 0:
             logger.warning("%s", difference)
         self._comparison = None
-        self._parts.load(joined)
+        self._run.parts.load(joined)
         registered.warn_of_decoder(joined, self.options)
-        position = self._schedule.tracker.now()
-        self._process.restore(counts_in(joined), position.position - position.start)
+        position = self._run.schedule.tracker.now()
+        self._run.process.restore(counts_in(joined), position.position - position.start)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Start the next epoch; the same one again if it yielded no batch.
@@ -282,10 +266,10 @@ class Loader(DataLoaderInterface):
             OptionError: the process has another rank than its length, state or order was computed by.
             CacheError: the cache directory can't be used.
         """
-        self._schedule.check_rank()
-        self._end_epoch("a new iteration of the loader began")
-        if self._schedule.tracker.is_over:
-            self._schedule.tracker.pass_over()
+        self._run.schedule.check_rank()
+        self._run.end_epoch("a new iteration of the loader began")
+        if self._run.schedule.tracker.is_over:
+            self._run.schedule.tracker.pass_over()
             return iter(())
         self._settle_device()
         started = time.monotonic()
@@ -320,7 +304,7 @@ class Loader(DataLoaderInterface):
         """
         info = self._collector.outputs.info_of(batch)
         if self._microbatching is None:
-            self._microbatching = registered.microbatching_of(self.options, self._schedule)
+            self._microbatching = registered.microbatching_of(self._run)
         return self._microbatching.parts(batch, info)
 
     @property
@@ -374,7 +358,7 @@ class Loader(DataLoaderInterface):
         """
         batch = self.info if batch is None else batch
         info = batch if isinstance(batch, BatchInfo) else self.info_of(batch)
-        self._parts.report({"loss": loss, "alignment": alignment, "tokens": tokens}, info, rows)
+        self._run.parts.report({"loss": loss, "alignment": alignment, "tokens": tokens}, info, rows)
 
     def report_eval(self, values: Mapping[str, Any]) -> None:
         """Report a loss on held-out data of each source, for the policy given as mixing=.
@@ -391,7 +375,7 @@ class Loader(DataLoaderInterface):
         unknown = sorted(values.keys() - set(names))
         if unknown:
             raise OptionError(f"no source is named {', '.join(unknown)}; they are {', '.join(names)}")
-        self._parts.report_eval(values)
+        self._run.parts.report_eval(values)
 
     def set_weights(self, weights: Mapping[str, float]) -> int:
         """Change the sources' weights, from the first step that no worker of any rank can have started.
@@ -409,7 +393,7 @@ class Loader(DataLoaderInterface):
         Raises:
             OptionError: an unknown source, a negative weight, or all weights are zero.
         """
-        return self._events.set_weights(weights)
+        return self._run.set_weights(weights)
 
     def set_batch_size(self, rows: int) -> int:
         """Change the samples of each rank's batch, from the first step that no worker can have started.
@@ -431,11 +415,11 @@ class Loader(DataLoaderInterface):
             OptionError: fewer than one, an evaluation, steps of Patches(steps=…), a step that isn't equal
                 parts of several groups, or more than Workers(memory=…) has room for.
         """
-        return self._events.set_batch_size(rows, {"reason": "set_batch_size"})
+        return self._run.set_batch_size(rows, {"reason": "set_batch_size"})
 
     def stats(self) -> Snapshot:
         """The counters of all processes of this rank so far. Cheap; at any time."""
-        return replace(self._process.stats(), samples_left_out=self._schedule.left_out)
+        return replace(self._run.process.stats(), samples_left_out=self._run.schedule.left_out)
 
     def verdict(self, seconds: float = 60.0) -> Verdict:
         """Verdict on what has limited the training over the last seconds: data, or the training itself.
@@ -467,7 +451,7 @@ class Loader(DataLoaderInterface):
         """
         self.observer.on_alert(call)
 
-    def trace(self, steps: int = 20) -> RunTrace:
+    def trace(self, steps: int = 20) -> registered.Trace:
         """Record what the workers and the fills of this rank do, from now on for a number of steps.
 
         `Trace.merge` adds it to the trace that torch.profiler's `export_chrome_trace` wrote, as rows of their
@@ -519,7 +503,7 @@ class Loader(DataLoaderInterface):
 
         The iterator of an unfinished epoch raises LoaderClosed. The state stays that of the last batch.
         """
-        self._end_epoch("the loader was closed")
+        self._run.end_epoch("the loader was closed")
         self.observer.close()
         if self._pool is not None:
             self._pool.close()
@@ -528,32 +512,24 @@ class Loader(DataLoaderInterface):
         self._feed = self._pool = None
         self._collector.release()
 
-    def _new_observer(self, requests: Requests) -> Observer:
+    def _new_observer(self, requests: Requests) -> registered.RunObserver:
         """An observer of this rank, in this process."""
-        return registered.observer_of(
-            self, self.options, self._schedule, self._process, self._parts, requests
-        )
-
-    def _extension_state(self) -> dict[str, Any]:
-        """The extensions' keys of a state."""
-        if not self._parts.by_name:
-            return {}
-        self._schedule.settle()
-        return self._parts.state(self._schedule.tracker.saved().position)
+        return registered.observer_of(self, self._run, requests)
 
     def _start_epoch(self, started: float) -> Epoch:
         """Write the workers' EpochStart before the first batch is requested."""
-        if self._process.is_forked:
+        if self._run.process.is_forked:
             self.close()
-            self._process.reset()
+            self._run.process.reset()
             self._collector.observer = self._new_observer(self.observer.requests)
         ranks = self._joined_ranks()
-        pool, schedule, process = self._ready_pool(), self._schedule, self._process
+        pool, run, observer = self._ready_pool(), self._run, self.observer
+        schedule, process = run.schedule, run.process
         position = schedule.tracker.next()
         start = EpochStart(
             position.step_start,
             schedule.steps(position),
-            [*position.events, *self._parts.start_epoch(position.position)],
+            [*position.events, *run.parts.start_epoch(position.position)],
             dict(position.groups),
             changes_generation=process.control.changes.generation,
         )
@@ -574,10 +550,10 @@ class Loader(DataLoaderInterface):
         is_start = position.position == (position.start if schedule.epochs_are_passes else 0)
         process.pass_end.start_epoch(is_start)
         self._collector.start_epoch(position, pool.shards, pool.lost)
-        count = StepCount(start.steps, self._lengths.expected(position))
+        count = StepCount(start.steps, schedule.expected(position))
         monitor = None
         if ranks is not None:
-            monitor = ranks.monitor(process.control, self.observer, self._comparison)
+            monitor = ranks.monitor(process.control, observer.compare_waits, observer.tick, self._comparison)
         epoch = Epoch(
             self._collector,
             self.close,
@@ -588,10 +564,9 @@ class Loader(DataLoaderInterface):
             AccelerateEpoch(self) if self._is_accelerated else None,
             monitor,
         )
-        events = self._events
-        events.start_epoch(epoch)
+        run.start_epoch(epoch)
         process.clock.start_epoch()
-        self.observer.start_epoch(lambda: events.epoch is not None)
+        observer.start_epoch(lambda: run.epoch is not None)
         return epoch
 
     def _joined_ranks(self) -> Ranks | None:
@@ -599,7 +574,7 @@ class Loader(DataLoaderInterface):
 
         Ranks that were placed by `Order(rank=…)` don't compare: one process may have several.
         """
-        topology, schedule = self._schedule.topology, self._schedule
+        topology, schedule = self._run.schedule.topology, self._run.schedule
         ranks = ranks_of(topology.world_size) if topology.world_size > 1 else None
         if ranks is None:
             return None
@@ -619,41 +594,27 @@ class Loader(DataLoaderInterface):
             self.close()
         device = self.observer.device = self._destination.device
         if device != self.options.device:
-            self.options = replace(self.options, device=device)
-
-    def _end_epoch(self, why: str) -> None:
-        epoch = self._events.epoch
-        if epoch is not None:
-            epoch.close(why)
-        self._events.end_epoch()
+            self.options = self._run.options = replace(self.options, device=device)
 
     def _ready_pool(self) -> WorkerPool:
         """The workers, made at the first call, and again when the order has changed."""
-        order = self._schedule.settle()
+        order = self._run.schedule.settle()
         if self._pool is not None and order != self._pool.order:
             self.close()
         if self._pool is None:
             from streamload.loader.pool import WorkerPool
 
-            self._pool = WorkerPool(self, self.options, self._schedule, self._process.control)
-            pool = self._pool
-            self._parts.add(pool.extensions, self._extension_state() if pool.extensions else None)
+            pool = self._pool = WorkerPool(self, self._run)
+            self._run.parts.add(pool.extensions, self._run.part_states() if pool.extensions else None)
             self.observer.open(pool.tier, pool.run, pool.functions, are_local=pool.are_local)
         return self._pool
 
 
-def _room_check(loader: Loader) -> Callable[[int], None]:
-    """Return a check of the room for so many rows of a batch; it doesn't keep the loader alive."""
-    reference = weakref.ref(loader)
+def _check_room(options: LoaderOptions, rows: int) -> None:
+    """See worker_config.check_room, which makes the recipes of workers."""
+    from streamload.loader.worker_config import check_room
 
-    def check(rows: int) -> None:
-        owner = reference()
-        if owner is not None:
-            from streamload.loader.worker_config import check_room
-
-            check_room(owner.options, rows)
-
-    return check
+    check_room(options, rows)
 
 
 def _counted_samples(options: LoaderOptions, counts: Counters, epoch: int) -> int | None:
@@ -691,6 +652,6 @@ def gather_state(loader: Loader) -> dict[str, Any]:
     order, position = order_and_position(joined)
     parts = {
         FINGERPRINT: joined[FINGERPRINT],
-        **loader._parts.gathered(joined, position.position),
+        **loader._run.parts.gathered(joined, position.position),
     }
     return to_state(order, position, counts_in(joined), parts, attempt_in(joined))

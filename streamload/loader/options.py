@@ -22,7 +22,7 @@ from streamload.loader.sources import SourceOptions
 from streamload.options import Settings, options, read_settings
 from streamload.options.storage import copy_options
 from streamload.options.values import at_least, parse_choice
-from streamload.order.steps import ListedSteps, Split, StepOptions
+from streamload.order.steps import Split, StepOptions, StepTable
 from streamload.shards.columns import Column
 from streamload.torch_internals import is_importing_main, is_main_from_stdin
 from streamload.urls import UrlList
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 Output = Literal["tuple", "dict", "hf"]
 
+MODEL_INPUTS = {"image": "pixel_values", "text": "input_ids", "label": "labels"}
+"""The values of a batch by the names that transformers' models use."""
 MAIN_GUARD = (
     'put all that runs the training under `if __name__ == "__main__":`, or pass '
     'workers=Workers(multiprocessing_context="fork")'
@@ -235,7 +237,7 @@ class LoaderOptions:
         return replace(options, batch_size=steps.most_rows, num_batches=steps.count)
 
     @property
-    def listed_steps(self) -> ListedSteps | None:
+    def listed_steps(self) -> StepTable | None:
         """The steps of each epoch, where an extension lists them."""
         steps = (extension.listed_steps for extension in self.extensions)
         return next((listed for listed in steps if listed is not None), None)
@@ -255,11 +257,7 @@ class LoaderOptions:
         Raises:
             OptionError: ranks can't share the groups of steps of several sizes.
         """
-        steps = StepOptions(split)
-        if block_steps is not None:
-            from streamload.batching.cells import BlockOptions
-
-            steps = replace(steps, blocks=BlockOptions(block_steps))
+        steps = StepOptions(split, block_steps=block_steps)
         for extension in self.extensions:
             steps = extension.step_options(steps)
         return steps

@@ -23,7 +23,15 @@ from streamload.loader.options import LoaderOptions
 from streamload.metrics import format_bytes
 from streamload.order.events import UNIT
 from streamload.order.hashing import SOURCE, key
-from streamload.order.lanes import LARGE_SAMPLE_BYTES, LARGE_SHARD_BYTES, Width, default_lanes, fits, fitting
+from streamload.order.lanes import (
+    LARGE_SAMPLE_BYTES,
+    LARGE_SHARD_BYTES,
+    Width,
+    default_lanes,
+    fits,
+    fitting,
+    live_shards,
+)
 from streamload.order.plan import OrderOptions
 from streamload.order.shuffle import default_window
 from streamload.order.steps import Split
@@ -84,6 +92,11 @@ class OrderSpec:
     table: str | None = None
     multiple: int = 1
     given: tuple[tuple[float, float], ...] = ()
+
+    def live_shards(self, nodes: int, samples: float) -> float:
+        """How many shards each of so many nodes has open at once, given the samples of a shard."""
+        lanes, window = (sum(widths) for widths in list(zip(*self.sources, strict=True))[1:])
+        return -(-self.groups // nodes) * live_shards(lanes, window, samples)
 
 
 def make_order_spec(

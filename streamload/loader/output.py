@@ -11,7 +11,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,16 +20,15 @@ import torch
 from streamload.errors import OptionError
 from streamload.extension import Yielded
 from streamload.loader.checks import EpochSum
-from streamload.loader.observer import Observer
-from streamload.loader.options import LoaderOptions
+from streamload.loader.options import MODEL_INPUTS, LoaderOptions
 from streamload.loader.position import Position
-from streamload.loader.rank_process import LoopClock, RankProcess
-from streamload.loader.rank_run import RankParts
-from streamload.loader.schedule import EpochLengths, RunSchedule
+from streamload.loader.rank_process import LoopClock
+from streamload.loader.rank_run import RankParts, RankRun
 from streamload.worker.messages import SEAT, Batch, Ended
 
-MODEL_INPUTS = {"image": "pixel_values", "text": "input_ids", "label": "labels"}
-"""The values of a batch by the names that transformers' models use."""
+if TYPE_CHECKING:
+    from streamload.loader.registered import RunObserver
+
 _ORIGINS = ("__key__", "__url__")
 _NESTED_LOOKED_AT = 8
 """Elements of a value in which a batch's first tensor is looked for."""
@@ -39,32 +38,21 @@ class Collector:
     """Takes the batches of a loader's epochs from the workers.
 
     Args:
-        options: of the loader.
-        schedule: of its epochs; has the position.
-        process: counts and checks.
-        parts: of its extensions.
-        lengths: of its epochs.
+        run: of the loader.
         observer: of this rank.
 
     Attributes:
-        options, observer: the same.
+        options: of the loader.
+        observer: the same.
         outputs: the form of batches.
         waited_ns: duration of the last `waiting` block.
     """
 
-    def __init__(
-        self,
-        options: LoaderOptions,
-        schedule: RunSchedule,
-        process: RankProcess,
-        parts: RankParts,
-        lengths: EpochLengths,
-        observer: Observer,
-    ):
-        self.options, self.observer = options, observer
-        self.outputs = Outputs(options, parts)
+    def __init__(self, run: RankRun, observer: RunObserver):
+        self.options, self.observer = run.options, observer
+        self.outputs = Outputs(run.options, run.parts)
         self.waited_ns = 0
-        self._schedule, self._process, self._parts, self._lengths = schedule, process, parts, lengths
+        self._schedule, self._process, self._parts = run.schedule, run.process, run.parts
         self._step = -1  # of the epoch, of the batch that was yielded last
         self._epoch = 0  # that was started last
         self.release()
@@ -101,11 +89,12 @@ class Collector:
     @contextlib.contextmanager
     def waiting(self, since: float) -> Iterator[None]:
         """Count the time since `since` as data wait, and signal the wait to the workers."""
-        self.clock.wait_began(since)
+        clock = self._process.clock
+        clock.wait_began(since)
         try:
             yield
         finally:
-            self.waited_ns = self.clock.wait_ended(since)
+            self.waited_ns = clock.wait_ended(since)
             self.observer.waited(self.waited_ns)
 
     def received(self, count: int) -> None:
@@ -131,11 +120,11 @@ class Collector:
             process.waits.add(batch.blocked, waited_ns, process.counts.value("data_wait_ns"))
         if self._parts.by_name:
             self._parts.taken(batch)
-        self._schedule.tracker.advance(batch.stop, batch.step.groups)
+        self._schedule.tracker.advance(batch.step.stop, batch.step.groups)
         self._step += 1
         self._sum.count(batch)
         process.count(batch)
-        if not batch.samples:
+        if not batch.rows.samples:
             return None
         return self.outputs.form(batch, values, self._step)
 
@@ -167,7 +156,7 @@ class Collector:
             f"epoch {self._epoch} of {order.seed} {order.train}",
             process.pass_end.totals(lost, shards, schedule.epochs_are_passes),
             world_size,
-            lambda: self._lengths.least_of_pass(process.counts),
+            schedule.least_of_pass,
         )
         is_first = not self.options.train or schedule.topology.rank == 0
         process.pass_end.check(self._epoch, totals, world_size, logs=is_first)
@@ -203,11 +192,12 @@ class Outputs:
         has_parts = bool(self._parts.by_name)
         fields = self._parts.yielded(batch.extras, values) if has_parts else {}
         widths = fields.pop("widths", None)
-        shapes = {
-            name: tuple(value.shape) for name, value in values.items() if isinstance(value, torch.Tensor)
-        }
-        device = next((value.device for value in values.values() if isinstance(value, torch.Tensor)), None)
-        yielded = Yielded(step, batch.samples, (), widths, keys)
+        shapes: dict[str, tuple[int, ...]] = {}
+        device: torch.device | None = None
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                shapes[name], device = tuple(value.shape), device or value.device
+        yielded = Yielded(step, batch.rows.samples, (), widths, keys)
         self.last = BatchInfo(yielded, self._sources, batch.rows.seats, shapes, device, **fields)
         if has_parts:
             values = self._parts.shaped(values | self._parts.values(self.last))

@@ -19,7 +19,7 @@ from streamload.descriptors import in_this_process
 from streamload.errors import StreamloadError
 from streamload.ipc import ControlBlock
 from streamload.loader.options import LoaderOptions
-from streamload.loader.schedule import RunSchedule
+from streamload.loader.rank_run import RankRun
 from streamload.loader.worker_config import worker_config_for
 from streamload.origins.origin import import_origins
 from streamload.torch_internals import (
@@ -47,9 +47,7 @@ class WorkerPool:
 
     Args:
         owner: the loader; the pool is closed when it is garbage-collected.
-        options: of the loader.
-        schedule: of its epochs; settled.
-        control: shared with the workers.
+        run: of the loader; its order is settled.
 
     Attributes:
         order: by which the workers read.
@@ -67,14 +65,15 @@ class WorkerPool:
         OptionError: this process can't have workers.
     """
 
-    def __init__(self, owner: object, options: LoaderOptions, schedule: RunSchedule, control: ControlBlock):
+    def __init__(self, owner: object, run: RankRun):
+        options, control = run.options, run.process.control
         options.refuse_to_start_workers()
-        config, placed = worker_config_for(options, schedule)
+        config, placed = worker_config_for(options, run.schedule)
         self.tier, self.run = placed.tier, config.run
         self.shards, continued = _own_shards(config)
         self._continued = [config.shards[number] for number in continued]
         self._close_tier = weakref.finalize(owner, in_this_process(placed.close))
-        self.order = schedule.order
+        self.order = run.schedule.order
         own_ids = set(map(id, options.extensions))  # two of a dataclass may be equal
         self.extensions = [part for part in config.extensions if id(part) not in own_ids]
         images = config.assembly.images if options.images.dtype == "float32" else None

@@ -87,7 +87,7 @@ class Position:
     def after(self, position: int, groups: Mapping[int, GroupState]) -> Position:
         """The position after a step that ends at `position`."""
         events, steps = self.events, self.steps + (self.base_batch is not None)
-        if any(event.position <= position for event in events[1:]):
+        if len(events) > 1:
             events = tuple(in_effect(events, position))
         return replace(self, position=position, groups=groups, events=events, steps=steps)
 

@@ -13,7 +13,7 @@ from streamload.loader.checks import BatchChecks, PassEnd, ShardChecks, ShardWai
 from streamload.loader.options import LoaderOptions
 from streamload.metrics import Counters, Snapshot, total
 from streamload.topology import Topology
-from streamload.worker.messages import Batch, bytes_by_modality
+from streamload.worker.messages import Batch, ready_counts
 
 BAD_SAMPLES, BAD_SHARDS, BAD_IN_PASS = "bad_samples", "bad_shards", "bad_in_pass"
 """The counts of a rank in a state."""
@@ -83,9 +83,8 @@ class RankProcess:
         self.checks.count_skipped(batch)
         self.pass_end.count(batch)
         self.check_shards()
-        if batch.samples:
-            self.counts.add("batches_yielded")
-            self.counts.add("samples_yielded", batch.samples)
+        if batch.rows.samples:
+            self.counts.add_all({"batches_yielded": 1, "samples_yielded": batch.rows.samples})
             self.control.by_source[0, :, 0] += batch.rows.by_source
 
     def check_shards(self) -> None:
@@ -174,9 +173,7 @@ class LoopClock:
             waited_ns: the data wait for it.
         """
         counts = self._counts
-        counts.add("ready_batches", -1)
-        for name, size in bytes_by_modality(batch.values).items():
-            counts.add(name, -size)
+        counts.add_all(ready_counts(batch.values), -1)
         if batch.blocked:
             counts.add("blocked_wait_ns", min(waited_ns, sum(ns for _, ns in batch.blocked)))
         before, self._spent_ns = self._spent_ns, spent_ns()
@@ -194,6 +191,6 @@ class LoopClock:
         before, self._counted_until_ns = self._counted_until_ns, time.monotonic_ns()
         own_ns = self._counted_until_ns - before
         computed_ns, self._features_ns = self._features_ns, self._counts.value("feature_compute_ns")
-        self._counts.add("data_wait_ns", own_ns)
-        self._counts.add("hand_over_ns", max(0, own_ns - (self._features_ns - computed_ns)))
+        handed_over_ns = max(0, own_ns - (self._features_ns - computed_ns))
+        self._counts.add_all({"data_wait_ns": own_ns, "hand_over_ns": handed_over_ns})
         self._waited_ns += own_ns

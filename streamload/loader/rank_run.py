@@ -1,7 +1,8 @@
-"""The extensions' parts in the rank, the run as they see it, and the events of the run (steps B, E and K).
+"""The run of a loader in its rank, its extensions' parts, and its events (steps B, E and K).
 
-An event is set in mid-epoch, sent to the workers, and part of the state. It holds from the first step on that
-no worker of any rank can have begun.
+`RankRun` has all that lasts as long as the loader, and `Run` is its side for one extension's part. An event
+is set in mid-epoch, sent to the workers, and part of the state. It holds from the first step on that no
+worker of any rank can have begun.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from streamload.errors import OptionError
 from streamload.extension import Event, Extension, RankPart, RecordedEvents
@@ -42,25 +43,15 @@ class Run:
 
     Args:
         name: of the extension.
-        options: of the loader.
-        schedule: of its epochs.
-        process: counts, and has the control block.
-        events: of the run.
+        run: of the loader.
 
     Attributes:
-        options: the same.
+        options: of the loader.
     """
 
-    def __init__(
-        self,
-        name: str,
-        options: LoaderOptions,
-        schedule: RunSchedule,
-        process: RankProcess,
-        events: RunEvents,
-    ):
-        self.options = options
-        self._name, self._schedule, self._process, self._events = name, schedule, process, events
+    def __init__(self, name: str, run: RankRun):
+        self.options = run.options
+        self._name, self._run, self._schedule, self._process = name, run, run.schedule, run.process
         self._agreement: Agreement | None = None
 
     @property
@@ -149,7 +140,7 @@ class Run:
         Returns:
             The event, with the first step that no worker of any rank can have begun.
         """
-        return self._events.send(self._name, value)
+        return self._run.send(self._name, value)
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -164,7 +155,7 @@ class Run:
 
     def add_weights(self, weights: Event, steps: int) -> Event:
         """Set weights that all ranks agree on, from so many steps on, which no worker has begun."""
-        return self._events.add_weights(weights, steps)
+        return self._run.add_weights(weights, steps)
 
     @property
     def rows(self) -> int:
@@ -188,7 +179,7 @@ class Run:
             rows: of a rank in a step; see Loader.set_batch_size.
             reason: for the log of decisions; JSON-able.
         """
-        return self._events.set_batch_size(rows, reason)
+        return self._run.set_batch_size(rows, reason)
 
     def refuse_batch_size(self, rows: int) -> None:
         """Refuse a size of a rank's batch that steps can't have.
@@ -196,7 +187,7 @@ class Run:
         Raises:
             OptionError: it says why.
         """
-        self._events.refuse_batch_size(rows)
+        self._run.refuse_batch_size(rows)
 
     def replay(self, recorded: RecordedEvents) -> None:
         """Go by the events of a recorded run; none can be set then."""
@@ -211,26 +202,20 @@ class RankParts:
     """All parts of a loader's extensions in its rank: each hook of `extension.RankPart`, for all of them.
 
     Args:
-        extensions: of the loader.
-        run: the run for the extension of a name.
+        run: of the loader.
         reports: makes the part that takes the training's reports where no other does.
 
     Attributes:
         by_name: the parts; empty in a plain loader.
     """
 
-    def __init__(
-        self,
-        extensions: Sequence[Extension],
-        run: Callable[[str], Run],
-        reports: Callable[[], RankPart],
-    ):
+    def __init__(self, run: RankRun, reports: Callable[[LoaderOptions], RankPart]):
         self.by_name: dict[str, RankPart] = {}  # never changed, but replaced: another thread asks for metrics
         self._reports = reports
         self._run = run
         self._failed: set[str] = set()  # extensions whose metrics() has failed, which is logged
         self._shown: Collection[str] = ()  # names of the numbers that the page has
-        self.add(extensions)
+        self.add(run.options.extensions)
 
     def add(self, extensions: Sequence[Extension], state: Mapping[str, Any] | None = None) -> None:
         """Add the parts of more extensions, in place of those of their names.
@@ -238,7 +223,9 @@ class RankParts:
         Args:
             state: of all parts; those that replace others go on with it.
         """
-        made = ((extension.name, extension.in_rank(self._run(extension.name))) for extension in extensions)
+        made = (
+            (extension.name, extension.in_rank(Run(extension.name, self._run))) for extension in extensions
+        )
         parts = {name: part for name, part in made if part is not None}
         for name, part in parts.items():
             if name in self.by_name and state is not None:
@@ -331,7 +318,7 @@ class RankParts:
     def report(self, values: Mapping[str, Any], info: BatchInfo, rows: Any) -> None:
         """Pass on what the training reports of rows of a batch; the first report makes a part for them."""
         if not any(part.takes_reports for part in self.by_name.values()):
-            self.by_name = {**self.by_name, _REPORTS: self._reports()}
+            self.by_name = {**self.by_name, _REPORTS: self._reports(self._run.options)}
         for part in self.by_name.values():
             part.report(values, info, rows)
 
@@ -341,60 +328,73 @@ class RankParts:
             part.report_eval(values)
 
 
-class CurrentEpoch(Protocol):
-    """The epoch that events are set in (epoch.Epoch).
+class CurrentEpoch:
+    """The epoch that a training loop iterates, as its run knows it; `epoch.Epoch` is one.
+
+    Args:
+        steps: how many batches it has; None: until the data ends.
+        expected: how many it should have by the known sizes of shards; None: unknown.
 
     Attributes:
         done: no more batches come.
-        steps: how many batches it has; None: until the data ends.
+        steps, expected: the same.
     """
 
-    done: bool
-    steps: int | None
+    def __init__(self, steps: int | None, expected: int | None):
+        self.done = False
+        self.steps, self.expected = steps, expected
+        self._count = 0  # of batches so far
 
     @property
     def ahead(self) -> int:
         """Steps after the last one yielded that may have been begun, the same on all ranks."""
-        ...
+        raise NotImplementedError
 
     def plan(self, left: int | None) -> None:
         """Steps have another size: so many are left, None until the data ends."""
-        ...
+        self.steps = None if left is None else self._count + left
 
     def expect(self, left: int | None) -> None:
         """So many batches should be left by the known sizes of shards; None: unknown."""
-        ...
+        self.expected = None if left is None else self._count + left
 
     def close(self, why: str) -> None:
         """Yield nothing more."""
-        ...
+        raise NotImplementedError
 
 
-class RunEvents:
-    """The events of one loader; its workers read them before each step.
+class RankRun:
+    """The run of one loader in its rank: all that lasts from the making of the loader on.
+
+    It sets weights, batch sizes and other events, which the workers read before each step.
 
     Args:
-        schedule: of its epochs; it has the weights and sizes that were set.
-        process: has the control block, which the workers read.
-        expected: returns how many batches are left of an epoch at a position, by the known sizes of shards.
+        options: of the loader.
+        count: counts the samples of an epoch's pass; see RunSchedule.
         check_size: raises an OptionError if there is no room for a batch of so many rows.
+        reports: makes the part that takes the training's reports where no extension does.
 
     Attributes:
-        listeners: called with weights and sizes that were set, and the reason for the log.
+        options: the same; with the device, once that is known.
+        schedule: the order, the length and the position of its epochs.
+        process: the control block, counters, checks and clock of this process.
+        parts: of its extensions.
     """
 
     def __init__(
         self,
-        schedule: RunSchedule,
-        process: RankProcess,
-        expected: Callable[[Position], int | None],
-        check_size: Callable[[int], object],
+        options: LoaderOptions,
+        count: Callable[[LoaderOptions, Counters, int], int | None],
+        check_size: Callable[[LoaderOptions, int], object],
+        reports: Callable[[LoaderOptions], RankPart],
     ):
-        self._schedule, self._process = schedule, process
-        self._expected, self._check_size = expected, check_size
-        self.listeners: list[Callable[[Event, Mapping[str, Any]], None]] = []
+        self.options = options
+        self.schedule = RunSchedule(options, lambda epoch: count(self.options, self.process.counts, epoch))
+        self.process = RankProcess(options)
+        self._check_size = check_size
         self._sent: list[Event] = []  # in this epoch
         self._current: weakref.ref[CurrentEpoch] | None = None
+        self.parts = RankParts(self, reports)
 
     @property
     def epoch(self) -> CurrentEpoch | None:
@@ -406,14 +406,23 @@ class RunEvents:
         """The workers were started on an epoch: events that are set from now on are sent to them."""
         self._current, self._sent = weakref.ref(epoch), []
 
-    def end_epoch(self) -> None:
-        """The current epoch ended, or was given up."""
+    def end_epoch(self, why: str) -> None:
+        """End the current epoch, if there is one: its iterator says why."""
+        if (epoch := self.epoch) is not None:
+            epoch.close(why)
         self._current = None
+
+    def part_states(self) -> dict[str, Any]:
+        """Return the extensions' keys of a state."""
+        if not self.parts.by_name:
+            return {}
+        self.schedule.settle()
+        return self.parts.state(self.schedule.tracker.saved().position)
 
     def set_weights(self, weights: Mapping[str, float]) -> int:
         """Set weights by the sources' names, and return the step of the epoch from which they hold."""
         self._refuse_recorded("set_weights()")
-        schedule, epoch, current = self._schedule, self.epoch, self._now()
+        schedule, epoch, current = self.schedule, self.epoch, self._now()
         steps = schedule.steps_from(current)
         position = steps.begin(0 if epoch is None else epoch.ahead)
         by_rank = gather((dict(weights), schedule.next_block(position)), schedule.topology.world_size)
@@ -422,12 +431,12 @@ class RunEvents:
         step = schedule.step_of(current, position)
         schedule.tracker.add(event)
         self._send()
-        self._event_set(event, {"reason": "set_weights"})
+        self.parts.event_set(event, {"reason": "set_weights"})
         return step
 
     def add_weights(self, weights: Event, steps: int) -> Event:
         """Set weights that all ranks agree on, from so many steps on, which no worker has begun."""
-        schedule = self._schedule
+        schedule = self.schedule
         position = schedule.next_block(schedule.steps_from(self._now()).begin(steps))
         event = weights._replace(position=position)
         schedule.tracker.add(event)
@@ -442,7 +451,7 @@ class RunEvents:
             reason: for the log of decisions; JSON-able.
         """
         self._refuse_recorded("set_batch_size()")
-        schedule, epoch, current = self._schedule, self.epoch, self._now()
+        schedule, epoch, current = self.schedule, self.epoch, self._now()
         by_rank = gather((rows, self._first_free()), schedule.topology.world_size)
         rows = by_rank[0][0]
         split, position = schedule.split(), max(position for _, position in by_rank)
@@ -456,9 +465,9 @@ class RunEvents:
         current = schedule.tracker.now()
         if epoch is not None:
             epoch.plan(schedule.steps(current))
-            epoch.expect(self._expected(current))
+            epoch.expect(schedule.expected(current))
         self._send()
-        self._event_set(event, reason)
+        self.parts.event_set(event, reason)
         return schedule.step_of(current, position)
 
     def refuse_batch_size(self, rows: int, position: int = 0) -> Event:
@@ -467,37 +476,33 @@ class RunEvents:
         Raises:
             OptionError: steps can't have this size.
         """
-        event = self._schedule.resized(rows, position)
-        self._check_size(rows)
+        event = self.schedule.resized(rows, position)
+        self._check_size(self.options, rows)
         return event
 
     def send(self, extension: str, value: Any) -> Event:
         """Send an event of an extension to the workers of the current epoch."""
-        by_rank = gather(self._first_free(), self._schedule.topology.world_size)
+        by_rank = gather(self._first_free(), self.schedule.topology.world_size)
         event = Event(max(by_rank), extension, value)
         self._send(event)
         return event
 
     def _refuse_recorded(self, call: str) -> None:
         """Refuse other weights and sizes than those of a recorded run."""
-        recorded = self._schedule.tracker.recorded
+        recorded = self.schedule.tracker.recorded
         if recorded is not None:
             raise OptionError(f"mixing={recorded!r} has all decisions: leave out {call}")
 
-    def _event_set(self, event: Event, reason: Mapping[str, Any]) -> None:
-        for listener in self.listeners:
-            listener(event, reason)
-
     def _now(self) -> Position:
-        self._schedule.settle()
-        return self._schedule.tracker.now()
+        self.schedule.settle()
+        return self.schedule.tracker.now()
 
     def _first_free(self) -> int:
         """The first position at which a step may have another size: at the epoch's end at the latest.
 
         A worker that has made its last batch of an epoch makes no more, so the epoch isn't longer for it.
         """
-        schedule, epoch, current, number = self._schedule, self.epoch, self._now(), 0
+        schedule, epoch, current, number = self.schedule, self.epoch, self._now(), 0
         if epoch is not None:
             left, number = schedule.steps(current), epoch.ahead
             number = number if left is None else min(number, left)
@@ -512,7 +517,7 @@ class RunEvents:
         epoch = self.epoch
         if epoch is None:
             return
-        events = joined(self._sent, self._schedule.tracker.now().events)
+        events = joined(self._sent, self.schedule.tracker.now().events)
         if sent is not None:
             events.append(sent)
         most = 2 + 2 * epoch.ahead
@@ -520,4 +525,4 @@ class RunEvents:
             for event in of_kind(events, kind)[:-most]:
                 events.remove(event)
         self._sent = events
-        self._process.control.changes.write(EpochChange(events, epoch.steps).to_json())
+        self.process.control.changes.write(EpochChange(events, epoch.steps).to_json())

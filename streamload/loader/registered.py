@@ -12,16 +12,15 @@ from streamload.cache.selection import KEEP
 from streamload.errors import OptionError
 from streamload.extension import Extension, RankPart
 from streamload.loader.destination import AUTO
-from streamload.loader.observer import Observer
-from streamload.loader.options import LoaderOptions
-from streamload.loader.output import MODEL_INPUTS
-from streamload.loader.rank_process import RankProcess
-from streamload.loader.rank_run import RankParts
+from streamload.loader.options import MODEL_INPUTS, LoaderOptions
+from streamload.loader.rank_run import RankRun
 from streamload.loader.schedule import RunSchedule
 from streamload.metrics.findings import Requests
 from streamload.observe.observer import ObservedRun, RunObserver
+from streamload.observe.publishing import RankProgress
 from streamload.options import Settings
 from streamload.options import options as all_options
+from streamload.order.events import WEIGHTS
 from streamload.ranks.distributed import gather
 
 if TYPE_CHECKING:
@@ -29,12 +28,15 @@ if TYPE_CHECKING:
     from streamload.batching.microbatches import Microbatches, Microbatching
     from streamload.cache.shared.sharing import SharedOptions
     from streamload.mixing.reports import Rows
+    from streamload.observe.trace import Trace
     from streamload.worker.messages import WorkerConfig
 
 __all__ = [
     "Microbatches",
     "Microbatching",
     "Rows",
+    "RunObserver",
+    "Trace",
     "backing_of",
     "by_rank",
     "extensions_of",
@@ -169,7 +171,7 @@ def reports_of(options: LoaderOptions) -> RankPart:
     return ReportedMeans([source.name for source in options.sources])
 
 
-def microbatching_of(options: LoaderOptions, schedule: RunSchedule) -> Microbatching:
+def microbatching_of(run: RankRun) -> Microbatching:
     """The microbatches of a loader; its ranks agree on the size of parts.
 
     Raises:
@@ -179,8 +181,9 @@ def microbatching_of(options: LoaderOptions, schedule: RunSchedule) -> Microbatc
 
     def least(value: float) -> float:
         """The least of the ranks' values, in training; in evaluation they have other numbers of parts."""
-        return min(gather(value, schedule.topology.world_size)) if options.train else value
+        return min(gather(value, run.schedule.topology.world_size)) if options.train else value
 
+    options = run.options
     batches, patches, decoding_bytes = options.batches, options.images.patches, 0
     if options.images.decode != "host":
         from streamload.pixels.pipeline import MOST_BYTES as decoding_bytes  # noqa: N811
@@ -252,26 +255,35 @@ def backing_of(options: LoaderOptions, settings: Settings) -> SharedOptions | No
 
 def observer_of(
     owner: object,
-    options: LoaderOptions,
-    schedule: RunSchedule,
-    process: RankProcess,
-    parts: RankParts,
+    run: RankRun,
     requests: Requests,
-) -> Observer:
+) -> RunObserver:
     """The observer of a rank, in this process; what it opens ends with its owner."""
-    run = ObservedRun(
+    options, schedule, clock = run.options, run.schedule, run.process.clock
+    observed = ObservedRun(
         options.num_workers,
         tuple(source.name for source in options.sources),
         options.images.prepare or "",
         options.settings,
         lambda: _described(options),
-        schedule,
-        parts.metrics,
+        lambda: schedule.topology,
+        lambda: _progress(schedule),
+        run.parts.metrics,
+        lambda: clock.wait_began_ns,
+        run.process.waits.by_shard,
+        run.process.waits.file_name,
     )
-    observer = RunObserver(owner, run, process.control, process.waits, process.clock, requests)
+    observer = RunObserver(owner, observed, run.process.control, requests)
     if not options.num_workers:  # the worker's waits for bytes are in this process
-        process.control.while_waiting = observer.tick
+        run.process.control.while_waiting = observer.tick
     return observer
+
+
+def _progress(schedule: RunSchedule) -> RankProgress:
+    """The progress of a rank."""
+    position = schedule.tracker.now()
+    passes = [group.sources[0].cursor.pass_ for group in position.groups.values()][:1]
+    return RankProgress(position.epoch, passes, schedule.tracker.latest.get(WEIGHTS), schedule.left_out)
 
 
 def _described(loader: LoaderOptions) -> Mapping[str, Any]:

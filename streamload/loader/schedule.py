@@ -27,7 +27,6 @@ from streamload.loader.order_spec import (
     split_for,
 )
 from streamload.loader.position import EpochTracker, Position
-from streamload.metrics import Counters
 from streamload.options.values import at_least
 from streamload.order.events import BATCH_SIZE, WEIGHTS, Event, new_batch_size, new_weights, shares_of
 from streamload.order.plan import OrderOptions
@@ -48,16 +47,19 @@ class RunSchedule:
 
     Args:
         options: the loader's.
+        count: counts the samples of an epoch's pass by the indexes in the cache; None: one is incomplete.
 
     Attributes:
         tracker: of the epoch and the position in it.
         attempt: of the run, if it has had to be known.
     """
 
-    def __init__(self, options: LoaderOptions):
+    def __init__(self, options: LoaderOptions, count: Callable[[int], int | None]):
         self.tracker = EpochTracker(options.epochs_continue)
         self.attempt: RunAttempt | None = None
-        self._options = options
+        self._options, self._count = options, count
+        self._counted: tuple[int, int] | None = None  # epoch, samples by the indexes in the cache
+        self._batches: int | None = None  # as of the last call of `batches`
         self._topology: Topology | None = None
         self._topology_pid = 0  # of the process that read it
         self._settled: OrderSpec | None = None
@@ -172,6 +174,45 @@ class RunSchedule:
             return max(1, samples // (batch_size * world_size))
         share = (rank + 1) * samples // world_size - rank * samples // world_size
         return -(-share // batch_size)
+
+    def batches(self) -> int | None:
+        """Batches of this rank in an epoch, also by the indexes in the cache; None as for `num_batches`."""
+        batches = self.num_batches
+        if batches is None and self.is_one_pass:
+            epoch = self.drawn_epoch
+            if self._counted is None or self._counted[0] != epoch:
+                samples = self._count(epoch)
+                self._counted = None if samples is None else (epoch, samples)
+            if self._counted is not None:
+                batches = self.batches_of(self._counted[1])
+        self._batches = batches
+        return batches
+
+    def samples(self) -> int | None:
+        """Samples of an epoch over all ranks, also by the indexes in the cache; None as for `num_samples`."""
+        samples, batches = self.num_samples, self.batches()
+        if samples is not None or batches is None:
+            return samples
+        if not self._options.train:
+            return None if self._counted is None else self._counted[1]
+        return batches * self.rows * self.topology.world_size
+
+    def least_of_pass(self) -> int | None:
+        """The fewest samples that a training takes of a pass over all shards; None if that is unknown."""
+        samples = self._count(self.drawn_epoch)
+        if samples is None and self._options.repeat is None:
+            samples = self.listed_samples()
+        step = self.rows * self.topology.world_size
+        return None if samples is None else samples - samples % step or samples
+
+    def expected(self, position: Position) -> int | None:
+        """Batches of one pass after a position, by the sizes of shards; None unless `batches` was called."""
+        if self._batches is None or not self.is_one_pass or self._options.repeat is not None:
+            return None
+        samples = self.epoch_samples() or (None if self._counted is None else self._counted[1])
+        if position.base_batch is None or samples is None:
+            return self._batches - self.step_of(position)
+        return self.steps_within(position, samples)
 
     def steps(self, position: Position) -> int | None:
         """Steps of an epoch after a position; None: until the pass ends, or endless.
@@ -522,66 +563,3 @@ class RunSchedule:
         if self._data_digest is None:
             self._data_digest = data_digest(self._options)
         return self._data_digest
-
-
-class EpochLengths:
-    """The lengths of a loader's epochs, as far as options, sizes.json and the indexes in the cache tell.
-
-    Args:
-        options: of the loader.
-        schedule: of its epochs.
-        count: counts the samples of an epoch's pass by the indexes in the cache; None: one is incomplete.
-    """
-
-    def __init__(
-        self,
-        options: LoaderOptions,
-        schedule: RunSchedule,
-        count: Callable[[LoaderOptions, Counters, int], int | None],
-    ):
-        self._options, self._schedule, self._count = options, schedule, count
-        self._batches: int | None = None  # as of the last call of `batches`
-        self._counted: tuple[int, int] | None = None  # epoch, samples by the indexes in the cache
-
-    def batches(self, counts: Counters) -> int | None:
-        """Batches of this rank; None while unknown, or if there is no end."""
-        schedule = self._schedule
-        batches = schedule.num_batches
-        if batches is None and schedule.is_one_pass:
-            epoch = schedule.drawn_epoch
-            if self._counted is None or self._counted[0] != epoch:
-                samples = self._count(self._options, counts, epoch)
-                self._counted = None if samples is None else (epoch, samples)
-            if self._counted is not None:
-                batches = schedule.batches_of(self._counted[1])
-        self._batches = batches
-        return batches
-
-    def samples(self, counts: Counters) -> int | None:
-        """Samples over all ranks; None while unknown, or if there is no end."""
-        schedule = self._schedule
-        samples, batches = schedule.num_samples, self.batches(counts)
-        if samples is not None or batches is None:
-            return samples
-        if not self._options.train:
-            return None if self._counted is None else self._counted[1]
-        return batches * schedule.rows * schedule.topology.world_size
-
-    def least_of_pass(self, counts: Counters) -> int | None:
-        """The fewest samples that a training takes of a pass over all shards; None if that is unknown."""
-        options, schedule = self._options, self._schedule
-        samples = self._count(options, counts, schedule.drawn_epoch)
-        if samples is None and options.repeat is None:
-            samples = schedule.listed_samples()
-        step = schedule.rows * schedule.topology.world_size
-        return None if samples is None else samples - samples % step or samples
-
-    def expected(self, position: Position) -> int | None:
-        """Batches of one pass after a position, by the sizes of shards; None unless `batches` was called."""
-        schedule = self._schedule
-        if self._batches is None or not schedule.is_one_pass or self._options.repeat is not None:
-            return None
-        samples = schedule.epoch_samples() or (None if self._counted is None else self._counted[1])
-        if position.base_batch is None or samples is None:
-            return self._batches - schedule.step_of(position)
-        return schedule.steps_within(position, samples)

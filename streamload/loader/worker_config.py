@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from streamload.batches.assembly import BatchAssembly
-from streamload.batches.images import ImageAssembly, ImageMaker, Preprocess, by_workers
+from streamload.batches.images import ImageAssembly, ImageMaker, Preprocess, Resizing, by_workers
 from streamload.batches.in_progress import Choose
 from streamload.batches.tokenize import adapt_tokenizer
 from streamload.cache.selection import KeySpec, Selection
@@ -24,7 +24,6 @@ from streamload.loader.options import LoaderOptions
 from streamload.loader.registered import backing_of, extensions_of_run
 from streamload.loader.schedule import RunSchedule
 from streamload.metrics import Counters
-from streamload.observe.spans import SpanFile
 from streamload.options import Settings
 from streamload.order.plan import OrderOptions, pieces
 from streamload.order.steps import Split
@@ -82,8 +81,9 @@ def worker_config_for(options: LoaderOptions, schedule: RunSchedule) -> tuple[Wo
         if prepared is not None:
             from streamload.derived.prepare.decision import decide_preparation
 
+            live_shards = functools.partial(schedule.order.live_shards, topology.nodes)
             prepared = decide_preparation(
-                options, shards, settings, by_workers(transform), placed, shared, topology, schedule.order
+                options, shards, settings, by_workers(transform), placed, shared, topology, live_shards
             )
             shards = prepared.of(shards)
         recipes = _assembly(options, transform, prepared, settings.max_image_pixels, schedule.split())
@@ -207,7 +207,6 @@ def _worker_config(
         with_keys=options.batches.with_keys or options.batches.microbatch is not None,
         multiple=schedule.order.multiple,
         extensions=options.extensions,
-        open_sink=SpanFile,
     )
     return replace(config, extensions=extensions_of_run(options, config, recipes.plain))
 
@@ -342,13 +341,15 @@ def _assembly(
                 "prepare=%r makes images smaller than the %d×%d pixels that preprocess= resizes them to",
                 *(options.images.prepare, *plan.size),
             )
+    resizing = None
+    if prepared is not None and preparation is not None and prepared.changes_pixels:
+        resizing = Resizing(preparation.name, preparation.pixels)
     images = None
     if transform is not None:
         images = ImageAssembly(
             transform,
             as_bytes=on_device or options.images.dtype == "uint8",
-            preparation=preparation,
-            changes_pixels=prepared is None or prepared.changes_pixels,
+            resizing=resizing,
             most_pixels=most_pixels,
             as_model_inputs=options.output == "hf",
         )

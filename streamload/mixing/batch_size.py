@@ -96,7 +96,7 @@ class BatchSizing(RankPart):
     def taken(self, batch: Batch) -> None:
         """Measure a step."""
         self._steps += 1
-        rows, now_seconds = batch.stop - batch.position, self._clock()
+        rows, now_seconds = batch.step.stop - batch.step.position, self._clock()
         total_wait_ns = self._run.counts.value("data_wait_ns")
         if rows != self._rows:
             self._forget()

@@ -171,10 +171,10 @@ class Decisions(RankPart):
 
     def taken(self, batch: Batch) -> None:
         """Count what each source has given, by the shares of the step."""
-        shares, samples = self._run.position.shares, batch.stop - batch.position
+        shares, samples = self._run.position.shares, batch.step.stop - batch.step.position
         for source, share in enumerate(shares):
             self._handed[source] += share * samples
-        for source, pass_ in enumerate(batch.passes):
+        for source, pass_ in enumerate(batch.rows.passes):
             if pass_ > self._passes[source]:
                 self._passes[source] = pass_
                 size = (self._state.total[source] + self._handed[source]) / UNIT / pass_

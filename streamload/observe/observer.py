@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,9 +30,10 @@ from streamload.metrics.findings import Alert, OnAlert, Requests, SlowestRank, V
 from streamload.observe.alerts import WINDOW_SECONDS, Alerts
 from streamload.observe.figures import CounterSample, Figures, History, Machine
 from streamload.observe.page import PageFile, RunPage, names_of_sources
-from streamload.observe.publishing import Publisher, RankSchedule
+from streamload.observe.publishing import Publisher, RankProgress
 from streamload.observe.verdict import LITTLE, ON_HOST, judge
 from streamload.options import Settings
+from streamload.topology import Topology
 from streamload.worker.messages import Batch
 
 if TYPE_CHECKING:
@@ -66,8 +67,12 @@ class ObservedRun:
         prepare: as given to make_loader; "": images aren't prepared.
         settings: returns those of the loader.
         described: returns its options for people, without secrets, URLs and paths of the data.
-        schedule: of its epochs.
+        topology: returns that of the run.
+        progress: returns that of the rank.
         extension_metrics: returns the numbers of extensions by name.
+        wait_began_ns: returns when the training's current wait began, by the monotonic clock; 0: none.
+        wait_by_shard: returns the training's data wait in nanoseconds, by the shards' index in the run.
+        shard_name: returns the name of a shard's file, as others may read it.
     """
 
     workers: int
@@ -75,42 +80,28 @@ class ObservedRun:
     prepare: str
     settings: Callable[[], Settings]
     described: Callable[[], Mapping[str, Any]]
-    schedule: RankSchedule
+    topology: Callable[[], Topology]
+    progress: Callable[[], RankProgress]
     extension_metrics: Callable[[], Mapping[str, float]]
-
-
-class Waits(Protocol):
-    """The data wait of the rank by shard."""
-
-    def by_shard(self) -> dict[int, int]:
-        """Nanoseconds by the shards' index in the run."""
-        ...
-
-    def file_name(self, shard: int) -> str:
-        """The name of a shard's file, as others may read it."""
-        ...
-
-
-class WaitClock(Protocol):
-    """The clock of the training loop.
-
-    Attributes:
-        wait_began_ns: of the current wait, by the monotonic clock; 0: none.
-    """
-
-    wait_began_ns: int
+    wait_began_ns: Callable[[], int]
+    wait_by_shard: Callable[[], dict[int, int]]
+    shard_name: Callable[[int], str]
 
 
 class RunObserver:
-    """Observes one rank; see loader.observer.Observer.
+    """Observes one rank, in the process that made it.
 
     Args:
         owner: the loader; what was opened for it ends with it.
         run: of the rank.
         control: shared with the workers.
-        waits: of the training, by shard.
-        clock: of the training loop.
         requests: what it is asked to show.
+
+    Attributes:
+        requests: the same.
+        slowest: the other rank that waits most for data; set by RankMonitor.
+        device: of the batches; None: nothing says that they leave host memory. Set by the loader.
+        reported: means by source of what the training reports. Set by the loader.
     """
 
     def __init__(
@@ -118,8 +109,6 @@ class RunObserver:
         owner: object,
         run: ObservedRun,
         control: ControlBlock,
-        waits: Waits,
-        clock: WaitClock,
         requests: Requests,
     ) -> None:
         self.requests = requests
@@ -127,12 +116,12 @@ class RunObserver:
         self.slowest: SlowestRank | None = None
         self.device: torch.device | None = None
         self.reported: Sequence[Mapping[str, Any]] = ()
-        self._run, self._control, self._waits, self._clock = run, control, waits, clock
+        self._run, self._control = run, control
         self._functions: Mapping[str, str] = {}
         self._are_local = False
         self._names = names_of_sources(run.sources)
         self._publisher = Publisher(
-            run.schedule, run.workers, run.sources, self._names, run.extension_metrics
+            run.topology, run.progress, run.workers, run.sources, self._names, run.extension_metrics
         )
         self._is_in_epoch: Callable[[], bool] = bool
         self._next_tick = 0.0
@@ -157,7 +146,14 @@ class RunObserver:
     # What the loader does.
 
     def open(self, tier: Tier, run: str, functions: Mapping[str, str], *, are_local: bool) -> None:
-        """A run begins: it is published with its first epoch."""
+        """A run begins: it is published with its first epoch.
+
+        Args:
+            tier: that the rank reads.
+            run: its name.
+            functions: the argument whose function has most of a stage's time, by stage.
+            are_local: the shards are files that are read in place.
+        """
         self._functions, self._are_local, self._machine = functions, are_local, None
         file = PageFile(tier.root)
         self._close_page = self._at_end(file.close)
@@ -165,7 +161,11 @@ class RunObserver:
         self._is_published = False
 
     def start_epoch(self, is_running: Callable[[], bool]) -> None:
-        """An epoch begins; its workers run. Alerts need an interval: they are judged a second later."""
+        """An epoch begins; its workers run. Alerts need an interval: they are judged a second later.
+
+        Args:
+            is_running: whether it still goes on.
+        """
         self._is_in_epoch = is_running
         self._open_exports()
         if not self._is_published:
@@ -182,8 +182,8 @@ class RunObserver:
     def took(self, batch: Batch) -> None:
         """The training loop gets a batch, as its worker made it."""
         publisher = self._publisher
-        if batch.passes:
-            publisher.passes = list(map(max, batch.passes, publisher.passes or batch.passes))
+        if batch.rows.passes:
+            publisher.passes = list(map(max, batch.rows.passes, publisher.passes or batch.rows.passes))
         if self._line_from is None:  # in the wait for the first batch workers start, too
             with self._lock:
                 self._line_from = self._epoch_from = self._sample()
@@ -285,7 +285,7 @@ class RunObserver:
 
             self._recording = Recording(folder, {**self._run.described(), "device": str(self.device)})
             self._publisher.readers.append(self._recording.add)
-        if settings.metrics is not None and self._run.schedule.topology.local_rank == 0:
+        if settings.metrics is not None and self._run.topology().local_rank == 0:
             self.serve_metrics(settings.metrics)
 
     def _at_end(self, act: Callable[[], object]) -> Callable[[], object]:
@@ -337,18 +337,22 @@ class RunObserver:
         """Write the page, with the alerts that are raised; under the lock."""
         self._publisher.publish(sample, self._look(sample), self._run_figures(sample), alerts)
 
-    def wait_ratio(self) -> float:
-        """The share of the last minute in which the training loop waited for data."""
-        return self._figures(self._sample(), _MINUTE).wait
+    def compare_waits(self, compare: Callable[[float], SlowestRank | None]) -> None:
+        """Compare the rank's data wait with the others'.
+
+        Args:
+            compare: takes the share of the last minute in which this rank waited; returns the slowest other.
+        """
+        self.slowest = compare(self._figures(self._sample(), _MINUTE).wait)
 
     def _sample(self) -> CounterSample:
         """The counters now; the current wait counts up to now."""
         at_ns, rows = time.monotonic_ns(), self._control.counters
-        row, wait_began_ns = rows.sum(axis=0), self._clock.wait_began_ns
+        row, wait_began_ns = rows.sum(axis=0), self._run.wait_began_ns()
         if wait_began_ns:
             row[_DATA_WAIT] += max(0, at_ns - wait_began_ns)
         by_source = self._control.by_source.sum(axis=0)
-        return CounterSample(at_ns, row, rows[0].copy(), by_source, self._waits.by_shard())
+        return CounterSample(at_ns, row, rows[0].copy(), by_source, self._run.wait_by_shard())
 
     def _figures(self, sample: CounterSample, seconds: float) -> Figures:
         """The figures of the last seconds."""
@@ -374,7 +378,7 @@ class RunObserver:
             self._machine = Machine(run.workers, cores, self._are_local, self._names, run.prepare)
         is_on_host = self.device is None and is_accelerator_used()
         return self._machine._replace(
-            is_on_host=is_on_host, functions=self._functions, shard_name=self._waits.file_name
+            is_on_host=is_on_host, functions=self._functions, shard_name=run.shard_name
         )
 
     def _log_line(self, what: str, shortest_seconds: float) -> None:

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ from streamload.observe.figures import CounterSample, Figures
 from streamload.observe.page import Labels, PageFile, RunPage, names_of_sources, now
 from streamload.observe.verdict import LITTLE, judge
 from streamload.options import file_system
-from streamload.order.events import UNIT, WEIGHTS
+from streamload.order.events import UNIT, Event
 from streamload.topology import Topology
 
 if TYPE_CHECKING:
@@ -65,30 +65,28 @@ class Gauges:
         return {name: dict(values) for name, values in list(self._values.items())}
 
 
-class RankSchedule(Protocol):
-    """The schedule of a rank's epochs."""
+class RankProgress(NamedTuple):
+    """Progress of a rank.
 
-    @property
-    def topology(self) -> Topology:
-        """Of the run."""
-        ...
+    Attributes:
+        epoch: of the training loop.
+        passes: the pass of the first source, by its cursor, which is up to a window behind; empty before.
+        weights: of the sources, as set last; None: not settled yet.
+        left_out: samples left out so far, by what left them out.
+    """
 
-    @property
-    def tracker(self) -> Any:
-        """The position of the rank, and its sources' weights."""
-        ...
-
-    @property
-    def left_out(self) -> Mapping[str, int]:
-        """Samples left out so far, by what left them out."""
-        ...
+    epoch: int
+    passes: Sequence[int]
+    weights: Event | None
+    left_out: Mapping[str, int]
 
 
 class Publisher:
     """The page of one rank.
 
     Args:
-        schedule: of its epochs.
+        topology: returns that of the run.
+        progress: returns that of the rank.
         workers: its worker processes.
         sources: names of its sources.
         names: the same, as they are shown.
@@ -104,7 +102,8 @@ class Publisher:
 
     def __init__(
         self,
-        schedule: RankSchedule,
+        topology: Callable[[], Topology],
+        progress: Callable[[], RankProgress],
         workers: int,
         sources: Sequence[str],
         names: tuple[str, ...],
@@ -114,7 +113,8 @@ class Publisher:
         self.memory_ratio = 0.0
         self.readers: list[Callable[[RunPage], None]] = []
         self.passes: Sequence[int] = ()
-        self._schedule, self._workers, self._sources, self._names = schedule, workers, sources, names
+        self._topology, self._progress = topology, progress
+        self._workers, self._sources, self._names = workers, sources, names
         self._extension_metrics = extension_metrics
         self._file: PageFile | None = None
         self._tier: Tier | None = None
@@ -129,7 +129,7 @@ class Publisher:
             tier: that the rank reads.
             run: its name.
         """
-        topology = self._schedule.topology
+        topology = self._topology()
         self._file, self._tier = file, tier
         self._fixed = {
             "run": run,
@@ -155,18 +155,17 @@ class Publisher:
             figures: of the last minute.
             reported: means by source of what the training reports.
         """
-        put, tracker = self.gauges.set, self._schedule.tracker
+        put, progress = self.gauges.set, self._progress()
         put("data_wait_ratio", figures.wait)
         put("waiting_seconds", figures.waiting_seconds)
         put("still_seconds", figures.waiting_seconds or figures.still_seconds)
         put("workers", self._workers)
-        put("epoch", tracker.now().epoch)
+        put("epoch", progress.epoch)
         for name, (samples, waited_ns) in zip(self._names, sample.by_source.tolist(), strict=False):
             put("samples", samples, name)
             put("source_wait_seconds", waited_ns / 1e9, name)
-        latest = tracker.latest.get(WEIGHTS)
-        if latest is not None:
-            weights, shares = latest.value["weights"], latest.value["shares"]
+        if progress.weights is not None:
+            weights, shares = progress.weights.value["weights"], progress.weights.value["shares"]
             for name, weight, share in zip(self._names, weights, shares, strict=False):
                 put("source_weight", weight, name)
                 put("source_share", share / UNIT, name)
@@ -175,7 +174,7 @@ class Publisher:
             for kind in ("loss", "alignment"):
                 if means.get(kind) is not None and means["name"] in shown_names:
                     put(f"source_{kind}", means[kind], shown_names[means["name"]])
-        left_out = self._schedule.left_out
+        left_out = progress.left_out
         for name, count in zip(names_of_sources(left_out), left_out.values(), strict=False):
             put("samples_left_out", count, name)
         numbers = self._extension_metrics()
@@ -184,7 +183,8 @@ class Publisher:
         if time.monotonic() >= self._next_seldom:
             self._next_seldom = time.monotonic() + _SELDOM_SECONDS
             self._look_at_tier()
-            self._look_at_passes()
+            for name, number in zip(self._names, self.passes or progress.passes, strict=False):
+                put("source_passes", number, name)
 
     def look_at_memory(self, sample: CounterSample, device: torch.device | None) -> None:
         """Set `memory_ratio`; in the next ten seconds it stays.
@@ -252,14 +252,6 @@ class Publisher:
             used = usage_of(lock)
             if used is not None:
                 self.gauges.set("tier_bytes", used.total, kind)
-
-    def _look_at_passes(self) -> None:
-        passes = self.passes
-        if not passes:  # a cursor is up to a window behind
-            groups = self._schedule.tracker.now().groups.values()
-            passes = [group.sources[0].cursor.pass_ for group in groups][:1]
-        for name, number in zip(self._names, passes, strict=False):
-            self.gauges.set("source_passes", number, name)
 
 
 def _verdict_on(figures: Figures) -> str:

@@ -1,7 +1,7 @@
 """Trace: what workers and fills do beside the training's steps, as rows of torch.profiler's Chrome trace.
 
 torch.profiler sees one process, so its trace shows workers as a gap. Spans come as files of the processes
-(spans.py); this module starts and ends them, and merges them by the clock that both use.
+(worker/stages.py); this module starts and ends them, and merges them by the clock that both use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from streamload.descriptors import in_this_process
 from streamload.errors import OptionError
 from streamload.ipc import ControlBlock
-from streamload.observe.spans import SpanFile
+from streamload.worker.stages import Spans
 
 _ADJACENT_NS = 20_000_000
 """Waits for one shard with shorter gaps are one span: a reader that waits looks again and again."""
@@ -49,7 +49,7 @@ class Trace:
         remove = functools.partial(shutil.rmtree, self._folder, ignore_errors=True)
         weakref.finalize(self, in_this_process(remove))
         control.tracing.write({"folder": self._folder})
-        self._own = SpanFile(control, "training")
+        self._own = Spans(control, "training")
 
     def waited(self, waited_ns: int) -> None:
         """The training loop has just waited for so long."""

@@ -72,6 +72,21 @@ class Arrivals(Protocol):
         ...
 
 
+COPY_SHIFT = 24
+"""Where samples come several times in a pass, a raw number has the sample's in its low bits, and above them
+which use of the sample it is."""
+_PASS_SHIFT = 32
+
+
+def apart(rows: NDArray[np.int64]) -> None:
+    """Turn references with such numbers, int64[N, 3], into those of samples, in place.
+
+    Which use of the sample it is moves from its number to the pass: each use is augmented anew.
+    """
+    rows[:, 0] += rows[:, 2] >> COPY_SHIFT << _PASS_SHIFT
+    rows[:, 2] &= (1 << COPY_SHIFT) - 1
+
+
 class Turn(NamedTuple):
     """Lanes `first` to `last` - 1 give for `rounds` rounds, starting with the current one."""
 

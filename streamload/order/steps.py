@@ -11,16 +11,21 @@ processes agree. Each source has its own sequence (group.py), which continues wh
 
 from __future__ import annotations
 
+import bisect
 import itertools
+import operator
+import random
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from streamload.errors import OptionError
 from streamload.order.events import UNIT, Event, shares_at
+from streamload.order.hashing import SEQ_LEN, key
 
 WIDEST_MULTIPLE = 1 << 20
 
@@ -97,7 +102,7 @@ class Split:
         Returns:
             One share for each of the groups, in their order.
         """
-        return [share for share in self._shares(position, rank) if share.size or share.group in groups]
+        return [share for share in self._shares(position, rank) if share.group in groups or share.size]
 
     def sizes(self, position: int, group: int) -> list[int]:
         """Return how many samples of a group each rank computes in the step at a global position."""
@@ -125,20 +130,48 @@ class Block(NamedTuple):
     end: int
 
 
-class Blocks(Protocol):
-    """Division of the steps of a sequence into blocks."""
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Division of the steps of a sequence into blocks.
 
-    def is_planned(self, position: int) -> bool:
-        """True if the step that begins at a global position is planned with its block."""
-        ...
+    Attributes:
+        batch: the positions of a step.
+        steps: of a block, at least 1.
+        origin: the position at which the first block begins.
+        are_growing: whether the first blocks are shorter, of 1, 1, 2, 4, … steps, and the first step isn't
+            planned: so the first batch of a run is computed while its samples arrive.
+    """
 
-    def at(self, position: int) -> Block:
-        """The block of the step that begins at a global position."""
-        ...
+    batch: int
+    steps: int
+    origin: int = 0
+    are_growing: bool = False
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.steps < 1 or self.origin < 0:
+            raise OptionError(f"blocks of {self.steps} steps of {self.batch} samples from {self.origin}")
 
     def resized(self, size: Event) -> Blocks:
-        """The blocks from an event on that sets another size of steps."""
-        ...
+        """Return the blocks from an event on that sets another size of steps."""
+        grow = self.are_growing and size.position == 0
+        return Blocks(size.value["batch"], size.value["block"], size.position, grow)
+
+    def is_planned(self, position: int) -> bool:
+        """True if the step that begins at a global position is planned: all but the first of a run."""
+        return not (self.are_growing and position == self.origin)
+
+    def at(self, position: int) -> Block:
+        """Return the block of the step that begins at a global position."""
+        number = (position - self.origin) // self.batch
+        grown = 1 << (self.steps - 1).bit_length() if self.are_growing else 0
+        if number >= grown:
+            first = grown + (number - grown) // self.steps * self.steps
+            count = self.steps
+        else:
+            first = 1 << number.bit_length() >> 1
+            count = max(1, first)
+        begin = self.origin + first * self.batch
+        return Block(begin, begin + count * self.batch)
 
 
 class StepStart(NamedTuple):
@@ -159,59 +192,74 @@ class StepStart(NamedTuple):
     offset: int
 
 
-class MakeBlocks(Protocol):
-    """Options of blocks. Picklable."""
+@dataclass(frozen=True, slots=True)
+class SeqLens:
+    """The most patches of an image of each step: a hash of where the step begins, alike on all ranks.
 
-    def blocks(self, batch: int, start: StepStart) -> Blocks:
-        """The blocks of a sequence, of steps of so many samples."""
-        ...
+    Attributes:
+        lengths: at least one, in patches.
+        weights: how often each is drawn, in relation to the others; not all 0.
+        seed: of the run.
+    """
 
-
-class SeqLengths(Protocol):
-    """The most patches of an image of each step. Picklable."""
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        """All that steps may have."""
-        ...
+    lengths: tuple[int, ...]
+    weights: tuple[float, ...]
+    seed: int
 
     def at(self, epoch: int, position: int) -> int:
-        """Return that of the step that begins at a global position of a sequence, by its epoch."""
-        ...
+        """Return the length of the step that begins at a global position of a sequence, by its epoch."""
+        stops = list(itertools.accumulate(self.weights))
+        drawn = (key(self.seed, SEQ_LEN, epoch, position) >> 11) * 2.0**-53 * stops[-1]
+        return self.lengths[bisect.bisect_right(stops, drawn)]
 
 
-class ListedSteps(Protocol):
-    """Steps of each epoch of training that an option lists, of one size or several."""
+@dataclass(frozen=True, slots=True)
+class StepTable:
+    """Steps of several sizes that an option lists, in an order that the seed and the epoch draw.
+
+    Attributes:
+        steps: of each, the most patches of an image and the rows of a rank.
+        count: steps of an epoch; after all of `steps` the first ones come again.
+        seed: of the run.
+    """
+
+    steps: tuple[tuple[int, int], ...]
+    count: int
+    seed: int
+
+    def of_epoch(self, epoch: int) -> list[tuple[int, int]]:
+        """Return the steps of an epoch: in the order of OpenCLIP's main branch for the same seed."""
+        steps = list(self.steps)
+        random.Random(self.seed + epoch).shuffle(steps)
+        return [steps[number % len(steps)] for number in range(self.count)]
+
+    def remaining(self, epoch: int, offset: int, ranks: int) -> list[tuple[int, int]]:
+        """Return the steps of an epoch that begin at an offset or later.
+
+        Args:
+            epoch: its number.
+            offset: samples of the epoch over all ranks before it; within a step if it was saved with another
+                number of ranks.
+            ranks: that share the steps.
+        """
+        steps = self.of_epoch(epoch)
+        begins = [0, *itertools.accumulate(rows * ranks for _, rows in steps)]
+        return steps[bisect.bisect_left(begins, offset) :]
 
     @property
-    def count(self) -> int:
-        """Steps of an epoch."""
-        ...
-
-    @property
-    def rows(self) -> int:
-        """All rows of a rank in an epoch."""
-        ...
+    def digest(self) -> str:
+        """Two tables with one digest have the same steps in each epoch of as many."""
+        return xxhash.xxh3_64_hexdigest(repr([(int(most), int(rows)) for most, rows in self.steps]).encode())
 
     @property
     def most_rows(self) -> int:
         """The most rows of a rank in a step."""
-        ...
+        return max(rows for _, rows in self.steps)
 
     @property
-    def digest(self) -> str:
-        """Two with one digest have the same steps in each epoch of as many."""
-        ...
-
-    def remaining(self, epoch: int, offset: int, ranks: int) -> Sequence[object]:
-        """The steps of an epoch that begin at an offset or later.
-
-        Args:
-            epoch: its number.
-            offset: samples of the epoch over all ranks before it.
-            ranks: that share the steps.
-        """
-        ...
+    def rows(self) -> int:
+        """All rows of a rank in an epoch, by the order of the table."""
+        return sum(self.steps[number % len(self.steps)][1] for number in range(self.count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,21 +269,24 @@ class StepOptions:
     Attributes:
         split: of a step among ranks, or of the largest.
         seq_lens: the most patches of an image of each step; None: images aren't made into patches.
-        blocks: by which steps are planned; None: they aren't.
+        block_steps: the steps of a block that are planned together; None: steps aren't planned.
     """
 
     split: Split
-    seq_lens: SeqLengths | None = None
-    blocks: MakeBlocks | None = None
+    seq_lens: SeqLens | None = None
+    block_steps: int | None = None
 
     def steps(self, start: StepStart, resizes: Sequence[Event] = ()) -> Steps:
-        """The steps of an epoch.
+        """The steps of an epoch. The first blocks of a run grow.
 
         Args:
             start: of them.
             resizes: events that set other sizes than that of `split`, in ascending order.
         """
-        blocks = None if self.blocks is None else self.blocks.blocks(self.split.batch, start)
+        blocks = None
+        if self.block_steps is not None:
+            origin = start.blocks_from
+            blocks = Blocks(self.split.batch, self.block_steps, origin, start.sequence == 0 and origin == 0)
         return Steps(self.split, start.position, blocks, resizes, self.seq_lens, start.sequence)
 
     def kinds(self, rows: int) -> Sequence[tuple[int, int]]:
@@ -285,7 +336,7 @@ class Steps:
         position: int,
         blocks: Blocks | None = None,
         resizes: Sequence[Event] = (),
-        seq_lens: SeqLengths | None = None,
+        seq_lens: SeqLens | None = None,
         sequence: int = 0,
     ) -> None:
         self._position = position
@@ -319,7 +370,9 @@ class Steps:
 
     def begin(self, number: int) -> int:
         """Return the position of a step by its number."""
-        stretch = next(earlier for earlier in reversed(self._stretches) if earlier.number <= number)
+        for stretch in reversed(self._stretches):
+            if stretch.number <= number:
+                break
         return stretch.position + (number - stretch.number) * stretch.split.batch
 
     def number(self, position: int) -> int:
@@ -361,8 +414,10 @@ class Steps:
 
     def _stretch(self, position: int) -> _Stretch:
         """The steps around a position; one before the first step is within its block."""
-        before = (stretch for stretch in reversed(self._stretches) if stretch.position <= position)
-        return next(before, self._stretches[0])
+        for stretch in reversed(self._stretches):
+            if stretch.position <= position:
+                break
+        return stretch
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,7 +439,7 @@ class Portion:
     @property
     def stop(self) -> tuple[int, ...]:
         """The position in each source's sequence after the step."""
-        return tuple(first + take for first, take in zip(self.first, self.take, strict=True))
+        return tuple(map(operator.add, self.first, self.take))
 
     def seats(self) -> NDArray[np.int64]:
         """Return the source of each of the group's samples in the step, spread evenly: int64[sum(take)]."""

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from streamload.metrics import Counts
 from streamload.origins.access import granted
 from streamload.origins.endpoints import Abilities, Endpoint, abilities
 from streamload.origins.protocol import (
@@ -16,9 +17,9 @@ from streamload.origins.protocol import (
     Named,
     Origin,
     OriginOptions,
+    Recipe,
     Session,
     Stream,
-    TransferCounts,
     Unproven,
     Version,
 )
@@ -38,8 +39,8 @@ __all__ = [
     "KeptConnections",
     "Origin",
     "OriginOptions",
+    "Recipe",
     "Stream",
-    "TransferCounts",
     "Unproven",
     "Version",
     "abilities_of",
@@ -59,7 +60,7 @@ def open_origin(
     url: str,
     storage_options: Mapping[str, Any] | None = None,
     options: OriginOptions | None = None,
-    counters: TransferCounts | None = None,
+    counters: Counts | None = None,
     stop: threading.Event | None = None,
     named: Named | None = None,
     kept: KeptConnections | None = None,

@@ -29,6 +29,7 @@ from streamload.errors import (
     OriginUnavailable,
     StreamloadError,
 )
+from streamload.metrics import Counts
 from streamload.urls import origin_of, redact
 from streamload.urls.identity import DEFAULT_PORTS
 
@@ -164,11 +165,19 @@ class Origin(Protocol):
         return
 
 
-class TransferCounts(Protocol):
-    """The counters of transfers."""
+class Recipe(Protocol):
+    """Makes a derived shard of each shard: prepared images, or rows of features.
 
-    def add(self, name: str, n: int = 1, /) -> None:
-        """Add `n` to the counter `name`."""
+    Thread-safe, deterministic, picklable.
+    """
+
+    @property
+    def name(self) -> str:
+        """A name for all that the result depends on beside the shard (`Shard.recipe`)."""
+        ...
+
+    def derive(self, origin: Origin) -> Origin:
+        """The derived shard of an origin's shard, under that shard's version."""
         ...
 
 
@@ -290,7 +299,7 @@ class Session:
     """
 
     options: OriginOptions = field(default_factory=OriginOptions)
-    counts: TransferCounts | None = None
+    counts: Counts | None = None
     stop: threading.Event = field(default_factory=threading.Event)
     named: Named | None = None
     secrets: list[str] = field(default_factory=list, repr=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from streamload.errors import OptionError
 from streamload.options.values import at_least
-from streamload.patches.seq_lens import SeqLens
+from streamload.order.steps import SeqLens
 
 _LONGEST_PIXELS = 1 << 16
 """The longest side of a resized image (transforms/resize.py)."""

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from streamload.errors import OptionError
 from streamload.extension import Extension, RankPart
-from streamload.order.steps import StepOptions
+from streamload.order.steps import SeqLens, StepOptions, StepTable
 from streamload.patches.compile import patch_transform
 from streamload.patches.images import PatchImages
 from streamload.patches.plan import NAMES, GivenPatches
-from streamload.patches.seq_lens import SeqLens
-from streamload.patches.steps import StepTable, TableOptions
+from streamload.patches.steps import TableOptions
 
 if TYPE_CHECKING:
     from streamload.extension import LoaderOptions, Run

@@ -5,66 +5,13 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import xxhash
-
 from streamload.errors import OptionError
 from streamload.order.events import Event
-from streamload.order.steps import Split, StepOptions, Steps, StepStart
-
-
-@dataclass(frozen=True, slots=True)
-class StepTable:
-    """The steps of each epoch, in an order that the seed and the epoch draw.
-
-    Attributes:
-        steps: of each, the most patches of an image and the rows of a rank.
-        count: steps of an epoch; after all of `steps` the first ones come again.
-        seed: of the run.
-    """
-
-    steps: tuple[tuple[int, int], ...]
-    count: int
-    seed: int
-
-    def of_epoch(self, epoch: int) -> list[tuple[int, int]]:
-        """Return the steps of an epoch: in the order of OpenCLIP's main branch for the same seed."""
-        steps = list(self.steps)
-        random.Random(self.seed + epoch).shuffle(steps)
-        return [steps[number % len(steps)] for number in range(self.count)]
-
-    def remaining(self, epoch: int, offset: int, ranks: int) -> list[tuple[int, int]]:
-        """Return the steps of an epoch that begin at an offset or later.
-
-        Args:
-            epoch: its number.
-            offset: samples of the epoch over all ranks before it; within a step if it was saved with another
-                number of ranks.
-            ranks: that share the steps.
-        """
-        steps = self.of_epoch(epoch)
-        begins = [0, *itertools.accumulate(rows * ranks for _, rows in steps)]
-        return steps[bisect.bisect_left(begins, offset) :]
-
-    @property
-    def digest(self) -> str:
-        """Two tables with one digest have the same steps in each epoch of as many."""
-        return xxhash.xxh3_64_hexdigest(repr([(int(most), int(rows)) for most, rows in self.steps]).encode())
-
-    @property
-    def most_rows(self) -> int:
-        """The most rows of a rank in a step."""
-        return max(rows for _, rows in self.steps)
-
-    @property
-    def rows(self) -> int:
-        """All rows of a rank in an epoch, by the order of the table."""
-        return sum(self.steps[number % len(self.steps)][1] for number in range(self.count))
+from streamload.order.steps import Split, StepOptions, Steps, StepStart, StepTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -70,7 +70,7 @@ class DeviceImages:
         self._decoder, self._most_pixels, self._decoded_bytes = decoder, most_pixels, decoded_bytes
         self._steps, self._draws = steps_of(plan.given), Draws()
         compiled = dataclasses.replace(plan, given=())
-        self._transform: _Transform = OneByOne(compiled) if device.type == "cpu" else Together(compiled)
+        self._transform = OneByOne(compiled) if device.type == "cpu" else Together(compiled)
 
     def images(self, files: Sequence[File], choices: Sequence[Choices]) -> Decoded:
         """Decode and transform the images of a batch.
@@ -165,13 +165,16 @@ def _holds(pixels: torch.Tensor, box: Box | None) -> bool:
     return box is None or (box.top + box.height <= height and box.left + box.width <= width)
 
 
-class _Transform(Protocol):
-    """Transforms decoded images to levels."""
+class OneByOne:
+    """Transforms as workers do."""
+
+    def __init__(self, plan: ImagePlan) -> None:
+        self._transform = PlannedTransform(plan)
 
     def __call__(
         self, decoded: Mapping[int, torch.Tensor], choices: Mapping[int, Choices], levels: torch.Tensor
     ) -> dict[int, str]:
-        """Write images into their rows.
+        """Write images into their rows, one after another.
 
         Args:
             decoded: uint8[H, W, 3] by row.
@@ -181,19 +184,6 @@ class _Transform(Protocol):
         Returns:
             The reasons of rows that can't be transformed.
         """
-        ...
-
-
-class OneByOne:
-    """Transforms as workers do. See _Transform."""
-
-    def __init__(self, plan: ImagePlan) -> None:
-        self._transform = PlannedTransform(plan)
-
-    def __call__(
-        self, decoded: Mapping[int, torch.Tensor], choices: Mapping[int, Choices], levels: torch.Tensor
-    ) -> dict[int, str]:
-        """Write images into their rows, one after another."""
         images = levels.permute(0, 3, 1, 2)
         failed: dict[int, str] = {}
         for row, pixels in decoded.items():
@@ -207,7 +197,7 @@ class OneByOne:
 
 
 class Together:
-    """Transforms images of unlike size together, on their device. See _Transform."""
+    """Transforms images of unlike size together, on their device."""
 
     def __init__(self, plan: ImagePlan) -> None:
         self._plan = plan
@@ -215,7 +205,7 @@ class Together:
     def __call__(
         self, decoded: Mapping[int, torch.Tensor], choices: Mapping[int, Choices], levels: torch.Tensor
     ) -> dict[int, str]:
-        """Write images into their rows, all that fit together."""
+        """Write images into their rows, all that fit together; arguments and result are those of OneByOne."""
         fits: dict[int, Fit] = {}
         failed: dict[int, str] = {}
         for row, pixels in decoded.items():

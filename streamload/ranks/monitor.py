@@ -12,7 +12,8 @@ import json
 import logging
 import threading
 import time
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from streamload import limits
 from streamload.errors import RankFailed
@@ -66,10 +67,14 @@ class Ranks:
         self._noticed: dict[int, int] = {}  # by rank: its last notice
 
     def monitor(
-        self, control: ControlBlock, observer: OwnWaits, comparison: Comparison | None = None
+        self,
+        control: ControlBlock,
+        compare_waits: Callable[[Callable[[float], SlowestRank | None]], object],
+        tick: Callable[[], object],
+        comparison: Comparison | None = None,
     ) -> RankMonitor:
-        """Report this rank's waits and log the reports of the others, for one epoch."""
-        return RankMonitor(self, control, observer, comparison)
+        """Report this rank's waits and log the reports of the others, for one epoch; see RankMonitor."""
+        return RankMonitor(self, control, compare_waits, tick, comparison)
 
     def be_on(self, node: int) -> None:
         """Name this rank's host with its node from now on: the run is on several."""
@@ -207,31 +212,15 @@ class Ranks:
         return self._reports.is_read(number, self.world_size - 1)
 
 
-class OwnWaits(Protocol):
-    """The part of this rank's observer that a RankMonitor needs (observer.Observer).
-
-    Attributes:
-        slowest: the other rank that waits most for data.
-    """
-
-    slowest: SlowestRank | None
-
-    def wait_ratio(self) -> float:
-        """The share of the last minute in which the training loop waited for data."""
-        ...
-
-    def tick(self) -> None:
-        """Publish, and look at the alerts."""
-        ...
-
-
 class RankMonitor:
     """A thread, for one epoch, that reports this rank's waits to the other ranks and logs their reports.
 
     Args:
         ranks: of the run.
         control: of the loader.
-        observer: of this rank; gets the rank that waits most, and ticks while the training stands still.
+        compare_waits: calls a function with this rank's share of waiting, which returns the rank that waits
+            most of the others.
+        tick: called while the training stands still.
         comparison: of the loader with those of the other ranks; None: its rank isn't torch.distributed's.
     """
 
@@ -239,11 +228,12 @@ class RankMonitor:
         self,
         ranks: Ranks,
         control: ControlBlock,
-        observer: OwnWaits,
+        compare_waits: Callable[[Callable[[float], SlowestRank | None]], object],
+        tick: Callable[[], object],
         comparison: Comparison | None = None,
     ) -> None:
-        self._ranks, self._control, self._observer = ranks, control, observer
-        self._comparison = comparison
+        self._ranks, self._control, self._comparison = ranks, control, comparison
+        self._compare_waits, self._tick = compare_waits, tick
         self._reported_wait_seconds = 0.0  # of the current wait; 0: not reported yet
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="streamload-ranks", daemon=True)
@@ -313,10 +303,10 @@ class RankMonitor:
                     self._ranks.report_silence()
                 self._report_wait()
                 if poll % _COMPARED_EVERY == 0:
-                    self._observer.slowest = self._ranks.compare_waits(self._observer.wait_ratio())
+                    self._compare_waits(self._ranks.compare_waits)
                 if self._control.still_seconds() > _STILL_SECONDS:
                     self._ranks.read_reports(accepts_older=True)
-                    self._observer.tick()
+                    self._tick()
 
     def _is_over(self, interval_seconds: float) -> bool:
         """Wait for the next poll; True if the epoch ends. Reads why a rank with another loader has failed."""

@@ -176,13 +176,12 @@ class IndexReader:
         if min(numbers) < 0 or max(numbers) >= self.count:
             raise IndexError(f"entries {min(numbers)} to {max(numbers)} of {self.count}")
         entries = []
-        for place in numbers:
-            fields = fields_at(self._buffer, place)
+        for fields in fields_at(self._buffer, numbers):
             number, _, flags, start, stop, checksum, names, length, width, height, caption_bytes = fields
             try:
                 key, named, *more = self._frame_at(names, length)
                 prepared = (str(more[0][0]), int(more[0][1])) if more else None
-                members = tuple([(extension, first, size) for extension, first, size in named])
+                members = tuple(map(tuple, named))
                 if flags & LINKED:
                     is_its_own = all(
                         first + size <= start or start <= first <= first + size <= stop

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from struct import Struct
 
@@ -123,9 +123,10 @@ def pack_record(*fields: int) -> bytes:
     return packed + _CHECK.pack(xxh3_64_intdigest(packed))
 
 
-def fields_at(records: npt.NDArray[np.void], number: int) -> tuple[int, ...]:
-    """Return the fields of one of contiguous `RECORD`s, without the checksum."""
-    return _FIELDS.unpack_from(records.data, number * RECORD.itemsize)
+def fields_at(records: npt.NDArray[np.void], numbers: Iterable[int]) -> list[tuple[int, ...]]:
+    """Return the fields of some of contiguous `RECORD`s, without their checksums."""
+    data = records.data
+    return [_FIELDS.unpack_from(data, number * RECORD.itemsize) for number in numbers]
 
 
 def count_valid(data: bytes, number: int) -> int:

@@ -190,22 +190,27 @@ class Entry(NamedTuple):
     has_unsupported: bool = False
 
     @property
+    def extent(self) -> tuple[int, int]:
+        """Start of the first payload in the tar and end of the last one, payloads of links aside."""
+        if self.span is not None:
+            return self.span
+        _, last_start, last_size = self.members[-1]
+        return self.members[0][1], last_start + last_size
+
+    @property
     def start(self) -> int:
         """Offset of the first payload in the tar, payloads of links aside."""
-        return self.members[0][1] if self.span is None else self.span[0]
+        return self.extent[0]
 
     @property
     def stop(self) -> int:
         """End of the last payload in the tar, payloads of links aside."""
-        if self.span is not None:
-            return self.span[1]
-        _, start, size = self.members[-1]
-        return start + size
+        return self.extent[1]
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
         """The parts of the tar to read, as (start, stop): its own, then the payloads of links."""
-        return [(self.start, self.stop), *self.linked]
+        return [self.extent, *self.linked]
 
     @property
     def linked(self) -> list[tuple[int, int]]:
@@ -220,16 +225,11 @@ class Entry(NamedTuple):
         Args:
             data: the bytes of `ranges`, one after the other.
         """
-        first = self.start
-        if self.span is None:
-            return {
-                extension: data[start - first : start - first + size]
-                for extension, start, size in self.members
-            }
-        payloads, linked = {}, self.span[1] - first
+        begin, end = self.extent
+        payloads, linked = {}, end - begin
         for extension, start, size in self.members:
-            place = start - first if start >= first else linked
-            linked += size if start < first else 0
+            place = start - begin if start >= begin else linked
+            linked += size if start < begin else 0
             payloads[extension] = data[place : place + size]
         return payloads
 

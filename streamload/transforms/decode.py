@@ -84,7 +84,11 @@ class _Scratch(threading.local):
         """The latest one; each begins at the start of the memory."""
 
     def of(self, height: int, width: int) -> Pixels | None:
-        """Return uint8[height, width, 3]; None if the image is too large."""
+        """Return where an image of this size is decoded to, by `decode_there`.
+
+        Returns:
+            uint8[height, width, 3], writable, undefined until decoded; None if the image is too large.
+        """
         size = height * width * 3
         fits = size <= _SCRATCH_BYTES
         self.place = self._memory[:size].reshape(height, width, 3) if fits else None
@@ -92,6 +96,7 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
+place_in_scratch = _scratch.of
 
 
 def jpeg_size(
@@ -148,20 +153,7 @@ def decode_jpeg_or_image(
     size = jpeg_size(data, most_pixels)
     if size is None:
         return _by_pillow(data, most_pixels, _pixels_of)
-    return decode_there(data, _scratch.of(*size) if in_scratch else None, most_pixels)
-
-
-def place_in_scratch(data: bytes | memoryview, most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS) -> Pixels | None:
-    """Return where `decode_there` will put the pixels of a JPEG, by its header.
-
-    Returns:
-        uint8[H, W, 3], writable, undefined until decoded; None if only decoding can tell.
-
-    Raises:
-        ImageTooLarge: as for `jpeg_size`.
-    """
-    size = jpeg_size(data, most_pixels)
-    return None if size is None else _scratch.of(*size)
+    return decode_there(data, place_in_scratch(*size) if in_scratch else None, most_pixels)
 
 
 def memory_of(pixels: Pixels) -> torch.Tensor:
@@ -180,7 +172,7 @@ def address_of(pixels: Pixels) -> int:
 def decode_there(
     data: bytes | memoryview, place: Pixels | None, most_pixels: int = DEFAULT_MAX_IMAGE_PIXELS
 ) -> Pixels:
-    """Decode a JPEG into `place`, the result of `place_in_scratch`.
+    """Decode a JPEG into `place`, the result of `place_in_scratch` for its size.
 
     Returns:
         `place`; new memory if that is None, or if Pillow finds another size.

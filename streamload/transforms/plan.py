@@ -30,10 +30,12 @@ from streamload.transforms.resize import (
     Filter,
     Place,
     empty,
+    fits_kernel,
+    goes_down_first,
+    kernel_resizing,
     packed,
     resizing,
     resizing_tensor,
-    resizing_to_floats,
 )
 from streamload.transforms.resize import Put as Put
 
@@ -223,6 +225,7 @@ class PlannedTransform:
     def __init__(self, plan: ImagePlan, as_bytes: bool = True) -> None:
         self.plan = plan
         self._statistics = None if as_bytes else plan.statistics
+        self._packed = None if self._statistics is None else packed(*self._statistics)
         self._normalise = normalise_levels_into if plan.on_tensors else normalise_into
         self._levels: torch.Tensor | None = None
         self._boxes = RandomBox(plan.fit.scale, plan.fit.ratio) if isinstance(plan.fit, RandomCrop) else None
@@ -261,7 +264,7 @@ class PlannedTransform:
         Raises:
             DecodeError: the image is so elongated that its short side would have no pixel.
         """
-        plan, statistics = self.plan, self._statistics
+        plan = self.plan
         height, width, _ = pixels.shape
         box, size, part = fitted(plan, height, width, choices.box)
         is_all = not (plan.given or any(choices.colour)) and part[2:] == plan.size
@@ -269,12 +272,10 @@ class PlannedTransform:
             return functools.partial(
                 self._finished, resizing_tensor(pixels, size, plan.by, part), part, choices
             )
-        if is_all and statistics is not None:
-            put = resizing_to_floats(pixels, box, size, plan.by, part, packed(*statistics))
-            if put is not None:
-                return put
+        if is_all and self._packed is not None and fits_kernel(pixels, box):
+            return kernel_resizing(pixels, box, size, plan.by, goes_down_first(box, size), self._packed, part)
         levels = resizing(pixels, box, size, plan.by, part)
-        if is_all and statistics is None:
+        if is_all and self._statistics is None:
             return levels
         return functools.partial(self._finished, levels, part, choices)
 

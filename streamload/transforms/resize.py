@@ -9,7 +9,7 @@ to uint8 between the two passes, so the passes must run in Pillow's order.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -52,8 +52,16 @@ class Place(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Place:
         """Return the place of a tensor, which must outlive it."""
-        is_ready = tensor.is_contiguous(memory_format=_layout(tensor))
-        return cls(tensor, tensor.data_ptr() if is_ready else None)
+        return cls.of_each([tensor])[0]
+
+    @classmethod
+    def of_each(cls, tensors: Sequence[torch.Tensor]) -> list[Place]:
+        """Return the places of tensors of one dtype, which must outlive them."""
+        layout = _layout(tensors[0]) if tensors else torch.contiguous_format
+        return [
+            cls(tensor, tensor.data_ptr() if tensor.is_contiguous(memory_format=layout) else None)
+            for tensor in tensors
+        ]
 
 
 def resize_box(pixels: Pixels, box: Box, height: int, width: int, by: Filter = "bicubic") -> torch.Tensor:
@@ -113,20 +121,6 @@ def resizing(
     if part is None:
         return _by_torch(image, size, by)
     return functools.partial(_resize_and_cut, image, size, part, by)
-
-
-def resizing_to_floats(
-    pixels: Pixels, box: Box, size: tuple[int, int], by: Filter, part: Box | None, statistics: bytes
-) -> Put | None:
-    """Return a function that resizes and normalises in one pass; None if the kernel can't be used.
-
-    Args:
-        pixels, box, size, by, part: as for `resizing`.
-        statistics: from `packed`.
-    """
-    if not fits_kernel(pixels, box):
-        return None
-    return kernel_resizing(pixels, box, size, by, goes_down_first(box, size), statistics, part)
 
 
 def resizing_tensor(pixels: Pixels, size: tuple[int, int], by: Filter, part: Box) -> Put:

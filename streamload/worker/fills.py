@@ -38,7 +38,6 @@ class Fills:
 
     Attributes:
         backing: the backing store; None: there is none.
-        carrier: see ShardCache.
         reads_ranges: whether samples have had to be read from their origin by range.
     """
 
@@ -61,7 +60,6 @@ class Fills:
         ask = asker(config.origin, counts) if self._asks_remote or config.shards.copied else None
         self.backing = None if config.shared is None else config.shared.open(counts, ask)
         each_epoch = config.tier.revalidate != "start"
-        self.carrier = None if self.backing is None else self.backing.facts
         self.freshness = Freshness(
             self.tier,
             config.run,

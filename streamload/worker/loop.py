@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import encodings.idna  # noqa: F401  (every worker needs it and numpy.random: imported here, forked workers share them)
-import functools
 import gc
 import multiprocessing.util
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -57,7 +57,7 @@ from streamload.worker.messages import (
     SkippedSample,
     Visit,
     WorkerConfig,
-    bytes_by_modality,
+    ready_counts,
 )
 from streamload.worker.reader import Reader
 from streamload.worker.replacements import Replacements
@@ -183,8 +183,9 @@ class WorkerLoop:
         self._worker, self._workers, self._ahead = worker, workers, ahead
         self._counts = Counters(control.counters[worker + 1 if workers else 0])
         name = f"worker {worker}" if workers else "training"
-        self._spans = Spans(control, name, config.open_sink)
-        self._reader = Reader(config, control, self._counts, self._spans, worker, workers)
+        self._spans = Spans(control, name)
+        self._stages = Stages(self._counts)
+        self._reader = Reader(config, control, self._counts, self._spans, self._stages, worker, workers)
         self._slots = buffers
         self._numbers: Numbers | None = None
         self._replacements: Replacements | None = None  # made for the first bad sample
@@ -195,7 +196,6 @@ class WorkerLoop:
             )
         self._placed: list[tuple[int, int]] = []  # shard and number of the sample of each row
         self._memory = ReadMemory(_READ_AHEAD_BYTES)
-        self._stages = Stages(self._counts)
         self._fresh = shared_empty if workers else own_empty
 
     def batches(self, start: EpochStart) -> Iterator[Message]:
@@ -247,11 +247,13 @@ class WorkerLoop:
 
     def _reaches(self, epoch: _Epoch, number: int) -> bool:
         """Wait until a step may begin, with all events for it; False if the epoch was superseded."""
-        self._wait_until(functools.partial(self._may_begin, number))
+        while self._workers and number >= self._control.taken + self._ahead:
+            self._wait()
         if self._control.order.generation != epoch.start.generation:
             return False
         if self._parts is not None and not epoch.is_over(number):
-            self._wait_until(functools.partial(self._parts.may_begin, number))
+            while not self._parts.may_begin(number):
+                self._wait()
         if epoch.changes_generation != self._control.changes.generation:
             latest = EpochChange.from_json(self._control.changes.read())
             epoch.steps, epoch.changes_generation = latest.steps, latest.generation
@@ -266,7 +268,7 @@ class WorkerLoop:
         if parts is not None:
             parts.before_step(number)
         position = sampler.steps.begin(number)
-        if self._reader.reads_ranges and (coming := epoch.numbers.coming()) is not None:
+        if self._reader.fills.reads_ranges and (coming := epoch.numbers.coming()) is not None:
             self._reader.want_ranges(sampler.coming(sampler.steps.begin(coming)))
         if parts is not None:
             parts.begin(position)
@@ -289,20 +291,20 @@ class WorkerLoop:
         skipped: list[SkippedSample],
     ) -> Batch:
         """The message with a batch's values, and the order after it."""
-        origins = {name: values.pop(name) for name in ("__key__", "__url__")}
+        keys, urls = values.pop("__key__"), values.pop("__url__")
         states, spans, extras = step.states(), step.spans(), dict[str, bytes]()
         if self._parts is not None:
             extras = self._parts.finish(values, BatchRows(step, self._placed, self._reader, states))
-        self._reader.let_go()
-        ready = bytes_by_modality(values)
+        self._reader.end_batch()
+        ready = ready_counts(values)
         if self._slots is not None:
             with self._counts.timed("hand_over_ns"):
                 values = self._slots.hand_over(values, self._counts)
         if self._config.with_keys:
-            values |= origins
-        stop, rows = epoch.sampler.steps.begin(number + 1), len(origins["__key__"])
+            values |= {"__key__": keys, "__url__": urls}
+        stop, rows = epoch.sampler.steps.begin(number + 1), len(keys)
         order = OrderStep(step.position, stop, SealedStates(states), spans)
-        self._stages.ready(ready)
+        self._counts.add_all(ready)
         generation, blocked = epoch.start.generation, self._reader.blocked()
         return Batch(values, number, generation, order, self._rows_of(step, rows), skipped, blocked, extras)
 
@@ -322,19 +324,14 @@ class WorkerLoop:
             self._parts.close()
         self._reader.close()
 
-    def _wait_until(self, holds: Callable[[], bool]) -> None:
-        """Wait for the training loop.
+    def _wait(self) -> None:
+        """Wait a moment for the training loop.
 
         Raises:
             Superseded: the rank has started another epoch, or has died.
         """
-        while not holds():
-            self._reader.stop_if_superseded()
-            time.sleep(_POLL_SECONDS)
-
-    def _may_begin(self, number: int) -> bool:
-        """True if the training loop has taken so many batches that this one isn't too far ahead."""
-        return not self._workers or number < self._control.taken + self._ahead
+        self._reader.stop_if_superseded()
+        time.sleep(_POLL_SECONDS)
 
     def _check_end(self, number: int, start: EpochStart) -> None:
         """Raise if the sequence should not have ended before this step.
@@ -373,7 +370,7 @@ class WorkerLoop:
                     return None
                 rows += len(part)
                 with self._stages.samples():
-                    for visited in self._read(batch, epoch.start.epoch, part):
+                    for visited in chain.from_iterable(self._read(batch, epoch.start.epoch, part)):
                         one_skipped = self._place(batch, visited)
                         if one_skipped is not None:
                             skipped.append(one_skipped)
@@ -382,7 +379,6 @@ class WorkerLoop:
             with self._stages.finish():
                 values = batch.finish(step.bounds)
             self._stages.made(batch.measured(), values.get("patch_valid"))
-        self._reader.fill_ahead()
         return values, skipped
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -390,7 +386,7 @@ class WorkerLoop:
         tensor = self._slots.empty(shape, dtype) if self._slots is not None else None
         return self._fresh(shape, dtype) if tensor is None else tensor
 
-    def _read(self, batch: BatchInProgress, epoch: int, visits: list[Visit]) -> Iterator[_Visited]:
+    def _read(self, batch: BatchInProgress, epoch: int, visits: list[Visit]) -> Iterator[list[_Visited]]:
         """Look samples up, read them (H), and do everything that comes before their pixels.
 
         Decoding an image evicts all other code and data from the processor's caches: interleaved with it,
@@ -406,12 +402,12 @@ class WorkerLoop:
             row.append((visit, self._reader.sample(visit.shard, visit.number, self._memory, entry)))
             if self._memory.is_full:
                 self._stages.end_read()
-                yield from [self._look_at(batch, epoch, *pair) for pair in row]
+                yield [self._look_at(batch, epoch, *pair) for pair in row]
                 row.clear()
                 self._memory.reset(most_bytes)
                 self._stages.begin_read()
         self._stages.end_read()
-        yield from [self._look_at(batch, epoch, *pair) for pair in row]
+        yield [self._look_at(batch, epoch, *pair) for pair in row]
 
     def _look_at(self, batch: BatchInProgress, epoch: int, visit: Visit, sample: Sample) -> _Visited:
         source = self._config.sources[visit.source]

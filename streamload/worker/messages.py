@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from streamload.cache.selection import Selection
     from streamload.cache.shard import ShardList
     from streamload.extension import Extension
-    from streamload.ipc import ControlBlock
     from streamload.options import FreeDisk, Revalidate
     from streamload.origins.origin import OriginOptions
 
@@ -41,19 +40,6 @@ class SourceOrder:
     order: OrderOptions
     pieces: Mapping[int, Pieces] = field(repr=False)
     """For each group that the rank reads; computed once, as that goes over all shards."""
-
-
-class SpanSink(Protocol):
-    """Takes the spans of a process while a trace runs (observe/spans.py)."""
-
-    @property
-    def is_on(self) -> bool:
-        """True if a trace runs."""
-        ...
-
-    def add(self, name: str, began_ns: int, ended_ns: int, **about: object) -> None:
-        """Take a span of this thread."""
-        ...
 
 
 class TierConfig(NamedTuple):
@@ -112,8 +98,6 @@ class WorkerConfig:
     """Of the rows that a step takes of each source."""
     extensions: tuple[Extension, ...] = ()
     """The extensions of the loader."""
-    open_sink: Callable[[ControlBlock, str], SpanSink] | None = None
-    """Opens what takes the spans of a process, by its name in a trace; None: there are no traces."""
 
     @property
     def split(self) -> Split:
@@ -235,14 +219,14 @@ _IMAGES = ("image", "pixel_values", "patch")
 _TEXTS = ("text", "input_ids", "attention_mask", "token_type_ids")
 
 
-def bytes_by_modality(values: Mapping[str, Any]) -> dict[str, int]:
-    """The bytes of a batch's tensors: of images, of texts, and of all else, by the counter of each."""
-    sizes = {"ready_image_bytes": 0, "ready_text_bytes": 0, "ready_other_bytes": 0}
+def ready_counts(values: Mapping[str, Any]) -> dict[str, int]:
+    """A batch's part of what is ready, by counter: one batch, and the bytes of its tensors by modality."""
+    counts = {"ready_batches": 1, "ready_image_bytes": 0, "ready_text_bytes": 0, "ready_other_bytes": 0}
     for name, value in values.items():
         if isinstance(value, torch.Tensor):
             kind = "image" if name.startswith(_IMAGES) else "text" if name.startswith(_TEXTS) else "other"
-            sizes[f"ready_{kind}_bytes"] += value.nbytes
-    return sizes
+            counts[f"ready_{kind}_bytes"] += value.nbytes
+    return counts
 
 
 class OrderStep(NamedTuple):
@@ -290,26 +274,6 @@ class Batch(NamedTuple):
     """The shards that the training loop waited for, and for how many nanoseconds."""
     extras: Mapping[str, bytes] = {}
     """Messages of extensions to their part in the rank, by name."""
-
-    @property
-    def samples(self) -> int:
-        """Its number of samples."""
-        return self.rows.samples
-
-    @property
-    def position(self) -> int:
-        """The position of its step."""
-        return self.step.position
-
-    @property
-    def stop(self) -> int:
-        """The position after its step."""
-        return self.step.stop
-
-    @property
-    def passes(self) -> tuple[int, ...]:
-        """The latest pass of each source that its rows are of; empty: there is one source."""
-        return self.rows.passes
 
 
 class Failed(NamedTuple):

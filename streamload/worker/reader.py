@@ -37,7 +37,7 @@ from streamload.worker.blocked import Action, Blocked, Superseded, Wait, decide,
 from streamload.worker.fills import Fills
 from streamload.worker.messages import EpochStart, WorkerConfig
 from streamload.worker.reference_stream import ReferenceStream
-from streamload.worker.stages import Spans
+from streamload.worker.stages import Spans, Stages
 
 if TYPE_CHECKING:
     from streamload.worker.shortage import Shortage
@@ -64,6 +64,7 @@ class Reader:
         control: shows whether the training loop waits, and whether another epoch was started.
         counts: of this process.
         spans: of this process, while a trace runs.
+        stages: of this process, which its waits interrupt.
         worker, workers: the index of this process among how many; 0 workers: the rank itself.
 
     Attributes:
@@ -81,6 +82,7 @@ class Reader:
         control: ControlBlock,
         counts: Counters,
         spans: Spans,
+        stages: Stages,
         worker: int,
         workers: int,
     ):
@@ -88,7 +90,7 @@ class Reader:
         self.config = config
         self._control = control
         self._counts = counts
-        self._spans = spans
+        self._spans, self._stages = spans, stages
         self.counts, self.shards, self.files = counts, config.shards, OpenFiles()
         self.uses_members = config.assembly.uses_members
         self.fills = Fills(config, counts, spans, lambda: not control.wanted_seconds())
@@ -105,7 +107,8 @@ class Reader:
             freshness=self.fills.freshness,
             files=self.files,
         )
-        self._cache.carrier = self.fills.carrier
+        if self.fills.backing is not None:
+            self._cache.carrier = self.fills.backing.facts
         self._wait: Wait | None = None  # of the current batch, from its first pause on
         self._shortage: Shortage | None = None  # of room, for the first shard that is refused
         self._start: EpochStart | None = None
@@ -146,10 +149,10 @@ class Reader:
     def has(self, group: int, source: int, position: int) -> bool:
         """Wait until all references before a position are known; False if there are fewer."""
         stream = self.references(group, source)
-        while True:
+        while not stream.has(position):
+            if stream.is_over:
+                return False
             looked_ns = time.monotonic_ns()
-            if stream.reaches(position):
-                break
             if not stream.follow(self._known_ahead):
                 if stream.reads_everything and (group, source) not in self._without_samples:
                     self._without_samples.add((group, source))
@@ -161,7 +164,7 @@ class Reader:
                 wait = self._wait = self._wait or Wait()
                 is_held_back = wait.is_held_back((group, source), *stream.progress)
                 self._pause(needed, source, is_held_back, looked_ns)
-        return stream.has(position)
+        return True
 
     def due(self) -> int:
         """References of a pass to all groups, by the indexes of their shards, at its end."""
@@ -204,7 +207,7 @@ class Reader:
 
         Waits where they have to be fetched again.
         """
-        while None in (entries := self._cache.find(shard, numbers)):
+        while None in (entries := self._cache.view(shard).find(numbers)):
             self._pause([shard], self._source_of(shard))
         names = self.config.selection.of_entries
         facts = self.facts(shard, numbers, names) if names else {}
@@ -220,26 +223,20 @@ class Reader:
         for place, shard in enumerate(shards):
             places.setdefault(shard, []).append(place)
         entries: list[Found | None] = [None] * len(shards)
-        if self.reads_ranges:
+        if self.fills.reads_ranges:
             self.want_ranges(zip(shards, numbers, strict=True))
         for shard, own_places in places.items():
-            for place, entry in zip(
-                own_places, self._cache.find(shard, [numbers[n] for n in own_places]), strict=True
-            ):
+            own_entries = self._cache.view(shard).find([numbers[place] for place in own_places])
+            for place, entry in zip(own_places, own_entries, strict=True):
                 entries[place] = entry
         return entries
 
     def peek(self, group: int, source: int, first: int, stop: int) -> npt.NDArray[np.int64]:
         """Known references that aren't taken yet; doesn't wait."""
         stream = self.references(group, source)
-        while not stream.reaches(stop) and stream.follow(self._known_ahead):
+        while not stream.has(stop) and stream.follow(self._known_ahead):
             pass
         return stream.peek(first, stop)
-
-    @property
-    def reads_ranges(self) -> bool:
-        """True if samples have had to be read from their origin."""
-        return self.fills.reads_ranges
 
     def want_ranges(self, samples: Iterable[tuple[int, int]]) -> None:
         """Request those samples, by shard and number, that have to be read from their origin."""
@@ -266,15 +263,11 @@ class Reader:
             prepared = "" if entry.prepared is None else entry.prepared[0]
             url = self.config.shards[shard].name
             return Sample(entry.key, url, unread, prepared, entry.checksum, shard, number)
-        read = self._cache.read(shard, number, memory, found)
-        if read is None:
-            while (read := self._cache.read(shard, number, memory)) is None:
-                self._pause([shard], self._source_of(shard))
-        entry, data = read
-        members = entry.payloads(data)
-        prepared = "" if entry.prepared is None else entry.prepared[0]
-        name = self._cache.view(shard).shard.name
-        return Sample(entry.key, name, members, prepared, entry.checksum, shard, number)
+        sample = self._cache.sample(shard, number, memory, found)
+        while sample is None:
+            self._pause([shard], self._source_of(shard))
+            sample = self._cache.sample(shard, number, memory)
+        return sample
 
     def index(self, shard: int) -> IndexReader | None:
         """The index of a shard that is open, so far; None: no copy is open."""
@@ -300,11 +293,6 @@ class Reader:
         self._wait = None
         self._want()
 
-    def fill_ahead(self) -> None:
-        """Prefetch later shards from now on: the first batch had the link to itself."""
-        if not self._fills_ahead:
-            self._fills_ahead, self._wanted = True, None
-
     def blocked(self) -> tuple[tuple[int, int], ...]:
         """The shards that held up the training loop since the last call, with nanoseconds."""
         blocked = tuple(self._blocked_ns.items())
@@ -314,15 +302,22 @@ class Reader:
             self._report()
         return blocked
 
-    def let_go(self) -> None:
-        """Close the shards that no known reference needs, and announce the progress, once enough changed."""
+    def end_batch(self) -> None:
+        """End a batch: close the shards that no known reference needs, and announce the progress.
+
+        Both once enough changed. Later shards are prefetched from now on: the first batch had the link to
+        itself.
+        """
+        if not self._fills_ahead:
+            self._fills_ahead, self._wanted = True, None
         if self._kept is not None and self._kept.holds(self._streams):
             return
         mean_bytes = 0.0 if self._known_ahead else self._cache.mean_sample_bytes()
         if mean_bytes:
             self._known_ahead = max(_FEWEST_KNOWN, int(self._limit.size_bytes / KNOWN_PART / mean_bytes))
         in_use = self._in_use()
-        self._kept = _Told(self._streams, len(in_use) // _PARTS)
+        most = len(in_use) // _PARTS
+        self._kept = _Told(self._streams, most) if most else None
         self._cache.keep_open(in_use)
         self._tell_progress()
 
@@ -428,6 +423,7 @@ class Reader:
         if self._spans.is_on:
             now_ns, shard = time.time_ns(), self.config.shards[needed[0]].name if needed else ""
             self._spans.add("wait for bytes", now_ns - waited_ns, now_ns, shard=shard)
+        self._stages.waited_ns += waited_ns
         self._counts.add("shuffle_wait_ns" if is_held_back else "bytes_wait_ns", waited_ns)
         self._control.by_source[self._row, source, 1] += waited_ns
         if needed and self._control.wanted_seconds():
@@ -498,7 +494,8 @@ class Reader:
             needed.update(dict.fromkeys(open_shards))
             if self._fills_ahead and source not in self._idle:
                 later.update(dict.fromkeys(stream.coming(min(self._shards_ahead(), _MOST_AHEAD)).tolist()))
-        self._wanted = _Told(self._streams, max(most_open, len(later)) // _PARTS)
+        most = max(most_open, len(later)) // _PARTS
+        self._wanted = _Told(self._streams, most) if most else None
         self.fills.want(needed, later, in_use, most_open)
 
     def _in_use(self) -> set[int]:
@@ -518,7 +515,7 @@ class _Told:
 
     Args:
         streams: of the reader.
-        most: how many shards may be opened or left before it is outdated.
+        most: how many shards may be opened or left before it is outdated; with few shards none is kept.
     """
 
     def __init__(self, streams: Mapping[tuple[int, int], ReferenceStream], most: int):
@@ -527,6 +524,6 @@ class _Told:
 
     def holds(self, streams: Mapping[tuple[int, int], ReferenceStream]) -> bool:
         """True if it isn't outdated."""
-        if not self._most or streams.keys() != self._visits.keys():
+        if streams.keys() != self._visits.keys():
             return False
         return sum(abs(stream.visits - self._visits[key]) for key, stream in streams.items()) <= self._most

@@ -7,7 +7,6 @@ must stay readable, the next shards, and this reader's progress.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +15,8 @@ import xxhash
 from streamload.cache.demand import VISITS_KEPT, DemandFile, short
 from streamload.cache.shard import ShardList
 from streamload.cache.tier import Tier
-from streamload.order.group import Cursor, GroupOrder
+from streamload.order.group import GroupOrder
+from streamload.order.lanes import Arrivals, apart
 from streamload.order.left_out import Tally
 from streamload.worker.arrivals import CheckedArrivals
 from streamload.worker.states import SourceState
@@ -27,18 +27,6 @@ _PLACE_BITS = 32
 _PLACE_MASK = (1 << _PLACE_BITS) - 1
 _SHARD = 1
 """The column of the shard in a row of references: pass, shard, sample."""
-
-
-class Repeated(Protocol):
-    """Arrivals in which samples come several times in a pass, or not at all."""
-
-    def arrived(self, shard: int) -> tuple[npt.NDArray[np.int64], bool]:
-        """The references of a shard's samples so far, as `apart` takes them, and whether all are there."""
-        ...
-
-    def apart(self, rows: npt.NDArray[np.int64]) -> None:
-        """Turn references of these arrivals, int64[N, 3], into those of samples, in place."""
-        ...
 
 
 class ReferenceStream:
@@ -64,7 +52,7 @@ class ReferenceStream:
         first: int,
         arrivals: CheckedArrivals,
         tier: Tier,
-        repeated: Repeated | None = None,
+        repeated: Arrivals | None = None,
     ):
         self._order = order
         self._next_pass = next_pass
@@ -94,9 +82,10 @@ class ReferenceStream:
         self._in_use = None
         return self._here(self._order.blocked(self._repeated or self._arrivals))
 
-    def reaches(self, position: int) -> bool:
-        """True if all references before a position are known, or there are no more."""
-        return self.has(position) or self._order.finished
+    @property
+    def is_over(self) -> bool:
+        """True if all references are known: the sequence has ended."""
+        return self._order.finished
 
     def has(self, position: int) -> bool:
         """True if the references up to a position are known."""
@@ -118,7 +107,7 @@ class ReferenceStream:
             rows = np.column_stack(fresh)
             rows[:, _SHARD] += self._first
             if self._repeated is not None:
-                self._repeated.apart(rows)
+                apart(rows)
             self._known = np.concatenate([self._known, rows])
         return len(fresh.shards) > 0
 
@@ -157,13 +146,9 @@ class ReferenceStream:
             self._hashed = self._base + stop
         return self._hash.intdigest()
 
-    def cursor(self, position: int) -> Cursor:
-        """The cursor at a taken position, or at the end of the sequence if that comes before."""
-        return self._order.mark_at(min(position, self._order.position))
-
     def state(self, position: int) -> SourceState:
         """The state at a taken position, or at the end of the sequence if that comes before."""
-        cursor = self.cursor(position)
+        cursor = self._order.mark_at(min(position, self._order.position))
         shards = np.array(self.shards_in_use(), np.int64) - self._first
         return SourceState(cursor, self._arrivals.begun(shards, cursor.pass_))
 

@@ -186,16 +186,14 @@ class Step:
 
     def states(self) -> dict[int, GroupState]:
         """The state of each group after the step; valid after `visits`."""
-        return {
-            self.config.first_group + part.group: GroupState(
-                part.portion.owed,
-                tuple(
-                    self.reader.references(part.group, source).state(stop)
-                    for source, stop in enumerate(part.portion.stop)
-                ),
-            )
-            for part in self.parts
-        }
+        states = {}
+        for part in self.parts:
+            sources = [
+                self.reader.references(part.group, source).state(stop)
+                for source, stop in enumerate(part.portion.stop)
+            ]
+            states[self.config.first_group + part.group] = GroupState(part.portion.owed, tuple(sources))
+        return states
 
     def spans(self) -> dict[str, Span]:
         """The hashes before and after the step, by group and source; valid after `visits`."""
@@ -264,4 +262,5 @@ class Step:
 
 def _sources(seats: npt.NDArray[np.int64]) -> list[int]:
     """The distinct sources of some seats, sorted (np.unique would import numpy.ma: 5 MB in each worker)."""
-    return [int(source) for source in np.flatnonzero(np.bincount(seats))]
+    sources: list[int] = np.flatnonzero(np.bincount(seats)).tolist()
+    return sources

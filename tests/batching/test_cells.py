@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamload.batching.cells import CellBlocks, cells, dealt, ordered
+from streamload.batching.cells import cells, dealt, ordered
 from streamload.errors import OptionError
+from streamload.order.steps import Blocks
 
 
 @given(batch=st.integers(1, 50), steps=st.integers(1, 70), origin=st.integers(0, 99), growing=st.booleans())
 def test_blocks_follow_one_another_without_gaps(batch: int, steps: int, origin: int, growing: bool) -> None:
-    blocks = CellBlocks(batch, steps, origin, growing)
+    blocks = Blocks(batch, steps, origin, growing)
     position, sizes = origin, []
     while len(sizes) < 12:
         block = blocks.at(position)
@@ -31,7 +32,7 @@ def test_blocks_follow_one_another_without_gaps(batch: int, steps: int, origin: 
 
 def test_blocks_of_nothing_are_refused() -> None:
     with pytest.raises(OptionError):
-        CellBlocks(8, 0)
+        Blocks(8, 0)
 
 
 def web(rows: int, seed: int = 0) -> np.ndarray:

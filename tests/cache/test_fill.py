@@ -88,12 +88,8 @@ def contents(view: ShardView) -> list[tuple[str, dict[str, bytes]]]:
     for number in range(view.count):
         read = view.read(number)
         assert read is not None
-        entry, data = read
-        members = {
-            extension: bytes(data[start - entry.start : start - entry.start + size])
-            for extension, start, size in entry.members
-        }
-        found.append((entry.key, members))
+        entry, members = read
+        found.append((entry.key, {extension: bytes(data) for extension, data in members.items()}))
     return found
 
 

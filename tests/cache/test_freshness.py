@@ -335,9 +335,8 @@ def read_all(view: ShardView) -> set[bytes]:
     for number in range(view.count):
         read = view.read(number)
         assert read is not None
-        entry, data = read
-        _, start, _ = next(member for member in entry.members if member[0] == "txt")
-        found.add(bytes(data[start - entry.start :][:5]))
+        _, members = read
+        found.add(bytes(members["txt"][:5]))
     return found
 
 

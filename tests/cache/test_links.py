@@ -91,11 +91,8 @@ def test_samples_without_data_are_read_from_the_origin(place, filled):
     view = ShardView(filled.tier, shard, fetch=read_range)
     assert len(view.ranges(range(SAMPLES))) > SAMPLES
     for number, (key, members) in enumerate(read_oracle(filled.paths[place])):
-        entry, data = view.read(number)
-        assert (entry.key, {ext: bytes(payload) for ext, payload in entry.payloads(data).items()}) == (
-            key,
-            members,
-        )
+        entry, read = view.read(number)
+        assert (entry.key, {ext: bytes(payload) for ext, payload in read.items()}) == (key, members)
     view.close()
 
 

@@ -30,7 +30,7 @@ def test_what_is_read_into_it_is_what_is_read_without_it(filled: Filled) -> None
             alone, together = view.read(number), view.read(number, memory=memory)
             assert alone is not None
             assert alone == together
-            kept.append((bytes(alone[1]), together[1]))
+            kept.append(({name: bytes(data) for name, data in alone[1].items()}, together[1]))
         assert all(alone == together for alone, together in kept)
     view.close()
 

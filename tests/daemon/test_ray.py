@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from streamload.cache.companion import FactsCarrier
 from streamload.cache.shard import prepared_form, shard_of
 from streamload.cache.shard_view import ShardView
 from streamload.cache.shared.leases import DAEMONS, Leases
@@ -365,7 +366,7 @@ def test_the_facts_of_a_unit_are_made_of_what_the_shared_tier_has(
     assert len(server.log) == sent
     assert len(facts_in(objects)) == 1
     warm(url, cache_dir=tmp_path / "trainer", shared_cache=objects.url, facts=[column])
-    facts = ShardFacts()
+    facts = ShardFacts(FactsCarrier())
     with closing(ShardView(Tier(tmp_path / "trainer"), shard_of(url, None))) as view:
         assert facts.extend(view, [column], view.count)
     captions = [members["txt"] for _, members in read_oracle(server.root / "00001.tar")]

@@ -108,7 +108,7 @@ loader = streamload.make_loader(
 )
 with loader:
     keys = [key for batch in loader for key in batch["key"]]
-    names = {"world": world, "nodes": loader._schedule.topology.nodes, "keys": keys}
+    names = {"world": world, "nodes": loader._run.schedule.topology.nodes, "keys": keys}
 (given.place / f"rank-{rank}.json").write_text(json.dumps(names))
 """
 

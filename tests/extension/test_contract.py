@@ -36,8 +36,8 @@ from streamload.mixing import Summary
 from streamload.mixing.batch_size import BatchSizes
 from streamload.mixing.decisions import Mixing
 from streamload.observe.exposition import exposition
+from streamload.order.steps import StepTable
 from streamload.patches.rank import PatchedImages
-from streamload.patches.steps import StepTable
 from streamload.pixels.decoding import DeviceDecoding
 from streamload.shards.samples import Entry
 from streamload.testing.extension import ExtensionContract

@@ -146,7 +146,7 @@ class Training:
 
     def read_order(self, loader: Loader) -> None:
         """Read the order of the run, once it is settled."""
-        (self.order,) = loader._schedule.source_orders()
+        (self.order,) = loader._run.schedule.source_orders()
 
     def counts(self, sequence: int) -> list[list[tuple[Counter, Counter]]]:
         """Of each group what is left out at each position of an epoch's sequence; in all as the last."""
@@ -211,7 +211,7 @@ def test_counts_are_those_of_the_oracle_at_each_step_of_any_layout_and_after_any
                 state = seen[-1][0]
                 assert counted(loaders) == training.expected(state), (epoch, state["position"])
                 if is_step and state["epoch"] == epoch:
-                    of_pass = [loader._parts.by_name["one"].of_pass for loader in loaders]
+                    of_pass = [loader._run.parts.by_name["one"].of_pass for loader in loaders]
                     assert +sum(of_pass, Counter()) == sum(
                         (pair[1] for pair in training.at(state)), Counter()
                     )

@@ -11,6 +11,7 @@ import pytest
 
 from streamload.errors import DataError
 from streamload.facts.repeats import RepeatedArrivals, uses, visit_key
+from streamload.order.lanes import apart
 from tests.support.order_oracle import Case, Given, chained, drain, draw, sequence
 
 PASSES = 3
@@ -132,7 +133,7 @@ def test_copies_lie_a_shard_apart_and_each_is_another_visit():
     rates = [[2.0] * 50] * 4
     rows = np.array(Shards(case, rates, 0).all())
     rows = rows[rows[:, 0] == 0]
-    RepeatedArrivals.apart(rows)
+    apart(rows)
     assert Counter(map(tuple, rows[:, 1:].tolist())) == {(s, n): 2 for s in range(4) for n in range(50)}
     assert len(set(map(tuple, rows.tolist()))) == len(rows)
     places: dict[tuple[int, int], list[int]] = {}

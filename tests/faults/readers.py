@@ -22,7 +22,6 @@ from streamload.origins.origin import (
 )
 from streamload.prefetch.fallback import FallbackTier
 from streamload.prefetch.prefetcher import Prefetcher, PrefetchOptions
-from streamload.shards.samples import Entry
 from tests.faults.data import OpenOrigin, Samples, digest_of
 from tests.support.fills import requests_for
 
@@ -133,7 +132,8 @@ def _read_shard(reading: Reading, places: _Places, ahead: Prefetcher, shard: Sha
         while True:
             view.refresh()
             while len(samples) < view.count and (sample := view.read(len(samples))) is not None:
-                samples.append(_plain(*sample))
+                entry, members = sample
+                samples.append([entry.key, digest_of({name: bytes(data) for name, data in members.items()})])
                 reading.between(sum(map(len, found.seen.values())))
             if view.ended and len(samples) == view.count:
                 break
@@ -150,14 +150,6 @@ def _read_shard(reading: Reading, places: _Places, ahead: Prefetcher, shard: Sha
         reader = view.reader
         if view.gave_up and reader is not None:
             raise tombstone_error(reader.status, reader.cause)
-
-
-def _plain(entry: Entry, data: memoryview) -> list[str]:
-    members = {
-        extension: bytes(data[start - entry.start : start - entry.start + size])
-        for extension, start, size in entry.members
-    }
-    return [entry.key, digest_of(members)]
 
 
 def _ahead(reading: Reading, tier: Tier, spare: FallbackTier, counts: Counters) -> Prefetcher:

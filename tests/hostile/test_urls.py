@@ -234,7 +234,7 @@ def test_a_secret_is_in_no_repr_or_metric(data: Path, tmp_path: Path) -> None:
             cache_dir=tmp_path / "cache",
             shards=Shards(storage_options=options),
         ) as loader:
-            schedule = RunSchedule(loader.options)
+            schedule = RunSchedule(loader.options, lambda epoch: None)
             recipe, placed = worker_config_for(loader.options, schedule)
             for _ in loader:
                 shown = [

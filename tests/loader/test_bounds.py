@@ -124,7 +124,7 @@ def lonely(rank: int, data: Path, place: Path) -> None:
         next(batches)
         if rank:
             looks = []
-            monitor = loader._events.epoch._monitor
+            monitor = loader._run.epoch._monitor
             monitor.close()
             monitor._reported_wait_seconds = 0.0  # on a busy machine it may have said that it waits
             monitor._ranks.is_read = looks.append

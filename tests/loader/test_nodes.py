@@ -21,7 +21,6 @@ import torch.distributed
 from streamload.errors import RankFailed, StateMismatch
 from streamload.ipc import ControlBlock
 from streamload.loader.state import attempt_in
-from streamload.metrics.findings import SlowestRank
 from streamload.ranks import distributed, heartbeats, monitor
 from streamload.ranks.agreement import Agreement
 from streamload.testing.server import ShardServer
@@ -179,18 +178,6 @@ def names_of_devices() -> list[str]:
     return [name for _, name in socket.if_nameindex()]
 
 
-class Idle:
-    """A rank that waits for no data."""
-
-    slowest: SlowestRank | None = None
-
-    def wait_ratio(self) -> float:
-        return 0.0
-
-    def tick(self) -> None:
-        pass
-
-
 @needs_nodes
 @pytest.mark.parametrize("killed", [1, 2])
 def test_a_node_killed_in_a_decision_ends_it_on_the_others_with_its_rank_host_and_node(
@@ -203,7 +190,7 @@ def test_a_node_killed_in_a_decision_ends_it_on_the_others_with_its_rank_host_an
         ranks = distributed.ranks_of(3)
         assert ranks is not None
         ranks.be_on(place.node.number)
-        monitor.RankMonitor(ranks, ControlBlock(1), Idle())
+        monitor.RankMonitor(ranks, ControlBlock(1), lambda compare: compare(0.0), lambda: None)
         agreement = Agreement(3)
         agreement.decide("the weights", 0, sum)
         place.stage.enter("decided")

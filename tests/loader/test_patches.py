@@ -18,10 +18,10 @@ from streamload import Images, Patches
 from streamload.device import feed_for
 from streamload.errors import OptionError
 from streamload.order.hashing import sample_seed
+from streamload.order.steps import SeqLens
 from streamload.patches.execute import PlannedPatches
 from streamload.patches.grid import patch_grid
 from streamload.patches.plan import clip_patch_plan
-from streamload.patches.seq_lens import SeqLens
 from streamload.shards import samples
 from streamload.transforms import kernel
 from streamload.transforms.normalise import OPENAI_MEAN, OPENAI_STD

@@ -84,7 +84,7 @@ def test_the_last_of_a_thousand_ranks_reads_the_shards_of_its_group_and_looks_at
             found = read(loader, 20)
             _, peak_bytes = tracemalloc.get_traced_memory()
             seen = set(made)
-            schedule = RunSchedule(loader.options)
+            schedule = RunSchedule(loader.options, lambda epoch: None)
             recipe, placed = worker_config_for(loader.options, schedule)
             placed.close()
     finally:

@@ -416,7 +416,7 @@ def test_bad_samples_are_counted_across_a_resume(tmp_path: Path) -> None:
     urls = shards_with_bad_images(tmp_path, [{1, 5}] * 6)
     with make(urls, tmp_path, max_bad_samples=0.5) as loader:
         keys_of(loader)
-        whole = loader._process.checks.counts()
+        whole = loader._run.process.checks.counts()
     with make(urls, tmp_path, max_bad_samples=0.5) as loader:
         for _ in zip(range(4), loader, strict=False):
             pass
@@ -426,7 +426,7 @@ def test_bad_samples_are_counted_across_a_resume(tmp_path: Path) -> None:
         loader.load_state_dict(state)
         assert loader.state_dict()["bad_samples"] == state["bad_samples"]
         keys_of(loader)
-        assert loader._process.checks.counts()[:2] == whole[:2]
+        assert loader._run.process.checks.counts()[:2] == whole[:2]
         with pytest.raises(streamload.errors.StateMismatch, match="not a valid state"):
             loader.load_state_dict(sealed({**state, "bad_samples": [1]}))
 
@@ -620,10 +620,10 @@ def test_batches_of_an_epoch_that_was_left_are_not_computed(server: ShardServer,
     with make(urls(server), tmp_path, map_sample=map_sample, **options) as loader:
         next(iter(loader))
         until(lambda: list(tmp_path.glob("gate.*")))  # in the third batch
-        left = loader._process.control.order.generation
+        left = loader._run.process.control.order.generation
 
         def open_gate() -> None:
-            until(lambda: loader._process.control.order.generation != left)
+            until(lambda: loader._run.process.control.order.generation != left)
             gate.unlink()
 
         opener = threading.Thread(target=open_gate)

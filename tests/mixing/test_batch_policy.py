@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +21,8 @@ from streamload.loader.state import sealed
 from streamload.mixing import Replay
 from streamload.mixing.batch_size import BatchSizes, BatchSizing
 from streamload.testing.shards import write_shards
-from streamload.worker.messages import Batch
+from streamload.worker.messages import Batch, OrderStep, RowSources
+from streamload.worker.states import SealedStates
 from tests.loader.test_batch_size import keys_by_step, make
 
 EVERY = 4
@@ -176,12 +177,6 @@ def test_sizes_that_the_training_sets_are_logged_and_replayed_with_weights(
         iter(loader)
 
 
-class Taken(NamedTuple):
-    position: int
-    stop: int
-    passes: tuple[int, ...]
-
-
 class Clock:
     def __init__(self) -> None:
         self.now = 100.0
@@ -194,15 +189,15 @@ def test_what_is_measured_is_the_time_of_steps_of_one_size(data: list[str], tmp_
     """Not what is between two epochs, and no interval of which less than half was measured."""
     policy, clock = Listed([None] * 9), Clock()
     with make(data, tmp_path, batch_policy=policy) as loader:
-        schedule = loader._schedule
-        run = Run(BatchSizes.name, loader.options, schedule, loader._process, loader._events)
+        run, schedule = Run(BatchSizes.name, loader._run), loader._run.schedule
         sizing = BatchSizing(run, clock)
 
     def take(steps: int, rows: int, seconds: float, waited: float) -> None:
         for _ in range(steps):
             clock.now += seconds
             run.counts.add("data_wait_ns", int(waited * 1e9))
-            sizing.taken(Taken(0, rows, ()))
+            step = OrderStep(0, rows, SealedStates({}), {})
+            sizing.taken(Batch({}, 0, 0, step, RowSources(rows, [rows]), []))
             sizing.before_batch()
 
     def begin() -> None:

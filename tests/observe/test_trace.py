@@ -14,7 +14,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import streamload
 from streamload.errors import OptionError
 from streamload.ipc import ControlBlock
-from streamload.observe.spans import SpanFile
 from streamload.observe.trace import Trace
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
@@ -102,7 +101,7 @@ def test_what_is_no_trace_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_waits_for_one_shard_are_joined_and_a_line_that_was_cut_is_left_out(tmp_path: Path) -> None:
     control = ControlBlock(1)
-    trace, own = Trace(control, 1), SpanFile(control, "worker 0")
+    trace, own = Trace(control, 1), Spans(control, "worker 0")
     for began in range(0, 100, 10):
         own.add("wait for bytes", began * 10**6, began * 10**6 + 9 * 10**6, shard="a")
     own.add("wait for bytes", 200 * 10**6, 201 * 10**6, shard="b")
@@ -118,7 +117,7 @@ def test_waits_for_one_shard_are_joined_and_a_line_that_was_cut_is_left_out(tmp_
 
 def test_a_full_disk_ends_the_trace_and_nothing_else() -> None:
     control = ControlBlock(1)
-    own = Spans(control, "worker 0", SpanFile)
+    own = Spans(control, "worker 0")
     control.tracing.write({"folder": "/nowhere"})
     with own.of("batch 0"):
         assert not own.is_on

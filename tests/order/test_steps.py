@@ -4,11 +4,10 @@ import random
 
 import pytest
 
-from streamload.batching.cells import CellBlocks
 from streamload.errors import OptionError
 from streamload.order.events import new_batch_size
-from streamload.order.steps import Block, Split, Steps
-from streamload.patches.steps import StepTable, TableSteps, refuse_uneven
+from streamload.order.steps import Block, Blocks, Split, Steps, StepTable
+from streamload.patches.steps import TableSteps, refuse_uneven
 
 STEPS = ((128, 16), (576, 3), (1024, 2), (128, 16), (128, 5))
 
@@ -110,7 +109,7 @@ def test_an_epoch_ends_where_its_next_step_would_not_be_full_in_the_size_until_t
 
 
 def test_blocks_begin_again_where_steps_have_another_size():
-    blocks = CellBlocks(8, 6, are_growing=True)
+    blocks = Blocks(8, 6, are_growing=True)
     steps = Steps(Split(8, 1, 1), 0, blocks, [new_batch_size(64, 16, 3), new_batch_size(160, 4, 12)])
     assert [steps.block(begin) for begin in (0, 8, 24, 56, 64, 96, 112, 159, 160, 207)] == [
         Block(0, 8), Block(8, 16), Block(16, 32), Block(32, 64), Block(64, 112), Block(64, 112),

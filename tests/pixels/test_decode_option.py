@@ -217,7 +217,7 @@ def test_what_the_devices_decoder_fails_at_is_decoded_by_the_rank(shards, tmp_pa
     plant(monkeypatch, lambda file: len(file) % 3 == 0)
     with make(shards, tmp_path) as loader, make(shards, tmp_path, "host") as host:
         assert all(same(batch, expected) for batch, expected in zip(loader, host, strict=True))
-        numbers = loader._parts.metrics()
+        numbers = loader._run.parts.metrics()
         assert 0.1 < numbers["decode.by_rank_share"] < 0.5
         assert 0.2 < numbers["decode.by_workers_share"] < 0.6
 
@@ -258,7 +258,7 @@ def test_images_damaged_at_random_are_skipped_and_replaced_as_by_the_host(tmp_pa
                 assert counts.samples_replaced == of_host.samples_replaced
                 damaged = counts.samples_replaced if train else counts.samples_skipped
                 assert sum(damaged.values()) > 50
-            numbers = loader._parts.metrics()
+            numbers = loader._run.parts.metrics()
             assert numbers["decode.by_rank_share"] > 0.05 < numbers["decode.by_workers_share"]
 
 
@@ -302,7 +302,7 @@ def test_what_a_decoder_says_it_refuses_is_decoded_by_workers(shards, tmp_path, 
     plant(monkeypatch, lambda file: len(file) % 2)  # none comes
     with make(shards, tmp_path) as loader, make(shards, tmp_path, "host") as host:
         assert all(same(batch, expected) for batch, expected in zip(loader, host, strict=True))
-        assert loader._parts.metrics()["decode.by_rank_share"] == 0
+        assert loader._run.parts.metrics()["decode.by_rank_share"] == 0
 
 
 def test_what_no_decoder_takes_although_it_looked_sound_is_an_error(shards, tmp_path, monkeypatch):
@@ -407,7 +407,7 @@ def test_prepared_rows_are_decoded_as_their_form_says(shards, tmp_path, monkeypa
         ):
             assert all(same(batch, expected) for batch, expected in zip(loader, host, strict=True))
             assert loader.stats().samples_unprepared == host.stats().samples_unprepared
-            share = loader._parts.metrics()["decode.by_workers_share"]
+            share = loader._run.parts.metrics()["decode.by_workers_share"]
     assert share == 1 if prepare == "raw" else 0 < share < 1  # all are prepared: pixels, or JPEGs
 
 
@@ -432,7 +432,7 @@ def test_a_limit_of_memory_holds_for_files(shards, tmp_path, monkeypatch, size):
         for batch, expected in zip(loader, host, strict=True):
             assert same(batch, expected)
             assert loader.stats().ready_image_bytes <= 2 * 7 * row_bytes
-        share = loader._parts.metrics()["decode.by_workers_share"]
+        share = loader._run.parts.metrics()["decode.by_workers_share"]
         assert share == 1 if size == 16 else 0 < share < 1
     with pytest.raises(OptionError, match=f"give at least {7 * row_bytes}"):
         next(iter(make(shards, tmp_path, memory={"image": 7 * row_bytes - 1}, **options)))

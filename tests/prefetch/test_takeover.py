@@ -100,9 +100,8 @@ def samples(filling: Filling) -> list[tuple[str, dict[str, bytes]]]:
     for number in range(view.count):
         read = view.read(number)
         assert read is not None
-        entry, data = read
-        members = {ext: bytes(data[a - entry.start : a - entry.start + n]) for ext, a, n in entry.members}
-        found.append((entry.key, members))
+        entry, members = read
+        found.append((entry.key, {extension: bytes(data) for extension, data in members.items()}))
     view.close()
     return found
 

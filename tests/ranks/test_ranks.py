@@ -16,7 +16,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -167,15 +167,14 @@ def test_a_rank_that_waits_no_longer_when_others_look_is_no_line(
 
 
 class Waits:
-    """A rank's own waits, as a Meter has them."""
+    """A rank's own waits, as its observer has them."""
 
     def __init__(self) -> None:
         self.slowest: SlowestRank | None = None
-        self.ratio = 0.0
         self.ticked = threading.Event()
 
-    def wait_ratio(self) -> float:
-        return self.ratio
+    def compare_waits(self, compare: Callable[[float], SlowestRank | None]) -> None:
+        self.slowest = compare(0.0)
 
     def tick(self) -> None:
         self.ticked.set()
@@ -206,18 +205,20 @@ def test_while_a_training_stands_still_its_thread_looks_at_the_alerts(
     ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(monitor, "_STILL_SECONDS", 0.0)
-    with watched(ranks[0], monkeypatch) as (watch, control):
+    waits = Waits()
+    with watched(ranks[0], monkeypatch, waits) as (_, control):
         control.want(False)
-        waits = watch._observer
-        assert isinstance(waits, Waits)
         assert waits.ticked.wait(60)
 
 
 @contextlib.contextmanager
-def watched(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankMonitor, ControlBlock]]:
+def watched(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, waits: Waits | None = None
+) -> Iterator[tuple[RankMonitor, ControlBlock]]:
     monkeypatch.setattr(monitor, "_POLL_SECONDS", 0.01)
     control = ControlBlock(1)
-    watch = RankMonitor(ranks, control, Waits())
+    waits = waits or Waits()
+    watch = RankMonitor(ranks, control, waits.compare_waits, waits.tick)
     yield watch, control
     watch.close()
     assert threading.active_count() == 1 or not watch._thread.is_alive()

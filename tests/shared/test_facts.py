@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from streamload.cache.companion import FactsCarrier
 from streamload.cache.shard_view import ShardView
 from streamload.cache.tier import Tier
 from streamload.daemon.warm import WarmReport, warm
@@ -70,7 +71,7 @@ def assert_true(origin: Origin, root: Path, column: Column, most: int = 8) -> No
     """A tier has the right values, beside its indexes."""
     for number, path in enumerate(origin.paths):
         with closing(ShardView(Tier(root), origin.shard(number))) as view:
-            facts = ShardFacts()
+            facts = ShardFacts(FactsCarrier())
             assert facts.extend(view, [column], view.count)
             np.testing.assert_array_equal(facts.values(column), expected(path, most))
 

@@ -172,11 +172,11 @@ class _Reading:
         """Read what has arrived; whether that was all, or wrong."""
         numbers, ended = cache.arrived(shard)
         while self.count < len(numbers):
-            got = cache.read(shard, int(numbers[self.count]))
+            got = cache.view(shard).read(int(numbers[self.count]))
             if got is None:
                 return False
-            entry, data = got
-            self._versions = [one for one in self._versions if one.holds(self.count, entry, data)]
+            entry, members = got
+            self._versions = [one for one in self._versions if one.holds(self.count, entry.key, members)]
             if int(numbers[self.count]) != self.count or entry.number != self.count or not self._versions:
                 self.error = f"sample {self.count} of {self._truth.shard.name} came as {entry}"
                 return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import random
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,6 @@ from streamload.cache.shard import Shard
 from streamload.errors import OriginCut, OriginNotFound, OriginStopped, OriginTimeout, OriginUnavailable
 from streamload.origins.origin import Origin, Stream, Version
 from streamload.origins.protocol import same_version
-from streamload.shards.samples import Entry
 
 from .engine import Engine, Killed, Process
 
@@ -31,15 +30,10 @@ class Content:
     samples: list[Sample]
     version: Version
 
-    def holds(self, number: int, entry: Entry, data: memoryview) -> bool:
+    def holds(self, number: int, key: str, members: Mapping[str, memoryview]) -> bool:
         """Whether a sample that was read is this version's."""
-        if number >= len(self.samples):
-            return False
-        key, members = self.samples[number]
-        found = {
-            ext: bytes(data[at - entry.start : at - entry.start + size]) for ext, at, size in entry.members
-        }
-        return (entry.key, found) == (key, members)
+        read = key, {extension: bytes(data) for extension, data in members.items()}
+        return number < len(self.samples) and read == self.samples[number]
 
 
 @dataclass

@@ -29,7 +29,7 @@ def make(folder: Path, **options: Any) -> streamload.Loader:
 
 
 def write(folder: Path, name: str, loader: streamload.Loader, steps: list[list[str]]) -> None:
-    page, topology = loader.observer.page(), loader._schedule.topology
+    page, topology = loader.observer.page(), loader._run.schedule.topology
     assert page is not None
     content = {"steps": steps, "topology": dataclasses.asdict(topology), "run": page.run}
     (folder / f"{name}-{topology.rank}.json").write_text(json.dumps(content))

@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image
 
 from streamload.batches.assembly import BatchAssembly
-from streamload.batches.images import ImageAssembly
+from streamload.batches.images import ImageAssembly, Resizing
 from streamload.cache.selection import KeySpec
 from streamload.transforms.plan import clip_plan
 from streamload.transforms.resize import Place
@@ -54,8 +54,9 @@ def transformed(transform, pixels, destination, seed=0):
 
 def clip_examples(as_bytes=True, preparation=None):
     """What CLIP is trained on, of `jpg` and `txt` members, with the captions as they are."""
+    resizing = None if preparation is None else Resizing(preparation.name, preparation.pixels)
     return BatchAssembly(
         image=KeySpec.parse("jpg").choose,
         text=KeySpec.parse("txt").choose,
-        images=ImageAssembly(clip_plan(train=True), as_bytes, preparation),
+        images=ImageAssembly(clip_plan(train=True), as_bytes, resizing),
     )

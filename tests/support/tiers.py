@@ -106,9 +106,8 @@ class Filled:
         for at in range(view.count):
             read = view.read(at)
             assert read is not None
-            entry, data = read
-            members = {ext: bytes(payload) for ext, payload in entry.payloads(data).items()}
-            found.append((entry.key, members))
+            entry, members = read
+            found.append((entry.key, {extension: bytes(data) for extension, data in members.items()}))
         view.close()
         return found == read_oracle(self.paths[number])
 

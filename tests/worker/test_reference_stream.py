@@ -31,7 +31,7 @@ def test_the_shards_that_are_open_and_that_come_next_are_told_of_at_every_step(t
     told = set()
     references: list[int] = []
     for stop in range(8, 1480, 8):
-        while not stream.reaches(stop):
+        while not stream.has(stop):
             stream.follow()
             references += beside.advance(arrivals).shards.tolist()
         stream.take(stop - 8, stop)
@@ -54,7 +54,7 @@ def test_references_of_steps_that_others_make_keep_no_shard_in_use(tmp_path: Pat
     arrivals: Any = AllHere()
     tier = Tier(tmp_path / "tier", 10**6)
     stream = ReferenceStream(order, lambda: np.arange(20), shards, 0, arrivals, tier)
-    while not stream.reaches(140):
+    while not stream.has(140):
         stream.follow(20)
     known = stream.shards_in_use()
     own = set(stream.peek(120, order.position)[:, 1].tolist())

@@ -15,6 +15,7 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
+from streamload.cache.companion import FactsCarrier
 from streamload.cache.shard import Shard
 from streamload.cache.shared.objects import OBJECT_LIMIT_BYTES
 from streamload.cache.shared.tier import SharedTier
@@ -26,7 +27,7 @@ from streamload.shards.facts import pack_each
 _MAGIC = b"SLFACTS1"
 
 
-class SharedFacts:
+class SharedFacts(FactsCarrier):
     """The facts that nodes share. For one process.
 
     Args:
@@ -49,7 +50,7 @@ class SharedFacts:
         return stored[len(_MAGIC) :] if stored is not None and stored.startswith(_MAGIC) else b""
 
     def offer(self, shard: Shard, column: Column, values: Values, records: npt.NDArray[np.void]) -> None:
-        """Queue the values of a whole shard, to be stored unless the same are there; see `FactsCarrier`."""
+        """Queue the values of a whole shard, to be stored unless the same are there."""
         if self._write_back is not None and shard.local is None:
             pack = functools.partial(_packed, column, values, records)
             self._write_back.add_beside(shard, object_name(column), pack)

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from streamload.cache.backing import WaitingOrigin
-from streamload.cache.fill import Outdated
+from streamload.cache.backing import Backing, BackingStore, WaitingOrigin
+from streamload.cache.companion import FactsCarrier
+from streamload.cache.fill import Outdated, SizedStream
 from streamload.cache.freshness import Ask
 from streamload.cache.shard import Shard
 from streamload.cache.shared.facts import SharedFacts
@@ -39,7 +40,7 @@ _LOOK_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class SharedOptions:
+class SharedOptions(Backing):
     """Location of the shared cache, and whether a run writes to it.
 
     Args:
@@ -119,7 +120,7 @@ class SharedOptions:
         return Sharing(replace(self, write_back=False, wait_seconds=0.0), counts)
 
 
-class Sharing:
+class Sharing(BackingStore):
     """The shared cache as one process uses it. Thread-safe; made in the process that uses it.
 
     Args:
@@ -127,9 +128,6 @@ class Sharing:
         counts: receives the counters named "shared_…".
         ask: asks an origin for a shard's version before a copy is used; None: copies are used as they are.
         uploads: how many shards are stored at once.
-
-    Attributes:
-        facts: of samples, from other nodes and for them; None: there is no shared cache.
     """
 
     def __init__(
@@ -137,7 +135,7 @@ class Sharing:
     ):
         self.tier: SharedTier | None = None
         self.write_back: WriteBack | None = None
-        self.facts: SharedFacts | None = None
+        self.facts: FactsCarrier = FactsCarrier()
         self._single_flight: SingleFlight | None = None
         self._ask = ask
         self._prepared: dict[str, tuple[bool, float]] = {}  # by digest: whether it is there, valid until
@@ -164,7 +162,7 @@ class Sharing:
         single_flight: bool = True,
         revalidates: bool = True,
     ) -> Origin:
-        """An origin that reads through the shared cache; see `BackingStore.through`."""
+        """An origin that reads through the shared cache."""
         if self.tier is None or shard.local is not None:
             return origin
         flight = self._single_flight if single_flight else None
@@ -323,7 +321,7 @@ class ReadThrough(WaitingOrigin):
         return version
 
 
-class _ThroughStream:
+class _ThroughStream(SizedStream):
     """The bytes of the shared copy, and the origin's from where those fail."""
 
     def __init__(

@@ -6,8 +6,8 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from streamload.cache import memory
 from streamload.cache.backing import Backing
@@ -20,7 +20,6 @@ from streamload.derived.prepare.preparation import AUTO, Preparation, growth, im
 from streamload.errors import StreamloadError
 from streamload.metrics import format_bytes
 from streamload.options import Settings, file_system
-from streamload.order.lanes import live_shards
 from streamload.topology import Topology
 
 logger = logging.getLogger("streamload")
@@ -48,20 +47,8 @@ class RunPreparation(NamedTuple):
 
 
 UNPREPARED = RunPreparation(None)
-
-
-class Reading(Protocol):
-    """The shards that a run reads at once (loader.order_spec.OrderSpec)."""
-
-    @property
-    def groups(self) -> int:
-        """The number of sequences that samples are split into."""
-        ...
-
-    @property
-    def sources(self) -> Sequence[tuple[str, int, int]]:
-        """The name, lanes and window of each source."""
-        ...
+LiveShards = Callable[[float], float]
+"""Returns how many shards a node has open at once, given the samples of a shard."""
 
 
 def named_preparation(prepare: str, settings: Settings) -> RunPreparation:
@@ -87,7 +74,7 @@ def decide_preparation(
     placed: Placed,
     shared: Backing | None,
     topology: Topology,
-    reading: Reading,
+    live_shards: LiveShards,
 ) -> RunPreparation:
     """Decide how a run that gives `prepare=` has its images prepared, and whether its fills do it; log that.
 
@@ -99,6 +86,7 @@ def decide_preparation(
         transform: a plan, or a function from Pillow image to value.
         placed: the run's tier; keeps the answer until it is closed.
         shared: the shared cache; None: there is none.
+        live_shards: of the run's order.
     """
     prepare, shards = options.images.prepare, shards.prepared_by("")
     named = named_preparation(prepare, settings)
@@ -114,12 +102,12 @@ def decide_preparation(
         recipe_names = [recipe.name for recipe in recipes_by_name.values()]
         question = [prepare, str(placed.tier.root), fingerprint(shards), *recipe_names]
         agreement = SharedDecision(memory_root(settings), question)
-        placed.agreements.append(agreement)
+        placed.on_close.append(agreement.close)
 
         def decide() -> Choice:
             with Measure(placed.tier, shared) as sizes:
                 if named.preparation is not None:
-                    return _fits(named.preparation, named.of(shards), sizes, topology.nodes, reading)
+                    return _fits(named.preparation, named.of(shards), sizes, topology.nodes, live_shards)
                 processes = topology.local_world_size * max(1, options.num_workers)
                 return _cheapest([*recipes_by_name.values()], shards, sizes, topology.nodes, processes)
 
@@ -144,7 +132,9 @@ def _log(recipe: Preparation, shards: ShardList, tier: Tier, answer: Choice) -> 
     logger.log(level, "prepare: %s: %s; %s%s", recipe, share, answer.why, rest)
 
 
-def _fits(recipe: Preparation, forms: ShardList, sizes: Measure, nodes: int, reading: Reading) -> Choice:
+def _fits(
+    recipe: Preparation, forms: ShardList, sizes: Measure, nodes: int, live_shards: LiveShards
+) -> Choice:
     """The recipe, if the tier has room for all data, prepared, beside the shards that are open at once."""
     tier = sizes.tier
     command = f"streamload warm URLS --prepare {recipe}"
@@ -154,7 +144,7 @@ def _fits(recipe: Preparation, forms: ShardList, sizes: Measure, nodes: int, rea
         place = "A_LARGER_DISK" if tier.budget.is_bound_by_disk else tier.root
         command += f" --cache-dir {place} --cache-size"
     limit_bytes = tier.budget.allowed_bytes
-    estimate = _prepared_and_open_bytes(recipe, forms, sizes, nodes, reading)
+    estimate = _prepared_and_open_bytes(recipe, forms, sizes, nodes, live_shards)
     if estimate is None:
         size = f"{math.ceil(limit_bytes / 1e9)}GB"
         why = "as the size of the data is unknown, this run prepares no more"
@@ -174,7 +164,7 @@ def _fits(recipe: Preparation, forms: ShardList, sizes: Measure, nodes: int, rea
 
 
 def _prepared_and_open_bytes(
-    recipe: Preparation, forms: ShardList, sizes: Measure, nodes: int, reading: Reading
+    recipe: Preparation, forms: ShardList, sizes: Measure, nodes: int, live_shards: LiveShards
 ) -> tuple[int, int] | None:
     """About what a node's data takes prepared, and what is open at once as it is; None: that isn't known."""
     prepared_bytes = [sizes.prepared_bytes(shard) for shard in _some(forms)]
@@ -186,9 +176,7 @@ def _prepared_and_open_bytes(
     if data_bytes is None or by_samples is None:
         return None
     shard_bytes = data_bytes * nodes / len(shards)
-    groups = -(-reading.groups // nodes)
-    lanes, window = (sum(widths) for widths in list(zip(*reading.sources, strict=True))[1:])
-    live = groups * live_shards(lanes, window, shard_bytes / by_samples.sample_bytes)
+    live = live_shards(shard_bytes / by_samples.sample_bytes)
     return int(data_bytes * by_samples.factor * _MARGIN), int(min(data_bytes, live * shard_bytes))
 
 
