@@ -109,7 +109,7 @@ class SampleRows:
         dtype: to which results are cast before they are stored; None: they aren't.
         stored: rows that came with the samples, by the places of their keys.
         fingerprint: of these, as hexadecimal digits.
-        reads: `ReadNames.written` of what making the inputs read; b"": it wasn't watched.
+        reads: of making the inputs; None: it wasn't watched.
         check: see `Features`.
     """
 
@@ -117,7 +117,7 @@ class SampleRows:
     dtype: torch.dtype | None
     stored: Mapping[int, Row]
     fingerprint: str
-    reads: bytes
+    reads: ReadNames | None
     check: bool
 
 
@@ -450,8 +450,8 @@ class Call:
         values: list[Any] = []
         tree_map(values.append, arguments)
         names = reads.names().without(values)
-        if self._samples is not None and (input_names := ReadNames.read(self._samples.reads)) is not None:
-            names = names.with_more(input_names)
+        if self._samples is not None and self._samples.reads is not None:
+            names |= self._samples.reads
         self.proof.record_reads(self.store, self.fingerprint, names)
         self._has_new_reads = names.contents() != {}
         return value

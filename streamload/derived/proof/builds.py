@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from streamload.derived.proof.code import Describer, has_code
-from streamload.derived.proof.reads import digests_of, identity_of
+from streamload.derived.proof.reads import FileIdentity, digests_of, identity_of
 
 _KEPT = 8
 _NAME = uuid.uuid4().hex
@@ -38,7 +38,7 @@ class Build:
     generators: dict[str, str]  # of each random generator a digest of its state before it
     draws: list[str]  # which of them it drew from
     is_closed: bool  # whether all that it read is known: no network, no other process
-    files: list[list[Any]]  # what it read: path, size, times of its data's change and of any, inode
+    files: dict[str, FileIdentity]  # what it read, by path
     variables: dict[str, str | None]
     """Of the environment, what it read: a digest of each value; None: it wasn't set."""
     parts: dict[str, Any]  # of the fingerprint
@@ -50,7 +50,7 @@ class Build:
         """True if files and variables are as they were read, and the classes' code is the same."""
         if not self.is_closed or self.variables != digests_of(self.variables):
             return False
-        if any(identity_of(identity[0]) != identity for identity in self.files):
+        if any(identity_of(path) != identity for path, identity in self.files.items()):
             return False
         describer = Describer()
         for origin, name in self.origins.items():

@@ -121,12 +121,13 @@ class Stamp:
     """
 
     def __init__(self, module: torch.nn.Module):
-        self._dicts: list[dict[str, Any]] = []
+        dicts: list[dict[str, Any]] = []
         self._tensors: list[torch.Tensor] = []
         for child in module.modules():
             is_script = isinstance(child, torch.jit.ScriptModule)  # hands out a new object at each look
-            self._dicts += [vars(child), *(vars(child)[name] for name in _HOLDING if not is_script)]
+            dicts += [vars(child), *(vars(child)[name] for name in _HOLDING if not is_script)]
             self._tensors += tensors_of(child)
+        self._dicts, self._empty = [held for held in dicts if held], [held for held in dicts if not held]
         self._copies = [dict(held) for held in self._dicts]
         self._counted = [tensor for tensor in self._tensors if _has_version(tensor)]
         self._versions = list(map(_version_of, self._counted))
@@ -139,6 +140,7 @@ class Stamp:
                 list(map(_version_of, self._counted)) == self._versions
                 and list(map(torch.Tensor.data_ptr, self._tensors)) == self._pointers
                 and self._dicts == self._copies
+                and not any(self._empty)
             )
         except Exception:  # one can't be compared with what stands in its place
             return False

@@ -165,10 +165,11 @@ class Proof:
         self.seconds_per_row, self._computed_rows, self._compute_seconds = 0.0, 0, 0.0
         self._believed: tuple[list[str], Build] | None = None
         """A record, and what had been asked of the module when it was found."""
+        self._was_built = False
         self._record: tuple[bytes, Build] | None = None
         """That of the build in this process, and its key."""
-        self._noted_in: set[RowPlace] | None = None
-        """Places where the build in this process is counted; None: there was none."""
+        self._noted_in: set[RowPlace] = set()
+        """Places where rows were looked up since the build in this process, if there was one."""
         self._fingerprints: dict[Any, tuple[Fingerprint, Any]] = {}
         """By what a fingerprint covers; with that, so that nothing else gets its id."""
         self._read_names: dict[_Base, ReadNames | None] = {}
@@ -193,22 +194,26 @@ class Proof:
         Raises:
             FeatureNotCacheable: it can't be known.
         """
-        if self._looks_at_reads.is_due and (self._contents or self._believed):
+        module = self.module
+        if (self._contents or self._believed) and self._looks_at_reads.is_due:
             self.look_at_reads()
-        with unbuilt(self.module):
-            parts = self._parts(store)
-        self._note_build(store)
+        if self.built is not None and not is_pending(module):
+            parts = self.look().parts
+        else:
+            with unbuilt(module):
+                parts = self._parts(store)
+        if store.place not in self._noted_in:
+            self._note_build(store)
         settings = torch_settings(parts["device"])
         covered = (id(parts), id(inputs), settings)
         entry = self._fingerprints.get(covered)
         if entry is None:
             if len(self._fingerprints) > _FINGERPRINTS_KEPT:
                 self._fingerprints.clear()
-            described = description_of(self.module).parts
-            whole = {**described, **parts, "settings": list(settings), "format": FORMAT}
+            whole = {**description_of(module).parts, **parts, "settings": list(settings), "format": FORMAT}
             whole |= {} if inputs is None else {"inputs": dict(inputs)}
             entry = self._fingerprints[covered] = self._with_reads(store, whole), (parts, inputs)
-            if is_pending(self.module):
+            if is_pending(module):
                 self._say_checked(store, entry[0])
         return entry[0]
 
@@ -308,7 +313,7 @@ class Proof:
         module, options = self.module, options_of(self.module)
         if options.place is None:
             return
-        self._record, self._noted_in, self._believed = None, set(), None
+        self._was_built, self._record, self._noted_in, self._believed = True, None, set(), None
         if description.error or options.version is not None:
             return
         try:
@@ -339,18 +344,19 @@ class Proof:
         if any(before.parts.get(name) != value for name, value in latest.parts.items()):
             return
         self._record = key, replace(latest, parts=self.built.parts)
-        places, self._noted_in = self._noted_in or set(), set()
-        for place in places:
+        for place in self._noted_in:
             if (store := open_store(place)) is not None:
-                self._note_build(store, is_new=False)
+                self._store_record(store)
 
-    def _note_build(self, store: RowStore, *, is_new: bool = True) -> None:
+    def _note_build(self, store: RowStore) -> None:
         """Store the record of the build where rows are looked up, and count it; once in each place."""
         self.places.add(store.place)
-        if self._noted_in is None or store.place in self._noted_in:
-            return
         self._noted_in.add(store.place)
-        store.counts.builds += is_new
+        if self._was_built:
+            store.counts.builds += 1
+            self._store_record(store)
+
+    def _store_record(self, store: RowStore) -> None:
         if self._record is not None:
             key, latest = self._record
             store.disk.write_note(key, with_latest(store.read_note(key), latest), label_of(self.module))
@@ -397,7 +403,7 @@ class Proof:
         digest = Fingerprint.of(whole).digest
         base = store.place, digest
         if options_of(self.module).version is None:
-            names = self._read_names.get(base) or ReadNames.read(store.read_note(_READ + digest) or b"")
+            names = self._read_names.get(base) or ReadNames.read(store.read_note(_READ + digest))
             contents = None if names is None else names.contents()
             self._read_names[base] = None if contents is None else names
             if contents:
