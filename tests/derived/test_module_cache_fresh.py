@@ -321,7 +321,7 @@ def test_the_parts_that_differ_are_named():
     for module in (one, other):
         module(X, cache_key=KEYS)
         store = row_store.open_store(module._streamload_options.place)
-        found.append(module_proof.proof_of(module).fingerprint(module, store))
+        found.append(module_proof.proof_of(module).fingerprint(store))
     names = differences(found[0].parts, found[1].parts)
     assert "arguments.width" in names
     assert "code.helper" in names

@@ -21,7 +21,7 @@ from streamload.cache.inventory import take_inventory
 from streamload.cache.tier import Tier
 from streamload.derived import log_once
 from streamload.derived.calls import module_call
-from streamload.derived.proof import module_proof
+from streamload.derived.proof import row_check
 from streamload.derived.store import row_store
 from streamload.derived.store.catalog import open_catalog, verify
 from streamload.derived.store.disk import DiskRows, RowCounts
@@ -276,7 +276,7 @@ def test_options_of_features_hold_for_a_loader_and_not_for_the_module_s_own_call
 def as_another_run(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     """Results depend on what no fingerprint covers, and this process has stored no row."""
     monkeypatch.setattr(sys, "scale_of_the_test", factor, raising=False)
-    monkeypatch.setattr(module_proof, "_checks", {})
+    monkeypatch.setattr(row_check, "_checks", {})
     monkeypatch.setattr(module_call, "run_began", time.time)
 
 

@@ -12,11 +12,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -42,16 +41,6 @@ def return_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-class Prover(Protocol):
-    """Evidence that a module is what it was when some rows were computed."""
-
-    def is_proved(self, rows: ComputedRows) -> bool | None:
-        """True if the rows are of the module as it was taken for; None: it wasn't looked at since."""
-
-    def look(self) -> None:
-        """Look at the whole module now."""
-
-
 @dataclass(eq=False, slots=True)
 class ComputedRows:
     """The rows of a call."""
@@ -63,8 +52,9 @@ class ComputedRows:
     size_bytes: int  # what they take in memory about
     is_of_device: bool  # whether a device computed them
     label: str  # what they are listed by
-    state: Any  # of the module when they were computed, for its prover
-    computed_at: float = field(default_factory=time.monotonic)  # when that was, `time.monotonic()`
+    is_proved: Callable[[bool], bool | None] | None
+    """True if their module is still what it was when they were computed; None: nobody has looked since, as
+    this only does if it is told to. No function: they may be stored."""
 
 
 StoredBatch = tuple[ComputedRows, Material]
@@ -83,7 +73,7 @@ class RowQueue:
         self._write = write
         self._on_dropped = on_dropped
         self._changed = threading.Condition()
-        self._unproved: list[tuple[ComputedRows, Prover]] = []
+        self._unproved: list[ComputedRows] = []
         self._waiting: deque[StoredBatch] = deque()
         self._names: Counter[bytes] = Counter()
         self._bytes = 0
@@ -100,32 +90,30 @@ class RowQueue:
         with self._changed:
             return bool(self._names) and not self._names.keys().isdisjoint(names)
 
-    def add(self, rows: ComputedRows, prover: Prover | None) -> None:
-        """Take rows that were computed; without a prover they may be stored."""
+    def add(self, rows: ComputedRows) -> None:
+        """Take rows that were computed."""
         with self._changed:
             self._names.update(rows.names)
-            if prover is not None:
-                self._unproved.append((rows, prover))
+            if rows.is_proved is not None:
+                self._unproved.append(rows)
                 most_bytes = _MOST_OF_DEVICE_BYTES if rows.is_of_device else _MOST_UNPROVED_BYTES
-                is_full = sum(computed.size_bytes for computed, _ in self._unproved) > most_bytes
-        if prover is None:
+                is_full = sum(computed.size_bytes for computed in self._unproved) > most_bytes
+        if rows.is_proved is None:
             self._accept([rows])
             return
         if is_full:
-            prover.look()
+            rows.is_proved(True)
         self.settle()
 
     def settle(self) -> None:
         """Hand rows to the thread that are proved by now, and drop those whose module has changed."""
         with self._changed:
             unproved, self._unproved = self._unproved, []
-        proved, undecided = [], []
-        for rows, prover in unproved:
-            verdict = prover.is_proved(rows)
-            if verdict is None:
-                undecided.append((rows, prover))
-            elif verdict:
-                proved.append(rows)
+        proved, undecided = list[ComputedRows](), list[ComputedRows]()
+        for rows in unproved:
+            verdict = True if rows.is_proved is None else rows.is_proved(False)
+            if verdict is not False:
+                (undecided if verdict is None else proved).append(rows)
             else:
                 self._forget(rows)
                 self._on_dropped(len(rows.names))
@@ -137,9 +125,9 @@ class RowQueue:
         """Prove and store all that is on its way, before this returns."""
         with self._changed:
             unproved = list(self._unproved)
-        for rows, prover in unproved:
-            if prover.is_proved(rows) is None:  # a look before may have been at the same module
-                prover.look()
+        for rows in unproved:
+            if rows.is_proved is not None:
+                rows.is_proved(True)
         self.settle()
         self._store_all()
 
