@@ -271,7 +271,7 @@ class Proof:
 
     def record_reads(self, module: Any, store: RowStore, fingerprint: Fingerprint, names: ReadNames) -> None:
         """Store what computing rows reads, once: its contents are part of the fingerprint from now on."""
-        store.disk.write_note(_READ + fingerprint.base, names.written(), label_of(module))
+        store.write_note(_READ + fingerprint.base, names.written(), label_of(module))
         self._read_names[store.place, fingerprint.base] = names
         self._forget_fingerprints()
 
@@ -432,7 +432,7 @@ def record_settled(module: Any, store: RowStore, before: Fingerprint) -> None:
 def _noted(module: Any, store: RowStore, key: bytes, latest: Build) -> list[Build]:
     """The records under a key with one more, which is stored."""
     builds = with_latest(read_builds(store.read_note(key)), latest)
-    store.disk.write_note(key, written(builds), label_of(module))
+    store.write_note(key, written(builds), label_of(module))
     return builds
 
 
@@ -475,7 +475,7 @@ def refuse_rows(
     """
     label = label_of(module)
     store.counts.mismatches += 1
-    store.disk.write_note(_REFUSED + fingerprint.digest, json.dumps(rows).encode(), label)
+    store.write_note(_REFUSED + fingerprint.digest, json.dumps(rows).encode(), label)
     text = (
         f"the row of key {key!r} of {label} isn't what it computes now from the same input ({difference}): "
         f"its results depend on what can't be seen (a switch of a library, chance). None of its rows is "
@@ -536,7 +536,7 @@ def note_checked(
 ) -> None:
     """Store that rows were found to be right."""
     verdict = json.dumps({"at": seconds, "rows": rows}).encode()
-    store.disk.write_note(_CHECKED + fingerprint.digest, verdict, label_of(module))
+    store.write_note(_CHECKED + fingerprint.digest, verdict, label_of(module))
 
 
 def options_of(module: Any) -> Options:
