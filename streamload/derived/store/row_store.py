@@ -1,6 +1,6 @@
 """Stores of a cached module's rows: on disk, with `MEMORY` also in the process, or in a user's own mapping.
 
-On disk rows of samples are in columns (streamload/columns), those of calls in a database.
+On disk rows of samples are in columns (streamload/columns), those of calls in a table.
 
 Where the directory can't be used there is no store, which is said once: modules compute.
 """

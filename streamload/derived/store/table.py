@@ -127,7 +127,10 @@ class RowTable:
         """Store sealed rows, as many as there is room for; older ones go. Returns how many are stored now."""
         if self._writer is None:
             return 0
-        limit_bytes = self._limit_bytes(sum(len(data) for _, data in rows) + 200 * len(rows))
+        new_bytes = sum(len(data) for _, data in rows) + 200 * len(rows)
+        limit_bytes = self._attempt(self._writer, lambda opened: self._limit_bytes(new_bytes), 0)
+        if not limit_bytes:
+            return 0
         stored = 0
         for part in _transactions(sorted(dict(rows).items()), log_bytes(limit_bytes)):
             stored += self._attempt(self._writer, functools.partial(self._store, part, label, limit_bytes), 0)
@@ -169,10 +172,8 @@ class RowTable:
             return None
         evicted = 0
         while True:
-            ((pages,),), ((free,),) = (
-                opened.execute("PRAGMA page_count"),
-                opened.execute("PRAGMA freelist_count"),
-            )
+            ((pages,),) = opened.execute("PRAGMA page_count")
+            ((free,),) = opened.execute("PRAGMA freelist_count")
             over_bytes = (pages - free + new_pages) * PAGE_BYTES + size_of(broken) - most_bytes
             if over_bytes <= 0:
                 return evicted
@@ -227,7 +228,8 @@ class RowTable:
             return action(connection) if connection.open() else otherwise
         except ERRORS as exc:
             # A head that says that it is read-only is broken, too, where the directory isn't.
-            if self._writer is None or not (is_broken(exc) or "readonly" in str(exc)):
+            says_read_only = "readonly" in str(exc) and os.access(self.root, os.W_OK)
+            if self._writer is None or not (is_broken(exc) or says_read_only):
                 raise
             self.counts.corrupt += 1
             log_once(
