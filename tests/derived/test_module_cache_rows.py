@@ -26,6 +26,7 @@ import streamload
 from benchmarks.process_tree import pss_bytes
 from streamload import CacheLevel, cache_info, cache_module
 from streamload.cache import memory
+from streamload.cache.directory import inode_of
 from streamload.cache.garbage import clear
 from streamload.cache.inventory import foreign
 from streamload.cache.tier import Tier
@@ -33,7 +34,7 @@ from streamload.derived import log_once
 from streamload.derived.proof import project_code
 from streamload.derived.store import row_store, table
 from streamload.derived.store.catalog import open_catalog
-from streamload.derived.store.database import BROKEN
+from streamload.derived.store.database import BROKEN, set_aside
 from streamload.derived.store.memory import MemoryRows
 from streamload.derived.store.results import Result, join, layout_of
 from streamload.derived.store.row_store import RowPlace, RowStore
@@ -421,6 +422,18 @@ def test_processes_that_find_it_broken_at_once_go_on_with_one_empty_file(tmp_pat
         assert len(store.read([key(at) for at in range(600)])) == 41
         assert store.counts.corrupt == 0
     assert {path.name for path in root.iterdir()} <= {"rows.db", BROKEN, "lock"}
+
+
+def test_a_file_that_took_the_place_of_a_broken_one_is_not_set_aside_by_a_late_finder(tmp_path):
+    root = tmp_path / "rows"
+    with opened(root) as store:
+        store.write([row(1)], "it")
+        inode = inode_of(root / "rows.db")
+        set_aside(root, inode)
+        assert store.read([key(1)]) == {}
+        store.write([row(2)], "it")
+        set_aside(root, inode)
+        assert bodies(store.read([key(2)]), [2]) == expected([2])
 
 
 def test_the_log_that_a_kill_left_of_a_file_that_was_set_aside_is_not_taken_for_the_next_one_s(tmp_path):

@@ -220,7 +220,7 @@ def open_catalog(root: Path, *, writable: bool = False) -> Iterator[Catalog]:
         raise CacheError(f"rows can't be deleted in {root}: the directory is read-only")
     connection = Connection(root, writable=writable and exists)
     try:
-        with contextlib.closing(connection):
+        with connection.turn, contextlib.closing(connection):  # no fork meanwhile
             if not connection.open():
                 connection.open_empty()
             yield Catalog(root, connection)

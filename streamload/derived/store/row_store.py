@@ -19,7 +19,7 @@ import multiprocessing.util
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -216,7 +216,7 @@ class RowStore:
         for place in (self.disk, *self._others):
             if len(stored) < len(names):
                 pairs = place.read([key for key in names if key not in stored] if stored else names)
-                stored.update(self._checked(pairs))
+                stored |= self._checked(pairs)
         if len(names) < len(keys):
             addresses = [key for key in keys if is_address(key)]
             for columns in self._columns:
@@ -235,14 +235,16 @@ class RowStore:
             self.counts.bytes_read += len(row.body)
         return row
 
-    def _checked(self, pairs: Iterable[tuple[bytes, Any]]) -> Iterator[tuple[bytes, Row]]:
+    def _checked(self, pairs: Iterable[tuple[bytes, Any]]) -> dict[bytes, Row]:
         """The rows that are what was written; others are counted as corrupt."""
+        rows: dict[bytes, Row] = {}
         for key, data in pairs:
             try:
-                yield key, read_row(key, data)
+                rows[key] = read_row(key, data)
             except (CacheCorrupt, TypeError, AttributeError) as exc:
                 self.counts.corrupt += 1
                 log_once(f"{exc}; it is computed again")
+        return rows
 
     def read_note(self, key: bytes) -> bytes | None:
         """The text of a note, wherever rows are read; None: there is none, or it isn't what was written."""

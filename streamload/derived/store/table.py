@@ -120,7 +120,7 @@ class RowTable:
         pairs: list[tuple[bytes, Any]] = []
         pairs = self._attempt(self._reader, functools.partial(_read, keys), pairs)
         if pairs and self._writer is not None:
-            self._touch([key for key, _ in pairs])
+            self._touch(pairs)
         return pairs
 
     def write(self, rows: Sequence[SealedRow], label: str) -> int:
@@ -190,7 +190,7 @@ class RowTable:
                 return None
             evicted += opened.change("DELETE FROM rows WHERE place = ?", victims)
 
-    def _touch(self, keys: Sequence[bytes]) -> None:
+    def _touch(self, pairs: Sequence[tuple[bytes, Any]]) -> None:
         """Note when rows were read, every some seconds and only as long as some may have to go soon."""
         if (clock := time.monotonic()) > self._touch_at:
             self._touch_at = clock + _TOUCH_SECONDS
@@ -198,7 +198,7 @@ class RowTable:
                 self._attempt(self._writer, self._write_touched, None)
             self._fills_up = self.used_bytes > _FULL_ENOUGH * self._limit_bytes(0)
         if self._fills_up:
-            self._touched.update(keys)
+            self._touched.update(key for key, _ in pairs)
 
     def _write_touched(self, opened: Connection) -> None:
         with opened.transaction():
