@@ -605,8 +605,10 @@ def test_a_build_by_what_nothing_tells_is_found_out(run):
     found = run(before=lambda: setattr(sys, "factor", 2), keys=["a", "b"], after=lambda module: None)
     assert found[:3] == LAZY  # "c" and "d" are there, too
     with open_catalog(row_store.RowPlace("").root, writable=True) as catalog:
-        rows = catalog.database.execute("SELECT place, stored FROM rows ORDER BY key LIMIT -1 OFFSET 2")
-        assert catalog.database.delete_places(rows) == 2
+        keys = catalog.connection.execute(
+            "SELECT key FROM rows WHERE used NOT NULL ORDER BY key LIMIT -1 OFFSET 2"
+        )
+        assert catalog.change("DELETE FROM rows WHERE key = ?", keys) == 2
     found = run(before=lambda: setattr(sys, "factor", 2))
     assert "FeatureMismatch" in found
     assert "Extractor was built otherwise than twice before (attributes.factor)" in found

@@ -110,14 +110,14 @@ def test_rows_are_stored_after_their_proof_and_dropped_without_it():
     queue.add(computed([1, 2], judge=good))
     queue.add(computed([3], judge=good))
     queue.add(computed([4, 5], judge=bad))
-    assert queue.holds([name(9), name(4)])
-    assert not queue.holds([name(9)])
+    assert queue.is_busy
     assert written == []
     queue.flush()
     assert written == [("it", name(at)) for at in (1, 2, 3)]
     assert dropped == [2]
     assert (good.looks, bad.looks) == (1, 1)
-    assert not queue.holds([name(at) for at in range(9)])
+    assert not queue.is_busy
+    assert not queue.read([name(at) for at in range(9)])
 
 
 def test_a_call_waits_while_too_much_is_on_its_way(monkeypatch):
@@ -158,7 +158,7 @@ def test_an_error_while_storing_is_said_once_and_later_rows_are_stored(caplog):
     queue.flush()
     assert [key for _, key in written] == [name(7)]
     assert caplog.text.count("no room for that") == 1
-    assert not queue.holds([name(0)])
+    assert not queue.is_busy
 
 
 @pytest.mark.usefixtures("no_looks")

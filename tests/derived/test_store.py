@@ -24,8 +24,8 @@ from streamload.derived.calls import module_call
 from streamload.derived.proof import row_check
 from streamload.derived.store import row_store
 from streamload.derived.store.catalog import open_catalog, verify
-from streamload.derived.store.disk import DiskRows, RowCounts
 from streamload.derived.store.row_store import RowPlace
+from streamload.derived.store.table import RowCounts, RowTable
 from streamload.errors import FeatureMismatch, OptionError
 from streamload.testing.shards import ShardOptions, write_shards
 from tests.support import flat
@@ -370,6 +370,6 @@ def test_rows_take_room_of_shards_that_are_needed_last_but_half_of_the_limit_at_
 
 
 def test_rows_in_a_directory_that_is_only_read_are_neither_touched_nor_made(tmp_path: Path) -> None:
-    missing = DiskRows(tmp_path / "none", None, RowCounts())
-    assert missing.read([key(1)]) == {}
+    missing = RowTable(tmp_path / "none", None, RowCounts())
+    assert missing.read([key(1)]) == []
     assert not (tmp_path / "none").exists()

@@ -243,7 +243,7 @@ class BoundFeatures:
         self._autocast = autocast
         if autocast not in (autocasts := self._noted(store)):
             noted = ",".join([*autocasts, autocast]).encode()
-            store.disk.write_note(_CALLED + self._base, noted, self.features.label)
+            store.write_note(_CALLED + self._base, noted, self.features.label)
 
     def _noted(self, store: RowStore) -> list[str]:
         """The autocasts of all calls so far, in this run and earlier ones; "": none."""

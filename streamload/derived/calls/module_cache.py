@@ -30,8 +30,8 @@ from streamload.derived.proof.lazy import (
 from streamload.derived.proof.module_proof import Options, describe, proof_of
 from streamload.derived.proof.reads import watched
 from streamload.derived.proof.row_check import HITS_BETWEEN
-from streamload.derived.store.disk import RowCounts
 from streamload.derived.store.row_store import CacheLevel, Mapped, RowPlace, open_store
+from streamload.derived.store.table import RowCounts
 from streamload.errors import OptionError
 
 __all__ = ["CacheLevel", "cache_info", "cache_module"]

@@ -42,12 +42,11 @@ from streamload.derived.proof.row_check import (
     run_began,
     was_checked,
 )
-from streamload.derived.store.database import KEY_BYTES
 from streamload.derived.store.keys import Inputs, Naming, digest_of, keys_of
 from streamload.derived.store.queue import ComputedRows
 from streamload.derived.store.results import Result, concatenated, join, layout_of, reordered, result_of
 from streamload.derived.store.row_store import RowStore
-from streamload.derived.store.sealed import NOTE, Row
+from streamload.derived.store.sealed import KEY_BYTES, NOTE, Row
 from streamload.errors import CacheCorrupt, FeatureError, FeatureMismatch, FeatureNotCacheable, OptionError
 from streamload.torch_internals import tree_map
 
@@ -473,7 +472,7 @@ class Call:
         if fingerprint.digest not in proof.noted:
             proof.noted.add(fingerprint.digest)
             text = json.dumps(dict(fingerprint.parts), sort_keys=True).encode()
-            store.disk.write_note(NOTE + fingerprint.digest, text, self._label)
+            store.write_note(NOTE + fingerprint.digest, text, self._label)
         if len(named) < len(places):  # rows of a call in which some have None for a key
             result = result.taken(named)
         names = [self.unique[places[number]] for number in named]

@@ -359,7 +359,7 @@ class Proof:
     def _store_record(self, store: RowStore) -> None:
         if self._record is not None:
             key, latest = self._record
-            store.disk.write_note(key, with_latest(store.read_note(key), latest), label_of(self.module))
+            store.write_note(key, with_latest(store.read_note(key), latest), label_of(self.module))
 
     def raise_if_refused(self, fingerprint: Fingerprint) -> None:
         """Raise if the rows of a fingerprint were found to be wrong.
@@ -377,7 +377,7 @@ class Proof:
 
     def record_reads(self, store: RowStore, fingerprint: Fingerprint, names: ReadNames) -> None:
         """Store what computing rows reads, once: its contents are part of the fingerprint from now on."""
-        store.disk.write_note(_READ + fingerprint.base, names.written(), label_of(self.module))
+        store.write_note(_READ + fingerprint.base, names.written(), label_of(self.module))
         self._read_names[store.place, fingerprint.base] = names
         self._forget_fingerprints()
 

@@ -113,7 +113,7 @@ def row_digests(rows: Mapping[bytes, Row]) -> dict[str, str]:
 
 def note_refused(store: RowStore, fingerprint: Fingerprint, rows: Mapping[bytes, Row], label: str) -> None:
     """Store that rows are wrong: no row of their fingerprint is read while one of them is there."""
-    store.disk.write_note(_REFUSED + fingerprint.digest, json.dumps(row_digests(rows)).encode(), label)
+    store.write_note(_REFUSED + fingerprint.digest, json.dumps(row_digests(rows)).encode(), label)
 
 
 def is_refused(store: RowStore, fingerprint: Fingerprint) -> bool:
@@ -129,7 +129,7 @@ def note_checked(
 ) -> None:
     """Store that rows were found to be right, and when, `time.time()`."""
     verdict = json.dumps({"at": seconds, "rows": row_digests(rows)}).encode()
-    store.disk.write_note(_CHECKED + fingerprint.digest, verdict, label)
+    store.write_note(_CHECKED + fingerprint.digest, verdict, label)
 
 
 def was_checked(store: RowStore, fingerprint: Fingerprint) -> float:
