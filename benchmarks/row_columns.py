@@ -118,7 +118,7 @@ def of_shards(given: argparse.Namespace, directory: Path, seed: int) -> dict[str
         for batch in batches:
             result = Result(drawn[: len(batch)], len(batch))
             names, material = [naming.name(key) for key in batch], (result.copied()(), [0] * len(batch))
-            store.queue.add(_computed(names, result.layout, material), None)
+            store.queue.add(_computed(names, result.layout, material))
         store.flush()
         stored = time.process_time()
         for batch in batches:

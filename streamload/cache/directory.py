@@ -496,13 +496,8 @@ def _part_bytes(path: Path) -> int:
 
 
 def rows_bytes(root: Path) -> int:
-    """Bytes that the rows of modules take in a tier's directory: the files of all of their databases."""
-    total = 0
-    with contextlib.suppress(OSError), os.scandir(f"{root}/rows") as homes:
-        for home in homes:
-            if home.is_dir(follow_symlinks=False):
-                total += bytes_below(home.path)
-    return total
+    """Bytes that the rows of modules take in a tier's directory: the files of their table."""
+    return bytes_below(f"{root}/rows")
 
 
 def reserved_for_rows(root: Path) -> int:

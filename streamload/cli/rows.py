@@ -88,7 +88,6 @@ def _verify_rows(directory: str | None, show: Callable[..., None], *, delete: bo
     """Verify all rows, and delete damaged ones; for JSON."""
     from streamload.derived.store.catalog import VerifiedRows, delete_damaged, replace_broken
     from streamload.derived.store.catalog import verify as look_at_all
-    from streamload.derived.store.row_store import RowPlace
     from streamload.errors import CacheCorrupt
 
     verified, deleted, broken = VerifiedRows(), 0, ""
@@ -102,7 +101,7 @@ def _verify_rows(directory: str | None, show: Callable[..., None], *, delete: bo
     except CacheCorrupt as exc:
         verified, broken = VerifiedRows(), str(exc)
         if delete:
-            replace_broken(RowPlace(directory or ""))
+            replace_broken(root_of(directory))
     return {
         "rows": verified.rows,
         "notes": verified.notes,
@@ -127,7 +126,7 @@ def _print_verified_rows(root: Path, report: dict[str, Any]) -> None:
         print_table(("damaged", "label", "cause"), cells)
     if report["broken"]:
         say(report["broken"])
-    result = "a broken database" if report["broken"] else _result(len(damaged), report["deleted"])
+    result = "a broken file" if report["broken"] else _result(len(damaged), report["deleted"])
     size = format_bytes(report["read_bytes"])
     say(f"{report['rows']:,} rows and {report['notes']:,} notes ({size}) in {root}: {result}")
     if report["unproved"]:
@@ -165,7 +164,7 @@ def collect_rows(directory: str | None, *, stale: bool, dry_run: bool, as_json: 
         print_table((deleted, "fingerprint", ">rows", ">size", "last used"), cells)
     say(
         f"{deleted} {sum(entry.rows for entry in garbage.stale):,} rows, {len(garbage.notes):,} notes and "
-        f"{len(garbage.databases):,} replaced databases in {root}: {format_bytes(garbage.size_bytes)}"
+        f"{len(garbage.databases):,} broken or old files in {root}: {format_bytes(garbage.size_bytes)}"
     )
     return report
 

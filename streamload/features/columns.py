@@ -16,7 +16,7 @@ from streamload.batches.images import BatchImages, ImageAssembly
 from streamload.batches.in_progress import Allocate
 from streamload.derived.calls.feature_rows import FeaturesRead, FeatureStart, stacked
 from streamload.derived.calls.features import FeatureInputs
-from streamload.derived.proof.reads import Reads, watched
+from streamload.derived.proof.reads import ReadNames, Reads, watched
 from streamload.derived.proof.rounding import SEVERAL_ROWS
 from streamload.derived.proof.row_check import HITS_BETWEEN, RowChecks
 from streamload.derived.store.keys import Naming, SampleKey
@@ -80,7 +80,8 @@ class _ColumnReading:
         self._name_of = name_of
         self._await_rows = await_rows if assembly.are_shared else None
         self.fingerprint = start.fingerprint
-        self.is_watched, self.reads = start.is_watched, b""
+        self.is_watched = start.is_watched
+        self.reads: ReadNames | None = None
         is_checked = start.is_checked and (start.is_first or start.hits_between is not None)
         between = start.hits_between or HITS_BETWEEN
         self._checks = RowChecks(between, is_first=start.is_first) if is_checked else None
@@ -307,7 +308,7 @@ class FeatureInProgress:
         with self._reading.watch() as reads:
             images.add(images.parse(parsed.data, parsed.is_prepared, parsed.seed))
         if reads is not None:
-            self._reading.is_watched, self._reading.reads = False, reads.names().written()
+            self._reading.is_watched, self._reading.reads = False, reads.names()
         if self._reading.checks > 0:
             self._reading.checks -= 1
             self._refuse_chance(images, parsed)

@@ -15,7 +15,6 @@ import sys
 from streamload.derived.calls.module_cache import cache_module as _cache_module
 from streamload.derived.calls.module_cache import places, switches
 from streamload.derived.store.catalog import Catalog, open_catalog
-from streamload.derived.store.disk import DiskRows
 from streamload.derived.store.row_store import CacheLevel, RowPlace, stores_at
 from streamload.errors import CacheError
 
@@ -131,7 +130,7 @@ def list_cache_entries(cache_path: str | None = None, cache_name: str | None = N
     with _rows_at(cache_path) as catalog:
         for entry in catalog.fingerprints():
             if cache_name in (None, entry.label):
-                rows = catalog.rows(entry.fingerprint, entry.number)
+                rows = catalog.rows(entry)
                 keys.setdefault(entry.label, []).extend(key.hex() for key, _ in rows)
     return keys
 
@@ -145,10 +144,8 @@ def _rows_at(cache_path: str | None) -> contextlib.AbstractContextManager[Catalo
 
 def _clear(place: RowPlace, cache_name: str | None, *, in_memory: bool = True) -> None:
     stores = stores_at(place)
-    with contextlib.suppress(CacheError), open_catalog(place.root) as catalog:
-        catalog.clear_columns(cache_name)
-    for store in stores:
-        if in_memory:
+    with contextlib.suppress(CacheError), open_catalog(place.root, writable=True) as catalog:
+        catalog.clear(cache_name)
+    if in_memory:
+        for store in stores:
             store.clear_memory(cache_name)
-        if isinstance(store.disk, DiskRows):
-            store.disk.clear(cache_name)

@@ -38,7 +38,7 @@ class _RowDescriber(Describer):
         super().__init__()
         self._left, self._left_bytes = _MOST_VALUES, _MOST_BYTES
 
-    def value(self, value: Any, where: str) -> Any:
+    def describe(self, value: Any, where: str) -> Any:
         """Describe a value; see Describer."""
         self._left -= 1
         if self._left < 0:
@@ -51,7 +51,7 @@ class _RowDescriber(Describer):
             self._left_bytes -= value.nbytes
             if self._left_bytes < 0:
                 raise FeatureNotCacheable(f"{where}: the function holds arrays of over {_MOST_BYTES:,} bytes")
-        return super().value(value, where)
+        return super().describe(value, where)
 
 
 def described(function: Any, name: str) -> dict[str, str] | None:

@@ -72,16 +72,15 @@ for rows in (2, 3):
     np.save(f"{sys.argv[2]}/tags{rows}.npy", tagger(x[:rows], cache_key=f"first {rows}")["tags"])
 """
 KEYS = [f"{at}.jpg" for at in range(7)]
-NAMES = ["rows", "r0", "rows.db"]
+NAMES = ["rows", "rows.db"]
 OF_CACHE = ("ls", "verify", "gc", "clear")
 """Commands of `streamload cache`, which know rows, too."""
 
 
 @pytest.fixture(autouse=True)
-def small_pages(monkeypatch):
-    """Rows are read and deleted a few at a time."""
+def small_parts(monkeypatch):
+    """Rows are read a few at a time."""
     monkeypatch.setattr(database, "_PORTION_BYTES", 500)
-    monkeypatch.setattr(database, "_AT_ONCE", 3)
 
 
 class Made(NamedTuple):
@@ -103,7 +102,7 @@ def made_once(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
     command = [sys.executable, "-c", MAKER, folder / "features", folder]
     subprocess.run(command, check=True, timeout=120, cwd=folder)
-    (folder / "features" / "rows" / "r0" / "notes of mine.txt").write_text("foreign")
+    (folder / "features" / "rows" / "notes of mine.txt").write_text("foreign")
     return folder
 
 
@@ -111,7 +110,7 @@ def made_once(tmp_path_factory):
 def made(made_once, tmp_path):
     shutil.copytree(made_once / "features", tmp_path / "features")
     with table(tmp_path / "features") as rows:
-        found = rows.execute("SELECT key FROM rows ORDER BY place").fetchall()
+        found = rows.execute("SELECT key FROM rows WHERE used NOT NULL ORDER BY place").fetchall()
     in_order = list(dict.fromkeys(key[:16].hex() for (key,) in found))
     results = {of: arrays_in(made_once / f"{at + 1}.npz") for at, of in enumerate(in_order[:2])}
     return Made(str(tmp_path / "features"), results, in_order[2:])
@@ -132,8 +131,7 @@ def table(path):
 def content(path):
     """All that is in the database, with the times by which rows go."""
     with table(path) as rows:
-        stored = rows.execute("SELECT place, key, used, stored, fingerprint, value FROM rows ORDER BY place")
-        return [*stored.fetchall(), *rows.execute("SELECT 0, * FROM notes ORDER BY key").fetchall()]
+        return rows.execute("SELECT place, key, used, stored, label, value FROM rows ORDER BY key").fetchall()
 
 
 @pytest.fixture
@@ -199,8 +197,8 @@ def test_ls_shows_each_fingerprint_with_its_label(features, made):
 def test_ls_shows_reads_that_were_noted_and_rows_without_a_note(features, made):
     first = next(iter(made.results))
     with table(made.path) as rows:
-        rows.execute("UPDATE fingerprints SET used = 2e12 WHERE hex(digest) LIKE ?", (f"{first}%",))
-        rows.execute("DELETE FROM notes WHERE key = ?", (NOTE + bytes.fromhex(first),))
+        rows.execute("UPDATE rows SET used = 2e12 WHERE hex(key) LIKE ?", (f"{first}%",))
+        rows.execute("DELETE FROM rows WHERE key = ?", (NOTE + bytes.fromhex(first),))
     found = as_json(features, "ls", "--path", made.path)["fingerprints"]
     (row,) = [row for row in found if row["fingerprint"] == first]
     assert (row["has_note"], row["device"]) == (False, None)
@@ -219,7 +217,7 @@ def test_ls_shows_reads_that_were_noted_and_rows_without_a_note(features, made):
 def test_a_label_is_on_its_line_and_moves_no_cursor(features, made):
     first = next(iter(made.results))
     with table(made.path) as rows:
-        rows.execute("UPDATE fingerprints SET label = ?", ("a\nlabel\x1b[2J\u202e",))
+        rows.execute("UPDATE rows SET label = ?", ("a\nlabel\x1b[2J\u202e",))
     for command in (("ls",), ("show", first), ("gc", "--stale", "--dry-run"), ("clear", "--dry-run")):
         code, out, _ = features(*command, "--path", made.path)
         assert code == 0
@@ -257,7 +255,7 @@ def test_a_prefix_has_to_tell_one_fingerprint(features, made):
     assert "4 fingerprints begin with ''" in one_line(features("show", "", "--path", made.path))
     with table(made.path) as rows:
         for digest in (b"\xab" * 16, b"\xab" * 15 + b"\0"):
-            rows.execute("INSERT INTO fingerprints VALUES (NULL, ?, 'it', 1, 1, 1, NULL)", (digest,))
+            rows.execute("INSERT INTO rows VALUES (NULL, ?, 'it', 1, 1, x'')", (digest + bytes(16),))
     assert "2 fingerprints begin with 'ababab'" in one_line(features("show", "ababab", "--path", made.path))
     assert as_json(features, "show", "ab" * 16, "--path", made.path)["fingerprint"] == "ab" * 16
 
@@ -296,7 +294,7 @@ def test_verify_finds_the_rows_that_are_damaged_and_deletes_those(features, made
     assert (report["rows"], report["damaged"], report["deleted"]) == (18, [], 0)
     assert report["notes"] >= 4
     with table(made.path) as rows:
-        bad = rows.execute("SELECT key, value FROM rows ORDER BY key").fetchall()[3::5]
+        bad = rows.execute("SELECT key, value FROM rows WHERE used NOT NULL ORDER BY key").fetchall()[3::5]
     damage(made.path, [value for _, value in bad])
     before = content(made.path)
     report = as_json(features, "verify", "--path", made.path, code=1)
@@ -359,7 +357,7 @@ def test_verify_finds_layouts_and_notes_that_are_of_something_else(features, mad
     store.write(
         [(name, seal(name, layout, bytes(8), 0)) for name, layout in zip(names, layouts, strict=True)], "x"
     )
-    store.disk.write_note(note, b'{"class": "Another"}', "Extractor")
+    store.write_note(note, b'{"class": "Another"}', "Extractor")
     store.close()
     found = as_json(features, "verify", "--path", made.path, code=1)["damaged"]
     causes = {one["name"]: one["cause"] for one in found}
@@ -372,9 +370,9 @@ def test_verify_finds_layouts_and_notes_that_are_of_something_else(features, mad
 
 def test_a_row_that_was_stored_anew_since_it_was_looked_at_is_not_deleted(made):
     with open_catalog(RowPlace(made.path).root, writable=True) as catalog:
-        ((place, stored_at),) = catalog.database.execute("SELECT place, stored FROM rows LIMIT 1")
-        assert delete_damaged(catalog, [DamagedRow((place, stored_at - 1), b"", "", "")]) == 0
-        assert delete_damaged(catalog, [DamagedRow((place, stored_at), b"", "", "")]) == 1
+        ((place, stored),) = catalog.connection.execute("SELECT place, stored FROM rows LIMIT 1")
+        assert delete_damaged(catalog, [DamagedRow(place, stored - 1, b"", "", "")]) == 0
+        assert delete_damaged(catalog, [DamagedRow(place, stored, b"", "", "")]) == 1
 
 
 def test_what_was_opened_to_read_cannot_delete(made):
@@ -383,7 +381,7 @@ def test_what_was_opened_to_read_cannot_delete(made):
         pytest.raises(CacheError, match="attempt to write a readonly database"),
         open_catalog(RowPlace(made.path).root) as catalog,
     ):
-        catalog.database.delete_fingerprint(catalog.fingerprints()[0])
+        catalog.delete(catalog.fingerprints()[0])
     assert content(made.path) == before
 
 
@@ -395,10 +393,13 @@ def test_a_broken_database_is_said_and_replaced_where_that_is_asked(features, ma
     assert "is broken" in report["broken"]
     code, out, _ = features("verify", "--path", made.path)
     assert code == 1
-    assert "a broken database" in out
+    assert "a broken file" in out
     assert features("verify", "--repair", "--path", made.path)[0] == 0
     assert as_json(features, "ls", "--path", made.path)["fingerprints"] == []
     assert features("verify", "--path", made.path)[0] == 0
+    assert as_json(features, "gc", "--dry-run", "--path", made.path)["databases"] == ["rows.db.broken"]
+    assert as_json(features, "gc", "--path", made.path)["databases"] == ["rows.db.broken"]
+    assert "rows.db.broken" not in os.listdir(os.path.join(made.path, "rows"))
 
 
 def test_gc_leaves_the_newest_fingerprint_of_each_label_and_its_arguments(features, made):
@@ -413,7 +414,7 @@ def test_gc_leaves_the_newest_fingerprint_of_each_label_and_its_arguments(featur
     assert content(made.path) == before
     code, out, _ = features("gc", "--stale", "--path", made.path)
     assert code == 0
-    assert "deleted 7 rows, 1 notes and 0 replaced databases" in out
+    assert "deleted 7 rows, 1 notes and 0 broken or old files" in out
     left = as_json(features, "ls", "--path", made.path)["fingerprints"]
     assert {row["fingerprint"] for row in left} == {newest, *made.others}
     gone = {bytes.fromhex(of) for of in old}
@@ -426,22 +427,23 @@ def test_gc_leaves_the_newest_fingerprint_of_each_label_and_its_arguments(featur
 def test_gc_takes_a_read_that_was_noted_for_a_use(features, made):
     first = next(iter(made.results))
     with table(made.path) as rows:
-        rows.execute("UPDATE fingerprints SET used = 2e12 WHERE hex(digest) LIKE ?", (f"{first}%",))
+        rows.execute("UPDATE rows SET used = 2e12 WHERE hex(key) LIKE ?", (f"{first}%",))
     stale = as_json(features, "gc", "--stale", "--dry-run", "--path", made.path)["stale"]
     assert {found["fingerprint"] for found in stale} == {*made.results} - {first}
 
 
-def test_gc_deletes_old_notes_without_rows_and_replaced_databases(features, made):
+def test_gc_deletes_old_notes_without_rows_and_stores_of_before(features, made):
     first = bytes.fromhex(next(iter(made.results)))
     with table(made.path) as rows:
-        rows.execute("DELETE FROM fingerprints WHERE digest = ?", (first,))
+        rows.execute("DELETE FROM rows WHERE substr(key, 1, 16) = ?", (first,))
     assert as_json(features, "gc", "--path", made.path)["notes"] == []  # its rows may be on their way
     with table(made.path) as rows:
-        rows.execute("UPDATE notes SET stored = 1 WHERE key = ?", (NOTE + first,))
-    shutil.copytree(os.path.join(made.path, "rows", "r0"), os.path.join(made.path, "rows", "r2"))
+        rows.execute("UPDATE rows SET stored = 1 WHERE key = ?", (NOTE + first,))
+    os.mkdir(os.path.join(made.path, "rows", "r0"))
     report = as_json(features, "gc", "--path", made.path)
     assert (report["notes"], report["databases"]) == ([first.hex()], ["r0"])
-    assert os.listdir(os.path.join(made.path, "rows", "r0")) == ["notes of mine.txt"]
+    assert {"rows.db", "notes of mine.txt"} <= {*os.listdir(os.path.join(made.path, "rows"))}
+    assert "r0" not in os.listdir(os.path.join(made.path, "rows"))
     assert len(as_json(features, "ls", "--path", made.path)["fingerprints"]) == 3
 
 
@@ -456,7 +458,7 @@ def test_clear_deletes_a_label_or_all_and_no_other_files(features, made):
     assert [row["fingerprint"] for row in left] == [*made.results, made.others[0]]
     assert features("clear", "--yes", "--path", made.path)[1].startswith("deleted 16 rows in ")
     assert content(made.path) == []
-    assert os.path.exists(os.path.join(made.path, "rows", "r0", "notes of mine.txt"))
+    assert os.path.exists(os.path.join(made.path, "rows", "notes of mine.txt"))
 
 
 def test_export_gives_numpy_the_results_of_the_module(features, made, tmp_path):
@@ -671,9 +673,10 @@ def test_rows_that_a_loader_stored_are_listed_verified_and_exported(features, tm
 def test_where_there_are_no_rows_nothing_is_made(features, tmp_path, kind):
     path = tmp_path / "none"
     if kind in ("empty", "no database"):
-        (path / "rows" / ("r0" if kind == "no database" else "")).mkdir(parents=True, mode=0o700)
-        for folder in (path, path / "rows"):
-            folder.chmod(0o700)
+        (path / "rows").mkdir(parents=True, mode=0o700)
+        path.chmod(0o700)
+        if kind == "no database":
+            (path / "rows" / "lock").touch()
     elif kind == "a file":
         path.touch()
     before = sorted(tmp_path.rglob("*"))
@@ -706,7 +709,7 @@ def test_a_read_only_disk_can_be_read(made, tmp_path, is_killed):
             killed = os.fork()
             if not killed:
                 connection = sqlite3.connect(os.path.join(path, *NAMES))
-                connection.execute("UPDATE fingerprints SET label = 'later' WHERE label = 'tags [x]'")
+                connection.execute("UPDATE rows SET label = 'later' WHERE label = 'tags [x]'")
                 connection.commit()
                 os._exit(0)
             os.waitpid(killed, 0)

@@ -150,7 +150,7 @@ def rotated(data: bytes, start: int, stop: int, step: int) -> bytes:
 
 
 class Rows(Stored):
-    """Rows of a module, in the database of a cache directory."""
+    """Rows of a module, in the table of a cache directory."""
 
     def options(self, is_other: bool) -> dict[str, Any]:
         return {"features": {"f": Features(Means(2.0 if is_other else 1.0).eval())}}
@@ -162,7 +162,7 @@ class Rows(Stored):
         return stats.feature_rows_computed
 
     def files(self, cache: Path) -> list[list[Path]]:
-        (path,) = cache.glob(f"rows/*/{DATABASE}")
+        (path,) = cache.glob(f"rows/{DATABASE}")
         with contextlib.closing(sqlite3.connect(path)) as database:  # all is in one file then
             database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         return [[path]]
@@ -185,14 +185,16 @@ class Rows(Stored):
 
     def evicted(self, cache: Path) -> None:
         """By another process, row by row, while the store is open."""
-        (path,) = cache.glob(f"rows/*/{DATABASE}")
+        (path,) = cache.glob(f"rows/{DATABASE}")
         with contextlib.closing(sqlite3.connect(path, timeout=60)) as database, database:
             database.execute("DELETE FROM rows")
 
     def _read(self, cache: Path) -> list[tuple[int, bytes]]:
         ((path,),) = self.files(cache)
         with contextlib.closing(sqlite3.connect(path)) as database:
-            return database.execute("SELECT place, value FROM rows ORDER BY key").fetchall()
+            return database.execute(
+                "SELECT place, value FROM rows WHERE used NOT NULL ORDER BY key"
+            ).fetchall()
 
     def _write(self, cache: Path, change: Callable[[list[bytes]], list[bytes]]) -> None:
         rows = self._read(cache)

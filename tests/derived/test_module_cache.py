@@ -950,7 +950,7 @@ def test_a_hit_of_a_built_module_describes_no_configuration_object(monkeypatch):
     module.state_dict()
     for _ in range(3):
         module(x, cache_key="a")
-    proof_of(module).reads.due = math.inf  # a look at all of it isn't due
+    proof_of(module).looks.due = math.inf  # a look at all of it isn't due
     monkeypatch.setattr(Describer, "value", None)
     hits = cache_info(module).hits
     module(x, cache_key="a")

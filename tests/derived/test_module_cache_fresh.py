@@ -321,7 +321,7 @@ def test_the_parts_that_differ_are_named():
     for module in (one, other):
         module(X, cache_key=KEYS)
         store = row_store.open_store(module._streamload_options.place)
-        found.append(module_proof.proof_of(module).fingerprint(module, store))
+        found.append(module_proof.proof_of(module).fingerprint(store))
     names = differences(found[0].parts, found[1].parts)
     assert "arguments.width" in names
     assert "code.helper" in names
@@ -605,8 +605,10 @@ def test_a_build_by_what_nothing_tells_is_found_out(run):
     found = run(before=lambda: setattr(sys, "factor", 2), keys=["a", "b"], after=lambda module: None)
     assert found[:3] == LAZY  # "c" and "d" are there, too
     with open_catalog(row_store.RowPlace("").root, writable=True) as catalog:
-        rows = catalog.database.execute("SELECT place, stored FROM rows ORDER BY key LIMIT -1 OFFSET 2")
-        assert catalog.database.delete_places(rows) == 2
+        keys = catalog.connection.execute(
+            "SELECT key FROM rows WHERE used NOT NULL ORDER BY key LIMIT -1 OFFSET 2"
+        )
+        assert catalog.change("DELETE FROM rows WHERE key = ?", keys) == 2
     found = run(before=lambda: setattr(sys, "factor", 2))
     assert "FeatureMismatch" in found
     assert "Extractor was built otherwise than twice before (attributes.factor)" in found

@@ -26,23 +26,24 @@ import streamload
 from benchmarks.process_tree import pss_bytes
 from streamload import CacheLevel, cache_info, cache_module
 from streamload.cache import memory
+from streamload.cache.directory import inode_of
 from streamload.cache.garbage import clear
 from streamload.cache.inventory import foreign
 from streamload.cache.tier import Tier
 from streamload.derived import log_once
 from streamload.derived.proof import project_code
-from streamload.derived.store import disk, row_store
+from streamload.derived.store import row_store, table
 from streamload.derived.store.catalog import open_catalog
-from streamload.derived.store.disk import DiskRows, RowCounts
+from streamload.derived.store.database import BROKEN, set_aside
 from streamload.derived.store.memory import MemoryRows
 from streamload.derived.store.results import Result, join, layout_of
 from streamload.derived.store.row_store import RowPlace, RowStore
 from streamload.derived.store.sealed import seal, unseal
 from streamload.errors import CacheCorrupt, CacheError
+from tests.support.disks import read_only, small_disk, why_no_small_disk
+from tests.support.kills import Child
 
 KIB = 1 << 10
-HOME = "r0"
-"""The directory of a store's first database."""
 START_METHODS = [
     "fork",
     pytest.param("spawn", marks=pytest.mark.deep),
@@ -58,28 +59,44 @@ def own_directory(tmp_path, monkeypatch):
     row_store.close_stores()
 
 
+class OpenedRows:
+    """The rows of calls in a directory, as a process has them open."""
+
+    def __init__(self, root, limit_bytes):
+        self.root = root
+        self.store = RowStore(RowPlace(str(root.parent), cache_size=limit_bytes))
+        self.counts = self.store.counts
+        self.write_note, self.read_note = self.store.write_note, self.store.read_note
+        assert self.store.place.root == root
+
+    def read(self, keys):
+        return self.store.read(keys, "it")
+
+    def write(self, rows, label):
+        """How many are stored."""
+        before = self.counts.stored
+        self.store.write(rows, label)
+        return self.counts.stored - before
+
+
 @contextlib.contextmanager
 def opened(root, limit_bytes=1 << 30):
-    found = DiskRows(root, lambda used_bytes, new_bytes: limit_bytes, RowCounts())
+    found = OpenedRows(root, limit_bytes)
     try:
         yield found
     finally:
-        found.close()
+        found.store.close()
+
+
+def cleared(root, label=None):
+    with open_catalog(root, writable=True) as catalog:
+        return catalog.clear(label)
 
 
 def by_label(root):
     """The keys of all rows."""
     with open_catalog(root) as catalog:
-        return {
-            rows.label: [name for name, _ in catalog.rows(rows.fingerprint, rows.number)]
-            for rows in catalog.fingerprints()
-        }
-
-
-def opened_database(store):
-    database = store._open()
-    assert database is not None
-    return database
+        return {rows.label: [name for name, _ in catalog.rows(rows)] for rows in catalog.fingerprints()}
 
 
 def bytes_below(folder):
@@ -115,14 +132,14 @@ def test_rows_come_back_as_they_were(tmp_path):
         assert store.read_note(b"none") is None
     with opened(tmp_path / "rows") as store:
         assert len(store.read([key(at) for at in range(700)])) == 700
-        assert store.clear("label") == 700
+        assert cleared(store.root, "label") == 700
         assert by_label(store.root) == {}
         assert store.read_note(b"note") == b"text"
-        assert store.clear() == 0
+        assert cleared(store.root) == 0
         assert store.read_note(b"note") is None
     assert os.stat(tmp_path / "rows").st_mode & 0o777 == 0o700
     modes = {path.is_dir(): path.stat().st_mode & 0o777 for path in (tmp_path / "rows").rglob("*")}
-    assert modes == {True: 0o700, False: 0o600}
+    assert modes == {False: 0o600}
 
 
 @settings(max_examples=40, deadline=None)
@@ -200,7 +217,7 @@ def test_what_it_takes_stays_below_its_limit(tmp_path, limit_bytes, size):
 
 
 def test_what_was_not_read_for_longest_goes_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "_FULL_ENOUGH", 0.0)
+    monkeypatch.setattr(table, "_FULL_ENOUGH", 0.0)
     with opened(tmp_path / "rows", 1000 * KIB) as store:
         for start in range(0, 600, 20):
             store.write([row(at, 3000) for at in range(start, start + 20)], "it")
@@ -210,7 +227,7 @@ def test_what_was_not_read_for_longest_goes_first(tmp_path, monkeypatch):
 
 
 def test_what_was_just_stored_stays_longer_than_what_was_read_long_ago(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "_FULL_ENOUGH", 0.0)
+    monkeypatch.setattr(table, "_FULL_ENOUGH", 0.0)
     with opened(tmp_path / "rows", 1000 * KIB) as store:
         store.write([row(at, 3000) for at in range(100)], "it")
         assert len(store.read([key(at) for at in range(100)])) == 100
@@ -231,7 +248,8 @@ def test_rows_that_are_stored_again_replace_those_of_before_among_new_ones(tmp_p
         )
         replaced = bodies(store.read([key(at) for at in range(600)]), range(600))
         assert replaced == {at: random.Random(f"1 {at}").randbytes(200) for at in range(600)}
-        counted = {rows.label: (rows.rows, rows.size_bytes) for rows in opened_database(store).fingerprints()}
+        with open_catalog(store.root) as catalog:
+            counted = {rows.label: (rows.rows, rows.size_bytes) for rows in catalog.fingerprints()}
         sizes = {at: len(row(at, size)[1]) for at, size in ((0, 100), (1, 200))}
         assert counted == {"first": (100, 100 * sizes[0]), "second": (600, 600 * sizes[1])}
 
@@ -270,10 +288,10 @@ def test_flipped_bits_in_a_row_are_a_miss_and_counted(tmp_path, caplog):
     root = tmp_path / "rows"
     with opened(root) as store:
         store.write([row(at, 3000) for at in range(20)], "it")
-    content = bytearray((root / HOME / "rows.db").read_bytes())
+    content = bytearray((root / "rows.db").read_bytes())
     for at, body in expected([3, 7], 3000).items():
         place = content.index(body) + 10 * at
-        damage(root / HOME / "rows.db", place, bytes([content[place] ^ 4]))
+        damage(root / "rows.db", place, bytes([content[place] ^ 4]))
     with opened(root) as store, caplog.at_level(logging.WARNING):
         found = store.read([key(at) for at in range(20)])
         assert set(found) == {key(at) for at in range(20) if at not in (3, 7)}
@@ -286,7 +304,7 @@ def test_flipped_bits_in_a_row_are_a_miss_and_counted(tmp_path, caplog):
 def test_rows_that_were_swapped_are_misses(tmp_path):
     with opened(tmp_path / "rows") as store:
         store.write([row(1), row(2)], "it")
-    with contextlib.closing(sqlite3.connect(tmp_path / "rows" / HOME / "rows.db")) as connection, connection:
+    with contextlib.closing(sqlite3.connect(tmp_path / "rows" / "rows.db")) as connection, connection:
         connection.execute("UPDATE rows SET key = ? WHERE key = ?", (key(3), key(1)))
         connection.execute("UPDATE rows SET key = ? WHERE key = ?", (key(1), key(2)))
     with opened(tmp_path / "rows") as store:
@@ -305,11 +323,11 @@ def test_a_planted_pickle_is_never_loaded(tmp_path):
         store.write([row(at) for at in range(4)], "it")
         store.write_note(b"note", b"text", "it")
     planted = pickle.dumps(Planted())
-    with contextlib.closing(sqlite3.connect(root / HOME / "rows.db")) as connection, connection:
+    with contextlib.closing(sqlite3.connect(root / "rows.db")) as connection, connection:
         connection.execute("UPDATE rows SET value = ? WHERE key = ?", (planted, key(0)))
         connection.execute("UPDATE rows SET value = 'text' WHERE key = ?", (key(1),))
         connection.execute("UPDATE rows SET value = NULL WHERE key = ?", (key(2),))
-        connection.execute("UPDATE notes SET value = ?", (planted,))
+        connection.execute("UPDATE rows SET value = ? WHERE used IS NULL", (planted,))
     with opened(root) as store:
         assert set(store.read([key(at) for at in range(4)])) == {key(3)}
         assert store.counts.corrupt == 3
@@ -331,10 +349,11 @@ def test_a_broken_database_is_replaced_by_an_empty_one(tmp_path, content, caplog
     with opened(root) as store:
         store.write([row(1)], "it")
     for name in ("rows.db-wal", "rows.db-shm"):
-        (root / HOME / name).unlink(missing_ok=True)
-    (root / HOME / "rows.db").write_bytes(content)
+        (root / name).unlink(missing_ok=True)
+    (root / "rows.db").write_bytes(content)
     with caplog.at_level(logging.WARNING), opened(root) as store:
         assert store.read([key(1)]) == {}
+        assert (root / BROKEN).exists() is bool(content)
         assert store.write([row(1)], "it") == 1
         assert key(1) in store.read([key(1)])
 
@@ -343,10 +362,11 @@ def test_a_database_that_breaks_while_it_is_open_is_replaced(tmp_path, caplog):
     root = tmp_path / "rows"
     with opened(root) as store, opened(root) as other, caplog.at_level(logging.WARNING):
         store.write([row(at, 3000) for at in range(400)], "it")
-        opened_database(store).execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        size = (root / HOME / "rows.db").stat().st_size
+        with contextlib.closing(sqlite3.connect(root / "rows.db")) as connection:
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        size = (root / "rows.db").stat().st_size
         for at in range(0, size, 4096):
-            damage(root / HOME / "rows.db", at, os.urandom(64))
+            damage(root / "rows.db", at, os.urandom(64))
         for one in (store, other):
             for at in range(0, 400, 50):
                 assert bodies(one.read([key(at)]), [at]) in ({}, expected([at], 3000))
@@ -355,23 +375,131 @@ def test_a_database_that_breaks_while_it_is_open_is_replaced(tmp_path, caplog):
         assert bodies(other.read([key(1)]), [1]) in ({}, expected([1]))
 
 
+def test_processes_that_find_it_broken_at_once_go_on_with_one_empty_file(tmp_path):
+    """One has the old file open meanwhile, and closes it later: it leaves the log of the new one alone."""
+    root = tmp_path / "rows"
+    context = multiprocessing.get_context("fork")
+    is_broken, are_done, answers = context.Event(), context.Event(), context.Queue()
+
+    def holds():
+        with opened(root) as store, opened(root) as other:
+            store.write([row(at, 3000) for at in range(100)], "it")
+            assert len(other.read([key(at) for at in range(100)])) == 100
+            with contextlib.closing(sqlite3.connect(root / "rows.db")) as connection:
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            answers.put(None)
+            assert are_done.wait(60)
+            other.store.close()
+            assert store.write([row(500, 3000)], "it") == 1
+            again = bodies(store.read([key(at) for at in range(600)]), range(600))
+            assert again == expected([*range(200, 240), 500], 3000)
+
+    def finds(number):
+        ours = range(200 + 10 * number, 210 + 10 * number)
+        assert is_broken.wait(60)
+        with opened(root) as store:
+            read = bodies(store.read([key(at) for at in range(100)]), range(100))
+            assert read.items() <= expected(range(100), 3000).items()
+            assert store.write([row(at, 3000) for at in ours], "it") == 10
+            assert bodies(store.read([key(at) for at in ours]), ours) == expected(ours, 3000)
+            answers.put(store.counts.corrupt)
+            assert are_done.wait(60)  # the log isn't written back by the last who closes
+
+    processes = [context.Process(target=holds)]
+    processes += [context.Process(target=finds, args=(number,)) for number in range(4)]
+    for process in processes:
+        process.start()
+    answers.get(timeout=60)
+    for at in range(0, (root / "rows.db").stat().st_size, 4096):
+        damage(root / "rows.db", at, bytes(100))
+    is_broken.set()
+    assert sum(answers.get(timeout=60) for _ in range(4)) >= 1
+    are_done.set()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * 5
+    with opened(root) as store:
+        assert len(store.read([key(at) for at in range(600)])) == 41
+        assert store.counts.corrupt == 0
+    assert {path.name for path in root.iterdir()} <= {"rows.db", BROKEN, "lock"}
+
+
+def test_a_file_that_took_the_place_of_a_broken_one_is_not_set_aside_by_a_late_finder(tmp_path):
+    root = tmp_path / "rows"
+    with opened(root) as store:
+        store.write([row(1)], "it")
+        inode = inode_of(root / "rows.db")
+        set_aside(root, inode)
+        assert store.read([key(1)]) == {}
+        store.write([row(2)], "it")
+        set_aside(root, inode)
+        assert bodies(store.read([key(2)]), [2]) == expected([2])
+
+
+def test_the_log_that_a_kill_left_of_a_file_that_was_set_aside_is_not_taken_for_the_next_one_s(tmp_path):
+    root = tmp_path / "rows"
+    with opened(root) as store:
+        store.write([row(at) for at in range(50)], "it")
+        log = (root / "rows.db-wal").read_bytes()
+    assert len(log) > 4096
+    (root / "rows.db").rename(root / BROKEN)
+    (root / "rows.db-wal").write_bytes(log)
+    (root / "rows.db-shm").write_bytes(bytes(32 * KIB))
+    with opened(root) as store:
+        assert store.read([key(at) for at in range(50)]) == {}
+        assert store.write([row(at) for at in range(50, 60)], "it") == 10
+        assert bodies(store.read([key(at) for at in range(60)]), range(60)) == expected(range(50, 60))
+
+
+def test_a_file_that_was_set_aside_gives_its_room_back_when_rows_need_it(tmp_path):
+    root = tmp_path / "rows"
+    with opened(root, 3000 * KIB) as store:
+        (root / BROKEN).write_bytes(bytes(1000 * KIB))
+        store.write([row(at, 3000) for at in range(100)], "it")
+        assert (root / BROKEN).exists()
+        store.write([row(at, 3000) for at in range(100, 600)], "it")
+        assert not (root / BROKEN).exists()
+        assert store.counts.evicted < 300
+        assert bytes_below(root) <= 3000 * KIB
+
+
+@pytest.mark.skipif(bool(why_no_small_disk()), reason=why_no_small_disk())
+def test_rows_in_a_read_only_directory_are_read_and_none_are_stored(tmp_path, caplog):
+    def work(stage):
+        small_disk(tmp_path / "disk", 16 << 20)
+        (tmp_path / "disk" / "features").mkdir(mode=0o700)
+        root = tmp_path / "disk" / "features" / "rows"
+        with opened(root) as store:
+            store.write([row(at) for at in range(10)], "it")
+        read_only(tmp_path / "disk")
+        with opened(root) as store, caplog.at_level(logging.WARNING):
+            found = len(store.read([key(at) for at in range(20)]))
+            stored = [store.write([row(at)], "it") for at in range(10, 15)]
+            return [found, stored, store.counts.refused, [entry.message for entry in caplog.records]]
+
+    with Child(work) as child:
+        found, stored, refused, (message,) = child.finish(60)
+    assert (found, stored, refused) == (10, [0] * 5, 5)
+    assert "rows are read, but none are stored" in message
+
+
 @pytest.mark.parametrize(
     "statement",
     [
-        "PRAGMA user_version = 3",
-        "DROP INDEX rows_by_key",
-        "DROP TABLE notes",
+        "PRAGMA user_version = 2",
+        "DROP INDEX rows_by_use",
+        "DROP TABLE rows",
         "ALTER TABLE rows RENAME COLUMN value TO valu\u00e9",
-        "UPDATE fingerprints SET id = 77, digest = 'text'",
-        "UPDATE fingerprints SET rows = 'many', size = NULL",
-        "DELETE FROM fingerprints",
+        "UPDATE rows SET used = 'lately', stored = NULL",
+        "UPDATE rows SET label = x'ff', key = 'text' WHERE place = 4",
+        "DELETE FROM rows",
     ],
 )
 def test_another_schema_or_damaged_counts_cost_rows_at_most(tmp_path, statement):
     root = tmp_path / "rows"
     with opened(root) as store:
         store.write([row(at, 700) for at in range(10)], "it")
-    with contextlib.closing(sqlite3.connect(root / HOME / "rows.db", isolation_level=None)) as connection:
+    with contextlib.closing(sqlite3.connect(root / "rows.db", isolation_level=None)) as connection:
         connection.execute(statement)
     with opened(root) as store:
         assert bodies(store.read([key(3)]), [3]) in ({}, expected([3], 700))
@@ -384,16 +512,15 @@ def test_a_flipped_bit_of_the_schema_costs_rows_at_most(tmp_path):
     root = tmp_path / "rows"
     with opened(root) as store:
         store.write([row(at, 700) for at in range(10)], "it")
-    content = (root / HOME / "rows.db").read_bytes()
+    content = (root / "rows.db").read_bytes()
     page = content[: int.from_bytes(content[16:18], "big")]
     first = page.index(b"table")
     random_places = random.Random(0).sample(range(first, len(page)), 25)
     for at in [*range(8), 18, 28, 32, 44, 60, 96, 100, 103, 105, *random_places]:
-        damaged = tmp_path / f"rows {at}"
-        (damaged / HOME).mkdir(parents=True, mode=0o700)
-        damaged.chmod(0o700)
-        (damaged / HOME / "rows.db").write_bytes(content)
-        damage(damaged / HOME / "rows.db", at, bytes([content[at] ^ 0x80]))
+        damaged = tmp_path / str(at) / "rows"
+        damaged.mkdir(parents=True, mode=0o700)
+        (damaged / "rows.db").write_bytes(content)
+        damage(damaged / "rows.db", at, bytes([content[at] ^ 0x80]))
         with opened(damaged) as store:
             assert bodies(store.read([key(3)]), [3]) in ({}, expected([3], 700))
             assert store.write([row(3, 700)], "it") == 1
@@ -406,10 +533,10 @@ def test_whatever_bytes_are_damaged_no_wrong_row_is_read(tmp_path_factory, place
     root = tmp_path_factory.mktemp("damaged") / "rows"
     with opened(root) as store:
         store.write([row(at, 700) for at in range(60)], "it")
-    content = bytearray((root / HOME / "rows.db").read_bytes())
+    content = bytearray((root / "rows.db").read_bytes())
     for place, change in places:
         content[int(place * len(content))] ^= change
-    (root / HOME / "rows.db").write_bytes(content)
+    (root / "rows.db").write_bytes(content)
     with opened(root) as store:
         found = bodies(store.read([key(at) for at in range(60)]), range(60))
         assert found.items() <= expected(range(60), 700).items()
@@ -447,24 +574,23 @@ def _damaged(content, rng):
 @pytest.mark.parametrize("databases", [20, pytest.param(320, marks=pytest.mark.deep)])
 def test_no_damage_of_a_database_gives_a_wrong_row_or_stops_storing(tmp_path, databases):
     """In the database and, of every second, in the log that a killed process left."""
-    root = tmp_path / "made"
+    root = tmp_path / "made" / "rows"
     with opened(root, 32 << 20) as store:
         store.write([row(at, 700) for at in range(60)], "it")
         store.write_note(b"note", b"text", "it")
-        whole = {name: (root / HOME / name).read_bytes() for name in ("rows.db", "rows.db-wal")}
-    whole_database = (root / HOME / "rows.db").read_bytes()
+        whole = {name: (root / name).read_bytes() for name in ("rows.db", "rows.db-wal")}
+    whole_database = (root / "rows.db").read_bytes()
     read = 0
     for number in range(databases):
         rng = random.Random(number)
         files = {"rows.db": whole_database} if number % 2 else dict(whole)
         name = rng.choice(list(files))
         files[name] = _damaged(files[name], rng) if files[name] else b""
-        home = tmp_path / f"damaged {number}" / HOME
-        home.mkdir(parents=True, mode=0o700)
-        home.parent.chmod(0o700)
+        damaged = tmp_path / f"damaged {number}" / "rows"
+        damaged.mkdir(parents=True, mode=0o700)
         for name, data in files.items():
-            (home / name).write_bytes(data)
-        with opened(home.parent, 32 << 20) as store:
+            (damaged / name).write_bytes(data)
+        with opened(damaged, 32 << 20) as store:
             for _ in range(2):
                 found = bodies(store.read([key(at) for at in range(60)]), range(60))
                 assert found.items() <= expected(range(60), 700).items(), number
@@ -493,8 +619,7 @@ def test_a_directory_of_others_fails(tmp_path):
     with pytest.raises(CacheError, match="others may write"), opened(root):
         pass
     root.chmod(0o700)
-    (root / HOME).mkdir(mode=0o700)
-    (root / HOME / "rows.db").symlink_to(tmp_path / "elsewhere")
+    (root / "rows.db").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CacheError, match="symbolic link"), opened(root):
         pass
     assert not (tmp_path / "elsewhere").exists()
@@ -593,7 +718,7 @@ def test_rows_in_memory_are_read_without_the_disk_and_go_with_the_process(shm, t
     store = row_store.open_store(Extractor._streamload_options.place)
     store.flush()
     assert len(store.memory) == 8
-    store.disk.clear()
+    cleared(store.place.root)
     assert torch.equal(module(torch.ones(8, 4), cache_key=list(range(8))), want)
     assert torch.equal(module(torch.ones(1, 4), cache_key=[3]), want[3:4])
     assert cache_info(module).hits == 9

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from streamload import cache_info, cache_module
-from streamload.derived.calls import module_call
 from streamload.derived.proof import fingerprint, module_proof
 from streamload.derived.store import queue as row_queue
 from streamload.derived.store import row_store
@@ -65,7 +64,7 @@ def name(number):
     return number.to_bytes(32, "big")
 
 
-def computed(numbers, label="it", state=None):
+def computed(numbers, label="it", judge=None):
     bodies = np.stack([np.full(5, number, np.uint8) for number in numbers])
     return ComputedRows(
         [name(number) for number in numbers],
@@ -74,22 +73,21 @@ def computed(numbers, label="it", state=None):
         100,
         False,
         label,
-        state,
+        judge,
     )
 
 
 class Judge:
-    """A prover that says what it is told to."""
+    """Evidence that says what it is told to."""
 
-    def __init__(self, verdict=None, after_look=None):
-        self.verdict, self.after_look, self.looks = verdict, after_look, 0
+    def __init__(self, after_look):
+        self.verdict, self.after_look, self.looks = None, after_look, 0
 
-    def is_proved(self, rows):
+    def __call__(self, look):
+        if look and self.verdict is None:
+            self.looks += 1
+            self.verdict = self.after_look
         return self.verdict
-
-    def look(self):
-        self.looks += 1
-        self.verdict = self.after_look
 
 
 def names_in(batch):
@@ -109,17 +107,17 @@ def test_rows_are_stored_after_their_proof_and_dropped_without_it():
     written, dropped = [], []
     queue = RowQueue(lambda batch: written.extend(names_in(batch)), dropped.append)
     good, bad = Judge(after_look=True), Judge(after_look=False)
-    queue.add(computed([1, 2]), good)
-    queue.add(computed([3]), good)
-    queue.add(computed([4, 5]), bad)
-    assert queue.holds([name(9), name(4)])
-    assert not queue.holds([name(9)])
+    queue.add(computed([1, 2], judge=good))
+    queue.add(computed([3], judge=good))
+    queue.add(computed([4, 5], judge=bad))
+    assert queue.is_busy
     assert written == []
     queue.flush()
     assert written == [("it", name(at)) for at in (1, 2, 3)]
     assert dropped == [2]
     assert (good.looks, bad.looks) == (1, 1)
-    assert not queue.holds([name(at) for at in range(9)])
+    assert not queue.is_busy
+    assert not queue.read([name(at) for at in range(9)])
 
 
 def test_a_call_waits_while_too_much_is_on_its_way(monkeypatch):
@@ -132,10 +130,10 @@ def test_a_call_waits_while_too_much_is_on_its_way(monkeypatch):
         written.extend(names_in(batch))
 
     queue = RowQueue(write, lambda count: None)
-    queue.add(computed([1]), None)
-    queue.add(computed([2]), None)
+    queue.add(computed([1]))
+    queue.add(computed([2]))
     assert began.wait(30)
-    third = threading.Thread(target=queue.add, args=(computed([3]), None))
+    third = threading.Thread(target=queue.add, args=(computed([3]),))
     third.start()
     assert not written
     may_write.set()
@@ -154,20 +152,25 @@ def test_an_error_while_storing_is_said_once_and_later_rows_are_stored(caplog):
 
     queue = RowQueue(write, lambda count: None)
     for at in range(3):
-        queue.add(computed([at], "bad"), None)
+        queue.add(computed([at], "bad"))
         queue.flush()
-    queue.add(computed([7]), None)
+    queue.add(computed([7]))
     queue.flush()
     assert [key for _, key in written] == [name(7)]
     assert caplog.text.count("no room for that") == 1
-    assert not queue.holds([name(0)])
+    assert not queue.is_busy
 
 
 @pytest.mark.usefixtures("no_looks")
 def test_one_look_proves_the_rows_of_many_calls(monkeypatch):
     looks = []
-    original = module_call._StateProver.look
-    monkeypatch.setattr(module_call._StateProver, "look", lambda self: (looks.append(1), original(self)))
+    original = module_proof.Proof.look
+
+    def look(self, *, anew=False):
+        looks.extend([1] if anew else [])
+        return original(self, anew=anew)
+
+    monkeypatch.setattr(module_proof.Proof, "look", look)
     module = Cached()
     for start in range(0, 80, 8):
         module(X, cache_key=keys(8, start))

@@ -21,11 +21,11 @@ from streamload.cache.inventory import take_inventory
 from streamload.cache.tier import Tier
 from streamload.derived import log_once
 from streamload.derived.calls import module_call
-from streamload.derived.proof import module_proof
+from streamload.derived.proof import row_check
 from streamload.derived.store import row_store
 from streamload.derived.store.catalog import open_catalog, verify
-from streamload.derived.store.disk import DiskRows, RowCounts
 from streamload.derived.store.row_store import RowPlace
+from streamload.derived.store.table import RowCounts, RowTable
 from streamload.errors import FeatureMismatch, OptionError
 from streamload.testing.shards import ShardOptions, write_shards
 from tests.support import flat
@@ -276,7 +276,7 @@ def test_options_of_features_hold_for_a_loader_and_not_for_the_module_s_own_call
 def as_another_run(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     """Results depend on what no fingerprint covers, and this process has stored no row."""
     monkeypatch.setattr(sys, "scale_of_the_test", factor, raising=False)
-    monkeypatch.setattr(module_proof, "_checks", {})
+    monkeypatch.setattr(row_check, "_checks", {})
     monkeypatch.setattr(module_call, "run_began", time.time)
 
 
@@ -370,6 +370,6 @@ def test_rows_take_room_of_shards_that_are_needed_last_but_half_of_the_limit_at_
 
 
 def test_rows_in_a_directory_that_is_only_read_are_neither_touched_nor_made(tmp_path: Path) -> None:
-    missing = DiskRows(tmp_path / "none", None, RowCounts())
-    assert missing.read([key(1)]) == {}
+    missing = RowTable(tmp_path / "none", None, RowCounts())
+    assert missing.read([key(1)]) == []
     assert not (tmp_path / "none").exists()

@@ -17,9 +17,9 @@ from streamload.cache.locks import is_locked
 from streamload.cache.tier import Tier
 from streamload.columns.columns import Address, is_address
 from streamload.derived.store.catalog import open_catalog, verify
-from streamload.derived.store.database import DATABASE, FILES, KEY_BYTES
+from streamload.derived.store.database import DATABASE, FILES
 from streamload.derived.store.row_store import CacheLevel, RowPlace, RowStore
-from streamload.derived.store.sealed import seal
+from streamload.derived.store.sealed import KEY_BYTES, seal
 from tests.faults.oracle import Attempt, DiskWatch
 from tests.faults.rows import Row
 from tests.support.kills import Child, Moment, Stage
@@ -148,15 +148,13 @@ def _look(attempt: Attempt, reader: RowStore, seen: set[int], is_little: bool) -
 
 
 def _check_what_is_left(attempt: Attempt, place: RowPlace) -> None:
-    """T, C: only the database, two files for locks, which are free, and columns; all verifies."""
+    """T, C: only the table, a file for its lock, which is free, and columns; all verifies."""
     root = place.root
     strange = [str(entry.path) for entry in foreign(Tier.open(root.parent))]
     attempt.check("T", not strange, f"left: {strange}")
     left = {str(path.relative_to(root)) for path in root.rglob("*")}
-    belongs = {"r0", "lock", "writing", "reserved", *(f"r0/{name}" for name in FILES)}
-    attempt.check("T", f"r0/{DATABASE}" in left <= belongs, f"left: {sorted(left)}")
-    locked = [name for name in ("lock", "writing") if is_locked(root / name)]
-    attempt.check("T", not locked, f"still locked: {locked}")
+    attempt.check("T", DATABASE in left <= {"lock", "reserved", *FILES}, f"left: {sorted(left)}")
+    attempt.check("T", not is_locked(root / "lock"), "still locked")
     with open_catalog(root) as catalog:
         damages = [damage.cause for found in verify(catalog) for damage in found.damages]
     attempt.check("C", not damages, f"damaged: {damages[:3]}")

@@ -27,7 +27,7 @@ from streamload import Features
 from streamload.columns import columns
 from streamload.derived.calls import module_call
 from streamload.derived.calls.feature_rows import shown
-from streamload.derived.proof import module_proof
+from streamload.derived.proof import row_check
 from streamload.derived.store.keys import SampleKey
 from streamload.derived.store.row_store import close_stores
 from streamload.errors import FeatureMismatch, FeatureNotCacheable, OptionError, SampleError
@@ -567,7 +567,7 @@ def test_rows_of_others_are_checked_before_one_is_used(
     data: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
     def epoch() -> dict[str, Any]:
-        monkeypatch.setattr(module_proof, "_checks", {})  # as in a process that has stored nothing
+        monkeypatch.setattr(row_check, "_checks", {})  # as in a process that has stored nothing
         net = Scaled().eval()
         assert not net.training
         assert list(net.parameters()) == []  # it is built

@@ -237,7 +237,7 @@ def check(
     """
     from streamload.derived.calls.module_cache import switches
     from streamload.derived.proof.lazy import build
-    from streamload.derived.proof.module_proof import checks_made
+    from streamload.derived.proof.row_check import checks_made
     from streamload.errors import FeatureMismatch
     from streamload.features.named import NamedFeatures
 

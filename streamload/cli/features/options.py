@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from streamload.derived.store.catalog import Catalog
-    from streamload.derived.store.database import FingerprintRows
+    from streamload.derived.store.catalog import Catalog, FingerprintRows
 
 Directory = Annotated[
     str | None,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from streamload.derived.proof.reads import ReadNames
 from streamload.derived.store.keys import SampleKey
 from streamload.derived.store.results import ResultLayout, dtype_of, layout_of
 from streamload.derived.store.sealed import Row
@@ -43,7 +44,7 @@ class FeaturesRead(NamedTuple):
     places: list[int]  # of these in the batch
     samples: int  # of the batch
     read_ns: int  # the time it took to read rows
-    reads: bytes = b""  # `ReadNames.written` of making the first inputs, if that was watched
+    reads: ReadNames | None = None  # of making the first inputs, if that was watched
 
 
 def shown(key: SampleKey) -> Any:

@@ -34,6 +34,7 @@ from streamload.derived.proof.module_proof import (
     proof_of,
 )
 from streamload.derived.proof.rounding import cast, map_tensors
+from streamload.derived.proof.row_check import checks_of
 from streamload.derived.store.results import Result, layout_of, overwrite, reordered
 from streamload.derived.store.row_store import Mapped, RowPlace, RowStore, open_store
 from streamload.derived.store.sealed import Row
@@ -207,11 +208,11 @@ class BoundFeatures:
         if fingerprint is None:
             return FeatureStart("", False, False, None, False)
         is_checked = self.features.check and options_of(self.module).is_checked
-        checks = proof.checks(store, fingerprint)
+        checks = checks_of(store, fingerprint)
         is_checked = is_checked and not checks.is_done
         is_watched = proof.has_unknown_reads(store, fingerprint)
         hits_between = None if is_pending(self.module) else switches.hits_between
-        is_first = checks.is_first and not checks.has_own
+        is_first = checks.is_first and not checks.own
         return FeatureStart(str(fingerprint), is_checked, is_first, hits_between, is_watched)
 
     def _as_called(self, store: RowStore) -> Fingerprint | None:
@@ -219,7 +220,7 @@ class BoundFeatures:
 
         Before the first call it is that of earlier runs; None if they had several.
         """
-        device = proof_of(self.module).device(self.module).type
+        device = proof_of(self.module).device.type
         fingerprint = self._fingerprint(store)
         if torch.is_autocast_enabled(device):
             return fingerprint
@@ -235,14 +236,14 @@ class BoundFeatures:
 
     def note_call(self) -> None:
         """Note under which autocast rows are asked for: the next pass, or the next run, looks for these."""
-        device = proof_of(self.module).device(self.module).type
+        device = proof_of(self.module).device.type
         autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
         if autocast == self._autocast or not self._base or (store := self._store()) is None:
             return
         self._autocast = autocast
         if autocast not in (autocasts := self._noted(store)):
             noted = ",".join([*autocasts, autocast]).encode()
-            store.disk.write_note(_CALLED + self._base, noted, self.features.label)
+            store.write_note(_CALLED + self._base, noted, self.features.label)
 
     def _noted(self, store: RowStore) -> list[str]:
         """The autocasts of all calls so far, in this run and earlier ones; "": none."""
@@ -261,7 +262,7 @@ class BoundFeatures:
         return None if store is None else self._fingerprint(store)
 
     def _fingerprint(self, store: RowStore) -> Fingerprint:
-        return proof_of(self.module).fingerprint(self.module, store, self._parts)
+        return proof_of(self.module).fingerprint(store, self._parts)
 
     def compute(
         self, inputs: Any, read: FeaturesRead, stored: Mapping[int, Row]

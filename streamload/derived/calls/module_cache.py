@@ -27,11 +27,11 @@ from streamload.derived.proof.lazy import (
     lazy_metaclass,
     made_lazy,
 )
-from streamload.derived.proof.module_proof import Options, describe, proof_of, record_build
+from streamload.derived.proof.module_proof import Options, describe, proof_of
 from streamload.derived.proof.reads import watched
 from streamload.derived.proof.row_check import HITS_BETWEEN
-from streamload.derived.store.disk import RowCounts
 from streamload.derived.store.row_store import CacheLevel, Mapped, RowPlace, open_store
+from streamload.derived.store.table import RowCounts
 from streamload.errors import OptionError
 
 __all__ = ["CacheLevel", "cache_info", "cache_module"]
@@ -202,7 +202,7 @@ class Cached(LazyModule):
             before = Generators().digests
             super()._streamload_build(pending)
         self.__dict__["_streamload_description"] = description
-        record_build(self, pending, description, before, reads)
+        proof_of(self).record_build(pending, description, before, reads)
 
     def __call__(self, *args: Any, cache_key: Any = None, **kwargs: Any) -> Any:
         if cache_key is None:
@@ -259,7 +259,8 @@ def _subclass(cls: type[torch.nn.Module], options: Options) -> Any:
     bases = (cls,) if issubclass(cls, Cached) else (Cached, cls)
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     members = {**names, "_streamload_options": options, "_streamload_wrapped": cls}
-    _subclasses[cls, options] = lazy_metaclass(type(cls))(cls.__name__, bases, members)
+    metaclass: Any = type(cls)
+    _subclasses[cls, options] = lazy_metaclass(metaclass)(cls.__name__, bases, members)
     return _subclasses[cls, options]
 
 

@@ -6,7 +6,6 @@ look up → spot check → compute what is missing → check → store → put t
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import os
 import random
@@ -22,20 +21,9 @@ from streamload.derived import log_once
 from streamload.derived.calls.feature_rows import shown
 from streamload.derived.proof.builds import Generators
 from streamload.derived.proof.code import Describer
-from streamload.derived.proof.fingerprint import Fingerprint, differences, torch_settings
+from streamload.derived.proof.fingerprint import Fingerprint, differences
 from streamload.derived.proof.lazy import build, is_pending
-from streamload.derived.proof.module_proof import (
-    Built,
-    built_state,
-    label_of,
-    note_checked,
-    options_of,
-    proof_of,
-    record_settled,
-    refuse_rows,
-    row_digest,
-    was_checked,
-)
+from streamload.derived.proof.module_proof import label_of, options_of, proof_of
 from streamload.derived.proof.reads import ReadNames, watched
 from streamload.derived.proof.rounding import (
     SEVERAL_ROWS,
@@ -45,13 +33,20 @@ from streamload.derived.proof.rounding import (
     arithmetic_epsilon,
     has_whole_numbers,
 )
-from streamload.derived.proof.row_check import RowChecks, alone_on_node, refuse_module, run_began
-from streamload.derived.store.database import KEY_BYTES
+from streamload.derived.proof.row_check import (
+    RowChecks,
+    checks_of,
+    note_checked,
+    note_refused,
+    refuse_module,
+    run_began,
+    was_checked,
+)
 from streamload.derived.store.keys import Inputs, Naming, digest_of, keys_of
 from streamload.derived.store.queue import ComputedRows
 from streamload.derived.store.results import Result, concatenated, join, layout_of, reordered, result_of
 from streamload.derived.store.row_store import RowStore
-from streamload.derived.store.sealed import NOTE, Row
+from streamload.derived.store.sealed import KEY_BYTES, NOTE, Row
 from streamload.errors import CacheCorrupt, FeatureError, FeatureMismatch, FeatureNotCacheable, OptionError
 from streamload.torch_internals import tree_map
 
@@ -74,12 +69,12 @@ def stored_result(module: Any, store: RowStore, args: tuple[Any, ...], cache_key
     proof = proof_of(module)
     if args[0].requires_grad and torch.is_grad_enabled():
         return None
-    fingerprint = proof.fingerprint(module, store)
+    fingerprint = proof.fingerprint(store)
     if fingerprint.digest in proof.refused:
         return None
     is_built = not is_pending(module)
     name = _naming(fingerprint.digest).name(cache_key)
-    if is_built and options_of(module).is_checked and not proof.checks(store, fingerprint).passes(name):
+    if is_built and options_of(module).is_checked and not checks_of(store, fingerprint).passes(name):
         return None
     row = store.read_from_memory(name)
     is_compared = row is None or not _places.getrandbits(_CHECK_BITS)
@@ -89,7 +84,7 @@ def stored_result(module: Any, store: RowStore, args: tuple[Any, ...], cache_key
     if is_compared and row.input_digest and digest_of(args[0]) not in (0, row.input_digest):
         return None
     try:
-        value = result_of(row, proof.device(module))
+        value = result_of(row, proof.device)
     except (CacheCorrupt, TypeError, ValueError):
         return None
     if not is_built:
@@ -113,7 +108,7 @@ class SampleRows:
         dtype: to which results are cast before they are stored; None: they aren't.
         stored: rows that came with the samples, by the places of their keys.
         fingerprint: of these, as hexadecimal digits.
-        reads: `ReadNames.written` of what making the inputs read; b"": it wasn't watched.
+        reads: of making the inputs; None: it wasn't watched.
         check: see `Features`.
     """
 
@@ -121,7 +116,7 @@ class SampleRows:
     dtype: torch.dtype | None
     stored: Mapping[int, Row]
     fingerprint: str
-    reads: bytes
+    reads: ReadNames | None
     check: bool
 
 
@@ -203,7 +198,7 @@ class Call:
 
     def _now(self) -> Fingerprint:
         made_by = None if self._samples is None else self._samples.made_by
-        return self.proof.fingerprint(self.module, self.store, made_by)
+        return self.proof.fingerprint(self.store, made_by)
 
     def _look_up(self) -> None:
         """Read the rows that are there."""
@@ -332,7 +327,7 @@ class Call:
         Raises:
             FeatureMismatch: a row isn't what is computed now.
         """
-        checks = self.proof.checks(self.store, self.fingerprint)
+        checks = checks_of(self.store, self.fingerprint)
         places = [] if checks.is_done else checks.foreign(self.unique, self.held)
         canaries = [place for place in places if place in self._canaries]
         if not places or not (checks.is_due(len(places)) or canaries):
@@ -340,17 +335,14 @@ class Call:
         if not checks.is_first:
             self._compare(checks, canaries or places)
             return
-        with alone_on_node(self._verdict_name):
-            began = time.time()
-            if was_checked(self.store, self.fingerprint) < run_began():
-                rows = self._compare(checks, canaries or places)
-                if rows:
-                    note_checked(self.module, self.store, self.fingerprint, rows, began)
-            else:
-                checks.checked()
+        began = time.time()
+        if was_checked(self.store, self.fingerprint) >= run_began():  # by another process of this run
+            checks.checked()
+        elif rows := self._compare(checks, canaries or places):
+            note_checked(self.store, self.fingerprint, rows, self._label, began)
 
-    def _compare(self, checks: RowChecks, places: Sequence[int]) -> dict[str, str]:
-        """Compare rows with what is computed now; returns digests of those that were judged.
+    def _compare(self, checks: RowChecks, places: Sequence[int]) -> dict[bytes, Row]:
+        """Compare rows with what is computed now; returns those that were judged.
 
         One row shows what exact arithmetic would do otherwise. Of coarse arithmetic several are taken where
         they are there; of whole numbers several are needed, and wait in `checks` for others.
@@ -372,16 +364,27 @@ class Call:
             return {}
         checks.samples = []
         checks.checked()
-        rows = {
-            self.unique[place].hex(): row_digest(row)
-            for place in chosen
-            if (row := self.stored[place]) is not None
-        }
+        rows = {self.unique[place]: row for place in chosen if (row := self.stored[place]) is not None}
         difference = comparison.difference(samples)
         if difference is not None:
-            key = self._key(chosen[0])
-            raise refuse_rows(self.module, self.store, self.fingerprint, key, rows, difference)
+            self._refuse_rows(rows, self._key(chosen[0]), difference)
         return rows
+
+    def _refuse_rows(self, rows: Mapping[bytes, Row], key: Any, difference: Difference) -> None:
+        """Let no row of the fingerprint be read any more, here and later.
+
+        Raises:
+            FeatureMismatch: always.
+        """
+        self.counts.mismatches += 1
+        note_refused(self.store, self.fingerprint, rows, self._label)
+        self.proof.refused[self.fingerprint.digest] = (
+            f"the row of key {key!r} of {self._label} isn't what it computes now from the same input "
+            f"({difference}): its results depend on what can't be seen (a switch of a library, chance). None "
+            f"of its rows is read any more, and a new run computes them again; or name the version yourself, "
+            f'version="1", or turn this off, check=False'
+        )
+        self.proof.raise_if_refused(self.fingerprint)
 
     def _with_same_inputs(self, places: Sequence[int]) -> list[int]:
         """Places of stored rows whose inputs are those that the rows came from."""
@@ -403,7 +406,7 @@ class Call:
             self.module,
             (self.inputs.args, self.inputs.kwargs),
             self.fingerprint.parts["settings"],
-            self.proof.device(self.module).type,
+            self.proof.device.type,
         )
         is_of_rows = self.rows is not None and self.rows > 1
         return RowComparison(self._leaves_of, epsilon, self.rows or 1, others if is_of_rows else ())
@@ -412,11 +415,6 @@ class Call:
         args, kwargs = arguments
         with torch.no_grad():
             return Result(self.run(*args, **kwargs), None).leaves
-
-    @property
-    def _verdict_name(self) -> str:
-        place = os.fsencode(self.store.place.root)
-        return hashlib.blake2b(place + self.fingerprint.digest, digest_size=16).hexdigest()
 
     def _compute_missing(self) -> tuple[Result, list[int]]:
         """Compute what is missing, and store what may be stored."""
@@ -439,7 +437,7 @@ class Call:
         self.proof.has_settled = True
         self.fingerprint = self._now()
         if self.fingerprint.digest != before.digest:
-            record_settled(self.module, self.store, before)
+            self.proof.record_settled(before)
             self._look_up()
 
     def _watched(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
@@ -451,9 +449,9 @@ class Call:
         values: list[Any] = []
         tree_map(values.append, arguments)
         names = reads.names().without(values)
-        if self._samples is not None and (input_names := ReadNames.read(self._samples.reads)) is not None:
-            names = names.with_more(input_names)
-        self.proof.record_reads(self.module, self.store, self.fingerprint, names)
+        if self._samples is not None and self._samples.reads is not None:
+            names |= self._samples.reads
+        self.proof.record_reads(self.store, self.fingerprint, names)
         self._has_new_reads = names.contents() != {}
         return value
 
@@ -466,15 +464,15 @@ class Call:
         if not proof.look_at_reads():  # a file has changed since the call began
             self.counts.refused += len(named)
             return
-        prover = None if self.options.version is not None else _StateProver(self.module)
-        if prover is not None and not _is_of(fingerprint, proof.built):
+        has_version = self.options.version is not None
+        if not has_version and not proof.is_of(fingerprint):
             self.counts.refused += len(named)
-            _say_changed(self.module, fingerprint.parts, proof.built)
+            proof.say_changed(fingerprint.parts)
             return
         if fingerprint.digest not in proof.noted:
             proof.noted.add(fingerprint.digest)
             text = json.dumps(dict(fingerprint.parts), sort_keys=True).encode()
-            store.disk.write_note(NOTE + fingerprint.digest, text, self._label)
+            store.write_note(NOTE + fingerprint.digest, text, self._label)
         if len(named) < len(places):  # rows of a call in which some have None for a key
             result = result.taken(named)
         names = [self.unique[places[number]] for number in named]
@@ -482,16 +480,17 @@ class Call:
         copy = result.copied()
         of_device = result.is_of_device
         size_bytes = result.size_bytes + (len(names) * _OF_INPUT_BYTES if of_device else 0)
+        is_proved = None if has_version else proof.proving()
         rows = ComputedRows(
             *(names, result.layout, lambda: (copy(), digests()), size_bytes, of_device),
-            *(self._label, proof.built),
+            *(self._label, is_proved),
         )
-        store.queue.add(rows, prover)
-        proof.checks(store, fingerprint).add_own(names)
-        if prover is not None and proof.looks.is_due:
+        checks_of(store, fingerprint).add_own(names)
+        store.queue.add(rows)
+        if is_proved is not None and proof.looks_after_computing.is_due:
             start = time.monotonic()
-            prover.look()
-            proof.looks.looked(start)
+            is_proved(True)
+            proof.looks_after_computing.looked(start)
             store.queue.settle()
 
     def _refuse_mixing(self, result: Result, places: Sequence[int]) -> None:
@@ -523,10 +522,7 @@ class Call:
         """Compute without gradients; what draws random numbers that matter is refused."""
         module = self.module
         build(module)
-        flags = (module.training, self.proof.built.stamp if self.proof.built is not None else None)
-        if self.proof.refused_at != flags:
-            refuse_module(module)
-            self.proof.refused_at = flags
+        refuse_module(module)
         with torch.no_grad():
             if self.proof.is_chance_harmless:
                 return self.run(*args, **kwargs)
@@ -560,7 +556,7 @@ class Call:
         rows = [row for place in places if (row := self.stored[place]) is not None]
         if len({row.layout for row in rows}) > 1:
             raise FeatureNotCacheable("rows of this call have different shapes, so they can't be one batch")
-        return rows[0].layout, join(rows, self.proof.device(self.module), is_row=self.rows is not None)
+        return rows[0].layout, join(rows, self.proof.device, is_row=self.rows is not None)
 
     def _put_together(self, computed: tuple[Result, list[int]] | None) -> Any:
         """The result of all keys, in their order, out of stored rows and computed ones."""
@@ -587,43 +583,3 @@ class Call:
             return layout_of(layout).build(leaves)
         except (TypeError, ValueError) as exc:
             raise FeatureError(f"the result of {self._label} can't be made again: {exc}") from exc
-
-
-class _StateProver:
-    """True if a built module is still in the state in which it computed rows (`queue.Prover`)."""
-
-    def __init__(self, module: Any):
-        self._module = module
-        self._proof = proof_of(module)
-
-    def is_proved(self, rows: ComputedRows) -> bool | None:
-        """True if the rows are of the module as it was taken for; None: it wasn't looked at since."""
-        was, built = rows.state, self._proof.built
-        if built is None or built.parts is not was.parts or built.code is not was.code:
-            _say_changed(self._module, {**was.parts, "code": was.code}, built)
-            return False
-        return True if built.looked_at >= rows.computed_at else None
-
-    def look(self) -> None:
-        """Look at the whole module now."""
-        try:
-            built_state(self._module, anew=True)
-        except FeatureNotCacheable:  # it is said by the next call
-            self._proof.built = None
-
-
-def _is_of(fingerprint: Fingerprint, built: Built | None) -> bool:
-    """True if a fingerprint is that of a module's last known state, and of torch's settings now."""
-    if built is None:
-        return False
-    parts = {**built.parts, "code": built.code, "settings": list(torch_settings(built.parts["device"]))}
-    return all(fingerprint.parts.get(name) == value for name, value in parts.items())
-
-
-def _say_changed(module: Any, was: Any, built: Built | None) -> None:
-    parts = {} if built is None else {**built.parts, "code": built.code}
-    names = [name for name in differences(was, parts) if name.partition(".")[0] in parts]
-    log_once(
-        f"rows of {type(module).__name__} aren't stored, as computing changes it, or something did since: "
-        f"{', '.join(names[:5])}"
-    )

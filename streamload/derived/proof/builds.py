@@ -1,53 +1,56 @@
-"""Record of a module's last build, for use before it is built: how it came out when it was built before.
+"""Records of a module's builds, by which it is known what the next build will be without running it.
 
-A module that isn't built has no weights to look at. Records of earlier builds, by what the build depends on,
-tell what they will be; a record is believed only if builds in different processes agreed, if the files that
-they read are the same files, and if random initialisation plays no part. Else the module is built.
+A record is believed only if builds in different processes agreed, if the files and variables that they read
+are the same, and if random initialisation plays no part. Else the module is built.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
+import marshal
 import os
 import random
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from streamload.derived.proof.code import Describer, has_code
-from streamload.derived.proof.reads import digests_of, identity_of
+from streamload.derived.proof.reads import FileIdentity, digests_of, identity_of
 
 _KEPT = 8
+_NAME = uuid.uuid4().hex
+
+
+def _process() -> str:
+    return f"{_NAME} {os.getpid()}"
 
 
 @dataclass(frozen=True)
 class Build:
     """Outcome of a module's build."""
 
-    process: str  # in which it was built
     generators: dict[str, str]  # of each random generator a digest of its state before it
     draws: list[str]  # which of them it drew from
     is_closed: bool  # whether all that it read is known: no network, no other process
-    files: list[list[Any]]  # what it read: path, size, times of its data's change and of any, inode
+    files: dict[str, FileIdentity]  # what it read, by path
     variables: dict[str, str | None]
     """Of the environment, what it read: a digest of each value; None: it wasn't set."""
-    parts: dict[str, Any]
-    """Of the fingerprint (`fingerprint.built_parts`), and the code that was reached by then."""
-    origins: dict[str, str]  # of the project's classes among that code, where they are found
+    parts: dict[str, Any]  # of the fingerprint
+    origins: dict[str, str]  # of the project's classes among their code, where they are found
     device: str  # where the module was then
+    process: str = field(default_factory=_process)  # in which it was built
 
     def still_holds(self) -> bool:
         """True if files and variables are as they were read, and the classes' code is the same."""
-        if not self.is_closed or any(identity_of(identity[0]) != identity for identity in self.files):
+        if not self.is_closed or self.variables != digests_of(self.variables):
             return False
-        if self.variables != digests_of(self.variables):
+        if any(identity_of(path) != identity for path, identity in self.files.items()):
             return False
         describer = Describer()
         for origin, name in self.origins.items():
@@ -65,21 +68,17 @@ class Build:
 
 
 def read_builds(data: bytes | None) -> list[Build]:
-    """Read what `written` gave; nothing of what can't be read."""
+    """Read what `with_latest` gave; nothing of what can't be read."""
     try:
         return [Build(**record) for record in json.loads(data or b"[]")]
     except (ValueError, TypeError):
         return []
 
 
-def with_latest(builds: Sequence[Build], latest: Build) -> list[Build]:
-    """The records with one more, the last of its process."""
-    return [*(build for build in builds if build.process != latest.process), latest][-_KEPT:]
-
-
-def written(builds: Sequence[Build]) -> bytes:
-    """The records as JSON."""
-    return json.dumps([asdict(build) for build in builds]).encode()
+def with_latest(data: bytes | None, latest: Build) -> bytes:
+    """The records, as JSON, with one more, the last of its process."""
+    builds = [build for build in read_builds(data) if build.process != latest.process]
+    return json.dumps([asdict(build) for build in [*builds, latest][-_KEPT:]]).encode()
 
 
 def believed(
@@ -109,17 +108,13 @@ def _agree(builds: Sequence[Build], needed: int) -> bool:
     return are_enough and all(build.parts == builds[0].parts for build in builds)
 
 
-def _has_cuda() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
 class Generators:
     """The states of the random generators of Python, numpy and torch at a moment; to be taken up again."""
 
     def __init__(self) -> None:
         twister: Any = np.random.get_state(legacy=False)
         self._states = (random.getstate(), twister, torch.get_rng_state())
-        self._cuda = torch.cuda.get_rng_state_all() if _has_cuda() else []
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
 
     def restore(self) -> None:
         """Let the generators go on from here."""
@@ -127,7 +122,7 @@ class Generators:
         random.setstate(python)
         np.random.set_state(twister)
         torch.set_rng_state(cpu)
-        if self._cuda and _has_cuda() and len(self._cuda) == torch.cuda.device_count():
+        if self._cuda and len(self._cuda) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(self._cuda)
 
     def were_used(self) -> bool:
@@ -137,28 +132,18 @@ class Generators:
     @property
     def digests(self) -> dict[str, str]:
         """By generator, 32 digits by which states can be compared."""
-        python, key, position, cpu, cuda = self._contents
-        states = {
-            "python": repr(python).encode(),
-            "numpy": key + repr(position).encode(),
-            "torch": cpu,
-            "cuda": cuda,
+        return {
+            name: hashlib.blake2b(content, digest_size=16).hexdigest()
+            for name, content in self._contents.items()
         }
-        return {name: hashlib.blake2b(state, digest_size=16).hexdigest() for name, state in states.items()}
 
     @property
-    def _contents(self) -> tuple[Any, bytes, int, bytes, bytes]:
+    def _contents(self) -> dict[str, bytes]:
         python, twister, cpu = self._states
-        cuda = b"".join(state.numpy().tobytes() for state in self._cuda)
-        key, position = twister["state"]["key"].tobytes(), twister["state"]["pos"]
-        return python, key, position, cpu.numpy().tobytes(), cuda
-
-
-def process_name() -> str:
-    """A name that no other process has."""
-    return _named(os.getpid())
-
-
-@functools.lru_cache(maxsize=1)
-def _named(process: int) -> str:
-    return f"{process}-{uuid.uuid4().hex}"
+        state = twister["state"]
+        return {
+            "python": marshal.dumps(python, 2),
+            "numpy": state["key"].tobytes() + b"%d %d" % (state["pos"], twister["has_gauss"]),
+            "torch": cpu.numpy().tobytes(),
+            "cuda": b"".join(states.numpy().tobytes() for states in self._cuda),
+        }

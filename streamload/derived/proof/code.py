@@ -30,7 +30,7 @@ import sys
 import sysconfig
 import types
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,7 @@ _STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 _OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 _METHODS_OF_C = (types.BuiltinFunctionType, types.MethodWrapperType)
 _NO_VALUES = (types.ModuleType, type, type(None))
+_CONTENTS = (str, int, float, bytes, list, tuple, dict, set)
 _SLOTS = (types.GetSetDescriptorType, types.MemberDescriptorType, type(_Pair.first))
 _PLAIN = (torch.Tensor, torch.nn.Parameter, np.ndarray, np.memmap, functools.partial)
 _SAME_FOR_RESULTS = (logging.Logger, logging.LoggerAdapter, type(os.environ))
@@ -118,7 +119,6 @@ class Describer:
         self.strings: set[str] = set()
         self._reached: dict[int, _Reached] = {}
         self._inside: list[int] = []
-        self._depth = 0
         self._digests: dict[_Reached, str] = {}
 
     @property
@@ -149,7 +149,7 @@ class Describer:
         }
 
     def value(self, value: Any, where: str) -> Any:
-        """Describe a value: equal descriptions, equal values.
+        """Describe a value, code in it with digests of what it reaches: equal descriptions, equal values.
 
         Args:
             value: numbers, text, containers, enums, paths, arrays, tensors, functions, classes, modules, and
@@ -159,19 +159,13 @@ class Describer:
         Raises:
             FeatureNotCacheable: it can't be described.
         """
-        if self._depth:
-            return self._value(value, where)
-        self._depth += 1
-        try:
-            described = self._value(value, where)
-        finally:
-            self._depth -= 1
-        return _with_digests(described, self._digests_of_reached())
+        return _with_digests(self.describe(value, where), self._digests_of_reached())
 
-    def _value(self, value: Any, where: str) -> Any:
-        if value is None or type(value) is bool:
-            return value
+    def describe(self, value: Any, where: str) -> Any:
+        """Describe a value, or a part of one; references to code in it have no digests yet. See `value`."""
         kind = type(value)
+        if value is None or kind is bool:
+            return value
         if kind is str:
             self.strings.add(value)
             return value
@@ -186,23 +180,26 @@ class Describer:
             self._inside.pop()
 
     def _object(self, value: Any, where: str) -> Any:
-        kind = type(value)
+        kind, describe = type(value), self.describe
         if kind in (list, tuple, torch.Size, collections.deque):
-            members = [self.value(member, f"{where}[{number}]") for number, member in enumerate(value)]
+            members = [describe(member, f"{where}[{number}]") for number, member in enumerate(value)]
             return [kind.__name__, members, *self._unless_none(getattr(value, "maxlen", None), where)]
         if kind in (dict, collections.OrderedDict, collections.defaultdict, types.MappingProxyType):
             pairs = [
-                [self.value(key, f"a key of {where}"), self.value(member, f"{where}[{key!r}]")]
+                [describe(key, f"a key of {where}"), describe(member, f"{where}[{key!r}]")]
                 for key, member in value.items()
             ]
             members = pairs if self.orders_dicts else _Unordered(pairs)
             return [kind.__name__, members, *self._unless_none(_factory_of(value), where)]
         if kind in (set, frozenset):
-            return [kind.__name__, _Unordered(self.value(member, f"a member of {where}") for member in value)]
+            return [kind.__name__, _Unordered(describe(member, f"a member of {where}") for member in value)]
         if isinstance(value, torch.Tensor):
             return ["tensor", tensor_digest(value), *self.beside(value, where)]
         if isinstance(value, (np.ndarray, np.generic)):
-            return [*self._array(np.asarray(value), where), *self.beside(value, where)]
+            array = np.asarray(value)
+            is_plain = not array.dtype.hasobject
+            content = xxh3_128(array.tobytes()).hexdigest() if is_plain else describe(array.tolist(), where)
+            return ["array", array.dtype.str, list(array.shape), content, *self.beside(value, where)]
         if isinstance(value, enum.Enum):
             name = value.name if value.name is not None else repr(value.value)  # flags, before Python 3.11
             return ["enum", self.reach(kind, where), name, *self._unless_none(_more_of_member(value), where)]
@@ -212,39 +209,24 @@ class Describer:
             self.strings.add(str(value))
             return ["path", str(value)]
         if isinstance(value, re.Pattern):
-            return ["pattern", self.value(value.pattern, where), value.flags]
+            return ["pattern", describe(value.pattern, where), value.flags]
         if isinstance(value, _METHODS_OF_C) and not isinstance(value.__self__, _NO_VALUES):
             with contextlib.suppress(FeatureNotCacheable):  # `{…}.get`; but not `random.random`
-                return ["method", value.__name__, self.value(value.__self__, where)]
+                return ["method", value.__name__, describe(value.__self__, where)]
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)):
             return ["code", self.reach(value, where)]
         if isinstance(value, types.MethodType):
-            return ["method", self.reach(value.__func__, where), self.value(value.__self__, where)]
+            return ["method", self.reach(value.__func__, where), describe(value.__self__, where)]
         if isinstance(value, functools.partial):
-            members = [self.value(member, where) for member in (value.func, value.args, value.keywords)]
+            members = [describe(member, where) for member in (value.func, value.args, value.keywords)]
             return ["partial", *members, *self.beside(value, where)]
         if isinstance(value, _SAME_FOR_RESULTS):
             return ["logger"]
-        if isinstance(value, (str, int, float, bytes, list, tuple, dict, set)):
-            return self._of_subclass(value, where)
+        plain = next((base for base in _CONTENTS if isinstance(value, base)), None)
+        if plain is not None:  # of a subclass
+            members = [describe(part, where) for part in (plain(value), _state(value))]
+            return [self.reach(kind, where), *members, *self._unless_none(_factory_of(value), where)]
         return self._instance(value, where)
-
-    def _array(self, array: np.ndarray[Any, Any], where: str) -> Any:
-        if array.dtype.hasobject:
-            return ["array", list(array.shape), self.value(array.tolist(), where)]
-        data = xxh3_128(array.tobytes()).hexdigest()
-        return ["array", array.dtype.str, list(array.shape), data]
-
-    def _of_subclass(self, value: Any, where: str) -> Any:
-        plain = next(
-            base for base in (str, int, float, bytes, list, tuple, dict, set) if isinstance(value, base)
-        )
-        return [
-            self.reach(type(value), where),
-            self.value(plain(value), where),
-            self.value(_state(value), where),
-            *self._unless_none(_factory_of(value), where),
-        ]
 
     def beside(self, value: Any, where: str) -> list[Any]:
         """Class and attributes of an object whose content is described elsewhere; nothing of a plain one.
@@ -255,35 +237,35 @@ class Describer:
         described = [] if is_plain else [self.reach(type(value), where)]
         has_notes = isinstance(value, torch.Tensor) or type(value) is np.memmap
         if not has_notes and (state := _state(value)):
-            described.append(self.value(state, where))
+            described.append(self.describe(state, where))
         return described
 
     def _unless_none(self, value: Any, where: str) -> list[Any]:
-        return [] if value is None else [self.value(value, where)]
+        return [] if value is None else [self.describe(value, where)]
 
     def _instance(self, value: Any, where: str) -> Any:
         if isinstance(value, torch.ScriptObject) and hasattr(value, "__getstate__"):  # quantised weights
-            return ["script", self.value(value.__getstate__(), where)]
+            return ["script", self.describe(value.__getstate__(), where)]
         if isinstance(value, torch.nn.Module):
             return ["module", *module_parts(value, self, where)]
         if isinstance(value, np.ufunc) and getattr(np, value.__name__, None) is value:
             return ["code", self.reach(value, where)]
         if isinstance(value, CustomOpDef):
-            return ["op", [self.value(member, where) for member in functions_of_op(value)]]
+            return ["op", [self.describe(member, where) for member in functions_of_op(value)]]
         is_of_package = package_of(type(value)) is not None
         if is_of_package and callable(value) and getattr(value, "__wrapped__", None) is not None:
-            return ["wrapped", self.value(value.__wrapped__, where)]  # functools.lru_cache
+            return ["wrapped", self.describe(value.__wrapped__, where)]  # functools.lru_cache
         attributes = _state(value)
         if not _is_python(type(value)) or not (attributes or hasattr(value, "__dict__")):
             if (made_of := _made_of(value)) is not None:
-                return ["made", *(self.value(part, where) for part in made_of)]
+                return ["made", *(self.describe(part, where) for part in made_of)]
             raise FeatureNotCacheable(
                 f"{where} is a {type(value).__module__}.{type(value).__qualname__}, of which nothing tells "
                 f"when it changes; pass what it is made of, or name the version yourself: "
                 f'cache_module(version="1")'
             )
         described = {
-            name: self.value(member, f"{where}.{name}")
+            name: self.describe(member, f"{where}.{name}")
             for name, member in sorted(attributes.items())
             if not isinstance(member, _SAME_FOR_RESULTS)
         }
@@ -305,17 +287,15 @@ class Describer:
                     self.reach(base, where)
             return _Reference(reached)
         inside, self._inside = self._inside, []
-        self._depth += 1
         try:
-            reached.description = self._describe(value, name)
+            reached.description = self._describe_code(value, name)
         finally:
-            self._depth -= 1
             self._inside = inside
         self._digests = {}
         self._code.setdefault(name, set()).add(digest_of(_with_digests(reached.description, {})))
         return _Reference(reached)
 
-    def _describe(self, value: Any, name: str) -> Any:
+    def _describe_code(self, value: Any, name: str) -> Any:
         if isinstance(value, types.ModuleType):
             return self._module(value, name)
         return self._class(value, name) if isinstance(value, type) else self._function(value, name)
@@ -340,7 +320,7 @@ class Describer:
             if is_code and getattr(member, "__module__", None) != module.__name__:
                 continue
             with contextlib.suppress(FeatureNotCacheable):  # what is hidden is no plain value
-                members.append([key, self.value(member, f"{name}.{key}")])
+                members.append([key, self.describe(member, f"{name}.{key}")])
         return members
 
     def _class(self, cls: type, name: str) -> Any:
@@ -356,20 +336,20 @@ class Describer:
 
     def _member(self, member: Any, where: str) -> Any:
         if isinstance(member, (staticmethod, classmethod)):
-            return [type(member).__name__, self.value(member.__func__, where)]
+            return [type(member).__name__, self.describe(member.__func__, where)]
         if isinstance(member, property):
             return [
                 "property",
-                *(self.value(part, where) for part in (member.fget, member.fset, member.fdel)),
+                *(self.describe(part, where) for part in (member.fget, member.fset, member.fdel)),
             ]
         if isinstance(member, functools.cached_property):
-            return ["property", self.value(member.func, where)]
+            return ["property", self.describe(member.func, where)]
         if isinstance(member, functools.singledispatchmethod):
-            return ["dispatch", self.value(member.dispatcher, where)]
+            return ["dispatch", self.describe(member.dispatcher, where)]
         if isinstance(member, dict) and where.endswith("__dataclass_fields__"):
             fields = ((key, _annotation(part.type), _default(part)) for key, part in member.items())
-            return [[key, annotation, self.value(default, where)] for key, annotation, default in fields]
-        return self.value(member, where)
+            return [[key, annotation, self.describe(default, where)] for key, annotation, default in fields]
+        return self.describe(member, where)
 
     def _function(self, function: Any, name: str) -> Any:
         code = getattr(function, "__code__", None)
@@ -382,18 +362,18 @@ class Describer:
             self.strings.update(value for value in inner.co_consts if isinstance(value, str))
             self._names.update(inner.co_names)
         parts: list[Any] = [bytecode(code)]
-        parts.append(self.value(function.__defaults__, f"a default of {name}"))
-        parts.append(self.value(function.__kwdefaults__, f"a default of {name}"))
+        parts.append(self.describe(function.__defaults__, f"a default of {name}"))
+        parts.append(self.describe(function.__kwdefaults__, f"a default of {name}"))
         if getattr(function, "__wrapped__", None) is not None:
-            parts.append(self.value(function.__wrapped__, name))
+            parts.append(self.describe(function.__wrapped__, name))
         registered = getattr(function, "registry", None)  # functools.singledispatch
         if isinstance(registered, types.MappingProxyType):
-            parts.append(_Unordered(self.value(pair, name) for pair in registered.items()))
+            parts.append(_Unordered(self.describe(pair, name) for pair in registered.items()))
         for free, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             if free != "__class__":
-                parts.append([free, self.value(_content(cell), f"{free} in {name}")])
+                parts.append([free, self.describe(_content(cell), f"{free} in {name}")])
         for chain, reached in globals_of(code, function.__globals__):
-            parts.append([chain, self.value(reached, f"{chain} in {name}")])
+            parts.append([chain, self.describe(reached, f"{chain} in {name}")])
         return parts
 
 
@@ -548,7 +528,7 @@ def module_parts(module: torch.nn.Module, describer: Describer, where: str) -> t
     Returns:
         a digest of weights; by module, its other attributes; by module, its class and its hooks.
     """
-    digest, describe = xxh3_128(), describer.value
+    digest, describe = xxh3_128(), describer.describe
     attributes: dict[str, Any] = {}
     classes: dict[str, Any] = {}
     names = {id(child): prefix for prefix, child in module.named_modules()}
@@ -568,33 +548,30 @@ def module_parts(module: torch.nn.Module, describer: Describer, where: str) -> t
             describe(hook, f"a forward hook of {place}")
             for hook in (*child._forward_pre_hooks.values(), *child._forward_hooks.values())
         ]
-        more = [*_shared(prefix, child, names), *_order_of(child), *_with_keywords(child)]
-        classes[prefix] = [describe(type(child), place), *hooks, *more]
+        classes[prefix] = [describe(type(child), place), *hooks, *_structure(prefix, child, names)]
     return digest.hexdigest(), attributes, classes
 
 
-def _shared(prefix: str, module: torch.nn.Module, names: Mapping[int, str]) -> list[Any]:
-    """The children of a module that `named_modules` has under another name, with that."""
-    children = ((f"{prefix}.{key}" if prefix else key, child) for key, child in module._modules.items())
-    return [
-        ["again", name, names[id(child)]] for name, child in children if names.get(id(child), name) != name
-    ]
+def _structure(prefix: str, module: torch.nn.Module, names: Mapping[int, str]) -> Iterator[Any]:
+    """What the names of children and the code of hooks don't tell.
 
-
-def _order_of(module: torch.nn.Module) -> list[Any]:
-    """The names of the children of a container, if they were put in another order than sorted ones."""
-    names = list(module._modules) if isinstance(module, _CONTAINERS) else []
-    return [] if all(map(str.isdigit, names)) or names == sorted(names) else [["order", names]]
-
-
-def _with_keywords(module: torch.nn.Module) -> list[Any]:
-    """Places of the hooks that get the keywords of a call, among those of their kind."""
+    That are children that `named_modules` has under another name; an order of a container's children that
+    isn't the sorted one; and which of the hooks get the keywords of a call.
+    """
+    for key, child in module._modules.items():
+        name = f"{prefix}.{key}" if prefix else key
+        if names.get(id(child), name) != name:
+            yield ["again", name, names[id(child)]]
+    order = list(module._modules) if isinstance(module, _CONTAINERS) else []
+    if not all(map(str.isdigit, order)) and order != sorted(order):
+        yield ["order", order]
     both = (
         (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
         (module._forward_hooks, module._forward_hooks_with_kwargs),
     )
     places = [[place for place, key in enumerate(hooks) if key in chosen] for hooks, chosen in both]
-    return [["keywords", *places]] if any(places) else []
+    if any(places):
+        yield ["keywords", *places]
 
 
 def attributes_of(module: torch.nn.Module) -> dict[str, Any]:

@@ -14,16 +14,15 @@ import marshal
 import operator
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn.parameter import is_lazy
 
-from streamload.derived.proof.code import STRUCTURE, Describer, attributes_of
+from streamload.derived.proof.code import Describer, attributes_of
 from streamload.derived.store.sealed import compared, digest_of_parts
 from streamload.errors import FeatureNotCacheable
 
@@ -116,30 +115,20 @@ def _settings(
 class Stamp:
     """Tells when a weight, buffer, attribute or flag of a module is replaced or written through torch.
 
-    It is of what the objects are, not of what they hold: about 0.3 µs a module and 0.1 µs a tensor, as all
+    It is of what the objects are, not of what they hold: about 0.5 µs a module and 0.1 µs a tensor, as all
     loops are the interpreter's own. What is written through `.data` or into a list isn't seen; that is for
     `ModuleWatch`; nor is another object that is equal.
     """
 
     def __init__(self, module: torch.nn.Module):
-        self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
+        dicts: list[dict[str, Any]] = []
         self._tensors: list[torch.Tensor] = []
-        self._sized: list[Any] = []
-        dicts: list[Any] = []
         for child in module.modules():
+            is_script = isinstance(child, torch.jit.ScriptModule)  # hands out a new object at each look
+            dicts += [vars(child), *(vars(child)[name] for name in _HOLDING if not is_script)]
             self._tensors += tensors_of(child)
-            self._sized.append(vars(child))
-            held = [getattr(child, name) for name in _HOLDING]
-            if isinstance(child, torch.jit.ScriptModule):  # hands out a new object at each look
-                self._sized += held
-                continue
-            dicts += held
-            names = [name for name in vars(child) if name not in STRUCTURE or name == "training"]
-            self._getters.append((_getter(tuple(names)), vars(child)))
         self._dicts, self._empty = [held for held in dicts if held], [held for held in dicts if not held]
         self._copies = [dict(held) for held in self._dicts]
-        self._count = sum(map(len, self._sized))
-        self._members = [get(state) for get, state in self._getters]
         self._counted = [tensor for tensor in self._tensors if _has_version(tensor)]
         self._versions = list(map(_version_of, self._counted))
         self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
@@ -150,18 +139,11 @@ class Stamp:
             return (
                 list(map(_version_of, self._counted)) == self._versions
                 and list(map(torch.Tensor.data_ptr, self._tensors)) == self._pointers
-                and [get(state) for get, state in self._getters] == self._members
-                and sum(map(len, self._sized)) == self._count
                 and self._dicts == self._copies
                 and not any(self._empty)
             )
-        except Exception:  # one has gone, or can't be compared with what stands in its place
+        except Exception:  # one can't be compared with what stands in its place
             return False
-
-
-def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
-    """Gets the values of names as a tuple."""
-    return operator.itemgetter(*names) if len(names) > 1 else lambda members: (members[names[0]],)
 
 
 def tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:
@@ -200,45 +182,48 @@ class LookPace:
 
 
 class ModuleWatch:
-    """Notices what changes unseen by torch: weights through `.data`, attributes in place.
+    """Notices changes of a module: by its stamp, and of what changes unseen by torch what takes little time.
 
-    It looks at what takes little time: all of small weights, a sample of large ones, another in each call,
-    and attributes if they are few. The rest is seen when the module is described anew
-    (`module_proof.built_state`). On a GPU the sample is compared there, without waiting for the answer.
+    That is all of small weights, a sample of large ones, another in each call, and attributes if they are
+    few. The rest is seen when the module is described anew (`Proof.look`). On a GPU the sample is compared
+    there, without waiting for the answer.
 
     Args:
-        module: built; to be watched as long as its stamp stays the same.
+        module: built.
+        stamp: of it, before it was described.
     """
 
-    def __init__(self, module: torch.nn.Module):
+    def __init__(self, module: torch.nn.Module, stamp: Stamp):
+        self._stamp = stamp
         tensors = [
-            tensor.detach() for item in module.modules() for tensor in tensors_of(item) if tensor.numel()
+            tensor.detach() for child in module.modules() for tensor in tensors_of(child) if tensor.numel()
         ]
         of_cpu = [tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors]
-        views = [_bytes_of(tensor) for tensor in itertools.compress(tensors, of_cpu)]
+        views = [_bytes_of(tensor).numpy() for tensor in itertools.compress(tensors, of_cpu)]
         self._samples = _Samples(
             [tensor for tensor, is_seen in zip(tensors, of_cpu, strict=True) if not is_seen]
         )
         parts = [views]
         if sum(map(len, views)) > _TINY_BYTES:
             views = [view[:: -(-len(view) // _SAMPLED_BYTES) | 1] for view in views]
-            parts = [
-                views[first : first + _SAMPLED_TENSORS] for first in range(0, len(views), _SAMPLED_TENSORS)
-            ]
+            starts = range(0, len(views), _SAMPLED_TENSORS)
+            parts = [views[start : start + _SAMPLED_TENSORS] for start in starts]
         self._sampled = itertools.cycle([(part, list(map(np.ndarray.tobytes, part))) for part in parts])
-        values = [value for item in module.modules() for value in attributes_of(item).values()]
+        values = [value for child in module.modules() for value in attributes_of(child).values()]
         self._mutable = list({id(value): value for value in values if _is_mutable(value)}.values())
-        if sum(map(_size_of, self._mutable)) > _MOST_BYTES:
-            self._mutable = []
-        self._are_plain = _packed(self._mutable) is not None
-        if not self._are_plain and len(self._mutable) > _FEW_VALUES:
+        are_plain = _packed(self._mutable) is not None
+        if sum(map(_size_of, self._mutable)) > _MOST_BYTES or (
+            len(self._mutable) > _FEW_VALUES and not are_plain
+        ):
             self._mutable = []
         self._attributes = self._attributes_now()
-        if len(self._attributes) > (_FEW_BYTES if self._are_plain else _FEW_CHARACTERS):
+        if len(self._attributes) > (_FEW_BYTES if are_plain else _FEW_CHARACTERS):
             self._mutable = []
 
     def is_unchanged(self) -> bool:
         """True if what is looked at is as it was."""
+        if not self._stamp.holds():
+            return False
         self._samples.compare()
         if self._mutable and self._attributes_now() != self._attributes:
             return False
@@ -250,9 +235,8 @@ class ModuleWatch:
         return self._samples.are_unchanged()
 
     def _attributes_now(self) -> str | bytes:
-        if self._are_plain:
-            return _packed(self._mutable) or ""
-        return json.dumps(Describer().value(self._mutable, "an attribute"))
+        packed = _packed(self._mutable)
+        return json.dumps(Describer().value(self._mutable, "an attribute")) if packed is None else packed
 
 
 class _Samples:
@@ -262,28 +246,19 @@ class _Samples:
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for tensor in tensors:
             if tensor.is_contiguous():  # else a view of its bytes would be of a copy
-                view = tensor.reshape(-1).view(torch.uint8)
-                step = -(-len(view) // _DEVICE_BYTES) | 1
-                by_device.setdefault(tensor.device, []).append(view[::step])
-        self._views = list(by_device.values())
-        self._were = [torch.cat(views) for views in self._views]
-        self._changed: list[torch.Tensor] | None = None
+                view = _bytes_of(tensor)
+                by_device.setdefault(tensor.device, []).append(view[:: -(-len(view) // _DEVICE_BYTES) | 1])
+        self._views = [(views, torch.cat(views)) for views in by_device.values()]
+        self._differ = [torch.zeros((), dtype=torch.bool, device=device) for device in by_device]
 
     def compare(self) -> None:
         """Note whether they differ now."""
-        if self._views:
-            differ = [
-                (torch.cat(views) != were).any() for views, were in zip(self._views, self._were, strict=True)
-            ]
-            if self._changed is not None:
-                differ = [
-                    now_differ | differed for now_differ, differed in zip(differ, self._changed, strict=True)
-                ]
-            self._changed = differ
+        for (views, were), differs in zip(self._views, self._differ, strict=True):
+            differs |= (torch.cat(views) != were).any()
 
     def are_unchanged(self) -> bool:
         """True if no comparison so far has found a difference; waits for the devices."""
-        return not any(bool(differs) for differs in self._changed or ())
+        return not any(map(bool, self._differ))
 
 
 def _packed(value: Any) -> bytes | None:
@@ -310,6 +285,5 @@ def _is_mutable(value: Any) -> bool:
     return value is not None and not isinstance(value, _IMMUTABLE)
 
 
-def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    view: NDArray[np.uint8] = tensor.reshape(-1).view(torch.uint8).numpy()
-    return view
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

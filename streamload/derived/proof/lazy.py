@@ -28,7 +28,6 @@ _BUILDING = "_streamload_building"
 _building = threading.RLock()
 not_built: weakref.WeakSet[Any] = weakref.WeakSet()
 """The modules of this process that weren't built when they were made."""
-_metaclasses: dict[type, type] = {}
 _PROBED = (
     torch.float64,
     torch.float32,
@@ -48,30 +47,20 @@ class Pending:
         arguments, keywords: of its `__init__`.
         generators: the random generators' states when it was made.
         asked: of each method to be repeated its name, its arguments, and what it comes to, as text.
+        device: to which calls have moved it.
     """
 
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
     generators: Generators
     asked: list[tuple[str, tuple[Any, ...], str]] = field(default_factory=list)
-    _device: tuple[int, torch.device] | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def ask(self, method: str, arguments: tuple[Any, ...], meaning: str) -> None:
         """Take note of a call; of calls of `train` in a row the last holds."""
         if method == "train" and self.asked and self.asked[-1][0] == "train":
             self.asked.pop()
         self.asked.append((method, arguments, meaning))
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the module to be, as far as calls have moved it."""
-        moves = [arguments[0] for method, arguments, _ in self.asked if method == "_apply"]
-        if self._device is None or self._device[0] != len(moves):
-            probe = torch.empty(0)
-            for move in moves:
-                probe = move(probe)
-            self._device = len(moves), probe.device
-        return self._device[1]
 
 
 class Lazily(type):
@@ -94,13 +83,12 @@ class Lazily(type):
         return module
 
 
-def lazy_metaclass(metaclass: type) -> type:
+@functools.cache
+def lazy_metaclass(metaclass: Any) -> Any:
     """A metaclass that builds lazily, for a class that has another already."""
-    if metaclass is type or issubclass(metaclass, Lazily):
-        return Lazily if metaclass is type else metaclass
-    if metaclass not in _metaclasses:
-        _metaclasses[metaclass] = type("Lazily", (Lazily, metaclass), {})
-    return _metaclasses[metaclass]
+    if metaclass is type:
+        return Lazily
+    return metaclass if issubclass(metaclass, Lazily) else type("Lazily", (Lazily, metaclass), {})
 
 
 def made_lazy(cls: type[torch.nn.Module], base: type[torch.nn.Module], members: dict[str, Any]) -> Any:
@@ -108,7 +96,8 @@ def made_lazy(cls: type[torch.nn.Module], base: type[torch.nn.Module], members: 
     bases = tuple(base if own_base is torch.nn.Module else own_base for own_base in cls.__bases__)
     names = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
     bases = bases if base in bases else (base, *bases)
-    lazy = lazy_metaclass(type(cls))(cls.__name__, bases, {**names, **members})
+    metaclass: Any = type(cls)
+    lazy = lazy_metaclass(metaclass)(cls.__name__, bases, {**names, **members})
     lazy.__qualname__ = cls.__qualname__
     for value in names.values():
         _repoint(value, cls, lazy)
@@ -188,7 +177,9 @@ class LazyModule(torch.nn.Module):
         if meaning is None:
             build(self)
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        pending_of(self).ask("_apply", (fn,), meaning)
+        pending = pending_of(self)
+        pending.ask("_apply", (fn,), meaning)
+        pending.device = fn(torch.empty(0, device=pending.device)).device
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -203,14 +194,8 @@ class LazyModule(torch.nn.Module):
             super().__setstate__(state)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        for name, value in self.__dict__.items():
-            twin.__dict__[name] = copy.copy(value) if name == _PENDING else copy.deepcopy(value, memo)
-        if is_pending(twin):
-            pending = pending_of(twin)
-            pending.arguments, pending.keywords = copy.deepcopy((pending.arguments, pending.keywords), memo)
-            pending.asked = list(pending.asked)
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
 
 

@@ -1,4 +1,4 @@
-"""The fingerprint of a module as it is now, built or not.
+"""The proof of a module's rows in this process: the fingerprint of the module as it is now, built or not.
 
 What the class and its arguments tell is known at once; weights, buffers and attributes by the built module,
 or by records of earlier builds (builds.py).
@@ -9,28 +9,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import json
 import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from xxhash import xxh3_64_hexdigest
 
-from streamload.derived import logger
-from streamload.derived.proof.builds import (
-    Build,
-    Generators,
-    believed,
-    process_name,
-    read_builds,
-    with_latest,
-    written,
-)
+from streamload.derived import log_once, logger
+from streamload.derived.proof.builds import Build, Generators, believed, read_builds, with_latest
 from streamload.derived.proof.code import ARRANGEMENT, Describer, digest_of
 from streamload.derived.proof.fingerprint import (
     FORMAT,
@@ -40,27 +30,20 @@ from streamload.derived.proof.fingerprint import (
     Stamp,
     built_parts,
     device_of,
+    differences,
     torch_settings,
 )
 from streamload.derived.proof.lazy import Pending, build, is_pending, not_built, pending_of, unbuilt
 from streamload.derived.proof.reads import ReadNames, Reads, digests_of
-from streamload.derived.proof.rounding import Difference
-from streamload.derived.proof.row_check import RowChecks
+from streamload.derived.proof.row_check import is_refused, was_checked
 from streamload.derived.store.row_store import RowPlace, RowStore, open_store
-from streamload.derived.store.sealed import Row
 from streamload.errors import FeatureMismatch, FeatureNotCacheable
 
 _FINGERPRINTS_KEPT = 64
-_REFUSED = b"refused"
-"""Before a fingerprint: the key of a note that its rows aren't right."""
-_CHECKED = b"checked"
-"""Before a fingerprint: the key of a note of when its rows were found to be right."""
 _READ = b"read"
 """Before `Fingerprint.base`: the key of a note of what computing its rows reads."""
-_NOTHING_READ = ReadNames([], [])
-
-RowDigests = Mapping[str, str]
-"""Digests of rows' bytes, by the rows' names as hexadecimal digits."""
+_Base = tuple[RowPlace, bytes]
+"""A place and a `Fingerprint.base`."""
 
 
 @dataclass(frozen=True)
@@ -146,60 +129,60 @@ os.register_at_fork(before=_describe_before_fork)
 
 @dataclass
 class Built:
-    """Last description of a built module."""
+    """Description of a built module."""
 
-    parts: dict[str, Any]
-    code: dict[str, str]
+    parts: dict[str, Any]  # of its fingerprint, its code among them
     device: torch.device
-    stamp: Stamp
     watch: ModuleWatch
     looked_at: float  # before it was described, `time.monotonic()`
 
-    def holds(self) -> bool:
-        """True if nothing in the module has changed, as far as a look that takes little time tells."""
-        return self.stamp.holds() and self.watch.is_unchanged()
-
 
 class Proof:
-    """Proof of the rows of one module, in this process."""
+    """Proof of the rows of one module, in this process.
 
-    def __init__(self) -> None:
+    Attributes:
+        built: the module as it was described last; None: it isn't built, or a version stands for it.
+        served: the last fingerprint by which rows were returned while the module wasn't built.
+        refused: of fingerprints whose rows aren't what is computed now: what to say of them.
+        noted: the fingerprints whose parts are noted beside their rows.
+        places: of the rows that were looked up: a loader's are in its cache directory.
+        has_settled: whether the module has computed since it was built.
+        are_rows_apart: whether a row was the same by itself as among others, in the module's present state.
+        is_chance_harmless: whether random numbers that it draws are known not to matter.
+        looks, looks_after_computing: when to describe the built module anew though nothing seems changed.
+        seconds_per_row: the time of computing a row in this process; 0: none was computed.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = weakref.ref(module)
         self.built: Built | None = None
-        self.believed: tuple[list[str], Build, torch.device] | None = None
-        self.fingerprints: dict[Any, tuple[Fingerprint, Any]] = {}
-        """By what a fingerprint covers; with that, so that nothing else gets its id."""
-        self._latest: tuple[Any, Any, Any, Fingerprint | None] = (None, None, None, None)
-        self.noted: set[bytes] = set()
         self.served: Fingerprint | None = None
-        """The last by which rows were returned while the module wasn't built."""
-        self._read_names: dict[tuple[RowPlace, bytes], ReadNames | None] = {}
-        """Names that computing reads, by place and `Fingerprint.base`; None: they aren't known."""
-        self._contents: dict[tuple[RowPlace, bytes], dict[str, Any]] = {}
-        """Contents of these names when the fingerprint was made; nothing where computing reads nothing."""
         self.refused: dict[bytes, str] = {}
-        """Of fingerprints whose rows aren't what is computed now: what to say of them."""
-        self.recorded: tuple[bytes, Build | None] | None = None
-        """The record of the build, if there can be one, and its key."""
-        self.recorded_in: set[RowPlace] = set()
+        self.noted: set[bytes] = set()
         self.places: set[RowPlace] = set()
-        """Of the rows that were looked up: a loader's are in its cache directory."""
-        self.has_settled = False
-        """True if the module has computed since it was built."""
-        self.are_rows_apart = False
-        self.is_chance_harmless = False
-        self.reads, self.looks, self.beliefs = LookPace(), LookPace(), LookPace()
-        """When to describe a built module anew while rows are read, and while they are stored; when to look
-        whether a belief still holds."""
-        self.read_looks = LookPace()
-        """When to look again at the files and variables that computing reads."""
-        self.computed_rows, self.compute_seconds = 0, 0.0
-        self.seconds_per_row = 0.0
-        """Time of computing a row in this process; 0: none was computed."""
-        self.refused_at: Any = None
+        self.has_settled = self.are_rows_apart = self.is_chance_harmless = False
+        self.looks, self.looks_after_computing, self._looks_at_reads = LookPace(), LookPace(), LookPace()
+        self.seconds_per_row, self._computed_rows, self._compute_seconds = 0.0, 0, 0.0
+        self._believed: tuple[list[str], Build] | None = None
+        """A record, and what had been asked of the module when it was found."""
+        self._was_built = False
+        self._record: tuple[bytes, Build] | None = None
+        """That of the build in this process, and its key."""
+        self._noted_in: set[RowPlace] = set()
+        """Places where rows were looked up since the build in this process, if there was one."""
+        self._fingerprints: dict[Any, tuple[Fingerprint, Any]] = {}
+        """By what a fingerprint covers; with that, so that nothing else gets its id."""
+        self._read_names: dict[_Base, ReadNames | None] = {}
+        """Names that computing reads; None: they aren't known."""
+        self._contents: dict[_Base, dict[str, Any]] = {}
+        """Contents of these names when the fingerprint was made; nothing where computing reads nothing."""
 
-    def fingerprint(
-        self, module: Any, store: RowStore, inputs: Mapping[str, Any] | None = None
-    ) -> Fingerprint:
+    @property
+    def module(self) -> Any:
+        """The module."""
+        return self._module()
+
+    def fingerprint(self, store: RowStore, inputs: Mapping[str, Any] | None = None) -> Fingerprint:
         """The fingerprint of the module now; it is built if that is needed to know it.
 
         It has a number if rows were found to be wrong by an earlier run.
@@ -211,50 +194,172 @@ class Proof:
         Raises:
             FeatureNotCacheable: it can't be known.
         """
-        if self._contents and self.read_looks.is_due:
+        module = self.module
+        if (self._contents or self._believed) and self._looks_at_reads.is_due:
             self.look_at_reads()
-        built = self.built
-        if built is not None and not is_pending(module) and not self.reads.is_due and built.holds():
-            parts, code = built.parts, built.code
+        if self.built is not None and not is_pending(module):
+            parts = self.look().parts
         else:
             with unbuilt(module):
-                parts, code = _state(module, store, self)
-            if self.recorded is not None:
-                self._record_build(module, store)
+                parts = self._parts(store)
+        if store.place not in self._noted_in:
+            self._note_build(store)
         settings = torch_settings(parts["device"])
-        latest_parts, latest_inputs, latest_settings, latest = self._latest
-        if latest and latest_parts is parts and latest_inputs is inputs and latest_settings is settings:
-            return latest
         covered = (id(parts), id(inputs), settings)
-        entry = self.fingerprints.get(covered)
+        entry = self._fingerprints.get(covered)
         if entry is None:
-            self._record_build(module, store)
-            if len(self.fingerprints) > _FINGERPRINTS_KEPT:
-                self.fingerprints.clear()
-            described = description_of(module).parts
-            whole = {**described, **parts, "code": code, "settings": list(settings), "format": FORMAT}
+            if len(self._fingerprints) > _FINGERPRINTS_KEPT:
+                self._fingerprints.clear()
+            whole = {**description_of(module).parts, **parts, "settings": list(settings), "format": FORMAT}
             whole |= {} if inputs is None else {"inputs": dict(inputs)}
-            entry = self.fingerprints[covered] = self._with_reads(module, store, whole), (parts, inputs)
+            entry = self._fingerprints[covered] = self._with_reads(store, whole), (parts, inputs)
             if is_pending(module):
-                _say_checked(module, store, entry[0])
-        self._latest = parts, inputs, settings, entry[0]
+                self._say_checked(store, entry[0])
         return entry[0]
 
-    def _record_build(self, module: Any, store: RowStore) -> None:
-        """Count the build where rows are looked up, and store its record; once in each place."""
-        self.places.add(store.place)
-        if self.recorded is None or store.place in self.recorded_in:
-            return
-        self.recorded_in.add(store.place)
-        store.counts.builds += 1
-        key, build_ = self.recorded
-        if build_ is not None:
-            _noted(module, store, key, build_)
+    def _parts(self, store: RowStore) -> dict[str, Any]:
+        """Parts of the fingerprint by the module's state: the same object until that changes."""
+        module, options = self.module, options_of(self.module)
+        description = description_of(module)
+        if description.error:
+            raise FeatureNotCacheable(description.error)
+        if options.version is not None:
+            return _parts_of_version(options.version, module.training, self.device.type)
+        if is_pending(module):
+            if (expected := self._expected_build(store, description)) is not None:
+                return expected.parts
+            build(module)
+        return self.look().parts
 
-    def checks(self, store: RowStore, fingerprint: Fingerprint) -> RowChecks:
-        """The checks of a fingerprint's rows in a store, whichever object of the module reads them."""
-        key = store.place, fingerprint.digest
-        return _checks.get(key) or _checks.setdefault(key, RowChecks())
+    def _expected_build(self, store: RowStore, description: Description) -> Build | None:
+        """What the module will be, if that is known."""
+        pending = pending_of(self.module)
+        meanings = [meaning for _, _, meaning in pending.asked]
+        if self._believed is None or self._believed[0] != meanings:
+            builds = read_builds(store.read_note(_recipe(description, pending)))
+            has_weights = options_of(self.module).weights is not None
+            latest = believed(builds, pending.generators.digests, has_weights=has_weights)
+            self._believed = None if latest is None else (meanings, latest)
+        return None if self._believed is None else self._believed[1]
+
+    def look(self, *, anew: bool = False) -> Built:
+        """Describe the built module; what stays the same are the same parts.
+
+        Args:
+            anew: describe it also if no look that takes little time finds a change.
+
+        Raises:
+            FeatureNotCacheable: it can't be described.
+        """
+        start, last = time.monotonic(), self.built
+        if last is not None and not anew and not self.looks.is_due and last.watch.is_unchanged():
+            return last
+        module, describer = self.module, Describer()
+        stamp = Stamp(module)
+        parts = built_parts(module, describer)
+        code = {**description_of(module).parts["code"], **describer.code}
+        parts["code"] = {**code, f"{ARRANGEMENT} when built": describer.arranged_code[ARRANGEMENT]}
+        if last is not None and parts == last.parts and last.watch.are_device_samples_unchanged():
+            parts = last.parts
+            self.looks.looked(start)
+        elif last is not None:
+            self.are_rows_apart = self.is_chance_harmless = False
+        self.built = Built(parts, device_of(module), ModuleWatch(module, stamp), start)
+        return self.built
+
+    def is_of(self, fingerprint: Fingerprint) -> bool:
+        """True if a fingerprint is that of the last known state, and of torch's settings now."""
+        if self.built is None:
+            return False
+        parts = {**self.built.parts, "settings": list(torch_settings(self.built.parts["device"]))}
+        return all(fingerprint.parts.get(name) == value for name, value in parts.items())
+
+    def proving(self) -> Callable[[bool], bool | None]:
+        """A function by which rows that were computed now are proved, see `ComputedRows.is_proved`."""
+        module, built, computed_at = self.module, self.built, time.monotonic()
+
+        def is_proved(look: bool) -> bool | None:
+            proof = proof_of(module)
+            if look and proof.built is not None and proof.built.looked_at < computed_at:
+                try:
+                    proof.look(anew=True)
+                except FeatureNotCacheable:  # it is said by the next call
+                    proof.built = None
+            if proof.built is None or built is None or proof.built.parts is not built.parts:
+                proof.say_changed({} if built is None else built.parts)
+                return False
+            return True if proof.built.looked_at >= computed_at else None
+
+        return is_proved
+
+    def say_changed(self, parts: Mapping[str, Any]) -> None:
+        """Log once in which parts the module has changed, so that what it computed isn't stored."""
+        latest = {} if self.built is None else self.built.parts
+        names = [name for name in differences(parts, latest) if name.partition(".")[0] in latest]
+        log_once(
+            f"rows of {type(self.module).__name__} aren't stored, as computing changes it, or something did "
+            f"since: {', '.join(names[:5])}"
+        )
+
+    def record_build(
+        self, pending: Pending, description: Description, before: dict[str, str], reads: Reads
+    ) -> None:
+        """Remember how the module came out, for those not built; the next call with a key stores that.
+
+        Args:
+            before: digests of the random generators before the build.
+            reads: of the build.
+        """
+        module, options = self.module, options_of(self.module)
+        if options.place is None:
+            return
+        self._was_built, self._record, self._noted_in, self._believed = True, None, set(), None
+        if description.error or options.version is not None:
+            return
+        try:
+            built = self.look()
+        except FeatureNotCacheable:
+            return  # it is said when a key is given
+        describer = Describer()
+        for child in module.modules():
+            describer.reach(type(child), type(child).__name__)
+        strings = description.strings | ({str(options.weights)} if options.weights is not None else set())
+        latest = Build(
+            before,
+            [name for name, state in Generators().digests.items() if state != before[name]],
+            reads.is_closed or options.weights is not None,
+            reads.files(strings),
+            digests_of(reads.variables),
+            built.parts,
+            describer.origins,
+            str(built.device),
+        )
+        self._record = _recipe(description, pending), latest
+
+    def record_settled(self, before: Fingerprint) -> None:
+        """Remember that the first computation has changed the module from what it was when built."""
+        if self._record is None or self.built is None:
+            return
+        key, latest = self._record
+        if any(before.parts.get(name) != value for name, value in latest.parts.items()):
+            return
+        self._record = key, replace(latest, parts=self.built.parts)
+        for place in self._noted_in:
+            if (store := open_store(place)) is not None:
+                self._store_record(store)
+
+    def _note_build(self, store: RowStore) -> None:
+        """Store the record of the build where rows are looked up, and count it; once in each place."""
+        self.places.add(store.place)
+        self._noted_in.add(store.place)
+        if self._was_built:
+            store.counts.builds += 1
+            self._store_record(store)
+
+    def _store_record(self, store: RowStore) -> None:
+        if self._record is not None:
+            key, latest = self._record
+            store.write_note(key, with_latest(store.read_note(key), latest), label_of(self.module))
 
     def raise_if_refused(self, fingerprint: Fingerprint) -> None:
         """Raise if the rows of a fingerprint were found to be wrong.
@@ -267,63 +372,77 @@ class Proof:
 
     def has_unknown_reads(self, store: RowStore, fingerprint: Fingerprint) -> bool:
         """True if it isn't known which files and variables computing rows reads."""
-        return self._read_names.get((store.place, fingerprint.base), _NOTHING_READ) is None
+        base = store.place, fingerprint.base
+        return base in self._read_names and self._read_names[base] is None
 
-    def record_reads(self, module: Any, store: RowStore, fingerprint: Fingerprint, names: ReadNames) -> None:
+    def record_reads(self, store: RowStore, fingerprint: Fingerprint, names: ReadNames) -> None:
         """Store what computing rows reads, once: its contents are part of the fingerprint from now on."""
-        store.disk.write_note(_READ + fingerprint.base, names.written(), label_of(module))
+        store.write_note(_READ + fingerprint.base, names.written(), label_of(self.module))
         self._read_names[store.place, fingerprint.base] = names
         self._forget_fingerprints()
 
     def look_at_reads(self) -> bool:
-        """Look at the files and variables that computing reads; True if they hold what they held."""
+        """Compare the files and variables that were read; True if computing's hold what they held."""
         start = time.monotonic()
-        for place, contents in self._contents.items():
-            names = self._read_names[place]
+        if self._believed is not None and not self._believed[1].still_holds():
+            self._believed = None
+        for base, contents in self._contents.items():
+            names = self._read_names[base]
             if names is None or names.contents() != contents:
                 self._forget_fingerprints()
                 return False
-        self.read_looks.looked(start)
+        self._looks_at_reads.looked(start)
         return True
 
     def _forget_fingerprints(self) -> None:
-        self.fingerprints.clear()
+        self._fingerprints.clear()
         self._contents.clear()
-        self._latest = (None, None, None, None)
 
-    def _with_reads(self, module: Any, store: RowStore, whole: dict[str, Any]) -> Fingerprint:
+    def _with_reads(self, store: RowStore, whole: dict[str, Any]) -> Fingerprint:
         """The fingerprint of parts and of what computing reads; with a number if its rows were wrong."""
-        base = Fingerprint.of(whole).digest
-        if options_of(module).version is None:
-            place = store.place, base
-            if self._read_names.get(place) is None:
-                self._read_names[place] = ReadNames.read(store.read_note(_READ + base) or b"")
-            names = self._read_names[place]
+        digest = Fingerprint.of(whole).digest
+        base = store.place, digest
+        if options_of(self.module).version is None:
+            names = self._read_names.get(base) or ReadNames.read(store.read_note(_READ + digest))
             contents = None if names is None else names.contents()
-            if contents is None:
-                self._read_names[place] = None
+            self._read_names[base] = None if contents is None else names
             if contents:
-                self._contents[place] = whole["read"] = contents
+                self._contents[base] = whole["read"] = contents
         fingerprint, number = Fingerprint.of(whole), 0
-        while fingerprint.digest not in self.refused and _is_refused(store, fingerprint):
+        while fingerprint.digest not in self.refused and is_refused(store, fingerprint):
             number += 1
             fingerprint = Fingerprint.of({**whole, "computed again": number})
-        return replace(fingerprint, base=base)
+        return replace(fingerprint, base=digest)
 
-    def device(self, module: Any) -> torch.device:
+    def _say_checked(self, store: RowStore, fingerprint: Fingerprint) -> None:
+        """Log when rows of a module that isn't built were checked, as nothing in this run does."""
+        checked_at = was_checked(store, fingerprint)
+        logger.info(
+            "%s isn't built as long as all its rows are there; they were checked last: %s. `streamload "
+            "features check` computes some again",
+            label_of(self.module),
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(checked_at)) if checked_at else "never",
+        )
+
+    @property
+    def device(self) -> torch.device:
         """Device of the module, or of what it will be."""
+        module = self.module
         if is_pending(module):
-            return self.believed[2] if self.believed is not None else pending_of(module).device
-        return self.built.device if self.built is not None else device_of(module)
+            return (
+                pending_of(module).device
+                if self._believed is None
+                else torch.device(self._believed[1].device)
+            )
+        return device_of(module) if self.built is None else self.built.device
 
     def count_computed(self, rows: int, seconds: float) -> None:
         """Count rows that were computed, and the time that it took."""
-        self.computed_rows += rows
-        self.compute_seconds += seconds
-        self.seconds_per_row = self.compute_seconds / self.computed_rows
+        self._computed_rows += rows
+        self._compute_seconds += seconds
+        self.seconds_per_row = self._compute_seconds / self._computed_rows
 
 
-_checks: dict[tuple[RowPlace, bytes], RowChecks] = {}
 _proofs: weakref.WeakKeyDictionary[Any, Proof] = weakref.WeakKeyDictionary()
 
 
@@ -331,25 +450,8 @@ def proof_of(module: Any) -> Proof:
     """The proof of a module in this process; it goes with it."""
     proof = _proofs.get(module)
     if proof is None:
-        proof = _proofs[module] = Proof()
+        proof = _proofs[module] = Proof(module)
     return proof
-
-
-def _state(module: Any, store: RowStore, proof: Proof) -> tuple[dict[str, Any], dict[str, str]]:
-    """State of a module, as parts of a fingerprint, and its code: the same objects until it changes."""
-    description, options = description_of(module), options_of(module)
-    if description.error:
-        raise FeatureNotCacheable(description.error)
-    if options.version is not None:
-        device = pending_of(module).device if is_pending(module) else device_of(module)
-        return _parts_of_version(options.version, module.training, device.type), {}
-    if is_pending(module):
-        build_ = _believed(module, store, description, proof)
-        if build_ is not None:
-            return build_.parts, build_.parts["code"]
-        build(module)
-    built = built_state(module)
-    return built.parts, built.code
 
 
 @functools.lru_cache(maxsize=_FINGERPRINTS_KEPT)
@@ -357,186 +459,11 @@ def _parts_of_version(version: str, training: bool, device: str) -> dict[str, An
     return {"version": version, "training": training, "device": device}
 
 
-def _believed(module: Any, store: RowStore, description: Description, proof: Proof) -> Build | None:
-    pending, options = pending_of(module), options_of(module)
-    meanings = [meaning for _, _, meaning in pending.asked]
-    if proof.believed is not None and proof.believed[0] == meanings:
-        start = time.monotonic()
-        if proof.beliefs.is_due:
-            if not proof.believed[1].still_holds():
-                proof.believed = None
-                return None
-            proof.beliefs.looked(start)
-        return proof.believed[1]
-    builds = read_builds(store.read_note(_recipe(description, pending)))
-    build = believed(builds, pending.generators.digests, has_weights=options.weights is not None)
-    if build is not None:
-        proof.believed = (meanings, build, torch.device(build.device))
-    return build
-
-
 def _recipe(description: Description, pending: Pending) -> bytes:
     """Dependencies of a build, as the key of its records."""
     calls = [[method, meaning] for method, _, meaning in pending.asked if method != "requires_grad_"]
     weights = [torch.__version__, sys.version_info[:2]]
     return b"build" + digest_of([description.parts, calls, weights, str(torch.get_default_dtype())]).encode()
-
-
-def record_build(
-    module: Any, pending: Pending, description: Description, before: dict[str, str], reads: Reads
-) -> None:
-    """Remember how a module came out, for those that aren't built; the next call with a key stores that."""
-    options, proof = options_of(module), proof_of(module)
-    if options.place is None:
-        return
-    proof.recorded = (b"", None)
-    if description.error or options.version is not None:
-        return
-    try:
-        built = built_state(module)
-    except FeatureNotCacheable:
-        return  # it is said when a key is given
-    describer = Describer()
-    for child in module.modules():
-        describer.reach(type(child), type(child).__name__)
-    strings = description.strings | ({str(options.weights)} if options.weights is not None else set())
-    latest = Build(
-        process_name(),
-        before,
-        [name for name, state in Generators().digests.items() if state != before[name]],
-        reads.is_closed or options.weights is not None,
-        reads.files(strings),
-        digests_of(reads.variables),
-        {**built.parts, "code": built.code},
-        describer.origins,
-        str(built.device),
-    )
-    proof.recorded = (_recipe(description, pending), latest)
-
-
-def record_settled(module: Any, store: RowStore, before: Fingerprint) -> None:
-    """Remember that a module came out of its first computation other than it went in, as it was built."""
-    proof = proof_of(module)
-    if proof.recorded is None or proof.built is None:
-        return
-    key, build_ = proof.recorded
-    if build_ is None or {**before.parts, **build_.parts} != dict(before.parts):
-        return
-    settled = replace(build_, parts={**proof.built.parts, "code": proof.built.code})
-    proof.recorded = (key, settled)
-    for place in proof.recorded_in:
-        if (recorded := open_store(place)) is not None:
-            _noted(module, recorded, key, settled)
-
-
-def _noted(module: Any, store: RowStore, key: bytes, latest: Build) -> list[Build]:
-    """The records under a key with one more, which is stored."""
-    builds = with_latest(read_builds(store.read_note(key)), latest)
-    store.disk.write_note(key, written(builds), label_of(module))
-    return builds
-
-
-def built_state(module: Any, *, anew: bool = False) -> Built:
-    """Description of a built module as it is now; its parts are the same objects until something changes.
-
-    Args:
-        anew: describe it also if no look that takes little time finds a change.
-    """
-    start, proof = time.monotonic(), proof_of(module)
-    last = proof.built
-    if last is not None and not anew and not proof.reads.is_due and last.holds():
-        return last
-    stamp = Stamp(module)
-    describer = Describer()
-    parts = built_parts(module, describer)
-    code = {**description_of(module).parts["code"], **describer.code}
-    code[f"{ARRANGEMENT} when built"] = describer.arranged_code[ARRANGEMENT]
-    if (
-        last is not None
-        and parts == last.parts
-        and code == last.code
-        and last.watch.are_device_samples_unchanged()
-    ):
-        parts, code = last.parts, last.code
-        proof.reads.looked(start)
-    elif last is not None:
-        proof.are_rows_apart, proof.is_chance_harmless = False, False
-    proof.built = Built(parts, code, device_of(module), stamp, ModuleWatch(module), start)
-    return proof.built
-
-
-def refuse_rows(
-    module: Any, store: RowStore, fingerprint: Fingerprint, key: Any, rows: RowDigests, difference: Difference
-) -> FeatureMismatch:
-    """Let no row of a fingerprint be served any more, here and later; returns the error that says so.
-
-    Args:
-        rows: that were compared; the verdict goes with them.
-    """
-    label = label_of(module)
-    store.counts.mismatches += 1
-    store.disk.write_note(_REFUSED + fingerprint.digest, json.dumps(rows).encode(), label)
-    text = (
-        f"the row of key {key!r} of {label} isn't what it computes now from the same input ({difference}): "
-        f"its results depend on what can't be seen (a switch of a library, chance). None of its rows is "
-        f"read any more, and a new run computes them again; or name the version yourself, "
-        f'version="1", or turn this off, check=False'
-    )
-    proof_of(module).refused[fingerprint.digest] = text
-    return FeatureMismatch(text)
-
-
-def _is_refused(store: RowStore, fingerprint: Fingerprint) -> bool:
-    """True if rows of a fingerprint were found to be wrong, and are there still."""
-    note = store.read_note(_REFUSED + fingerprint.digest)
-    with contextlib.suppress(ValueError, TypeError, AttributeError):
-        return note is not None and (not (rows := json.loads(note)) or _are_stored(store, rows, any))
-    return True
-
-
-def _are_stored(store: RowStore, rows: RowDigests, combine: Callable[[Iterable[bool]], bool]) -> bool:
-    """True if rows, by their names, are stored with these digests: all of them, or any."""
-    stored = store.read([bytes.fromhex(name) for name in rows], "checked rows")
-    digests = {name.hex(): row_digest(row) for name, row in stored.items()}
-    return combine(digests.get(name) == digest for name, digest in rows.items())
-
-
-def checks_made() -> int:
-    """How often rows were compared and found right in this process."""
-    return sum(checks.count for checks in _checks.values())
-
-
-def row_digest(row: Row) -> str:
-    """A digest of the bytes of a row."""
-    return xxh3_64_hexdigest(row.body)
-
-
-def was_checked(store: RowStore, fingerprint: Fingerprint) -> float:
-    """When rows of a fingerprint that are still there were checked, `time.time()`; 0: never."""
-    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-        verdict = json.loads(store.read_note(_CHECKED + fingerprint.digest) or b"{}")
-        if verdict and verdict["rows"] and _are_stored(store, verdict["rows"], all):
-            return float(verdict["at"])
-    return 0.0
-
-
-def _say_checked(module: Any, store: RowStore, fingerprint: Fingerprint) -> None:
-    """Log when rows of a module that isn't built were checked, as nothing in this run does."""
-    checked_at = was_checked(store, fingerprint)
-    logger.info(
-        "%s isn't built as long as all its rows are there; they were checked last: %s. `streamload features "
-        "check` computes some again",
-        label_of(module),
-        time.strftime("%Y-%m-%d %H:%M", time.localtime(checked_at)) if checked_at else "never",
-    )
-
-
-def note_checked(
-    module: Any, store: RowStore, fingerprint: Fingerprint, rows: RowDigests, seconds: float
-) -> None:
-    """Store that rows were found to be right."""
-    verdict = json.dumps({"at": seconds, "rows": rows}).encode()
-    store.disk.write_note(_CHECKED + fingerprint.digest, verdict, label_of(module))
 
 
 def options_of(module: Any) -> Options:

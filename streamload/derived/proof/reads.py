@@ -43,6 +43,8 @@ _WHOLE_BYTES = 64 << 20
 """Larger files are compared by size and time."""
 _OF_ENVIRON = ("os", "collections.abc", "_collections_abc", __name__)
 """Modules between code and the environment: `os.environ.get` is a method of `collections.abc.Mapping`."""
+FileIdentity = list[int]
+"""Size, times and inode of a file."""
 _ASKING = ("socket.connect", "subprocess.Popen", "os.system", "os.posix_spawn")
 
 
@@ -84,19 +86,17 @@ class Reads:
         if not self._of_project or _is_read_by_project():
             self.variables.add(name)
 
-    def files(self, strings: set[str]) -> list[list[Any]]:
-        """The identities of the files read, of those that strings name, and of weights beside either."""
-        named = {os.path.realpath(path) for path in strings if _may_be_path(path)}
-        paths = {
-            path
-            for path in {os.path.realpath(path) for path in self.paths} | named
-            if not path.startswith(_SYSTEM) and not path.endswith(_CODE) and "/__pycache__/" not in path
-        }
+    def files(self, strings: set[str]) -> dict[str, FileIdentity]:
+        """The files read, those that strings name, and weights beside either, by their real paths."""
+        named = {path for path in strings if _may_be_path(path)}
+        paths = {path for path in map(os.path.realpath, self.paths | named) if not path.startswith(_SYSTEM)}
+        paths = {path for path in paths if not path.endswith(_CODE) and "/__pycache__/" not in path}
         for folder in {path if path.is_dir() else path.parent for path in map(pathlib.Path, paths)}:
             with contextlib.suppress(OSError), os.scandir(folder) as entries:
                 beside = [entry.path for _, entry in zip(range(_MOST_SIBLINGS), entries, strict=False)]
                 paths |= {os.path.realpath(path) for path in beside if path.endswith(WEIGHTS)}
-        return sorted(identity for identity in map(identity_of, paths) if identity[1] is not None)
+        identities = {path: identity_of(path) for path in sorted(paths)}
+        return {path: identity for path, identity in identities.items() if identity is not None}
 
     def names(self) -> ReadNames:
         """The names by which other processes compare what was read."""
@@ -104,7 +104,7 @@ class Reads:
         for module in map(sys.modules.get, self.modules):
             if module is not None and getattr(module, "__file__", None) and package_of(module) is None:
                 paths.add(str(module.__file__))
-        files = [[path, pathlib.Path(path).is_file()] for path in sorted(paths)[:_MOST_NAMES]]
+        files = {path: pathlib.Path(path).is_file() for path in sorted(paths)[:_MOST_NAMES]}
         return ReadNames(files, sorted(self.variables) if len(self.variables) <= _MOST_VARIABLES else [])
 
 
@@ -113,19 +113,19 @@ class ReadNames:
     """Names of files and variables that computing rows reads.
 
     Attributes:
-        files: path, and whether there was a file.
+        files: by path, whether there was a file.
         variables: of the environment.
     """
 
-    files: list[list[Any]]
+    files: dict[str, bool]
     variables: list[str]
 
     @classmethod
-    def read(cls, data: bytes) -> ReadNames | None:
+    def read(cls, data: bytes | None) -> ReadNames | None:
         """Read what `written` gave; None: it can't be read."""
-        with contextlib.suppress(ValueError, TypeError):
-            names = cls(**json.loads(data))
-            return names if all(len(file) == 2 for file in names.files) else None
+        with contextlib.suppress(ValueError, TypeError, AttributeError):
+            names = cls(**json.loads(data or b""))
+            return cls(dict(names.files.items()), list(names.variables))
         return None
 
     def written(self) -> bytes:
@@ -134,29 +134,26 @@ class ReadNames:
 
     def without(self, values: Iterable[Any]) -> ReadNames:
         """The names but for files that some values name: they are a row's input, as its key says."""
-        strings = {os.fsdecode(value) for value in values if isinstance(value, (str, os.PathLike))}
-        paths = (text for text in strings if 0 < len(text) < _LONGEST_PATH and "\0" not in text)
-        named = set(map(os.path.realpath, paths))
-        return ReadNames(
-            [file for file in self.files if os.path.realpath(file[0]) not in named], self.variables
-        )
+        texts = {os.fsdecode(value) for value in values if isinstance(value, (str, os.PathLike))}
+        named = {
+            os.path.realpath(text) for text in texts if 0 < len(text) < _LONGEST_PATH and "\0" not in text
+        }
+        files = {path: existed for path, existed in self.files.items() if os.path.realpath(path) not in named}
+        return ReadNames(files, self.variables)
 
-    def with_more(self, other: ReadNames) -> ReadNames:
-        """The names of both."""
-        files = dict([*self.files, *other.files])
-        variables = sorted({*self.variables, *other.variables})
-        return ReadNames([[path, files[path]] for path in sorted(files)], variables)
+    def __or__(self, other: ReadNames) -> ReadNames:
+        return ReadNames(self.files | other.files, sorted({*self.variables, *other.variables}))
 
     def contents(self) -> dict[str, Any] | None:
         """Digests of what stands under the names now, a part of a fingerprint; None: a file has gone.
 
         Files go by their last name, so that a project that moved keeps its rows.
         """
-        if any(existed and not pathlib.Path(path).is_file() for path, existed in self.files):
+        if any(existed and not pathlib.Path(path).is_file() for path, existed in self.files.items()):
             return None
         parts: dict[str, Any] = {}
         if self.files:
-            parts["files"] = sorted([pathlib.Path(path).name, _content_of(path)] for path, _ in self.files)
+            parts["files"] = sorted([pathlib.Path(path).name, _content_of(path)] for path in self.files)
         if self.variables:
             parts["variables"] = digests_of(self.variables)
         return parts
@@ -244,22 +241,22 @@ def digests_of(variables: Iterable[str]) -> dict[str, str | None]:
     }
 
 
-def identity_of(path: str) -> list[Any]:
-    """Path, size, times of a file's data and of any change, inode; None each where there is no file."""
+def identity_of(path: str) -> FileIdentity | None:
+    """Size, times of a file's data and of any change, inode; None: there is no file."""
     with contextlib.suppress(OSError):
         status = pathlib.Path(path).stat()
         if stat.S_ISREG(status.st_mode):
-            return [path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-    return [path, None, None, None, None]
+            return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+    return None
 
 
 def _content_of(path: str) -> str | None:
+    """A digest of a file; of a large one its size and time; None: there is none."""
+    identity = identity_of(path)
     with contextlib.suppress(OSError):
-        status = pathlib.Path(path).stat()
-        if stat.S_ISREG(status.st_mode) and status.st_size <= _WHOLE_BYTES:
+        if identity is not None and identity[0] <= _WHOLE_BYTES:
             return xxh3_128_hexdigest(pathlib.Path(path).read_bytes())
-        return f"{status.st_size} bytes of {status.st_mtime_ns}"
-    return None
+    return None if identity is None else f"{identity[0]} bytes of {identity[1]}"
 
 
 def _may_change(path: str) -> bool:

@@ -8,7 +8,7 @@ a few times, and the distances of the results are the scale of what is allowed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -247,7 +247,9 @@ def arithmetic_epsilon(
         settings: of torch, as `fingerprint.torch_settings` gives them.
         device: the type of the module's device.
     """
-    tensors = [*module.parameters(), *module.buffers(), *_tensors_in(arguments)]
+    values = [*module.parameters(), *module.buffers()]
+    tree_map(values.append, arguments)
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()}
     epsilons = [float(torch.finfo(dtype).eps) for dtype in dtypes or {torch.get_default_dtype()}]
     _, autocast, precision, tf32, *_ = settings
@@ -256,12 +258,6 @@ def arithmetic_epsilon(
     if (device != "cpu" and precision != "highest") or tf32:
         epsilons.append(2.0**-10)
     return max(epsilons)
-
-
-def _tensors_in(arguments: Any) -> Iterator[torch.Tensor]:
-    tensors: list[torch.Tensor] = []
-    map_tensors(lambda tensor: tensors.append(tensor) or tensor, arguments)  # type: ignore[func-returns-value]
-    return iter(tensors)
 
 
 def _moved(arguments: Any, epsilon: float, generator: torch.Generator) -> Any:

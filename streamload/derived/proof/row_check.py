@@ -1,36 +1,37 @@
-"""The check of stored rows in the process that has their module: which rows, and once a node.
+"""The check of stored rows in the process that has their module: which rows, and what was found.
 
 The first row that another process stored is computed again before it is used, later ones at most one in a
 hundred (rounding.py compares). Where the module isn't built nothing is computed: files and variables that
-computing reads are part of the fingerprint (reads.py).
+computing reads are part of the fingerprint (reads.py). Verdicts are notes beside the rows, and go with them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
 import random
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from xxhash import xxh3_64_hexdigest
 
-from streamload.cache import memory
-from streamload.cache.locks import FileLock
+from streamload.derived.proof.fingerprint import Fingerprint
 from streamload.derived.proof.rounding import JudgedRows
-from streamload.derived.store.memory import home_in
-from streamload.errors import CacheError, FeatureNotCacheable
+from streamload.derived.store.row_store import RowPlace, RowStore
+from streamload.derived.store.sealed import Row
+from streamload.errors import FeatureNotCacheable
 from streamload.torch_internals import DropoutBase, InstanceNormBase, NormBase
 
+_REFUSED, _CHECKED = b"refused", b"checked"
+"""Before a fingerprint: the keys of notes that its rows aren't right, and of when they were."""
 _MOST_CHECKED = 64
 """Checks of a fingerprint's rows in a process: enough for one to meet a wrong row among 20."""
 HITS_BETWEEN = (100, 300)
 _MOST_OWN = 100_000
-_PATIENCE_SECONDS = 60.0
-_POLL_SECONDS = 0.05
 
 
 class RowChecks:
@@ -45,13 +46,14 @@ class RowChecks:
     Attributes:
         samples: rows of whole numbers that wait for others to be judged with them.
         count: of checks so far.
+        own: names of rows that this process stored.
     """
 
     def __init__(self, hits_between: tuple[int, int] = HITS_BETWEEN, *, is_first: bool = True) -> None:
         self.samples: list[JudgedRows] = []
         self.count = 0
         self._hits_between = hits_between
-        self._own: set[bytes] = set()
+        self.own: set[bytes] = set()
         self._hits, self._next_hit = 0, 1
         if not is_first:
             self.postpone()
@@ -60,11 +62,6 @@ class RowChecks:
     def is_first(self) -> bool:
         """True if no row has been checked."""
         return not self.count
-
-    @property
-    def has_own(self) -> bool:
-        """True if this process has stored rows."""
-        return bool(self._own)
 
     @property
     def is_done(self) -> bool:
@@ -78,7 +75,7 @@ class RowChecks:
 
     def passes(self, name: bytes) -> bool:
         """True if a row may be returned without a check."""
-        if name in self._own or self.is_done:
+        if name in self.own or self.is_done:
             return True
         if self._hits + 1 >= self._next_hit:
             return False
@@ -96,12 +93,12 @@ class RowChecks:
 
     def add_own(self, names: Sequence[bytes]) -> None:
         """Note rows that this process stores."""
-        if len(self._own) < _MOST_OWN:
-            self._own.update(names)
+        if len(self.own) < _MOST_OWN:
+            self.own.update(names)
 
     def foreign(self, names: Sequence[bytes], places: Sequence[int]) -> list[int]:
         """The places of rows that another process, or an earlier run, has stored."""
-        return [place for place in places if names[place] not in self._own] if self._own else list(places)
+        return [place for place in places if names[place] not in self.own] if self.own else list(places)
 
 
 _drawn = random.Random()
@@ -109,21 +106,59 @@ _drawn = random.Random()
 os.register_at_fork(after_in_child=_drawn.seed)
 
 
-@contextlib.contextmanager
-def alone_on_node(name: str) -> Iterator[None]:
-    """Keep other processes of the node out of a block of this name, as long as they have patience."""
-    lock, deadline = None, time.monotonic() + _PATIENCE_SECONDS
-    try:
-        home = home_in(memory.PLACE if memory.PLACE.is_dir() else Path(tempfile.gettempdir()), "checks")
-        while (lock := FileLock.acquire(home / name, create=True)) is None and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-    except (OSError, CacheError):  # each process checks for itself
-        pass
-    try:
-        yield
-    finally:
-        if lock is not None:
-            lock.close()
+def row_digests(rows: Mapping[bytes, Row]) -> dict[str, str]:
+    """Digests of the bytes of rows, by their names as hexadecimal digits."""
+    return {name.hex(): xxh3_64_hexdigest(row.body) for name, row in rows.items()}
+
+
+def note_refused(store: RowStore, fingerprint: Fingerprint, rows: Mapping[bytes, Row], label: str) -> None:
+    """Store that rows are wrong: no row of their fingerprint is read while one of them is there."""
+    store.write_note(_REFUSED + fingerprint.digest, json.dumps(row_digests(rows)).encode(), label)
+
+
+def is_refused(store: RowStore, fingerprint: Fingerprint) -> bool:
+    """True if rows of a fingerprint were found to be wrong, and are there still."""
+    note = store.read_note(_REFUSED + fingerprint.digest)
+    with contextlib.suppress(ValueError, TypeError, AttributeError):
+        return note is not None and (not (rows := json.loads(note)) or any(_are_stored(store, rows)))
+    return True
+
+
+def note_checked(
+    store: RowStore, fingerprint: Fingerprint, rows: Mapping[bytes, Row], label: str, seconds: float
+) -> None:
+    """Store that rows were found to be right, and when, `time.time()`."""
+    verdict = json.dumps({"at": seconds, "rows": row_digests(rows)}).encode()
+    store.write_note(_CHECKED + fingerprint.digest, verdict, label)
+
+
+def was_checked(store: RowStore, fingerprint: Fingerprint) -> float:
+    """When rows of a fingerprint that are still there were checked, `time.time()`; 0: never."""
+    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+        verdict = json.loads(store.read_note(_CHECKED + fingerprint.digest) or b"{}")
+        if verdict and verdict["rows"] and all(_are_stored(store, verdict["rows"])):
+            return float(verdict["at"])
+    return 0.0
+
+
+def _are_stored(store: RowStore, rows: Mapping[str, str]) -> Iterator[bool]:
+    """Of each row, by its name, True if it is stored with this digest."""
+    digests = row_digests(store.read([bytes.fromhex(name) for name in rows], "checked rows"))
+    return (digests.get(name) == digest for name, digest in rows.items())
+
+
+def checks_of(store: RowStore, fingerprint: Fingerprint) -> RowChecks:
+    """The checks of a fingerprint's rows in this process, whichever object of the module reads them."""
+    key = store.place, fingerprint.digest
+    return _checks.get(key) or _checks.setdefault(key, RowChecks())
+
+
+_checks: dict[tuple[RowPlace, bytes], RowChecks] = {}
+
+
+def checks_made() -> int:
+    """How often rows were compared and found right in this process."""
+    return sum(checks.count for checks in _checks.values())
 
 
 def run_began() -> float:

@@ -1,49 +1,47 @@
 """Inventory of a directory of rows, by fingerprint: to list, verify and delete rows, and what is left over.
 
-It covers the database of rows of calls, and the columns of samples beside it.
+It covers the table of rows of calls, and the columns of samples beside it.
 
 Reading changes neither rows nor the order in which they will go, and works on a read-only disk. A directory
-that is missing or has no database is one without rows. A row that is deleted is computed again.
+that is missing or has no table is one without rows. A row that is deleted is computed again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
+import os
 import re
+import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 import numpy as np
 
-from streamload.cache.directory import check_owner
-from streamload.cache.locks import exclusive
+from streamload.cache.directory import bytes_below, check_owner, inode_of
 from streamload.cache.tier import Tier
+from streamload.columns.catalog import FingerprintColumns, rows_of, seeds_of
 from streamload.columns.catalog import fingerprints as columns_by_fingerprint
 from streamload.columns.catalog import remove as remove_columns
-from streamload.columns.catalog import rows_of, seeds_of
 from streamload.derived.store.database import (
+    BROKEN,
     DATABASE,
     ERRORS,
-    FINGERPRINT_BYTES,
-    KEY_BYTES,
-    Database,
-    FingerprintRows,
-    bytes_on_disk,
-    current_home,
+    Connection,
     is_broken,
-    remove,
-    replaced_homes,
+    set_aside,
+    size_of,
     used_bytes,
 )
-from streamload.derived.store.disk import DiskRows
-from streamload.derived.store.row_store import RowPlace, RowStore
 from streamload.derived.store.sealed import (
+    FINGERPRINT_BYTES,
+    KEY_BYTES,
     NOTE,
     LeafFiles,
     Row,
@@ -58,8 +56,30 @@ from streamload.errors import CacheCorrupt, CacheError, OptionError
 _YOUNG_SECONDS = 600.0
 """A note is written right before its first rows."""
 _MOST_LAYOUTS = 64
-COLUMNS = -1
-"""The number of rows that are in columns (`FingerprintRows.number`)."""
+_BY_FINGERPRINT = f"""
+SELECT label, substr(key, 1, {FINGERPRINT_BYTES}), count(*), sum(length(value)), max(stored + 0),
+    max(CASE WHEN used > stored THEN used + 0 END)
+FROM rows WHERE length(key) = {KEY_BYTES} GROUP BY 1, 2
+"""
+_OF_FINGERPRINT = "WHERE key > ? AND key <= ? AND label = ?"
+
+
+@dataclass(frozen=True, slots=True)
+class FingerprintRows:
+    """The rows of one fingerprint under one label, in the table or in columns."""
+
+    label: str
+    fingerprint: bytes
+    rows: int
+    size_bytes: int  # of the rows, without what the table takes beside them
+    stored_at: float  # when a row was last stored, in seconds since the epoch
+    read_at: float | None = None  # when a row was last read after it was stored; None: none was, or unnoted
+    columns: FingerprintColumns | None = None  # None: they are in the table
+
+    @property
+    def used_at(self) -> float:
+        """When a row was last stored, or read as far as that was noted."""
+        return max(self.stored_at, self.read_at or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +87,7 @@ class Catalog:
     """The rows of a directory."""
 
     root: Path
-    database: Database
+    connection: Connection
 
     @property
     def used_bytes(self) -> int:
@@ -77,33 +97,42 @@ class Catalog:
 
     def fingerprints(self) -> list[FingerprintRows]:
         """All rows, by label and then by the last use."""
-        rows = self.database.fingerprints()
+        rows = [
+            FingerprintRows(_text(label), key, count, size or 0, (stored or 0) / 1000, read and read / 1000)
+            for label, key, count, size, stored, read in self.connection.execute(_BY_FINGERPRINT)
+            if type(key) is bytes
+        ]
         if held := columns_by_fingerprint(self.root.parent):
-            labels = {key[len(NOTE) :]: label for key, label, *_ in self.database.notes()}
+            labels = {fingerprint: label for fingerprint, (label, _) in self.notes().items()}
             rows += [
                 FingerprintRows(
-                    *(COLUMNS, labels.get(columns.fingerprint, ""), columns.fingerprint, columns.rows),
-                    *(columns.size_bytes, columns.stored_at, None),
+                    labels.get(columns.fingerprint, ""),
+                    columns.fingerprint,
+                    *(columns.rows, columns.size_bytes, columns.stored_at),
+                    columns=columns,
                 )
                 for columns in held
             ]
         return sorted(rows, key=lambda row: (row.label, row.used_at, row.fingerprint))
 
-    def notes(self) -> dict[bytes, float]:
-        """The fingerprints that have a note, and when it was stored."""
+    def notes(self) -> dict[bytes, tuple[str, float]]:
+        """The fingerprints that have a note: its label, and when it was stored."""
+        notes = self.connection.execute(
+            "SELECT key, label, stored FROM rows WHERE key > ? AND key < ?", (NOTE, NOTE + b"\xff" * 17)
+        )
         size = len(NOTE) + FINGERPRINT_BYTES
         return {
-            key[len(NOTE) :]: stored / 1000
-            for key, _, stored, _ in self.database.notes()
-            if key.startswith(NOTE) and len(key) == size
+            key[len(NOTE) :]: (_text(label), (stored or 0) / 1000)
+            for key, label, stored in notes
+            if len(key) == size
         }
 
     def parts(self, fingerprint: bytes) -> dict[str, Any] | None:
         """The readable parts of a fingerprint; None: it has no note, or a damaged one."""
         key = NOTE + fingerprint
-        data = self.database.read_note(key)
-        with contextlib.suppress(CacheCorrupt):
-            return None if data is None else read_parts(key, data)
+        for (data,) in self.connection.execute("SELECT value FROM rows WHERE key = ?", (key,)):
+            with contextlib.suppress(CacheCorrupt, TypeError):
+                return read_parts(key, data)
         return None
 
     def find(self, prefix: str, others: Iterable[str] = ()) -> bytes:
@@ -123,47 +152,58 @@ class Catalog:
         listed = ", ".join(digits[:12] for digits in (begin or all_of_them)[:8])
         raise OptionError(f"{which} with {prefix!r} in {self.root}; there are {listed}")
 
-    def rows(self, fingerprint: bytes, number: int | None = None) -> Iterator[tuple[bytes, Row | None]]:
+    def rows(self, entry: FingerprintRows) -> Iterator[tuple[bytes, Row | None]]:
         """The names and rows of a fingerprint in the order of names; None in place of a damaged row.
 
         The name of a sample's row is the fingerprint, the name of its shard's columns and its place there. It
         isn't checked: its checksum tells only together with the sample.
-
-        Args:
-            number: of the rows, as `FingerprintRows` has it; None: all of them.
         """
-        for part in () if number == COLUMNS else self.database.rows_of(fingerprint, number):
+        if entry.columns is not None:
+            for column_row in rows_of(self.root.parent, entry.fingerprint):
+                layout, body = column_row.row
+                name = entry.fingerprint + column_row.name + column_row.place.to_bytes(4, "big")
+                yield name, Row(layout, body, 0)
+            return
+        select = f"SELECT key, value FROM rows {_OF_FINGERPRINT} ORDER BY key"
+        for part in self.connection.parts(select, *_values(entry)):
             for key, data in part:
-                if type(key) is bytes and len(key) == KEY_BYTES and type(data) is bytes:
-                    row = None
-                    with contextlib.suppress(CacheCorrupt):
-                        row = read_row(key, data)
-                    yield key, row
-        for column_row in rows_of(self.root.parent, fingerprint) if number in (None, COLUMNS) else ():
-            layout, body = column_row.row
-            name = fingerprint + column_row.name + column_row.place.to_bytes(4, "big")
-            yield name, Row(layout, body, 0)
+                row = None
+                with contextlib.suppress(CacheCorrupt, TypeError, AttributeError):
+                    row = read_row(key, data)
+                yield key, row
 
-    def delete(self, rows: FingerprintRows) -> int:
+    def delete(self, entry: FingerprintRows) -> int:
         """Delete all rows of a fingerprint in one place; return how many."""
-        if rows.number != COLUMNS:
-            return self.database.delete_fingerprint(rows)
-        for columns in columns_by_fingerprint(self.root.parent):
-            if columns.fingerprint == rows.fingerprint:
-                remove_columns(columns)
-                if (self.root.parent / "tier.json").is_file():
-                    Tier.open(self.root.parent).budget.count()  # else shards go for what is there no longer
-                return columns.rows
-        return 0
+        if entry.columns is None:
+            return self.change(f"DELETE FROM rows {_OF_FINGERPRINT}", [_values(entry)])
+        remove_columns(entry.columns)
+        if (self.root.parent / "tier.json").is_file():
+            Tier.open(self.root.parent).budget.count()  # else shards go for what is there no longer
+        return entry.rows
+
+    def change(self, statement: str, values: Iterable[Sequence[Any]]) -> int:
+        """Change the table by a statement with several values; return how many rows changed."""
+        if not (self.root / DATABASE).exists():
+            return 0
+        with self.connection.transaction():
+            return self.connection.change(statement, values)
 
     def clear(self, label: str | None) -> int:
         """Delete the rows and notes of a label, or all; return how many rows that were."""
-        return self.clear_columns(label) + self.database.clear(label)
+        count = sum(self.delete(entry) for entry in self.fingerprints() if label in (None, entry.label))
+        self.change("DELETE FROM rows WHERE ifnull(?, label) IS label", [(label,)])
+        self.connection.shrink()
+        return count
 
-    def clear_columns(self, label: str | None) -> int:
-        """Delete the columns of a label, or all; return how many rows that were."""
-        of_columns = [rows for rows in self.fingerprints() if rows.number == COLUMNS]
-        return sum(self.delete(rows) for rows in of_columns if label in (None, rows.label))
+
+def _values(entry: FingerprintRows) -> tuple[bytes, bytes, str]:
+    """Values of `_OF_FINGERPRINT`."""
+    last = entry.fingerprint + b"\xff" * (KEY_BYTES - FINGERPRINT_BYTES)
+    return entry.fingerprint, last, entry.label
+
+
+def _text(label: Any) -> str:
+    return label.decode("utf-8", "replace") if isinstance(label, bytes) else str(label)
 
 
 @contextlib.contextmanager
@@ -171,22 +211,25 @@ def open_catalog(root: Path, *, writable: bool = False) -> Iterator[Catalog]:
     """Open the rows of a directory, to read them or also to delete them.
 
     Raises:
-        CacheCorrupt: the database is broken.
+        CacheCorrupt: the file of the table is broken.
         CacheError: it can't be read, or not written to, or isn't this user's alone.
     """
     check_owner(root)
-    home = current_home(root)
-    if home is not None and not (home / DATABASE).exists():
-        home = None
+    exists = (root / DATABASE).exists()
+    if writable and exists and not os.access(root, os.W_OK):
+        raise CacheError(f"rows can't be deleted in {root}: the directory is read-only")
+    connection = Connection(root, writable=writable and exists)
     try:
-        with contextlib.closing(Database.inspect(home, writable=writable)) as database:
-            yield Catalog(root, database)
+        with connection.turn, contextlib.closing(connection):  # no fork meanwhile
+            if not connection.open():
+                connection.open_empty()
+            yield Catalog(root, connection)
     except ERRORS as exc:
         if isinstance(exc, OSError):
             raise
         if is_broken(exc):
             raise CacheCorrupt(
-                f"the database of rows at {home} is broken ({exc}): modules will begin an empty one"
+                f"the file of rows in {root} is broken ({exc}): modules will set it aside and begin anew"
             ) from exc
         raise CacheError(f"the rows in {root} can't be used: {exc}") from exc
 
@@ -195,9 +238,8 @@ def open_catalog(root: Path, *, writable: bool = False) -> Iterator[Catalog]:
 class DamagedRow:
     """A row or note that can't be used: it counts as not there."""
 
-    place: tuple[int, Any] | None
-    """Of a row in the database, and when it was stored: after that it may be another row. None: it is a
-    note."""
+    place: int  # in the table
+    stored: Any  # when it was stored: after that it may be another row
     key: Any  # as it is stored
     label: str
     cause: str
@@ -218,24 +260,18 @@ class VerifiedRows:
     read_bytes: int = 0
     damages: list[DamagedRow] = field(default_factory=list)
 
-    def add(self, place: tuple[int, Any] | None, key: Any, label: str, data: Any) -> None:
-        """Check a row or note."""
-        self.read_bytes += len(data) if type(data) is bytes else 0
-        if cause := _cause(key, data):
-            self.damages.append(DamagedRow(place, key, label, cause))
-
 
 def verify(catalog: Catalog) -> Iterator[VerifiedRows]:
     """Compare all rows and notes with their checksums and layouts; yields the counts after every few MB."""
     verified = VerifiedRows()
-    labels = {rows.number: rows.label for rows in catalog.fingerprints()}
-    for key, label, _, data in catalog.database.notes():
-        verified.notes += 1
-        verified.add(None, key, label, data)
-    for part in catalog.database.all_rows():
-        for place, stored, number, key, data in part:
-            verified.rows += 1
-            verified.add((place, stored), key, labels.get(number, ""), data)
+    select = "SELECT place, stored, used, label, key, value FROM rows WHERE place > ? ORDER BY place"
+    for part in catalog.connection.parts(select, -(1 << 63)):
+        for place, stored, used, label, key, data in part:
+            verified.rows += used is not None
+            verified.notes += used is None
+            verified.read_bytes += len(data) if type(data) is bytes else 0
+            if cause := _cause(key, data):
+                verified.damages.append(DamagedRow(place, stored, key, _text(label), cause))
         yield verified
     yield from _verify_columns(catalog, verified)
     yield verified
@@ -278,18 +314,13 @@ def _cause(key: Any, data: Any) -> str:
 
 def delete_damaged(catalog: Catalog, damages: Sequence[DamagedRow]) -> int:
     """Delete what is damaged, unless it was stored anew since it was looked at; return how many went."""
-    notes = [damage.key for damage in damages if damage.place is None]
-    catalog.database.delete_notes(notes)
-    places = [damage.place for damage in damages if damage.place is not None]
-    return catalog.database.delete_places(places) + len(notes)
+    places = [(damage.place, damage.stored) for damage in damages]
+    return catalog.change("DELETE FROM rows WHERE place = ? AND stored IS ?", places)
 
 
-def replace_broken(place: RowPlace) -> None:
-    """Begin an empty database in place of one that can't be read, as a module would that meets it."""
-    store = RowStore(place)
-    if isinstance(store.disk, DiskRows):
-        store.disk.clear()
-    store.close()
+def replace_broken(root: Path) -> None:
+    """Set a file aside that can't be read, as a module would that meets it."""
+    set_aside(root, inode_of(root / DATABASE))
 
 
 @dataclass(slots=True)
@@ -299,8 +330,7 @@ class Garbage:
     stale: list[FingerprintRows] = field(default_factory=list)
     """Rows of fingerprints that aren't the newest of their kind."""
     notes: list[bytes] = field(default_factory=list)  # fingerprints of which only the note was left
-    databases: list[str] = field(default_factory=list)
-    """The names of those that were replaced."""
+    databases: list[str] = field(default_factory=list)  # the names of broken and of old ones
     size_bytes: int = 0  # of all that
 
 
@@ -308,50 +338,44 @@ def collect_garbage(root: Path, *, stale: bool, dry_run: bool) -> Garbage:
     """Delete what no module will read.
 
     Args:
-        stale: delete the rows of old fingerprints, too (`stale_of`).
+        stale: delete the rows of old fingerprints, too (`_stale`).
 
     Raises:
         CacheError: the rows can't be read or deleted.
     """
     check_owner(root)
-    replaced = replaced_homes(root)
-    garbage = Garbage(
-        databases=[home.name for home in replaced], size_bytes=sum(map(bytes_on_disk, replaced))
-    )
-    if replaced and not dry_run:
-        with exclusive(root / "lock"):
-            for home in replaced_homes(root):
-                remove(home)
+    old = sorted(path for path in root.glob("r*") if path.name == BROKEN or re.fullmatch(r"r\d+", path.name))
+    garbage = Garbage(databases=[path.name for path in old])
+    for path in old:
+        garbage.size_bytes += bytes_below(path) if path.is_dir() else size_of(path)
+        if not dry_run:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     with open_catalog(root, writable=not dry_run) as catalog:
         rows = catalog.fingerprints()
-        garbage.stale = stale_of(rows, lambda item: catalog.parts(item.fingerprint)) if stale else []
+        garbage.stale = _stale(catalog, rows) if stale else []
         garbage.size_bytes += sum(item.size_bytes for item in garbage.stale)
         left = {item.fingerprint for item in rows if item not in garbage.stale}
         gone = {item.fingerprint for item in garbage.stale}
         before = time.time() - _YOUNG_SECONDS
         notes = catalog.notes()
         garbage.notes = sorted(
-            item for item in notes if item not in left and (item in gone or notes[item] < before)
+            item for item in notes if item not in left and (item in gone or notes[item][1] < before)
         )
         if not dry_run:
             for item in garbage.stale:
                 catalog.delete(item)
-            catalog.database.delete_notes(NOTE + item for item in garbage.notes)
+            catalog.change("DELETE FROM rows WHERE key = ?", [(NOTE + item,) for item in garbage.notes])
             if garbage.stale:
-                catalog.database.shrink()
+                catalog.connection.shrink()
     return garbage
 
 
-_Held = TypeVar("_Held", bound=Any)
-"""FingerprintRows, or FingerprintShards."""
-
-
-def stale_of(held: Sequence[_Held], parts: Callable[[_Held], Mapping[str, Any] | None]) -> list[_Held]:
-    """All in one place but the newest of each label, arguments and what makes the inputs (a transform)."""
-    by_use = sorted(held, key=lambda item: (item.used_at, item.fingerprint))
-    newest = {(item.label, kind_of(parts(item))): id(item) for item in by_use}
+def _stale(catalog: Catalog, rows: Sequence[FingerprintRows]) -> list[FingerprintRows]:
+    """All but the newest of each label, arguments and what makes the inputs (a transform)."""
+    by_use = sorted(rows, key=lambda entry: (entry.used_at, entry.fingerprint))
+    newest = {(entry.label, kind_of(catalog.parts(entry.fingerprint))): id(entry) for entry in by_use}
     kept = {*newest.values()}
-    return [item for item in held if id(item) not in kept]
+    return [entry for entry in rows if id(entry) not in kept]
 
 
 @dataclass
@@ -400,7 +424,8 @@ def _write(catalog: Catalog, fingerprint: bytes, folder: Path, keys: Mapping[byt
     exported = Exported()
     layouts: dict[bytes, tuple[Path, LeafFiles, list[bytes]]] = {}
     with contextlib.ExitStack() as stack:
-        for name, row in catalog.rows(fingerprint):
+        entries = [entry for entry in catalog.fingerprints() if entry.fingerprint == fingerprint]
+        for name, row in itertools.chain.from_iterable(map(catalog.rows, entries)):
             if row is None:
                 exported.damaged += 1
                 continue

@@ -18,9 +18,8 @@ from pathlib import Path
 from streamload.cache import memory
 from streamload.cache.directory import check_owner
 from streamload.cache.locks import FileLock, exclusive, live_file, remove_if_unlocked
-from streamload.derived.store.database import FINGERPRINT_BYTES
 from streamload.derived.store.queue import return_memory
-from streamload.derived.store.sealed import Row
+from streamload.derived.store.sealed import FINGERPRINT_BYTES, Row
 from streamload.shards.record import write_at
 
 _ROW_BYTES = 400

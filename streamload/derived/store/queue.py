@@ -4,7 +4,7 @@ computed → proved, by a look at the whole module after they were computed → 
 
 A row is stored only when its module was found to be the same after it was computed as before. Looking at all
 of a module takes long, so one look proves the rows of many calls. A process that is killed loses rows that
-were on their way; whoever needs one of those is told to `flush` first (`holds`). It starts without torch.
+were on their way; its own calls read them from here. It starts without torch.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from streamload import limits
 from streamload.derived import log_once
+from streamload.derived.store.sealed import Row
 from streamload.errors import LimitReached
 
 _LINGER_SECONDS = 0.2
@@ -42,16 +42,6 @@ def return_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-class Prover(Protocol):
-    """Evidence that a module is what it was when some rows were computed."""
-
-    def is_proved(self, rows: ComputedRows) -> bool | None:
-        """True if the rows are of the module as it was taken for; None: it wasn't looked at since."""
-
-    def look(self) -> None:
-        """Look at the whole module now."""
-
-
 @dataclass(eq=False, slots=True)
 class ComputedRows:
     """The rows of a call."""
@@ -63,8 +53,10 @@ class ComputedRows:
     size_bytes: int  # what they take in memory about
     is_of_device: bool  # whether a device computed them
     label: str  # what they are listed by
-    state: Any  # of the module when they were computed, for its prover
-    computed_at: float = field(default_factory=time.monotonic)  # when that was, `time.monotonic()`
+    is_proved: Callable[[bool], bool | None] | None
+    """True if their module is still what it was when they were computed; None: nobody has looked since, as
+    this only does if it is told to. No function: they may be stored."""
+    proved: Material | None = None  # what `material` gave, once they are proved
 
 
 StoredBatch = tuple[ComputedRows, Material]
@@ -83,9 +75,10 @@ class RowQueue:
         self._write = write
         self._on_dropped = on_dropped
         self._changed = threading.Condition()
-        self._unproved: list[tuple[ComputedRows, Prover]] = []
+        self._unproved: list[ComputedRows] = []
         self._waiting: deque[StoredBatch] = deque()
-        self._names: Counter[bytes] = Counter()
+        self._latest: dict[bytes, tuple[ComputedRows, int]] = {}
+        """By name: the rows that were computed last, and which of them it is."""
         self._bytes = 0
         self._thread: threading.Thread | None = None
         self._writing = threading.Lock()
@@ -93,39 +86,49 @@ class RowQueue:
     @property
     def is_busy(self) -> bool:
         """True if any rows are on their way."""
-        return bool(self._names)
+        return bool(self._latest)
 
-    def holds(self, names: Iterable[bytes]) -> bool:
-        """True if rows of some names are on their way."""
-        with self._changed:
-            return bool(self._names) and not self._names.keys().isdisjoint(names)
+    def read(self, names: Sequence[bytes]) -> dict[bytes, Row]:
+        """The rows on their way of some names; the module is looked at where they aren't proved."""
+        pending = self._pending(names)
+        if any(rows.proved is None for rows, _ in pending.values()):
+            self._prove()
+            pending = self._pending(names)
+        rows_read: dict[bytes, Row] = {}
+        for name, (rows, number) in pending.items():
+            if rows.proved is not None:
+                bodies, digests = rows.proved
+                rows_read[name] = Row(rows.layout, bodies[number].data, digests[number])
+        return rows_read
 
-    def add(self, rows: ComputedRows, prover: Prover | None) -> None:
-        """Take rows that were computed; without a prover they may be stored."""
+    def _pending(self, names: Sequence[bytes]) -> dict[bytes, tuple[ComputedRows, int]]:
         with self._changed:
-            self._names.update(rows.names)
-            if prover is not None:
-                self._unproved.append((rows, prover))
+            return {name: self._latest[name] for name in names if name in self._latest}
+
+    def add(self, rows: ComputedRows) -> None:
+        """Take rows that were computed."""
+        with self._changed:
+            self._latest.update((name, (rows, number)) for number, name in enumerate(rows.names))
+            if rows.is_proved is not None:
+                self._unproved.append(rows)
                 most_bytes = _MOST_OF_DEVICE_BYTES if rows.is_of_device else _MOST_UNPROVED_BYTES
-                is_full = sum(computed.size_bytes for computed, _ in self._unproved) > most_bytes
-        if prover is None:
+                is_full = sum(computed.size_bytes for computed in self._unproved) > most_bytes
+        if rows.is_proved is None:
             self._accept([rows])
             return
         if is_full:
-            prover.look()
+            rows.is_proved(True)
         self.settle()
 
     def settle(self) -> None:
         """Hand rows to the thread that are proved by now, and drop those whose module has changed."""
         with self._changed:
             unproved, self._unproved = self._unproved, []
-        proved, undecided = [], []
-        for rows, prover in unproved:
-            verdict = prover.is_proved(rows)
-            if verdict is None:
-                undecided.append((rows, prover))
-            elif verdict:
-                proved.append(rows)
+        proved, undecided = list[ComputedRows](), list[ComputedRows]()
+        for rows in unproved:
+            verdict = True if rows.is_proved is None else rows.is_proved(False)
+            if verdict is not False:
+                (undecided if verdict is None else proved).append(rows)
             else:
                 self._forget(rows)
                 self._on_dropped(len(rows.names))
@@ -135,24 +138,27 @@ class RowQueue:
 
     def flush(self) -> None:
         """Prove and store all that is on its way, before this returns."""
+        self._prove()
+        self._store_all()
+
+    def _prove(self) -> None:
         with self._changed:
             unproved = list(self._unproved)
-        for rows, prover in unproved:
-            if prover.is_proved(rows) is None:  # a look before may have been at the same module
-                prover.look()
+        for rows in unproved:
+            if rows.is_proved is not None:
+                rows.is_proved(True)
         self.settle()
-        self._store_all()
 
     def _accept(self, computed: Sequence[ComputedRows]) -> None:
         for rows in computed:
             try:
-                material = rows.material()
+                rows.proved = rows.material()
             except BaseException:
                 self._forget(rows)
                 raise
             with self._changed:
                 self._changed.wait_for(lambda: self._bytes < _MOST_BYTES or self._thread is None)
-                self._waiting.append((rows, material))
+                self._waiting.append((rows, rows.proved))
                 self._bytes += rows.size_bytes
                 if self._thread is None:
                     self._start()
@@ -167,7 +173,7 @@ class RowQueue:
             self._thread = None
 
     def _has_enough(self) -> bool:
-        return self._bytes >= _ENOUGH_BYTES or len(self._names) >= _ENOUGH_ROWS or not self._waiting
+        return self._bytes >= _ENOUGH_BYTES or len(self._latest) >= _ENOUGH_ROWS or not self._waiting
 
     def _run(self) -> None:
         """Store rows as they come; end when there are none for a while."""
@@ -210,6 +216,5 @@ class RowQueue:
     def _forget(self, rows: ComputedRows) -> None:
         with self._changed:
             for name in rows.names:
-                self._names[name] -= 1
-                if not self._names[name]:
-                    del self._names[name]
+                if self._latest.get(name, (None,))[0] is rows:  # else it was computed again
+                    del self._latest[name]

@@ -1,6 +1,6 @@
 """Stores of a cached module's rows: on disk, with `MEMORY` also in the process, or in a user's own mapping.
 
-On disk rows of samples are in columns (streamload/columns), those of calls in a database.
+On disk rows of samples are in columns (streamload/columns), those of calls in a table.
 
 Where the directory can't be used there is no store, which is said once: modules compute.
 """
@@ -19,7 +19,7 @@ import multiprocessing.util
 import os
 import shutil
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,12 @@ from streamload.cache import memory
 from streamload.cache.tier import Tier
 from streamload.columns.columns import Columns, RowRoom, is_address, recorded_bytes
 from streamload.derived import log_once
-from streamload.derived.store.database import DATABASE, KEY_BYTES, log_bytes
-from streamload.derived.store.disk import DiskRows, RowCounts, SealedRow, checked, note_in
+from streamload.derived.store.database import DATABASE
 from streamload.derived.store.memory import MemoryRows
 from streamload.derived.store.queue import RowQueue, StoredBatch
-from streamload.derived.store.sealed import Row, seal, seal_rows, unseal
-from streamload.errors import CacheError, OptionError
+from streamload.derived.store.sealed import KEY_BYTES, Row, read_row, seal, seal_rows, unseal
+from streamload.derived.store.table import RowCounts, RowTable, SealedRow, log_bytes
+from streamload.errors import CacheCorrupt, CacheError, OptionError
 from streamload.metrics import format_bytes
 from streamload.options.directories import nearest, own_directory
 from streamload.options.settings import Settings, read_settings
@@ -112,67 +112,45 @@ class RowPlace:
 
 
 class MappingRows:
-    """The rows of a mapping, with the methods of `DiskRows` by which a `RowStore` reads and writes.
+    """The rows of a mapping, with the methods of `RowTable` by which a `RowStore` reads and writes.
 
-    Keys are hexadecimal digits, values are sealed rows: bytes alone, so that nothing has to be pickled. What
-    isn't what was written is a miss, and so is whatever the mapping raises. Its owner decides which rows it
-    keeps.
+    Keys are hexadecimal digits, values are sealed rows: bytes alone, so that nothing has to be pickled.
+    Whatever the mapping raises is a miss. Its owner decides which rows it keeps.
     """
 
     used_bytes = 0  # of the node's directories
 
-    def __init__(self, mapped: Mapped, counts: RowCounts):
+    def __init__(self, mapped: Mapped):
         self._mapping = mapped.mapping
-        self._counts = counts
 
-    def read(self, keys: Sequence[bytes]) -> dict[bytes, Row]:
-        """The rows that are there and whole, of some keys."""
-        pairs = ((key, self._get(key.hex())) for key in keys)
-        return checked("the store", ((key, data) for key, data in pairs if data is not None), self._counts)
+    def read(self, keys: Sequence[bytes]) -> list[tuple[bytes, Any]]:
+        """The keys and values of the rows that are there, unchecked."""
+        pairs: list[tuple[bytes, Any]] = []
+        for key in keys:
+            try:
+                pairs.append((key, self._mapping[key.hex()]))
+            except KeyError:
+                pass
+            except Exception as exc:
+                self._failed(exc)
+        return pairs
 
     def write(self, rows: Sequence[SealedRow], label: str) -> int:
         """Store sealed rows; returns how many the mapping took. The label is of no use here."""
-        stored = sum(self._set(key.hex(), bytes(data)) for key, data in rows)
-        self._counts.refused += len(rows) - stored
+        stored = 0
+        for key, data in rows:
+            try:
+                self._mapping[key.hex()] = bytes(data)
+                stored += 1
+            except Exception as exc:
+                self._failed(exc)
         return stored
-
-    def read_note(self, key: bytes) -> bytes | None:
-        """A note, checked; None: there is none."""
-        return note_in(key, self._get(f"note {key.hex()}"))
-
-    def write_note(self, key: bytes, text: bytes, label: str) -> None:
-        """Store a note."""
-        self._set(f"note {key.hex()}", seal(key, b"", text, 0))
 
     def close(self) -> None:
         """Leave the mapping to its owner."""
 
-    def _get(self, key: str) -> bytes | None:
-        try:
-            data: Any = self._mapping[key]
-        except KeyError:
-            return None
-        except Exception as exc:
-            self._failed(exc)
-            return None
-        if isinstance(data, (bytes, bytearray, memoryview)):
-            return bytes(data)
-        self._failed(TypeError(f"a value is a {type(data).__name__}"))
-        return None
-
-    def _set(self, key: str, data: bytes) -> bool:
-        try:
-            self._mapping[key] = data
-        except Exception as exc:
-            self._failed(exc)
-            return False
-        return True
-
     def _failed(self, error: Exception) -> None:
         log_once(f"rows can't be read or stored for now in store={type(self._mapping).__name__}: {error!r}")
-
-
-Rows = DiskRows | MappingRows
 
 
 class RowStore:
@@ -195,8 +173,12 @@ class RowStore:
         self.place = place
         self._settings = place.settings()
         self._tier: Tier | None = None
-        self.disk: Rows = self._opened()
-        self._others = [DiskRows(root, None, self.counts) for root in place.others]
+        self.disk: RowTable | MappingRows
+        if place.mapped is None:
+            self.disk = RowTable(place.root, self._disk_limit, self.counts)
+        else:
+            self.disk = MappingRows(place.mapped)
+        self._others = [RowTable(root, None, self.counts) for root in place.others]
         self._columns: list[Columns] = []  # where samples' rows are; they are written to the first
         if place.mapped is None:
             room = RowRoom(self._open_tier, self._most_columns_bytes())
@@ -205,7 +187,6 @@ class RowStore:
                 with contextlib.suppress(CacheError):  # it is somebody else's
                     self._columns.append(Columns(root.parent, None))
         self.queue = RowQueue(self._store, self._count_dropped)
-        self._writer: Rows | None = None
         self.memory: MemoryRows | None = None
         if place.level is not CacheLevel.DISK:
             try:
@@ -215,10 +196,10 @@ class RowStore:
 
     def read(self, keys: Sequence[bytes], label: str) -> dict[bytes, Row]:
         """The rows that are there, of some keys; those that came from the disk are in memory from now on."""
-        if self.queue.is_busy and self.queue.holds(keys):
-            self.queue.flush()
         start = time.perf_counter()
-        rows = {} if self.memory is None else self.memory.read(keys)
+        rows = self.queue.read(keys) if self.queue.is_busy else {}
+        if self.memory is not None:
+            rows = self.memory.read(keys) | rows
         if len(rows) < len(keys):
             stored = self._read([key for key in keys if key not in rows] if rows else keys)
             if self.memory is not None and stored:
@@ -231,10 +212,11 @@ class RowStore:
     def _read(self, keys: Sequence[bytes]) -> dict[bytes, Row]:
         """The rows that are there on disk: of samples by their addresses, others by names of 32 bytes."""
         names = [key for key in keys if len(key) == KEY_BYTES]
-        stored = self.disk.read(names) if names else {}
-        for other in self._others:
+        stored: dict[bytes, Row] = {}
+        for place in (self.disk, *self._others):
             if len(stored) < len(names):
-                stored |= other.read([key for key in names if key not in stored])
+                pairs = place.read([key for key in names if key not in stored] if stored else names)
+                stored |= self._checked(pairs)
         if len(names) < len(keys):
             addresses = [key for key in keys if is_address(key)]
             for columns in self._columns:
@@ -253,10 +235,28 @@ class RowStore:
             self.counts.bytes_read += len(row.body)
         return row
 
+    def _checked(self, pairs: Iterable[tuple[bytes, Any]]) -> dict[bytes, Row]:
+        """The rows that are what was written; others are counted as corrupt."""
+        rows: dict[bytes, Row] = {}
+        for key, data in pairs:
+            try:
+                rows[key] = read_row(key, data)
+            except (CacheCorrupt, TypeError, AttributeError) as exc:
+                self.counts.corrupt += 1
+                log_once(f"{exc}; it is computed again")
+        return rows
+
     def read_note(self, key: bytes) -> bytes | None:
-        """A note, wherever rows are read."""
-        notes = (rows.read_note(key) for rows in (self.disk, *self._others))
-        return next((note for note in notes if note is not None), None)
+        """The text of a note, wherever rows are read; None: there is none, or it isn't what was written."""
+        for rows in (self.disk, *self._others):
+            for _, data in rows.read((key,)):
+                with contextlib.suppress(CacheCorrupt, TypeError, AttributeError):
+                    return bytes(unseal(key, data).body)
+        return None
+
+    def write_note(self, key: bytes, text: bytes, label: str) -> None:
+        """Store a note."""
+        self.disk.write([(key, seal(key, b"", text, 0))], label)
 
     def _store(self, batch: Sequence[StoredBatch]) -> None:
         """Store rows of one label, each where it belongs."""
@@ -293,11 +293,10 @@ class RowStore:
 
     def write(self, rows: Sequence[SealedRow], label: str) -> None:
         """Store sealed rows of calls, as far as there is room; by one thread at a time."""
-        if self._writer is None:  # so that readers don't wait for a disk to write
-            self._writer = self._opened()
         start = time.perf_counter()
-        stored = self._writer.write(rows, label)
+        stored = self.disk.write(rows, label)
         self.counts.stored += stored
+        self.counts.refused += len(rows) - stored
         self.counts.bytes_written += sum(len(data) for _, data in rows) if stored == len(rows) else 0
         if self.memory is not None:
             self.memory.add(((key, unseal(key, bytes(data))) for key, data in rows), label)
@@ -318,25 +317,19 @@ class RowStore:
         return self._taken - before
 
     def clear_memory(self, label: str | None = None) -> None:
-        """Forget the rows of a label, or all, in memory; they are on disk still."""
-        self.flush()
+        """Forget the rows of a label, or all, in memory; they are on disk still, or on their way there."""
         if self.memory is not None:
             self.memory.clear(label)
 
     def close(self) -> None:
         """Close what is open."""
         _flush(self)
-        for rows in (self.disk, self._writer, self.memory, *self._others):
+        for rows in (self.disk, self.memory, *self._others):
             if rows is not None:
                 rows.close()
 
     def _count_dropped(self, count: int) -> None:
         self.counts.refused += count
-
-    def _opened(self) -> Rows:
-        if self.place.mapped is not None:
-            return MappingRows(self.place.mapped, self.counts)
-        return DiskRows(self.place.root, self._disk_limit, self.counts)
 
     def _open_tier(self) -> Tier:
         """The tier that the columns are in, made if there is none: whatever is beside them has one limit.
@@ -425,7 +418,7 @@ def stores_at(place: RowPlace) -> list[RowStore]:
     stores = [store for store_place, store in opened.items() if store_place.root == place.root]
     for store in stores:
         store.flush()
-    if not stores and any(place.root.glob(f"*/{DATABASE}")):
+    if not stores and (place.root / DATABASE).exists():
         store_here = open_store(place)
         return [] if store_here is None else [store_here]
     return stores

@@ -23,6 +23,8 @@ from xxhash import xxh3_64_intdigest
 
 from streamload.errors import CacheCorrupt
 
+KEY_BYTES, FINGERPRINT_BYTES = 32, 16
+"""A row's key begins with its fingerprint. Keys of other lengths are those of notes."""
 _HEAD = struct.Struct("<4sIQQ")
 _MAGIC = b"SLr1"
 _ODD, _64_BITS = 0x9E3779B97F4A7C15, (1 << 64) - 1
