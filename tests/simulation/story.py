@@ -175,7 +175,8 @@ class _Story:
             if not index.is_complete or len(entries) != len(contents[0].samples):
                 return f"has {len(entries)} entries, and its status is {index.status!r}"
         for number, entry in enumerate(entries):
-            if not contents[0].holds(number, entry, memoryview(data)[entry.start : entry.stop]):
+            members = entry.payloads(memoryview(data)[entry.start : entry.stop])
+            if not contents[0].holds(number, entry.key, members):
                 return f"has a wrong entry {number}: {entry}"
         return ""
 
