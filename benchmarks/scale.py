@@ -318,11 +318,11 @@ def followed(options: OrderOptions, shards: int, count: int, cache: Path) -> Row
     step = BATCH_SIZE * LOCAL
     before = time.process_time()
     for number, stop in enumerate(range(step, count + 1, step)):
-        while not stream.reaches(stop):
+        while not (stream.has(stop) or stream.is_over):
             stream.follow()
         if number % workers == 0:
             stream.take(stop - BATCH_SIZE, stop)
-            stream.cursor(stop)
+            order.mark_at(min(stop, order.position))
             stream.tell_progress()
     cpu_seconds = time.process_time() - before
     stream.close()

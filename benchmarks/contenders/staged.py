@@ -28,10 +28,10 @@ Owner = Any
 
 STAGES: dict[str, list[tuple[Owner, str]]] = {
     "order": [(Sampler, "at"), (Step, "_take"), (Step, "states"), (Step, "spans"), (reader.Reader, "has")],
-    "what is wanted and done": [(reader.Reader, "_want"), (reader.Reader, "let_go")],
+    "what is wanted and done": [(reader.Reader, "_want"), (reader.Reader, "end_batch")],
     "entry": [(IndexReader, "entries")],
     "read": [(reader.Reader, "sample")],
-    "checksum": [(shard_copy, "is_whole")],
+    "checksum": [(shard_copy, "verified")],
     "header": [(decode, "jpeg_size")],
     "box": [(PlannedTransform, "draw")],
     "decode": [(images, "decode_there")],

@@ -27,6 +27,8 @@ DATABASE = "rows.db"
 FILES = (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm")
 BROKEN = f"{DATABASE}.broken"
 PAGE_BYTES = 16384
+LOG_HEAD_BYTES, LOGGED_PAGE_BYTES = 32, PAGE_BYTES + 24
+"""The head of the log, and what a page takes in it: https://www.sqlite.org/fileformat.html#the_write_ahead_log."""
 _FORMAT = 3
 _SCHEMA = """
 CREATE TABLE rows (

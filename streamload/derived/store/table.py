@@ -20,6 +20,8 @@ from streamload.derived.store.database import (
     BROKEN,
     ERRORS,
     FILES,
+    LOG_HEAD_BYTES,
+    LOGGED_PAGE_BYTES,
     PAGE_BYTES,
     Connection,
     is_broken,
@@ -35,7 +37,7 @@ SealedRow = tuple[bytes, "bytes | memoryview"]
 """A key, and what `sealed.seal` gives. A key of another length than a row's is that of a note."""
 _VALUES = 500
 """SQLite allows 999 values in a statement."""
-_LOG_SHARE, _LEAST_LOG_BYTES, _MOST_LOG_BYTES = 8, 9 * PAGE_BYTES, 32 << 20
+_LOG_SHARE, _LEAST_LOG_BYTES, _MOST_LOG_BYTES = 8, LOG_HEAD_BYTES + 9 * LOGGED_PAGE_BYTES, 32 << 20
 """An eighth of the limit is for the log, within these: a transaction of one row takes some pages of it."""
 _INDEX_PAGES = 3
 """So many a transaction may write for a row beside its own, and for the one that is evicted for it."""
@@ -147,7 +149,7 @@ class RowTable:
         """Store rows, and evict others for them, in one transaction; returns how many were stored."""
         time_ms, pages = _milliseconds(), sum(map(_pages, rows))
         written_pages = pages + (len(rows) + 1) * _INDEX_PAGES
-        with opened.transaction(log_bytes(limit_bytes) - written_pages * PAGE_BYTES):
+        with opened.transaction(log_bytes(limit_bytes) - written_pages * LOGGED_PAGE_BYTES):
             self._note_use(opened)
             evicted = self._make_room(pages, limit_bytes, opened)
             if evicted is not None:
@@ -264,7 +266,7 @@ def _transactions(rows: Sequence[SealedRow], most_log_bytes: int) -> Iterator[Se
     first = pages = 0
     for number, row in enumerate(rows):
         row_pages = _pages(row) + _INDEX_PAGES
-        if number > first and (pages + row_pages) * PAGE_BYTES > most_log_bytes // 2:
+        if number > first and (pages + row_pages) * LOGGED_PAGE_BYTES > most_log_bytes // 2:
             yield rows[first:number]
             first, pages = number, 0
         pages += row_pages
