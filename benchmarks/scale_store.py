@@ -119,7 +119,7 @@ def sockets_by_mixing(ranks: int) -> Row:
 def _steps_of(rank: int, ranks: int, port: int) -> dict[str, Callable[[], Any]]:
     """What one rank does in each step, by a connection of its own."""
     store = _client(port)
-    distributed._store_of = lambda _: store  # type: ignore[assignment]
+    distributed.store_of = lambda _: store  # type: ignore[assignment]
     torch.distributed.get_rank = lambda group=None: rank  # type: ignore[assignment]
     distributed._AGREE_SECONDS = _LONGEST.total_seconds()
     joined = distributed.ranks_of(ranks)

@@ -19,7 +19,7 @@ from streamload.batches.tokenize import BatchTokenizer
 from streamload.cache import shard_copy
 from streamload.ipc.buffers import BufferPool
 from streamload.shards.index import IndexReader
-from streamload.transforms import decode, kernel, plan, resize
+from streamload.transforms import kernel, plan, resize
 from streamload.transforms.plan import PlannedTransform
 from streamload.worker import loop, reader
 from streamload.worker.sampler import Sampler, Step
@@ -32,7 +32,7 @@ STAGES: dict[str, list[tuple[Owner, str]]] = {
     "entry": [(IndexReader, "entries")],
     "read": [(reader.Reader, "sample")],
     "checksum": [(shard_copy, "verified")],
-    "header": [(decode, "jpeg_size")],
+    "header": [(images, "jpeg_size")],
     "box": [(PlannedTransform, "draw")],
     "decode": [(images, "decode_there")],
     "resize": [
