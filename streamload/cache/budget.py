@@ -57,8 +57,9 @@ _MEASURED_SHARE, _MEASURED_MILLISECONDS = 100, 3_600_000
 """What is recorded of columns is trusted for 100 times as long as measuring them took, an hour at most: each
 process that ended has left room that it didn't need."""
 _MEASURING_MILLISECONDS = 60_000
-"""For so long others believe the record, as a process measures."""
+"""Other processes trust the record for this long while one measures."""
 _JUST_NOW_SECONDS = 1.0
+"""A process trusts what it measured itself for at least this long, so that a retry doesn't measure again."""
 LAST_BLOCKS_BYTES = 4 * BLOCK_BYTES
 """Disk space of a part beyond its bytes: its files end within blocks, and one records the reservation."""
 PATIENCE_SECONDS = 1.0
@@ -353,7 +354,7 @@ class Budget:
             count *= 4
 
     def _still_unused(self, excess_bytes: int, without: Collection[Path]) -> list[HeldShard]:
-        """Those listed columns that nobody used or evicted since, until they take so many bytes."""
+        """The listed columns that nobody has used or evicted since, up to so many bytes."""
         chosen: list[HeldShard] = []
         first = 0
         for number, (digest, used_at) in enumerate(self._next_columns):
