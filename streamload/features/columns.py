@@ -14,6 +14,7 @@ from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from streamload.batches.images import BatchImages, ImageAssembly
 from streamload.batches.in_progress import Allocate
+from streamload.columns.columns import FIRST
 from streamload.derived.calls.feature_rows import FeaturesRead, FeatureStart, stacked
 from streamload.derived.calls.features import FeatureInputs
 from streamload.derived.proof.reads import ReadNames, Reads, watched
@@ -114,10 +115,24 @@ class _ColumnReading:
             if self._await_rows is not None:
                 shard_of = {key.name: shard for key, shard in zip(keys, shards, strict=True) if key.name}
                 self._await_rows(store, self.fingerprint, shard_of)
-            rows = store.read(list(filter(None, names)), self.assembly.label)
+            rows = store.read(names, self.assembly.label)
+            if early := self._stored_early(keys, names, rows):
+                found = store.read(list(early.values()), self.assembly.label)
+                rows = rows | {name: found[other] for name, other in early.items() if other in found}
         stored = [rows.get(name) for name in names] if rows else [None] * len(keys)
         self.ns += time.monotonic_ns() - start_ns
         return [row if row is not None and self._is_readable(row) else None for row in stored]
+
+    def _stored_early(
+        self, keys: Sequence[SampleKey], names: Sequence[bytes], rows: Mapping[bytes, Row]
+    ) -> dict[bytes, bytes]:
+        """Under what missing rows are if they were stored before their columns had a name, by their names."""
+        first = FIRST * self.assembly.variants
+        return {
+            name: self._naming.name(key._replace(name=b""))
+            for key, name in zip(keys, names, strict=True)
+            if key.name and key.place < first and name not in rows
+        }
 
     def is_canary(self, row: Row, *, has_inputs: bool) -> bool:
         """True if the input of a stored row is made, too, so that the rank computes it again.

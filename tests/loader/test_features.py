@@ -32,6 +32,7 @@ from streamload.derived.store.keys import SampleKey
 from streamload.derived.store.row_store import close_stores
 from streamload.errors import FeatureMismatch, FeatureNotCacheable, OptionError, SampleError
 from streamload.features import names
+from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
 from tests.support import flat
 
@@ -152,7 +153,7 @@ def data(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mon
     return tmp_path / "data"
 
 
-def make(data: Path, **options: Any) -> streamload.Loader:
+def make(data: Path | str, **options: Any) -> streamload.Loader:
     defaults: dict[str, Any] = {
         "preprocess": small, "output": "dict", "with_keys": True,
         "batch_size": 5, "num_workers": 0, "train": False,
@@ -503,6 +504,31 @@ def test_ranks_of_a_node_compute_each_row_once(data: Path) -> None:
             found |= rows_of(loader, net)
     assert_same(found, expected(data, net))
     assert streamload.cache_info(net).stored == SAMPLES
+
+
+@pytest.mark.parametrize("inputs", ["image", "sample"])
+def test_rows_of_a_batch_that_is_complete_before_its_columns_have_a_name_are_read_later(
+    data: Path, inputs: Any
+) -> None:
+    """In all later passes, which look for them under that name, and together with later rows of the shard."""
+    net = Net().eval() if inputs == "image" else Both().eval()
+    feature = Features(net, inputs=inputs)
+    options: dict[str, Any] = {"features": {"f": feature}, "batch_size": 2, "tokenizer": tokenize}
+    with ShardServer(data) as server:
+        server.stop_after(0.4)  # of the first shard 3 samples, or nearly
+        found: dict[str, Any] = {}
+        with make(f"{server.url}/00000.tar", **options) as loader:
+            for batch in loader:
+                server.go_on()
+                for key, row in zip(batch["__key__"], feature(batch), strict=True):
+                    found[key] = row.clone()
+            again = rows_of(loader, feature)
+            stats = loader.stats()
+        assert (stats.feature_rows_computed, stats.feature_rows_read) == (8, 8)
+        with make(f"{server.url}/00000.tar", **options) as loader:
+            assert_same(rows_of(loader, feature), again)
+            assert loader.stats().feature_rows_computed == 0
+    assert_same(found, again)
 
 
 def test_an_error_of_the_module_is_its_own_and_stores_nothing(data: Path) -> None:

@@ -196,11 +196,8 @@ def test_rows_of_features_stay_those_of_the_samples_as_they_are(
     assert computed == sum(COUNTS)
     assert "rows of features are found by the bytes of samples" in line(log)[1]
     second, computed = run()
-    assert computed < sum(COUNTS)  # those of a batch that was complete before its small shard was
-    third, computed = run()
     assert computed == 0
     assert torch.equal(first, second)
-    assert torch.equal(first, third)
     assert published(tmp_path / "cache", server.url, RECIPE) == 0
     close_stores()
 

@@ -206,10 +206,7 @@ class Call:
         self._has_new_reads = False
         naming = Naming(self.fingerprint.digest, self._context(), is_row=self.rows is not None)
         self._place(
-            [
-                (b"" if key is None else naming.name(key)) or _NO_NAME % number
-                for number, key in enumerate(self.keys)
-            ]
+            [_NO_NAME % number if key is None else naming.name(key) for number, key in enumerate(self.keys)]
         )
         rows = self.store.read([name for name in self.unique if len(name) >= KEY_BYTES], self._label)
         self.stored: list[Row | None] = list(map(rows.get, self.unique))

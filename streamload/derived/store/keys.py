@@ -104,7 +104,7 @@ class SampleKey(NamedTuple):
     key: Any  # of the sample; of a text, ("text", it) or ("ids", their dtype, their digest)
     seed: int  # the checksum of the sample's bytes, or of these and the variant; of a text, its digest
     name: bytes  # of its shard's columns; b"": the row lies among those of calls
-    place: int  # in the column; -1: the row is neither read nor stored, as the name isn't known yet
+    place: int  # in the column; -1: its name isn't known yet, so the row is stored among those of calls
     slot_seed: int | None = None  # of a text, the digest of its sample's key
 
 
@@ -123,10 +123,8 @@ class Naming:
         self._prefix = hashlib.blake2b(b"%c%d:%b" % (b"wr"[is_row], len(context), context), digest_size=16)
 
     def name(self, key: Any) -> bytes:
-        """The name of a key's row, about 1 µs; b"": it has none."""
+        """The name of a key's row, about 1 µs."""
         if type(key) is SampleKey:
-            if key.place < 0:
-                return b""
             if key.name and self._is_plain:
                 return Address(self._fingerprint, *key[2:4], key.seed, key.slot_seed).pack()
             key = key[:2] if key.slot_seed is None else key.key
