@@ -309,9 +309,9 @@ def store(
 ) -> Iterator[Stored]:
     monkeypatch.setenv("STREAMLOAD_CACHE_DIR", str(tmp_path / "default"))
     monkeypatch.setenv("STREAMLOAD_CACHE_SIZE", "1GB")
-    if request.param == "columns":  # of shards with so few samples
-        monkeypatch.setattr(names, "FIRST", 4)
-        monkeypatch.setattr(columns, "FIRST", 4)
+    if request.param == "columns":  # of shards with so few samples; a batch has as many
+        monkeypatch.setattr(names, "FIRST", 3)
+        monkeypatch.setattr(columns, "FIRST", 3)
     yield STORES[request.param](tmp_path)
     row_store.close_stores()
 
