@@ -1,7 +1,7 @@
-"""Records of a module's builds, by which it is known what the next build will be without running it.
+"""Records of a module's builds, which predict the next build without running it.
 
-A record is believed only if builds in different processes agreed, if the files and variables that they read
-are the same, and if random initialisation plays no part. Else the module is built.
+A record is used only if builds in different processes agreed, the files and variables that they read are
+unchanged, and random initialisation plays no part. Otherwise the module is built.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ def _process() -> str:
 class Build:
     """Outcome of a module's build."""
 
-    generators: dict[str, str]  # of each random generator a digest of its state before it
-    draws: list[str]  # which of them it drew from
-    is_closed: bool  # whether all that it read is known: no network, no other process
-    files: dict[str, FileIdentity]  # what it read, by path
+    generators: dict[str, str]  # digest of each random generator's state before the build
+    draws: list[str]  # generators that the build drew from
+    is_closed: bool  # whether all reads are known: no network, no other process
+    files: dict[str, FileIdentity]  # files that were read, by path
     variables: dict[str, str | None]
-    """Of the environment, what it read: a digest of each value; None: it wasn't set."""
+    """Environment variables that were read: a digest of each value; None: unset."""
     parts: dict[str, Any]  # of the fingerprint
-    origins: dict[str, str]  # of the project's classes among their code, where they are found
-    device: str  # where the module was then
-    process: str = field(default_factory=_process)  # in which it was built
+    origins: dict[str, str]  # project classes by "module:qualname", with their names in the code
+    device: str  # of the module when built
+    process: str = field(default_factory=_process)  # that built it
 
     def still_holds(self) -> bool:
-        """True if files and variables are as they were read, and the classes' code is the same."""
+        """True if files, variables and the classes' code are unchanged."""
         if not self.is_closed or self.variables != digests_of(self.variables):
             return False
         if any(identity_of(path) != identity for path, identity in self.files.items()):
@@ -68,7 +68,7 @@ class Build:
 
 
 def read_builds(data: bytes | None) -> list[Build]:
-    """Read what `with_latest` gave; nothing of what can't be read."""
+    """Parse the result of `with_latest`; an empty list if it is corrupt."""
     try:
         return [Build(**record) for record in json.loads(data or b"[]")]
     except (ValueError, TypeError):
@@ -76,7 +76,7 @@ def read_builds(data: bytes | None) -> list[Build]:
 
 
 def with_latest(data: bytes | None, latest: Build) -> bytes:
-    """The records, as JSON, with one more, the last of its process."""
+    """Add a record to the records, replacing an earlier one of the same process; JSON."""
     builds = [build for build in read_builds(data) if build.process != latest.process]
     return json.dumps([asdict(build) for build in [*builds, latest][-_KEPT:]]).encode()
 
@@ -87,13 +87,13 @@ def believed(
     """The build that the next one will equal, if that is known.
 
     Args:
-        builds: earlier ones by the same recipe.
-        generators: of the random generators from which it would be built, as in `Build`.
-        has_weights: all weights come from files that are known: one build is enough, and chance has no part.
+        builds: earlier builds with the same recipe.
+        generators: digests of the random generators' states now, as in `Build`.
+        has_weights: all weights come from known files, so one build is enough and chance plays no part.
     """
     drawn = {name for build in builds for name in build.draws}
     needed = 1 if has_weights else 2
-    # of each generator that any of them drew from they began with different states
+    # different initial states of every generator that any build drew from
     are_apart = all(len({build.generators[name] for build in builds}) > 1 for name in drawn)
     if not has_weights and drawn and not (_agree(builds, needed) and are_apart):
         builds = [
@@ -103,13 +103,13 @@ def believed(
 
 
 def _agree(builds: Sequence[Build], needed: int) -> bool:
-    """True if builds in enough processes came out, all the same."""
+    """True if enough processes have built the module with the same outcome."""
     are_enough = len({build.process for build in builds}) >= needed
     return are_enough and all(build.parts == builds[0].parts for build in builds)
 
 
 class Generators:
-    """The states of the random generators of Python, numpy and torch at a moment; to be taken up again."""
+    """Snapshot of the states of the random generators of Python, numpy and torch."""
 
     def __init__(self) -> None:
         twister: Any = np.random.get_state(legacy=False)
@@ -117,7 +117,7 @@ class Generators:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
 
     def restore(self) -> None:
-        """Let the generators go on from here."""
+        """Restore the snapshot."""
         python, twister, cpu = self._states
         random.setstate(python)
         np.random.set_state(twister)
@@ -126,12 +126,12 @@ class Generators:
             torch.cuda.set_rng_state_all(self._cuda)
 
     def were_used(self) -> bool:
-        """True if anything has drawn from them since; about 20 µs."""
+        """True if anything has drawn random numbers since; about 20 µs."""
         return self._contents != Generators()._contents
 
     @property
     def digests(self) -> dict[str, str]:
-        """By generator, 32 digits by which states can be compared."""
+        """Digests of the states by generator, 32 hexadecimal digits."""
         return {
             name: hashlib.blake2b(content, digest_size=16).hexdigest()
             for name, content in self._contents.items()

@@ -1,7 +1,7 @@
-"""Proof that a row is still right: everything but the input that the result of a module depends on.
+"""Fingerprints: everything except the input that a module's results depend on.
 
-A fingerprint is 128 bits of a readable description: code, arguments, weights, buffers, attributes, flags, and
-the settings of torch under which it runs. Rows are stored under it, so a row of anything else isn't found.
+A fingerprint is a 128-bit digest of a readable description: code, arguments, weights, buffers, attributes,
+flags, and the settings of torch. Rows are stored under it, so rows of anything else aren't found.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from streamload.errors import FeatureNotCacheable
 
 FORMAT = 5
 _SHARE = 0.01
-"""Of the time, for describing modules anew while rows are only read."""
+"""Share of the time for describing modules again while rows are only read."""
 _TINY_BYTES = 1 << 15
-"""Weights of no more bytes are compared in every call, which takes about 4 µs."""
+"""Weights of at most this size are compared in every call, about 4 µs."""
 _SAMPLED_BYTES, _SAMPLED_TENSORS = 32, 16
-"""Of larger weights so many bytes of each of so many tensors are: each byte is a cache line."""
+"""Of larger weights, each call compares this many bytes of this many tensors: each byte is a cache line."""
 _DEVICE_BYTES = 128
 _FEW_VALUES, _FEW_BYTES, _FEW_CHARACTERS, _MOST_BYTES = 32, 1 << 14, 250, 1 << 20
-"""Attributes that take no more as bytes (10 µs), or described (20 µs), are looked at in every call, unless
+"""Attributes up to these sizes, as bytes (10 µs) or described (20 µs), are compared in every call, unless
 their tensors are larger."""
 _HOLDING = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 _version_of = operator.attrgetter("_version")
@@ -47,11 +47,13 @@ _IMMUTABLE = (
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Dependencies of a module's rows beside their inputs: as JSON by name, and 16 bytes of them."""
+    """Dependencies of a module's rows beside their inputs: by name, as JSON, and their digest of 16 bytes."""
 
     parts: Mapping[str, Any]
     digest: bytes
-    base: bytes = field(default=b"", compare=False)  # the digest without what computing reads
+    base: bytes = field(
+        default=b"", compare=False
+    )  # digest without the files and variables that computing reads
 
     @classmethod
     def of(cls, parts: Mapping[str, Any]) -> Fingerprint:
@@ -68,10 +70,10 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str
 
 
 def built_parts(module: torch.nn.Module, describer: Describer) -> dict[str, Any]:
-    """Parts of a module that only a build shows: weights, buffers, attributes, flags, where it is.
+    """Parts of a module that are known only once it is built: weights, buffers, attributes, flags, device.
 
     Raises:
-        FeatureNotCacheable: it has attributes that can't be described, or weights that aren't all here.
+        FeatureNotCacheable: it has attributes that can't be described, or weights outside this process.
     """
     _, weights, attributes, classes = describer.value(module, type(module).__name__)
     flags = {prefix: child.training for prefix, child in module.named_modules()}
@@ -95,7 +97,7 @@ def device_of(module: torch.nn.Module) -> torch.device:
 
 
 def torch_settings(device: str) -> tuple[Any, ...]:
-    """The settings of torch that change results on a type of device, now (`parts.SETTINGS`); about 1 µs."""
+    """The settings of torch that now change results on a type of device; about 1 µs."""
     return _settings(
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else "",
         torch.get_float32_matmul_precision(),
@@ -113,11 +115,11 @@ def _settings(
 
 
 class Stamp:
-    """Tells when a weight, buffer, attribute or flag of a module is replaced or written through torch.
+    """Detects when a weight, buffer, attribute or flag of a module is replaced, or written through torch.
 
-    It is of what the objects are, not of what they hold: about 0.5 µs a module and 0.1 µs a tensor, as all
-    loops are the interpreter's own. What is written through `.data` or into a list isn't seen; that is for
-    `ModuleWatch`; nor is another object that is equal.
+    Compares object identities and tensor versions, not contents: about 0.5 µs a module and 0.1 µs a tensor,
+    as all loops run in C. It misses writes through `.data` or into a list, which `ModuleWatch` finds, and a
+    replacement by an equal object.
     """
 
     def __init__(self, module: torch.nn.Module):
@@ -134,7 +136,7 @@ class Stamp:
         self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
 
     def holds(self) -> bool:
-        """True if all objects are the same, or equal, and the tensors' versions."""
+        """True if all objects are the same or equal, and no tensor has another version."""
         try:
             return (
                 list(map(_version_of, self._counted)) == self._versions
@@ -161,10 +163,10 @@ def _has_version(tensor: torch.Tensor) -> bool:
 
 
 class LookPace:
-    """When to look at something again, so that looking takes no more than a share of the time.
+    """Schedule of repeated examinations, so that they take no more than a share of the time.
 
     Attributes:
-        due: when the next look may begin, `time.monotonic()`.
+        due: `time.monotonic()` at which the next examination may begin.
     """
 
     def __init__(self) -> None:
@@ -172,25 +174,25 @@ class LookPace:
 
     @property
     def is_due(self) -> bool:
-        """True if a look may begin."""
+        """True if an examination may begin."""
         return time.monotonic() >= self.due
 
     def looked(self, start: float) -> None:
-        """Note a look that began then (`time.monotonic()`), and has ended now."""
+        """Record an examination that started at a `time.monotonic()` and has just ended."""
         end = time.monotonic()
         self.due = end + (end - start) / _SHARE
 
 
 class ModuleWatch:
-    """Notices changes of a module: by its stamp, and of what changes unseen by torch what takes little time.
+    """Detects changes of a module cheaply: by its stamp, and by comparing contents.
 
-    That is all of small weights, a sample of large ones, another in each call, and attributes if they are
-    few. The rest is seen when the module is described anew (`Proof.look`). On a GPU the sample is compared
-    there, without waiting for the answer.
+    Each call compares all of small weights, another sample of large ones, and attributes if they are few. The
+    rest is found when the module is described again (`Proof.look`). Samples on a GPU are compared there
+    without waiting for the result.
 
     Args:
         module: built.
-        stamp: of it, before it was described.
+        stamp: taken before the module was described.
     """
 
     def __init__(self, module: torch.nn.Module, stamp: Stamp):
@@ -221,7 +223,7 @@ class ModuleWatch:
             self._mutable = []
 
     def is_unchanged(self) -> bool:
-        """True if what is looked at is as it was."""
+        """True if this call's comparisons find no change."""
         if not self._stamp.holds():
             return False
         self._samples.compare()
@@ -231,7 +233,7 @@ class ModuleWatch:
         return list(map(np.ndarray.tobytes, views)) == were
 
     def are_device_samples_unchanged(self) -> bool:
-        """True if no look so far has found a difference on a device, for which this waits."""
+        """True if no comparison on a device has found a difference; waits for the devices."""
         return self._samples.are_unchanged()
 
     def _attributes_now(self) -> str | bytes:
@@ -240,7 +242,7 @@ class ModuleWatch:
 
 
 class _Samples:
-    """A few bytes of tensors that aren't on the CPU, compared there, without waiting for the answer."""
+    """Samples of tensors on devices other than the CPU, compared there without waiting for the result."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
         by_device: dict[torch.device, list[torch.Tensor]] = {}
@@ -252,7 +254,7 @@ class _Samples:
         self._differ = [torch.zeros((), dtype=torch.bool, device=device) for device in by_device]
 
     def compare(self) -> None:
-        """Note whether they differ now."""
+        """Compare the samples with the tensors now."""
         for (views, were), differs in zip(self._views, self._differ, strict=True):
             differs |= (torch.cat(views) != were).any()
 
@@ -262,7 +264,7 @@ class _Samples:
 
 
 def _packed(value: Any) -> bytes | None:
-    """Numbers, text and containers of these as bytes; None: there is something else in it."""
+    """Serialize numbers, text and containers of these; None: the value contains something else."""
     try:
         return marshal.dumps(value, 2)  # later formats depend on how many references there are
     except ValueError:
@@ -270,7 +272,7 @@ def _packed(value: Any) -> bytes | None:
 
 
 def _size_of(value: Any) -> int:
-    """Of the tensors and arrays in an attribute."""
+    """Bytes of the tensors and arrays in an attribute."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return int(value.nbytes)
     if isinstance(value, (list, tuple)):
@@ -279,7 +281,7 @@ def _size_of(value: Any) -> int:
 
 
 def _is_mutable(value: Any) -> bool:
-    """True if a value may change and stay the same object."""
+    """True if a value can change in place."""
     if type(value) is tuple:
         return any(map(_is_mutable, value))
     return value is not None and not isinstance(value, _IMMUTABLE)

@@ -1,8 +1,8 @@
-"""A module that is built when something is first asked of it, as it would have been built at once.
+"""Lazy modules: built at the first use, with the same result as if built at once.
 
-Calls of `train`, `eval`, `to`, `half` and the like before that are recorded and repeated after it, in their
-order; anything else builds it. It is built from the states that the random generators had when it was made,
-so that its weights are those of a module built at once; and they go on as if it hadn't been built.
+Calls of `train`, `eval`, `to`, `half` and the like are recorded and repeated, in order, after the build;
+anything else builds the module. The build runs under the random generators' states of when the module was
+made, so its weights are those of a module built at once, and restores the present states afterwards.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PENDING = "_streamload_pending"
 _BUILDING = "_streamload_building"
 _building = threading.RLock()
 not_built: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The modules of this process that weren't built when they were made."""
+"""Lazy modules of this process."""
 _PROBED = (
     torch.float64,
     torch.float32,
@@ -41,13 +41,13 @@ _PROBED = (
 
 @dataclass
 class Pending:
-    """A module that isn't built: with what it will be, and what has been asked of it since.
+    """What it takes to build a lazy module.
 
     Attributes:
         arguments, keywords: of its `__init__`.
         generators: the random generators' states when it was made.
-        asked: of each method to be repeated its name, its arguments, and what it comes to, as text.
-        device: to which calls have moved it.
+        asked: recorded calls: method, arguments, and a text that is equal for calls of equal effect.
+        device: the device that recorded calls moved it to.
     """
 
     arguments: tuple[Any, ...]
@@ -57,19 +57,19 @@ class Pending:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def ask(self, method: str, arguments: tuple[Any, ...], meaning: str) -> None:
-        """Take note of a call; of calls of `train` in a row the last holds."""
+        """Record a call; of consecutive calls of `train` only the last counts."""
         if method == "train" and self.asked and self.asked[-1][0] == "train":
             self.asked.pop()
         self.asked.append((method, arguments, meaning))
 
 
 class Lazily(type):
-    """The metaclass of classes whose instances are built lazily."""
+    """Metaclass of classes whose instances are built lazily."""
 
     _streamload_eager: Callable[[], bool]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make an instance without calling its `__init__`, whose arguments are checked."""
+        """Make an instance without calling `__init__`, after checking its arguments."""
         if cls._streamload_eager():
             built = super().__call__(*args, **kwargs)
             built._streamload_made(args, kwargs)
@@ -85,14 +85,14 @@ class Lazily(type):
 
 @functools.cache
 def lazy_metaclass(metaclass: Any) -> Any:
-    """A metaclass that builds lazily, for a class that has another already."""
+    """A lazy metaclass for a class that already has a metaclass."""
     if metaclass is type:
         return Lazily
     return metaclass if issubclass(metaclass, Lazily) else type("Lazily", (Lazily, metaclass), {})
 
 
 def made_lazy(cls: type[torch.nn.Module], base: type[torch.nn.Module], members: dict[str, Any]) -> Any:
-    """The class as if it had been written with another base than `torch.nn.Module`, and with more members."""
+    """Rebuild a class with another base in place of `torch.nn.Module`, and with additional members."""
     bases = tuple(base if own_base is torch.nn.Module else own_base for own_base in cls.__bases__)
     names = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
     bases = bases if base in bases else (base, *bases)
@@ -105,7 +105,7 @@ def made_lazy(cls: type[torch.nn.Module], base: type[torch.nn.Module], members: 
 
 
 def _repoint(value: Any, old: type, new: type) -> None:
-    """Let `super()` and `__class__` in a function of a class mean another class."""
+    """Point `super()` and `__class__` in a function at another class."""
     if isinstance(value, property):
         for accessor in (value.fget, value.fset, value.fdel):
             _repoint(accessor, old, new)
@@ -119,7 +119,7 @@ def _repoint(value: Any, old: type, new: type) -> None:
 
 
 class LazyModule(torch.nn.Module):
-    """The methods of a module that is built lazily; a base of it."""
+    """Base class of lazy modules."""
 
     _streamload_transparent = True
 
@@ -128,10 +128,10 @@ class LazyModule(torch.nn.Module):
         return False
 
     def _streamload_made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called after the module was built at once, with the arguments of its `__init__`."""
+        """Called after an eager build, with the arguments of `__init__`."""
 
     def _streamload_build(self, pending: Pending) -> None:
-        """Run `__init__`, and what was asked of the module since it was made."""
+        """Run `__init__` and the recorded calls."""
         self.__init__(*pending.arguments, **pending.keywords)  # type: ignore[misc]
         for method, arguments, _ in pending.asked:
             getattr(self, method)(*arguments)
@@ -205,22 +205,19 @@ def is_pending(module: Any) -> bool:
 
 
 def pending_of(module: Any) -> Pending:
-    """Deferred calls and arguments of a module that isn't built."""
+    """Arguments and recorded calls of a lazy module."""
     pending: Pending = module.__dict__[_PENDING]
     return pending
 
 
 def unbuilt(module: Any) -> contextlib.AbstractContextManager[Any]:
-    """Keep other threads from building a module, and wait for one that does, unless it is built."""
+    """Keep other threads from building a module, after waiting for one that is doing so."""
     is_built = not is_pending(module) and _BUILDING not in module.__dict__
     return contextlib.nullcontext() if is_built else _building
 
 
 def build(module: Any) -> None:
-    """Build a module, unless it is built; what its `__init__` raises is raised as it is.
-
-    Another thread that comes while it is being built waits.
-    """
+    """Build a module unless it is built. Other threads wait; exceptions of `__init__` propagate unchanged."""
     if not is_pending(module) and _BUILDING not in module.__dict__:
         return
     with _building:
@@ -244,7 +241,7 @@ def build(module: Any) -> None:
 
 
 def _new_lock() -> None:
-    """In a forked child: the thread that was building stayed with the parent."""
+    """Fork safety: the thread that holds the lock stays with the parent."""
     global _building
     _building = threading.RLock()
 
@@ -253,7 +250,7 @@ os.register_at_fork(after_in_child=_new_lock)
 
 
 def _meaning_of(fn: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
-    """Device and dtype that a function moves tensors to; None: it does something else to them."""
+    """The dtypes and devices that a function converts tensors to; None: it does something else."""
     results = []
     try:
         with torch.no_grad(), warnings.catch_warnings():

@@ -1,7 +1,7 @@
 """The proof of a module's rows in this process: the fingerprint of the module as it is now, built or not.
 
-What the class and its arguments tell is known at once; weights, buffers and attributes by the built module,
-or by records of earlier builds (builds.py).
+Code and arguments are known at once; weights, buffers and attributes come from the built module, or from
+records of earlier builds (builds.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from streamload.errors import FeatureMismatch, FeatureNotCacheable
 
 _FINGERPRINTS_KEPT = 64
 _READ = b"read"
-"""Before `Fingerprint.base`: the key of a note of what computing its rows reads."""
+"""Prefix of the key of a note: with `Fingerprint.base`, the names that computing its rows reads."""
 _Base = tuple[RowPlace, bytes]
 """A place and a `Fingerprint.base`."""
 
@@ -50,12 +50,12 @@ _Base = tuple[RowPlace, bytes]
 class Options:
     """Options of keeping the rows of a class; the arguments of `cache_module`."""
 
-    place: RowPlace | None  # where; None: they aren't
-    label: str | None  # what they are listed and cleared by; None: the class's name
-    version: str | None  # stands for code and weights
-    weights: str | None  # a file that all weights come from
+    place: RowPlace | None  # None: no rows are kept
+    label: str | None  # by which rows are listed and cleared; None: the class's name
+    version: str | None  # replaces code and weights in the fingerprint
+    weights: str | None  # file that all weights come from
     on_mismatch: str  # "error", or "recompute"
-    check: bool = True  # whether stored rows are computed again in each run, a few, unless there is a version
+    check: bool = True  # whether a few stored rows are computed again in each run, unless there is a version
 
     @property
     def is_checked(self) -> bool:
@@ -67,13 +67,13 @@ class Options:
 class Description:
     """Record of a module before it is built."""
 
-    parts: dict[str, Any]  # of its fingerprint: code and arguments
-    strings: set[str]  # in them, some of which may name files
-    error: str = ""  # why it can't be known; "": it is
+    parts: dict[str, Any]  # of the fingerprint: code and arguments
+    strings: set[str]  # all strings in the parts; some may name files
+    error: str = ""  # why the module can't be described; "": it can
 
 
 def describe(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Description:
-    """Facts of a class and the arguments of its `__init__`."""
+    """Describe a class and the arguments of its `__init__`."""
     describer = Describer()
     version = cls._streamload_options.version  # type: ignore[attr-defined]
     try:
@@ -93,7 +93,7 @@ def describe(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Descri
 
 
 def _bound(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Arguments by their names, with defaults: a call that says a default is the one that leaves it out."""
+    """Arguments by name, defaults included: passing a default explicitly changes nothing."""
     try:
         bound = inspect.signature(cls.__init__).bind(None, *args, **kwargs)  # type: ignore[misc]
     except (TypeError, ValueError):
@@ -103,24 +103,24 @@ def _bound(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tup
 
 
 def description_of(module: Any) -> Description:
-    """Facts of a module whether it is built or not."""
+    """Describe a module, built or not."""
     description: Description | None = module.__dict__.get("_streamload_description")
     if description is None:
         if is_pending(module):
             pending = pending_of(module)
             description = describe(type(module), pending.arguments, pending.keywords)
-        else:  # made by something that isn't its class
+        else:  # not made by calling its class
             description = Description({}, set(), f"how this {type(module).__name__} was made isn't known")
         module.__dict__["_streamload_description"] = description
     return description
 
 
 def _describe_before_fork() -> None:
-    """Describe modules once for all workers: a look at an object copies its page in each."""
+    """Describe modules once for all workers: reading an object copies its memory page in each child."""
     for module in list(not_built):
         options = options_of(module)
         if is_pending(module) and options.place is not None and options.place.mapped is None:
-            with contextlib.suppress(Exception):  # the call that describes it raises it, too
+            with contextlib.suppress(Exception):  # a later call describes it again and raises
                 description_of(module)
 
 
@@ -131,26 +131,26 @@ os.register_at_fork(before=_describe_before_fork)
 class Built:
     """Description of a built module."""
 
-    parts: dict[str, Any]  # of its fingerprint, its code among them
+    parts: dict[str, Any]  # of the fingerprint, code included
     device: torch.device
     watch: ModuleWatch
-    looked_at: float  # before it was described, `time.monotonic()`
+    looked_at: float  # `time.monotonic()` before it was described
 
 
 class Proof:
     """Proof of the rows of one module, in this process.
 
     Attributes:
-        built: the module as it was described last; None: it isn't built, or a version stands for it.
-        served: the last fingerprint by which rows were returned while the module wasn't built.
-        refused: of fingerprints whose rows aren't what is computed now: what to say of them.
-        noted: the fingerprints whose parts are noted beside their rows.
-        places: of the rows that were looked up: a loader's are in its cache directory.
+        built: latest description of the built module; None: not built, or a version replaces it.
+        served: latest fingerprint whose rows were returned while the module wasn't built.
+        refused: error messages by fingerprint, for fingerprints whose stored rows differ from computed ones.
+        noted: fingerprints whose parts have a note beside their rows.
+        places: places where rows were looked up; a loader's rows are in its cache directory.
         has_settled: whether the module has computed since it was built.
-        are_rows_apart: whether a row was the same by itself as among others, in the module's present state.
-        is_chance_harmless: whether random numbers that it draws are known not to matter.
-        looks, looks_after_computing: when to describe the built module anew though nothing seems changed.
-        seconds_per_row: the time of computing a row in this process; 0: none was computed.
+        are_rows_apart: whether a row came out the same alone and in a batch, in the module's present state.
+        is_chance_harmless: whether the random numbers that it draws are known not to change its results.
+        looks, looks_after_computing: when to describe the built module again although nothing seems changed.
+        seconds_per_row: time to compute a row in this process; 0: none was computed.
     """
 
     def __init__(self, module: Any) -> None:
@@ -164,18 +164,18 @@ class Proof:
         self.looks, self.looks_after_computing, self._looks_at_reads = LookPace(), LookPace(), LookPace()
         self.seconds_per_row, self._computed_rows, self._compute_seconds = 0.0, 0, 0.0
         self._believed: tuple[list[str], Build] | None = None
-        """A record, and what had been asked of the module when it was found."""
+        """The calls that were recorded when the expected build was looked up, and that build."""
         self._was_built = False
         self._record: tuple[bytes, Build] | None = None
-        """That of the build in this process, and its key."""
+        """Key and record of the build in this process."""
         self._noted_in: set[RowPlace] = set()
-        """Places where rows were looked up since the build in this process, if there was one."""
+        """Places where rows were looked up since the module was built in this process."""
         self._fingerprints: dict[Any, tuple[Fingerprint, Any]] = {}
-        """By what a fingerprint covers; with that, so that nothing else gets its id."""
+        """By the ids of what a fingerprint covers; the objects are held, so that their ids aren't reused."""
         self._read_names: dict[_Base, ReadNames | None] = {}
-        """Names that computing reads; None: they aren't known."""
+        """Names of the files and variables that computing reads; None: unknown."""
         self._contents: dict[_Base, dict[str, Any]] = {}
-        """Contents of these names when the fingerprint was made; nothing where computing reads nothing."""
+        """Their contents when the fingerprint was made; no entry if computing reads nothing."""
 
     @property
     def module(self) -> Any:
@@ -183,16 +183,16 @@ class Proof:
         return self._module()
 
     def fingerprint(self, store: RowStore, inputs: Mapping[str, Any] | None = None) -> Fingerprint:
-        """The fingerprint of the module now; it is built if that is needed to know it.
+        """The fingerprint of the module now; builds the module if there is no other way to know it.
 
-        It has a number if rows were found to be wrong by an earlier run.
+        It gets a number if an earlier run found its rows to be wrong.
 
         Args:
             store: of the rows.
-            inputs: what makes the module's input from a sample, for rows that are found without the input.
+            inputs: description of how inputs are made from samples, for rows that are looked up by sample.
 
         Raises:
-            FeatureNotCacheable: it can't be known.
+            FeatureNotCacheable: it can't be determined.
         """
         module = self.module
         if (self._contents or self._believed) and self._looks_at_reads.is_due:
@@ -218,7 +218,7 @@ class Proof:
         return entry[0]
 
     def _parts(self, store: RowStore) -> dict[str, Any]:
-        """Parts of the fingerprint by the module's state: the same object until that changes."""
+        """Parts of the fingerprint from the module's state; the same object until the state changes."""
         module, options = self.module, options_of(self.module)
         description = description_of(module)
         if description.error:
@@ -232,7 +232,7 @@ class Proof:
         return self.look().parts
 
     def _expected_build(self, store: RowStore, description: Description) -> Build | None:
-        """What the module will be, if that is known."""
+        """The build that the next one will equal, if that is known."""
         pending = pending_of(self.module)
         meanings = [meaning for _, _, meaning in pending.asked]
         if self._believed is None or self._believed[0] != meanings:
@@ -243,10 +243,10 @@ class Proof:
         return None if self._believed is None else self._believed[1]
 
     def look(self, *, anew: bool = False) -> Built:
-        """Describe the built module; what stays the same are the same parts.
+        """Describe the built module; returns the same parts object if nothing has changed.
 
         Args:
-            anew: describe it also if no look that takes little time finds a change.
+            anew: describe it even if the cheap checks find no change.
 
         Raises:
             FeatureNotCacheable: it can't be described.
@@ -268,14 +268,14 @@ class Proof:
         return self.built
 
     def is_of(self, fingerprint: Fingerprint) -> bool:
-        """True if a fingerprint is that of the last known state, and of torch's settings now."""
+        """True if a fingerprint has the latest described state and torch's present settings."""
         if self.built is None:
             return False
         parts = {**self.built.parts, "settings": list(torch_settings(self.built.parts["device"]))}
         return all(fingerprint.parts.get(name) == value for name, value in parts.items())
 
     def proving(self) -> Callable[[bool], bool | None]:
-        """A function by which rows that were computed now are proved, see `ComputedRows.is_proved`."""
+        """Return the function that proves rows computed now; see `ComputedRows.is_proved`."""
         module, built, computed_at = self.module, self.built, time.monotonic()
 
         def is_proved(look: bool) -> bool | None:
@@ -283,7 +283,7 @@ class Proof:
             if look and proof.built is not None and proof.built.looked_at < computed_at:
                 try:
                     proof.look(anew=True)
-                except FeatureNotCacheable:  # it is said by the next call
+                except FeatureNotCacheable:  # the next call raises it
                     proof.built = None
             if proof.built is None or built is None or proof.built.parts is not built.parts:
                 proof.say_changed({} if built is None else built.parts)
@@ -293,7 +293,7 @@ class Proof:
         return is_proved
 
     def say_changed(self, parts: Mapping[str, Any]) -> None:
-        """Log once in which parts the module has changed, so that what it computed isn't stored."""
+        """Log once which parts of the module have changed, so that its computed rows aren't stored."""
         latest = {} if self.built is None else self.built.parts
         names = [name for name in differences(parts, latest) if name.partition(".")[0] in latest]
         log_once(
@@ -304,7 +304,7 @@ class Proof:
     def record_build(
         self, pending: Pending, description: Description, before: dict[str, str], reads: Reads
     ) -> None:
-        """Remember how the module came out, for those not built; the next call with a key stores that.
+        """Record the outcome of the build for later processes; the next call with a key stores the record.
 
         Args:
             before: digests of the random generators before the build.
@@ -319,7 +319,7 @@ class Proof:
         try:
             built = self.look()
         except FeatureNotCacheable:
-            return  # it is said when a key is given
+            return  # the first call with a key raises it
         describer = Describer()
         for child in module.modules():
             describer.reach(type(child), type(child).__name__)
@@ -337,7 +337,7 @@ class Proof:
         self._record = _recipe(description, pending), latest
 
     def record_settled(self, before: Fingerprint) -> None:
-        """Remember that the first computation has changed the module from what it was when built."""
+        """Update the record of the build after the first computation has changed the module."""
         if self._record is None or self.built is None:
             return
         key, latest = self._record
@@ -349,7 +349,7 @@ class Proof:
                 self._store_record(store)
 
     def _note_build(self, store: RowStore) -> None:
-        """Store the record of the build where rows are looked up, and count it; once in each place."""
+        """Count the build and store its record, once in each place where rows are looked up."""
         self.places.add(store.place)
         self._noted_in.add(store.place)
         if self._was_built:
@@ -362,27 +362,27 @@ class Proof:
             store.write_note(key, with_latest(store.read_note(key), latest), label_of(self.module))
 
     def raise_if_refused(self, fingerprint: Fingerprint) -> None:
-        """Raise if the rows of a fingerprint were found to be wrong.
+        """Refuse a fingerprint whose rows were found to be wrong.
 
         Raises:
-            FeatureMismatch: they were.
+            FeatureMismatch: its rows were found to be wrong.
         """
         if fingerprint.digest in self.refused:
             raise FeatureMismatch(self.refused[fingerprint.digest])
 
     def has_unknown_reads(self, store: RowStore, fingerprint: Fingerprint) -> bool:
-        """True if it isn't known which files and variables computing rows reads."""
+        """True if the files and variables that computing reads are unknown."""
         base = store.place, fingerprint.base
         return base in self._read_names and self._read_names[base] is None
 
     def record_reads(self, store: RowStore, fingerprint: Fingerprint, names: ReadNames) -> None:
-        """Store what computing rows reads, once: its contents are part of the fingerprint from now on."""
+        """Store the names that computing reads; their contents are part of the fingerprint from now on."""
         store.write_note(_READ + fingerprint.base, names.written(), label_of(self.module))
         self._read_names[store.place, fingerprint.base] = names
         self._forget_fingerprints()
 
     def look_at_reads(self) -> bool:
-        """Compare the files and variables that were read; True if computing's hold what they held."""
+        """Compare the files and variables that were read; False if what computing reads has changed."""
         start = time.monotonic()
         if self._believed is not None and not self._believed[1].still_holds():
             self._believed = None
@@ -399,7 +399,7 @@ class Proof:
         self._contents.clear()
 
     def _with_reads(self, store: RowStore, whole: dict[str, Any]) -> Fingerprint:
-        """The fingerprint of parts and of what computing reads; with a number if its rows were wrong."""
+        """The fingerprint of the parts and of what computing reads; numbered if rows were refused."""
         digest = Fingerprint.of(whole).digest
         base = store.place, digest
         if options_of(self.module).version is None:
@@ -415,7 +415,7 @@ class Proof:
         return replace(fingerprint, base=digest)
 
     def _say_checked(self, store: RowStore, fingerprint: Fingerprint) -> None:
-        """Log when rows of a module that isn't built were checked, as nothing in this run does."""
+        """Log when the rows of a module that isn't built were last checked: this run checks none."""
         checked_at = was_checked(store, fingerprint)
         logger.info(
             "%s isn't built as long as all its rows are there; they were checked last: %s. `streamload "
@@ -426,7 +426,7 @@ class Proof:
 
     @property
     def device(self) -> torch.device:
-        """Device of the module, or of what it will be."""
+        """Device of the module, or the device that it will be on once built."""
         module = self.module
         if is_pending(module):
             return (
@@ -437,7 +437,7 @@ class Proof:
         return device_of(module) if self.built is None else self.built.device
 
     def count_computed(self, rows: int, seconds: float) -> None:
-        """Count rows that were computed, and the time that it took."""
+        """Count computed rows and the time they took."""
         self._computed_rows += rows
         self._compute_seconds += seconds
         self.seconds_per_row = self._compute_seconds / self._computed_rows
@@ -447,7 +447,7 @@ _proofs: weakref.WeakKeyDictionary[Any, Proof] = weakref.WeakKeyDictionary()
 
 
 def proof_of(module: Any) -> Proof:
-    """The proof of a module in this process; it goes with it."""
+    """The proof of a module in this process, with the module's lifetime."""
     proof = _proofs.get(module)
     if proof is None:
         proof = _proofs[module] = Proof(module)
@@ -460,7 +460,7 @@ def _parts_of_version(version: str, training: bool, device: str) -> dict[str, An
 
 
 def _recipe(description: Description, pending: Pending) -> bytes:
-    """Dependencies of a build, as the key of its records."""
+    """The key of a build's records: a digest of everything the build depends on."""
     calls = [[method, meaning] for method, _, meaning in pending.asked if method != "requires_grad_"]
     weights = [torch.__version__, sys.version_info[:2]]
     return b"build" + digest_of([description.parts, calls, weights, str(torch.get_default_dtype())]).encode()

@@ -1,8 +1,8 @@
-"""Reads of code that builds a module or computes rows: files, variables of the environment, late imports.
+"""Files, environment variables and late imports that code reads while it builds a module or computes rows.
 
-code runs once → an audit hook notes names → the names are stored → their contents are part of the fingerprint
+code runs once → an audit hook records names → the names are stored → their contents join the fingerprint
 
-Nothing runs again to see whether a file or variable has changed: its content is compared by a digest.
+Changes are found without running the code again: contents are compared by digest.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _LONGEST_PATH = 1024
 _MOST_SIBLINGS = 10_000
 _MOST_NAMES = 256
 _MOST_VARIABLES = 32
-"""Code that reads more of them copies the environment, and depends on none."""
+"""Code that reads more variables is copying the environment, and depends on none of them."""
 _WHOLE_BYTES = 64 << 20
-"""Larger files are compared by size and time."""
+"""Larger files are compared by size and modification time."""
 _OF_ENVIRON = ("os", "collections.abc", "_collections_abc", __name__)
 """Modules between code and the environment: `os.environ.get` is a method of `collections.abc.Mapping`."""
 FileIdentity = list[int]
@@ -55,7 +55,7 @@ class Reads:
         paths: of files opened for reading, as the code named them.
         variables: names in the environment.
         modules: names of modules whose import began.
-        is_closed: True if neither the network nor another process was asked.
+        is_closed: True if neither the network nor another process was used.
     """
 
     def __init__(self, *, of_project: bool = False):
@@ -67,7 +67,7 @@ class Reads:
         self._of_project = of_project
 
     def event(self, name: str, arguments: tuple[Any, ...]) -> None:
-        """Take note of an audit event."""
+        """Record an audit event."""
         if name == "open":
             path, mode, flags = arguments
             if isinstance(path, (str, bytes)):
@@ -82,12 +82,12 @@ class Reads:
             self.is_closed = False
 
     def variable(self, name: str) -> None:
-        """Take note of a variable, unless only the project's reads count and a library reads it."""
+        """Record a variable, unless a library reads it and only reads by the project count."""
         if not self._of_project or _is_read_by_project():
             self.variables.add(name)
 
     def files(self, strings: set[str]) -> dict[str, FileIdentity]:
-        """The files read, those that strings name, and weights beside either, by their real paths."""
+        """Files that were read or that strings name, and weight files beside them, by real path."""
         named = {path for path in strings if _may_be_path(path)}
         paths = {path for path in map(os.path.realpath, self.paths | named) if not path.startswith(_SYSTEM)}
         paths = {path for path in paths if not path.endswith(_CODE) and "/__pycache__/" not in path}
@@ -99,7 +99,7 @@ class Reads:
         return {path: identity for path, identity in identities.items() if identity is not None}
 
     def names(self) -> ReadNames:
-        """The names by which other processes compare what was read."""
+        """The names by which other processes find what was read."""
         paths = {path for path in self.paths - self._written if _may_change(path)}
         for module in map(sys.modules.get, self.modules):
             if module is not None and getattr(module, "__file__", None) and package_of(module) is None:
@@ -122,7 +122,7 @@ class ReadNames:
 
     @classmethod
     def read(cls, data: bytes | None) -> ReadNames | None:
-        """Read what `written` gave; None: it can't be read."""
+        """Parse the result of `written`; None: it is corrupt."""
         with contextlib.suppress(ValueError, TypeError, AttributeError):
             names = cls(**json.loads(data or b""))
             return cls(dict(names.files.items()), list(names.variables))
@@ -133,7 +133,7 @@ class ReadNames:
         return json.dumps({"files": self.files, "variables": self.variables}).encode()
 
     def without(self, values: Iterable[Any]) -> ReadNames:
-        """The names but for files that some values name: they are a row's input, as its key says."""
+        """The names without files that these values name: those are a row's input, part of its key."""
         texts = {os.fsdecode(value) for value in values if isinstance(value, (str, os.PathLike))}
         named = {
             os.path.realpath(text) for text in texts if 0 < len(text) < _LONGEST_PATH and "\0" not in text
@@ -145,9 +145,9 @@ class ReadNames:
         return ReadNames(self.files | other.files, sorted({*self.variables, *other.variables}))
 
     def contents(self) -> dict[str, Any] | None:
-        """Digests of what stands under the names now, a part of a fingerprint; None: a file has gone.
+        """Digests of the present contents, as a part of a fingerprint; None: a file is missing.
 
-        Files go by their last name, so that a project that moved keeps its rows.
+        Files are identified by their last path component, so a project that moved keeps its rows.
         """
         if any(existed and not pathlib.Path(path).is_file() for path, existed in self.files.items()):
             return None
@@ -204,15 +204,15 @@ def watched(*, of_project: bool = False) -> Iterator[Reads]:
 
 
 def _count_watches(change: int) -> None:
-    """Let the environment note its reads as long as a thread is watched."""
+    """Record reads of the environment as long as any thread is watched."""
     with _watching:
-        _watches[0] = max(0, _watches[0] + change)  # a child that was forked in a block leaves it, too
+        _watches[0] = max(0, _watches[0] + change)  # a child forked inside the block leaves it as well
         plain = _NotedEnviron.__mro__[1]
         os.environ.__class__ = _NotedEnviron if _watches[0] else plain
 
 
 def _watch_nothing() -> None:
-    """In a forked child: the watched threads stayed with the parent."""
+    """Fork safety: the watched threads stay with the parent."""
     global _watching
     _watching = threading.Lock()
     _watches[0] = 1
@@ -233,7 +233,7 @@ def _is_read_by_project() -> bool:
 
 
 def digests_of(variables: Iterable[str]) -> dict[str, str | None]:
-    """Digest the value that each variable of the environment has now: a value may be a secret."""
+    """Digests of the present values of environment variables: a value may be a secret."""
     values = {name: os.environ.get(name) for name in sorted(variables)}
     return {
         name: None if value is None else hashlib.blake2b(os.fsencode(value), digest_size=16).hexdigest()
@@ -242,7 +242,7 @@ def digests_of(variables: Iterable[str]) -> dict[str, str | None]:
 
 
 def identity_of(path: str) -> FileIdentity | None:
-    """Size, times of a file's data and of any change, inode; None: there is no file."""
+    """Size, mtime, ctime and inode of a file; None: no such regular file."""
     with contextlib.suppress(OSError):
         status = pathlib.Path(path).stat()
         if stat.S_ISREG(status.st_mode):
@@ -251,7 +251,7 @@ def identity_of(path: str) -> FileIdentity | None:
 
 
 def _content_of(path: str) -> str | None:
-    """A digest of a file; of a large one its size and time; None: there is none."""
+    """Digest of a file, or size and modification time of a large one; None: no such file."""
     identity = identity_of(path)
     with contextlib.suppress(OSError):
         if identity is not None and identity[0] <= _WHOLE_BYTES:
@@ -260,7 +260,7 @@ def _content_of(path: str) -> str | None:
 
 
 def _may_change(path: str) -> bool:
-    """True if a file is neither the system's, nor a library's, nor code, which is described elsewhere."""
+    """True unless a file belongs to the system or a library, or is code, which `Describer` covers."""
     real = os.path.realpath(path)
     is_passing = any(part in real for part in _OF_COMPILERS)
     return not (real.startswith((*_SYSTEM, *_OF_LIBRARIES)) or real.endswith(_CODE) or is_passing)

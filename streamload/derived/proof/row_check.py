@@ -1,8 +1,8 @@
-"""The check of stored rows in the process that has their module: which rows, and what was found.
+"""Checks of stored rows in the process that has their module: the choice of rows, and the verdicts.
 
-The first row that another process stored is computed again before it is used, later ones at most one in a
-hundred (rounding.py compares). Where the module isn't built nothing is computed: files and variables that
-computing reads are part of the fingerprint (reads.py). Verdicts are notes beside the rows, and go with them.
+The first row that another process stored is computed again before it is used, later at most one in a hundred
+(rounding.py compares). Without a built module nothing is computed: there, the fingerprint covers the files
+and variables that computing reads (reads.py). Verdicts are notes beside the rows, and are deleted with them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from streamload.errors import FeatureNotCacheable
 from streamload.torch_internals import DropoutBase, InstanceNormBase, NormBase
 
 _REFUSED, _CHECKED = b"refused", b"checked"
-"""Before a fingerprint: the keys of notes that its rows aren't right, and of when they were."""
+"""Prefixes of the keys of verdicts: with a fingerprint, that its rows are wrong, or when they were right."""
 _MOST_CHECKED = 64
-"""Checks of a fingerprint's rows in a process: enough for one to meet a wrong row among 20."""
+"""Checks of a fingerprint's rows per process: enough to meet one wrong row in 20."""
 HITS_BETWEEN = (100, 300)
 _MOST_OWN = 100_000
 
@@ -37,16 +37,16 @@ _MOST_OWN = 100_000
 class RowChecks:
     """Choice of the stored rows of a fingerprint that are checked: the first, then at most one in a hundred.
 
-    Which ones is drawn anew in each process. Rows that this process stored itself aren't checked.
+    Each process draws its own choice. Rows that this process stored itself aren't checked.
 
     Args:
         hits_between: least and most hits from a check to the next.
         is_first: whether the first hit is checked.
 
     Attributes:
-        samples: rows of whole numbers that wait for others to be judged with them.
-        count: of checks so far.
-        own: names of rows that this process stored.
+        samples: rows of whole numbers that are judged together with later ones.
+        count: checks so far.
+        own: names of the rows that this process stored.
     """
 
     def __init__(self, hits_between: tuple[int, int] = HITS_BETWEEN, *, is_first: bool = True) -> None:
@@ -69,7 +69,7 @@ class RowChecks:
         return self.count >= _MOST_CHECKED
 
     def is_due(self, hits: int) -> bool:
-        """True if one of the next rows that are read is to be checked."""
+        """True if one of these hits has to be checked."""
         self._hits += hits
         return not self.is_done and self._hits >= self._next_hit
 
@@ -83,12 +83,12 @@ class RowChecks:
         return True
 
     def checked(self) -> None:
-        """Note that rows were checked; draw when the next are."""
+        """Count a check and draw when the next is due."""
         self.count += 1
         self.postpone()
 
     def postpone(self) -> None:
-        """Draw when the next rows are checked."""
+        """Draw when the next check is due."""
         self._next_hit = self._hits + _drawn.randint(*self._hits_between)
 
     def add_own(self, names: Sequence[bytes]) -> None:
@@ -97,7 +97,7 @@ class RowChecks:
             self.own.update(names)
 
     def foreign(self, names: Sequence[bytes], places: Sequence[int]) -> list[int]:
-        """The places of rows that another process, or an earlier run, has stored."""
+        """The places of rows that another process or an earlier run stored."""
         return [place for place in places if names[place] not in self.own] if self.own else list(places)
 
 
@@ -112,12 +112,12 @@ def row_digests(rows: Mapping[bytes, Row]) -> dict[str, str]:
 
 
 def note_refused(store: RowStore, fingerprint: Fingerprint, rows: Mapping[bytes, Row], label: str) -> None:
-    """Store that rows are wrong: no row of their fingerprint is read while one of them is there."""
+    """Store that rows are wrong: their fingerprint is refused as long as one of them is stored."""
     store.write_note(_REFUSED + fingerprint.digest, json.dumps(row_digests(rows)).encode(), label)
 
 
 def is_refused(store: RowStore, fingerprint: Fingerprint) -> bool:
-    """True if rows of a fingerprint were found to be wrong, and are there still."""
+    """True if rows of a fingerprint were found to be wrong and are still stored."""
     note = store.read_note(_REFUSED + fingerprint.digest)
     with contextlib.suppress(ValueError, TypeError, AttributeError):
         return note is not None and (not (rows := json.loads(note)) or any(_are_stored(store, rows)))
@@ -127,13 +127,13 @@ def is_refused(store: RowStore, fingerprint: Fingerprint) -> bool:
 def note_checked(
     store: RowStore, fingerprint: Fingerprint, rows: Mapping[bytes, Row], label: str, seconds: float
 ) -> None:
-    """Store that rows were found to be right, and when, `time.time()`."""
+    """Store that rows were found to be right at a `time.time()`."""
     verdict = json.dumps({"at": seconds, "rows": row_digests(rows)}).encode()
     store.write_note(_CHECKED + fingerprint.digest, verdict, label)
 
 
 def was_checked(store: RowStore, fingerprint: Fingerprint) -> float:
-    """When rows of a fingerprint that are still there were checked, `time.time()`; 0: never."""
+    """The `time.time()` of the last check of rows that are still stored; 0: never."""
     with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
         verdict = json.loads(store.read_note(_CHECKED + fingerprint.digest) or b"{}")
         if verdict and verdict["rows"] and all(_are_stored(store, verdict["rows"])):
@@ -142,13 +142,13 @@ def was_checked(store: RowStore, fingerprint: Fingerprint) -> float:
 
 
 def _are_stored(store: RowStore, rows: Mapping[str, str]) -> Iterator[bool]:
-    """Of each row, by its name, True if it is stored with this digest."""
+    """For each named row, True if it is stored with this digest."""
     digests = row_digests(store.read([bytes.fromhex(name) for name in rows], "checked rows"))
     return (digests.get(name) == digest for name, digest in rows.items())
 
 
 def checks_of(store: RowStore, fingerprint: Fingerprint) -> RowChecks:
-    """The checks of a fingerprint's rows in this process, whichever object of the module reads them."""
+    """The checks of a fingerprint's rows in this process, shared by all module objects that read them."""
     key = store.place, fingerprint.digest
     return _checks.get(key) or _checks.setdefault(key, RowChecks())
 
@@ -157,12 +157,12 @@ _checks: dict[tuple[RowPlace, bytes], RowChecks] = {}
 
 
 def checks_made() -> int:
-    """How often rows were compared and found right in this process."""
+    """Number of checks in this process that found rows to be right."""
     return sum(checks.count for checks in _checks.values())
 
 
 def run_began() -> float:
-    """When this process began, or the one that made it its worker, `time.time()`."""
+    """The `time.time()` at which this process, or the parent of a worker, started."""
     parent = multiprocessing.parent_process()
     process = os.getpid() if parent is None else parent.pid
     try:
@@ -177,7 +177,7 @@ _imported_at = time.time()
 
 
 def refuse_module(module: torch.nn.Module) -> None:
-    """Refuse a built module whose results depend on more than an input.
+    """Refuse a built module whose results depend on more than the input.
 
     Raises:
         FeatureNotCacheable: it is sharded, or in train mode with dropout or batch norm.

@@ -1,11 +1,11 @@
 """The file of a table of rows: SQLite in write-ahead mode, shared by all processes of a node.
 
     ROOT/rows.db, rows.db-wal, rows.db-shm   one table, of rows and notes
-    ROOT/rows.db.broken                      a file that wasn't a table of rows any more, set aside
+    ROOT/rows.db.broken                      a corrupt file that was set aside
     ROOT/lock                                held while the file is made, written to or set aside
 
-Rows are appended in the order of their keys, so that a transaction writes few pages of the index. All that is
-read is checked by its reader: a flipped bit anywhere costs rows, and never gives a wrong one.
+Rows are appended in the order of their keys, so that a transaction writes few pages of the index. Readers
+check what they read: a flipped bit costs rows but never yields a wrong one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FILES = (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm")
 BROKEN = f"{DATABASE}.broken"
 PAGE_BYTES = 16384
 LOG_HEAD_BYTES, LOGGED_PAGE_BYTES = 32, PAGE_BYTES + 24
-"""The head of the log, and what a page takes in it: https://www.sqlite.org/fileformat.html#the_write_ahead_log."""
+"""Bytes of the log's header and of a page in the log: https://www.sqlite.org/fileformat.html#the_write_ahead_log."""
 _FORMAT = 3
 _SCHEMA = """
 CREATE TABLE rows (
@@ -36,7 +36,7 @@ CREATE TABLE rows (
 );
 CREATE INDEX rows_by_use ON rows (used) WHERE used IS NOT NULL;
 """
-"""Times in milliseconds since the epoch; of a note, which is never evicted, `used` is NULL."""
+"""Times in milliseconds since the epoch; `used` is NULL for notes, which are never evicted."""
 _WAIT_SECONDS = 20.0
 _LOG_WAIT_MILLISECONDS = 200
 _MOST_LOG_BYTES = 4 << 20
@@ -45,16 +45,16 @@ _FOR_NOW = (
     *("locked", "busy", "full", "disk I/O", "readonly", "read-only", "unable to open", "interrupted"),
     *("out of memory", "permission", "locking protocol"),
 )
-"""Words of errors that a database has which isn't broken."""
+"""Error texts of a database that isn't corrupt, only unavailable for now."""
 ERRORS = (OSError, sqlite3.Error, UnicodeDecodeError, OverflowError)
-"""Errors of a database that is broken, or can't be used for now."""
+"""Errors of a corrupt or temporarily unavailable database."""
 
 
 class Connection:
     """A connection of this process to the file in a directory. Threads take turns by `turn`.
 
-    It is opened when it is needed and closed before each fork: SQLite's locks are those of a process, and a
-    child would copy what its parent knows of them.
+    Opened on demand and closed before each fork: SQLite's locks belong to a process, and a child would
+    inherit its parent's idea of them.
 
     Args:
         root: of the directory.
@@ -69,7 +69,7 @@ class Connection:
         _connections.add(self)
 
     def open(self) -> bool:
-        """Open the file that is there now; False: there is none, and it is only read.
+        """Open the current file; False: it doesn't exist, and this connection is read-only.
 
         Raises:
             CacheError: the directory isn't this user's alone, or the file is a link.
@@ -88,7 +88,9 @@ class Connection:
             check_owner(self.root)
             with exclusive(self.root / "lock"):
                 if not path.exists():
-                    for name in FILES[1:]:  # of one that was set aside: they would be taken for its own
+                    for name in FILES[
+                        1:
+                    ]:  # left by a file that was set aside: SQLite would take them for this one's
                         (self.root / name).unlink(missing_ok=True)
                     os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
                 self._connect(path)
@@ -97,7 +99,7 @@ class Connection:
         return self._sqlite is not None
 
     def _connect(self, path: Path) -> None:
-        # SQLite makes a log if there is none, unless the file is immutable; without a log nobody writes.
+        # SQLite creates a missing log unless the file is opened as immutable; without a log nobody writes.
         is_fixed = not os.access(self.root, os.W_OK) and not size_of(self.root / FILES[1])
         self.inode = inode_of(path)
         self._sqlite = sqlite3.connect(
@@ -110,7 +112,7 @@ class Connection:
         self._sqlite.text_factory = bytes
         try:
             self._prepare()
-            if inode_of(path) != self.inode:  # its log, which is opened by name, may be of the next file
+            if inode_of(path) != self.inode:  # the log is opened by name, so it may belong to the next file
                 raise sqlite3.OperationalError("busy: it was set aside just now")
         except BaseException:
             self.close()
@@ -135,26 +137,26 @@ class Connection:
         self.execute("SELECT place, key, label, used, stored, value FROM rows LIMIT 0")
 
     def open_empty(self) -> None:
-        """Be connected to an empty table in memory, in place of a file that isn't there."""
+        """Connect to an empty table in memory in place of a missing file."""
         self._sqlite = sqlite3.connect(":memory:")
         self._sqlite.executescript(_SCHEMA)
 
     def execute(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """All rows of an answer."""
+        """Run a query and return all its rows."""
         assert self._sqlite is not None
         return self._sqlite.execute(statement, values).fetchall()
 
     def change(self, statement: str, values: Iterable[Sequence[Any]]) -> int:
-        """Execute a statement with several values; returns how many rows it changed."""
+        """Run a statement once per tuple of parameters; returns the number of changed rows."""
         assert self._sqlite is not None
         before = self._sqlite.total_changes
         self._sqlite.executemany(statement, values)
         return self._sqlite.total_changes - before
 
     def parts(self, statement: str, after: Any, *values: Any) -> Iterator[list[tuple[Any, ...]]]:
-        """An answer in parts of some MB, so that no long reading keeps others from emptying the log.
+        """Run a query in parts of a few MB, so that a long read doesn't keep others from emptying the log.
 
-        The statement selects rows after a place, in their order: the place first, the bytes last.
+        The statement selects rows after a place in ascending order, the place first and the bytes last.
         """
         assert self._sqlite is not None
         while True:
@@ -173,13 +175,13 @@ class Connection:
 
     @contextlib.contextmanager
     def transaction(self, most_log_bytes: int = _MOST_LOG_BYTES) -> Iterator[None]:
-        """Change rows within the block, as the only one who does.
+        """Change rows in the block as the only writer.
 
         Args:
-            most_log_bytes: the log is emptied before if it is longer.
+            most_log_bytes: a longer log is emptied first.
 
         Raises:
-            sqlite3.OperationalError: it can't be emptied for now, as others read.
+            sqlite3.OperationalError: the log can't be emptied for now because others read it.
         """
         with exclusive(self.root / "lock"):
             if size_of(self.root / FILES[1]) > most_log_bytes:
@@ -202,13 +204,13 @@ class Connection:
             self.execute(f"PRAGMA busy_timeout = {int(_WAIT_SECONDS * 1000)}")
 
     def shrink(self) -> None:
-        """Give the room of deleted rows back to the disk."""
-        with contextlib.suppress(sqlite3.OperationalError):  # somebody reads: the room is used again anyway
+        """Return the space of deleted rows to the disk."""
+        with contextlib.suppress(sqlite3.OperationalError):  # others read: later rows reuse the space anyway
             self.execute("VACUUM")
             self.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
-        """Close it; it may be opened again. Idempotent."""
+        """Close the connection; `open` opens it again. Idempotent."""
         connection, self._sqlite = self._sqlite, None
         if connection is not None:
             with contextlib.suppress(sqlite3.Error):
@@ -216,13 +218,13 @@ class Connection:
 
 
 def set_aside(root: Path, inode: tuple[int, int] | None) -> None:
-    """Rename a file that is broken, unless another process has; the next one that is opened is empty.
+    """Rename a corrupt file unless another process already has; the next `open` creates an empty one.
 
-    Whoever has it open goes on with it until it looks for rows again. SQLite leaves the log alone, which it
-    knows by name, when it closes a file that was renamed.
+    Processes that have the file open keep using it until their next read. SQLite knows the log by name, and
+    leaves it alone when it closes a renamed file.
 
     Args:
-        inode: of the file that was found to be broken.
+        inode: of the corrupt file.
     """
     with exclusive(root / "lock"):
         if inode is not None and inode_of(root / DATABASE) == inode:
@@ -232,7 +234,7 @@ def set_aside(root: Path, inode: tuple[int, int] | None) -> None:
 
 
 def is_broken(error: Exception) -> bool:
-    """True if a file is no database of rows, and never will be."""
+    """True if an error means that the file is corrupt rather than unavailable for now."""
     if isinstance(error, (UnicodeDecodeError, OverflowError)):
         return True
     if not isinstance(error, sqlite3.DatabaseError) or isinstance(
@@ -248,7 +250,7 @@ def used_bytes(root: Path) -> int:
 
 
 def size_of(path: Path) -> int:
-    """The size of a file; 0 of one that isn't there."""
+    """Size of a file; 0 if it doesn't exist."""
     try:
         return path.stat().st_size
     except OSError:
@@ -260,7 +262,7 @@ _held: list[Connection] = []
 
 
 def _before_fork() -> None:
-    """Hold all connections of this process while it forks: a child inherits none that is open."""
+    """Close all connections of this process before it forks, and block their use until it has."""
     _held[:] = _connections
     for connection in _held:
         connection.turn.acquire()

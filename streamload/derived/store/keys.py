@@ -1,4 +1,4 @@
-"""The keys of a call's rows, and which of its inputs belong to which row."""
+"""Keys of a call's rows, and the inputs of each row."""
 
 from __future__ import annotations
 
@@ -23,22 +23,21 @@ from streamload.errors import OptionError
 Digests = Callable[[], list[int]]
 
 _OF_NUMPY = (torch.float32, torch.uint8, torch.int64, torch.float16)
-"""Dtypes whose bytes numpy gives in half the time."""
+"""Dtypes whose bytes numpy returns in half the time."""
 _RUN_BYTES, _MOST_RUNS = 64, 128
-"""Of an input's row so many runs of bytes are looked at to tell inputs apart, spread evenly over it: a cache
-line each."""
+"""To tell inputs apart, at most so many runs of bytes are hashed, spread over a row: a cache line each."""
 
 
 def keys_of(cache_key: Any, inputs: Any) -> list[Any] | None:
-    """The keys of rows, one each; None: it is one key.
+    """The keys of the rows, one each; None: a single key for the whole call.
 
-    A list, array or 1-D tensor is keys of rows; a tuple only if it is as long as the batch.
+    A list, array or 1-D tensor has a key for each row; a tuple only if it is as long as the batch.
 
     Args:
-        inputs: of the call, the first of which says how large the batch is.
+        inputs: of the call; the first tensor, array or list has the batch size.
 
     Raises:
-        OptionError: an array of more dimensions, or of no kind of key.
+        OptionError: an array of more than one dimension.
     """
     if isinstance(cache_key, (list, range)):
         return list(cache_key)
@@ -64,10 +63,10 @@ def batch_size(inputs: Any) -> int | None:
 
 
 def key_bytes(key: Any) -> bytes:
-    """A key, so that keys of other types or values are other bytes: 1, "1", True and (1,) all differ.
+    """Encode a key so that type and value both count: 1, "1", True and (1,) all differ.
 
     Raises:
-        OptionError: of a type that isn't known to stay the same.
+        OptionError: a type without a stable encoding.
     """
     if type(key) is str:
         return b"s" + key.encode("utf-8", "surrogatepass")
@@ -109,12 +108,12 @@ class SampleKey(NamedTuple):
 
 
 class Naming:
-    """Under what rows are stored: the address of a row in a column, or 32 bytes, a fingerprint and a digest.
+    """Names of stored rows: an address in a column, or 32 bytes of fingerprint and digest.
 
     Args:
         fingerprint: 16 bytes.
-        context: arguments that are the same for all rows.
-        is_row: whether a key stands for a row, or for a whole result.
+        context: the arguments that all rows share.
+        is_row: whether a key names one row or a whole result.
     """
 
     def __init__(self, fingerprint: bytes, context: bytes, *, is_row: bool):
@@ -134,12 +133,12 @@ class Naming:
 
 
 class Inputs:
-    """The arguments of a call: the input, which has a row for each key, and what is the same for all.
+    """The arguments of a call: inputs with a row for each key, and the context that all rows share.
 
-    Of a call with one key the input is its first argument, whatever that is, and all tensors and arrays.
+    In a call with a single key, the first argument and all tensors and arrays are inputs.
 
     Args:
-        rows: how many keys there are; None: all is of one key.
+        rows: number of keys; None: a single key for the whole call.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int | None):
@@ -147,9 +146,9 @@ class Inputs:
         self.kwargs = kwargs
         self.rows = rows
         self.leaves: list[Any] = []
-        """The input: tensors, arrays, lists of a row for each key; or whatever it is, of one key."""
+        """Inputs: tensors, arrays and lists with a row for each key, or any values under a single key."""
         self.context: list[Any] = []
-        """Other inputs, for the key."""
+        """Arguments that become part of every key."""
         for name, value in (*enumerate(args), *sorted(kwargs.items())):
             if rows is None and name == 0 and type(value) not in (dict, tuple):
                 self.leaves.append(value)
@@ -176,7 +175,7 @@ class Inputs:
         return self.rows is not None and type(value) is list and len(value) == self.rows
 
     def of(self, places: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call for some of the rows, in an order."""
+        """The arguments of a call for some of the rows, in the given order."""
         if self.rows is None or list(places) == list(range(self.rows)):
             return self.args, self.kwargs
         return (
@@ -200,11 +199,11 @@ class Inputs:
         return value
 
     def digests(self, places: Sequence[int]) -> list[int]:
-        """A digest of the input of some rows, by which inputs are told apart; 0: it can't be seen."""
+        """Digests that tell the inputs of these rows apart; 0 where an input can't be read."""
         return self.digests_later(places)()
 
     def digests_later(self, places: Sequence[int]) -> Digests:
-        """As `digests`, of the input as it is now; what is returned waits for the device when called."""
+        """As `digests`, for the input as it is now; the returned function waits for the device."""
         if not places:
             return list
         digests = [_digests(leaf, places, whole=self.rows is None) for leaf in self.leaves]
@@ -221,7 +220,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _combined(of_leaves: Sequence[Sequence[int]], count: int) -> list[int]:
-    """One digest for the leaves of each row; 0 where none can be seen."""
+    """One digest per row over all its leaves; 0 where none can be read."""
     combined = [0] * count
     for digests in of_leaves:
         combined = [
@@ -248,7 +247,7 @@ def _digests(leaf: Any, places: Sequence[int], *, whole: bool) -> Digests:
 
 
 def digest_of(value: Any, seed: int = 0) -> int:
-    """A digest of one input; the seed itself where it can't be seen."""
+    """Digest of one input; the seed itself if the input can't be read."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         plain = _plain(value)
         digest = 0 if plain is None else _digests_of_rows(plain, whole=True)()[0]
@@ -268,7 +267,7 @@ def digest_of(value: Any, seed: int = 0) -> int:
 
 
 def _plain(value: Any) -> torch.Tensor | None:
-    """An array or tensor whose bytes can be seen, as a tensor."""
+    """An array or tensor as a tensor with readable bytes; None: its bytes can't be read."""
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "biufc" or not value.size:
             return torch.empty(value.shape) if not value.size else None
@@ -307,7 +306,7 @@ def _digest_of_type(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def _runs(data: Any) -> Any:
-    """The bytes of rows that are looked at, of a tensor or an array uint8[N, bytes]."""
+    """The bytes of uint8[N, bytes] that are hashed."""
     runs = data.shape[1] // _RUN_BYTES
     if runs <= _MOST_RUNS:
         return data

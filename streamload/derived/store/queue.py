@@ -2,9 +2,9 @@
 
 computed → proved, by a look at the whole module after they were computed → stored, by the thread
 
-A row is stored only when its module was found to be the same after it was computed as before. Looking at all
-of a module takes long, so one look proves the rows of many calls. A process that is killed loses rows that
-were on their way; its own calls read them from here. It starts without torch.
+A row is stored only if its module is the same after computing as before. Examining a whole module takes long,
+so one examination proves the rows of many calls. Reads of this process find queued rows; a kill loses them.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from streamload.derived.store.sealed import Row
 from streamload.errors import LimitReached
 
 _LINGER_SECONDS = 0.2
-"""The thread waits so long for more rows: a transaction of many takes less time for each."""
+"""How long the thread waits for more rows: a larger transaction takes less time per row."""
 _ENOUGH_BYTES, _ENOUGH_ROWS = 1 << 20, 4096
 _MOST_BYTES = 2 << 20
-"""Above this calls wait for the thread; each worker of a DataLoader may hold as much."""
+"""Above this, calls wait for the thread. Per process, so each DataLoader worker may hold as much."""
 _MOST_UNPROVED_BYTES, _MOST_OF_DEVICE_BYTES = 1 << 20, 32 << 20
-"""Above this a module is looked at. A GPU computes rows faster, and a look at it waits for it."""
+"""Above this, the module is examined. A GPU computes rows faster, and examining its module waits for it."""
 
 Material = tuple["np.ndarray[Any, Any]", Sequence[int]]
 """The bytes of each row, uint8[N, bytes], and the digest of each row's input."""
 
 
 def return_memory() -> None:
-    """Give memory that is free back to the system: the C library keeps what a thread had for the next one."""
+    """Return free memory to the system: glibc keeps a finished thread's arena for the next thread."""
     with contextlib.suppress(OSError, AttributeError):  # another library than glibc
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -49,26 +49,26 @@ class ComputedRows:
     names: Sequence[bytes]  # under which they are stored
     layout: bytes  # of each
     material: Callable[[], Material]
-    """Gives their bytes and the digests of their inputs; may wait for a device to copy them."""
-    size_bytes: int  # what they take in memory about
+    """Returns their bytes and the digests of their inputs; may wait for a copy from a device."""
+    size_bytes: int  # approximate size in memory
     is_of_device: bool  # whether a device computed them
-    label: str  # what they are listed by
+    label: str  # by which they are listed
     is_proved: Callable[[bool], bool | None] | None
-    """True if their module is still what it was when they were computed; None: nobody has looked since, as
-    this only does if it is told to. No function: they may be stored."""
-    proved: Material | None = None  # what `material` gave, once they are proved
+    """Returns True if the module hasn't changed since the rows were computed, None if it wasn't examined
+    since; with the argument True it examines the module first. No function: the rows need no proof."""
+    proved: Material | None = None  # the result of `material`, once they are proved
 
 
 StoredBatch = tuple[ComputedRows, Material]
-"""The rows of a call, and what they are."""
+"""The rows of a call and their bytes."""
 
 
 class RowQueue:
-    """Rows of a store that aren't stored yet. Safe among threads; a forked child must not use its parent's.
+    """Computed rows of a store that aren't on disk yet. Thread-safe; a forked child mustn't use its parent's.
 
     Args:
         write: stores rows of one label; called by one thread at a time.
-        on_dropped: called with how many rows aren't stored since their module has changed meanwhile.
+        on_dropped: called with the number of rows that are dropped because their module has changed.
     """
 
     def __init__(self, write: Callable[[Sequence[StoredBatch]], None], on_dropped: Callable[[int], None]):
@@ -78,18 +78,18 @@ class RowQueue:
         self._unproved: list[ComputedRows] = []
         self._waiting: deque[StoredBatch] = deque()
         self._latest: dict[bytes, tuple[ComputedRows, int]] = {}
-        """By name: the rows that were computed last, and which of them it is."""
+        """By name: the latest computed rows with that name, and the row's number among them."""
         self._bytes = 0
         self._thread: threading.Thread | None = None
         self._writing = threading.Lock()
 
     @property
     def is_busy(self) -> bool:
-        """True if any rows are on their way."""
+        """True if any rows are queued."""
         return bool(self._latest)
 
     def read(self, names: Sequence[bytes]) -> dict[bytes, Row]:
-        """The rows on their way of some names; the module is looked at where they aren't proved."""
+        """The queued rows with these names; examines the module if they aren't proved yet."""
         pending = self._pending(names)
         if any(rows.proved is None for rows, _ in pending.values()):
             self._prove()
@@ -106,7 +106,7 @@ class RowQueue:
             return {name: self._latest[name] for name in names if name in self._latest}
 
     def add(self, rows: ComputedRows) -> None:
-        """Take rows that were computed."""
+        """Add computed rows."""
         with self._changed:
             self._latest.update((name, (rows, number)) for number, name in enumerate(rows.names))
             if rows.is_proved is not None:
@@ -121,7 +121,7 @@ class RowQueue:
         self.settle()
 
     def settle(self) -> None:
-        """Hand rows to the thread that are proved by now, and drop those whose module has changed."""
+        """Hand the proved rows to the thread, and drop rows whose module has changed."""
         with self._changed:
             unproved, self._unproved = self._unproved, []
         proved, undecided = list[ComputedRows](), list[ComputedRows]()
@@ -137,7 +137,7 @@ class RowQueue:
         self._accept(proved)
 
     def flush(self) -> None:
-        """Prove and store all that is on its way, before this returns."""
+        """Prove and store all queued rows before returning."""
         self._prove()
         self._store_all()
 
@@ -176,7 +176,7 @@ class RowQueue:
         return self._bytes >= _ENOUGH_BYTES or len(self._latest) >= _ENOUGH_ROWS or not self._waiting
 
     def _run(self) -> None:
-        """Store rows as they come; end when there are none for a while."""
+        """Store rows as they come; end once none have come for a while."""
         while True:
             with self._changed:
                 self._changed.wait_for(self._has_enough, _LINGER_SECONDS)
@@ -202,7 +202,7 @@ class RowQueue:
                         self._changed.notify_all()
 
     def _next(self) -> list[StoredBatch]:
-        """The next rows, of one label, enough for some transactions."""
+        """The next rows of one label, enough for a few transactions."""
         batch: list[StoredBatch] = []
         size = 0
         with self._changed:

@@ -2,7 +2,7 @@
 
 On disk rows of samples are in columns (streamload/columns), those of calls in a table.
 
-Where the directory can't be used there is no store, which is said once: modules compute.
+Without a usable directory there is no store: that is logged once, and modules compute every row.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _MOST_SHARE = 0.9
 class CacheLevel(enum.Enum):
     """A source of rows.
 
-    DISK: the directory. MEMORY: what this process has read or computed lately, too. AUTO: MEMORY where the
-    rows that there are fit, else DISK.
+    DISK: the directory alone. MEMORY: also the rows that this process read or computed lately. AUTO: MEMORY
+    if all stored rows fit, else DISK.
     """
 
     DISK = enum.auto()
@@ -59,10 +59,10 @@ class CacheLevel(enum.Enum):
 
 
 class Mapped:
-    """A mapping, compared by identity, so that it can be part of a `Place`.
+    """A mapping that is compared by identity, so that it can be part of a `RowPlace`.
 
     Raises:
-        OptionError: it is none.
+        OptionError: it isn't a mapping.
     """
 
     def __init__(self, mapping: MutableMapping[str, bytes]):
@@ -77,36 +77,36 @@ class Mapped:
 
 @dataclass(frozen=True)
 class RowPlace:
-    """Place of a module's rows, and how much they may take."""
+    """Place of a module's rows, and their limits."""
 
     path: str  # the directory; "": `rows` in streamload's cache directory
     level: CacheLevel = CacheLevel.DISK  # whether rows are held in memory, too
     memory_bytes: int | None = None
-    """The limit of these, for all processes of the node together; None: by `STREAMLOAD_MEMORY_SIZE`."""
+    """Limit of the rows in memory, shared by all processes of the node; None: by `STREAMLOAD_MEMORY_SIZE`."""
     cache_size: str | int | None = None
     """The limit on disk, as of `make_loader`; None: by `STREAMLOAD_CACHE_SIZE`."""
     mapped: Mapped | None = None
-    """A mapping that has the rows in place of a directory; only the process that made it uses it."""
+    """Mapping in place of a directory; only the process that made it uses it."""
     reads_default: bool = False
-    """Rows that aren't there are looked for in the default directory, too, which is only read."""
+    """Whether missing rows are also looked up in the default directory, read-only."""
 
     def __hash__(self) -> int:
         return hash(self.path)  # of a few places in a process: each call looks for its own
 
     def settings(self) -> Settings:
-        """The settings that hold for it."""
+        """Settings of this place."""
         return read_settings(cache_size=self.cache_size)
 
     @property
     def root(self) -> Path:
-        """Of the rows on disk."""
+        """Directory of the rows on disk."""
         if not self.path:
             return self.settings().cache_dir / "rows"
         return own_directory(Path.cwd() / Path(self.path).expanduser()) / "rows"
 
     @property
     def others(self) -> list[Path]:
-        """Other places that rows are looked up in."""
+        """Other directories in which missing rows are looked up."""
         default = RowPlace("").root
         return [default] if self.reads_default and default != self.root else []
 
@@ -114,8 +114,8 @@ class RowPlace:
 class MappingRows:
     """The rows of a mapping, with the methods of `RowTable` by which a `RowStore` reads and writes.
 
-    Keys are hexadecimal digits, values are sealed rows: bytes alone, so that nothing has to be pickled.
-    Whatever the mapping raises is a miss. Its owner decides which rows it keeps.
+    Keys are hexadecimal digits and values are sealed rows as bytes, so nothing is pickled. An exception of
+    the mapping counts as a miss. The mapping's owner decides which rows to keep.
     """
 
     used_bytes = 0  # of the node's directories
@@ -136,7 +136,7 @@ class MappingRows:
         return pairs
 
     def write(self, rows: Sequence[SealedRow], label: str) -> int:
-        """Store sealed rows; returns how many the mapping took. The label is of no use here."""
+        """Store sealed rows; returns how many the mapping accepted. The label is ignored."""
         stored = 0
         for key, data in rows:
             try:
@@ -160,8 +160,8 @@ class RowStore:
         place: of the rows.
         disk: the rows of calls on disk, or those of a mapping.
         memory: the rows in memory; None: there are none.
-        queue: rows that a module computed, until they are stored; who reads one before waits for it.
-        counts: what happened here.
+        queue: computed rows that aren't stored yet; reading one waits for its proof.
+        counts: counts of this process.
 
     Raises:
         CacheError: the directory can't be used.
@@ -195,7 +195,7 @@ class RowStore:
                 log_once(f"rows aren't kept in memory: {exc}")
 
     def read(self, keys: Sequence[bytes], label: str) -> dict[bytes, Row]:
-        """The rows that are there, of some keys; those that came from the disk are in memory from now on."""
+        """The stored rows among these keys; rows from disk are added to memory."""
         start = time.perf_counter()
         rows = self.queue.read(keys) if self.queue.is_busy else {}
         if self.memory is not None:
@@ -210,7 +210,7 @@ class RowStore:
         return rows
 
     def _read(self, keys: Sequence[bytes]) -> dict[bytes, Row]:
-        """The rows that are there on disk: of samples by their addresses, others by names of 32 bytes."""
+        """The rows on disk: rows of samples by address, rows of calls by names of 32 bytes."""
         names = [key for key in keys if len(key) == KEY_BYTES]
         stored: dict[bytes, Row] = {}
         for place in (self.disk, *self._others):
@@ -227,7 +227,7 @@ class RowStore:
         return stored
 
     def read_from_memory(self, key: bytes) -> Row | None:
-        """A row that is in memory; None: it isn't, or is to be stored first."""
+        """A row in memory; None: it isn't there, or the queue has to be read first."""
         if self.queue.is_busy:
             return None
         row = None if self.memory is None else self.memory.get(key)
@@ -236,7 +236,7 @@ class RowStore:
         return row
 
     def _checked(self, pairs: Iterable[tuple[bytes, Any]]) -> dict[bytes, Row]:
-        """The rows that are what was written; others are counted as corrupt."""
+        """The rows that pass their checksums; others are counted as corrupt."""
         rows: dict[bytes, Row] = {}
         for key, data in pairs:
             try:
@@ -247,7 +247,7 @@ class RowStore:
         return rows
 
     def read_note(self, key: bytes) -> bytes | None:
-        """The text of a note, wherever rows are read; None: there is none, or it isn't what was written."""
+        """The text of a note in any directory that is read; None: missing or corrupt."""
         for rows in (self.disk, *self._others):
             for _, data in rows.read((key,)):
                 with contextlib.suppress(CacheCorrupt, TypeError, AttributeError):
@@ -259,7 +259,7 @@ class RowStore:
         self.disk.write([(key, seal(key, b"", text, 0))], label)
 
     def _store(self, batch: Sequence[StoredBatch]) -> None:
-        """Store rows of one label, each where it belongs."""
+        """Store rows of one label: rows of samples in columns, rows of calls in the table."""
         label, sealed, of_samples = batch[0][0].label, list[SealedRow](), list[tuple[bytes, bytes, Any]]()
         for rows, (bodies, digests) in batch:
             are_named = [len(name) == KEY_BYTES for name in rows.names]
@@ -281,7 +281,7 @@ class RowStore:
             self.write_columns(of_samples, label)
 
     def write_columns(self, rows: Sequence[tuple[bytes, bytes, Any]], label: str) -> None:
-        """Store rows of samples: address, layout and bytes of each; as far as there is room."""
+        """Store rows of samples (address, layout, bytes) as far as there is room."""
         start = time.perf_counter()
         stored = self._columns[0].write(rows)
         self.counts.stored += stored
@@ -292,7 +292,7 @@ class RowStore:
         self.counts.store_seconds += time.perf_counter() - start
 
     def write(self, rows: Sequence[SealedRow], label: str) -> None:
-        """Store sealed rows of calls, as far as there is room; by one thread at a time."""
+        """Store sealed rows of calls as far as there is room. One thread at a time."""
         start = time.perf_counter()
         stored = self.disk.write(rows, label)
         self.counts.stored += stored
@@ -304,25 +304,25 @@ class RowStore:
 
     @property
     def columns(self) -> Columns | None:
-        """The columns that rows of samples are stored in; None: a mapping has them."""
+        """Columns that store the rows of samples; None: a mapping stores them."""
         return self._columns[0] if self._columns else None
 
     def flush(self) -> None:
-        """Store all rows that were computed, as far as they are proved and there is room."""
+        """Store all computed rows that are proved, as far as there is room."""
         self.queue.flush()
 
     def take_counts(self) -> RowCounts:
-        """Counts since this was called last, for counters that are told so by one caller."""
+        """Counts since the last call. For a single caller."""
         before, self._taken = self._taken, dataclasses.replace(self.counts)
         return self._taken - before
 
     def clear_memory(self, label: str | None = None) -> None:
-        """Forget the rows of a label, or all, in memory; they are on disk still, or on their way there."""
+        """Drop a label's rows, or all, from memory; rows on disk and in the queue stay."""
         if self.memory is not None:
             self.memory.clear(label)
 
     def close(self) -> None:
-        """Close what is open."""
+        """Store the queued rows and close everything."""
         _flush(self)
         for rows in (self.disk, self.memory, *self._others):
             if rows is not None:
@@ -332,7 +332,7 @@ class RowStore:
         self.counts.refused += count
 
     def _open_tier(self) -> Tier:
-        """The tier that the columns are in, made if there is none: whatever is beside them has one limit.
+        """Open or create the tier that holds the columns: shards and columns share its limit.
 
         Raises:
             CacheError: it can't be used.
@@ -344,14 +344,14 @@ class RowStore:
         return Tier(home, limit_bytes, free_disk=settings.free_disk)
 
     def _most_columns_bytes(self) -> int | None:
-        """The most that columns may take by the place's own limit; None: by the tier's alone."""
+        """Limit of the columns by the place's own option; None: the tier's limit alone."""
         if self.place.cache_size is None:
             return None
         free_bytes = shutil.disk_usage(nearest(self.place.root)).free
         return self._settings.cache_size.limit_bytes(free_bytes, recorded_bytes(self.place.root.parent))
 
     def _disk_limit(self, used_bytes: int, new_bytes: int) -> int:
-        """Limit of rows of calls: beside the shards of a tier no more than that reserves."""
+        """Limit of the rows of calls; in a tier's directory, no more than the tier reserves for them."""
         disk, home = shutil.disk_usage(nearest(self.place.root)), self.place.root.parent
         available_bytes = disk.free + used_bytes
         floor_bytes = self._settings.free_disk.floor_bytes(disk.total, available_bytes)
@@ -390,7 +390,7 @@ _stores: dict[RowPlace, RowStore | None] = {}
 
 
 def open_store(place: RowPlace) -> RowStore | None:
-    """The store of a place in this process; None: it can't be used, which is said once."""
+    """The store of a place in this process; None: it can't be used, which is logged once."""
     if (opened := _stores.get(place)) is not None or place in _stores:
         return opened
     try:
@@ -409,7 +409,7 @@ def open_store(place: RowPlace) -> RowStore | None:
 
 
 def stores_at(place: RowPlace) -> list[RowStore]:
-    """The stores of this process at a place's directory, whatever their level; of what is there already."""
+    """The stores of this process in a place's directory, at any level, after storing their queued rows."""
     opened = {
         store_place: store
         for store_place, store in _stores.items()
@@ -425,7 +425,7 @@ def stores_at(place: RowPlace) -> list[RowStore]:
 
 
 def close_stores() -> None:
-    """Close all stores of this process; they are opened again when they are asked for."""
+    """Close all stores of this process; the next use opens them again."""
     while _stores:
         _, store = _stores.popitem()
         if store is not None:
@@ -440,12 +440,12 @@ def _flush(store: RowStore) -> None:
 
 
 def _flush_before_fork() -> None:
-    """A child has no rows on their way; what its parent computed so far it finds stored."""
+    """Fork safety: the queue is empty at a fork, so the child finds its parent's rows on disk."""
     for store in list(_stores.values()):
         if store is not None:
             _flush(store)
 
 
-# A forked child holds rows in memory within a share of its own, and counts for itself.
+# A forked child has its own share of memory and its own counts.
 os.register_at_fork(before=_flush_before_fork, after_in_child=_stores.clear)
 atexit.register(close_stores)

@@ -1,8 +1,8 @@
 """Rows and notes under keys in the file of a directory: bounded, and shared by all processes of a node.
 
-A batch is one transaction: what a killed process was writing isn't there. The limit counts the pages of the
-file and its log; the rows that weren't read for longest are evicted. A file that breaks is set aside, and an
-empty one made. What is read is checked by its reader.
+A batch is one transaction, so a killed process leaves no partial write. The limit counts the pages of the
+file and its log; the least recently read rows are evicted. A corrupt file is set aside and replaced by an
+empty one. Readers check what they read.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from streamload.errors import CacheError
 
 _T = TypeVar("_T")
 SealedRow = tuple[bytes, "bytes | memoryview"]
-"""A key, and what `sealed.seal` gives. A key of another length than a row's is that of a note."""
+"""A key and the bytes of `sealed.seal`. Notes have keys of another length than rows."""
 _VALUES = 500
 """SQLite allows 999 values in a statement."""
 _LOG_SHARE, _LEAST_LOG_BYTES, _MOST_LOG_BYTES = 8, LOG_HEAD_BYTES + 9 * LOGGED_PAGE_BYTES, 32 << 20
-"""An eighth of the limit is for the log, within these: a transaction of one row takes some pages of it."""
+"""The log gets an eighth of the limit, within these bounds: a transaction of one row writes several pages."""
 _INDEX_PAGES = 3
-"""So many a transaction may write for a row beside its own, and for the one that is evicted for it."""
+"""Index pages that a transaction may write for each row, evicting another row included."""
 _TOUCH_SECONDS = 10.0
 _FULL_ENOUGH = 0.7
-"""From this part of the limit on it is noted when rows are read."""
+"""Reads are noted once this share of the limit is used."""
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class RowCounts:
     compute_seconds: float = 0.0  # computing what was missing
     store_seconds: float = 0.0  # writing, by a thread that does so while others compute
     saved_seconds: float = 0.0
-    """What computing the rows that were read would have taken, by what a row of the module has taken here."""
+    """Estimated time to compute the rows that were read, from this process's time per computed row."""
 
     def __add__(self, other: RowCounts) -> RowCounts:
         return RowCounts(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
@@ -78,9 +78,9 @@ class RowTable:
     """The rows of one directory. Safe among threads and processes; it may be used across a fork.
 
     Args:
-        root: of the directory, which is made with mode 0700.
-        limit: what it may take, in bytes, given what it takes now and what is to be written; None: it is only
-            read, and isn't made. So is one that can't be written to, which is said once.
+        root: the directory, created with mode 0700.
+        limit: returns the limit in bytes, given the bytes used and the bytes to write; None: read-only, and
+            the directory isn't created. One that can't be written to is read-only too, which is logged once.
         counts: where corrupt, evicted and refused rows are counted.
 
     Raises:
@@ -126,7 +126,7 @@ class RowTable:
         return pairs
 
     def write(self, rows: Sequence[SealedRow], label: str) -> int:
-        """Store sealed rows, as many as there is room for; older ones go. Returns how many are stored now."""
+        """Store as many sealed rows as there is room for, evicting older ones; returns their number."""
         if self._writer is None:
             return 0
         new_bytes = sum(len(data) for _, data in rows) + 200 * len(rows)
@@ -139,7 +139,7 @@ class RowTable:
         return stored
 
     def close(self) -> None:
-        """Close the connections of this process; once is enough."""
+        """Close the connections of this process. Idempotent."""
         for connection in (self._reader, self._writer):
             if connection is not None:
                 with connection.turn:
@@ -167,7 +167,7 @@ class RowTable:
         return len(rows)
 
     def _make_room(self, new_pages: int, limit_bytes: int, opened: Connection) -> int | None:
-        """Evict rows until so many new pages are within the limit; returns how many, None: they never are."""
+        """Evict rows until the new pages fit the limit; returns how many, or None if they can never fit."""
         broken = self.root / BROKEN
         most_bytes = limit_bytes - log_bytes(limit_bytes) - size_of(self.root / FILES[2])
         if (new_pages + 10) * PAGE_BYTES > most_bytes:
@@ -193,7 +193,7 @@ class RowTable:
             evicted += opened.change("DELETE FROM rows WHERE place = ?", victims)
 
     def _touch(self, pairs: Sequence[tuple[bytes, Any]]) -> None:
-        """Note when rows were read, every some seconds and only as long as some may have to go soon."""
+        """Record when rows were read: every few seconds, and only while the table is nearly full."""
         if (clock := time.monotonic()) > self._touch_at:
             self._touch_at = clock + _TOUCH_SECONDS
             if self._touched and self._writer is not None:
@@ -215,7 +215,7 @@ class RowTable:
         return 0 if self._limit is None else self._limit(self.used_bytes, new_bytes)
 
     def _attempt(self, connection: Connection, action: Callable[[Connection], _T], otherwise: _T) -> _T:
-        """Do something with the file; if it can't be done say so once, and go on without."""
+        """Run an action on the file; on failure log once and return `otherwise`."""
         with connection.turn:
             try:
                 return self._do(connection, action, otherwise)
@@ -225,11 +225,11 @@ class RowTable:
                 return otherwise
 
     def _do(self, connection: Connection, action: Callable[[Connection], _T], otherwise: _T) -> _T:
-        """Do something with the file, if there is one; one that is broken is set aside first."""
+        """Run an action on the file if it exists; set a corrupt file aside and try again."""
         try:
             return action(connection) if connection.open() else otherwise
         except ERRORS as exc:
-            # A head that says that it is read-only is broken, too, where the directory isn't.
+            # A writable directory whose database claims to be read-only has a corrupt header.
             says_read_only = "readonly" in str(exc) and os.access(self.root, os.W_OK)
             if self._writer is None or not (is_broken(exc) or says_read_only):
                 raise
@@ -257,12 +257,12 @@ def _read(keys: Sequence[bytes], opened: Connection) -> list[tuple[bytes, Any]]:
 
 
 def log_bytes(limit_bytes: int) -> int:
-    """Share of a limit that is for the log."""
+    """Bytes of a limit that are reserved for the log."""
     return max(_LEAST_LOG_BYTES, min(_MOST_LOG_BYTES, limit_bytes // _LOG_SHARE))
 
 
 def _transactions(rows: Sequence[SealedRow], most_log_bytes: int) -> Iterator[Sequence[SealedRow]]:
-    """Rows in parts that take half of the log; a part may be larger if it is one row."""
+    """Split rows into transactions of at most half the log; a larger row is a transaction of its own."""
     first = pages = 0
     for number, row in enumerate(rows):
         row_pages = _pages(row) + _INDEX_PAGES
@@ -275,7 +275,7 @@ def _transactions(rows: Sequence[SealedRow], most_log_bytes: int) -> Iterator[Se
 
 
 def _pages(row: SealedRow) -> int:
-    """Pages of a row at most."""
+    """Most pages that a row can take."""
     return 1 + len(row[1]) // PAGE_BYTES
 
 
