@@ -86,8 +86,6 @@ class ScriptsInWorker(WorkerPart):
 class ScriptsInRank(RankPart):
     """Counts the scripts of the batches that all ranks have yielded."""
 
-    adds = ("script",)
-
     def __init__(self, run: Run):
         self._run = run
         self._counts = [0] * len(SCRIPTS)

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from streamload.extension.kernel import Batch, BatchInfo, Bounds, torch
 
 
+INFO_FIELDS = frozenset({"widths", "source_weights", "row_weights", "run_step", "importance"})
+"""Arguments of `BatchInfo` that a part may return from `yielded`."""
+
+
 class RowWidths(NamedTuple):
     """The columns that each row of a batch needs; kept in host memory, so that no device is asked for them.
 
@@ -72,14 +76,12 @@ class RankPart:
     """An extension in the rank, for as long as its loader lasts. Its defaults add nothing.
 
     Attributes:
-        adds: the names of the values that it adds to batches.
         by_rank: its keys of a state whose values are dicts with parts of each rank: those of several ranks'
             states are joined. All its other values are alike on all ranks.
         takes_reports: whether it makes something of the training's reports.
         reported: the means of these that it saw last, by source: the source's "name", "loss", "alignment".
     """
 
-    adds: ClassVar[tuple[str, ...]] = ()
     by_rank: ClassVar[tuple[str, ...]] = ()
     takes_reports: bool = False
     reported: Sequence[Mapping[str, object]] = ()
@@ -118,7 +120,8 @@ class RankPart:
             values: of the batch; what the worker's part left there for this one may be taken out.
 
         Returns:
-            The fields of the batch's info that follow from it, as `BatchInfo` takes them.
+            Fields of the batch's info, `INFO_FIELDS`: most parts return {}. What they add to the batch
+            itself `values` returns.
         """
         return {}
 

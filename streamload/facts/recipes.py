@@ -187,8 +187,10 @@ def joined_facts(facts: Mapping[str, Fact] | None, extensions: Iterable[Extensio
     """The facts of a run: those of Shards, and those that extensions bring.
 
     Raises:
-        OptionError: two facts have one name.
+        OptionError: two facts have one name, or an extension is given without a list.
     """
+    if isinstance(extensions, Extension):
+        raise OptionError(f"extensions={extensions!r:.100}; expected a list: put it in brackets")
     joined = dict(facts or {})
     for extension in extensions:
         for name, fact in extension.own_facts.items() if isinstance(extension, Extension) else ():

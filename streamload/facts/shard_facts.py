@@ -33,7 +33,7 @@ _RANGE_BYTES = 8 << 20
 """The most that is requested at once of an index-only shard."""
 _MEMORY_BYTES = 1 << 20
 _CHECKED = 4
-"""So many stored values of a column each process makes again, once."""
+"""Stored values of a column that each process makes again, once."""
 _checked: set[tuple[int, str]] = set()
 """The processes, by forks, and columns of which values were."""
 _POLL_SECONDS = 0.005
@@ -167,12 +167,17 @@ class ShardFacts(Companion):
         return True
 
     def _check(self, view: ShardView, copy: ShardCopy, column: Column) -> None:
-        """Make some stored values of a column again, the first that this process has the samples of."""
+        """Make some stored values of a column again: spread over a shard, the last first.
+
+        So a function that remembers the sample before is found out, too.
+        """
         first, which = self._stored.get(column.digest), (os.getpid(), column.digest)
         if first is None or which in _checked:
             return
-        values = self.values(column)[first : first + _CHECKED]
-        entries = copy.reader.entries(range(first, first + len(values)))
+        last = min(len(self.values(column)), copy.reader.count) - 1
+        numbers = list(dict.fromkeys(np.linspace(last, first, _CHECKED).astype(int).tolist()))
+        values = self.values(column)[numbers]
+        entries = copy.reader.entries(numbers)
         needed = [set(column.needs(entry.sizes)) for entry in entries]
         if copy.is_index_only and any(needed):
             return  # another shard is here
@@ -187,8 +192,9 @@ class ShardFacts(Companion):
             place, name = int(np.argmin(same)), column.check_name
             raise FeatureMismatch(
                 f"the fact {name!r} of sample {entries[place].key!r} was stored as {values[place]:g}, and is "
-                f"{remade[place]:g} now: it depends on what its code doesn't tell (a file, a variable, a "
-                f"library); give the function with a version that you change with them: "
+                f"{remade[place]:g} now: it depends on more than its code and its sample. If that is other "
+                f"samples, make a table of values beforehand; if it is a file, a variable or a library, give "
+                f"the function with a version that you change with it: "
                 f'facts={{{name!r}: (function, "1")}}'
             )
         _checked.add(which)  # only now: a caller that swallows the error, such as len(), is told again

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from streamload.errors import OptionError
 from streamload.extension import Event, Extension, RankPart, RecordedEvents
+from streamload.extension.rank import INFO_FIELDS
 from streamload.loader.options import LoaderOptions
 from streamload.loader.position import Position
 from streamload.loader.rank_process import RankProcess
@@ -260,12 +261,31 @@ class RankParts:
         """
         fields: dict[str, Any] = {}
         for name, part in self.by_name.items():
-            fields.update(part.yielded(messages.get(name, b""), values))
+            part_fields: Any = part.yielded(messages.get(name, b""), values)
+            if not isinstance(part_fields, Mapping) or not part_fields.keys() <= INFO_FIELDS:
+                raise OptionError(
+                    f"yielded() of the extension {name!r} returned {part_fields!r:.100}; expected {{}}, or "
+                    f"fields of info ({', '.join(sorted(INFO_FIELDS))}): values of batches go into values()"
+                )
+            fields.update(part_fields)
         return fields
 
     def values(self, info: BatchInfo) -> dict[str, Any]:
-        """Return the values that parts add to a batch, by name."""
-        return {name: value for part in self.by_name.values() for name, value in part.values(info).items()}
+        """Return the values that parts add to a batch, by name.
+
+        Raises:
+            OptionError: two parts add values of one name.
+        """
+        added: dict[str, Any] = {}
+        for extension, part in self.by_name.items():
+            part_values = part.values(info)
+            if not added.keys().isdisjoint(part_values):
+                raise OptionError(
+                    f"the extension {extension!r} and one before it both add "
+                    f"{sorted(added.keys() & part_values)} to a batch: give one of them another name"
+                )
+            added.update(part_values)
+        return added
 
     def metrics(self) -> dict[str, float]:
         """Return the parts' numbers for the published page, named `extension.number`.

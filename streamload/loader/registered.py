@@ -140,6 +140,11 @@ def _check_own(extensions: Collection[Extension]) -> None:
     for extension in extensions:
         if not isinstance(extension, Extension):
             raise OptionError(f"extensions has {extension!r:.100}; expected a streamload.extension.Extension")
+        if not isinstance(getattr(extension, "name", None), str):
+            raise OptionError(
+                f"the extension {extension!r:.100} has no name: give its class one, such as "
+                f'name = "short_captions"'
+            )
         if extension.name in names:
             raise OptionError(
                 f"extensions has the name {extension.name!r} twice, or it is one of streamload's own"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,18 +27,28 @@ BATCH = 10
 
 @dataclass(frozen=True)
 class _KeepsTheSame(Extension):
-    """Leaves out the samples that another extension leaves out, and does nothing else."""
+    """Leaves out the samples that another extension leaves out, and does nothing else.
+
+    Attributes:
+        verdicts: entries and verdicts of this process's calls, in their order.
+    """
 
     extension: Extension
+    verdicts: list[tuple[Entry, bool]] = field(default_factory=list, compare=False)
     name = "keeps_the_same"
 
     @property
     def own_facts(self) -> Mapping[str, Fact]:
         return self.extension.own_facts
 
+    @property
+    def facts(self) -> Collection[str]:
+        return self.extension.facts
+
     def keep(self, entry: Entry) -> bool:
         assert self.extension.keep is not None
-        return self.extension.keep(entry)
+        self.verdicts.append((entry, bool(self.extension.keep(entry))))
+        return self.verdicts[-1][1]
 
 
 class ExtensionContract:
@@ -132,6 +142,22 @@ class ExtensionContract:
             self.check_batches(batches, expected)
             added = extended.state_dict().keys() - plain.state_dict().keys()
             assert added == set(self.state_keys)
+
+    def test_what_it_keeps_depends_on_the_sample_alone(self, tmp_path: Path) -> None:
+        """`keep` says the same of a sample again, after others, and in another process."""
+        if self.extension.keep is None:
+            return
+        urls = self.write_data(tmp_path / "shards")
+        with self.make(urls, is_extended=False, cache_dir=tmp_path / "cache") as loader:
+            list(loader)
+            (recorder,) = (
+                extension for extension in loader.options.extensions if isinstance(extension, _KeepsTheSame)
+            )
+        unpickled: Extension = pickle.loads(pickle.dumps(self.extension))
+        assert recorder.verdicts
+        assert unpickled.keep is not None
+        for entry, verdict in reversed(recorder.verdicts):
+            assert bool(unpickled.keep(entry)) == verdict, f"keep({entry}) was {verdict} at its first call"
 
     def test_it_resumes_exactly_at_every_step(self, tmp_path: Path) -> None:
         """A run of two epochs goes on after each step as it would have, with its values."""

@@ -42,8 +42,6 @@ class RankWeights(RankPart):
         run: in which the ranks agree on the mean.
     """
 
-    adds = ("weight",)
-
     def __init__(self, sample_weight: SampleWeight, run: Run):
         self._sample_weight, self._run = sample_weight, run
         self._mean: MeanWeight | None = None  # of the batches before, or of a state
@@ -55,7 +53,7 @@ class RankWeights(RankPart):
             OptionError: nothing joins the ranks, or a value of the batch has the name.
             RankFailed: a rank failed or ended.
         """
-        if not values.keys().isdisjoint(self.adds):
+        if "weight" in values:
             raise OptionError(
                 "with sample_weight=, batches have the rows' weights as 'weight': what map_sample or "
                 "collate returns needs another name"

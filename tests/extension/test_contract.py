@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import math
@@ -29,7 +30,17 @@ from streamload.batching.padding import RowLengths
 from streamload.daemon.publication import PlanPublication
 from streamload.derived.store.row_store import close_stores
 from streamload.errors import OptionError, StateMismatch
-from streamload.extension import BatchRows, Event, Extension, RankPart, Run, WorkerPart, WorkerProcess
+from streamload.extension import (
+    BatchInfo,
+    BatchRows,
+    Event,
+    Extension,
+    RankPart,
+    Run,
+    WorkerPart,
+    WorkerProcess,
+)
+from streamload.extension.rank import INFO_FIELDS
 from streamload.features import RowFeatures, StoredFeatures
 from streamload.loader.loader import Loader
 from streamload.mixing import Summary
@@ -184,6 +195,7 @@ def run_in_rank(rank: int, name: str, folder: Path) -> None:
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
     )
     getattr(AgreedLengthsContract(rank, str(folder / "shards")), name)(folder / str(rank))
+    torch.distributed.barrier()  # a rank that ends while another still connects fails it
     torch.distributed.destroy_process_group()
 
 
@@ -346,8 +358,6 @@ class LargeInWorker(WorkerPart):
 
 class LargeInRank(RankPart):
     """Sets limits: from the first batch on, and a higher one after the second."""
-
-    adds = ("is_large",)
 
     def __init__(self, run: Run):
         self._run = run
@@ -545,6 +555,99 @@ def test_what_keep_cannot_be_is_refused():
 
     with pytest.raises(OptionError, match="keep of the extension 'three' is 3"):
         streamload.make_loader("shards", batches=streamload.Batches(extensions=[Three()]))
+
+
+class NamelessExtension(Extension):
+    """Has everything but a name."""
+
+
+@pytest.mark.parametrize(
+    ("extensions", "says"),
+    [
+        ([NamelessExtension()], "has no name: give its class one"),
+        (EachOther(), "expected a list: put it in brackets"),
+    ],
+)
+def test_what_extensions_cannot_be_is_refused(extensions: Any, says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        streamload.make_loader("shards", batches=streamload.Batches(extensions=extensions))
+
+
+class ReturningInRank(RankPart):
+    """Returns what its extension says from `yielded`, and adds one value."""
+
+    def __init__(self, fields: Any) -> None:
+        self._fields = fields
+
+    def yielded(self, part: bytes, values: dict[str, Any]) -> Any:
+        return self._fields
+
+    def values(self, info: Any) -> dict[str, Any]:
+        return {"extra": torch.zeros(info.rows)}
+
+
+@dataclass(frozen=True)
+class Returning(Extension):
+    fields: Any
+    name = "returning"
+
+    def in_rank(self, run: Run) -> ReturningInRank:
+        return ReturningInRank(self.fields)
+
+
+class AlsoReturning(Returning):
+    name = "also_returning"
+
+
+@pytest.mark.parametrize(
+    ("extensions", "says"),
+    [
+        ([Returning(None)], "yielded.. of the extension 'returning' returned None"),
+        (
+            [Returning({"aspect": 1})],
+            r"returned {'aspect': 1}; expected {}.*values of batches go into values",
+        ),
+        ([Returning({}), AlsoReturning({})], r"'also_returning' and one before it both add \['extra'\]"),
+    ],
+)
+def test_mistakes_in_a_rank_part_name_the_extension(tmp_path: Path, extensions: Any, says: str) -> None:
+    write_shards(tmp_path / "shards", [8])
+    with (
+        flat.make_loader(
+            str(tmp_path / "shards"),
+            batch_size=4,
+            num_workers=0,
+            extensions=extensions,
+            cache_dir=tmp_path / "c",
+        ) as loader,
+        pytest.raises(OptionError, match=says),
+    ):
+        next(iter(loader))
+
+
+def test_the_fields_that_yielded_may_return_are_those_of_the_info() -> None:
+    """All but those that the loader itself gives, and the widths, which microbatches take."""
+    taken = set(inspect.signature(BatchInfo).parameters)
+    assert taken - INFO_FIELDS == {"yielded", "sources", "seats", "shapes", "device"}
+    assert INFO_FIELDS - taken == {"widths"}
+
+
+class NewCaptions(EachOther):
+    """Leaves out a caption that is as long as that of the sample before: what `keep` must not do."""
+
+    before: ClassVar[list[int]] = []
+
+    def keep(self, entry: Entry) -> bool:
+        self.before.append(entry.number)
+        return len(self.before) % 3 > 0
+
+
+def test_the_suite_finds_a_keep_that_remembers(tmp_path: Path) -> None:
+    class Suite(ExtensionContract):
+        extension = NewCaptions()
+
+    with pytest.raises(AssertionError, match="at its first call"):
+        Suite().test_what_it_keeps_depends_on_the_sample_alone(tmp_path)
 
 
 class Listing(Extension):
