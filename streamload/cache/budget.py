@@ -47,36 +47,36 @@ logger = logging.getLogger("streamload")
 ENFORCE_SECONDS = 2.0
 _CLAIM_POLL_SECONDS = 0.01
 _EVICTION_ROUNDS = 5
-"""The first may only scan the tier: once per process, outside the lock."""
+"""The first attempt may only scan the tier, once per process and outside the lock."""
 _ROWS_BLOCK_BYTES, _ROWS_BLOCKS = 64 << 20, 64
-"""Room for rows of calls is reserved in parts of so much, or of a small limit in so many parts."""
+"""Granularity of reservations for rows of calls; a small limit is divided into so many parts instead."""
 _COLUMNS_AT_ONCE = 16
-"""Columns are evicted by a 16th, as the oldest have to be found for it."""
+"""Columns are evicted a sixteenth at a time, because finding the oldest takes a listing of all."""
 _LEAST_LISTED = 1000
 _MEASURED_SHARE, _MEASURED_MILLISECONDS = 100, 3_600_000
-"""What is recorded of columns is trusted for 100 times as long as measuring them took, an hour at most: each
-process that ended has left room that it didn't need."""
+"""A measurement of the columns is trusted for 100 times its duration, an hour at most: processes that ended
+leave unused room in the recorded sum."""
 _MEASURING_MILLISECONDS = 60_000
-"""Other processes trust the record for this long while one measures."""
+"""While one process measures, the others trust the record for this long."""
 _JUST_NOW_SECONDS = 1.0
-"""A process trusts what it measured itself for at least this long, so that a retry doesn't measure again."""
+"""A process trusts its own measurement for at least this long, so that a retry doesn't measure again."""
 LAST_BLOCKS_BYTES = 4 * BLOCK_BYTES
-"""Disk space of a part beyond its bytes: its files end within blocks, and one records the reservation."""
+"""Disk space of a part beyond its bytes: partly filled last blocks, and the record of its reservation."""
 PATIENCE_SECONDS = 1.0
-"""Time for which a process leaves room for a claim, from the moment when it sees it first."""
+"""How long a process leaves room for a claim after it first sees it."""
 
 
 def allowed_bytes(limit_bytes: int, stored_bytes: int, free_bytes: int, floor_bytes: int) -> int:
-    """The most that a tier may hold now: its limit, or less if that would leave too little of the disk."""
+    """The most that a tier may hold now: its limit, or less if the disk would become too full."""
     return min(limit_bytes, max(0, stored_bytes + free_bytes - floor_bytes))
 
 
 class Claim(NamedTuple):
-    """A live part whose size isn't known.
+    """A live part of unknown size.
 
     Attributes:
         path: its directory.
-        reserved_bytes: so far.
+        reserved_bytes: bytes that it has reserved so far.
     """
 
     path: Path
@@ -86,11 +86,11 @@ class Claim(NamedTuple):
 class Claims:
     """Unsized claims: parts of live fillers that don't know yet how large their shards are.
 
-    They have no reservation, or one that grows: a shard that is prepared here, or comes from a command. A
-    shard needed later could take the last room meanwhile, be published, be evicted as soon as the size is
-    known, and be fetched again. So a newcomer leaves room for the claims that are needed sooner, a second for
-    each at most: an origin that doesn't answer holds up nobody else. As one process sees them; call the
-    methods under the tier's lock.
+    They have no reservation, or one that grows: shards that are prepared here, or come from a command.
+    Without claims a shard needed later could take the last room, be published, be evicted once the size is
+    known, and be fetched again. So a new part leaves room for the claims needed sooner, for at most a second
+    each: an origin that doesn't answer holds up nobody else. One process's view; call the methods under the
+    tier's lock.
     """
 
     def __init__(self, directory: Directory):
@@ -98,7 +98,7 @@ class Claims:
         self._seen_at: dict[Path, float] = {}
 
     def unsized(self, part: Path | None) -> list[Claim]:
-        """The unsized claims beside `part`; none if that has a reservation: it isn't a newcomer."""
+        """The unsized claims beside `part`; none if it already has a reservation."""
         if part is None or reservation_of(part) is not None:
             return []
         reservations = [(path, reservation_of(path)) for path in self._directory.own("parts") if path != part]
@@ -120,7 +120,7 @@ class Claims:
 
 
 def lacking_bytes(claims: list[Claim], size_bytes: int) -> int:
-    """Bytes that claims will still reserve, if they take as much as another: shards are alike."""
+    """Bytes that claims will still reserve, assuming that shards are about equally large."""
     return sum(max(0, size_bytes - claim.reserved_bytes) for claim in claims)
 
 
@@ -130,14 +130,14 @@ def part_bytes(size_bytes: int) -> int:
 
 
 class _Decision(enum.Enum):
-    """On a reservation."""
+    """Decision on a reservation."""
 
     GRANT = enum.auto()
     REFUSE = enum.auto()
     RETRY = enum.auto()
-    """Once the evicted shards are deleted, or the tier is scanned."""
+    """Try again once the evicted shards are deleted, or the tier is scanned."""
     WAIT = enum.auto()
-    """The room is for shards that are needed sooner, whose sizes are about to be known."""
+    """The room is kept for shards that are needed sooner and whose sizes will soon be known."""
 
 
 class _Contents(NamedTuple):
@@ -146,10 +146,10 @@ class _Contents(NamedTuple):
     held: list[HeldShard]
     """The shards, without columns."""
     used_bytes: int
-    """All of it, columns and trash included."""
+    """Everything, columns and trash included."""
     columns_bytes: int
     unread: list[Path]
-    """In the trash and no longer open anywhere: may be deleted."""
+    """In the trash and open nowhere, so it may be deleted."""
     unread_bytes: int
 
 
@@ -158,7 +158,7 @@ class Budget:
 
     Args:
         limit_bytes: a new limit for all processes that use the tier; None keeps its limit.
-        free_disk: what this process leaves free on the disk, whatever the limit.
+        free_disk: disk space that this process leaves free, whatever the limit.
         disk_usage: total and free bytes of a path's disk.
         enforce_seconds: the interval of `enforce_limits`.
 
@@ -193,18 +193,18 @@ class Budget:
 
     @property
     def used_bytes(self) -> int:
-        """An upper bound of what the tier takes now, from the lock file; counted if none is recorded."""
+        """Upper bound of the tier's present size, from the lock file; counted if none is recorded."""
         noted = self._noted_bytes()
         return self._directory.used_bytes if noted is None else noted
 
     @property
     def allowed_bytes(self) -> int:
-        """The most that the tier may take now: its limit, or less if the disk is short."""
+        """The most that the tier may take now: its limit, or less if the disk is nearly full."""
         return self._allowed_bytes(self.used_bytes)
 
     @property
     def is_bound_by_disk(self) -> bool:
-        """True if the tier may take less than its limit, as the disk is short."""
+        """True if the disk is so full that the tier may take less than its limit."""
         return self.allowed_bytes < self._for_shards_bytes()
 
     @property
@@ -222,11 +222,11 @@ class Budget:
             part: its directory; its reservation becomes `size_bytes`.
             size_bytes: all that will be written into the part.
             next_use: its next use, in shard visits: only shards that are needed later are evicted for it.
-            grows: whether the size of its shard isn't known yet, so that it may need more.
+            grows: whether the size of its shard is still unknown, so that it may need more.
 
         Returns:
-            False if not enough may be evicted now: try again later. A new part waits for a moment while what
-            is free is for claims that are needed sooner (`Claims`).
+            False if not enough may be evicted now: try again later. A new part waits for a moment while the
+            free space is kept for claims that are needed sooner (`Claims`).
 
         Raises:
             CacheFull: it would not even fit into the empty tier.
@@ -250,15 +250,15 @@ class Budget:
     def reserve_rows(self, size_bytes: int) -> int:
         """Reserve room for the rows of modules beside the shards, in whole blocks; it is kept.
 
-        A row is dearer to make again than its shard, which is only fetched. So shards that nobody has open go
-        for rows, those that are needed last first; rows never go for shards, but have half of the limit at
-        most, and within it those that were not read for longest go.
+        Computing a row costs more than fetching its shard again. So shards that aren't open are evicted for
+        rows, those needed last first, and rows never for shards. Rows get at most half of the limit, within
+        which the least recently read are evicted.
 
         Args:
-            size_bytes: what all rows will take, their log included.
+            size_bytes: size of all rows, their log included.
 
         Returns:
-            what they may take.
+            the bytes that they may take.
         """
         self.limit.follow()
         most = self.limit.size_bytes // 2
@@ -287,12 +287,12 @@ class Budget:
     def reserve_columns(self, size_bytes: int, most_bytes: int | None = None) -> bool:
         """Reserve room for more rows of columns; it counts as theirs until they are measured.
 
-        A row is dearer to make again than its shard, which is only fetched. So where no room is free, shards
-        that nobody has open go for rows, those that are needed last first, up to half of the limit; then the
-        columns go that weren't used for longest. Rows may have more than half only while nobody needs it.
+        Computing a row costs more than fetching its shard again. So where no room is free, shards that aren't
+        open are evicted for rows, those needed last first, up to half of the limit; then the least recently
+        used columns. Rows may take more than half only while no shard needs the space.
 
         Args:
-            most_bytes: the most that all columns may take; None: by the limit alone.
+            most_bytes: limit of all columns; None: the tier's limit alone.
 
         Returns:
             False if there is no room for now.
@@ -326,7 +326,7 @@ class Budget:
         return False
 
     def _columns_excess(self, usage: Usage, size_bytes: int, most_bytes: int) -> int:
-        """Bytes that have to go before columns may take so many more, by what is recorded."""
+        """Bytes to evict before columns may grow by so many, according to the record."""
         if usage.at_most is None:
             return 1
         over = usage.at_most.total + size_bytes - self._allowed_bytes(usage.at_most.total)
@@ -337,9 +337,9 @@ class Budget:
         return max(0, self.limit.size_bytes // 2 - reserved_for_rows(self._directory.root))
 
     def _oldest_columns(self, excess_bytes: int, without: Collection[Path] = ()) -> list[HeldShard]:
-        """Under the lock: the columns that go next, and take so many bytes together.
+        """Under the lock: the next columns to evict, of so many bytes together.
 
-        A part of all is listed, and only what goes is measured: else memory and time would grow with all.
+        Lists a part of all columns and measures only these, so that memory and time don't grow with all.
         """
         chosen = self._still_unused(excess_bytes, without)
         if _size_of(chosen) >= excess_bytes:
@@ -354,7 +354,7 @@ class Budget:
             count *= 4
 
     def _still_unused(self, excess_bytes: int, without: Collection[Path]) -> list[HeldShard]:
-        """The listed columns that nobody has used or evicted since, up to so many bytes."""
+        """Listed columns that weren't used or evicted since, up to so many bytes."""
         chosen: list[HeldShard] = []
         first = 0
         for number, (digest, used_at) in enumerate(self._next_columns):
@@ -413,7 +413,7 @@ class Budget:
 
     @contextlib.contextmanager
     def settling(self, part: Path, target: Path) -> Iterator[None]:
-        """For the block that renames a part to `target`: its real size replaces its reservation."""
+        """Context for renaming a part to `target`: its real size replaces its reservation."""
         with contextlib.ExitStack() as held:
             usage = None
             with contextlib.suppress(OSError):  # then the reservation counts until the next full count
@@ -424,7 +424,7 @@ class Budget:
                 usage.add(bytes_below(target) - granted)
 
     def count(self) -> int:
-        """Count what the tier takes, and record it."""
+        """Measure the tier and record its size."""
         self._measure(now=True)
         with self._directory.deciding() as usage:
             return self._contents(usage).used_bytes
@@ -485,7 +485,7 @@ class Budget:
     def _decide(
         self, part: Path | None, reservation: Reservation, next_use: float
     ) -> tuple[_Decision, list[Path]]:
-        """Decide on a reservation; returns also what to delete before a retry."""
+        """Decide on a reservation; also returns the evicted paths to delete before a retry."""
         size_bytes = reservation.size_bytes
         with self._directory.deciding() as usage:
             most_used = 0
@@ -539,7 +539,7 @@ class Budget:
             write_reservation(part, reservation)
 
     def _contents(self, usage: Usage, without: Collection[Path] = ()) -> _Contents:
-        """Under the lock: scan the tier and record its size; a recorded sum of columns is believed."""
+        """Under the lock: scan the tier and record its size, trusting the recorded sum of columns."""
         held = [shard for shard in self._directory.shards() if not without or shard.path not in without]
         in_trash = [path for path in self._directory.own("trash") if path not in without]
         at_most = usage.at_most
@@ -555,7 +555,7 @@ class Budget:
         return _Contents(held, used_bytes, columns_bytes, unread, sum(map(bytes_below, unread)))
 
     def _is_measured(self, usage: Usage) -> bool:
-        """True if this process has scanned the tier, and what is recorded of columns isn't old."""
+        """True if this process has scanned the tier and the record of columns is recent."""
         is_new = usage.at_most is None or (
             0 < usage.at_most.measure_at - _milliseconds() <= _MEASURED_MILLISECONDS
         )
@@ -597,7 +597,7 @@ class Budget:
     def _columns_beyond(
         self, contents: _Contents, excess_bytes: int, without: Collection[Path] = ()
     ) -> list[HeldShard]:
-        """Under the lock: the columns that go for shards, as all of them take more than their share."""
+        """Under the lock: columns to evict for shards because all columns exceed their share."""
         beyond_bytes = contents.columns_bytes - self._columns_share()
         return self._oldest_columns(min(excess_bytes, beyond_bytes), without) if beyond_bytes > 0 else []
 
@@ -608,7 +608,7 @@ class Budget:
         may_go: Callable[[HeldShard], bool] | None = None,
         without: Collection[Path] = (),
     ) -> list[HeldShard]:
-        """Under the lock: what goes over the limit: columns beyond their share, shards, other columns."""
+        """Under the lock: evict down to the limit: columns beyond their share, shards, other columns."""
         columns = self._columns_beyond(contents, excess_bytes, without)
         shards = self._victims(contents.held, excess_bytes - _size_of(columns), may_go=may_go)
         left_bytes = excess_bytes - _size_of(columns) - _size_of(shards)
@@ -660,14 +660,14 @@ class Budget:
         return allowed_bytes(self._for_shards_bytes(), stored, disk.free, floor)
 
     def _least_allowed_bytes(self) -> int:
-        """A lower bound of what shards may take, without a look at what parts have written."""
+        """Lower bound of the space for shards, without reading what parts have written."""
         root = self._directory.root
         disk, rows = self._disk_usage(root), reserved_for_rows(root)
         floor = self._free_disk.floor_bytes(disk.total, disk.total) + rows
         return allowed_bytes(self._for_shards_bytes(rows), 0, disk.free, floor)
 
     def _is_surely_within(self) -> bool:
-        """True if nothing has to be evicted for certain; takes no lock."""
+        """True if certainly nothing has to be evicted; takes no lock."""
         noted = self._noted_bytes()
         unwritten_bytes = self._directory.unwritten_bytes  # in this order, as above
         disk = self._disk_usage(self._directory.root)
@@ -676,7 +676,7 @@ class Budget:
         return is_within and disk.free - unwritten_bytes >= floor
 
     def _for_shards_bytes(self, rows: int | None = None) -> int:
-        """The limit less what is beside shards: `tier.json`, its replacement, the lock, `runs/`, `rows/`."""
+        """The limit minus all else: `tier.json`, its replacement, the lock, `runs/`, `rows/`."""
         root = self._directory.root
         rows = reserved_for_rows(root) if rows is None else rows
         beside = 3 * BLOCK_BYTES + bytes_below(f"{root}/runs") + rows
@@ -703,5 +703,5 @@ def _size_of(entries: Iterable[HeldShard]) -> int:
 
 
 def _is_closed(shard: HeldShard) -> bool:
-    """True if nobody reads a shard (fills it, for a part), so that it may be evicted; False: it is gone."""
+    """True if a shard has no reader, or a part no filler, so that it may be evicted; False if it is gone."""
     return not is_locked(shard.path / ("index" if shard.kind == "parts" else "names")) and shard.path.exists()
