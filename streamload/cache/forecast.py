@@ -101,7 +101,7 @@ def forecast(tier: Tier, shards: Sequence[Shard], lanes: int, window: int, nodes
 
 
 _HEAD_BYTES = 1 << 20
-"""The size of samples is judged by so much of a shard."""
+"""Bytes of a shard from which the size of its samples is estimated."""
 _MOST_HEAD_BYTES = 16 << 20
 _BRIEF = OriginOptions(
     connect_seconds=5.0,

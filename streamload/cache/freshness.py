@@ -35,7 +35,7 @@ Ask = Callable[[Shard, threading.Event], Version]
 """Asks a shard's origin for its version; the event ends its waits."""
 
 _SILENT_SECONDS = 60.0
-"""For so long an endpoint that didn't answer isn't asked about other shards."""
+"""How long an endpoint that didn't answer isn't asked about other shards."""
 
 
 class Freshness:

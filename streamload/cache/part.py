@@ -24,7 +24,7 @@ _Result = TypeVar("_Result")
 _INDEX_SHARE = 64
 """A 64th of the data is reserved for the index in advance; more as it grows."""
 _GROWTH = 8
-"""By an 8th a reservation grows if the size of the shard isn't known."""
+"""A reservation for a shard of unknown size grows by an eighth."""
 _SPARE_BYTES = 64 << 10
 _SPARE_INDEX_BYTES = 8 << 10
 _NO_ROOM_SECONDS = 0.05
@@ -190,7 +190,7 @@ class PartWriter:
         self.has_samples = False
         """True if there are samples for a takeover."""
         self.size_bytes: int | None = None
-        """Of all data; None: unknown, so that the reservation grows."""
+        """Bytes of all data; None: unknown, so the reservation grows."""
         self._shard = shard
         self._next_use = next_use
         self._stop = stop

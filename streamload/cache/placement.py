@@ -45,7 +45,7 @@ _INDEX_SHARE = 64
 _INDEX_BYTES = 32 << 10
 _SHARDS_ASKED = 16
 _MARGIN = 1.1
-"""The data may be so much larger than estimated from the shards whose size was asked."""
+"""Factor by which the data may exceed the estimate from the shards whose size was asked."""
 
 
 def place_tier(settings: Settings, shards: Sequence[Shard], nodes: int = 1) -> Placed:

@@ -17,7 +17,7 @@ from streamload.shards.index import IndexReader, LocalVersion
 from streamload.urls import UrlList
 
 LOOKED_THROUGH = 10_000
-"""Of a longer list only a sample is looked at when a run starts; so many shards cost about 0.1 s."""
+"""Of a longer list a run looks at a sample only when it starts; this many shards take about 0.1 s."""
 _KEPT = 1024
 """More than a process has open or fills at a time."""
 
@@ -37,11 +37,11 @@ class Shard:
     is_copied: bool = False
     """True for a file that is copied into the tier, as remote shards are."""
     recipe: str = ""
-    """Of a prepared shard: the tier has bytes made from the origin's. Empty: it has the origin's."""
+    """Recipe of a prepared shard, whose bytes are made from the origin's; "": the origin's own bytes."""
     prepared: Shard | None = None
     """The prepared shard that is read instead, if it exists; None: none is looked for."""
     storage_options: dict[str, Any] | None = field(default=None, repr=False, compare=False)
-    """Of fsspec, to reach its origin."""
+    """Storage options of fsspec for its origin."""
 
     @property
     def digests(self) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ logger = logging.getLogger("streamload")
 
 Facts = dict[str, Values]
 _MEASURED_SHARDS = 64
-"""The mean size is taken of so many shards, so that it costs the same however many are open."""
+"""Number of shards in the mean size, so that its cost doesn't depend on how many are open."""
 _PATIENCE_SHARDS = 3
 _PATIENCE_SAMPLES = 3_000
 _KEYS_SHOWN = 5

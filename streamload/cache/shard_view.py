@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from streamload.cache.freshness import Freshness
 
 _STALLED_SECONDS = 0.25
-"""A copy without news for so long makes the view look for another one."""
+"""After this long without progress of a copy, the view looks for another one."""
 _APPEAR_SECONDS = 0.01
 """Interval at which a view without a copy looks for one."""
 _COMPLETE = frozenset({"shards", "bare", "gone"})

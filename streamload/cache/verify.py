@@ -169,7 +169,7 @@ class _ShardCheck:
         self.samples = 0
         self.read_bytes = 0
         self.size_bytes = 0
-        """Of the whole shard; 0 if its index doesn't tell."""
+        """Size of the whole shard; 0 if its index doesn't tell."""
 
     def run(self) -> None:
         """Read all of it."""

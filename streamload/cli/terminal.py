@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _MOST_COLUMNS = 1 << 16
-"""Of a line in a pipe or file."""
+"""Width of a line that is written to a pipe or file."""
 _LINES = re.compile("([\n\t])")
 _LINES_AND_STYLES = re.compile("([\n\t]|\x1b\\[[0-9;]*m)")
 

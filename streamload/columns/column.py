@@ -36,7 +36,7 @@ _PAGE_BYTES = _CHECKSUM.size * GROUP_ROWS
 _MOST_AT_ONCE = 512
 """Neighbours that are written by one call; the system allows 1,024."""
 _PAGE_FROM = 12
-"""Reads of at least so many rows read whole pages of checksums, not each checksum by itself."""
+"""From this many rows on, a read takes whole pages of checksums instead of single checksums."""
 MOST_LAYOUT_BYTES = HEAD_BYTES - _HEAD.size
 
 

@@ -31,14 +31,14 @@ from streamload.descriptors import Descriptor
 from streamload.errors import CacheCorrupt, CacheError
 
 FIRST = 16
-"""A shard's columns are named by the checksums of so many samples. One with fewer has no columns: files would
+"""Number of samples whose checksums name a shard's columns. A shard with fewer has no columns: files would
 cost more than they save."""
 _ADDRESS, _SLOT_SEED = struct.Struct(">16s16sIQ"), struct.Struct(">Q")
 _PLACE = struct.Struct(">IQ")
 _FILE_BYTES = 32
 """An address begins with fingerprint and name, which tell the file."""
 _STEP_BYTES, _STEPS = 1 << 20, 64
-"""Room is reserved in steps of a megabyte, or of a small limit in so many steps."""
+"""Room is reserved in steps of a megabyte; a small limit is divided into this many steps instead."""
 _REFUSED_SECONDS = 5.0
 """After a refusal no room is asked for in this time."""
 _TOUCH_SECONDS = 30.0

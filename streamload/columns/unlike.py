@@ -25,8 +25,8 @@ _SLOT = struct.Struct("<QII")
 _HEAD = struct.Struct("<Q16sI")
 """Checksum of all after it; the slot of the row before; bytes of the layout."""
 _MOST_LINKS = 128
-"""A sample has so many rows at most: more texts than this are drawn of it anew in each pass, and would make
-the file grow for ever. They are looked through, the latest first."""
+"""Most rows of a sample: with more texts than this they are probably new in each pass, and the file would
+grow for ever. They are searched from the latest on."""
 _NO_SLOT = bytes(_SLOT.size)
 
 

@@ -34,7 +34,7 @@ logger = logging.getLogger("streamload")
 
 _TICK_SECONDS = 0.05
 _LAST_TICKS = 20
-"""With `once`, wait so long for the results of tasks whose shards a look found held before."""
+"""With `once`, how many ticks to wait for the results of tasks whose shards an earlier look found held."""
 _MOST_MARGIN_SECONDS = 5.0
 _MARGIN_SHARE = 0.2
 """This share of a notice is kept for the end: to hand back unfinished tasks and exit."""

@@ -36,9 +36,9 @@ logger = logging.getLogger("streamload")
 _PROGRESS_READS = 2
 """Files of progress of a run that are read in a look."""
 _FRESH_SECONDS = 30.0
-"""A group's own progress counts as long as it was written at most so long before that of any group."""
+"""A group's own progress counts if it was written at most this long before the latest of any group."""
 _KEPT_SECONDS, _TIDIED = 7 * 86400.0, 64
-"""Files of a run are deleted, some in each look, when they are so much older than those of the latest one."""
+"""Files of a run are deleted, a few in each look, once they are this much older than the latest run's."""
 _MOST_IN_SIGHT = 10_000
 """Shards of a group that are looked at in one round."""
 

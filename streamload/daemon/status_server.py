@@ -18,7 +18,7 @@ from streamload.observe.page_server import Page, PageServer
 
 DEFAULT_LISTEN = "127.0.0.1:9433"
 _STALE_SECONDS = 300.0
-"""A daemon that hasn't looked for so long is unhealthy."""
+"""A daemon is unhealthy after this long without a look."""
 
 METRICS: dict[str, tuple[str, str, Callable[[Status], float]]] = {
     "shards_wanted": ("gauge", "shards in the window", lambda s: s.wanted),

@@ -21,7 +21,7 @@ _SEEN_SECONDS = 3600.0
 """Time for which a shard that was seen in a shared tier is assumed to stay there."""
 _ASKED_AT_ONCE = 8
 MOST_MISSES = 64
-"""Stop probing a shared tier after so many misses: later shards won't be started yet."""
+"""Stop probing a shared tier after this many misses: later shards won't be started yet."""
 
 
 class WarmTarget(Protocol):

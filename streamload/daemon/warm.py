@@ -48,7 +48,7 @@ _ROOM_SECONDS = 0.05
 _QUEUED = 4
 """Tasks for each thread, so that none waits for its next one."""
 _REFUSALS = 8
-"""After so many tasks in a row without room smaller shards aren't looked for any more."""
+"""After this many tasks in a row without room, stop looking for smaller shards."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,10 +33,10 @@ ROWS, INPUTS, READ = " rows", " inputs", " read"
 AwaitRows = Callable[[RowStore, str, Mapping[bytes, int]], None]
 """Waits for rows from other nodes: the store that takes them, the fingerprint, shards by their names."""
 _CHECKED = 4
-"""Of so many images an epoch a worker checks that they don't depend on a seed."""
+"""Images an epoch that a worker checks for not depending on a seed."""
 _OTHER_SEEDS = tuple(k * 0x9E37_79B9_7F4A_7C15 & (1 << 64) - 1 for k in range(1, 9))
-"""Each checked image is made again under so many. A step that acts on one image of ten is missed once in 44
-epochs of a worker: 0.9 to the power of 4 times 9 draws."""
+"""Seeds under which each checked image is made again. A step that acts on one image of ten is missed once in
+44 epochs of a worker: 0.9 to the power of 4 times 9 draws."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from streamload.transforms.compile import compile_transform
 from streamload.transforms.plan import ImagePlan, NotRecognised, clip_plan
 
 _ALWAYS = ("preprocess", "patches", "map_sample", "collate", "tokenizer", "prepare")
-"""What each fingerprint has, empty if it isn't given: so that a resume with or without it differs."""
+"""Parts of every fingerprint, empty if not given, so that giving one later is a difference."""
 UNKNOWN = "unknown"
 """Stands for a transform or tokenizer that nothing stable identifies; it is compared with nothing."""
 

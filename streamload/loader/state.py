@@ -40,7 +40,7 @@ LEFT_OUT = "left_out"
 RUN = "run"
 """The identity of the run and the attempt, where processes of the run hold leases."""
 FINGERPRINT = "fingerprint"
-"""What made the rows (fingerprint.py); ranks may differ in it, and that of one of them is kept."""
+"""Fingerprint of what makes rows (fingerprint.py). Ranks may differ in it; one rank's is kept."""
 _COUNTS = {BAD_SAMPLES: 3, BAD_SHARDS: 2, BAD_IN_PASS: 3}
 """The counts in a rank's state, and how many numbers each has. After one step the ranks have the same counts,
 except for the bad samples of a pass, which are summed over the ranks whose states are known."""

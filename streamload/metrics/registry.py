@@ -24,7 +24,7 @@ CAUSES = {
 }
 
 BUCKETS = 24
-"""Of the histogram of data waits; bucket k counts waits below BUCKET_NS << k, the last one all others."""
+"""Buckets of the histogram of data waits: number k counts waits below BUCKET_NS << k, the last all others."""
 BUCKET_NS = 1 << 14
 """The bound of the first bucket, 16 µs; that of the last but one is 69 s."""
 

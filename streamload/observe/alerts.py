@@ -15,7 +15,7 @@ from streamload.observe.verdict import judge
 
 HOLD_SECONDS = 30.0
 WINDOW_SECONDS = 10.0
-"""The figures are those of the last so many seconds."""
+"""Time span of the figures."""
 _STALLED_SECONDS, _IDLE_SECONDS = 30.0, 600.0
 """A wait for one batch of the first length is a stall, and so is a step of the second."""
 _FULL = 0.9

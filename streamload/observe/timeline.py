@@ -20,7 +20,7 @@ from streamload.observe.recording import Recorded
 
 Numbers = NDArray[np.float64]
 STEPS = 180
-"""Of the grid, at most."""
+"""Most steps of the grid."""
 
 
 @dataclass(frozen=True)

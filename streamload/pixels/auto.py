@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("streamload")
 
 NAME = "decode"
-"""Of the extension, and of the choice's key in a state."""
+"""Name of the extension, and key of the choice in a state."""
 DEVICE, HOST = "device", "host"
 FIRST_STEP, LAST_STEP = 16, 48
 """Steps of a run between which is measured: in the first ones, workers and kernels start."""
 _MOST_WAITING = 0.05
 _LEAST_DECODING = 0.5
-"""Of the workers' time: else something else than images keeps them from keeping up."""
+"""Least share of the workers' time in decoding; below it something else than images keeps them busy."""
 
 
 @dataclass(slots=True)

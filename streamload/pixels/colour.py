@@ -19,7 +19,7 @@ from streamload.transforms.plan import Choices, Flip, Given, Grey, NotRecognised
 
 _JITTER = (TORCHVISION, "ColorJitter")
 _MOST_LEVELS = 4 << 20
-"""Of images that are changed together: hue takes up to 60 bytes for each meanwhile."""
+"""Most levels of images that are changed together: hue needs up to 60 bytes of scratch memory for each."""
 
 
 class ColourStep(Protocol):

@@ -24,7 +24,7 @@ from streamload.transforms.decode import jpeg_size
 _OPTIONS = ":fancy_upsampling=1"
 """Interpolate chroma, where the decoder can: not the default of each version."""
 _THREADS = 1
-"""Of the library's executor, for what the engine leaves to the CPU: workers have the cores."""
+"""Threads of the library's executor for work that the engine leaves to the CPU: workers have the cores."""
 _FAILED = "the device's decoder could not decode the image"
 
 

@@ -35,7 +35,7 @@ from streamload.transforms.plan import Choices, ImagePlan, PlannedTransform, Sta
 _FIRST_FILE_BYTES = 64 << 10
 _GROWTH = 1.25
 _CHOICES_BYTES = 8 * 8
-"""Of a row of CHOICES."""
+"""Bytes of a row of CHOICES."""
 
 
 @dataclass(frozen=True, slots=True)

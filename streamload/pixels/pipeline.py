@@ -20,9 +20,9 @@ from streamload.transforms.plan import Choices, ImagePlan, NotRecognised, Planne
 from streamload.transforms.resize import Place
 
 DECODED_BYTES = 128 << 20
-"""Of the pixels that are decoded at a time."""
+"""Most bytes of pixels that are decoded at a time."""
 MOST_BYTES = DECODED_BYTES + (500 << 20)
-"""Of a device's memory that a batch takes beside its images: the second part is for resizing, as computed."""
+"""Most device memory of a batch beside its images; the second part is for resizing, as computed."""
 
 
 class Decoded(NamedTuple):

@@ -28,12 +28,12 @@ _RADIUS = {"bicubic": 2.0, "bilinear": 1.0}
 _POINT = 22
 """Fractional bits of Pillow's weights."""
 _TORCH_POINT, _TORCH_BITS = 21, 15
-"""torch's uint8 kernel: at most so many fractional bits, and so many bits in all."""
+"""torch's uint8 kernel: most fractional bits, and most bits in all."""
 _LOW_BITS = 11
 _MOST_TAPS = 64
-"""Up to so many inputs of an output, float32 sums are exact: of 8-bit levels, by weights in two parts."""
+"""With at most so many inputs of an output, float32 sums of 8-bit levels by weights in two parts are exact."""
 _MOST_LEVELS = 24 << 20
-"""Of images that are resized together, in a pass. They take up to 20 bytes each meanwhile."""
+"""Most levels of images that are resized together in a pass, each with up to 20 bytes of scratch memory."""
 
 
 class Axis(NamedTuple):

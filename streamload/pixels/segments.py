@@ -33,7 +33,7 @@ _FRAMES, _PROGRESSIVE = (0xC0, 0xC1, 0xC2), 0xC2
 _HUFFMAN, _QUANTISATION, _RESTARTS, _COMMENT, _ADOBE = 0xC4, 0xDB, 0xDD, 0xFE, 0xEE
 _APPLICATION = range(0xE0, 0xF0)
 _PLAIN_BYTES = {0xE0: 14, _ADOBE: 12}
-"""Application segments of which Pillow reads so many bytes, if they begin as JFIF's and Adobe's do."""
+"""Bytes that Pillow reads of application segments which begin as JFIF's and Adobe's do."""
 _READ_BY_PILLOW = {
     0xE1: (b"Exif\0\0",),
     0xE2: (b"ICC_PROFILE\0", b"MPF\0"),
@@ -44,7 +44,7 @@ _SAMPLINGS = frozenset((b"\x11", b"\x22\x11\x11", b"\x21\x11\x11", b"\x12\x11\x1
 """Gray, and 4:2:0, 4:2:2, 4:4:0, 4:4:4: the sampling factors of each component."""
 _LONGEST_SIDE = 65_500
 _MOST_PIXELS = 1 << 26
-"""Of larger images Pillow warns, or takes none."""
+"""Pillow warns about larger images, or refuses them."""
 _DC_VALUES, _TABLES, _COEFFICIENTS, _MOST_SHIFT = 16, 4, 64, 13
 _AC = 1 << 4
 """The class of a Huffman table, beside its number."""

@@ -47,7 +47,7 @@ _FILES_PER_FILL = 48
 OpenOrigin = Callable[[Shard, threading.Event], Origin]
 """Opens the origin of a shard; the event ends its waits. It is closed after the fill and its result."""
 _WATCHED = 1024
-"""Of so many shards, those looked at last, it is known when others' parts of them were touched."""
+"""Number of recently examined shards for which the times of other processes' parts are remembered."""
 _TOUCHES = 5
 """Heartbeats within the timeout after which a filler counts as stopped."""
 

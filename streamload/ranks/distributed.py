@@ -29,7 +29,7 @@ _AGREE_SECONDS = 30.0
 _FIRST_LOOK_SECONDS, _LOOK_SECONDS = 1.0, 5.0
 """A rank that waits for a decision looks after this long, then so often, whether another has failed."""
 _TURN_SECONDS = 0.05
-"""After the ranks below it each rank waits so much longer before it decides itself."""
+"""How much longer than the rank below it each rank waits before it decides itself."""
 
 _uses: Counter[str] = Counter()
 """Count of comparisons of values by this process under each name."""
@@ -158,7 +158,7 @@ def can_compare(world_size: int) -> bool:
 
 
 _ranks: Ranks | None = None
-"""Of this process: what it has read, and whether it has failed, outlives its loaders."""
+"""The ranks as this process knows them: what it has read and whether it has failed outlive its loaders."""
 
 
 def ranks_of(world_size: int) -> Ranks | None:

@@ -16,9 +16,9 @@ from streamload.node import is_dead, machine, own_address
 from streamload.ranks.store import values_of
 
 SILENT_SECONDS = 30.0
-"""Ranks without a heartbeat for so long are named."""
+"""Ranks are named after this long without a heartbeat."""
 GONE_SECONDS = 120.0
-"""No decision waits for a rank that is silent for so long: a live one may hold Python's lock for a minute."""
+"""No decision waits for a rank after this long: a live one may hold Python's lock for a minute."""
 _KEY = "streamload/beat"
 
 

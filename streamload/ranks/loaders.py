@@ -21,7 +21,7 @@ from streamload.errors import OptionError
 
 _KEY = "streamload/loaders"
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 5.0, 0.1
-"""A rank that sees a difference looks again for so long: the other one may be about to start this loader."""
+"""How long a rank that sees a difference looks again: the other rank may be about to start this loader."""
 _MARK = 1 << 32
 """Added to a slot's count when a rank that has compared its loader fails: read the reports."""
 _SHOWN = 3

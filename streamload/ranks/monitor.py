@@ -36,7 +36,7 @@ _SLOWEST = "streamload/slowest"
 _LOADERS_SECONDS, _LOADERS_POLLS = 1.0, 12
 """Interval in which a rank looks for one with another loader, and the polls after which a poll is enough."""
 _COMPARED_EVERY, _LOOKS = 2, 3
-"""Waits are compared every so many polls; an entry that hasn't changed for so many looks is old."""
+"""Polls between two comparisons of waits; comparisons after which an unchanged entry is old."""
 
 
 class Ranks:

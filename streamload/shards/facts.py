@@ -19,7 +19,7 @@ from xxhash import xxh3_64
 from streamload.shards.columns import Values
 
 _FORMAT = 1
-"""Of the file, and of how columns of streamload's own are made."""
+"""Version of the file format, and of how built-in columns are made."""
 _HEAD = Struct("<IIQ")
 """The number of a frame's first entry, how many there are, and the bytes of their values."""
 _CHECK = Struct("<Q")

@@ -33,7 +33,7 @@ _PIECE_BYTES = 1 << 20
 _SEEN_LIMIT = 3 * MEMBERS_LIMIT
 
 ReadBack = Callable[[int, int], bytes]
-"""Returns up to so many bytes, the second argument, of the tar from an offset on, the first: earlier ones."""
+"""Reads earlier bytes of the tar: takes an offset and the most bytes to return."""
 
 HEADER_BYTES = 64 << 10
 """Number of bytes of an image that are searched; if its size isn't in these, it is unknown."""

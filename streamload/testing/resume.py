@@ -23,7 +23,7 @@ from streamload.loader import Loader
 
 State = dict[str, Any]
 _MODALITIES = ("image", "text")
-"""Of values that have rows of their own where `Source(modality=…)` leaves some out."""
+"""Values with rows of their own where `Source(modality=…)` leaves some out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from streamload.extension import ShardRows
 
 _LEAST, _MOST = 0.2, 5.0
-"""Of a weight that is relative to the mean."""
+"""Bounds of a weight relative to the mean."""
 
 
 class SampleWeight(Protocol):

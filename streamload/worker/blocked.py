@@ -15,7 +15,7 @@ REPORT_SECONDS = 5.0
 WARN_SECONDS = 30.0
 """After each of these a warning is logged."""
 _FEWEST_ARRIVED = 32
-"""Of fewer samples, chance decides how many stay in the window."""
+"""With fewer samples, chance decides how many stay in the window."""
 _POLL_SECONDS = (0.004, 0.05)
 _POLL_SHARE = 0.02
 """A worker sleeps for this share of the time it has waited, within those bounds: each look costs processor

@@ -61,7 +61,7 @@ class AheadConfig(NamedTuple):
     bytes: int
     """The most bytes that it fetches ahead."""
     prepare_share: float = 0.0
-    """Of a processor, which it may use to prepare in idle time what the cache has as it is; fills prepare
+    """Share of a processor for preparing, in idle time, shards that the cache has unprepared; fills prepare
     what arrives, where there is room. 0: neither."""
 
 
@@ -95,7 +95,7 @@ class WorkerConfig:
     with_keys: bool
     """True if a batch carries the keys and URLs of its samples."""
     multiple: int = 1
-    """Of the rows that a step takes of each source."""
+    """The rows that a step takes of each source are a multiple of this."""
     extensions: tuple[Extension, ...] = ()
     """The extensions of the loader."""
 
@@ -136,13 +136,13 @@ class EpochStart(NamedTuple):
     """Start and end of the workers' epoch; the rank writes it into the control block before each epoch."""
 
     start: StepStart
-    """Of the steps; an epoch that resumes another is of the same sequence."""
+    """Start of the steps; an epoch that resumes another is of the same sequence."""
     steps: int | None
     """Number of steps; None: to the end of the pass."""
     events: Sequence[Event]
     """Events of the run that hold from the position on, and later ones."""
     groups: dict[int, GroupState]
-    """Of each group, by its number among all; none at the beginning of a sequence."""
+    """State of each group by its number among all; none at the beginning of a sequence."""
     changes_generation: int
     """The generation of the control block's changes that are among the events."""
     generation: int = 0

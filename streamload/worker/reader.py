@@ -52,8 +52,8 @@ _FEWEST_KNOWN = 16
 _MOST_AHEAD = 1024
 """The most shards to fill ahead."""
 _PARTS = 16
-"""What is wanted, in use and announced is told anew once a 16th has changed: its cost is then a shard's, not
-one of each batch."""
+"""Wanted, used and announced shards are published again once a sixteenth has changed, so that this costs time
+per shard, not per batch."""
 
 
 class Reader:

@@ -22,7 +22,7 @@ from streamload.metrics import Counters
 from streamload.worker.messages import ready_counts
 
 _MOST_SPANS = 200_000
-"""Of a process; about 40 MB."""
+"""Most spans of a process; about 40 MB."""
 
 if TYPE_CHECKING:
     from streamload.batches.in_progress import MakingCosts

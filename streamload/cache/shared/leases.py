@@ -34,22 +34,22 @@ from streamload.topology import RunAttempt
 logger = logging.getLogger("streamload")
 
 LEASE_SECONDS = 60.0
-"""A lease without a heartbeat for so long has expired."""
+"""A lease expires after this long without a heartbeat."""
 _BEATS = 4
 """Heartbeats of a holder in that time."""
 _LATE_TIMES, _LATE_SECONDS = 1.5, 0.5
-"""A heartbeat is late after so many times its interval, and so many seconds for the requests."""
+"""A heartbeat is late after this multiple of its interval plus these seconds for the requests."""
 _SILENT_TIMES, _SILENT_SECONDS, _LEAST_SILENT_SECONDS = 1.75, 1.0, 10.0
-"""A daemon, or a holder of this process's own run, counts as dead after so many times its interval without a
-heartbeat, and so many seconds: others of its kind are there to do its work. The least time is enough to renew
-dozens of leases, one after the other, over a slow link."""
+"""A daemon, or a holder in this process's own run, counts as dead after this multiple of its heartbeat
+interval plus these seconds, but not before the least: its peers can do its work. The least time suffices to
+renew dozens of leases one after the other over a slow link."""
 _RENEWAL_SECONDS = 0.2
 """Heartbeats are sent one after the other: a process that holds many leases renews each less often."""
 DAEMONS = RunAttempt("0" * 16, 1)
 """The attempt of all daemons, which belong to no run."""
 _STORE_SHARE, _STORE_SECONDS = 0.5, 3.0
-"""The store's times may be off by so large a share of the lease time, and by so many seconds: some are whole
-seconds, and clocks of a store's servers differ a little."""
+"""Tolerance for the store's timestamps, as a share of the lease time plus seconds: some have whole seconds,
+and the clocks of a store's servers differ a little."""
 _LIMIT_BYTES = 4096
 _TASK = re.compile(r"[A-Za-z0-9._=+-]{1,200}")
 _WORD = re.compile(r"[A-Za-z0-9.]{1,200}")

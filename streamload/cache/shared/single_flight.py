@@ -38,29 +38,29 @@ from streamload.topology import RunAttempt, Topology
 logger = logging.getLogger("streamload")
 
 LEASE_SECONDS = 30.0
-"""A holder without a heartbeat for so long isn't waited for: half of what daemons allow, as a batch
-may be waiting. A daemon sends two heartbeats in that time."""
+"""A holder without a heartbeat for this long isn't waited for: half of what daemons allow, as a batch may be
+waiting. A daemon sends two heartbeats in that time."""
 _SETTLE_SECONDS = 0.5
 """When a holder dies, all that wait for it may notice at the same moment."""
 _LEAST_PAUSE_SECONDS = 0.5
 _MOST_PAUSE_SECONDS = 2.0
 _PAUSE_SHARE = 0.1
-"""A wait is at most so much longer than necessary, and a long one polls seldom."""
+"""Share by which a wait may be longer than necessary, so that long waits poll seldom."""
 _REFILL_TIMES = 10
-"""The budget for waits in vain refills in so many times the longest wait."""
+"""The budget for waits in vain refills within this multiple of the longest wait."""
 _LEAST_SHARE = 0.1
 """No wait begins with less of the budget left."""
 
 _FIRST_BEAT_SECONDS = 1.0
 """A holder tells of its progress after this long at first."""
 _SLOWER = 4.0
-"""A holder is overtaken if what it lacks will take it so many times as long as all of it would take here."""
+"""A holder is overtaken if its remaining bytes take this multiple of the time for the whole shard here."""
 _FASTEST_SECONDS = 2.0
 """No holder is overtaken that will be ready sooner."""
 _SLOW_BYTES_PER_SECOND = 1e6
 """A holder below this is overtaken by a process that doesn't know yet how fast it is itself."""
 _GIVES_WAY_SECONDS, _GIVES_WAY_FOR_SECONDS = 1.0, 60.0
-"""A process that was overtaken lets others take a lease for the first, until so long after that."""
+"""How long an overtaken process lets others take a lease first, and for how long after that it does so."""
 _SAID_AFTER_SECONDS, _SAID_EVERY_SECONDS = 5.0, 30.0
 """A wait is logged after the first; one of the process in the second."""
 

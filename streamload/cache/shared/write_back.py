@@ -19,7 +19,7 @@ logger = logging.getLogger("streamload")
 
 _WAITING = 1000
 _WAITING_BESIDE = 32
-"""Of them objects beside shards, whose contents wait in memory."""
+"""How many of these may be objects beside shards, whose contents wait in memory."""
 _KEPT = 1000
 """The most failures that are remembered."""
 _DOUBLINGS = 6

@@ -51,7 +51,7 @@ from streamload.errors import CacheCorrupt, FeatureError, FeatureMismatch, Featu
 from streamload.torch_internals import tree_map
 
 _CHECK_BITS = 4
-"""Of 2 to the power of this many results of one key that are in memory the input of one is compared."""
+"""One in 2 to this power of the in-memory results of single keys has its input compared."""
 _OF_INPUT_BYTES = 8192
 """Most time a row for telling the inputs of a device apart, until the rows are proved."""
 _SIMPLE_KEYS = frozenset((str, int, bytes))

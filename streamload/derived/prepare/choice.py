@@ -23,7 +23,7 @@ from streamload.metrics import format_bytes
 from streamload.transforms.compile import leading_resize
 
 _LEAST_GAIN = 2.0
-"""A recipe has to make an image so many times cheaper: what is stored takes room and has to be written."""
+"""Least speed-up of an image by a recipe: prepared shards take space and have to be written."""
 _REPEATS = 3
 _PROBE_BYTES = 8 << 20
 

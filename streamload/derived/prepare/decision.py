@@ -30,7 +30,7 @@ _SAMPLES_TIMED = 12
 _PAGE_CACHE_SHARE = 0.5
 """Share of the free memory that is counted as page cache for the data: the training needs memory, too."""
 _MARGIN = 1.1
-"""Prepared shards may be so much larger than estimated from some samples."""
+"""Factor by which prepared shards may exceed the estimate from a few samples."""
 _KEPT_BY_BYTES = "rows of features are found by the bytes of samples, so this run prepares no more"
 
 
