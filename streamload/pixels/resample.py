@@ -31,7 +31,7 @@ _TORCH_POINT, _TORCH_BITS = 21, 15
 """torch's uint8 kernel: most fractional bits, and most bits in all."""
 _LOW_BITS = 11
 _MOST_TAPS = 64
-"""With at most so many inputs of an output, float32 sums of 8-bit levels by weights in two parts are exact."""
+"""With at most so many inputs of an output, float32 sums of 8-bit levels by two-part weights are exact."""
 _MOST_LEVELS = 24 << 20
 """Most levels of images that are resized together in a pass, each with up to 20 bytes of scratch memory."""
 
