@@ -30,9 +30,11 @@ Agree = Callable[[float], float]
 class PartSizer:
     """The number of rows of each part.
 
-    A row of the widest shape takes at most what a row of a part took × (widest ÷ its width)²: attention is
-    quadratic in width, all else grows more slowly, and what a part takes beside its rows counts as theirs.
-    So each part gives a bound, and the least of all holds.
+    A part of n rows counts as n × (its width ÷ widest)² of the widest rows: attention is quadratic in width,
+    all else grows more slowly. If it took so many bytes, m of the widest rows take at most bytes × max(1, m ÷
+    that number): a part that is smaller has the same fixed cost (weights cast by autocast, workspaces), and
+    in one that is larger the fixed cost counts as its rows'. So each part gives a bound, and the least of all
+    holds.
 
     Args:
         memory: of the device.
@@ -46,7 +48,7 @@ class PartSizer:
     def __init__(self, memory: CudaMemory, agree: Agree, decoding_bytes: int = 0):
         self.rows = 1
         self._memory, self._agree, self._decoding_bytes = memory, agree, decoding_bytes
-        self._row_bytes = math.inf
+        self._seen: dict[int, tuple[float, int]] = {}  # by size, parts: widest rows, and bytes taken
         self._growth_bytes = 0  # of what stays, in the first part of a step: gradients
         self._ahead_bytes = 0
         self._step, self._part = 0, 0
@@ -83,8 +85,8 @@ class PartSizer:
         # What was let go of meanwhile, or came to stay, counts as taken: both make the bound larger. Only a
         # step's first part is left out, in which gradients appear and the last batch goes.
         part_bytes = max(peak - min(stays, self._begun_bytes), 1)
-        if self._part > 0 or math.isinf(self._row_bytes):
-            self._row_bytes = min(self._row_bytes, part_bytes / rows / width**2)
+        if self._part > 0 or not self._seen:
+            self._add_seen(rows * width**2, part_bytes)
         if self._part == 0:
             self._growth_bytes = max(self._growth_bytes, stays - self._begun_bytes)
         self._peak_share = max(self._peak_share, peak / memory.limit_bytes())
@@ -114,19 +116,25 @@ class PartSizer:
 
     def _probed(self, left: int) -> int:
         """The size that is tried next: twice the last one, if there is room for it."""
-        doubled = 2 * self.rows if math.isfinite(self._row_bytes) else 1
+        doubled = 2 * self.rows if self._seen else 1
         most = left if self._part == 0 else doubled  # the rest of a step may be small: that is no size
         return max(1, min(doubled, self._fitting(), most))
 
+    def _add_seen(self, widest_rows: float, part_bytes: int) -> None:
+        """Keep what a part took: of parts of about one size (× 2^¼) the one that gives larger parts least."""
+        size = math.floor(4 * math.log2(widest_rows))
+        rows, most_bytes = self._seen.get(size, (0.0, 1))
+        if part_bytes * rows <= most_bytes * widest_rows:
+            self._seen[size] = widest_rows, part_bytes
+
     def _fitting(self) -> int:
         """Number of rows of the widest shape for which there is room now."""
-        if math.isinf(self._row_bytes):
-            return 1
         room = (1 - _SPARE) * self._memory.limit_bytes() - self._memory.allocated_bytes()
         room -= self._ahead_bytes + self._decoding_bytes
         if self._part == 0:
             room -= self._growth_bytes
-        return max(1, int(room / self._row_bytes))
+        fitting = (rows * room / part_bytes for rows, part_bytes in self._seen.values() if part_bytes <= room)
+        return max(1, int(max(fitting, default=1)))
 
     def _fastest(self) -> int:
         """The smallest of the timed sizes that is about as fast as the fastest."""

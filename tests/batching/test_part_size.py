@@ -25,6 +25,7 @@ class Device:
         fixed, linear, square: bytes of a part: + by rows and width; + by rows and width².
         noise: of what a part takes, as a share.
         overhead: seconds of a part beside those of its rows.
+        usable: bytes of the memory; fragmentation takes the rest.
     """
 
     weights: int
@@ -34,6 +35,7 @@ class Device:
     noise: float
     overhead: float
     seed: int
+    usable: int = LIMIT
     allocated: int = 0
     peak: int = 0
     clock: float = 0.0
@@ -66,7 +68,7 @@ class Device:
             self.allocated += self.weights  # gradients
         taken = self.takes(rows, width) * (1 + self.noise * self.numbers.random())
         self.peak = max(self.peak, int(self.allocated + taken))
-        if self.peak > LIMIT:
+        if self.peak > self.usable:
             raise OutOfMemory(f"{rows} rows of width {width:.2f}")
         self.clock += self.overhead + rows * width * 1e-3
 
@@ -83,6 +85,54 @@ def device(seed: int) -> Device:
         linear=row * share, square=row * (1 - share), noise=draw.uniform(0, 0.03),
         overhead=draw.choice([0, 0.002, 0.05]), seed=seed,
     )  # fmt: skip
+
+
+def fixed_costs(seed: int) -> Device:
+    """A device on which a part's fixed cost is large: copies of the weights by autocast, and workspaces.
+
+    The weights have up to a sixth of the memory, and are four times there (gradients and AdamW's state), half
+    of them once more in 16 bits while a part is computed. There is room for at least one of the widest rows.
+    """
+    draw = random.Random(seed)
+    weights = LIMIT * draw.uniform(0.01, 0.16)
+    copies, workspace = draw.choice([0, 0.5]) * weights, draw.choice([0, 0, 0.02, 0.1]) * LIMIT
+    usable = 0.985 * LIMIT
+    room = usable - 4 * weights - copies - workspace
+    row, share = room / draw.uniform(1.1, 200), draw.choice([0.0, 0.5, 1.0])
+    return Device(
+        weights=int(weights), fixed=int(copies + workspace), linear=row * share, square=row * (1 - share),
+        noise=0, overhead=draw.choice([0, 0.05]), seed=seed, usable=int(usable),
+    )  # fmt: skip
+
+
+def widths(kind: str, draw: random.Random, steps: int, rows: int) -> list[list[float]]:
+    """The width of each row of each step, as a share of the widest."""
+    if kind == "full":
+        return [[1.0] * rows] * steps
+    if kind == "wide late":
+        return [[0.25 if step < steps // 2 else 1.0] * rows for step in range(steps)]
+    tail = [[min(1.0, max(0.05, draw.lognormvariate(-1.5, 0.6))) for _ in range(rows)] for _ in range(steps)]
+    return tail if kind == "long tail" else [sorted(step) for step in tail]
+
+
+@pytest.mark.parametrize("kind", ["full", "wide late", "long tail", "sorted"])
+@pytest.mark.parametrize(
+    "start", [pytest.param(start, marks=[pytest.mark.deep] * (start != 50)) for start in range(0, 325, 25)]
+)
+def test_no_part_goes_beyond_the_memory_whatever_it_takes_beside_its_rows(start: int, kind: str) -> None:
+    for seed in range(start, start + 25):
+        draw, device = random.Random(f"{seed} {kind}"), fixed_costs(seed)
+        sizer, rows = PartSizer(device, lambda value: value), draw.choice([32, 128, 300])
+        for step in widths(kind, draw, steps=12, rows=rows):
+            first = 0
+            while first < rows:
+                stop = first + sizer.begin_part(rows - first)
+                width = max(step[first:stop])
+                device.compute(stop - first, width, is_first=first == 0)
+                sizer.end_part(stop - first, width)
+                first = stop
+            device.update()
+            sizer.end_step()
 
 
 def train(
@@ -130,7 +180,8 @@ def test_no_part_is_too_large_and_nearly_all_room_is_used(start: int) -> None:
         largest = max(max(step) for step in steps[2:4])
         expected = min(best, 1024)
         assert largest >= int(0.83 * expected), (seed, largest, expected)
-        shares.append(largest / expected)
+        if expected > 4:  # of a part of two rows the fixed cost may be half, and counts as the rows'
+            shares.append(largest / expected)
         if one.overhead == 0:  # then a quarter of the rows is as fast
             assert max(steps[-1]) <= max(1, -(-largest // 2))
     assert sum(shares) / len(shares) > 0.88
