@@ -5,7 +5,8 @@ Parts are views. Which rows a step trains on never changes, and parts have equal
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -16,18 +17,22 @@ import torch
 
 from streamload.batches.collate import Views
 from streamload.batching.part_size import Agree, PartSizer
+from streamload.batching.retry import AnotherRanOut, RanOut, StepRetry
 from streamload.derived.calls.features import FeatureRows
-from streamload.device import CudaMemory, memory_of
-from streamload.errors import OptionError, add_note
+from streamload.device import DeviceMemory, memory_of
+from streamload.errors import OptionError, RankFailed, StreamloadError, add_note
 from streamload.extension import RowWidths, Yielded
 
 if TYPE_CHECKING:
     from streamload.extension import BatchInfo
 
+logger = logging.getLogger("streamload")
+
 _PATCHES = ("patches", "patch_coord", "patch_valid")
 _MOST_WIDTHS = 16
 """Widths of parts where captions or images vary; where both do, a quarter and a half of it: 32 shapes."""
 _KEYS_SHOWN = 4
+_NO_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 class DictPart(dict[str, Any]):
@@ -95,9 +100,10 @@ def _describe(yielded: Yielded, cut: Cut) -> str:
 
 
 class Microbatches:
-    """The parts of a batch: iterate it once, to its end.
+    """The parts of a batch: iterate it once, to its end, or once in each of its `attempts`.
 
-    As a context manager it adds to an out-of-memory error what was being computed.
+    As a context manager it adds to an out-of-memory error what was being computed, and in the first of two
+    attempts it ends there.
 
     Args:
         batch: as the training loop got it.
@@ -105,6 +111,7 @@ class Microbatches:
         rows: of each part, the last of which may have fewer; a sizer decides on each; None: all.
         longest: the most patches of an image of any step; 0: images aren't patches.
         max_tokens: of a part, padding and patches included; None: any.
+        retry: how ranks agree to begin again; None: there is one attempt.
     """
 
     def __init__(
@@ -114,11 +121,53 @@ class Microbatches:
         rows: int | PartSizer | None,
         longest: int = 0,
         max_tokens: int | None = None,
+        retry: StepRetry | None = None,
     ):
         self._batch, self._yielded, self._longest = batch, yielded, longest
         self._max_tokens = max_tokens
         self._rows = rows if rows is not None else max(1, yielded.samples)
         self._used: Cut | None = None  # the part that the training loop is using
+        self._retry = retry
+        self._is_entered, self._can_begin_again = False, False
+        self._ran_out: RanOut | None = None
+
+    def attempts(self, zero_grad: Callable[[], object]) -> Iterator[Microbatches]:
+        """Compute a step by its parts, and once more, in smaller ones, if memory runs out on any rank.
+
+            for parts in loader.microbatches(batch).attempts(optimizer.zero_grad):
+                with parts:
+                    for part in parts:
+                        compute(part)
+            optimizer.step()
+
+        With `microbatch="auto"`; otherwise there is one attempt. See docs/reference/batches.md for what ranks
+        mustn't do within a part.
+
+        Args:
+            zero_grad: removes all gradients; called before each attempt, so that none of an attempt that
+                failed, in forward or backward, counts.
+
+        Yields:
+            This object, for one `with` and, in it, one `for` loop.
+
+        Raises:
+            OptionError: ranks of a training that nothing joins.
+        """
+        sizer, retry = self._rows, self._retry
+        if retry is not None:
+            retry.begin_step()
+        self._can_begin_again = retry is not None
+        zero_grad()
+        yield self
+        self._can_begin_again = False
+        if self._ran_out is not None and isinstance(sizer, PartSizer):
+            zero_grad()
+            sizer.begin_again(self._ran_out.rows)
+            logger.warning(
+                "step %d begins again, in microbatches of at most %d rows",
+                *(self._yielded.step, self._ran_out.rows),
+            )
+            yield self
 
     def __iter__(self) -> Iterator[Any]:
         samples, sizer = self._yielded.samples, self._rows
@@ -127,7 +176,15 @@ class Microbatches:
         while first < samples:
             rows = sizer if isinstance(sizer, int) else sizer.begin_part(samples - first, batch_bytes)
             self._used = cut = self._cut(first, min(first + rows, samples))
+            if self._can_begin_again and not self._is_entered:
+                raise OptionError(
+                    "an attempt is a context manager: `with parts:` around `for part in parts:`"
+                )
             yield _part(self._batch, self._yielded, cut)
+            if self._can_begin_again and self._retry is not None:
+                self._ran_out = self._retry.agree(None)
+                if self._ran_out is not None:
+                    raise AnotherRanOut
             if not isinstance(sizer, int):
                 sizer.end_part(cut.rows.stop - first, self._width_of(cut))
             first = cut.rows.stop
@@ -155,12 +212,31 @@ class Microbatches:
         return min(have / most if have and most else 1.0 for have, most in zip(cut[1:], longest, strict=True))
 
     def __enter__(self) -> Microbatches:
+        self._is_entered = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    ) -> bool:
+        cut, self._is_entered = self._used, False
         self.explain(error)
+        if isinstance(error, AnotherRanOut):
+            return True
+        if not (self._can_begin_again and cut is not None and isinstance(error, Exception)):
+            return False
+        return has_device_no_memory(error) and self._begins_again(error, cut)
+
+    def _begins_again(self, error: Exception, cut: Cut) -> bool:
+        """Agree on another attempt after a part ran out of memory; False: there is none, and a note why."""
+        assert self._retry is not None
+        assert isinstance(self._rows, PartSizer)
+        logger.warning("memory ran out %s", _describe(self._yielded, cut))
+        rows = (cut.rows.stop - cut.rows.start) // 2
+        try:
+            self._ran_out = self._retry.agree(RanOut(rows, self._rows.memory.limit_bytes()))
+        except RankFailed as exc:
+            add_note(error, f"The step doesn't begin again: {exc}")
+        return self._ran_out is not None
 
     def explain(self, error: BaseException | None) -> None:
         """Add to an out-of-memory error which part was in use. Once."""
@@ -179,6 +255,7 @@ class Microbatching:
         max_tokens: of a part, padding and patches included; None: any.
         names: those of values in a batch that has them under others.
         decoding_bytes: of the device's memory, that decoding images takes.
+        retry: how ranks agree to begin a step again; "auto" needs it.
     """
 
     def __init__(
@@ -189,7 +266,9 @@ class Microbatching:
         max_tokens: int | None,
         names: Mapping[str, str],
         decoding_bytes: int = 0,
+        retry: StepRetry | None = None,
     ):
+        self._retry = retry
         self._rows, self._least, self._longest = rows, least, longest
         self._decoding_bytes = decoding_bytes
         self._max_tokens, self._names = max_tokens, names
@@ -203,7 +282,9 @@ class Microbatching:
             OptionError: its memory can't be read.
         """
         if self._rows == "auto" and self._sizer is None:
-            self._sizer = PartSizer(_device_memory(device), self._least, self._decoding_bytes)
+            assert self._retry is not None
+            memory, most_rows = _device_memory(device), self._retry.most_rows
+            self._sizer = PartSizer(memory, self._least, self._decoding_bytes, most_rows)
 
     def parts(self, batch: Any, info: BatchInfo) -> Microbatches:
         """The parts of a batch.
@@ -217,7 +298,7 @@ class Microbatching:
             yielded = replace(yielded, widths=widths._replace(texts=names))
         self.prepare(info.device)
         rows = self._sizer if self._rows == "auto" else self._rows
-        self._parts = Microbatches(batch, yielded, rows, self._longest, self._max_tokens)
+        self._parts = Microbatches(batch, yielded, rows, self._longest, self._max_tokens, self._retry)
         return self._parts
 
     def explain(self, error: BaseException | None) -> None:
@@ -226,7 +307,7 @@ class Microbatching:
             self._parts.explain(error)
 
 
-def _device_memory(device: torch.device | None) -> CudaMemory:
+def _device_memory(device: torch.device | None) -> DeviceMemory:
     """Reader of the memory of the device.
 
     Raises:
@@ -235,17 +316,27 @@ def _device_memory(device: torch.device | None) -> CudaMemory:
     memory = memory_of(device)
     if memory is None:
         raise OptionError(
-            f"microbatch='auto' reads the memory of a CUDA device, and device={device}: "
-            f"give device='cuda', or a number of rows"
+            f"microbatch='auto' needs a device of which torch tells the memory, as of CUDA's, and "
+            f"device={device}: give device='cuda', or a number of rows"
         )
     return memory
 
 
 def is_out_of_memory(error: Exception) -> bool:
     """True if memory ran out, of a device or of this machine."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if has_device_no_memory(error) or isinstance(error, MemoryError):
         return True
     return isinstance(error, RuntimeError) and "not enough memory" in str(error)
+
+
+def has_device_no_memory(error: Exception) -> bool:
+    """True if the memory of a device ran out: of torch's allocator, or of a library beside it."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    is_foreign = isinstance(error, RuntimeError) and not isinstance(
+        error, StreamloadError
+    )  # RankFailed quotes
+    return is_foreign and any(text in str(error) for text in _NO_MEMORY)
 
 
 def _part(batch: Any, yielded: Yielded, cut: Cut) -> DictPart | TuplePart:

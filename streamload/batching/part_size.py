@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from streamload.device import CudaMemory
+from streamload.device import DeviceMemory
 
 _SPARE = 0.06
 """Of the device's memory: for fragmentation, and for what differs between parts of one shape."""
@@ -40,14 +40,22 @@ class PartSizer:
         memory: of the device.
         agree: among the ranks.
         decoding_bytes: that decoding the next step's images may take at any time.
+        most_rows: returns the most rows of a part on a device of a memory, once one ran out of it.
 
     Attributes:
+        memory: the same.
         rows: of a part, from now on.
     """
 
-    def __init__(self, memory: CudaMemory, agree: Agree, decoding_bytes: int = 0):
-        self.rows = 1
-        self._memory, self._agree, self._decoding_bytes = memory, agree, decoding_bytes
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        agree: Agree,
+        decoding_bytes: int = 0,
+        most_rows: Callable[[int], float] = lambda limit_bytes: math.inf,
+    ):
+        self.rows, self._most_rows = 1, most_rows
+        self.memory, self._agree, self._decoding_bytes = memory, agree, decoding_bytes
         self._seen: dict[int, tuple[float, int]] = {}  # by size, parts: widest rows, and bytes taken
         self._growth_bytes = 0  # of what stays, in the first part of a step: gradients
         self._ahead_bytes = 0
@@ -64,7 +72,7 @@ class PartSizer:
             left: rows of the step.
             ahead_bytes: of the step's batch: as much may arrive for the next step at any time.
         """
-        memory, self._ahead_bytes = self._memory, ahead_bytes
+        memory, self._ahead_bytes = self.memory, ahead_bytes
         if self._step < _PROBED_STEPS:
             self.rows = int(self._agree(float(self._probed(left))))
         if self._is_timed and self._part == 0:
@@ -80,7 +88,7 @@ class PartSizer:
             rows: of it.
             width: its width ÷ the widest, from above 0 to 1.
         """
-        memory = self._memory
+        memory = self.memory
         stays, peak = memory.allocated_bytes(), memory.peak_bytes()
         # What was let go of meanwhile, or came to stay, counts as taken: both make the bound larger. Only a
         # step's first part is left out, in which gradients appear and the last batch goes.
@@ -93,6 +101,12 @@ class PartSizer:
         self._part += 1
         self._work += rows * width
 
+    def begin_again(self, rows: int) -> None:
+        """The step begins again in parts of at most so many rows, on all ranks: a part ran out of memory."""
+        self.rows, self._largest = min(self.rows, rows), min(self._largest, rows)
+        self._part, self._work = 0, 0.0
+        self.memory.free_unused()
+
     def end_step(self) -> None:
         """The step's parts were computed."""
         work, self._work = self._work, 0.0
@@ -102,7 +116,7 @@ class PartSizer:
             self._largest = self.rows
         timed = self._step - _PROBED_STEPS
         if 1 <= timed <= len(_DIVISORS):
-            self._rates[timed - 1] = work / max(self._memory.seconds() - self._began, 1e-9)
+            self._rates[timed - 1] = work / max(self.memory.seconds() - self._began, 1e-9)
         if timed == len(_DIVISORS):
             self.rows = self._fastest()
         elif self._is_timed:
@@ -129,12 +143,13 @@ class PartSizer:
 
     def _fitting(self) -> int:
         """Number of rows of the widest shape for which there is room now."""
-        room = (1 - _SPARE) * self._memory.limit_bytes() - self._memory.allocated_bytes()
+        limit_bytes = self.memory.limit_bytes()
+        room = (1 - _SPARE) * limit_bytes - self.memory.allocated_bytes()
         room -= self._ahead_bytes + self._decoding_bytes
         if self._part == 0:
             room -= self._growth_bytes
         fitting = (rows * room / part_bytes for rows, part_bytes in self._seen.values() if part_bytes <= room)
-        return max(1, int(max(fitting, default=1)))
+        return max(1, int(min(max(fitting, default=1), self._most_rows(limit_bytes))))
 
     def _fastest(self) -> int:
         """The smallest of the timed sizes that is about as fast as the fastest."""

@@ -7,6 +7,7 @@ copied when it is handed out. A batch that someone else copies to the device is 
 from __future__ import annotations
 
 import functools
+import gc
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
@@ -48,38 +49,56 @@ class Feed(Protocol):
         ...
 
 
-class CudaMemory:
-    """The memory of a CUDA device, and its time."""
+_MEMORY_FUNCTIONS = (
+    "mem_get_info", "memory_reserved", "memory_allocated", "max_memory_allocated", "reset_peak_memory_stats",
+    "empty_cache", "synchronize",
+)  # fmt: skip
+"""Of torch.cuda, and of other devices' modules that have them; torch.accelerator of torch 2.7 has none."""
+
+
+class DeviceMemory:
+    """The memory of a device, and its time, by the functions of its module of torch (`torch.cuda`)."""
 
     def __init__(self, device: torch.device):
-        self._device = device
+        self._device, self._module = device, torch.get_device_module(device)
 
     def limit_bytes(self) -> int:
         """Memory that this process can have in all."""
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return int(free + torch.cuda.memory_reserved(self._device))
+        free, _ = self._module.mem_get_info(self._device)
+        return int(free + self._module.memory_reserved(self._device))
 
     def allocated_bytes(self) -> int:
         """Memory that tensors have now."""
-        return int(torch.cuda.memory_allocated(self._device))
+        return int(self._module.memory_allocated(self._device))
 
     def reset_peak(self) -> None:
         """Forget the peak so far."""
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._module.reset_peak_memory_stats(self._device)
 
     def peak_bytes(self) -> int:
         """The most that tensors had since then."""
-        return int(torch.cuda.max_memory_allocated(self._device))
+        return int(self._module.max_memory_allocated(self._device))
+
+    def free_unused(self) -> None:
+        """Give back what was freed, so that fragments become whole again."""
+        gc.collect()
+        self._module.empty_cache()
 
     def seconds(self) -> float:
         """A clock, once the device has done what it was given."""
-        torch.cuda.synchronize(self._device)
+        self._module.synchronize(self._device)
         return time.perf_counter()
 
 
-def memory_of(device: torch.device | None) -> CudaMemory | None:
+def memory_of(device: torch.device | None) -> DeviceMemory | None:
     """Reader of a device's memory; None if there is none. It doesn't start the device."""
-    return CudaMemory(device) if device is not None and device.type == "cuda" else None
+    try:
+        module = None if device is None else torch.get_device_module(device)
+    except RuntimeError:  # of a kind without a module
+        return None
+    if device is None or not all(hasattr(module, name) for name in _MEMORY_FUNCTIONS):
+        return None
+    return DeviceMemory(device)
 
 
 def feed_for(

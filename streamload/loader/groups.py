@@ -351,8 +351,9 @@ class Batches(Group):
             before samples are decoded; a group's ranks have one plan, and groups agree on shapes where
             torch.distributed joins them. None: in the order of the run.
         microbatch: the rows of each part of `loader.microbatches(batch)`; None: all. "auto": as many as the
-            CUDA device has room for, found in the first steps by what parts take; the smallest size that is
-            about as fast as the largest; the same on all ranks.
+            device (CUDA, ROCm, or another of which torch tells the memory) has room for, found in the first
+            steps by what parts take; the smallest size that is about as fast as the largest; the same on all
+            ranks. A step may begin again where memory runs out all the same: `Microbatches.attempts`.
         sample_weight: the weight of each row in the loss, which comes with the batch as `weight` float32[N]
             (with output="tuple" the element after images, texts and labels) and changes nothing else:
             streamload.complexity(…), or a function of the index entry, as `keep` gets it, that returns a

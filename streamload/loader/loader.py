@@ -297,7 +297,8 @@ class Loader(DataLoaderInterface):
 
         Returns:
             An iterable for one `for` loop, which has to reach its end. As a context manager it adds the step,
-            shape and keys of the current part to an out-of-memory error; so does `with loader:`.
+            shape and keys of the current part to an out-of-memory error; so does `with loader:`. With "auto",
+            its `attempts(zero_grad)` begin the step again, once, in smaller parts if memory runs out.
 
         Raises:
             OptionError: another batch, or one with tensors that haven't a row for each sample.

@@ -114,7 +114,13 @@ class Run:
 
             self._agreement = Agreement(self.world_size)
 
-    def agree(self, subject: str, value: V, decide: Callable[[list[V]], D]) -> D:
+    def agree(
+        self,
+        subject: str,
+        value: V,
+        decide: Callable[[list[V]], D],
+        patience_seconds: float | None = None,
+    ) -> D:
         """Rank 0's decision from the values of all ranks, which have to ask for it at the same step.
 
             total = run.agree("samples left out", count, sum)
@@ -123,13 +129,14 @@ class Run:
             subject: of the decision, for errors; the same on all ranks.
             value: of this rank; JSON-able.
             decide: takes the values by rank; what it returns is JSON-able.
+            patience_seconds: the longest wait for a rank that is alive; None: two hours.
 
         Raises:
             RankFailed: a rank failed or ended.
         """
         self.join()
         assert self._agreement is not None
-        decision: D = self._agreement.decide(subject, value, decide)
+        decision: D = self._agreement.decide(subject, value, decide, patience_seconds)
         return decision
 
     def send(self, value: object) -> Event:

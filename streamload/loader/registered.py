@@ -104,6 +104,10 @@ def extensions_of(options: LoaderOptions) -> tuple[Extension, ...]:
         from streamload.batching.bounds import padded_rows
 
         extensions.append(padded_rows(options))
+    if batches.microbatch == "auto":
+        from streamload.batching.retry import RetriedSteps
+
+        extensions.append(RetriedSteps())
     if batches.bucketing is not None:
         from streamload.batching.buckets import bucketing_of
 
@@ -124,6 +128,7 @@ def _check_own(extensions: Collection[Extension]) -> None:
     from streamload.batching.buckets import Bucketing
     from streamload.batching.in_flight import MemoryLimits
     from streamload.batching.modalities import RowsOfModalities
+    from streamload.batching.retry import RetriedSteps
     from streamload.daemon.publication import PlanPublication
     from streamload.features import StoredFeatures
     from streamload.mixing.batch_size import BatchSizes
@@ -134,7 +139,7 @@ def _check_own(extensions: Collection[Extension]) -> None:
 
     built_in = (
         Mixing, BatchSizes, DeviceDecoding, RowWeights, PatchedImages, RowsOfModalities, PaddedRows,
-        Bucketing, MemoryLimits, StoredFeatures, PlanPublication,
+        RetriedSteps, Bucketing, MemoryLimits, StoredFeatures, PlanPublication,
     )  # fmt: skip
     names = {KEEP, *(extension.name for extension in built_in)}
     for extension in extensions:
@@ -183,6 +188,7 @@ def microbatching_of(run: RankRun) -> Microbatching:
         OptionError: `microbatch="auto"` on a device whose memory can't be read.
     """
     from streamload.batching.microbatches import Microbatching
+    from streamload.batching.retry import STATE, StepRetry
 
     def least(value: float) -> float:
         """The least of the ranks' values, in training; in evaluation they have other numbers of parts."""
@@ -192,6 +198,8 @@ def microbatching_of(run: RankRun) -> Microbatching:
     batches, patches, decoding_bytes = options.batches, options.images.patches, 0
     if options.images.decode != "host":
         from streamload.pixels.pipeline import MOST_BYTES as decoding_bytes  # noqa: N811
+    retry = run.parts.by_name.get(STATE)
+    assert retry is None or isinstance(retry, StepRetry)
     microbatching = Microbatching(
         batches.microbatch,
         least,
@@ -199,6 +207,7 @@ def microbatching_of(run: RankRun) -> Microbatching:
         max_tokens=batches.max_tokens,
         names=MODEL_INPUTS if options.output == "hf" else {},
         decoding_bytes=decoding_bytes,
+        retry=retry,
     )
     if batches.microbatch == "auto" and options.device != AUTO:
         microbatching.prepare(options.settled_device)

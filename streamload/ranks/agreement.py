@@ -57,13 +57,20 @@ class Agreement:
         self._name = unique("decisions")
         self._ranks.heartbeats.register()
 
-    def decide(self, what: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
+    def decide(
+        self,
+        what: str,
+        value: Any,
+        decide: Callable[[list[Any]], Any],
+        patience_seconds: float | None = None,
+    ) -> Any:
         """Rank 0's decision from the values of all ranks.
 
         Args:
             what: is decided, for messages.
             value: this rank's; JSON-able.
             decide: the values by rank → the decision, JSON-able; called on rank 0. It raises nothing.
+            patience_seconds: the longest wait for a rank that is alive; None: two hours.
 
         Raises:
             RankFailed: a rank failed or ended.
@@ -80,9 +87,9 @@ class Agreement:
             if store.add(arrived, 1) == self._world_size:
                 store.set(complete, "1")
             if ranks.rank:
-                self._wait_for(decided, f"{what}, as rank 0 decided")
+                self._wait_for(decided, f"{what}, as rank 0 decided", patience_seconds)
                 return json.loads(store.get(decided))
-            self._wait_for(complete, what)
+            self._wait_for(complete, what, patience_seconds)
             text = json.dumps(decide([json.loads(text_of_rank) for text_of_rank in values_of(store, keys)]))
             store.set(decided, text)
             if number:  # all ranks have read it
@@ -96,7 +103,7 @@ class Agreement:
             raise ranks.ended(f"agreed on {what}", reason) from exc
         return json.loads(text)
 
-    def _wait_for(self, key: str, what: str) -> None:
+    def _wait_for(self, key: str, what: str, patience_seconds: float | None) -> None:
         """Wait for a key of the store, as long as no rank has failed.
 
         Raises:
@@ -104,6 +111,7 @@ class Agreement:
             RuntimeError: the store is gone.
         """
         ranks, start = self._ranks, time.monotonic()
+        patience_seconds = _LONGEST_WAIT_SECONDS if patience_seconds is None else patience_seconds
         assert ranks is not None
         while not wait_for_keys(ranks.store, [key], _PROMPT_SECONDS):
             try:
@@ -112,8 +120,8 @@ class Agreement:
                 if ranks.store.check([key]):  # it ended after its part was done
                     return
                 raise
-            if time.monotonic() - start > _LONGEST_WAIT_SECONDS:
-                reason = f"not all answered in {_LONGEST_WAIT_SECONDS / 3600:.0f} hours"
+            if time.monotonic() - start > patience_seconds:
+                reason = f"not all answered in {patience_seconds / 60:.0f} minutes"
                 raise ranks.ended(f"agreed on {what}", reason)
 
     def _report(self, error: RankFailed) -> None:

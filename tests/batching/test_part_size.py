@@ -60,6 +60,9 @@ class Device:
     def seconds(self) -> float:
         return self.clock
 
+    def free_unused(self) -> None:
+        """What is free needs nothing."""
+
     def takes(self, rows: int, width: float) -> float:
         return self.fixed + rows * (self.linear * width + self.square * width**2)
 

@@ -1,7 +1,12 @@
-"""Sizes of parts on a CUDA device, by its own allocator."""
+"""Sizes of parts on a CUDA device, by its own allocator, and steps that begin again where it has no memory.
+
+For a GPU with 2 GiB, in at most three minutes: python -m pytest -q tests/device/test_microbatches.py
+The tests of attempts haven't run on one yet.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +15,7 @@ from torch import nn
 
 import streamload
 from streamload import Batches
-from streamload.device import CudaMemory
+from streamload.device import DeviceMemory
 from streamload.testing.shards import ShardOptions, write_shards
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -67,7 +72,7 @@ def test_parts_stay_within_the_limit_and_use_most_of_it(
 ) -> None:
     write_shards(tmp_path / "data", [ROWS], options=ShardOptions(image_side=(24, 40)))
     limit = limit_mb << 20
-    monkeypatch.setattr(CudaMemory, "limit_bytes", lambda _: limit)
+    monkeypatch.setattr(DeviceMemory, "limit_bytes", lambda _: limit)
     monkeypatch.setenv("STREAMLOAD_CACHE_DIR", str(tmp_path / "cache"))
     torch.cuda.empty_cache()
     training, sizes, peaks = Training(), [], []
@@ -92,3 +97,70 @@ def test_parts_stay_within_the_limit_and_use_most_of_it(
     del ahead
     # Room is kept for a batch ahead though one has arrived: of limits as small as these a tenth.
     assert max(sizes[2]) >= 0.7 * max(fits)
+
+
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Bytes that this process can have of the device, by torch's allocator."""
+    torch.cuda.empty_cache()
+    limit = torch.cuda.memory_reserved() + (1400 << 20)
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction(limit / total)
+    monkeypatch.setattr(DeviceMemory, "limit_bytes", lambda _: limit)
+    yield limit
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def by_attempts(
+    training: Training, place: Path, before_step: Callable[[int], object], autocast: bool
+) -> list[list[list[int]]]:
+    """Train twelve steps by attempts; the rows of the parts of each attempt of each step."""
+    write_shards(place / "data", [ROWS], options=ShardOptions(image_side=(24, 40)))
+    tried: list[list[list[int]]] = []
+    with streamload.make_loader(
+        str(place / "data"), tokenize, batch_size=ROWS, num_workers=2, device="cuda",
+        order=streamload.Order(num_batches=12), batches=Batches(microbatch="auto"), cache_dir=place / "cache",
+    ) as loader:  # fmt: skip
+        for step, batch in enumerate(loader):
+            before_step(step)
+            tried.append([])
+            for parts in loader.microbatches(batch).attempts(training.optimizer.zero_grad):
+                tried[-1].append([])
+                with parts:
+                    for images, ids in parts:
+                        tried[-1][-1].append(len(ids))
+                        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                            training.compute(images, ids, len(ids) / ROWS)
+            training.optimizer.step()
+    assert all(sum(step[-1]) == ROWS for step in tried)
+    return tried
+
+
+def test_with_autocast_no_part_is_too_large(limited: int, tmp_path: Path) -> None:
+    tried = by_attempts(Training(), tmp_path, lambda step: None, autocast=True)
+    assert [len(step) for step in tried] == [1] * 12
+
+
+def test_a_step_begins_again_where_something_else_takes_memory(limited: int, tmp_path: Path) -> None:
+    """Seven tenths of what a step took are left: enough for halves, once the failed part is gone."""
+    training, ballast, before = Training(), list[torch.Tensor](), [0]
+
+    def take(step: int) -> None:
+        training.optimizer.zero_grad()
+        if step == 7:
+            torch.cuda.reset_peak_memory_stats()
+            before[0] = torch.cuda.memory_allocated()
+        elif step == 8:
+            left = 7 * (torch.cuda.max_memory_allocated() - before[0]) // 10
+            torch.cuda.empty_cache()
+            size = limited - torch.cuda.memory_allocated() - left
+            ballast.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+
+    tried = by_attempts(training, tmp_path, take, autocast=False)
+    assert [len(step) for step in tried] == [1] * 8 + [2] + [1] * 3
+    first, second = tried[8]
+    assert max(second) <= first[-1] // 2
+    assert all(max(step[0]) <= first[-1] // 2 for step in tried[9:])
+    for parameter in training.tower.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.isfinite().all()

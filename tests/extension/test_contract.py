@@ -27,6 +27,7 @@ from streamload.batching.buckets import Bucketing, Buckets
 from streamload.batching.in_flight import InFlight, MemoryLimits
 from streamload.batching.modalities import RowsOfModalities
 from streamload.batching.padding import RowLengths
+from streamload.batching.retry import RetriedSteps
 from streamload.daemon.publication import PlanPublication
 from streamload.derived.store.row_store import close_stores
 from streamload.errors import OptionError, StateMismatch
@@ -55,6 +56,7 @@ from streamload.testing.extension import ExtensionContract
 from streamload.testing.resume import Layout
 from streamload.testing.shards import read_oracle, write_shards
 from streamload.weights import RowWeights
+from tests.batching.test_part_size import LIMIT, Device
 from tests.support import flat
 from tests.support.extension_contract import FeatureContract
 
@@ -204,6 +206,18 @@ class TestAgreedLengths:
     def test_in_two_ranks(self, name, tmp_path):
         write_shards(tmp_path / "shards", [20, 14, 16, 20], seed=5)
         torch.multiprocessing.start_processes(run_in_rank, (name, tmp_path), nprocs=2, start_method="fork")
+
+
+class TestRetriedSteps(FeatureContract):
+    """Its state has a key once a part ran out of memory (tests/batching/test_retry.py)."""
+
+    asked = MappingProxyType({"microbatch": "auto"})
+    kinds = (RetriedSteps,)
+
+    @pytest.fixture(autouse=True)
+    def simulated_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        device = Device(LIMIT // 50, 0, LIMIT / 40, 0, 0, 0, 1)
+        monkeypatch.setattr("streamload.batching.microbatches.memory_of", lambda _: device)
 
 
 class TestInFlight(FeatureContract):

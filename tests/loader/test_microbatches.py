@@ -293,7 +293,7 @@ def test_auto_has_the_same_parts_on_all_ranks_those_of_the_one_with_the_least_ro
 
 
 def test_auto_without_a_device_whose_memory_can_be_read(shards, tmp_path):
-    with pytest.raises(OptionError, match="reads the memory of a CUDA device, and device=None"):
+    with pytest.raises(OptionError, match="of which torch tells the memory, as of CUDA's, and device=None"):
         make(shards, tmp_path, batches=Batches(microbatch="auto"))
 
 
