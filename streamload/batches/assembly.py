@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from time import monotonic_ns
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -33,6 +33,9 @@ from streamload.extension import BatchColumn
 from streamload.origins.origin import Recipe
 from streamload.shards.samples import Sample
 
+if TYPE_CHECKING:
+    from streamload.batches.caption_choice import CaptionChoice
+
 _LAYOUTS_KEPT = 256
 """Lists of extensions whose choice of members is remembered."""
 
@@ -44,7 +47,9 @@ class BatchAssembly:
     Attributes:
         image: chooses the image from a sample's extensions.
         images: decodes and transforms images; None: map_sample gets their bytes, or features come instead.
-        text: chooses the caption, and its field in a JSON member; None: no captions.
+        text: chooses the caption's member; None: no captions.
+        captions: reads captions that lie in JSON or at several places; None: they are the members that `text`
+            chooses.
         tokenizer: captions to ids; None leaves them as strings.
         blank_captions: whether samples are used whose caption is only white space.
         label: as `text`, for a whole number.
@@ -63,6 +68,7 @@ class BatchAssembly:
     image: Choose
     images: ImageAssembly | None
     text: Choose | None
+    captions: CaptionChoice | None = None
     tokenizer: BatchTokenizer | None = None
     blank_captions: bool = True
     label: Choose | None = None
@@ -147,7 +153,7 @@ class _CaptionedBatch:
         self._columns = columns
         self._assembly = assembly
         self._allocate = allocate
-        self._allows_blank = assembly.blank_captions
+        self._allows_blank, self._captions = assembly.blank_captions, assembly.captions
         self._members_of = members_of
         self._read_label = read_score if assembly.label_dtype.is_floating_point else read_label
         self._kinds = assembly.kinds
@@ -169,8 +175,10 @@ class _CaptionedBatch:
             raise KeyError(f"{sample.key} has only {', '.join(extensions)}")
         caption = label = None
         if members.text is not None:
-            member, field = members.text
-            caption = read_caption(sample.members[member], field)
+            if self._captions is None:
+                caption = read_caption(sample.members[members.text[0]])
+            else:
+                caption = self._captions.read(sample.members, seed)
             if not (self._allows_blank or caption.strip()):
                 raise BlankCaption("the caption is blank")
         if members.label is not None:

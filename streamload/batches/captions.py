@@ -1,10 +1,14 @@
-"""Bytes → caption or label (step I): the text of a `txt` or `cls` member, or a field of a `json` member."""
+"""Bytes → caption or label (step I): the text of a member; for labels also a field of a `json` member.
+
+Captions within JSON, and those of several places, are in caption_choice.py.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from streamload.errors import CaptionError, LabelError, SampleError
@@ -17,21 +21,18 @@ _EXACT = 1 << 53
 _LABELS = range(-(1 << 63), 1 << 63)
 
 
-def read_caption(data: bytes | memoryview, field: str | None = None) -> str:
+def read_caption(data: bytes | memoryview) -> str:
     """Read a caption.
 
     Args:
         data: the member's payload, UTF-8.
-        field: of the JSON object in the payload; None: the payload is the caption.
 
     Returns:
         The caption as stored, spaces and line ends included; it may be empty.
 
     Raises:
-        CaptionError: not UTF-8, too large, not a JSON object, or its field is missing or not a string.
+        CaptionError: not UTF-8, or too large.
     """
-    if field is not None:
-        return _caption_of(_json_field(data, field, "caption", CaptionError), field)
     if len(data) > MAX_CAPTION_BYTES:
         raise _too_large(data, "caption", CaptionError)
     try:
@@ -116,36 +117,43 @@ def read_number(data: bytes | memoryview, field: str) -> float:
     raise SampleError(f"the field {field!r} is {value!r:.60}; expected a number")
 
 
-def _caption_of(value: Any, field: str) -> str:
-    if not isinstance(value, str):
-        raise CaptionError(f"caption field {field!r} is a {type(value).__name__}; expected a string")
-    if not _is_unicode(value):
-        raise CaptionError(f"caption field {field!r} has half of a surrogate pair")
-    return value
+def read_json(data: bytes | memoryview, kind: str, error: type[SampleError]) -> Any:
+    """Read a JSON member.
 
+    Args:
+        data: the member's payload.
+        kind: of value that is looked for, for errors.
+        error: the class to raise.
 
-def _json_field(data: bytes | memoryview, field: str, kind: str, error: type[SampleError]) -> Any:
+    Raises:
+        SampleError: of that class; too large, or not JSON.
+    """
     if len(data) > MAX_CAPTION_BYTES:
         raise _too_large(data, kind, error)
     try:
-        value = json.loads(bytes(data))
+        return json.loads(bytes(data))
     except (ValueError, RecursionError) as exc:
         raise error(f"{kind} member of {len(data)} bytes can't be read as JSON: {exc}") from exc
+
+
+def no_object(value: object, kind: str, error: type[SampleError]) -> SampleError:
+    """The error for a JSON member that is no object."""
+    return error(f"{kind} member is JSON, but a {type(value).__name__}; expected an object")
+
+
+def no_field(value: Mapping[str, Any], field: str, kind: str, error: type[SampleError]) -> SampleError:
+    """The error for an object that lacks a field."""
+    return error(f"{kind} member has no field {field!r}; it has {sorted(value)!a:.200}")
+
+
+def _json_field(data: bytes | memoryview, field: str, kind: str, error: type[SampleError]) -> Any:
+    value = read_json(data, kind, error)
     if not isinstance(value, dict):
-        raise error(f"{kind} member is JSON, but a {type(value).__name__}; expected an object")
+        raise no_object(value, kind, error)
     if field not in value:
-        raise error(f"{kind} member has no field {field!r}; it has {sorted(value)!a:.200}")
+        raise no_field(value, field, kind, error)
     return value[field]
 
 
 def _too_large(data: bytes | memoryview, kind: str, error: type[SampleError]) -> SampleError:
     return error(f"{kind} member of {len(data):,} bytes; at most {MAX_CAPTION_BYTES:,} are read")
-
-
-def _is_unicode(text: str) -> bool:
-    """True if it can be encoded: JSON escapes can hold half a surrogate pair, on which tokenizers fail."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -51,6 +51,8 @@ class KeySpec:
     """(extension, field); field None: the whole member."""
     is_optional: bool = False
     """Whether samples without such a member are used."""
+    falls_back: bool = False
+    """Whether all of these members are read, as a later one is used where an earlier one holds nothing."""
 
     def __str__(self) -> str:
         return ";".join(
@@ -280,8 +282,13 @@ def usable(reader: IndexReader, keys: Sequence[KeySpec], start: int = 0) -> npt.
 
 def chosen(extensions: Collection[str], keys: Sequence[KeySpec]) -> set[str]:
     """Return the extensions of a sample that the keys choose."""
-    choices = [spec.choose(extensions) for spec in keys]
-    return {choice[0] for choice in choices if choice is not None}
+    needed: set[str] = set()
+    for spec in keys:
+        if spec.falls_back:
+            needed.update(extension for extension in spec.extensions if extension in extensions)
+        elif (choice := spec.choose(extensions)) is not None:
+            needed.add(choice[0])
+    return needed
 
 
 def with_facts(entry: Entry, names: Sequence[str], facts: Mapping[str, Values], place: int) -> Entry:

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 
-from streamload.batches.captions import read_caption, read_number
+from streamload.batches.caption_choice import CaptionChoice
+from streamload.batches.captions import read_number
 from streamload.batches.tokenize import BatchTokenizer, adapt_tokenizer
 from streamload.cache.selection import KeySpec, Repeat
 from streamload.derived.proof.code import Describer
@@ -43,7 +44,7 @@ _PROBES = (
 class TokenCount:
     """The number of a caption's tokens by the run's tokenizer, without padding; unknown without a caption."""
 
-    text: KeySpec
+    captions: CaptionChoice
     tokenizer: BatchTokenizer
     digest: str
     dtype: str = "<u2"
@@ -52,7 +53,7 @@ class TokenCount:
 
     def needs(self, extensions: Collection[str]) -> Collection[str]:
         """Select those of a sample's extensions whose bytes are needed; none of them an image's."""
-        return _member(self.text, extensions)
+        return self.captions.needs(extensions)
 
     def make(self, samples: Sequence[FactSample]) -> Values:
         """Return the value of each sample."""
@@ -64,11 +65,8 @@ class TokenCount:
         return values
 
     def _caption(self, sample: FactSample) -> str | None:
-        chosen = self.text.choose(sample.members)
-        if chosen is None:
-            return None
         with contextlib.suppress(CaptionError):
-            return read_caption(sample.members[chosen[0]], chosen[1])
+            return self.captions.read(sample.members, seed=0)  # which draws nothing
         return None
 
 
@@ -203,7 +201,11 @@ def joined_facts(facts: Mapping[str, Fact] | None, extensions: Iterable[Extensio
 
 
 def read_facts(
-    facts: Mapping[str, Fact] | None, image_key: str | None, text_key: str | None, tokenizer: Any
+    facts: Mapping[str, Fact] | None,
+    image_key: str | None,
+    text_key: str | None,
+    tokenizer: Any,
+    probs: Sequence[float] | None = None,
 ) -> dict[str, Column]:
     """The columns of a run, by name: those that are asked for, and "image_bytes". Reads tables.
 
@@ -212,6 +214,7 @@ def read_facts(
         image_key: of the run; None: it has no images.
         text_key: of the run; None: it has no captions.
         tokenizer: of the run; None: it has none.
+        probs: the run's text_key_probs.
 
     Raises:
         OptionError: a form or name that can't be used, or a table that can't be read.
@@ -222,7 +225,7 @@ def read_facts(
     for name, fact in (facts or {}).items():
         if not isinstance(name, str) or name in BUILT_IN:
             raise OptionError(f"facts={{{name!r}: …}}; expected a name other than {', '.join(BUILT_IN)}")
-        columns[name] = _column(name, fact, text_key, tokenizer)
+        columns[name] = _column(name, fact, text_key, tokenizer, probs)
         _refuse_shared_version(name, columns)
     return columns
 
@@ -255,11 +258,11 @@ def read_repeat(repeat: Any, columns: Mapping[str, Column]) -> Repeat | None:
     )
 
 
-def token_count(text_key: str | None, tokenizer: Any) -> Column:
+def token_count(text_key: str | None, tokenizer: Any, probs: Sequence[float] | None) -> Column:
     """The column of a run's token counts.
 
     Raises:
-        OptionError: there are no captions or no tokenizer, or it draws random numbers.
+        OptionError: there are no captions or no tokenizer, or one of both is random.
     """
     adapted = adapt_tokenizer(tokenizer)
     if text_key is None or adapted is None:
@@ -268,19 +271,28 @@ def token_count(text_key: str | None, tokenizer: Any) -> Column:
         raise OptionError(
             "the fact 'tokens' is the same in each epoch, but this tokenizer draws random numbers"
         )
-    text = KeySpec.parse(text_key)
-    definition = ["tokens", text.choices, *_described_tokenizer(tokenizer, adapted)]
-    return TokenCount(text, adapted, column_digest(definition))
+    captions = CaptionChoice.parse(text_key, probs)
+    if captions.is_drawn:
+        raise OptionError(
+            f"text_key={text_key!r} draws a caption for each pass, and a token count is the same in each "
+            f"pass: bucketing=, sample_weight= and the fact 'tokens' by the length of captions need one "
+            f"caption for each sample, without [*] and text_key_probs="
+        )
+    several = ["first that isn't blank", captions.probs] if len(captions.choices) > 1 else []
+    definition = ["tokens", captions.choices, *several, *_described_tokenizer(tokenizer, adapted)]
+    return TokenCount(captions, adapted, column_digest(definition))
 
 
-def _column(name: str, fact: Fact, text_key: str | None, tokenizer: Any) -> Column:
+def _column(
+    name: str, fact: Fact, text_key: str | None, tokenizer: Any, probs: Sequence[float] | None
+) -> Column:
     where = f"facts={{{name!r}: {fact!r:.60}}}"
     if isinstance(fact, tuple) and len(fact) == 2 and callable(fact[0]) and isinstance(fact[1], str):
         return FunctionFact(fact[0], column_digest(["function", "version", fact[1]]))
     if callable(fact):
         return FunctionFact(fact, column_digest(["function", *_described(fact, where)]), check_name=name)
     if fact == "tokens":
-        return token_count(text_key, tokenizer)
+        return token_count(text_key, tokenizer, probs)
     if not isinstance(fact, str | Path):
         raise OptionError(
             f'{where}; expected "tokens", "json:<field>", a table (.csv, .parquet), a function, or a pair of '

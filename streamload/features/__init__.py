@@ -42,6 +42,13 @@ class StoredFeatures(Extension):
         for name, feature in options.features.items():
             if feature.inputs != "image" and options.shards.text_key is None:
                 raise OptionError(f"text_key=None selects no captions for the feature {name!r}")
+            if feature.inputs == "sample" and options.captions is not None and options.captions.is_drawn:
+                raise OptionError(
+                    f"text_key={options.shards.text_key!r} draws a caption for each pass, and the feature "
+                    f'{name!r} has inputs="sample", one row for each sample: make rows of texts alone, '
+                    f'Features(inputs="text"), which are found by the text, or leave out [*] and '
+                    f"text_key_probs="
+                )
 
     def assembly(self, assembly: BatchAssembly, options: LoaderOptions, split: Split | None) -> BatchAssembly:
         """Batches without images of their own, if only features need them."""

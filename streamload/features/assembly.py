@@ -93,5 +93,7 @@ def _parts_of(feature: FeatureAssembly, options: Any) -> dict[str, Any]:
         tokenizer = adapt_tokenizer(options.tokenizer)
         ids = None if tokenizer is None else tokenizer(_PROBES, [0] * len(_PROBES)).ids
         parts["tokenizer"] = describer.value(ids, "the tokenizer's result")
-        parts["text_key"] = options.shards.text_key
+        captions = options.captions
+        several = captions is not None and len(captions.choices) > 1
+        parts["text_key"] = [*captions.choices, *captions.probs] if several else options.shards.text_key
     return parts

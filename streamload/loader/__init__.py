@@ -208,7 +208,7 @@ def _facts(shards: Shards, batches: Batches, tokenizer: Any) -> tuple[Mapping[st
     from streamload.facts.recipes import joined_facts, read_facts, read_repeat
 
     facts = joined_facts(shards.facts, batches.extensions)
-    columns = read_facts(facts, shards.image_key, shards.text_key, tokenizer)
+    columns = read_facts(facts, shards.image_key, shards.text_key, tokenizer, shards.text_key_probs)
     return columns, read_repeat(shards.repeat, columns)
 
 

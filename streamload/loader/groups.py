@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import re
@@ -53,6 +54,22 @@ def check_flag(value: object, name: str) -> None:
         raise OptionError(f"{name}={value!r}; expected True or False")
 
 
+def _check_probs(text_key: str | None, probs: Any) -> None:
+    if probs is None:
+        return
+    count = 0 if text_key is None else len(text_key.split(";"))
+    is_listed = isinstance(probs, Sequence) and not isinstance(probs, str) and 0 < len(probs) <= count
+    if not is_listed or not all(_is_number(prob) and 0 <= prob < math.inf for prob in probs):
+        raise OptionError(
+            f"text_key_probs={probs!r:.100}; expected a number from 0 on for each choice of "
+            f"text_key={text_key!r}, or for the first ones"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards(Group):
     """Which members of a sample are used, which samples, and how shards are reached.
@@ -60,8 +77,13 @@ class Shards(Group):
     Args:
         image_key: extensions that hold the image, in order of preference. Samples without one are left out;
             beside `map_sample=` they come without `image`. None, beside `map_sample=`: no image is decoded.
-        text_key: the same for the caption; `json:caption` is a field of a JSON member. None: there are no
-            captions, and batches have none.
+        text_key: the same for the caption; the first one that is there and isn't blank is used.
+            `json:caption` is a field of a JSON member, `json:meta.caption` a field of a field,
+            `json:captions[0]` an entry of a list, `json:captions[*]` one entry of it, drawn anew in each pass
+            (docs/guides/samples.md). None: there are no captions, and batches have none.
+        text_key_probs: how likely each choice of `text_key` comes first, in the order of `text_key`; those
+            left out, and 0: after all others. Drawn by the seed for each sample, anew in each pass. None: as
+            listed.
         label_key: the same for a label, a whole number: `cls`, `json:label`. None: there are no labels.
         label_type: "int": labels are whole numbers, int64; "float": any finite numbers, float32.
         blank_captions: False leaves out samples whose caption is empty or only white space, like those
@@ -98,6 +120,7 @@ class Shards(Group):
 
     image_key: str | None = "jpg;png;jpeg;webp"
     text_key: str | None = "txt"
+    text_key_probs: Sequence[float] | None = None
     label_key: str | None = None
     label_type: LabelType = "int"
     blank_captions: bool = True
@@ -115,6 +138,7 @@ class Shards(Group):
             value = getattr(self, name)
             if not (value is None or isinstance(value, str)):
                 raise OptionError(f"{name}={value!r}; expected a string such as {example!r}, or None")
+        _check_probs(self.text_key, self.text_key_probs)
         parse_choice(self.label_type, get_args(LabelType), "label_type")
         parse_choice(self.on_error, get_args(OnError), "on_error")
         storage = self.storage_options or {}
@@ -131,8 +155,7 @@ class Shards(Group):
             )
         for name in ("max_bad_samples", "max_bad_shards"):
             value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is not None and not (is_number and 0 <= value <= 1):
+            if value is not None and not (_is_number(value) and 0 <= value <= 1):
                 raise OptionError(f"{name}={value!r}; expected a share from 0 to 1, or None for no limit")
 
 

@@ -28,6 +28,7 @@ from streamload.torch_internals import is_importing_main, is_main_from_stdin
 from streamload.urls import UrlList
 
 if TYPE_CHECKING:
+    from streamload.batches.caption_choice import CaptionChoice
     from streamload.batches.images import Preprocess
     from streamload.derived.calls.features import Features
     from streamload.steering import Policy
@@ -271,6 +272,16 @@ class LoaderOptions:
         return tuple(key for key in (shards.image_key, shards.text_key, shards.label_key) if key is not None)
 
     @property
+    def captions(self) -> CaptionChoice | None:
+        """The choice of a sample's caption; None: there is none, or captions are one member."""
+        key = self.shards.text_key
+        if key is None or not {":", ";"}.intersection(key):
+            return None
+        from streamload.batches.caption_choice import CaptionChoice
+
+        return CaptionChoice.parse(key, self.shards.text_key_probs)
+
+    @property
     def choice(self) -> tuple[str, ...]:
         """The keys, facts and repeats as a state records them; not the facts that extensions bring."""
         shards = self.shards
@@ -283,6 +294,8 @@ class LoaderOptions:
             return ("map_sample", *self.keys, *facts)
         label = () if shards.label_key is None else (shards.label_key,)
         kind = () if shards.label_type == "int" else (shards.label_type,)
+        if shards.text_key_probs is not None:
+            facts.append(f"text_key_probs={[*map(float, shards.text_key_probs)]}")
         return (shards.image_key or "", shards.text_key or "", *label, *kind, *facts)
 
     @property

@@ -305,12 +305,17 @@ def _borders(sources: Sequence[SourceOrder]) -> list[int]:
 
 def _selection(options: LoaderOptions) -> Selection:
     reads_all = options.workers.map_sample is not None
-    keys = tuple(replace(KeySpec.parse(key), is_optional=reads_all) for key in options.keys)
+    several = None if options.captions is None else options.shards.text_key
+    keys = tuple(
+        replace(KeySpec.parse(key), is_optional=reads_all, falls_back=key == several) for key in options.keys
+    )
     columns = dict(options.columns)
     if any(TOKENS in extension.facts for extension in options.extensions):
         from streamload.facts.recipes import token_count
 
-        columns[TOKENS] = token_count(options.shards.text_key, options.tokenizer)
+        columns[TOKENS] = token_count(
+            options.shards.text_key, options.tokenizer, options.shards.text_key_probs
+        )
     selection = Selection(keys, options.keeps, reads_all, columns, options.repeat)
     if columns:
         from streamload.facts.shard_facts import ShardFacts
@@ -358,6 +363,7 @@ def _assembly(
         image=KeySpec(()).choose if shards.image_key is None else KeySpec.parse(shards.image_key).choose,
         images=images,
         text=_choose(shards.text_key),
+        captions=options.captions,
         tokenizer=adapt_tokenizer(options.tokenizer, batches.text_padding == "longest", batches.text_columns),
         blank_captions=shards.blank_captions,
         label=_choose(shards.label_key),

@@ -61,18 +61,20 @@ def test_a_caption_that_cannot_be_read_is_skipped_and_counted(case: str, tmp_pat
     assert len(found.log) < 100_000
 
 
-@pytest.mark.parametrize("case", BAD_JSON)
-def test_a_field_that_cannot_be_read_is_skipped_and_counted(case: str, tmp_path: Path) -> None:
-    # The good shards around it have no JSON: their captions are texts.
-    found = among_good_ones(
-        tmp_path, BEFORE + sample("bad", json=made(BAD_JSON[case])) + AFTER, text_key="json:caption;txt"
-    )
+@pytest.mark.parametrize(
+    ("case", "path"), [*((case, "caption") for case in BAD_JSON), ("4 MB of objects", "caption[*]")]
+)
+def test_a_field_that_cannot_be_read_is_skipped_and_counted(case: str, path: str, tmp_path: Path) -> None:
+    # The good shards around it have no JSON: their captions are texts. That of the bad sample isn't UTF-8.
+    bad = sample("bad", text=b"caf\xe9", json=made(BAD_JSON[case]))
+    found = among_good_ones(tmp_path, BEFORE + bad + AFTER, text_key=f"json:{path};json:caption;txt")
     assert (found.keys, found.skipped, found.error) == (["before", "after"], {"caption": 1}, "")
     assert found.values == ["a good one"] * 2
     assert len(found.log) < 100_000
 
 
-def test_nothing_of_a_skipped_sample_is_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text_key", ["txt", "json:alt;txt"])
+def test_nothing_of_a_skipped_sample_is_kept(text_key: str, tmp_path: Path) -> None:
     """An error that refers to itself, by the frames it came through, keeps the sample until a collection."""
     (tmp_path / "a.tar").write_bytes(BEFORE + sample("bad", text=b"caf\xe9") + AFTER)
     options: dict[str, Any] = {"num_workers": 0, "train": False, "batch_size": 4, "with_keys": True}
@@ -80,7 +82,7 @@ def test_nothing_of_a_skipped_sample_is_kept(tmp_path: Path) -> None:
     gc.collect()
     gc.disable()
     try:
-        with flat.make_loader(urls, cache_dir=cache, **options) as loader:
+        with flat.make_loader(urls, cache_dir=cache, text_key=text_key, **options) as loader:
             assert [extra["__key__"] for _, _, extra in loader] == [["before", "after"]]
         assert not [kept for kept in gc.get_objects() if issubclass(type(kept), SampleError)]
     finally:

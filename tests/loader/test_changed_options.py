@@ -199,6 +199,7 @@ def rows(data: Path, place: Path) -> dict[str, Row]:
         "cache_size": same(cache_size="100MB"),
         "shards.image_key": refused("image_key", image_key="jpg"),
         "shards.text_key": refused("text_key", text_key="json:digest"),
+        "shards.text_key_probs": refused("text_key", {"text_key": "txt;json:digest"}, text_key_probs=(1, 2)),
         "shards.label_key": refused("label_key", label_key="json:index"),
         "shards.label_type": refused("label_key", {"label_key": "json:index"}, label_type="float"),
         "shards.blank_captions": honoured(

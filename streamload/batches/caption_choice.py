@@ -1,0 +1,154 @@
+"""The caption of a sample that has several (step I): by order of preference, at paths into JSON, or drawn.
+
+A choice is a member, or a path into a JSON member: `meta.caption` is a field of a field, `captions[0]` an
+entry of a list, and `captions[*]` is one of its entries, drawn. Loaders whose captions are one member don't
+load this module.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from streamload.batches.captions import no_field, no_object, read_caption, read_json
+from streamload.cache.selection import KeySpec
+from streamload.errors import CaptionError
+from streamload.order.hashing import CAPTION, key, pick
+
+_ENTRY = re.compile(r"\[(\d{1,9}|\*)\](?:\.|(?=\[)|$)")
+_DRAWN = "[*]"
+
+
+@dataclass(frozen=True, slots=True)
+class CaptionChoice:
+    """Choice of a sample's caption.
+
+    Attributes:
+        choices: (extension, path) in order of preference; path None: the whole member.
+        probs: how likely each choice comes first, not necessarily adding up to 1; empty: in their order.
+    """
+
+    choices: tuple[tuple[str, str | None], ...]
+    probs: tuple[float, ...] = ()
+
+    @classmethod
+    def parse(cls, text_key: str, probs: Sequence[float] | None = None) -> CaptionChoice:
+        """The choice of `Shards(text_key=…, text_key_probs=…)`.
+
+        Raises:
+            OptionError: it is no key.
+        """
+        return cls(KeySpec.parse(text_key).choices, tuple(map(float, probs or ())))
+
+    @property
+    def is_drawn(self) -> bool:
+        """True if a sample's caption may be another one in each pass."""
+        is_order_drawn = sum(prob > 0 for prob in self.probs) > 1
+        return is_order_drawn or any(_DRAWN in (path or "") for _, path in self.choices)
+
+    def needs(self, extensions: Collection[str]) -> Collection[str]:
+        """Select the members that may have to be read among a sample's."""
+        return [extension for extension, _ in self.choices if extension in extensions]
+
+    def read(self, members: Mapping[str, memoryview | bytes], seed: int) -> str:
+        """Return the first caption that isn't blank, by order of preference; the first blank one if all are.
+
+        Choices that give none (no such member or field, no string, not UTF-8) are passed over.
+
+        Args:
+            members: of the sample, by extension.
+            seed: of the sample, uint64.
+
+        Raises:
+            CaptionError: no choice gives a caption; it says why the first one didn't.
+        """
+        objects: dict[str, Any] = {}
+        blank, why = None, ""  # no exception is kept: it would keep the sample, by its frames
+        for number in self._order(seed):
+            extension, path = self.choices[number]
+            if extension not in members:
+                continue
+            try:
+                if path is None:
+                    caption = read_caption(members[extension])
+                else:
+                    if extension not in objects:
+                        objects[extension] = read_json(members[extension], "caption", CaptionError)
+                    caption = _caption_at(objects[extension], path, key(seed, CAPTION, 1, number))
+            except CaptionError as exc:
+                why = why or str(exc)
+                continue
+            if caption.strip():
+                return caption
+            blank = caption if blank is None else blank
+        if blank is None:
+            raise CaptionError(why)
+        return blank
+
+    def _order(self, seed: int) -> Sequence[int]:
+        """The numbers of the choices in the order of preference for a sample.
+
+        As open_clip's `_weighted_order`: choices with a probability are drawn one after another, each by its
+        share among those that are left; the others follow in their order.
+        """
+        if not any(self.probs):
+            return range(len(self.choices))
+        left = [number for number, prob in enumerate(self.probs) if prob > 0]
+        order: list[int] = []
+        while left:
+            stops = list(itertools.accumulate(self.probs[number] for number in left))
+            point = (key(seed, CAPTION, 0, len(order)) >> 11) * 2.0**-53 * stops[-1]
+            order.append(left.pop(min(bisect.bisect_right(stops, point), len(left) - 1)))
+        return [*order, *(number for number in range(len(self.choices)) if number not in order)]
+
+
+def at_path(value: Any, path: str) -> Iterator[Any]:
+    """The values at a path into JSON: none, one, or with `[*]` several.
+
+    Where several names of an object fit, the longest is taken: `a.b` is the field "a.b" of an object that has
+    it, else the field "b" of the field "a".
+    """
+    if not path:
+        yield value
+    elif isinstance(value, dict):
+        for stop in range(len(path), 0, -1):
+            if (stop == len(path) or path[stop] in ".[") and path[:stop] in value:
+                yield from at_path(value[path[:stop]], path[stop:].removeprefix("."))
+                return
+    elif isinstance(value, list) and (step := _ENTRY.match(path)) is not None:
+        for entry in value if step[1] == "*" else value[int(step[1]) :][:1]:
+            yield from at_path(entry, path[step.end() :])
+
+
+def _caption_at(value: Any, path: str, seed: int) -> str:
+    if not isinstance(value, dict) and not path.startswith("["):
+        raise no_object(value, "caption", CaptionError)
+    leaves = list(at_path(value, path))
+    if not leaves:
+        raise no_field(value if isinstance(value, dict) else {}, path, "caption", CaptionError)
+    if _DRAWN in path:
+        texts = [entry for entry in leaves if isinstance(entry, str) and _is_unicode(entry)]
+        leaves = [text for text in texts if text.strip()] or texts or leaves
+    caption = leaves[pick(seed, 0, len(leaves))]
+    if not isinstance(caption, str):
+        hint = f" (an entry of a list is {path}[0], or {path}[*] for one that is drawn)"
+        raise CaptionError(
+            f"caption field {path!r} is a {type(caption).__name__}; expected a string"
+            + (hint if isinstance(caption, list) else "")
+        )
+    if not _is_unicode(caption):
+        raise CaptionError(f"caption field {path!r} has half of a surrogate pair")
+    return caption
+
+
+def _is_unicode(text: str) -> bool:
+    """True if it can be encoded: JSON escapes can hold half a surrogate pair, on which tokenizers fail."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
