@@ -6,6 +6,7 @@ This is beside webdataset 1.x; beside 0.2.86, and with open_clip itself, see tes
 import argparse
 import io
 import json
+import random
 import re
 import sys
 import tarfile
@@ -160,8 +161,7 @@ def test_the_development_versions_selection_of_samples_is_heeded(shards: str) ->
         ({"use_naflex": True}, "--use-naflex"),
         ({"genlap": True, "use_naflex": True}, "--genlap"),
         ({"naflex_mixture": "a,b", "bucket_size": 3}, "--bucket-size, --naflex-mixture"),
-        ({"json_text_key": "a", "json_text_key_probs": [1.0]}, "--json-text-key-probs"),
-        ({"json_text_key": "a;b"}, "several fields"),
+        ({"json_text_key": "a", "json_text_key_probs": [1.0, 2.0]}, "--json-text-key-probs"),
     ],
 )
 def test_what_the_development_version_asks_beyond_that_is_an_error(
@@ -388,6 +388,10 @@ CAPTIONS = [b"a", b"", b" \n", b"b", b"\xff\xfe"]
         (True, {}, ["a", "b"]),
         (True, {"text_key": "caption;txt"}, ["A", "B"]),
         (True, {"json_text_key": "caption"}, ["x", "y"]),
+        (True, {"json_text_key": "caption;alt"}, ["x", "2", "y"]),
+        (True, {"json_text_key": " alt ;; caption"}, ["1", "2", "y"]),
+        (True, {"json_text_key": "caption;alt", "json_text_key_probs": [0.0, 1.0]}, ["1", "2", "y"]),
+        (True, {"json_text_key": "caption;alt", "json_text_key_probs": [0.0, 0.0]}, ["x", "2", "y"]),
     ],
 )
 def test_empty_and_blank_captions_are_used_or_left_out_as_by_the_version_that_runs(
@@ -400,9 +404,11 @@ def test_empty_and_blank_captions_are_used_or_left_out_as_by_the_version_that_ru
     """As FilterNonEmptyText of the development version: empty, blank, null, missing and undecodable ones."""
     monkeypatch.setenv("STREAMLOAD_CACHE_DIR", str(tmp_path / "cache"))
     fields: list[Any] = ["x", "", " ", "y", None]
+    more: list[Any] = ["1", "2", 3, "", ["5"]]
+    metas = [{"caption": field, "alt": alt} for field, alt in zip(fields, more, strict=True)]
     samples = [
-        {"png": png(n), "txt": text, "caption": text.upper(), "json": json.dumps({"caption": field}).encode()}
-        for n, (text, field) in enumerate(zip(CAPTIONS, fields, strict=True), 1)
+        {"png": png(n), "txt": text, "caption": text.upper(), "json": json.dumps(meta).encode()}
+        for n, (text, meta) in enumerate(zip(CAPTIONS, metas, strict=True), 1)
     ]
     write_shard(tmp_path / "0.tar", samples)
     module = data_module(development=development)
@@ -526,3 +532,58 @@ def test_without_a_rank_in_the_arguments_the_launchers_counts(
         data = module.get_wds_dataset(args, width_of, is_train=True)
         seen += [n for images, _ in data.dataloader for n in images.flatten().tolist()]
     assert sorted(seen) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def extracted(meta: Any, fields: list[str], weights: list[float] | None) -> str:
+    """As JsonCaptionExtractor of open_clip_train.data at 89fb801, with its `_weighted_order`."""
+    order = fields
+    if weights is not None:
+        padded = [*weights, *[0.0] * (len(fields) - len(weights))]
+        positive = [[field, weight] for field, weight in zip(fields, padded, strict=True) if weight > 0]
+        order = []
+        while positive:
+            place = random.choices(range(len(positive)), weights=[weight for _, weight in positive], k=1)[0]
+            order.append(positive.pop(place)[0])
+        order += [field for field, weight in zip(fields, padded, strict=True) if weight <= 0]
+    for field in order if isinstance(meta, dict) else []:
+        caption = meta.get(field)
+        if isinstance(caption, str) and caption.strip():
+            return caption.strip()
+    return ""
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(2, 20))]
+)
+def test_captions_of_json_are_those_that_the_development_version_draws(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STREAMLOAD_CACHE_DIR", str(tmp_path / "cache"))
+    draw = random.Random(seed)
+    random.seed(seed)
+    metas: list[Any] = []
+    for number in range(60):
+        texts = [f"{number} {field}" for field in "abcd"]
+        kinds = [draw.choice([text, text, text, "", " ", None, 3, [text]]) for text in texts]
+        metas.append({name: kind for name, kind in zip("abcd", kinds, strict=True) if draw.random() < 0.8})
+    metas += [[], "text", None]
+    contents = [*(json.dumps(meta).encode() for meta in metas), b"{cut", b"\xff"]
+    samples = [{"png": png(n), "json": content} for n, content in enumerate(contents, 1)]
+    write_shard(tmp_path / "0.tar", samples)
+    fields = draw.sample("abcd", draw.randrange(1, 5))
+    weights = [draw.choice([0.0, 0.3, 1.0]) for _ in range(draw.randrange(1, len(fields) + 1))]
+    given: dict[str, Any] = {"json_text_key": ";".join(fields), "batch_size": 4, "train_num_samples": 40}
+    for probs in (None, weights):
+        module = data_module(development=True)
+        openclip.install(module)
+        args = args_for(
+            development=True, train_data=str(tmp_path / "0.tar"), val_data=str(tmp_path / "0.tar"),
+            json_text_key_probs=probs, **given,
+        )  # fmt: skip
+        theirs = [{extracted(meta, fields, probs) for _ in range(60)} - {""} for meta in metas]
+        data = module.get_wds_dataset(args, width_of, is_train=False)
+        ours = [text for batch in data.dataloader for text in batch["text"]]
+        assert len(ours) == sum(map(bool, theirs))
+        assert all(text in own for text, own in zip(ours, filter(None, theirs), strict=True))
+        data = module.get_wds_dataset(args, width_of, is_train=True)
+        assert {text for batch in data.dataloader for text in batch["text"]} <= set().union(*theirs)

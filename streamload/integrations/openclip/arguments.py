@@ -33,7 +33,8 @@ _GONE = {
 # Arguments that select the training data. Unknown ones must not be ignored: these are supported …
 _SUPPORTED = """
     bucket_chunk bucket_pool bucket_prefetch_pools dataset_resampled dataset_type image_key
-    json_text_key max_image_pixels naflex_batch_divisor naflex_loss_scale naflex_max_text_tokens
+    json_text_key json_text_key_probs max_image_pixels naflex_batch_divisor naflex_loss_scale
+    naflex_max_text_tokens
     naflex_max_tokens_per_batch naflex_num_train_image_tokens naflex_pad_multiple
     naflex_patch_size_probs naflex_patch_sizes naflex_seq_len_probs naflex_seq_lens text_key
     text_pad_multiple train_data train_data_upsampling_factors train_num_samples val_data
@@ -73,6 +74,7 @@ _FLAGS = {
 _KEYS_OF_DEVELOPMENT = {
     "image_key": "--image-key",
     "text_key": "--text-key",
+    "text_key_probs": "--json-text-key-probs",
     "max_pixels": "--max-image-pixels",
 }
 _KEYS_OF_RELEASE = {"image_key": "the images (jpg, png, jpeg or webp)", "text_key": "the captions (txt)"}
@@ -274,17 +276,21 @@ def selected(args: Any, *, legacy: bool) -> tuple[Shards, int | None]:
     """
     if not hasattr(args, "text_key"):
         return Shards(max_bad_samples=None, max_bad_shards=None), None
-    text_key = args.text_key or "txt"
+    text_key, probs = args.text_key or "txt", None
     if args.json_text_key:
-        if ";" in args.json_text_key:
-            raise OptionError(
-                f"--json-text-key {args.json_text_key}: several fields aren't supported, give one"
-            )
-        text_key = f"json:{args.json_text_key}"
+        fields = [field.strip() for field in args.json_text_key.split(";")]
+        text_key = ";".join(f"json:{field}" for field in fields if field)
+        if getattr(args, "json_text_key_probs", None):
+            probs = [max(0.0, prob) for prob in args.json_text_key_probs]
     most_pixels = 0 if legacy else args.max_image_pixels or 0
     keep = functools.partial(_is_kept, most_pixels or math.inf, KeySpec.parse(text_key))
     shards = Shards(
-        text_key=text_key, keep=keep, blank_captions=False, max_bad_samples=None, max_bad_shards=None
+        text_key=text_key,
+        text_key_probs=probs,
+        keep=keep,
+        blank_captions=False,
+        max_bad_samples=None,
+        max_bad_shards=None,
     )
     if args.image_key:
         shards = replace(shards, image_key=args.image_key)
