@@ -288,3 +288,148 @@ def test_a_resume_with_other_probabilities_is_refused(tmp_path: Path) -> None:
             pytest.raises(streamload.StreamloadError, match="text_key"),
         ):
             loader.load_state_dict(state)
+
+
+# Lengths that are known before a caption is read, and rows of modules.
+
+
+def tokenize(texts: list[str]) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(len(texts), 40, dtype=torch.long)
+    for row, text in zip(ids, texts, strict=True):
+        row[: length_of(text)] = torch.tensor([1 + byte for byte in text.encode()[:40]] or [1])
+    return {"input_ids": ids, "attention_mask": (ids > 0).long()}
+
+
+def length_of(text: str) -> int:
+    return min(40, max(1, len(text.encode())))
+
+
+def of_many_lengths(folder: Path, count: int) -> tuple[str, dict[str, str]]:
+    """Shards whose samples have a caption at one of three places or more; and the first, by key."""
+    draw, first = random.Random(count), {}
+    shards: list[list[dict[str, bytes]]] = [[], []]
+    for number in range(count):
+        texts = [f"{number}" + draw.choice("abc") * draw.randrange(38) for _ in range(3)]
+        place = draw.randrange(3)
+        shown = ["" if other < place else text for other, text in enumerate(texts)]
+        meta = {"captions": [shown[0], "spare" * draw.randrange(4)], "meta": {"alt": shown[1]}}
+        shards[number % 2].append(
+            {"png": png(number), "json": json.dumps(meta).encode(), "txt": shown[2].encode()}
+        )
+        first[f"{number % 2}-{len(shards[number % 2]) - 1:02d}"] = texts[place]
+    return write(folder, shards), first
+
+
+FIXED = "json:captions[0];json:meta.alt;txt"
+DRAWN = [("json:captions[*];txt", None), (FIXED, (1, 0.5))]
+
+
+@pytest.mark.parametrize(("text_key", "probs"), [(FIXED, None), (f"json:none;{FIXED}", [0, 3])])
+def test_steps_are_planned_by_the_length_of_the_caption_that_is_used(
+    text_key: str, probs: Any, tmp_path: Path
+) -> None:
+    urls, first = of_many_lengths(tmp_path / "data", 96)
+    options: dict[str, Any] = {"text_padding": "longest", "text_pad_multiple": 1}
+    options |= {"text_key": text_key, "text_key_probs": probs}
+    ranks = [
+        make(
+            urls,
+            tmp_path / "c",
+            tokenizer=tokenize,
+            bucketing=32,
+            rank=rank,
+            world_size=2,
+            groups=1,
+            **options,
+        )
+        for rank in range(2)
+    ]
+    for step, batches in enumerate(zip(*ranks, strict=True)):
+        longest = max(length_of(first[key]) for batch in batches for key in batch["__key__"])
+        assert [batch["text"].shape[1] for batch in batches] == [longest if step else 40] * 2
+    for rank in ranks:
+        rank.close()
+
+
+def test_the_fact_of_tokens_is_of_the_caption_that_is_used(tmp_path: Path) -> None:
+    urls, first = of_many_lengths(tmp_path / "data", 40)
+
+    def is_long(entry: Any) -> bool:
+        assert entry.facts["tokens"] == length_of(first[entry.key])
+        return bool(entry.facts["tokens"] > 20)
+
+    options = {"tokenizer": tokenize, "facts": {"tokens": "tokens"}, "keep": is_long, "text_key": FIXED}
+    with make(urls, tmp_path / "c", train=False, **options) as loader:
+        kept = [key for batch in loader for key in batch["__key__"]]
+    assert sorted(kept) == sorted(key for key, text in first.items() if length_of(text) > 20)
+
+
+@pytest.mark.parametrize(("text_key", "probs"), DRAWN)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"facts": {"tokens": "tokens"}},
+        {"bucketing": "step", "text_padding": "longest"},
+        {"sample_weight": streamload.complexity(text=1)},
+        {"features": {"f": streamload.Features(torch.nn.Identity(), inputs="sample")}},
+    ],
+)
+def test_what_has_one_number_or_row_of_a_sample_refuses_captions_that_are_drawn(
+    text_key: str, probs: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    urls = write(tmp_path, [[{"png": png(0), "txt": b"a"}]])
+    options = {"tokenizer": tokenize, "text_key": text_key, "text_key_probs": probs, **options}
+    with pytest.raises(streamload.StreamloadError, match=r"draws a caption for each pass.*without|leave out"):
+        next(iter(make(urls, tmp_path / "c", **options)))
+
+
+class Sums(torch.nn.Module):
+    """Sums of ids, which tell texts apart; of a whole sample with its image's width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(1.0, 41.0))
+
+    def forward(self, inputs: Any) -> torch.Tensor:
+        if isinstance(inputs, torch.Tensor):
+            return (inputs * self.weight).sum(1)
+        return (inputs["text"] * self.weight).sum(1) + inputs["image"].flatten()
+
+
+def test_rows_of_texts_are_of_the_caption_that_is_drawn(tmp_path: Path) -> None:
+    urls, _ = of_many_lengths(tmp_path / "data", 64)
+    computed, texts = [], []
+    for _ in range(2):
+        feature = streamload.Features(Sums().eval(), inputs="text", check=False)
+        options = {
+            "tokenizer": tokenize,
+            "features": {"f": feature},
+            "text_key": "json:captions[*];txt;json:meta.alt",
+        }
+        with make(urls, tmp_path / "c", num_workers=1, **options) as loader:
+            for epoch in range(3):
+                loader.set_epoch(epoch)
+                for batch in loader:
+                    torch.testing.assert_close(feature(batch), feature.module.module(batch["text"]))
+                    texts += [tuple(row) for row in batch["text"].tolist()]
+            computed.append(loader.stats().feature_rows_computed)
+    assert len(set(texts)) > 25
+    assert computed[0] >= len(set(texts))
+    assert computed[1] < computed[0]
+
+
+def test_rows_of_samples_are_of_the_caption_that_the_text_key_chooses(tmp_path: Path) -> None:
+    urls, _ = of_many_lengths(tmp_path / "data", 64)
+    keys = [(FIXED, None), ("txt;json:meta.alt;json:captions[0]", None), (FIXED, [0, 1]), (FIXED, None)]
+    for place, (text_key, probs) in enumerate(keys):
+        feature = streamload.Features(Sums().eval(), inputs="sample", images=True, check=False)
+        options = {
+            "tokenizer": tokenize,
+            "features": {"f": feature},
+            "text_key": text_key,
+            "text_key_probs": probs,
+        }
+        with make(urls, tmp_path / "c", train=False, **options) as loader:
+            for batch in loader:
+                torch.testing.assert_close(feature(batch), feature.module.module(batch))
+            assert loader.stats().feature_rows_read == (64 if place == 3 else 0)
