@@ -26,7 +26,9 @@ from streamload.cache.tier import Tier
 from streamload.shards.record import END, RECORD, open_file, read_at, read_header, shown_url
 
 _OWN_FILE = re.compile(r"data|index|names|reserved(\.new)?|facts\.[0-9a-f]{32}")
-_OWN_COLUMN = re.compile(r"rows\.[0-9a-f]{32}(\.slots|\.data|\.asked)?(\.[0-9a-f]{8}\.new)?")
+_OWN_COLUMN = re.compile(
+    r"rows\.[0-9a-f]{32}(\.slots|\.data|\.asked)?(\.[0-9a-f]{8}\.new)?|uids(\.lock|\.new)?"
+)
 _RECORD = re.compile(r"lock|tier\.json(\.new)?")
 _SHARES = {"shards": "published", "bare": "index_only", "gone": "tombstones"}
 _KINDS = (

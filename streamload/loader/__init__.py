@@ -32,6 +32,8 @@ from streamload.loader.options import LoaderOptions, Output, whole_number
 from streamload.loader.refusals import refuse_arguments, refuse_other_groups, refuse_unusable
 from streamload.loader.registered import extensions_of
 from streamload.loader.sources import Source, SourceOptions, read_sources
+from streamload.options import read_settings
+from streamload.shards.columns import LISTED
 from streamload.urls import Urls
 
 if TYPE_CHECKING:
@@ -164,6 +166,11 @@ def make_loader(
     refuse_arguments(unknown, inspect.signature(make_loader).parameters)
     tokenizer = tokenizer_in(tokenizer)
     columns, repeat = _facts(shards, batches, tokenizer)
+    if isinstance(shards.keep, str | Path):
+        from streamload.facts.uids import listed_uids
+
+        settings = read_settings(cache_dir=cache_dir, cache_size=cache_size)
+        columns = {**columns, LISTED: listed_uids(shards.keep, shards.keep_key, settings)}
     sources = read_sources(urls, order.upsampling_factors)
     options = LoaderOptions(
         sources=sources,

@@ -89,7 +89,10 @@ class Shards(Group):
         blank_captions: False leaves out samples whose caption is empty or only white space, like those
             without one.
         keep: takes the index entry of a sample (key, sizes, width, height, caption_bytes, and facts by name);
-            False leaves the sample out.
+            False leaves the sample out. Or the path of a .npy file with the uids of the samples to keep,
+            ascending: two uint64 each, as in DataComp's subset files, or 32 hex digits
+            (docs/guides/samples.md).
+        keep_key: the field with a sample's uid, for such a file.
         facts: numbers that are known of each sample before it is decoded, by names of your own. "tokens": of
             the caption by `tokenizer`; "json:score": a field of a JSON member; "scores.parquet" or
             "scores.csv": the column of that name in a local table with the sample keys in a column `key`
@@ -124,7 +127,8 @@ class Shards(Group):
     label_key: str | None = None
     label_type: LabelType = "int"
     blank_captions: bool = True
-    keep: Keep | None = None
+    keep: Keep | str | Path | None = None
+    keep_key: str = "json:uid"
     facts: Mapping[str, Fact] | None = None
     repeat: str | RateFunction | tuple[RateFunction, str] | None = None
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)

@@ -23,7 +23,7 @@ from streamload.options import Settings, options, read_settings
 from streamload.options.storage import copy_options
 from streamload.options.values import at_least, parse_choice
 from streamload.order.steps import Split, StepOptions, StepTable
-from streamload.shards.columns import Column
+from streamload.shards.columns import LISTED, Column
 from streamload.torch_internals import is_importing_main, is_main_from_stdin
 from streamload.urls import UrlList
 
@@ -99,7 +99,7 @@ class LoaderOptions:
         check_flag(self.train, "train")
         functions = {
             "preprocess": self.preprocess,
-            "keep": self.shards.keep,
+            "keep": None if LISTED in self.columns else self.shards.keep,
             "map_sample": self.workers.map_sample,
         }
         for name, function in functions.items():
@@ -123,8 +123,13 @@ class LoaderOptions:
     @property
     def keeps(self) -> dict[str, Keep]:
         """The functions that leave samples out, by name: that of keep=, and those of extensions."""
+        keep = self.shards.keep
+        if isinstance(keep, str | Path):
+            from streamload.facts.uids import is_kept
+
+            keep = is_kept
         functions = {
-            KEEP: self.shards.keep,
+            KEEP: keep,
             **{extension.name: extension.keep for extension in self.extensions},
         }
         return {name: keep for name, keep in functions.items() if keep is not None}
@@ -286,6 +291,8 @@ class LoaderOptions:
         """The keys, facts and repeats as a state records them; not the facts that extensions bring."""
         shards = self.shards
         facts = [f"{name}={self.columns[name].digest}" for name in shards.facts or ()]
+        if LISTED in self.columns:
+            facts.append(f"keep={self.columns[LISTED].digest}")
         if self.has_modalities:
             facts += [f"{source.name}: {source.modality}" for source in self.sources]
         if self.repeat is not None:

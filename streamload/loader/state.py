@@ -221,7 +221,11 @@ def check_fits(saved: OrderSpec, ours: OrderSpec, position: Position, needed: se
         ("train", saved.train, ours.train),
         ("seed", saved.seed, ours.seed),
         ("the names of the sources", [name for name, *_ in saved.sources], [n for n, *_ in ours.sources]),
-        ("choice of image_key, text_key, label_key, facts and repeat", saved.choice, ours.choice),
+        (
+            "choice of image_key, text_key, label_key, facts, repeat and listed uids",
+            saved.choice,
+            ours.choice,
+        ),
     ):
         if before != current:
             raise StateMismatch(f"the state was saved with another {name}: {before}, and this is {current}")

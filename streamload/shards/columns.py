@@ -28,6 +28,8 @@ BUILT_IN = ("width", "height", "caption_bytes", "image_bytes")
 IN_RECORDS = frozenset(BUILT_IN[:3])
 TOKENS = "tokens of the caption"
 """The name of the column of token counts by which a run plans and weighs."""
+LISTED = "listed by keep"
+"""The name of the column of samples that a list of uids names."""
 
 
 class FactSample(NamedTuple):

@@ -181,6 +181,8 @@ ANY_NUMBER = {"max_bad_samples": None, "max_bad_shards": None}
 def rows(data: Path, place: Path) -> dict[str, Row]:
     """A row for each option."""
     sources = of_sources(data)
+    uids = place / "uids.npy"
+    np.save(uids, np.array(["0" * 32]))
     table = data / "scores.csv"
     return {
         "urls": refused("another data set", urls=str(data / "b")),
@@ -208,6 +210,8 @@ def rows(data: Path, place: Path) -> dict[str, Row]:
             blank_captions=False,
         ),
         "shards.keep": refused("keep, image_key", {"shuffle": None, "lanes": 2}, DatasetChanged, keep=odd),
+        "shards.keep of a file": refused("listed uids", keep=str(uids)),
+        "shards.keep_key": same(keep_key="json:of_no_file"),
         "shards.facts": refused("facts", facts={"score": str(table)}),
         "shards.repeat": refused("repeat", repeat=(rate, "1")),
         "shards.storage_options": same(storage_options={"headers": {}}),
