@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from streamload.batches.captions import read_caption, read_label, read_score
+from streamload.batches.captions import read_caption
 from streamload.batches.draws import UserDraws
 from streamload.batches.images import BatchImages, ImageAssembly
 from streamload.batches.in_progress import (
@@ -155,7 +155,10 @@ class _CaptionedBatch:
         self._allocate = allocate
         self._allows_blank, self._captions = assembly.blank_captions, assembly.captions
         self._members_of = members_of
-        self._read_label = read_score if assembly.label_dtype.is_floating_point else read_label
+        if assembly.label is not None:
+            from streamload.batches.fields import read_label, read_score
+
+            self._read_label = read_score if assembly.label_dtype.is_floating_point else read_label
         self._kinds = assembly.kinds
         self._added: list[_Captioned] = []
         self._tokenize_ns = 0

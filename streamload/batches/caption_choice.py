@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from streamload.batches.captions import no_field, no_object, read_caption, read_json
+from streamload.batches.captions import read_caption
+from streamload.batches.fields import no_field, no_object, read_json
 from streamload.cache.selection import KeySpec
-from streamload.errors import CaptionError
+from streamload.errors import CaptionError, OptionError
 from streamload.order.hashing import CAPTION, key, pick
 
 _ENTRY = re.compile(r"\[(\d{1,9}|\*)\](?:\.|(?=\[)|$)")
@@ -104,6 +106,21 @@ class CaptionChoice:
             point = (key(seed, CAPTION, 0, len(order)) >> 11) * 2.0**-53 * stops[-1]
             order.append(left.pop(min(bisect.bisect_right(stops, point), len(left) - 1)))
         return [*order, *(number for number in range(len(self.choices)) if number not in order)]
+
+
+def check_probs(text_key: str | None, probs: Any) -> None:
+    """Refuse probabilities that aren't of the choices of `text_key`.
+
+    Raises:
+        OptionError: it says what is expected.
+    """
+    count = 0 if text_key is None else len(text_key.split(";"))
+    is_listed = isinstance(probs, Sequence) and not isinstance(probs, str) and 0 < len(probs) <= count
+    if not is_listed or not all(type(prob) in (int, float) and 0 <= prob < math.inf for prob in probs):
+        raise OptionError(
+            f"text_key_probs={probs!r:.100}; expected a number from 0 on for each choice of "
+            f"text_key={text_key!r}, or for the first ones"
+        )
 
 
 def at_path(value: Any, path: str) -> Iterator[Any]:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 
 from streamload.batches.caption_choice import CaptionChoice
-from streamload.batches.captions import read_number
+from streamload.batches.fields import read_number
 from streamload.batches.tokenize import BatchTokenizer, adapt_tokenizer
 from streamload.cache.selection import KeySpec, Repeat
 from streamload.derived.proof.code import Describer

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from streamload.batches.caption_choice import at_path
-from streamload.batches.captions import read_json
+from streamload.batches.fields import read_json
 from streamload.cache.locks import FileLock
 from streamload.cache.selection import KeySpec
 from streamload.cache.tier import Tier

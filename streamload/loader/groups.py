@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
 import re
@@ -52,22 +51,6 @@ def check_flag(value: object, name: str) -> None:
     """
     if not isinstance(value, bool | int | np.bool_) or value not in (0, 1):
         raise OptionError(f"{name}={value!r}; expected True or False")
-
-
-def _check_probs(text_key: str | None, probs: Any) -> None:
-    if probs is None:
-        return
-    count = 0 if text_key is None else len(text_key.split(";"))
-    is_listed = isinstance(probs, Sequence) and not isinstance(probs, str) and 0 < len(probs) <= count
-    if not is_listed or not all(_is_number(prob) and 0 <= prob < math.inf for prob in probs):
-        raise OptionError(
-            f"text_key_probs={probs!r:.100}; expected a number from 0 on for each choice of "
-            f"text_key={text_key!r}, or for the first ones"
-        )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +125,10 @@ class Shards(Group):
             value = getattr(self, name)
             if not (value is None or isinstance(value, str)):
                 raise OptionError(f"{name}={value!r}; expected a string such as {example!r}, or None")
-        _check_probs(self.text_key, self.text_key_probs)
+        if self.text_key_probs is not None:
+            from streamload.batches.caption_choice import check_probs
+
+            check_probs(self.text_key, self.text_key_probs)
         parse_choice(self.label_type, get_args(LabelType), "label_type")
         parse_choice(self.on_error, get_args(OnError), "on_error")
         storage = self.storage_options or {}
@@ -159,7 +145,8 @@ class Shards(Group):
             )
         for name in ("max_bad_samples", "max_bad_shards"):
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and 0 <= value <= 1):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (is_number and 0 <= value <= 1):
                 raise OptionError(f"{name}={value!r}; expected a share from 0 to 1, or None for no limit")
 
 

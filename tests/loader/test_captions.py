@@ -19,7 +19,7 @@ from PIL import Image
 import streamload
 from tests.support import flat
 
-COUNTS = [13, 7, 16]
+COUNTS = [10, 5, 9]
 WORDS = ["a cat", "two dogs in the sun", "", " \n", "x", "a long caption of very many words indeed", "été"]
 PATHS = ["caption", "alt", "meta.caption", "meta.en.text", "list[0]", "list[1]", "list[*]", "meta.list[*]",
          "list", "objects[*].text", "objects[0].text", "a.b", "meta.a.b"]  # fmt: skip
@@ -169,8 +169,8 @@ def random_key(draw: random.Random) -> tuple[str, list[float] | None]:
 def check_random_run(seed: int, folder: Path) -> None:
     draw = random.Random(seed)
     samples = [[random_members(draw, number) for number in range(count)] for count in COUNTS]
-    for number in range(3):  # so that there are some whatever the key is
-        samples[0][number] = {"png": png(0), "json": json.dumps(
+    for shard in samples:  # each has one that is good whatever the key is
+        shard[1] = {"png": png(0), "json": json.dumps(
             {"caption": "c", "alt": "a", "list": ["l", "m"], "a.b": "ab", "objects": [{"text": "o"}],
              "meta": {"caption": "mc", "list": ["ml", "mm"], "en": {"text": "met"}, "a.b": "mab"}}
         ).encode(), "txt": b"t"}  # fmt: skip
@@ -200,7 +200,7 @@ def check_random_run(seed: int, folder: Path) -> None:
     assert skipped == {(key, "caption") for key, texts in readable.items() if not texts}
     assert missing == sum(not used[key] if readable.get(key) else not has_member[key] for key in by_key)
     # Training: the same on each layout, and after a resume on another one.
-    workers = draw.choice([0, 0, 0, 1, 2])
+    workers = draw.choice([0, 0, 0, 0, 1, 2])
     with make(urls, folder / "c", **options) as loader:
         passes = [[*steps([loader])] for _ in range(2)]
         assert all(text in used[key] for each in passes for step in each for key, text in step)
@@ -217,7 +217,7 @@ def check_random_run(seed: int, folder: Path) -> None:
         )
         for rank in range(2)
     ]
-    assert [[*steps(ranks)] for _ in range(2)] == passes
+    assert [*steps(ranks)] == passes[0]
     for rank in ranks:
         rank.close()
     cut = draw.randrange(1, len(passes[0]))

@@ -14,7 +14,7 @@ from PIL import Image
 from torch.testing import assert_close
 
 import streamload
-from streamload.batches.captions import read_label, read_score
+from streamload.batches.fields import read_label, read_score
 from streamload.errors import LabelError, NoValidSamples, OptionError, StateMismatch
 from tests.support import flat
 from tests.support.photographs import photograph
