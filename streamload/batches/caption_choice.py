@@ -52,6 +52,19 @@ class CaptionChoice:
         is_order_drawn = sum(prob > 0 for prob in self.probs) > 1
         return is_order_drawn or any(_DRAWN in (path or "") for _, path in self.choices)
 
+    def refuse_token_counts(self) -> None:
+        """Refuse what goes by the number of a caption's tokens, which is a fact of the sample.
+
+        Raises:
+            OptionError: captions are drawn.
+        """
+        if self.is_drawn:
+            raise OptionError(
+                f"text_key={str(KeySpec(self.choices))!r} draws a caption for each pass, and a token count "
+                f"is the same in each: bucketing= and sample_weight= by the length of captions, and the fact "
+                f"'tokens', need a caption that isn't drawn, without [*] and text_key_probs="
+            )
+
     def needs(self, extensions: Collection[str]) -> Collection[str]:
         """Select the members that may have to be read among a sample's."""
         return [extension for extension, _ in self.choices if extension in extensions]

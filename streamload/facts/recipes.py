@@ -272,12 +272,7 @@ def token_count(text_key: str | None, tokenizer: Any, probs: Sequence[float] | N
             "the fact 'tokens' is the same in each epoch, but this tokenizer draws random numbers"
         )
     captions = CaptionChoice.parse(text_key, probs)
-    if captions.is_drawn:
-        raise OptionError(
-            f"text_key={text_key!r} draws a caption for each pass, and a token count is the same in each "
-            f"pass: bucketing=, sample_weight= and the fact 'tokens' by the length of captions need one "
-            f"caption for each sample, without [*] and text_key_probs="
-        )
+    captions.refuse_token_counts()
     several = ["first that isn't blank", captions.probs] if len(captions.choices) > 1 else []
     definition = ["tokens", captions.choices, *several, *_described_tokenizer(tokenizer, adapted)]
     return TokenCount(captions, adapted, column_digest(definition))

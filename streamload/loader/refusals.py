@@ -10,6 +10,7 @@ from streamload.errors import OptionError
 from streamload.loader.groups import GROUPS
 from streamload.loader.options import LoaderOptions
 from streamload.loader.words import instead_of
+from streamload.shards.columns import TOKENS
 
 
 def refuse_unusable(options: LoaderOptions) -> None:
@@ -21,6 +22,7 @@ def refuse_unusable(options: LoaderOptions) -> None:
     for extension in options.extensions:
         extension.refuse_unusable(options)
     _refuse_unused_keys(options)
+    _refuse_counts_of_drawn(options)
     _refuse_training_options(options)
     if options.images.prepare is not None and options.workers.map_sample is not None:
         raise OptionError("prepare= is for images that streamload decodes: map_sample= gets their bytes")
@@ -101,6 +103,12 @@ def _refuse_unused_keys(options: LoaderOptions) -> None:
         raise OptionError(
             'output="hf" has input_ids: give a tokenizer, or text_key=None if there are no captions'
         )
+
+
+def _refuse_counts_of_drawn(options: LoaderOptions) -> None:
+    """Refuse extensions that go by the length of captions where captions are drawn."""
+    if options.captions is not None and any(TOKENS in extension.facts for extension in options.extensions):
+        options.captions.refuse_token_counts()
 
 
 def refuse_arguments(unknown: Mapping[str, Any], arguments: Collection[str]) -> None:
