@@ -19,15 +19,20 @@ FUNCTION_EVERY = 200
 _FIRST_IGNORED = 2
 """Intervals at the start of a run, in which caches fill and kernels are tuned."""
 _PATIENCE = 3
-"""So many intervals in a row have to say the same before the size changes."""
+"""Intervals of a size before the next one is tried; so many in a row have to be late for data to be late."""
 _SHORTEST_TRIAL, _LONGEST_TRIAL = 3, 8
 """Intervals by which a new size is judged: so many as it takes to be sure, by their own noise."""
 _DEVIATIONS, _LEAST_NOISE = 2.5, 0.01
-_FACTOR = 1.5
-_HIGH, _LOW = 0.10, 0.02
-"""Shares of waiting above which the loader is the limit, and below which the device is."""
+_FEW = 2.2
+"""Student's t: of n degrees of freedom, 2.5 (1 + 2.2 / n) deviations are as sure as 2.5 of the true ones."""
+_FACTOR, _FARTHEST = 1.5, 4.0
+"""A size grows by the first where nothing is known of larger ones, and by the second at most."""
+_HIGH = 0.10
+"""The share of waiting above which data is late."""
 _GAIN = 0.03
 """A larger size has to be faster by this share."""
+_ROWS_TO_FIXED = (_FACTOR - 1 - _GAIN) / (_FACTOR * _GAIN)
+"""Rows take this many times as long as what a step costs whatever its size, where _FACTOR gains _GAIN."""
 _FIRST_REST, _LONGEST_REST = 8, 128
 """Intervals without a change after a size that was taken back; doubled each time."""
 
@@ -124,11 +129,13 @@ class ThroughputBalanced:
     """Larger steps as long as samples a second grow by them.
 
     Ranks wait for each other, and for late batches, once in a step: larger steps even that out. Where data is
-    never late, they share what a step costs whatever its size. So it tries the next larger size when three
-    decisions in a row say that more than 10 % of the time is waiting, or less than 2 %, and takes it back
-    where it isn't at least 3 % faster in samples a second; then it rests, each time for longer. A loader that
-    is evenly too slow isn't helped by any size: then it stays as it is. It never goes below a size that it
-    kept, nor below the one that the run began with.
+    on time, they share what a step costs whatever its size. So it tries a size half as large again after
+    three decisions, and takes it back where it isn't at least 3 % faster in samples a second; then it rests,
+    each time for longer. Where it is faster and data is on time (less than 10 % of the time is waiting), the
+    seconds of both sizes say how far steps are worth growing: it tries that size next, up to four times as
+    large, and a smaller one if data is late then. A loader that is evenly too slow isn't helped by any size:
+    then it stays as it is. It never goes below a size that it kept, nor below the one that the run began
+    with.
 
     Args:
         least, most: samples of a rank in a step; the batch size that the run begins with may be any.
@@ -154,24 +161,51 @@ class ThroughputBalanced:
         current = current._replace(seen=current.seen + 1)
         if current.seen <= _FIRST_IGNORED:
             return SizeDecided(None, current._asdict(), "the first intervals don't count")
-        rates = [*current.rates, measured.rows_per_second][-_LONGEST_TRIAL:]
+        late = min(current.late + 1, _PATIENCE) if measured.wait_share > _HIGH else 0
+        is_as_before = bool(late) == bool(current.late) or current.tried_from
+        rates = [*(current.rates if is_as_before else ()), measured.rows_per_second][-_LONGEST_TRIAL:]
+        current = current._replace(rates=rates, late=late)
         if current.tried_from:
-            return _judged(current._replace(rates=rates))
+            return self._judged(measured.size, current)
         if current.rest:
-            return SizeDecided(None, current._replace(rates=rates, rest=current.rest - 1)._asdict(), "rests")
-        waits = current.waits + 1 if measured.wait_share > _HIGH else 0
-        calm = current.calm + 1 if measured.wait_share < _LOW else 0
-        larger = max(self.least, self._rounded(measured.size * _FACTOR), measured.size + self.multiple)
-        size = min(self.most, larger)
-        kept = current._replace(rates=rates, waits=min(waits, _PATIENCE), calm=min(calm, _PATIENCE))
-        if waits < _PATIENCE and calm < _PATIENCE:
-            return SizeDecided(None, kept._asdict(), "no change")
+            return SizeDecided(None, current._replace(rest=current.rest - 1)._asdict(), "rests")
+        if len(rates) < _PATIENCE:
+            return SizeDecided(None, current._asdict(), "no change")
+        size = self._next(measured.size)
         if size <= measured.size:
-            return SizeDecided(None, kept._asdict(), "no size beyond this one is allowed")
-        kept = kept._replace(rates=[], before=rates, waits=0, calm=0, tried_from=measured.size)
-        limit = "waiting for data" if waits else "the device"
+            return SizeDecided(None, current._asdict(), "no size beyond this one is allowed")
+        limit = "waiting for data" if late == _PATIENCE else "the device"
         share = f"{measured.wait_share:.0%} of the time is waiting"
-        return SizeDecided(size, kept._asdict(), f"{limit} is the limit: {share}")
+        return _tried(size, measured.size, current, f"{limit} is the limit: {share}")
+
+    def _judged(self, size: int, current: _Memory) -> SizeDecided:
+        """Keep the size that is tried, try another one, or take it back."""
+        gain, error = _gain(current.before, current.rates)
+        is_sure = len(current.rates) >= _SHORTEST_TRIAL and abs(gain - _GAIN) >= _DEVIATIONS * error
+        if not is_sure and len(current.rates) < _LONGEST_TRIAL:
+            return SizeDecided(None, current._asdict(), "tries this size")
+        start, reason = current.tried_from, f"{gain:+.1%} samples a second"
+        is_far, is_late = size > self._next(start), current.late == _PATIENCE
+        if gain >= max(_GAIN, _DEVIATIONS * error) and not (is_far and is_late):
+            worthwhile = min(_worthwhile_size(start, size, current), _FARTHEST * size)
+            farther = min(self.most, self._rounded(worthwhile))
+            kept = current._replace(before=[], tried_from=0, next_rest=_FIRST_REST)
+            if farther > self._next(size) and not (is_late or current.was_too_far):
+                return _tried(farther, size, kept, f"keeps {size}: {reason}, and more by larger steps")
+            return SizeDecided(None, kept._asdict(), f"keeps this size: {reason}")
+        if is_far:
+            smaller = max(self._next(start), self._rounded(math.sqrt(start * size)))
+            smaller_memory = current._replace(rates=[], late=0, was_too_far=True)._asdict()
+            return SizeDecided(smaller, smaller_memory, f"too far: {reason}{', data is late' * is_late}")
+        steps = current.next_rest
+        kept = current._replace(rates=[], before=[], tried_from=0, rest=steps, was_too_far=False)
+        kept = kept._replace(next_rest=min(2 * steps, _LONGEST_REST))
+        return SizeDecided(start, kept._asdict(), f"back: {reason}")
+
+    def _next(self, size: int) -> int:
+        """The next larger size; one that isn't larger if there is none."""
+        more = (size // self.multiple + 1) * self.multiple
+        return min(self.most, max(self.least, self._rounded(size * _FACTOR), more))
 
     def _rounded(self, size: float) -> int:
         return max(1, round(size / self.multiple)) * self.multiple
@@ -182,44 +216,49 @@ class _Memory(NamedTuple):
 
     Attributes:
         seen: intervals so far.
-        rates: samples a second of the last intervals of this size.
-        waits, calm: how many of the last intervals in a row had much waiting, or nearly none.
+        rates: samples a second of the last intervals of this size, since data became late or on time.
+        late: how many of the last intervals in a row had much waiting, up to _PATIENCE.
         tried_from: the size before the one that is tried; 0: none is.
         before: `rates` at that size.
+        was_too_far: of the sizes since the last rest, one was more than a step away and not worth it.
         rest: intervals until sizes are tried again.
         next_rest: after a size is taken back.
     """
 
     seen: int = 0
     rates: list[float] = []  # noqa: RUF012  # never changed in place
-    waits: int = 0
-    calm: int = 0
+    late: int = 0
     tried_from: int = 0
     before: list[float] = []  # noqa: RUF012
+    was_too_far: bool = False
     rest: int = 0
     next_rest: int = _FIRST_REST
 
 
-def _judged(current: _Memory) -> SizeDecided:
-    """Keep the size that is tried, or take it back."""
-    gain, error = _gain(current.before, current.rates)
-    is_sure = len(current.rates) >= _SHORTEST_TRIAL and abs(gain - _GAIN) >= _DEVIATIONS * error
-    if not is_sure and len(current.rates) < _LONGEST_TRIAL:
-        return SizeDecided(None, current._asdict(), "tries this size")
-    if gain >= _GAIN:
-        kept = current._replace(before=[], tried_from=0, next_rest=_FIRST_REST)
-        return SizeDecided(None, kept._asdict(), f"keeps this size: {gain:+.1%} samples a second")
-    steps = current.next_rest
-    kept = current._replace(rates=[], before=[], tried_from=0, rest=steps)
-    kept = kept._replace(next_rest=min(2 * steps, _LONGEST_REST))
-    return SizeDecided(current.tried_from, kept._asdict(), f"back: {gain:+.1%} samples a second")
+def _tried(size: int, start: int, current: _Memory, reason: str) -> SizeDecided:
+    """Try a size beside the one that was measured."""
+    kept = current._replace(rates=[], before=current.rates, late=0, tried_from=start)
+    return SizeDecided(size, kept._asdict(), reason)
+
+
+def _worthwhile_size(start: int, size: int, current: _Memory) -> float:
+    """The size from which on _FACTOR gains less than _GAIN, by the seconds of a step of two sizes.
+
+    These are taken to be a fixed part and one for each row.
+    """
+    first, second = start / statistics.fmean(current.before), size / statistics.fmean(current.rates)
+    row_seconds = (second - first) / (size - start)
+    if row_seconds <= 0:
+        return math.inf
+    return _ROWS_TO_FIXED * (first / row_seconds - start)
 
 
 def _gain(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
-    """By which share rates have grown, and the standard error of that."""
+    """By which share rates have grown, and the standard error of that; larger where few say what it is."""
     first, second = statistics.fmean(before), statistics.fmean(after)
     if first <= 0:
         return 0.0, 0.0
     squares = sum((rate - first) ** 2 for rate in before) + sum((rate - second) ** 2 for rate in after)
-    noise = max(_LEAST_NOISE, math.sqrt(squares / max(1, len(before) + len(after) - 2)) / first)
+    freedom = max(1, len(before) + len(after) - 2)
+    noise = max(_LEAST_NOISE, math.sqrt(squares / freedom) / first) * (1 + _FEW / freedom)
     return second / first - 1, noise * math.sqrt(1 / len(before) + 1 / len(after))
