@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import mmap
 import os
 import resource
@@ -28,7 +29,7 @@ _MOST_CAUSES = 8
 _ENDING_SECONDS = 1.0
 """Longest wait of a fork for threads that are ending, which takes them less than a millisecond."""
 _ENDING_POLL_SECONDS = 0.0002
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUP, _CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 _threads: set[threading.Thread] = set()
@@ -233,6 +234,47 @@ def process_limit() -> tuple[str, int] | None:
         with contextlib.suppress(OSError, ValueError):  # "max": there is none
             limits.append((name, int(path.read_text())))
     return min(limits, key=lambda limit: limit[1], default=None)
+
+
+def own_processors(ranks: int = 1) -> int:
+    """The number of processors that this rank may use, at least 1.
+
+    They are those that the process may run on, or fewer by a CPU quota of its control groups (v1 or v2), as
+    of a container; in equal parts for the ranks of the node, except where Slurm gives each task its own.
+
+    Args:
+        ranks: of the node, which share them.
+    """
+    allowed, quota = len(os.sched_getaffinity(0)), _smallest_quota()
+    with contextlib.suppress(KeyError, ValueError):
+        of_task = int(os.environ["SLURM_CPUS_PER_TASK"])
+        return max(1, min(allowed, of_task, int(min(quota / ranks, allowed))))
+    return max(1, int(min(allowed, quota) / ranks))
+
+
+def _smallest_quota() -> float:
+    """The smallest quota of the control groups that this process is in; infinite if there is none."""
+    quota = math.inf
+    with contextlib.suppress(OSError, ValueError):
+        for line in _CGROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            root = _CGROUP / "cpu" if controllers else _CGROUP
+            group = root / path.lstrip("/")  # in a container often not there: its own group is the root
+            groups = [group, *group.parents][: len(group.parts) - len(root.parts) + 1]
+            quota = min(quota, *map(_quota, groups))
+    return quota
+
+
+def _quota(group: Path) -> float:
+    """Processors by the quota of a control group; infinite if it has none."""
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        with contextlib.suppress(OSError, ValueError):  # "max": there is none
+            quota, period = (int(number) for name in names for number in (group / name).read_text().split())
+            if quota > 0:
+                return quota / period
+    return math.inf
 
 
 def _files_advice() -> str:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
@@ -34,6 +34,7 @@ from streamload.loader.registered import extensions_of
 from streamload.loader.sources import Source, SourceOptions, read_sources
 from streamload.options import read_settings
 from streamload.shards.columns import LISTED
+from streamload.topology import read_topology
 from streamload.urls import Urls
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def make_loader(
     *,
     preprocess: Preprocess | None = None,
     batch_size: int = 64,
-    num_workers: int = 4,
+    num_workers: int | Literal["auto"] = 4,
     num_samples: int | None = None,
     seed: int = 0,
     shuffle: int | None = None,
@@ -119,7 +120,8 @@ def make_loader(
             With Images(patches=…) it is a function of max_seq_len= and patch_size= that returns such a
             transform.
         batch_size: samples in a batch of one rank. With Patches(steps=…) each step has its own.
-        num_workers: processes that decode; 0 does it in this process.
+        num_workers: processes that decode; 0 does it in this process; "auto": as many as the rank has
+            processors but one, by affinity, quota and the ranks of its node, as known now.
         num_samples: samples of an epoch over all ranks, rounded down to full batches in training. With it,
             each epoch continues where the last one stopped; without, an epoch is one pass over all samples.
             In evaluation it only says how many samples there are, for `len()`.
@@ -177,7 +179,7 @@ def make_loader(
         tokenizer=tokenizer,
         preprocess=preprocess,
         batch_size=batch_size,
-        num_workers=num_workers,
+        num_workers=_workers(num_workers, order),
         num_samples=num_samples,
         num_batches=order.num_batches,
         seed=whole_number("seed", seed),
@@ -205,6 +207,15 @@ def make_loader(
 
 
 # What a loader doesn't use isn't imported: neither here nor in its workers.
+
+
+def _workers(number: int | Literal["auto"], order: Order) -> int:
+    if number != "auto":
+        return number
+    from streamload.loader.auto_workers import auto_workers
+
+    here = read_topology(order.rank, order.world_size)
+    return auto_workers(here.local_rank, here.local_world_size)
 
 
 def _facts(shards: Shards, batches: Batches, tokenizer: Any) -> tuple[Mapping[str, Column], Repeat | None]:

@@ -43,7 +43,7 @@ class Machine(NamedTuple):
 
     Attributes:
         workers: of the rank; 0: the training's process makes batches.
-        cores: that this process may use.
+        cores: that this rank may use.
         is_local: the shards are files that are read in place.
         prepare: as given to make_loader; "": images aren't prepared.
         sources: their names.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import os
 import threading
 import time
 import weakref
@@ -25,6 +24,7 @@ from streamload.descriptors import in_this_process
 from streamload.device import is_accelerator_used
 from streamload.errors import OptionError
 from streamload.ipc import ControlBlock
+from streamload.limits import own_processors
 from streamload.metrics import COUNTERS
 from streamload.metrics.findings import Alert, OnAlert, Requests, SlowestRank, Verdict
 from streamload.observe.alerts import WINDOW_SECONDS, Alerts
@@ -118,7 +118,7 @@ class RunObserver:
         self.reported: Sequence[Mapping[str, Any]] = ()
         self._run, self._control = run, control
         self._functions: Mapping[str, str] = {}
-        self._are_local = False
+        self._are_local, self._ranks_of_node = False, 1
         self._names = names_of_sources(run.sources)
         self._publisher = Publisher(
             run.topology, run.progress, run.workers, run.sources, self._names, run.extension_metrics
@@ -155,6 +155,7 @@ class RunObserver:
             are_local: the shards are files that are read in place.
         """
         self._functions, self._are_local, self._machine = functions, are_local, None
+        self._ranks_of_node = self._run.topology().local_world_size
         file = PageFile(tier.root)
         self._close_page = self._at_end(file.close)
         self._publisher.open(file, tier, run)
@@ -374,7 +375,7 @@ class RunObserver:
     def _about(self) -> Machine:
         run = self._run
         if self._machine is None:
-            cores = len(os.sched_getaffinity(0))
+            cores = own_processors(self._ranks_of_node)
             self._machine = Machine(run.workers, cores, self._are_local, self._names, run.prepare)
         is_on_host = self.device is None and is_accelerator_used()
         return self._machine._replace(

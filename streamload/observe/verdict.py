@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from streamload.metrics.counters import format_bytes
 from streamload.metrics.findings import Limit, Verdict
 from streamload.observe.figures import Figures
@@ -19,7 +21,11 @@ _IDLE_SECONDS = 1e-3
 """A loop that takes less time than this between two batches has no training step in it."""
 ONLY_DATA = "data is the only work of this loop, which has no training step"
 
-CONSUMER = "A faster loader wouldn't make the training faster; fewer workers would be enough."
+_NO_FASTER = "A faster loader wouldn't make the training faster"
+CONSUMER = f"{_NO_FASTER}; fewer workers would be enough."
+_FEWER = _NO_FASTER + "; {} of the {} workers would be enough (num_workers=)."
+_BUSIEST = 0.8
+"""Workers that are busy for a larger share of their time may be late now and then."""
 ON_HOST = (
     "Batches are in host memory: if your step copies them to the device, give make_loader "
     'device="auto", which does it ahead of the step.'
@@ -66,9 +72,12 @@ def judge(figures: Figures) -> Verdict:
     limit, evidence, advice = _decide(figures)
     if is_only_data(figures.seconds, figures.wait, figures.counted.batches_yielded):
         evidence = f"{ONLY_DATA}; {evidence}"
-    free = 1.0 - figures.wait
-    gain = 1.0 / free if free > 0 else float("inf")
-    return Verdict(limit, figures.seconds, figures.wait, evidence, advice, gain)
+    return Verdict(limit, figures.seconds, figures.wait, evidence, advice, _gain(figures.wait))
+
+
+def _gain(wait: float) -> float:
+    """The training's speed without this share of its time, in relation to that with it."""
+    return 1.0 / (1.0 - wait) if wait < 1.0 else math.inf
 
 
 def is_only_data(seconds: float, wait: float, batches: int) -> bool:
@@ -116,11 +125,15 @@ def _not_waiting(figures: Figures) -> tuple[Limit, str, str]:
     if computed_seconds >= _MOST * figures.seconds:
         evidence = f"features were computed {computed_seconds / figures.seconds:.0%} of the time"
         return "training", evidence, _FEATURES
-    return (
-        "training",
-        "data is never late",
-        f"{CONSUMER} {ON_HOST}" if figures.machine.is_on_host else CONSUMER,
-    )
+    advice = _fewer_workers(figures)
+    return "training", "data is never late", f"{advice} {ON_HOST}" if figures.machine.is_on_host else advice
+
+
+def _fewer_workers(figures: Figures) -> str:
+    """Advice where data is never late: the workers that would do for the work that these did."""
+    workers, work_share = figures.machine.workers, sum(_shares(figures).values())
+    enough = max(1, math.ceil(workers * work_share / _BUSIEST))
+    return _FEWER.format(enough, workers) if enough < workers else f"{_NO_FASTER}."
 
 
 def _shares(figures: Figures) -> dict[Limit, float]:
@@ -202,7 +215,9 @@ def _of_workers(limit: Limit, share: float, figures: Figures) -> tuple[Limit, st
     evidence = f"{processes} spent {share:.0%} of {time_of} making batches, most of it {on}"
     more = ""
     if machine.workers < machine.cores - 1:
-        more = f"More workers: {machine.cores} cores can be used (num_workers=). "
+        enough = max(1, machine.workers) * _gain(figures.wait)
+        would_do = f"{math.ceil(enough)} would do, " if enough < machine.cores else ""
+        more = f"More workers: {would_do}{machine.cores} cores can be used (num_workers=). "
     return limit, evidence, (more + _cheaper(most, figures)).rstrip() or _NOTHING
 
 
