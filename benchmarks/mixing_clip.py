@@ -13,6 +13,9 @@ of each source, in batches of 64 of one source. With "progress" they are reporte
 change from step 200 on, at the earliest. Seeds are those of the data's order and of the model. Contenders run
 in turn in one process.
 
+"loss weights" and "loss weights by alignment" leave samples as they are: AlignmentBalanced decides on the
+weights of sources in the loss, by the held-out losses or by cosines of the training's own rows.
+
 What counts is the mean over all three sources after the last step, as that is what `Progress` assumes is to
 fall; on noise nothing can be learned (chance is ln 64 = 4.16), so the mean over the other two is there, too.
 
@@ -49,6 +52,12 @@ NAMES = ("photographs", "shapes", "noise")
 _COLOURS = ("red", "green", "blue", "yellow", "white", "black")
 _PLACES = [f"{row} {column}" for row in ("top", "middle", "bottom") for column in ("left", "centre", "right")]
 Pairs = tuple[torch.Tensor, torch.Tensor]
+POLICIES = {
+    "fixed": None,
+    "progress": streamload.mixing.Progress(signal="eval", every=EVERY),
+    "loss weights": streamload.mixing.AlignmentBalanced(signal="eval", every=EVERY),
+    "loss weights by alignment": streamload.mixing.AlignmentBalanced(every=EVERY),
+}
 
 
 class Clip(nn.Module):
@@ -66,6 +75,7 @@ class Clip(nn.Module):
     def forward(self, images: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The contrastive loss of each row: float32[N]."""
         logits = functional.normalize(self.image(images)) @ functional.normalize(self.text(ids)).T
+        self.cosines = logits.detach().diagonal()
         logits = self.log_scale.exp().clamp(max=100) * logits
         here = torch.arange(len(ids))
         return (
@@ -124,7 +134,7 @@ def held_out(directory: Path) -> list[Pairs]:
 
 
 def run(where: Path, name: str, seed: int, steps: int) -> Row:
-    policy = streamload.mixing.Progress(signal="eval", every=EVERY) if name == "progress" else None
+    policy = POLICIES[name]
     evaluated = {source: held_out(where / f"{source}-held-out") for source in NAMES}
     torch.manual_seed(seed)
     model = Clip()
@@ -151,7 +161,8 @@ def run(where: Path, name: str, seed: int, steps: int) -> Row:
     ):  # fmt: skip
         for step, (images, ids) in enumerate(loader, 1):
             optimizer.zero_grad()
-            model(images, ids).mean().backward()
+            (loader.info.weight * model(images, ids)).mean().backward()
+            loader.report(alignment=model.cosines)
             optimizer.step()
             schedule.step()
             if step % EVERY == 0:
@@ -167,7 +178,7 @@ def run(where: Path, name: str, seed: int, steps: int) -> Row:
 
 
 def main() -> None:
-    given = turns.arguments(__doc__, rounds=3, names=["fixed", "progress"])
+    given = turns.arguments(__doc__, rounds=3, names=list(POLICIES))
     torch.set_num_threads(1)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:

@@ -4,8 +4,9 @@
 
 The model looks at an image on several scales, and each word of the caption attends to all of them. One source
 has photographs with captions that describe them, the other one noise with captions that say nothing; both are
-made here, and nothing is downloaded. `Progress` gives samples to the source whose held-out loss falls.
-`streamload mixing show decisions.jsonl` shows its decisions.
+made here, and nothing is downloaded. `Progress` gives samples to the source whose held-out loss falls; with
+`--weigh loss` samples stay as they are, and `AlignmentBalanced` gives its rows more weight in the loss.
+`streamload mixing show decisions.jsonl` shows their decisions.
 """
 
 import argparse
@@ -23,6 +24,10 @@ import streamload
 from streamload.steering.recorded import read_points
 from streamload.testing.shards import ShardOptions, write_shards
 
+POLICIES = {
+    "samples": streamload.mixing.Progress(signal="eval", every=4, max_passes=20),
+    "loss": streamload.mixing.AlignmentBalanced(signal="eval", every=2),
+}
 HELD_OUT = 48
 """Samples of each source that are only evaluated on."""
 
@@ -101,6 +106,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--batch-size", type=int, default=24)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--weigh", choices=list(POLICIES), default="samples")
     parser.add_argument("--decisions", type=Path, help="keep the log of decisions in this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -118,13 +124,14 @@ def main() -> None:
             cache_dir=Path(scratch) / "cache",
             batches=streamload.Batches(sample_weight=streamload.complexity(0.3, 0.7)),
             order=streamload.Order(
-                mixing=streamload.mixing.Progress(signal="eval", every=4, max_passes=20),
+                mixing=POLICIES[args.weigh],
                 num_batches=args.steps,
                 decisions=log,
             ),
         )
         with loader:
-            train(loader, {name: held_out(where / f"{name}-held-out") for name in ("photographs", "noise")})
+            names = ("photographs", "noise")
+            train(loader, {name: held_out(where / f"{name}-held-out") for name in names}, args.weigh)
         report(log)
 
 
@@ -147,18 +154,20 @@ def held_out(directory: Path) -> tuple[torch.Tensor, ...]:
         return images.clone(), ids.clone(), torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
 
 
-def train(loader: streamload.Loader, evaluated: dict[str, tuple[torch.Tensor, ...]]) -> None:
+def train(loader: streamload.Loader, evaluated: dict[str, tuple[torch.Tensor, ...]], weigh: str) -> None:
     torch.manual_seed(0)
     model = FusionModel().to(loader.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step, (images, ids, weight) in enumerate(loader, 1):
         outputs = model(images, ids, loader.info.source)
-        loss = (weight * outputs.losses).mean()
+        loss = (
+            weight * outputs.losses
+        ).mean()  # by complexity, times what the policy weighs the row's source
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         loader.report(loss=outputs.losses, alignment=outputs.cosines)  # sums by source, on the device
-        if step % 4 == 3:  # before each decision
+        if (step + 1) % POLICIES[weigh].every == 0:  # before each decision
             with torch.no_grad():
                 losses = {name: model(*pairs).losses.mean() for name, pairs in evaluated.items()}
             loader.report_eval(losses)
@@ -170,6 +179,7 @@ def report(log: Path) -> None:
     for source, first in zip(points[-1].sources, points[0].sources, strict=True):
         print(
             f"{source.name}: share {first.share:.0%} → {source.share:.0%}, "
+            f"in the loss × {source.loss_weight:.2f}, "
             f"held-out loss {first.evaluation:.3f} → {source.evaluation:.3f}, "
             f"alignment {first.alignment.mean:.3f} → {source.alignment.mean:.3f}"
         )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from benchmarks.worlds.world import World
 from streamload.order.events import UNIT, shares_of
-from streamload.steering.policy import Policy, weights_of
+from streamload.steering.policy import Policy, loss_weights_of, weights_of
 from streamload.steering.summary import NOTHING, PARTS, Signal, SourceSummary, Summary
 
 Floats = NDArray[np.float64]
@@ -32,7 +32,8 @@ class Simulated:
         losses: as reported in the interval before, NaN where nothing was: float[len(steps), sources].
         reasons: the policy's.
         moves: decisions that changed weights.
-        samples: of each source, in the end: float[sources].
+        samples: of each source, times their weights in the loss, in the end: float[sources].
+        loss_weights: in the end: float[sources].
     """
 
     world: World
@@ -42,6 +43,7 @@ class Simulated:
     reasons: list[str]
     moves: int
     samples: Floats
+    loss_weights: Floats
 
     @property
     def score(self) -> float:
@@ -51,13 +53,17 @@ class Simulated:
 
 
 class _Training:
-    """A simulated training: the samples of each source so far, the shares in effect, and what is reported."""
+    """A simulated training: the samples of each source so far, the shares in effect, and what is reported.
+
+    A row teaches as much as its weight in the loss says, and its alignment falls by a tenth of its loss.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.step = 0
         self.shares = self._later = world.equal() / world.total
-        self.samples = np.zeros(len(world.floor))
+        self.samples, self.learned = np.zeros(len(world.floor)), np.zeros(len(world.floor))
+        self.loss_weights = np.ones(len(world.floor))
         self._changes_at = 0.0
         self._rng = np.random.default_rng([world.seed, 1])
         silent = [NOTHING] * len(world.floor)
@@ -76,8 +82,10 @@ class _Training:
                 self.shares = self._later
             rows = self.shares * (last - first) * self.world.rows
             self.samples = self.samples + rows
+            weighted = rows * self.loss_weights
+            self.learned = self.learned + weighted
             time = (first + last) / 2 / self.world.steps
-            means = self.world.reported(self.samples - rows / 2, self.shares, time, self._rng, rows)
+            means = self.world.reported(self.learned - weighted / 2, self.shares, time, self._rng, rows)
             absent = self._rng.random(len(rows)) < self.world.missing
             squares = rows * (means**2 + self.world.noise**2)
             sums = zip(rows.tolist(), (rows * means).tolist(), squares.tolist(), absent.tolist(), strict=True)
@@ -107,6 +115,8 @@ def run(world: World, policy: Policy) -> Simulated:
                 total_samples=int(training.samples[place]),
                 passes=float(training.samples[place] / size) if np.isfinite(size) else None,
                 losses=tuple(part[place] for part in parts),
+                alignment=_alignment([part[place] for part in parts]),
+                loss_weight=float(training.loss_weights[place]),
             )
             for place, (name, size) in enumerate(zip(world.names, world.sizes, strict=True))
         )
@@ -117,8 +127,18 @@ def run(world: World, policy: Policy) -> Simulated:
         if changed is not None:
             training.change(changed)
             weights, moves = changed, moves + 1
+        in_loss = loss_weights_of(decided, summary)
+        if in_loss is not None:
+            training.loss_weights, moves = np.array(in_loss), moves + 1
         steps.append(training.step)
         shares.append(training.shares)
         losses.append([np.nan if source.loss.mean is None else source.loss.mean for source in sources])
         reasons.append(decided.reason)
-    return Simulated(world, steps, np.array(shares), np.array(losses), reasons, moves, training.samples)
+    taken = training.learned, training.loss_weights
+    return Simulated(world, steps, np.array(shares), np.array(losses), reasons, moves, *taken)
+
+
+def _alignment(losses: list[Signal]) -> Signal:
+    """The alignment that is reported beside losses: 0.5 − loss / 10."""
+    count, total, squares = (sum(numbers) for numbers in zip(*losses, strict=True))
+    return Signal(count, 0.5 * count - 0.1 * total, 0.25 * count - 0.1 * total + 0.01 * squares)

@@ -53,6 +53,7 @@ def _course(points: list[Point]) -> Course:
         "shares": by_source(lambda source: source.share),
         "losses": by_source(lambda source: source.loss.mean),
         "alignment": by_source(lambda source: source.alignment.mean),
+        "loss_weights": by_source(lambda source: source.loss_weight),
         "evaluation": by_source(lambda source: source.evaluation),
         "reasons": [point.reason for point in points],
     }
@@ -70,4 +71,6 @@ def _print(course: Course) -> None:
     for place in kept:
         texts = ("–" if row[place] is None else f"{row[place]:.1%}" for row in course["shares"].values())
         shares = "  ".join(f"{text:>{width}}" for text in texts)
-        print(f"{course['steps'][place]:>9,}  {shares}  {course['reasons'][place]}")
+        weights = ", ".join(f"{row[place]:.2f}" for row in course["loss_weights"].values())
+        in_loss = "" if set(weights.split(", ")) == {"1.00"} else f"  in the loss × {weights}"
+        print(f"{course['steps'][place]:>9,}  {shares}{in_loss}  {course['reasons'][place]}")

@@ -79,7 +79,8 @@ class RankPart:
         by_rank: its keys of a state whose values are dicts with parts of each rank: those of several ranks'
             states are joined. All its other values are alike on all ranks.
         takes_reports: whether it makes something of the training's reports.
-        reported: the means of these that it saw last, by source: the source's "name", "loss", "alignment".
+        reported: the means of these that it saw last, by source: the source's "name", "loss", "alignment",
+            and "loss_weight" where one was decided.
     """
 
     by_rank: ClassVar[tuple[str, ...]] = ()

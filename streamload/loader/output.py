@@ -251,6 +251,7 @@ class BatchInfo:
         row_weights: float32[N], of each row; None: 1.
         run_step: its number in the run; None: steps of the run aren't counted.
         importance: of the rows of each source; None: 1.
+        loss_weight: the same.
 
     Attributes:
         step: its number in the epoch, from 0.
@@ -262,6 +263,7 @@ class BatchInfo:
         run_step: its number in the run, from 0; None without mixing= and Order(decisions=…, objective=…).
         importance: of each source, the share by its own weight ÷ its share of this step, by which rows stand
             for samples at the shares that make_loader was given; None: 1 for all, or as for `run_step`.
+        loss_weight: of each source, the weight in the loss that mixing= decided; part of `weight`. None: 1.
         seat_bytes: as `seats` was given.
         device: of its tensors.
         yielded: its rows, by which microbatches are cut.
@@ -278,11 +280,12 @@ class BatchInfo:
         row_weights: npt.NDArray[np.float32] | None = None,
         run_step: int | None = None,
         importance: tuple[float, ...] | None = None,
+        loss_weight: tuple[float, ...] | None = None,
     ):
         self.step, self.rows, self.sources = yielded.step, yielded.samples, sources
         self.shapes, self.source_weights, self.row_weights = shapes or {}, source_weights, row_weights
         self.run_step, self.importance, self.seat_bytes = run_step, importance, seats
-        self.yielded, self.device = yielded, device
+        self.yielded, self.device, self.loss_weight = yielded, device, loss_weight
 
     def __repr__(self) -> str:
         return f"<BatchInfo step {self.step}, {self.rows} rows, {self.tokens or self.shapes}>"

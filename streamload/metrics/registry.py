@@ -344,6 +344,7 @@ BY_SOURCE: tuple[Metric, ...] = (
         "how well a source's images and texts fit, as reported by the training",
         ("source",),
     ),
+    given("source_loss_weight", "the weight of a source's rows in the loss, as decided", ("source",)),
 )
 GIVEN: tuple[Metric, ...] = (
     *BY_SOURCE,

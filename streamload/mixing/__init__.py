@@ -10,6 +10,7 @@ streamload/steering.
 """
 
 from streamload.steering import Decided, Policy, SourceSummary, Summary
+from streamload.steering.alignment import AlignmentBalanced
 from streamload.steering.progress import Progress
 from streamload.steering.replay import Replay
 from streamload.steering.schedule import Schedule
@@ -17,6 +18,7 @@ from streamload.steering.target import Target
 from streamload.steering.token_shares import TokenShares
 
 __all__ = [
+    "AlignmentBalanced",
     "Decided",
     "Policy",
     "Progress",

@@ -8,6 +8,7 @@ it is made. So batches depend on reports and policy, never on workers, speed, or
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,7 +33,7 @@ from streamload.mixing.state import REPORTS, SteeringState
 from streamload.order.events import UNIT, new_weights, shares_of
 from streamload.steering import Decided, Policy, SourceSummary, Summary, weights_of
 from streamload.steering.decisions import described
-from streamload.steering.policy import FunctionPolicy, kept_memory
+from streamload.steering.policy import FunctionPolicy, kept_memory, loss_weights_of
 from streamload.steering.replay import Replay
 from streamload.steering.summary import PARTS
 
@@ -113,6 +114,7 @@ class _InfoFields(NamedTuple):
     run_step: int
     source_weights: tuple[float, ...] | None = None
     importance: tuple[float, ...] | None = None
+    loss_weight: tuple[float, ...] | None = None
 
 
 class Decisions(RankPart):
@@ -138,12 +140,13 @@ class Decisions(RankPart):
         self._cause: Exception | None = None
         self._objective = _objective(options)
         self._fields = _InfoFields(0)
-        self._shares: tuple[int, ...] = ()  # by which these are
+        self._fields_of: object = None  # the shares and weights in the loss by which these are
         self._restore(SteeringState.at_start(len(options.sources)))
 
     def _restore(self, state: SteeringState) -> None:
         self._state, self._reports = state, Reports(len(self._options.sources))
         self._steps, self._handed = state.steps, list(state.handed)
+        self._loss_weights = state.loss_weights
         self._passes, self._sizes = [0] * len(state.total), dict(state.sizes)
         self._log: RunLog | None = None
         if self._options.order.decisions is not None:
@@ -165,7 +168,7 @@ class Decisions(RankPart):
         if self._policy is not None:
             self._run.join()
         if self._log is not None:
-            self._log.begin_epoch(self._run.next_epoch, self._steps)
+            self._log.begin_epoch(self._run.next_epoch, self._steps, self._loss_weights)
         self._run.decided(self._steps - self._is_due)
         return [Event(start, Mixing.name, self._steps)]
 
@@ -179,12 +182,18 @@ class Decisions(RankPart):
                 self._passes[source] = pass_
                 size = (self._state.total[source] + self._handed[source]) / UNIT / pass_
                 self._sizes[str(source)] = min(size, self._sizes.get(str(source), size))
-        if self._shares != shares:
+        if isinstance(self._options.mixing, Replay):
+            self._loss_weights = self._options.mixing.loss_weights(self._steps)
+        if self._fields_of != (shares, self._loss_weights):
             floors = [source.floor for source in self._options.sources]
             initial = shares_of(self._run.own_weights, floors)
             weights = None if self._objective is None else _ratios(self._objective, shares)
             importance = None if initial == shares else _ratios(initial, shares)
-            self._shares, self._fields = shares, _InfoFields(0, weights, importance)
+            if self._loss_weights is not None:
+                ratios = weights or (1.0,) * len(shares)
+                weights = tuple(map(operator.mul, ratios, self._loss_weights))
+            self._fields = _InfoFields(0, weights, importance, self._loss_weights)
+            self._fields_of = shares, self._loss_weights
         self._fields = self._fields._replace(run_step=self._steps)
         self._steps += 1
 
@@ -247,6 +256,11 @@ class Decisions(RankPart):
         )  # fmt: skip
         self._sizes = dict(answer["sizes"])
         self.reported = answer["told"]["sources"]
+        if answer["told"].get("loss_weights"):
+            self._loss_weights = tuple(answer["told"]["loss_weights"])
+        if self._loss_weights is not None:
+            weighed = zip(self.reported, self._loss_weights, strict=True)
+            self.reported = [{**source, "loss_weight": weight} for source, weight in weighed]
         self._handed = [0] * len(total)
         self._reports.clear()
         self._run.decided(self._steps)
@@ -303,7 +317,12 @@ class Decisions(RankPart):
             if decided_weights is None
             else shares_of(decided_weights, [source.floor for source in sources])
         )
-        reasons = {"reason": " ".join(str(decided.reason).split())[:500], "sources": described(summary)}
+        reasons: dict[str, Any] = {
+            "reason": " ".join(str(decided.reason).split())[:500],
+            "sources": described(summary),
+        }
+        if (loss_weights := loss_weights_of(decided, summary)) is not None:
+            reasons["loss_weights"] = loss_weights
         answer = {
             "weights": decided_weights,
             "shares": shares,
@@ -332,6 +351,8 @@ class Decisions(RankPart):
                     reported.evaluations.get(str(place)),
                     bad_of(sums, place),
                     signal_of(sums, TOKENS, place),
+                    1.0 if self._loss_weights is None else self._loss_weights[place],
+                    source.modality,
                 )
             )
         return Summary(self._steps, None, tuple(sources))
@@ -362,7 +383,13 @@ class Decisions(RankPart):
     def state(self, position: int) -> dict[str, Any]:
         """The parts of a loader's state."""
         log = None if self._log is None else self._log.state
-        state = replace(self._state, steps=self._steps, handed=tuple(self._handed), log=log)
+        state = replace(
+            self._state,
+            steps=self._steps,
+            handed=tuple(self._handed),
+            log=log,
+            loss_weights=self._loss_weights,
+        )
         if self._policy is not None:
             state = replace(state, ranks=self._ranks, reports=self._reports_so_far())
         return state.to_json()

@@ -6,7 +6,7 @@ All ranks follow it, so that the place in it is part of every state; rank 0 writ
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,12 +48,13 @@ class RunLog:
             return self._state
         return self._state._replace(place=self._log.place)
 
-    def begin_epoch(self, position: Position, step: int) -> None:
+    def begin_epoch(self, position: Position, step: int, loss_weights: Sequence[float] | None = None) -> None:
         """Open the log at the first epoch; note that a sequence begins, if this isn't the last one's.
 
         Args:
             position: at which the epoch begins.
             step: of the run.
+            loss_weights: of the sources, in effect; None: 1.
 
         Raises:
             OptionError: the file can't be written; on all ranks that torch.distributed joins.
@@ -64,6 +65,7 @@ class RunLog:
             "sequence": position.sequence,
             "position": position.position,
             **weights_to_json(position.events),
+            **({} if loss_weights is None else {"loss_weights": list(loss_weights)}),
             **({} if position.base_batch is None else {"batch_sizes": sizes_to_json(position.events)}),
         }
         if self._log is None:

@@ -38,6 +38,7 @@ class SteeringState:
         ranks: how many there were, since the last decision, from each resume on.
         reports: what was reported since then, by who got it: "resume.rank", or "resume.all".
         sizes: of the sources, by their indexes, as far as their passes tell.
+        loss_weights: of the sources, as decided last; None: 1.
     """
 
     steps: int
@@ -50,6 +51,7 @@ class SteeringState:
     ranks: tuple[int, ...] = ()
     reports: Mapping[str, Reported] = field(default_factory=dict)
     sizes: Mapping[str, float] = field(default_factory=dict)
+    loss_weights: tuple[float, ...] | None = None
 
     @classmethod
     def at_start(cls, sources: int) -> SteeringState:
@@ -69,6 +71,7 @@ class SteeringState:
                 "log": None if self.log is None else [*self.log.place, self.log.sequence],
                 "ranks": list(self.ranks),
                 "sizes": dict(sorted(self.sizes.items())),
+                **({} if self.loss_weights is None else {"loss_weights": list(self.loss_weights)}),
             },
             REPORTS: {name: reported.to_json() for name, reported in sorted(self.reports.items())},
         }
@@ -99,6 +102,7 @@ class SteeringState:
                     for rank, reported in state[REPORTS].items()
                 },
                 numbers_of(value["sizes"], sources),
+                _loss_weights(value.get("loss_weights"), sources),
             )
             if (
                 not len(steering_state.handed) == len(steering_state.total) == sources
@@ -132,6 +136,15 @@ def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"a {type(value).__name__} that is not a whole number from 0")
     return value
+
+
+def _loss_weights(value: Any, sources: int) -> tuple[float, ...] | None:
+    if value is None:
+        return None
+    weights = tuple(float(weight) for weight in value)
+    if len(weights) != sources or not all(0 <= weight < float("inf") for weight in weights):
+        raise ValueError(f"loss weights of other sources than {sources}")
+    return weights
 
 
 def _units(value: Any) -> int:

@@ -171,7 +171,7 @@ class Publisher:
                 put("source_share", share / UNIT, name)
         shown_names = dict(zip(self._sources, self._names, strict=False))
         for means in reported:
-            for kind in ("loss", "alignment"):
+            for kind in ("loss", "alignment", "loss_weight"):
                 if means.get(kind) is not None and means["name"] in shown_names:
                     put(f"source_{kind}", means[kind], shown_names[means["name"]])
         left_out = progress.left_out

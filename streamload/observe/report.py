@@ -290,6 +290,7 @@ def _source_charts(timeline: Timeline) -> list[Chart]:
         ("source_weight", "Weight of each source", "In the mix, as given or set."),
         ("source_loss", "Loss by source", "As the training reported it."),
         ("source_alignment", "Alignment by source", "As the training reported it."),
+        ("source_loss_weight", "Weight in the loss by source", "Of its rows, as decided."),
         ("source_passes", "Passes by source", "Whole ones over its shards so far."),
     )
     for metric, title, caption in levels:

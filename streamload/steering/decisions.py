@@ -221,6 +221,7 @@ def described(summary: Summary) -> list[dict[str, Any]]:
             "tokens": source.tokens.mean,
             "evaluation": source.evaluation,
             "bad": source.bad,
+            **({} if source.loss_weight == 1 else {"loss_weight": source.loss_weight}),
         }
         for source in summary.sources
     ]

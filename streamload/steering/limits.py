@@ -16,7 +16,8 @@ Floats = NDArray[np.float64]
 
 _INTERVAL = 0.05  # of the steps so far, from one change to the next
 _MOST_MOVED = 0.05  # of all samples, by one decision
-_LEAST_MOVED = 0.02  # a decision that would move less is left out
+LEAST_MOVED = 0.02
+"""A decision that would move less of all samples is left out."""
 _ROUNDING = 1e-6  # of shares in effect, which are whole numbers of units, to those decided
 
 
@@ -119,7 +120,7 @@ def step_towards(target: Floats, policy: Any, summary: Summary, kept: dict[str, 
     least = floors(summary, base, policy.floor)
     most = np.maximum(least, caps(summary, base, policy.max_passes))
     limited = bounded(towards(shares, target), least, most)
-    if moved_by(shares, limited) < _LEAST_MOVED and not exceeds_caps(policy, summary, kept):
+    if moved_by(shares, limited) < LEAST_MOVED and not exceeds_caps(policy, summary, kept):
         return Decided(None, kept, "too little to move")
     kept["decided"] = [*kept["decided"][-1:], limited.tolist()]
     names = [source.name for source in summary.sources]

@@ -27,11 +27,15 @@ class Decided(NamedTuple):
             its weight. None: no change.
         memory: handed in again at the next decision. JSON-able, a few KB at most: it is part of the state.
         reason: one line for the log of decisions.
+        loss_weights: of rows in the loss, from the next batch on: by the sources' names or by modality
+            ("image-text", "text", "image"), a name before its modality; what isn't named keeps its own.
+            None: no change.
     """
 
     weights: Mapping[str, float] | None
     memory: Any = None
     reason: str = ""
+    loss_weights: Mapping[str, float] | None = None
 
 
 @runtime_checkable
@@ -107,16 +111,36 @@ def weights_of(decided: Decided, summary: Summary) -> tuple[float, ...] | None:
     """
     if decided.weights is None:
         return None
-    names = [source.name for source in summary.sources]
-    for name, weight in decided.weights.items():
-        if name not in names:
-            raise OptionError(f"the policy gave a weight to {name!r}, and the sources are {', '.join(names)}")
-        if not hasattr(weight, "__float__") or not isfinite(weight) or weight < 0:
-            raise OptionError(f"the policy gave {name!r} the weight {weight!r}; expected a number from 0")
+    _check_weights(decided.weights, [source.name for source in summary.sources], "weight")
     weights = tuple(float(decided.weights.get(source.name, source.weight)) for source in summary.sources)
     if not any(weights):
         raise OptionError("the policy gave every source the weight 0, which leaves nothing to read")
     return weights
+
+
+def loss_weights_of(decided: Decided, summary: Summary) -> tuple[float, ...] | None:
+    """Return the weight in the loss of each source in the order of the summary; None if nothing changes.
+
+    Raises:
+        OptionError: neither a source nor a modality of one, or a weight that is negative or not a number.
+    """
+    by_name, sources = decided.loss_weights, summary.sources
+    if by_name is None:
+        return None
+    names = dict.fromkeys([source.name for source in sources] + [source.modality for source in sources])
+    _check_weights(by_name, list(names), "loss weight")
+    return tuple(
+        float(by_name.get(source.name, by_name.get(source.modality, source.loss_weight)))
+        for source in sources
+    )
+
+
+def _check_weights(weights: Mapping[str, float], names: Sequence[str], kind: str) -> None:
+    for name, weight in weights.items():
+        if name not in names:
+            raise OptionError(f"the policy gave a {kind} to {name!r}, and the sources are {', '.join(names)}")
+        if not hasattr(weight, "__float__") or not isfinite(weight) or weight < 0:
+            raise OptionError(f"the policy gave {name!r} the {kind} {weight!r}; expected a number from 0")
 
 
 def kept_memory(memory: Any) -> Any:

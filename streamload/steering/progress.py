@@ -23,7 +23,8 @@ _CERTAIN = 4.5  # standard errors from which on a difference isn't noise: many a
 _EXCESS = 2.0  # then what exceeds this many counts, of every source
 _BACK = 1.0  # takes the place of both on the way back to the given shares
 _RATIO = e  # a share changes by this factor at most
-_AHEAD = 0.75  # of the steps so far: shares move slowly, so what counts is the gain by then
+AHEAD = 0.75
+"""Of the samples so far: shares move slowly, so what counts is the gain by then."""
 _REPEATS_WORTH = 15.0  # passes after which repeats teach 1/e of what new samples do (arXiv 2305.16264)
 
 
@@ -70,7 +71,7 @@ class Progress:
         if summary.step < max(kept["next"], _WARM_UP * self.every):
             return Decided(None, kept, "not yet")
         kept["next"] = summary.step + interval(summary, self.every)
-        ahead = _AHEAD * sum(source.total_samples for source in summary.sources)
+        ahead = AHEAD * sum(source.total_samples for source in summary.sources)
         gains = [
             self._gain(source, bins, source.share * ahead)
             for source, bins in zip(summary.sources, kept["bins"], strict=True)

@@ -65,6 +65,7 @@ def _source(values: Mapping[str, Any], total: int) -> SourceSummary:
         evaluation=values.get("evaluation"),
         bad=values.get("bad") or 0,
         tokens=_signal(values.get("tokens"), 1),
+        loss_weight=values.get("loss_weight", 1.0),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -51,6 +52,8 @@ class Replay:
         self.lines: Sequence[Mapping[str, Any]]
         self.run, *self.lines = [values for values, _ in read_lines(self.path)]
         self._sequences = list(_sequences(self.path, self.run, self.lines))
+        weighed = [line for line in (self.run["since"], *self.lines) if line.get("loss_weights")]
+        self._loss_weights = [(line["step"], tuple(line["loss_weights"])) for line in weighed]
 
     def __repr__(self) -> str:
         return f"Replay({str(self.path)!r})"
@@ -82,6 +85,11 @@ class Replay:
                         f"{self.path}: its run had steps of {batch} samples, which {ranks} ranks can't "
                         f"share evenly: replay it on a number of ranks that divides that"
                     )
+
+    def loss_weights(self, step: int) -> tuple[float, ...] | None:
+        """The weights of the sources in the loss at a step of the run; None: 1."""
+        after = bisect.bisect_right(self._loss_weights, step, key=lambda change: change[0])
+        return self._loss_weights[after - 1][1] if after else None
 
     @property
     def base_batch(self) -> int:

@@ -55,6 +55,8 @@ class SourceSummary:
         tokens: the same.
         evaluation: the last value of `report_eval` since the last decision; None if there was none.
         bad: reported values that were NaN or infinite.
+        loss_weight: of its rows, as it was decided last.
+        modality: of its rows: "image-text", "text" or "image".
     """
 
     name: str
@@ -69,6 +71,8 @@ class SourceSummary:
     evaluation: float | None = None
     bad: int = 0
     tokens: Signal = NOTHING
+    loss_weight: float = 1.0
+    modality: str = "image-text"
 
     @property
     def loss(self) -> Signal:

@@ -199,7 +199,7 @@ def test_evaluations_take_the_place_of_losses():
                           evaluation=noisy(loss, 1e-3)(samples[i]))
             for i, (name, loss) in enumerate([("a", power(2, 0.4)), ("b", lambda n: 2.0)])
         )  # fmt: skip
-        weights, memory, _ = policy.decide(Summary(step, None, sources), memory)
+        weights, memory, *_ = policy.decide(Summary(step, None, sources), memory)
         shares = np.array([weights["a"], weights["b"]]) if weights else shares
     assert shares[0] > 0.8
 

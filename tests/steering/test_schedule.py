@@ -18,7 +18,7 @@ def test_a_schedule_gives_its_weights_once_at_their_steps():
     schedule, memory, found = Schedule({100: {"a": 3, "b": 1}, 250: {"b": 0}}), None, {}
     assert schedule.every == 50
     for step in range(50, 400, 50):
-        weights, memory, _ = schedule.decide(at(step), json.loads(json.dumps(memory)))
+        weights, memory, *_ = schedule.decide(at(step), json.loads(json.dumps(memory)))
         found[step] = weights
     assert {step: weights for step, weights in found.items() if weights} == {
         100: {"a": 3, "b": 1},
@@ -69,7 +69,7 @@ def steered(target, losses, steps=4_000, passes=None, each=lambda step: None):
                           evaluation=each(step))
             for name, share, loss in zip("abcd", shares, losses, strict=False)
         )  # fmt: skip
-        weights, memory, _ = target.decide(Summary(step, steps, sources), json.loads(json.dumps(memory)))
+        weights, memory, *_ = target.decide(Summary(step, steps, sources), json.loads(json.dumps(memory)))
         if weights is not None:
             moved = np.array(list(weights.values()))
             assert np.abs(moved - shares).sum() / 2 <= 0.05 + 1e-9
