@@ -3,6 +3,7 @@
 A block is some consecutive steps of a sequence. Its rows are sorted into cells, one for each step, in which
 texts and images are about equally long; the cells come in a random order. So each row comes once, in the
 block in which it would have come anyway, and whoever knows the costs of a block's rows finds the same steps.
+Of several sources, rows of one sample come in different cells (copies.py).
 """
 
 from __future__ import annotations
@@ -13,19 +14,23 @@ from math import isqrt
 import numpy as np
 from numpy.typing import NDArray
 
+from streamload.batching.copies import Origins, apart
 from streamload.order.hashing import stream
 
 _CELLS_OF_A_STEP = 32
 """Within a step rows are sorted as into so many cells."""
 
 
-def cells(costs: NDArray[np.float64], steps: int, key: int) -> NDArray[np.int64]:
+def cells(
+    costs: NDArray[np.float64], steps: int, key: int, origins: Origins | None = None
+) -> NDArray[np.int64]:
     """Divide a block's rows among its steps.
 
     Args:
         costs: float64[rows, 2], the length of each row's text and the size of its image, in tokens.
         steps: of the block; divides the rows.
         key: of the block: decides which cell comes when.
+        origins: of rows in which samples may repeat; None: it doesn't matter if they do.
 
     Returns:
         int64[steps, rows ÷ steps]: for each step its rows, in the order of `ordered`.
@@ -35,8 +40,8 @@ def cells(costs: NDArray[np.float64], steps: int, key: int) -> NDArray[np.int64]
     size = len(costs) // steps
     order = _strips(costs, steps, size)
     turns = np.argsort(stream(key, np.arange(steps)), kind="stable")
-    buckets = order.reshape(steps, size)[turns]
-    return np.stack([rows[ordered(costs[rows])] for rows in buckets])
+    buckets = order.reshape(steps, size) if origins is None else apart(order, steps, origins)
+    return np.stack([rows[ordered(costs[rows])] for rows in buckets[turns]])
 
 
 def ordered(costs: NDArray[np.float64]) -> NDArray[np.int64]:

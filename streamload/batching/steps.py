@@ -13,9 +13,11 @@ import xxhash
 
 from streamload.batches.in_progress import Bounds
 from streamload.batching.cells import cells, dealt
+from streamload.batching.copies import Origins
 from streamload.batching.costs import RowCosts
 from streamload.errors import NoValidSamples
 from streamload.order.hashing import BUCKETS, key
+from streamload.order.lanes import SAMPLE_BITS
 from streamload.order.steps import Block, Portion, Portions, Split, Steps
 from streamload.worker.messages import EpochStart, Span, Visit, WorkerConfig
 from streamload.worker.reader import Reader
@@ -147,7 +149,10 @@ class BlockPlanner:
         whole = min(steps, len(rows) // size)
         seed = self._config.sources[0].order.seed
         turns = key(seed, BUCKETS, block.begin)  # of all groups: a step has like cells everywhere
-        planned = cells(costs[: whole * size], whole, turns) if whole else np.empty((0, size), np.int64)
+        planned = np.empty((0, size), np.int64)
+        if whole:
+            used = rows[: whole * size]
+            planned = cells(costs[: whole * size], whole, turns, self._origins(used))
         digest = xxhash.xxh3_64_intdigest(costs.tobytes() + planned.tobytes())
         return BlockPlan(block, portion, rows, costs, planned, before, spans, digest)
 
@@ -171,6 +176,12 @@ class BlockPlanner:
             stop = first + int(np.count_nonzero(are_of_source))
             rows[are_of_source, 1:] = self._reader.references(group, source).peek(first, stop)
         return rows, spans
+
+    def _origins(self, rows: Rows) -> Origins | None:
+        """Of rows of several sources, of which a small one may come again before the block ends."""
+        if len(self._config.sources) == 1:
+            return None
+        return Origins(rows[:, 0], (rows[:, 2] << SAMPLE_BITS) + rows[:, 3])
 
     def _costs(self, rows: Rows) -> npt.NDArray[np.float64]:
         """Of each row, by facts of its sample."""

@@ -224,6 +224,29 @@ def test_mixed_sources_keep_their_shares_by_block(data: Path, tmp_path: Path) ->
             assert [batch["__key__"] for _ in range(2) for batch in resumed] == batches[cut + 1 :], cut
 
 
+def test_a_batch_has_a_sample_of_a_small_source_once(data: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    write_shards(other, [6, 5], seed=9, options=ShardOptions(image_side=(8, 12), folder="b/"))
+    options = {"num_batches": 24, "bucketing": 64}
+    (whole,) = loaders(sources(data, other), tmp_path / "cache", **options)
+    with whole:
+        expected, states = [], []
+        for batch in whole:
+            expected.append(batch["__key__"])
+            states.append(whole.state_dict())
+    assert all(len(set(keys)) == STEP for keys in expected)
+    of_small = [sum(key.startswith("b/") for key in keys) for keys in expected]
+    assert sum(of_small[8:]) == 2 * 16
+    assert set(of_small[8:]) <= {1, 2, 3}
+    for cut, ranks in [(7, 4), (11, 2), (13, 1), (18, 4)]:  # blocks begin at 8 and 16
+        made = loaders(sources(data, other), tmp_path / f"{cut}", ranks, **options)
+        for loader in made:
+            loader.load_state_dict(states[cut])
+        assert [step.keys for step in steps_of(made)] == expected[cut + 1 :], cut
+        for loader in made:
+            loader.close()
+
+
 def write_damaged(path: Path, out: Path) -> None:
     """Copy a shard with every 15th image replaced by bytes that aren't one."""
     with tarfile.open(path) as shard, tarfile.open(out, "w") as copy:
