@@ -10,7 +10,7 @@ from streamload.batching.costs import RowCosts, row_costs_of
 from streamload.batching.steps import BucketSampler
 from streamload.errors import OptionError
 from streamload.extension import Extension, WorkerPart
-from streamload.order.steps import Split
+from streamload.order.steps import SourcesName, Split
 from streamload.ranks.distributed import can_compare
 from streamload.shards.columns import TOKENS
 from streamload.worker.messages import EpochStart
@@ -30,11 +30,13 @@ class Bucketing(Extension):
         block: samples of a block, or "step".
         max_tokens: of a part of a batch; None: any.
         by_texts: whether the lengths of captions vary.
+        sources: of a step.
     """
 
     block: Literal["step"] | int
     max_tokens: int | None
     by_texts: bool
+    sources: SourcesName
 
     name = "buckets"
 
@@ -63,6 +65,12 @@ class Bucketing(Extension):
                 f"bucketing= needs steps of equal parts from each of the {split.groups} groups, and a step "
                 f"has {split.batch} samples: give a batch_size so that {split.groups} divides that"
             )
+        few, many = sorted((split.groups, split.ranks))
+        if self.sources == "rank" and many % few:
+            raise OptionError(
+                f"bucketing= with sources='rank' needs groups that share ranks evenly, and there are "
+                f"{split.ranks} ranks and {split.groups} groups: give Order(groups=…)"
+            )
         if self.max_tokens is not None and not (split.has_one_plan or can_compare(split.ranks)):
             raise OptionError(
                 f"max_tokens= needs ranks that agree on the width of rows, as each of {split.groups} groups "
@@ -82,7 +90,9 @@ def bucketing_of(options: LoaderOptions) -> Bucketing:
     """The extension of a loader, by its options, `LoaderOptions`, with bucketing."""
     batches = options.batches
     assert batches.bucketing is not None
-    return Bucketing(batches.bucketing, batches.max_tokens, batches.text_padding == "longest")
+    return Bucketing(
+        batches.bucketing, batches.max_tokens, batches.text_padding == "longest", batches.sources
+    )
 
 
 @dataclass(frozen=True, slots=True)

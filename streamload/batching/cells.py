@@ -44,6 +44,37 @@ def cells(
     return np.stack([rows[ordered(costs[rows])] for rows in buckets[turns]])
 
 
+def cells_of_parts(
+    costs: NDArray[np.float64], steps: int, key: int, origins: Origins, parts: int
+) -> NDArray[np.int64]:
+    """Divide a block's rows among its steps, each of parts that are of one source.
+
+    At a step the parts are of the same place in their sources' order by length: about alike if sources are.
+
+    Args:
+        costs: as of `cells`; so are `steps` and `key`.
+        origins: of the rows, those of each part after those of the one before.
+        parts: of a step.
+
+    Returns:
+        int64[steps, rows ÷ steps]: for each step its rows, dealt by `dealt` so that each rank has its part.
+    """
+    sources = origins.sources.reshape(steps * parts, -1)
+    lengths = np.repeat(np.argsort(stream(key, np.arange(steps)), kind="stable"), parts)
+    planned = np.empty(sources.shape, np.int64)
+    for source in np.flatnonzero(np.bincount(sources[:, 0])):
+        rows = np.flatnonzero(origins.sources == source)
+        places = np.flatnonzero(sources[:, 0] == source)
+        places = places[np.argsort(lengths[places], kind="stable")]
+        order = _strips(costs[rows], len(places), sources.shape[1])
+        of_source = Origins(*(numbers[rows] for numbers in origins))
+        planned[places] = rows[apart(order, len(places), of_source)]
+    for rows in planned:
+        rows[:] = rows[ordered(costs[rows])]
+    dealt_rows: NDArray[np.int64] = planned.reshape(steps, parts, -1).transpose(0, 2, 1).reshape(steps, -1)
+    return dealt_rows
+
+
 def ordered(costs: NDArray[np.float64]) -> NDArray[np.int64]:
     """Put the rows of one step in an order in which neighbours cost about the same: their indexes."""
     return _strips(costs, _CELLS_OF_A_STEP, len(costs) // _CELLS_OF_A_STEP)

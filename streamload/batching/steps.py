@@ -12,7 +12,7 @@ import numpy.typing as npt
 import xxhash
 
 from streamload.batches.in_progress import Bounds
-from streamload.batching.cells import cells, dealt
+from streamload.batching.cells import cells, cells_of_parts, dealt
 from streamload.batching.copies import Origins
 from streamload.batching.costs import RowCosts
 from streamload.errors import NoValidSamples
@@ -144,15 +144,20 @@ class BlockPlanner:
         before = self._state(group, portion.owed_before, portion.first)
         rows, spans = self._references(group, portion)
         costs = self._costs(rows)
-        steps = (block.end - block.begin) // self.steps.at(block.begin).batch
+        split = self.steps.at(block.begin)
+        steps = (block.end - block.begin) // split.batch
         size = sum(portion.take) // steps
         whole = min(steps, len(rows) // size)
         seed = self._config.sources[0].order.seed
         turns = key(seed, BUCKETS, block.begin)  # of all groups: a step has like cells everywhere
         planned = np.empty((0, size), np.int64)
         if whole:
-            used = rows[: whole * size]
-            planned = cells(costs[: whole * size], whole, turns, self._origins(used))
+            origins = self._origins(rows[: whole * size])
+            parts = self._config.draws.of_step(split)
+            if parts and origins is not None:
+                planned = cells_of_parts(costs, whole, turns, origins, max(1, parts // split.groups))
+            else:
+                planned = cells(costs[: whole * size], whole, turns, origins)
         digest = xxhash.xxh3_64_intdigest(costs.tobytes() + planned.tobytes())
         return BlockPlan(block, portion, rows, costs, planned, before, spans, digest)
 

@@ -48,6 +48,7 @@ def described(options: LoaderOptions, order: OrderSpec, position: Position) -> d
         "blank_captions": shards.blank_captions,
         "keep": [*options.keeps],
         "bucketing": batches.bucketing,
+        "sources of a batch": batches.sources,
         "batch_policy": _kind(batches.batch_policy),
         "steps": order.table,
         "a window that opens slowly, as for remote shards": order.opens_slowly,

@@ -22,6 +22,7 @@ from streamload.loader.sources import Factors
 from streamload.loader.words import Group
 from streamload.options import Copy, Option, Revalidate, Where, options
 from streamload.options.values import at_least, parse_choice, parse_size
+from streamload.order.steps import SourcesName
 from streamload.shards.columns import Fact
 
 if TYPE_CHECKING:
@@ -350,6 +351,9 @@ class Batches(Group):
 
     Args:
         with_keys: add the samples' `__key__` and `__url__` lists: a dict as last element, or two entries.
+        sources: "mixed": a batch has rows of each of several sources, by their shares. "step": all rows of a
+            step are of one source; "rank": those of a rank are. Shares are then exact over steps, to the rows
+            of one step or rank (docs/guides/mixing.md).
         text_padding: "max": all captions have the tokenizer's length. "longest": those of a batch are cut to
             its longest one (docs/guides/batches.md), and output="dict" has `text_valid` bool[N, L], False
             where an id is padding. The other ids are the same.
@@ -386,6 +390,7 @@ class Batches(Group):
         OptionError: a value that can't be used.
     """
 
+    sources: SourcesName = "mixed"
     text_padding: TextPaddingName = "max"
     text_pad_multiple: int = 8
     text_columns: Sequence[str] = ()
@@ -404,6 +409,7 @@ class Batches(Group):
 
             object.__setattr__(self, "batch_policy", as_batch_policy(self.batch_policy))
         check_flag(self.with_keys, "with_keys")
+        parse_choice(self.sources, get_args(SourcesName), "sources")
         parse_choice(self.text_padding, get_args(TextPaddingName), "text_padding")
         at_least(1, text_pad_multiple=self.text_pad_multiple, max_tokens=self.max_tokens)
         if isinstance(self.text_columns, str) or not set(self.text_columns) <= TEXT_COLUMNS.keys():

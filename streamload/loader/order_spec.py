@@ -34,7 +34,7 @@ from streamload.order.lanes import (
 )
 from streamload.order.plan import OrderOptions
 from streamload.order.shuffle import default_window
-from streamload.order.steps import Split
+from streamload.order.steps import MIXED, SourceDraws, SourcesName, Split
 from streamload.ranks.distributed import agree, can_compare, first_value
 from streamload.topology import Topology
 
@@ -75,6 +75,8 @@ class OrderSpec:
         table: a digest of the steps of an epoch, if these differ in size.
         multiple: a step takes a multiple of this many rows from each source of a group: the ranks of the
             group if sources differ in modality, so that all have equally many rows; else 1.
+        sources_of: which rows are of one of several sources: those of a "step" or of a "rank"; "mixed": none.
+        parts: how many of these a step has; 0: none.
         given: the weight and floor that each of several sources was given; empty for a single one.
     """
 
@@ -91,6 +93,8 @@ class OrderSpec:
     blocks: tuple[int, int] | None = None
     table: str | None = None
     multiple: int = 1
+    sources_of: SourcesName = "mixed"
+    parts: int = 0
     given: tuple[tuple[float, float], ...] = ()
 
     def live_shards(self, nodes: int, samples: float) -> float:
@@ -111,6 +115,7 @@ def make_order_spec(
         shares: of the sources at the start of the run; they divide lanes and window.
         digest: of the data.
     """
+    draws = SourceDraws(options.batches.sources) if len(options.sources) > 1 else MIXED
     is_listed, listed = options.shuffle == 0 or not options.train, options.listed_steps
     samples = max(1, options.batch_size * topology.world_size // groups)
     lanes = options.order.lanes if options.order.lanes is not None else default_lanes(samples)
@@ -138,6 +143,8 @@ def make_order_spec(
         blocks=_blocks(options, topology, groups),
         table=None if listed is None else listed.digest,
         multiple=_multiple(options, topology, groups),
+        sources_of=draws.sources,
+        parts=draws.of_step(split_for(options, topology, groups)),
         given=tuple((float(source.weight), float(source.floor)) for source in options.sources)
         if len(options.sources) > 1
         else (),

@@ -30,7 +30,7 @@ from streamload.loader.position import EpochTracker, Position
 from streamload.options.values import at_least
 from streamload.order.events import BATCH_SIZE, WEIGHTS, Event, new_batch_size, new_weights, shares_of
 from streamload.order.plan import OrderOptions
-from streamload.order.steps import Split, StepOptions, Steps
+from streamload.order.steps import SourceDraws, Split, StepOptions, Steps
 from streamload.ranks.distributed import first_value
 from streamload.topology import RunAttempt, Topology, read_rank, read_topology
 
@@ -348,6 +348,11 @@ class RunSchedule:
         split, blocks = split_for(self._options, self.topology, self.order.groups), self.order.blocks
         return self._options.step_options(split, None if blocks is None else blocks[0])
 
+    @property
+    def draws(self) -> SourceDraws:
+        """The rows that are drawn from one source at once."""
+        return SourceDraws(self.order.sources_of, self.order.multiple)
+
     def split(self) -> Split:
         """Split of steps among ranks."""
         return self.step_options.split
@@ -387,7 +392,9 @@ class RunSchedule:
 
     def identity(self) -> dict[str, Any]:
         """Inputs of the samples of each step, apart from the changes of a run; JSON-able."""
-        left_out = ("shards", "sizes", "fitted", "given")
+        left_out = {"shards", "sizes", "fitted", "given"}
+        if not self.order.parts:
+            left_out |= {"sources_of", "parts"}
         order = {name: value for name, value in asdict(self.order).items() if name not in left_out}
         identity: dict[str, Any] = json.loads(json.dumps({**order, "batch": self.split().batch}))
         return identity

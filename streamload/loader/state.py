@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import xxhash
 
@@ -28,7 +28,7 @@ from streamload.order.events import (
 )
 from streamload.order.group import most_skipped
 from streamload.order.plan import WIDEST_LANES, WIDEST_WINDOW
-from streamload.order.steps import WIDEST_MULTIPLE, Split, Steps
+from streamload.order.steps import WIDEST_MULTIPLE, SourcesName, Split, Steps
 from streamload.topology import RunAttempt, Topology
 from streamload.worker.states import GroupState
 
@@ -90,6 +90,7 @@ def to_state(
             else {"blocks": list(order.blocks), "blocks_from": position.blocks_from}
         ),
         **({} if order.multiple == 1 else {"multiple": order.multiple}),
+        **({} if order.sources_of == "mixed" else {"parts": [order.sources_of, order.parts]}),
         **({} if order.table is None else {"table": order.table}),
         **({"given": [list(numbers) for numbers in order.given]} if order.given else {}),
         **(
@@ -234,6 +235,16 @@ def check_fits(saved: OrderSpec, ours: OrderSpec, position: Position, needed: se
             f"the state was saved with Sources of other (weight, floor): {[*saved.given]}, and these are "
             f"{[*ours.given]}. Give the same; set_weights() changes the weights of a run"
         )
+    if saved.sources_of != ours.sources_of:
+        raise StateMismatch(
+            f"the state was saved with Batches(sources={saved.sources_of!r}), and this is "
+            f"{ours.sources_of!r}: give the same"
+        )
+    if saved.parts != ours.parts:
+        logger.warning(
+            "Batches(sources='rank'): the state is of %s ranks, not %s: later steps have other rows",
+            *(saved.parts, ours.parts),
+        )
     if saved.data != ours.data:
         raise StateMismatch(
             "the state is of another data set: its shards have other URLs, or another order. If the same "
@@ -302,7 +313,8 @@ def from_block(options: LoaderOptions, saved: OrderSpec, ours: OrderSpec, positi
     Raises:
         StateMismatch: within a block, whose samples are planned together.
     """
-    if saved.blocks == ours.blocks:
+    is_as_before = saved.parts == ours.parts or saved.sources_of != ours.sources_of
+    if saved.blocks == ours.blocks and (saved.blocks is None or is_as_before):
         return position
     place, sizes = position.position, position.batch_sizes
     if saved.blocks is not None:
@@ -313,7 +325,8 @@ def from_block(options: LoaderOptions, saved: OrderSpec, ours: OrderSpec, positi
             raise StateMismatch(
                 f"the state is from within a block of bucketing=, which ends in "
                 f"{(block.end - place) // batch} steps: go on with the same bucketing= and "
-                f"global batch size ({batch}) until then, or resume from a state between two blocks"
+                f"global batch size ({batch}) until then, with as many ranks if sources='rank', or resume from "
+                f"a state between two blocks"
             )
     events = [event for event in position.events if event.kind != BATCH_SIZE]
     for size in sizes[-1:]:
@@ -435,6 +448,7 @@ def _order_in(state: Mapping[str, Any]) -> OrderSpec:
         None if state.get("blocks") is None else _blocks_in(state["blocks"]),
         None if state.get("table") is None else str(state["table"]),
         _whole_number(state.get("multiple", 1), 1, WIDEST_MULTIPLE),
+        *_parts_in(state.get("parts", ("mixed", 0))),
         tuple((float(weight), float(floor)) for weight, floor in state.get("given", ())),
     )
 
@@ -442,6 +456,13 @@ def _order_in(state: Mapping[str, Any]) -> OrderSpec:
 def _blocks_in(value: Any) -> tuple[int, int]:
     steps, batch = (_whole_number(number, 1) for number in value)
     return steps, batch
+
+
+def _parts_in(value: Any) -> tuple[SourcesName, int]:
+    sources_of, parts = value
+    if sources_of not in get_args(SourcesName):
+        raise OptionError(f"parts of a {sources_of!r:.20}")
+    return sources_of, _whole_number(parts)
 
 
 def _position_in(state: Mapping[str, Any], order: OrderSpec) -> Position:

@@ -205,7 +205,7 @@ def _worker_config(
         selection=_selection(options),
         assembly=recipes.assembly,
         with_keys=options.batches.with_keys or options.batches.microbatch is not None,
-        multiple=schedule.order.multiple,
+        draws=schedule.draws,
         extensions=options.extensions,
     )
     return replace(config, extensions=extensions_of_run(options, config, recipes.plain))

@@ -16,8 +16,8 @@ import itertools
 import operator
 import random
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
 import numpy as np
 import xxhash
@@ -28,6 +28,7 @@ from streamload.order.events import UNIT, Event, shares_at
 from streamload.order.hashing import SEQ_LEN, key
 
 WIDEST_MULTIPLE = 1 << 20
+SourcesName = Literal["mixed", "step", "rank"]
 
 
 class Share(NamedTuple):
@@ -106,11 +107,16 @@ class Split:
 
     def sizes(self, position: int, group: int) -> list[int]:
         """Return how many samples of a group each rank computes in the step at a global position."""
+        begin, end = self.of_group(position, group)
+        edges = [rank * self.batch // self.ranks for rank in range(self.ranks + 1)]
+        return [max(0, min(end, last) - max(begin, first)) for first, last in itertools.pairwise(edges)]
+
+    def of_group(self, position: int, group: int) -> tuple[int, int]:
+        """Return where a group's samples begin and end in the step at a global position."""
         starts = [self.start(position, number) for number in range(group + 1)]
         ends = [self.start(position + self.batch, number) for number in range(group + 1)]
-        before, count = sum(ends[:-1]) - sum(starts[:-1]), ends[-1] - starts[-1]
-        edges = [rank * self.batch // self.ranks - before for rank in range(self.ranks + 1)]
-        return [max(0, min(count, last) - max(0, first)) for first, last in itertools.pairwise(edges)]
+        before = sum(ends[:-1]) - sum(starts[:-1])
+        return before, before + ends[-1] - starts[-1]
 
     def _shares(self, position: int, rank: int) -> Iterator[Share]:
         first, last = rank * self.batch // self.ranks, (rank + 1) * self.batch // self.ranks
@@ -429,12 +435,14 @@ class Portion:
         take: for each source, the number of samples.
         owed: for each source, its credit after the step, in UNITs; the sum is 0.
         owed_before: the same before the step.
+        drawn: the source of each sample, where it isn't spread evenly: int64[sum(take)].
     """
 
     first: tuple[int, ...]
     take: tuple[int, ...]
     owed: tuple[int, ...]
     owed_before: tuple[int, ...]
+    drawn: NDArray[np.int64] | None = field(default=None, compare=False)
 
     @property
     def stop(self) -> tuple[int, ...]:
@@ -442,12 +450,34 @@ class Portion:
         return tuple(map(operator.add, self.first, self.take))
 
     def seats(self) -> NDArray[np.int64]:
-        """Return the source of each of the group's samples in the step, spread evenly: int64[sum(take)]."""
+        """Return the source of each of the group's samples in the step: int64[sum(take)]."""
+        if self.drawn is not None:
+            return self.drawn
         if len(self.take) == 1:
             return np.zeros(self.take[0], np.int64)
         times = [(np.arange(take) + 0.5) / take for take in self.take if take]
         sources = np.repeat(np.arange(len(self.take)), self.take)
         return sources[np.argsort(np.concatenate(times), kind="stable")]
+
+
+class SourceDraws(NamedTuple):
+    """Rows that are drawn from one source at once.
+
+    Attributes:
+        sources: "mixed": rows of all sources make a step. "step": each step is of one source; "rank": what a
+            rank has of it is.
+        multiple: of what a mixed step takes of each source, where that divides the group's samples of it.
+    """
+
+    sources: SourcesName = "mixed"
+    multiple: int = 1
+
+    def of_step(self, split: Split) -> int:
+        """Return how many parts of one source a step has; 0: rows are mixed."""
+        return {"mixed": 0, "step": 1, "rank": split.ranks}[self.sources]
+
+
+MIXED = SourceDraws()
 
 
 class Portions:
@@ -461,7 +491,7 @@ class Portions:
             is the same up to the last step that was asked for.
         given: the position of each source in its own sequence.
         owed: the credit of each source at that point, in UNITs.
-        multiple: of what a step takes of each source, where that divides the group's samples of the step.
+        draws: the rows that are drawn from one source at once.
     """
 
     def __init__(
@@ -472,11 +502,11 @@ class Portions:
         events: Sequence[Event],
         given: Sequence[int],
         owed: Sequence[int],
-        multiple: int = 1,
+        draws: SourceDraws = MIXED,
     ) -> None:
         self.events = events
         self._steps, self._group = steps, group
-        self._position, self._multiple = position, multiple
+        self._position, self._draws = position, draws
         self._given, self._owed = tuple(given), tuple(owed)
 
     def at(self, position: int) -> Portion:
@@ -497,7 +527,7 @@ class Portions:
         self._position = position + split.batch if block is None else block.end
         size = split.start(self._position, self._group) - split.start(position, self._group)
         shares = shares_at(self.events, position) if len(self._given) > 1 else (UNIT,)
-        share = portion(self._given, self._owed, shares, size, self._multiple)
+        share = portion(self._given, self._owed, shares, size, self._draws.multiple)
         self._given, self._owed = share.stop, share.owed
         return share
 

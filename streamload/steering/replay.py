@@ -64,8 +64,8 @@ class Replay:
         Raises:
             DecisionsError: it says what differs.
         """
-        for name, ours in run.items():
-            theirs = self.run["order"].get(name)
+        for name in {**run, **self.run["order"]}:
+            ours, theirs = run.get(name), self.run["order"].get(name)
             if theirs != ours:
                 raise DecisionsError(
                     f"{self.path} is of a run with another {name}: {theirs!r}, and this is {ours!r}"

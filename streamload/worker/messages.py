@@ -12,7 +12,7 @@ import torch
 
 from streamload.order.events import Event, from_json
 from streamload.order.plan import OrderOptions, Pieces
-from streamload.order.steps import Split, StepOptions, StepStart
+from streamload.order.steps import MIXED, SourceDraws, Split, StepOptions, StepStart
 from streamload.torch_internals import ExceptionWrapper
 from streamload.worker.states import GroupState, SealedStates
 
@@ -94,8 +94,8 @@ class WorkerConfig:
     assembly: BatchAssembly
     with_keys: bool
     """True if a batch carries the keys and URLs of its samples."""
-    multiple: int = 1
-    """The rows that a step takes of each source are a multiple of this."""
+    draws: SourceDraws = MIXED
+    """The rows that are drawn from one source at once."""
     extensions: tuple[Extension, ...] = ()
     """The extensions of the loader."""
 

@@ -126,8 +126,11 @@ class Sampler:
             owed = zeros if state is None else state.owed
             block = self.steps.block(start.position)
             position = start.position if block is None else block.begin
-            mixture = self._mixtures[group] = Portions(
-                self.steps, group, position, self._events, positions, owed, self._config.multiple
+            kind = Portions
+            if self._config.draws.sources != "mixed":
+                from streamload.order.parts import PortionsInParts as kind
+            mixture = self._mixtures[group] = kind(
+                self.steps, group, position, self._events, positions, owed, self._config.draws
             )
         return mixture
 

@@ -257,6 +257,7 @@ def rows(data: Path, place: Path) -> dict[str, Row]:
             {"output": "hf", "tokenizer": masked},
             text_columns=("length",),
         ),
+        "batches.sources": refused("sources='mixed'.*'step'", sources, **of_sources(data), sources="step"),
         "batches.bucketing": honoured(same_steps_in_another_order, LONGEST, bucketing="step"),
         "batches.microbatch": same(microbatch=2),
         "batches.max_tokens": same({**LONGEST, "bucketing": "step"}, max_tokens=64),
