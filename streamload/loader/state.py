@@ -325,8 +325,8 @@ def from_block(options: LoaderOptions, saved: OrderSpec, ours: OrderSpec, positi
             raise StateMismatch(
                 f"the state is from within a block of bucketing=, which ends in "
                 f"{(block.end - place) // batch} steps: go on with the same bucketing= and "
-                f"global batch size ({batch}) until then, with as many ranks if sources='rank', or resume from "
-                f"a state between two blocks"
+                f"global batch size ({batch}) until then, with as many ranks if sources='rank', or resume "
+                f"from a state between two blocks"
             )
     events = [event for event in position.events if event.kind != BATCH_SIZE]
     for size in sizes[-1:]:

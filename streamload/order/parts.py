@@ -1,7 +1,7 @@
 """Steps whose parts are of one source each: all of a step, or the rows of each rank (step E): arithmetic.
 
-As where rows are mixed (steps.py), what a source has too little of is carried over as credit. All groups go by
-the same credits, of whole steps: so they agree on the source of each part without a word.
+As where rows are mixed (steps.py), what a source has too little of is carried over as credit. All groups use
+the same credits, of whole steps, so they choose the same source for each part without communication.
 """
 
 from __future__ import annotations

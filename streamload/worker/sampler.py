@@ -126,10 +126,12 @@ class Sampler:
             owed = zeros if state is None else state.owed
             block = self.steps.block(start.position)
             position = start.position if block is None else block.begin
-            kind = Portions
+            portions: type[Portions] = Portions
             if self._config.draws.sources != "mixed":
-                from streamload.order.parts import PortionsInParts as kind
-            mixture = self._mixtures[group] = kind(
+                from streamload.order.parts import PortionsInParts
+
+                portions = PortionsInParts
+            mixture = self._mixtures[group] = portions(
                 self.steps, group, position, self._events, positions, owed, self._config.draws
             )
         return mixture
