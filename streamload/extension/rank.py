@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from streamload.extension.kernel import Batch, BatchInfo, Bounds, torch
 
 
-INFO_FIELDS = frozenset({"widths", "source_weights", "row_weights", "run_step", "importance"})
+INFO_FIELDS = frozenset({"widths", "source_weights", "row_weights", "run_step", "importance", "loss_weight"})
 """Arguments of `BatchInfo` that a part may return from `yielded`."""
 
 
