@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from streamload import batching, mixing
     from streamload.derived.calls.features import Features
     from streamload.derived.calls.module_cache import CacheLevel, cache_info, cache_module
+    from streamload.join.options import Join
     from streamload.loader import (
         Batches,
         Cache,
@@ -49,6 +50,7 @@ __all__ = [
     "Entry",
     "Features",
     "Images",
+    "Join",
     "Loader",
     "Order",
     "Patches",
@@ -76,6 +78,7 @@ _LATER |= dict.fromkeys(["gather_state", "make_loader"], "streamload.loader")
 _LATER |= dict.fromkeys(["Snapshot"], "streamload.metrics")
 _LATER |= dict.fromkeys(["Alert", "Verdict"], "streamload.metrics.findings")
 _LATER |= dict.fromkeys(["Entry"], "streamload.shards.samples")
+_LATER |= dict.fromkeys(["Join"], "streamload.join.options")
 _LATER |= dict.fromkeys(["complexity"], "streamload.weights.sample")
 
 

@@ -62,6 +62,7 @@ class BatchAssembly:
         trim: cuts rows of several lengths, and measures them; None: all have one length.
         preparation: of its images, and of what columns decode; None: there is none.
         kinds: of rows, if not all have an image and a text; None: they have.
+        add_members: adds members that aren't in its shard to a sample; None: there are none.
         draws: of `map_sample` and `collate`, in this process.
     """
 
@@ -79,6 +80,7 @@ class BatchAssembly:
     trim: Trim | None = None
     preparation: Recipe | None = None
     kinds: RowKinds | None = None
+    add_members: Callable[[Sample], Sample] | None = None
     draws: UserDraws = field(
         default_factory=lambda: UserDraws("map_sample"), init=False, compare=False, repr=False
     )
@@ -114,6 +116,7 @@ class BatchAssembly:
                 self.image,
                 None if images is None else images(size, allocate),
                 allocate,
+                self.add_members,
             )
         members_of = functools.lru_cache(_LAYOUTS_KEPT)(self.members_of)
         return lambda size, allocate, seq_len=0: _CaptionedBatch(
@@ -169,6 +172,9 @@ class _CaptionedBatch:
 
     def parse(self, sample: Sample, seed: int) -> _Captioned:
         """The caption first: if it is bad, that is cheaper to find out."""
+        stored = sample
+        if self._assembly.add_members is not None:
+            sample = self._assembly.add_members(stored)
         extensions = tuple(sample.members)
         if self._kinds is None:
             members = self._members_of(extensions)
@@ -192,7 +198,7 @@ class _CaptionedBatch:
         if self._images is not None and members.image:
             image = self._images.parse(sample.members[members.image], is_prepared, seed)
             self._unprepared += self._is_to_be_prepared and not is_prepared
-        columns = [column.parse(sample, members.image, is_prepared, seed) for column in self._columns]
+        columns = [column.parse(stored, members.image, is_prepared, seed) for column in self._columns]
         return _Captioned(sample.key, sample.url, caption, label, image, seed, columns)
 
     def add(self, parsed: _Captioned) -> None:

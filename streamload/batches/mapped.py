@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -44,6 +44,7 @@ class MappedBatch:
         choose_image: of a sample's members.
         images: makes them; None: map_sample gets their bytes.
         allocate: makes the batch's tensors.
+        add_members: adds members that aren't in its shard to a sample; None: there are none.
     """
 
     def __init__(
@@ -54,8 +55,10 @@ class MappedBatch:
         choose_image: Choose,
         images: BatchImages | None,
         allocate: Allocate,
+        add_members: Callable[[Sample], Sample] | None = None,
     ):
         self._map_sample = map_sample
+        self._add_members = add_members
         self._choose_image = choose_image
         self._collate = collate
         self._images = images
@@ -73,6 +76,8 @@ class MappedBatch:
 
     def parse(self, sample: Sample, seed: int) -> _Mapped:
         """Choose the image of a sample; the user's function itself parses all else."""
+        if self._add_members is not None:
+            sample = self._add_members(sample)
         if self._images is None:
             return _Mapped(sample, None, seed)
         choice = self._choose_image(sample.members)

@@ -167,7 +167,7 @@ def take_inventory(tier: Tier) -> Inventory:
 def foreign(tier: Tier) -> Iterator[Foreign]:
     """All that the tier didn't make, by its place."""
     for path in _listed(tier.root):
-        if path.name not in (*KINDS, "runs", "rows"):  # rows: of modules (derived/store/)
+        if path.name not in (*KINDS, "runs", "rows", "joins"):  # rows: derived/store/; joins: join/table.py
             yield from _judge(path, _RECORD.fullmatch(path.name) is not None, stat.S_ISREG)
     for kind in KINDS:
         for path in _listed(tier.root / kind):

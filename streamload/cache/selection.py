@@ -24,7 +24,7 @@ from streamload.order.left_out import NONE_LEFT_OUT, LeftOut
 from streamload.shards.columns import BUILT_IN, TOKENS, Column, Values
 from streamload.shards.index import IndexReader
 from streamload.shards.record import LINKED, OWN_LAYOUT, UNSUPPORTED
-from streamload.shards.samples import Entry
+from streamload.shards.samples import JOINED, Entry
 
 Numbers = npt.NDArray[np.int64]
 Keep = Callable[[Entry], bool]
@@ -71,7 +71,7 @@ class KeySpec:
             extension, colon, field = choice.strip().partition(":")
             extension = extension.strip().lower().removeprefix(".")
             field = field.strip()
-            is_json = extension.rpartition(".")[2] in ("json", "jsn")
+            is_json = extension.rpartition(".")[2] in ("json", "jsn", JOINED)
             is_pattern = _NO_EXTENSION.search(extension) is not None
             if not extension or is_pattern or (colon and not (field and is_json)):
                 raise OptionError(

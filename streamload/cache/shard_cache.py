@@ -419,7 +419,7 @@ class _UsableCheck:
             f"{f'Needed: {self._wanted}. ' if self._wanted else ''}Seen: {'; '.join(self._keys)}"
             f"{'; given up: ' + causes if causes else ''}. "
             f"{f'A likely cause: {self._cause}. Else check' if self._cause else 'Check'} image_key, "
-            f"text_key (None: there are no captions), label_key and keep, of Shards and of extensions"
+            f"text_key (None: there are no captions), label_key, join and keep, of Shards and of extensions"
         )
 
 

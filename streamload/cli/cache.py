@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from streamload.cli.joins import held, remove_joins, show_joins
 from streamload.cli.logs import progress
 from streamload.cli.options import AsJson, DryRun, StorageOptions, Yes, storage_options_of
 from streamload.cli.rows import clear_rows, collect_rows, has_rows, list_rows, verify_rows
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from streamload.cache.shard import Shard
     from streamload.cache.tier import Tier
     from streamload.cache.verify import ShardDamage
+    from streamload.join.table import HeldJoin
 
 cache = typer.Typer(
     help="Inspect, verify and clean up the cache; safe while trainings run.",
@@ -48,13 +50,14 @@ class Kind(str, enum.Enum):
     SHARDS = "shards"
     PREPARED = "prepared"
     COLUMNS = "columns"
+    JOINS = "joins"
 
 
 KindOption = Annotated[
     Kind | None,
     typer.Option(
-        help="Only shards as their origins have them, prepared shards, or columns: rows of modules, those of "
-        "calls, too.",
+        help="Only shards as their origins have them, prepared shards, columns: rows of modules, those of "
+        "calls, too; or joins: indexes of joined files.",
         show_default=False,
     ),
 ]
@@ -79,7 +82,7 @@ def _tier_for(cache_dir: str | None, kind: Kind | None) -> Tier | None:
     """
     from streamload.errors import CacheError
 
-    if kind is Kind.COLUMNS:
+    if kind in (Kind.COLUMNS, Kind.JOINS):
         return None
     try:
         return tier_at(cache_dir)
@@ -87,6 +90,11 @@ def _tier_for(cache_dir: str | None, kind: Kind | None) -> Tier | None:
         if kind is None and has_rows(cache_dir):
             return None
         raise
+
+
+def _joins(cache_dir: str | None, kind: Kind | None) -> list[HeldJoin]:
+    """The indexes of joined files that a command works on."""
+    return held(cache_dir) if kind in (None, Kind.JOINS) else []
 
 
 def tier_at(cache_dir: str | None) -> Tier:
@@ -118,7 +126,7 @@ def _print_foreign(foreign: Iterable[Foreign]) -> None:
 
 @cache.command()
 def ls(kind: KindOption = None, cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
-    """List the cached shards, how much of each has arrived, and when it was last used; then rows of modules.
+    """List the cached shards, how much of each has arrived, and when it was last used; rows; joined files.
 
     Rows are listed by label and fingerprint. When rows of calls are read is noted only while they take more
     than 70 % of their limit. The dtype is that of autocast, else torch's default.
@@ -127,6 +135,8 @@ def ls(kind: KindOption = None, cache_dir: CacheDir = None, as_json: AsJson = Fa
     report = {} if tier is None else _listed_shards(tier, kind, as_json=as_json)
     if kind is Kind.COLUMNS or (kind is None and has_rows(cache_dir)):
         report["rows"] = list_rows(cache_dir, as_json=as_json)
+    if entries := _joins(cache_dir, kind):
+        report["joins"] = show_joins(entries, "joined file", as_json=as_json)
     if as_json:
         print_json(report)
 
@@ -398,6 +408,8 @@ def gc(
         report = _show_removal(removal, as_json)
     if kind is Kind.COLUMNS or (kind is None and has_rows(cache_dir)):
         report["rows"] = collect_rows(cache_dir, stale=stale, dry_run=dry_run, as_json=as_json)
+    if unfinished := [entry for entry in _joins(cache_dir, kind) if not entry.rows]:
+        report["joins"] = remove_joins(unfinished, yes=True, dry_run=dry_run, as_json=as_json)
     if as_json:
         print_json(report)
 
@@ -431,6 +443,9 @@ def clear(
     if kind is Kind.COLUMNS or (kind is None and has_rows(cache_dir)):
         is_confirmed = yes or tier is not None
         report["rows"] = clear_rows(cache_dir, label, yes=is_confirmed, dry_run=dry_run, as_json=as_json)
+    if entries := _joins(cache_dir, kind):
+        is_confirmed = yes or tier is not None
+        report["joins"] = remove_joins(entries, yes=is_confirmed, dry_run=dry_run, as_json=as_json)
     if as_json:
         print_json(report)
 

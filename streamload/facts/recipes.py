@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,10 @@ from streamload.facts.repeats import RepeatedArrivals
 from streamload.facts.tables import read_table
 from streamload.shards.columns import BUILT_IN, IN_RECORDS, Column, Fact, FactFunction, FactSample, Values
 from streamload.shards.facts import column_digest
-from streamload.shards.samples import IMAGE_EXTENSIONS
+from streamload.shards.samples import IMAGE_EXTENSIONS, JOINED
+
+if TYPE_CHECKING:
+    from streamload.join import JoinedRows
 
 _TABLES = (".csv", ".parquet")
 _PROBES = (
@@ -206,6 +209,7 @@ def read_facts(
     text_key: str | None,
     tokenizer: Any,
     probs: Sequence[float] | None = None,
+    join: JoinedRows | None = None,
 ) -> dict[str, Column]:
     """The columns of a run, by name: those that are asked for, and "image_bytes". Reads tables.
 
@@ -215,6 +219,7 @@ def read_facts(
         text_key: of the run; None: it has no captions.
         tokenizer: of the run; None: it has none.
         probs: the run's text_key_probs.
+        join: rows of another file, which facts may read; None: there is none.
 
     Raises:
         OptionError: a form or name that can't be used, or a table that can't be read.
@@ -225,8 +230,12 @@ def read_facts(
     for name, fact in (facts or {}).items():
         if not isinstance(name, str) or name in BUILT_IN:
             raise OptionError(f"facts={{{name!r}: …}}; expected a name other than {', '.join(BUILT_IN)}")
-        columns[name] = _column(name, fact, text_key, tokenizer, probs)
+        columns[name] = _column(name, fact, text_key, tokenizer, probs, join)
         _refuse_shared_version(name, columns)
+    if join is not None:
+        columns |= {
+            name: join.column(column) for name, column in columns.items() if isinstance(column, FunctionFact)
+        }
     return columns
 
 
@@ -258,7 +267,9 @@ def read_repeat(repeat: Any, columns: Mapping[str, Column]) -> Repeat | None:
     )
 
 
-def token_count(text_key: str | None, tokenizer: Any, probs: Sequence[float] | None) -> Column:
+def token_count(
+    text_key: str | None, tokenizer: Any, probs: Sequence[float] | None, join: JoinedRows | None = None
+) -> Column:
     """The column of a run's token counts.
 
     Raises:
@@ -275,11 +286,30 @@ def token_count(text_key: str | None, tokenizer: Any, probs: Sequence[float] | N
     captions.refuse_token_counts()
     several = ["first that isn't blank", captions.probs] if len(captions.choices) > 1 else []
     definition = ["tokens", captions.choices, *several, *_described_tokenizer(tokenizer, adapted)]
-    return TokenCount(captions, adapted, column_digest(definition))
+    counts = TokenCount(captions, adapted, column_digest(definition))
+    return _with_rows(counts, KeySpec(captions.choices), join)
+
+
+def _with_rows(column: Column, key: KeySpec, join: JoinedRows | None) -> Column:
+    """A column, of samples with their rows of another file if its key reads these.
+
+    Raises:
+        OptionError: there is no such file.
+    """
+    if JOINED not in key.extensions:
+        return column
+    if join is None:
+        raise OptionError(f"the fact {str(key)!r} needs the file: Shards(join=…)")
+    return join.column(column)
 
 
 def _column(
-    name: str, fact: Fact, text_key: str | None, tokenizer: Any, probs: Sequence[float] | None
+    name: str,
+    fact: Fact,
+    text_key: str | None,
+    tokenizer: Any,
+    probs: Sequence[float] | None,
+    join: JoinedRows | None,
 ) -> Column:
     where = f"facts={{{name!r}: {fact!r:.60}}}"
     if isinstance(fact, tuple) and len(fact) == 2 and callable(fact[0]) and isinstance(fact[1], str):
@@ -287,7 +317,7 @@ def _column(
     if callable(fact):
         return FunctionFact(fact, column_digest(["function", *_described(fact, where)]), check_name=name)
     if fact == "tokens":
-        return token_count(text_key, tokenizer, probs)
+        return token_count(text_key, tokenizer, probs, join)
     if not isinstance(fact, str | Path):
         raise OptionError(
             f'{where}; expected "tokens", "json:<field>", a table (.csv, .parquet), a function, or a pair of '
@@ -301,7 +331,7 @@ def _column(
     key = KeySpec.parse(str(fact))
     if not all(path for _, path in key.choices):
         raise OptionError(f'{where}; expected "tokens", "json:<field>", or the path of a .csv or .parquet')
-    return JsonField(key, column_digest(["json", key.choices]))
+    return _with_rows(JsonField(key, column_digest(["json", key.choices])), key, join)
 
 
 def _refuse_shared_version(name: str, columns: Mapping[str, Column]) -> None:

@@ -9,12 +9,14 @@ import torch
 
 from streamload.batches.images import ImageAssembly, by_workers
 from streamload.batches.tokenize import adapt_tokenizer
+from streamload.cache.selection import KeySpec
 from streamload.derived.calls.features import BoundFeatures, Features
 from streamload.derived.prepare.preparation import pixels_name
 from streamload.derived.proof.code import Describer
 from streamload.derived.store.row_store import RowPlace
 from streamload.errors import FeatureNotCacheable
 from streamload.features.columns import FeatureAssembly
+from streamload.shards.samples import JOINED
 from streamload.transforms.compile import plan_or_given
 from streamload.transforms.plan import ImagePlan, clip_plan
 
@@ -96,4 +98,6 @@ def _parts_of(feature: FeatureAssembly, options: Any) -> dict[str, Any]:
         captions = options.captions
         several = captions is not None and len(captions.choices) > 1
         parts["text_key"] = [*captions.choices, *captions.probs] if several else options.shards.text_key
+        if JOINED in KeySpec.parse(options.shards.text_key).extensions:
+            parts["join"] = options.join.table.version
     return parts

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from streamload.batches.images import Preprocess
     from streamload.cache.selection import Repeat
     from streamload.derived.calls.features import Features
+    from streamload.join import JoinedRows
     from streamload.shards.columns import Column
     from streamload.steering import Policy
     from streamload.steering.replay import Replay
@@ -157,7 +158,8 @@ def make_loader(
         unknown: refused; the error names the group that has the argument, or what to use instead.
 
     Returns:
-        A Loader; nothing is read and no process is started before it is iterated.
+        A Loader; before it is iterated no process is started, and nothing is read but tables of facts and the
+        file of join=.
 
     Raises:
         OptionError: an argument or a URL that can't be used.
@@ -167,7 +169,8 @@ def make_loader(
     )
     refuse_arguments(unknown, inspect.signature(make_loader).parameters)
     tokenizer = tokenizer_in(tokenizer)
-    columns, repeat = _facts(shards, batches, tokenizer)
+    join = _join(shards, cache_dir)
+    columns, repeat = _facts(shards, batches, tokenizer, join)
     if isinstance(shards.keep, str | Path):
         from streamload.facts.uids import listed_uids
 
@@ -199,6 +202,7 @@ def make_loader(
         columns=columns,
         mixing=_mixing(order, sources),
         repeat=repeat,
+        join=join,
         extensions=(),
     )
     options = options.with_extensions(extensions_of(options))
@@ -218,15 +222,31 @@ def _workers(number: int | Literal["auto"], order: Order) -> int:
     return auto_workers(here.local_rank, here.local_world_size)
 
 
-def _facts(shards: Shards, batches: Batches, tokenizer: Any) -> tuple[Mapping[str, Column], Repeat | None]:
+def _join(shards: Shards, cache_dir: str | Path | None) -> JoinedRows | None:
+    """The rows of another file for the samples, which is read now unless this node has read it before."""
+    if shards.join is None:
+        return None
+    from streamload.join import joined_rows
+
+    root = read_settings(cache_dir=cache_dir).cache_dir
+    keys = (shards.text_key, shards.label_key)
+    is_strict = shards.on_error == "raise"
+    return joined_rows(shards.join, root, shards.storage_options, keys, is_strict=is_strict)
+
+
+def _facts(
+    shards: Shards, batches: Batches, tokenizer: Any, join: JoinedRows | None
+) -> tuple[Mapping[str, Column], Repeat | None]:
     """The columns of facts that something may ask for, and how often samples are used."""
     asks = (shards.facts, shards.repeat, batches.sample_weight, batches.extensions or None)
-    if all(value is None for value in asks):
+    if all(value is None for value in asks) and (join is None or not join.own_facts):
         return {}, None
     from streamload.facts.recipes import joined_facts, read_facts, read_repeat
 
     facts = joined_facts(shards.facts, batches.extensions)
-    columns = read_facts(facts, shards.image_key, shards.text_key, tokenizer, shards.text_key_probs)
+    if join is not None:
+        facts = joined_facts(facts, [join])
+    columns = read_facts(facts, shards.image_key, shards.text_key, tokenizer, shards.text_key_probs, join)
     return columns, read_repeat(shards.repeat, columns)
 
 

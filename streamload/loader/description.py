@@ -45,6 +45,7 @@ def described(options: LoaderOptions, order: OrderSpec, position: Position) -> d
         "endless": options.order.endless,
         "mixing": _kind(options.mixing),
         "keys, facts and repeat": order.choice,
+        "rows of join=": None if options.join is None else options.join.table.version,
         "blank_captions": shards.blank_captions,
         "keep": [*options.keeps],
         "bucketing": batches.bucketing,

@@ -47,6 +47,8 @@ def rows_fingerprint(options: LoaderOptions) -> dict[str, str]:
             fingerprint |= _function(name, function)
     if options.tokenizer is not None:
         fingerprint |= _tokenizer(options.tokenizer)
+    if options.join is not None:
+        fingerprint["join"] = options.join.table.version
     return fingerprint
 
 

@@ -28,6 +28,7 @@ from streamload.shards.columns import Fact
 if TYPE_CHECKING:
     from streamload.batches.in_progress import Collate, MapSample
     from streamload.derived.calls.features import Features
+    from streamload.join.options import Join
     from streamload.patches.options import Patches
     from streamload.steering import Policy
     from streamload.steering.policy import PlainFunction
@@ -87,6 +88,11 @@ class Shards(Group):
             function of the index entry, as `keep` gets it (or a pair of one and a version), that returns it.
             0.3: in three of ten passes, drawn by the seed anew in each; 2.5: twice or three times; 0: never;
             unknown: once. It has to be pure, like `keep`.
+        join: a file of captions, labels or scores that were computed later, by sample key
+            (docs/guides/samples.md): the path or URL of a .parquet, .npz, .csv or .jsonl, or a Join(…), which
+            can name other keys, and some of the columns. "joined:caption" is the column `caption`, as
+            "json:caption" is a field. Samples without a row are left out. The file is read when the loader is
+            made, once for a node.
         storage_options: for fsspec: credentials, endpoint, anon; "headers" for http(s) and hf, by name, or by
             host and then by name: {"https://host": {"Authorization": "…"}}, or a function of the URL that
             returns them; "sign" for http(s): a function that returns the URL with a signature in its query.
@@ -115,6 +121,7 @@ class Shards(Group):
     keep_key: str = "json:uid"
     facts: Mapping[str, Fact] | None = None
     repeat: str | RateFunction | tuple[RateFunction, str] | None = None
+    join: Join | str | os.PathLike[str] | None = None
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     on_error: OnError = "skip"
     max_bad_samples: float | None = 0.1
@@ -130,6 +137,10 @@ class Shards(Group):
             from streamload.batches.caption_choice import check_probs
 
             check_probs(self.text_key, self.text_key_probs)
+        if self.join is not None:
+            from streamload.join.options import Join
+
+            Join.of(self.join)
         parse_choice(self.label_type, get_args(LabelType), "label_type")
         parse_choice(self.on_error, get_args(OnError), "on_error")
         storage = self.storage_options or {}

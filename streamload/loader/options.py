@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from streamload.batches.caption_choice import CaptionChoice
     from streamload.batches.images import Preprocess
     from streamload.derived.calls.features import Features
+    from streamload.join import JoinedRows
     from streamload.steering import Policy
     from streamload.steering.replay import Replay
 
@@ -56,7 +57,7 @@ class LoaderOptions:
 
     Attributes:
         batch_size, num_batches: of a training whose steps are listed the most rows, and all of its steps.
-        features, mixing, repeat: as the groups have them, checked.
+        features, mixing, repeat, join: as the groups have them, checked.
         columns: facts of samples, by name; with those that extensions bring.
         extensions: of all options, and the user's own.
     """
@@ -85,6 +86,7 @@ class LoaderOptions:
     columns: Mapping[str, Column]
     mixing: Policy | Replay | None
     repeat: Repeat | None
+    join: JoinedRows | None
     extensions: tuple[Extension, ...]
 
     def __post_init__(self) -> None:
@@ -288,7 +290,7 @@ class LoaderOptions:
 
     @property
     def choice(self) -> tuple[str, ...]:
-        """The keys, facts and repeats as a state records them; not the facts that extensions bring."""
+        """What a state records of keys, facts, repeats and joined rows; not the facts of extensions."""
         shards = self.shards
         facts = [f"{name}={self.columns[name].digest}" for name in shards.facts or ()]
         if LISTED in self.columns:
@@ -297,6 +299,8 @@ class LoaderOptions:
             facts += [f"{source.name}: {source.modality}" for source in self.sources]
         if self.repeat is not None:
             facts.append(f"repeat={self.repeat.digest}")
+        if self.join is not None:
+            facts.append(f"join={self.join.choice}")
         if self.workers.map_sample is not None:
             return ("map_sample", *self.keys, *facts)
         label = () if shards.label_key is None else (shards.label_key,)

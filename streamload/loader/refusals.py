@@ -6,11 +6,13 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from streamload.batches.tokenize import refuse_unknown_padding
+from streamload.cache.selection import KeySpec
 from streamload.errors import OptionError
 from streamload.loader.groups import GROUPS
 from streamload.loader.options import LoaderOptions
 from streamload.loader.words import instead_of
 from streamload.shards.columns import TOKENS
+from streamload.shards.samples import JOINED
 
 
 def refuse_unusable(options: LoaderOptions) -> None:
@@ -84,7 +86,11 @@ def _refuse_uint8_of_given(options: LoaderOptions) -> None:
 
 
 def _refuse_unused_keys(options: LoaderOptions) -> None:
-    """Refuse arguments for members that the keys don't select."""
+    """Refuse arguments for members that the keys don't select, and keys of a file that isn't joined."""
+    for name in ("text_key", "label_key"):
+        text = getattr(options.shards, name)
+        if options.join is None and text is not None and JOINED in KeySpec.parse(text).extensions:
+            raise OptionError(f"{name}={text!r} needs the file: Shards(join=…)")
     if options.workers.map_sample is not None:
         for name, value in (("tokenizer", options.tokenizer), ("label_key", options.shards.label_key)):
             if value is not None:

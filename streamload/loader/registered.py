@@ -67,7 +67,7 @@ def extensions_of(options: LoaderOptions) -> tuple[Extension, ...]:
     """
     images, batches, order = options.images, options.batches, options.order
     mixing, decides = options.mixing, order.decisions is not None or order.objective is not None
-    extensions: list[Extension] = []
+    extensions: list[Extension] = [] if options.join is None else [options.join]
     if mixing is not None or decides:
         from streamload.mixing.decisions import Mixing
         from streamload.steering.replay import Replay
@@ -131,6 +131,7 @@ def _check_own(extensions: Collection[Extension]) -> None:
     from streamload.batching.retry import RetriedSteps
     from streamload.daemon.publication import PlanPublication
     from streamload.features import StoredFeatures
+    from streamload.join import JoinedRows
     from streamload.mixing.batch_size import BatchSizes
     from streamload.mixing.decisions import Mixing
     from streamload.patches.rank import PatchedImages
@@ -139,7 +140,7 @@ def _check_own(extensions: Collection[Extension]) -> None:
 
     built_in = (
         Mixing, BatchSizes, DeviceDecoding, RowWeights, PatchedImages, RowsOfModalities, PaddedRows,
-        RetriedSteps, Bucketing, MemoryLimits, StoredFeatures, PlanPublication,
+        RetriedSteps, Bucketing, MemoryLimits, StoredFeatures, JoinedRows, PlanPublication,
     )  # fmt: skip
     names = {KEEP, *(extension.name for extension in built_in)}
     for extension in extensions:

@@ -32,6 +32,7 @@ from streamload.origins.origin import OriginOptions, warn_of_compressed
 from streamload.prefetch.fallback import remove_all_unused
 from streamload.ranks.distributed import first_value
 from streamload.shards.columns import TOKENS
+from streamload.shards.samples import JOINED
 from streamload.topology import run_name
 from streamload.transforms import kernel
 from streamload.transforms.plan import ImagePlan, clip_plan
@@ -307,16 +308,22 @@ def _selection(options: LoaderOptions) -> Selection:
     reads_all = options.workers.map_sample is not None
     several = None if options.captions is None else options.shards.text_key
     keys = tuple(
-        replace(KeySpec.parse(key), is_optional=reads_all, falls_back=key == several) for key in options.keys
+        replace(
+            spec := KeySpec.parse(key),
+            is_optional=reads_all or JOINED in spec.extensions,
+            falls_back=key == several,
+        )
+        for key in options.keys
     )
     columns = dict(options.columns)
     if any(TOKENS in extension.facts for extension in options.extensions):
         from streamload.facts.recipes import token_count
 
         columns[TOKENS] = token_count(
-            options.shards.text_key, options.tokenizer, options.shards.text_key_probs
+            options.shards.text_key, options.tokenizer, options.shards.text_key_probs, options.join
         )
-    selection = Selection(keys, options.keeps, reads_all, columns, options.repeat)
+    read_too = () if options.join is None else options.join.reads
+    selection = Selection((*keys, *read_too), options.keeps, reads_all, columns, options.repeat)
     if columns:
         from streamload.facts.shard_facts import ShardFacts
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp", "gif"))
 CAPTION_EXTENSION = "txt"
+JOINED = "joined"
+"""The extension of a sample's row in another file (streamload/join), an object in JSON."""
 NAME_LIMIT_BYTES = 64 << 10
 """A member with a longer name is left out: the index keeps every name, in memory and on disk."""
 NAMES_LIMIT_BYTES = 16 << 20

@@ -6,6 +6,7 @@ import inspect
 import itertools
 import json
 import math
+import pickle
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,6 +44,7 @@ from streamload.extension import (
 )
 from streamload.extension.rank import INFO_FIELDS
 from streamload.features import RowFeatures, StoredFeatures
+from streamload.join import JoinedRows
 from streamload.loader.loader import Loader
 from streamload.mixing import Summary
 from streamload.mixing.batch_size import BatchSizes
@@ -68,6 +70,56 @@ class TestRowWeights(FeatureContract):
     state_keys = ("mean_weight",)
     damaged = ([1, 2], ["complexity", 0], ["complexity", "much"], "x", ["complexity", math.inf])
     options = MappingProxyType({"num_samples": 50})
+
+
+class LeavesOut(Extension):
+    """For what the contract asks of an extension that leaves samples out."""
+
+    name = "join"
+
+    def keep(self, entry: Entry) -> bool:
+        return has_number_in_two_of_three(entry)
+
+
+class TestJoinedRows(FeatureContract):
+    extension = LeavesOut()
+    kinds = (JoinedRows,)
+    options = MappingProxyType({"cache_size": "1GB"})
+
+    @pytest.fixture(autouse=True)
+    def _with_file(self, tmp_path):
+        """Rows for two of three samples."""
+        path = tmp_path / "rows.jsonl"
+        rows = [{"key": f"{shard:05d}{place:06d}"} for shard in range(3) for place in range(20) if place % 3]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        type(self).asked = MappingProxyType({"join": path})
+
+    def make(self, urls: Any, *, is_extended: bool = True, **layout: Any) -> Loader:
+        same = {} if is_extended else {"keep": has_number_in_two_of_three}
+        return super().make(urls, is_extended=is_extended, **layout, **same)
+
+    def test_what_it_keeps_depends_on_the_sample_alone(self, tmp_path):
+        entries = [Entry(0, f"00001{place:06d}", (), 0, 0, 0, None) for place in range(20)]
+        for extension in self.forms(tmp_path):
+            unpickled = pickle.loads(pickle.dumps(extension))
+            for entry in reversed(entries):
+                assert extension.keep(entry) == unpickled.keep(entry) == has_number_in_two_of_three(entry)
+
+    def test_a_state_without_it_loads_and_one_with_it_where_it_is_not_used(self, tmp_path):
+        """It decides on the samples, so neither loads."""
+        urls, cache = self.write_data(tmp_path / "shards"), tmp_path / "cache"
+        with (
+            self.make(urls, cache_dir=cache) as extended,
+            self.make(urls, is_extended=False, cache_dir=cache) as plain,
+        ):
+            for loader, other in itertools.permutations((extended, plain)):
+                next(iter(loader))
+                with pytest.raises(StateMismatch, match="join=key"):
+                    other.load_state_dict(loader.state_dict())
+
+
+def has_number_in_two_of_three(entry: Entry) -> bool:
+    return int(entry.key[-6:]) % 3 > 0
 
 
 def equal_weights(summary: Summary) -> dict[str, float] | None:
