@@ -34,7 +34,6 @@ from streamload.loader.registered import extensions_of
 from streamload.loader.sources import Source, SourceOptions, read_sources
 from streamload.options import read_settings
 from streamload.shards.columns import LISTED
-from streamload.topology import read_topology
 from streamload.urls import Urls
 
 if TYPE_CHECKING:
@@ -169,7 +168,15 @@ def make_loader(
     )
     refuse_arguments(unknown, inspect.signature(make_loader).parameters)
     tokenizer = tokenizer_in(tokenizer)
-    join = _join(shards, cache_dir)
+    join: JoinedRows | None = None
+    if shards.join is not None:
+        from streamload.join import joined_rows
+
+        join = joined_rows(shards, read_settings(cache_dir=cache_dir).cache_dir)
+    if num_workers == "auto":
+        from streamload.loader.auto_workers import auto_workers
+
+        num_workers = auto_workers(order)
     columns, repeat = _facts(shards, batches, tokenizer, join)
     if isinstance(shards.keep, str | Path):
         from streamload.facts.uids import listed_uids
@@ -182,7 +189,7 @@ def make_loader(
         tokenizer=tokenizer,
         preprocess=preprocess,
         batch_size=batch_size,
-        num_workers=_workers(num_workers, order),
+        num_workers=num_workers,
         num_samples=num_samples,
         num_batches=order.num_batches,
         seed=whole_number("seed", seed),
@@ -211,27 +218,6 @@ def make_loader(
 
 
 # What a loader doesn't use isn't imported: neither here nor in its workers.
-
-
-def _workers(number: int | Literal["auto"], order: Order) -> int:
-    if number != "auto":
-        return number
-    from streamload.loader.auto_workers import auto_workers
-
-    here = read_topology(order.rank, order.world_size)
-    return auto_workers(here.local_rank, here.local_world_size)
-
-
-def _join(shards: Shards, cache_dir: str | Path | None) -> JoinedRows | None:
-    """The rows of another file for the samples, which is read now unless this node has read it before."""
-    if shards.join is None:
-        return None
-    from streamload.join import joined_rows
-
-    root = read_settings(cache_dir=cache_dir).cache_dir
-    keys = (shards.text_key, shards.label_key)
-    is_strict = shards.on_error == "raise"
-    return joined_rows(shards.join, root, shards.storage_options, keys, is_strict=is_strict)
 
 
 def _facts(

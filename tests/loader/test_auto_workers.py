@@ -64,7 +64,7 @@ def test_the_smallest_quota_of_all_groups_counts_in_equal_parts_for_ranks(groups
         allowed = min(allowed, allowed if quota is None else quota / period)
     assert limits.own_processors(ranks) == max(1, int(allowed / ranks))
     expected = min(16, max(1, max(1, int(allowed / ranks)) - 1))
-    assert auto_workers(0, ranks) == expected
+    assert auto_workers(Order(rank=0, world_size=ranks)) == expected
 
 
 def test_without_control_groups_affinity_counts_and_slurm_says_what_each_task_has(
@@ -131,7 +131,7 @@ def test_ranks_of_the_node_share_its_processors_and_the_first_of_them_logs(
 
 def test_a_daemonic_process_has_none() -> None:
     def put_workers() -> None:
-        numbers.put(auto_workers(0, 1))
+        numbers.put(auto_workers(Order()))
 
     context = multiprocessing.get_context("fork")
     numbers = context.SimpleQueue()
