@@ -230,7 +230,7 @@ def check_random_run(seed: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", [*range(4), *(pytest.param(part, marks=pytest.mark.deep) for part in range(4, 24))]
+    "part", [*range(2), *(pytest.param(part, marks=pytest.mark.deep) for part in range(2, 24))]
 )
 def test_random_forms_on_random_layouts(part: int, tmp_path: Path) -> None:
     for seed in range(16 * part, 16 * part + 16):
