@@ -6,7 +6,8 @@ A sample's row is a further member of it, `joined`, so `text_key="joined:caption
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,6 @@ from streamload.shards.samples import JOINED, Entry
 
 if TYPE_CHECKING:
     from streamload.extension import BatchAssembly, LoaderOptions
-    from streamload.loader.groups import Shards
 
 __all__ = ["JoinedColumn", "JoinedRows", "joined_rows"]
 
@@ -99,18 +99,26 @@ class JoinedRows(Extension):
         return False
 
 
-def joined_rows(shards: Shards, cache_dir: Path) -> JoinedRows:
+def joined_rows(
+    option: Join | str | os.PathLike[str],
+    cache_dir: Path,
+    storage_options: Mapping[str, Any] | None,
+    keys: Iterable[str | None],
+    *,
+    is_strict: bool,
+) -> JoinedRows:
     """The extension of `Shards(join=…)`; reads the file, unless the cache directory has its index.
+
+    Args:
+        keys: of caption and label; None: there are none.
 
     Raises:
         OptionError: the file can't be used, or lacks a column that a key names.
         OriginError, CacheError: it can't be read, or not kept.
     """
-    assert shards.join is not None
-    table = open_table(Join.of(shards.join), cache_dir, shards.storage_options)
-    specs = (KeySpec.parse(key) for key in (shards.text_key, shards.label_key) if key is not None)
-    keys = tuple(spec for spec in specs if JOINED in spec.extensions)
-    return JoinedRows(table, keys, is_strict=shards.on_error == "raise")
+    table = open_table(Join.of(option), cache_dir, storage_options)
+    specs = (KeySpec.parse(key) for key in keys if key is not None)
+    return JoinedRows(table, tuple(spec for spec in specs if JOINED in spec.extensions), is_strict)
 
 
 @dataclass(frozen=True, slots=True)

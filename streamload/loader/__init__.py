@@ -172,7 +172,11 @@ def make_loader(
     if shards.join is not None:
         from streamload.join import joined_rows
 
-        join = joined_rows(shards, read_settings(cache_dir=cache_dir).cache_dir)
+        join = joined_rows(
+            *(shards.join, read_settings(cache_dir=cache_dir).cache_dir, shards.storage_options),
+            keys=(shards.text_key, shards.label_key),
+            is_strict=shards.on_error == "raise",
+        )
     if num_workers == "auto":
         from streamload.loader.auto_workers import auto_workers
 
