@@ -294,12 +294,13 @@ def _with_rows(column: Column, key: KeySpec, join: JoinedRows | None) -> Column:
     """A column, of samples with their rows of another file if its key reads these.
 
     Raises:
-        OptionError: there is no such file.
+        OptionError: there is no such file, or it lacks the column.
     """
     if JOINED not in key.extensions:
         return column
     if join is None:
         raise OptionError(f"the fact {str(key)!r} needs the file: Shards(join=…)")
+    join.table.check(key)
     return join.column(column)
 
 

@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -33,10 +34,13 @@ from streamload.descriptors import Descriptor
 from streamload.errors import CacheError, OptionError, SampleError
 from streamload.options import Settings
 from streamload.options.directories import nearest
-from streamload.shards.columns import LISTED, FactSample, Values
+from streamload.shards.columns import LISTED, Column, FactSample, Values
 from streamload.shards.facts import column_digest
 from streamload.shards.record import write_at
-from streamload.shards.samples import Entry
+from streamload.shards.samples import JOINED, Entry
+
+if TYPE_CHECKING:
+    from streamload.join import JoinedRows
 
 Halves = npt.NDArray[np.uint64]
 _UID_BYTES, _DIGITS = 16, 32
@@ -197,13 +201,14 @@ class IsListed:
         return None
 
 
-def listed_uids(source: str | Path, key: str, settings: Settings) -> IsListed:
+def listed_uids(source: str | Path, key: str, settings: Settings, join: JoinedRows | None = None) -> Column:
     """The fact by which `Shards(keep=…)` leaves out samples that a file doesn't list.
 
     Args:
         source: of the uids.
         key: of the field with a sample's uid, `json:uid`.
         settings: of the cache.
+        join: rows of another file, in which uids may be; None: there is none.
 
     Raises:
         OptionError: the file can't be used, or the key names no field.
@@ -212,7 +217,13 @@ def listed_uids(source: str | Path, key: str, settings: Settings) -> IsListed:
     if not all(path for _, path in spec.choices):
         raise OptionError(f"keep_key={key!r}; expected a field of a JSON member, such as 'json:uid'")
     uids = UidList.read(Path(source).expanduser().absolute(), settings)
-    return IsListed(uids, spec, column_digest(["uids", uids.digest, uids.count, spec.choices]))
+    listed = IsListed(uids, spec, column_digest(["uids", uids.digest, uids.count, spec.choices]))
+    if JOINED not in spec.extensions:
+        return listed
+    if join is None:
+        raise OptionError(f"keep_key={key!r} needs the file: Shards(join=…)")
+    join.table.check(spec)
+    return join.column(listed)
 
 
 def is_kept(entry: Entry) -> bool:

@@ -117,7 +117,9 @@ def joined_rows(
         OriginError, CacheError: it can't be read, or not kept.
     """
     table = open_table(Join.of(option), cache_dir, storage_options)
-    specs = (KeySpec.parse(key) for key in keys if key is not None)
+    specs = [KeySpec.parse(key) for key in keys if key is not None]
+    for spec in specs:
+        table.check(spec)
     return JoinedRows(table, tuple(spec for spec in specs if JOINED in spec.extensions), is_strict)
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from xxhash import xxh3_128, xxh3_128_intdigest, xxh32_intdigest
 
-from streamload.errors import CacheCorrupt, OptionError
+from streamload.errors import CacheCorrupt, CacheError, OptionError
 from streamload.join.rows import Row
 
 _HEAD = Struct("<QII")
@@ -39,12 +39,16 @@ class Written(NamedTuple):
         keys: digest of the keys alone, which decide on the samples of a run.
         rows: number of them.
         without_key: rows of the file that have no key, and are left out.
+        columns: the names that rows have, but for that of the key.
+        row_bytes: the size of all rows.
     """
 
     version: str
     keys: str
     rows: int
     without_key: int
+    columns: list[str]
+    row_bytes: int
 
 
 def _hash(key: str) -> tuple[int, int]:
@@ -68,12 +72,14 @@ def write_index(folder: Path, rows: Iterable[tuple[str | None, Row]]) -> Written
     """
     content, without_key, count, start = xxh3_128(), 0, 0, 0
     parts = [array("Q") for _ in range(_PARTS)]
+    columns: set[str] = set()
     encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_as_text).encode
     with (folder / "rows").open("wb") as file:
         for key, row in rows:
             if key is None:
                 without_key += 1
                 continue
+            columns.update(row)
             low, high = _hash(key)
             text = encode(row).encode("utf-8", "surrogatepass")
             record = _HEAD.pack(high, xxh32_intdigest(text), len(text)) + text
@@ -87,7 +93,7 @@ def write_index(folder: Path, rows: Iterable[tuple[str | None, Row]]) -> Written
     if not count:
         raise OptionError("the file has no row with a key")
     _put_off(folder, parts)
-    return Written(content.hexdigest(), _sort(folder), count, without_key)
+    return Written(content.hexdigest(), _sort(folder), count, without_key, sorted(columns), start)
 
 
 def _put_off(folder: Path, parts: list[array[int]]) -> None:
@@ -132,24 +138,36 @@ class MappedRows:
 
     Args:
         folder: where `write_index` has written it.
+        rows, row_bytes: the number of rows and their size, as it said.
+
+    Raises:
+        CacheCorrupt: the files have other sizes.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, rows: int, row_bytes: int):
         self._folder = folder
-        with (folder / "keys").open("rb") as keys, (folder / "rows").open("rb") as rows:
-            pairs = memoryview(mmap.mmap(keys.fileno(), 0, access=mmap.ACCESS_READ)).cast("Q")
-            self._rows = memoryview(mmap.mmap(rows.fileno(), 0, access=mmap.ACCESS_READ))
+        keys_view, self._rows = (_mapped(folder / name) for name in ("keys", "rows"))
+        if (len(keys_view), len(self._rows)) != (16 * rows, row_bytes):
+            raise CacheCorrupt(f"the index {folder} was cut")
+        pairs = keys_view.cast("Q")
         self._hashes, self._starts = pairs[::2], pairs[1::2]
         self._near = 16 + 4 * int(len(self) ** 0.5)
 
     def __len__(self) -> int:
         return len(self._hashes)
 
+    def keys_digest(self) -> str:
+        """Digest of the keys, as `write_index` returned it."""
+        digest = xxh3_128()
+        for start in range(0, len(self), _ROWS_AT_ONCE):
+            digest.update(self._hashes[start : start + _ROWS_AT_ONCE].tobytes())
+        return digest.hexdigest()
+
     def row(self, key: str) -> memoryview | None:
         """The columns of a key's row, as a JSON object; None: it has no row.
 
         Raises:
-            CacheCorrupt: the bytes fail their checksum.
+            CacheError: the bytes fail their checksum. It is no CacheCorrupt, for which shards are read again.
         """
         low, high = _hash(key)
         hashes, count = self._hashes, len(self._hashes)
@@ -167,6 +185,11 @@ class MappedRows:
             text = self._rows[text_start : text_start + size]
             if len(text) == size and xxh32_intdigest(text) == check:
                 return text if other == high else None
-        raise CacheCorrupt(
+        raise CacheError(
             f"the row of {key!r} in {self._folder} is damaged: `streamload cache clear --kind joins`"
         )
+
+
+def _mapped(path: Path) -> memoryview:
+    with path.open("rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from streamload.cache.selection import KeySpec
 from streamload.errors import OptionError
+from streamload.shards.samples import JOINED
 from streamload.urls import basename, is_local, local_path, redact
 
 FORMATS = (".parquet", ".npz", ".csv", ".jsonl")
@@ -40,7 +41,7 @@ class Join:
             raise OptionError(
                 f"{self!r:.200}; expected a path or URL that ends in one of {', '.join(FORMATS)}"
             )
-        if self.on != _BY_KEY and not (isinstance(self.on, str) and self.member[1]):
+        if self.on != _BY_KEY and not (isinstance(self.on, str) and self._is_field()):
             raise OptionError(f'on={self.on!r}; expected "key", or "json:<field>"')
         names = self.columns
         if names is not None:
@@ -55,6 +56,10 @@ class Join:
     def of(cls, option: Join | str | os.PathLike[str]) -> Join:
         """The join of `Shards(join=…)`."""
         return option if isinstance(option, Join) else cls(option)
+
+    def _is_field(self) -> bool:
+        choices = KeySpec.parse(self.on).choices
+        return len(choices) == 1 and choices[0][0] != JOINED and choices[0][1] is not None
 
     @property
     def url(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import zipfile
+import zlib
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ from streamload.join.options import Join
 
 Row = dict[str, Any]
 _ROWS_AT_ONCE = 1 << 14
+_UNREADABLE = (
+    OSError, EOFError, ValueError, KeyError, RuntimeError, csv.Error, zipfile.BadZipFile, zlib.error
+)  # fmt: skip
+"""Errors of the libraries that read files."""
 
 
 def read_rows(path: Path, join: Join) -> Iterator[tuple[str | None, Row]]:
@@ -33,17 +38,17 @@ def read_rows(path: Path, join: Join) -> Iterator[tuple[str | None, Row]]:
         for row in readers[join.suffix](path, join):
             key = next(name for name in join.key_columns if name in row)
             yield as_key(row.pop(key)), row
-    except OptionError as exc:
-        raise OptionError(f"{join!r}: {exc}") from exc
-    except (OSError, ValueError, KeyError, RuntimeError, csv.Error, zipfile.BadZipFile) as exc:
-        raise OptionError(f"{join!r} can't be read: {type(exc).__name__}: {exc}") from exc
+    except OptionError:
+        raise
+    except _UNREADABLE as exc:
+        raise OptionError(f"the file can't be read: {type(exc).__name__}: {exc}") from exc
 
 
 def as_key(key: Any) -> str | None:
-    """A key of a row, or of a sample's JSON, as text: whole numbers in decimal; None: it can't be one."""
+    """A key of a row, or of a sample's JSON, as text: whole numbers in decimal; None: empty, or no key."""
     if isinstance(key, float) and key.is_integer():
         key = int(key)
-    return str(key) if isinstance(key, str | int) and not isinstance(key, bool) else None
+    return str(key) or None if isinstance(key, str | int) and not isinstance(key, bool) else None
 
 
 def _chosen(names: Collection[str], join: Join) -> list[str]:
@@ -72,7 +77,10 @@ def _parquet(path: Path, join: Join) -> Iterator[Row]:
 
 
 def _npz(path: Path, join: Join) -> Iterator[Row]:
-    with np.load(path, allow_pickle=False) as file:
+    loaded = np.load(path, allow_pickle=False)
+    if isinstance(loaded, np.ndarray):
+        raise OptionError("the file is one array; expected several with names, as np.savez writes them")
+    with loaded as file:
         arrays = {name: np.atleast_1d(file[name]) for name in _chosen(file.files, join)}
     lengths = {name: len(array) for name, array in arrays.items()}
     if len({*lengths.values()}) > 1:
@@ -102,7 +110,10 @@ def _json_lines(path: Path, join: Join) -> Iterator[Row]:
         for number, line in enumerate(file, 1):
             if line.isspace():
                 continue
-            row = json.loads(line)
+            try:
+                row = json.loads(line)
+            except ValueError as exc:
+                raise OptionError(f"line {number} can't be read: {exc}") from exc
             is_object = isinstance(row, dict)
             key = next((name for name in join.key_columns if is_object and name in row), None)
             if key is None:

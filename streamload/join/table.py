@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
 
+from streamload.batches.caption_choice import at_path
 from streamload.cache.locks import FileLock, is_locked
-from streamload.errors import CacheError, DatasetChanged, OptionError, StreamloadError
+from streamload.cache.selection import KeySpec
+from streamload.errors import CacheCorrupt, CacheError, DatasetChanged, OptionError, StreamloadError
 from streamload.join.index import MappedRows, write_index
 from streamload.join.options import Join
 from streamload.join.rows import as_key, read_rows
@@ -46,9 +48,11 @@ class JoinTable:
     Attributes:
         version: of keys and rows, the same wherever the same file is read.
         keys: digest of its keys.
+        columns: names of what its rows have.
 
     Raises:
         FileNotFoundError: it was removed.
+        CacheCorrupt: it is damaged.
     """
 
     def __init__(self, folder: Path, join: Join):
@@ -57,9 +61,13 @@ class JoinTable:
         if lock is None:
             raise FileNotFoundError(f"the index {folder} of {join!r} was removed")
         weakref.finalize(self, lock.close)
-        about = json.loads((folder / _ABOUT).read_bytes())
-        self.version, self.keys = str(about["version"]), str(about["keys"])
-        self._rows = MappedRows(folder)
+        try:
+            about = json.loads((folder / _ABOUT).read_bytes())
+            self.version, self.keys = str(about["version"]), str(about["keys"])
+            self.columns = tuple(map(str, about["columns"]))
+            self._rows = MappedRows(folder, about["rows"], about["row_bytes"])
+        except (OSError, ValueError, KeyError, TypeError) as exc:
+            raise CacheCorrupt(f"the index {folder} of {join!r} is damaged: {exc!r:.200}") from exc
         with contextlib.suppress(OSError):
             os.utime(folder)
 
@@ -89,8 +97,33 @@ class JoinTable:
             fields = json.loads(bytes(members[extension]))
         except (KeyError, ValueError, RecursionError):
             return None
-        uid = as_key(fields.get(field)) if isinstance(fields, dict) else None
+        uid = as_key(next(at_path(fields, field), None)) if isinstance(fields, dict) else None
         return None if uid is None else self._rows.row(uid)
+
+    def check(self, key: KeySpec) -> None:
+        """Refuse a key of a column that the rows don't have.
+
+        Raises:
+            OptionError: it names the columns that they have.
+        """
+        for extension, path in key.choices:
+            if extension == JOINED and path is not None and not self._has_column(path):
+                columns = ", ".join(self.columns)
+                raise OptionError(
+                    f"{str(key)!r}: {self.join!r} has no column {path!r}; it has {columns!a:.300}"
+                )
+
+    def _has_column(self, path: str) -> bool:
+        return any(path == name or path.startswith((f"{name}.", f"{name}[")) for name in self.columns)
+
+    def check_keys(self) -> None:
+        """Compare the keys with their digest: a damaged one would leave its sample out.
+
+        Raises:
+            CacheCorrupt: they differ.
+        """
+        if self._rows.keys_digest() != self.keys:
+            raise CacheCorrupt(f"the keys of the index {self._folder} of {self.join!r} are damaged")
 
     def add(self, sample: Sample) -> Sample:
         """A sample with its row as a further member."""
@@ -115,8 +148,8 @@ def open_table(join: Join, cache_dir: Path, storage_options: Mapping[str, Any] |
             raise OptionError(f"{join!r}: its server gives neither ETag nor date: download the file")
         folder = root / f"{name}.{xxh3_64_hexdigest(repr(version).encode())}"
         for _ in range(_ATTEMPTS):
-            with contextlib.suppress(FileNotFoundError):
-                return JoinTable(folder, join)
+            with contextlib.suppress(FileNotFoundError, CacheCorrupt):
+                return _opened(folder, join)
             time.sleep(_RETRY_SECONDS)  # it isn't there, or is listed or removed just now
             try:
                 cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -124,13 +157,35 @@ def open_table(join: Join, cache_dir: Path, storage_options: Mapping[str, Any] |
                 lock = FileLock.acquire(root / f"{name}.lock", create=True, wait=True)
                 assert lock is not None
                 with contextlib.closing(lock):
-                    if not folder.exists():
+                    if _is_to_be_made(folder, join):
                         _make(folder, join, origin, version)
             except OSError as exc:
                 if isinstance(exc, StreamloadError):
                     raise
                 raise CacheError(f"the index of {join!r} can't be written to {root}: {exc}") from exc
     raise CacheError(f"the index {folder} of {join!r} is removed again and again")
+
+
+def _opened(folder: Path, join: Join) -> JoinTable:
+    table = JoinTable(folder, join)
+    table.check_keys()
+    return table
+
+
+def _is_to_be_made(folder: Path, join: Join) -> bool:
+    """True if there is no index; a damaged one goes. For the process that holds the lock."""
+    try:
+        _opened(folder, join)
+        return False
+    except FileNotFoundError:
+        if (folder / _ABOUT).exists():
+            return False  # listed just now
+    except CacheCorrupt as exc:
+        logger.warning("%s; it is made again", exc)
+    shutil.rmtree(folder, ignore_errors=True)
+    if not folder.is_dir():
+        folder.unlink(missing_ok=True)
+    return True
 
 
 def _make(folder: Path, join: Join, origin: Origin, version: Version) -> None:
@@ -141,11 +196,14 @@ def _make(folder: Path, join: Join, origin: Origin, version: Version) -> None:
     new.mkdir()
     try:
         path = local_path(join.url) if is_local(join.url) else _fetched(new / "file", origin, version)
-        written = write_index(new, read_rows(path, join))
+        try:
+            written = write_index(new, read_rows(path, join))
+        except OptionError as exc:
+            raise OptionError(f"{join!r}: {exc}") from exc
         if origin.version() != version:
             raise DatasetChanged(f"{join!r} was changed while it was read")
         (new / "file").unlink(missing_ok=True)
-        about = {"source": redact(join.url), "on": join.on, "columns": join.columns, **written._asdict()}
+        about = {"source": redact(join.url), "on": join.on, **written._asdict()}
         (new / _ABOUT).write_text(json.dumps(about))
         for path in new.iterdir():
             with path.open("rb") as file:

@@ -186,7 +186,7 @@ def make_loader(
         from streamload.facts.uids import listed_uids
 
         settings = read_settings(cache_dir=cache_dir, cache_size=cache_size)
-        columns = {**columns, LISTED: listed_uids(shards.keep, shards.keep_key, settings)}
+        columns = {**columns, LISTED: listed_uids(shards.keep, shards.keep_key, settings, join)}
     sources = read_sources(urls, order.upsampling_factors)
     options = LoaderOptions(
         sources=sources,

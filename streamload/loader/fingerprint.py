@@ -16,9 +16,12 @@ import simplejpeg
 import torch
 
 from streamload.batches.tokenize import adapt_tokenizer
+from streamload.cache.selection import KeySpec
 from streamload.errors import StateMismatch
 from streamload.loader.options import LoaderOptions
 from streamload.loader.state import FINGERPRINT
+from streamload.shards.columns import TOKENS
+from streamload.shards.samples import JOINED
 from streamload.transforms import kernel
 from streamload.transforms.compile import compile_transform
 from streamload.transforms.plan import ImagePlan, NotRecognised, clip_plan
@@ -111,6 +114,26 @@ def _function(name: str, function: Any) -> dict[str, str]:
 def _changing_recipe(prepare: str | None) -> str:
     """The recipe of prepared images if these have other pixels than the originals; else ""."""
     return "" if prepare in (None, "raw", "auto") else prepare
+
+
+def has_other_lengths(options: LoaderOptions, state: Mapping[str, Any], ours: Mapping[str, str]) -> bool:
+    """True if steps are planned by token counts, and captions may have others than in a state's run.
+
+    Args:
+        options: of the loader that resumes.
+        state, ours: as for `compared_rows`.
+    """
+    if not any(TOKENS in extension.facts for extension in options.extensions):
+        return False
+    names = ["tokenizer"]
+    if options.shards.text_key is not None and JOINED in KeySpec.parse(options.shards.text_key).extensions:
+        names.append("join")
+    saved = state[FINGERPRINT]
+    return any(
+        UNKNOWN not in (before := saved.get(name, UNKNOWN), ours[name]) and before != ours[name]
+        for name in names
+        if name in ours
+    )
 
 
 def _tokenizer(tokenizer: Any) -> dict[str, str]:

@@ -421,12 +421,15 @@ class RunSchedule:
             self.attempt = RunAttempt.parse(*json.loads(agreed))
         return self.attempt
 
-    def load(self, state: Mapping[str, Any], moved: Mapping[str, str]) -> None:
+    def load(
+        self, state: Mapping[str, Any], moved: Mapping[str, str], has_other_lengths: bool = False
+    ) -> None:
         """Resume from a state.
 
         Args:
             state: of a rank, or of several, joined.
             moved: old → new URL prefixes of shards that were moved since.
+            has_other_lengths: whether captions that steps are planned by have other token counts.
 
         Raises:
             StateMismatch: it is of another run.
@@ -454,7 +457,11 @@ class RunSchedule:
             ours = replace(ours, groups=saved.groups)
             if saved.groups > 1 and saved.sizes is not None:
                 ours = replace(ours, sizes=self._shard_sizes.digest(self._read_sizes(saved.groups)))
-        position = of_ranks(self._options, self.topology, from_block(self._options, saved, ours, position))
+        position = of_ranks(
+            self._options,
+            self.topology,
+            from_block(self._options, saved, ours, position, has_other_lengths),
+        )
         needed = set(own_groups(self._options, self.topology, ours.groups))
         check_fits(saved, ours, position, needed)
         check_options(saved, self._order_by_options(), position, self._options)

@@ -223,7 +223,7 @@ def check_fits(saved: OrderSpec, ours: OrderSpec, position: Position, needed: se
         ("seed", saved.seed, ours.seed),
         ("the names of the sources", [name for name, *_ in saved.sources], [n for n, *_ in ours.sources]),
         (
-            "choice of image_key, text_key, label_key, facts, repeat and listed uids",
+            "choice of image_key, text_key, label_key, facts, repeat, listed uids and joined rows",
             saved.choice,
             ours.choice,
         ),
@@ -301,7 +301,9 @@ def check_options(saved: OrderSpec, ours: OrderSpec, position: Position, options
                 )
 
 
-def from_block(options: LoaderOptions, saved: OrderSpec, ours: OrderSpec, position: Position) -> Position:
+def from_block(
+    options: LoaderOptions, saved: OrderSpec, ours: OrderSpec, position: Position, has_other_lengths: bool
+) -> Position:
     """Position to resume from with other blocks than the state's.
 
     Args:
@@ -309,12 +311,14 @@ def from_block(options: LoaderOptions, saved: OrderSpec, ours: OrderSpec, positi
         saved: the state's order.
         ours: this loader's.
         position: the state's.
+        has_other_lengths: whether captions have other token counts, which plan other steps of a block.
 
     Raises:
         StateMismatch: within a block, whose samples are planned together.
     """
     is_as_before = saved.parts == ours.parts or saved.sources_of != ours.sources_of
-    if saved.blocks == ours.blocks and (saved.blocks is None or is_as_before):
+    has_same_blocks = saved.blocks == ours.blocks and (saved.blocks is None or is_as_before)
+    if has_same_blocks and not has_other_lengths:
         return position
     place, sizes = position.position, position.batch_sizes
     if saved.blocks is not None:
@@ -324,10 +328,12 @@ def from_block(options: LoaderOptions, saved: OrderSpec, ours: OrderSpec, positi
         if block is not None and block.begin != place:
             raise StateMismatch(
                 f"the state is from within a block of bucketing=, which ends in "
-                f"{(block.end - place) // batch} steps: go on with the same bucketing= and "
-                f"global batch size ({batch}) until then, with as many ranks if sources='rank', or resume "
-                f"from a state between two blocks"
+                f"{(block.end - place) // batch} steps: go on with the same bucketing=, captions, tokenizer "
+                f"and global batch size ({batch}) until then, with as many ranks if sources='rank', or "
+                f"resume from a state between two blocks"
             )
+    if has_same_blocks:
+        return position
     events = [event for event in position.events if event.kind != BATCH_SIZE]
     for size in sizes[-1:]:
         batch = size.value["batch"]

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import random
+import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -313,6 +314,57 @@ def test_a_changed_file_is_read_anew_and_a_resume_with_it_is_told(data, tmp_path
     assert not caplog.text
 
 
+def test_uids_of_a_list_may_be_in_rows(data, tmp_path):
+    keys = sorted(data[0].rows)
+    rows = [{**row, "uid": f"{place:032x}"} for place, row in enumerate(data[0].rows.values())]
+    np.save(tmp_path / "uids.npy", np.array([row["uid"] for row in rows[::3]]))
+    options = {"keep": tmp_path / "uids.npy", "keep_key": "joined:uid"}
+    captions, stats = run(data[0], tmp_path, write_file(tmp_path / "rows.jsonl", rows), **options)
+    assert captions == [row["caption"] for row in rows[::3]]
+    assert stats.samples_left_out == {"keep": len(keys) - len(captions), "join": 0}
+    with pytest.raises(OptionError, match="no column 'uid'"):
+        run(data[0], tmp_path, data[0].folder / "rows.csv", **options)
+    with pytest.raises(OptionError, match="keep_key='joined:uid' needs the file"):
+        run(data[0], tmp_path, None, **options | {"text_key": "txt"})
+
+
+@pytest.mark.parametrize("is_other_tokenizer", [False, True])
+def test_steps_that_are_planned_by_captions_go_on_with_the_same_ones(data, tmp_path, is_other_tokenizer):
+    """Within a block, others would be planned into other steps: samples would be lost, and come twice."""
+    within = "within a block of bucketing=, .* the same bucketing=, captions, tokenizer"
+    path = tmp_path / "rows.jsonl"
+
+    def loader(length: int, is_new: bool) -> streamload.Loader:
+        rows = [
+            {**row, "caption": "x" * ((place * length) % 11 + 1)}
+            for place, row in enumerate(data[0].rows.values())
+        ]
+        write_file(path, rows)
+        tokenizer = Spelled(4 if is_new and is_other_tokenizer else 11)
+        options = {"text_key": "joined:caption", "preprocess": size, "join": path, "tokenizer": tokenizer}
+        return make(data[0].shards, tmp_path, 1, 0, bucketing=16, text_padding="longest", **options)[0]
+
+    with loader(3, is_new=False) as first:
+        rows, states = [], []
+        for batch in first:
+            rows += batch["__key__"]
+            states.append(json.loads(json.dumps(first.state_dict())))
+    refused = 0
+    for cut, state in enumerate(states[:-1], 1):
+        with loader(3 if is_other_tokenizer else 5, is_new=True) as resumed:
+            try:
+                resumed.load_state_dict(state)
+            except StateMismatch as exc:
+                refused += re.search(within, str(exc)) is not None
+            else:
+                later = [key for batch in resumed for key in batch["__key__"]]
+                assert len({*rows[: cut * BATCH], *later}) == len(rows[: cut * BATCH]) + len(later)
+    assert 0 < refused < len(states) - 1
+    with loader(3, is_new=False) as resumed:
+        resumed.load_state_dict(states[4])
+        assert [key for batch in resumed for key in batch["__key__"]] == rows[5 * BATCH :]
+
+
 class Both(torch.nn.Module):
     def forward(self, sample: dict[str, torch.Tensor]) -> torch.Tensor:
         return sample["image"] + sample["text"].sum(1, keepdim=True)
@@ -330,6 +382,19 @@ class Images(torch.nn.Module):
 
 def spelled(captions: list[str]) -> torch.Tensor:
     return torch.tensor([list(caption.encode()[:12].ljust(12, b"\0")) for caption in captions])
+
+
+class Spelled:
+    """A tokenizer of a length."""
+
+    pad_token_id = 0
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def __call__(self, captions: list[str]) -> torch.Tensor:
+        ids = [list(caption.encode()[: self.length]) for caption in captions]
+        return torch.tensor([row + [0] * (self.length - len(row)) for row in ids])
 
 
 def scored(sample: dict[str, Any]) -> float:
@@ -400,6 +465,13 @@ def test_what_cant_be_used_is_refused(data, tmp_path):
         "ends in one of": lambda: {"join": tmp_path / "rows.txt"},
         "json:<field>": lambda: {"join": Join(path, "txt")},
         "no column caption2; it has": lambda: {"join": Join(path, columns=["caption2"])},
+        "json:digest;json:index'; expected": lambda: {"join": Join(path, "json:digest;json:index")},
+        'on=.joined:caption.; expected "key"': lambda: {"join": Join(path, "joined:caption")},
+        "'joined:capton;txt': .* no column 'capton'; it has 'caption,": lambda: {
+            "join": path,
+            "text_key": "joined:capton;txt",
+        },
+        "'joined:scor': .* no column 'scor'": lambda: {"join": path, "facts": {"s": "joined:scor"}},
         "no column absent; it has": lambda: {"join": Join(path, "json:absent")},
         "list of column names": lambda: {"join": Join(path, columns="caption")},
     }.items():

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import tarfile
 import time
 from collections.abc import Iterator
@@ -23,15 +24,21 @@ from pyarrow import parquet
 
 import streamload
 from streamload import Join
-from streamload.errors import CacheCorrupt, CacheError, OptionError, OriginNotFound
+from streamload.errors import CacheError, OptionError, OriginNotFound
 from streamload.join import index, table
-from streamload.join.index import MappedRows, write_index
+from streamload.join.index import MappedRows, Written, write_index
 from streamload.join.table import JoinTable, held_joins, open_table
 from streamload.testing.server import ShardServer
 from tests.join.test_joined import FORMATS, write_file
 from tests.support.commands import run_forked
 
 ROWS = [{"key": f"k{place}", "caption": f"c {place}", "score": place / 4} for place in range(7)]
+
+
+def opened_rows(folder: Path, written: Written) -> MappedRows:
+    mapped = MappedRows(folder, written.rows, written.row_bytes)
+    assert mapped.keys_digest() == written.keys
+    return mapped
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -47,7 +54,7 @@ def test_each_key_has_its_row_and_no_other_has_one(tmp_path, monkeypatch, seed):
     written = write_index(tmp_path, shuffled)
     assert (written.rows, written.without_key) == (len(rows) + 3, 1)
     assert {path.name for path in tmp_path.iterdir()} == {"keys", "rows"}
-    mapped = MappedRows(tmp_path)
+    mapped = opened_rows(tmp_path, written)
     assert {key: json.loads(bytes(mapped.row(key))) for key in rows} == rows
     assert not any(mapped.row(f"{key}?") for key in rows)
 
@@ -56,8 +63,7 @@ def test_hashes_that_lie_unevenly_are_found(tmp_path, monkeypatch):
     """All within the first thousandth: a guess by their share is far off."""
     keys = [f"{place}" for place in range(3000)]
     monkeypatch.setattr(index, "_hash", lambda key: (int(key) * 7 + (1 << 40), 0))
-    write_index(tmp_path, ((key, {"k": key}) for key in keys))
-    mapped = MappedRows(tmp_path)
+    mapped = opened_rows(tmp_path, write_index(tmp_path, ((key, {"k": key}) for key in keys)))
     assert all(json.loads(bytes(mapped.row(key))) == {"k": key} for key in keys)
     assert mapped.row("-1") is None
     assert mapped.row("3000") is None
@@ -65,9 +71,9 @@ def test_hashes_that_lie_unevenly_are_found(tmp_path, monkeypatch):
 
 def test_keys_with_equal_halves_of_a_hash_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(index, "_hash", lambda key: (5, len(key)))
-    write_index(tmp_path, [("a", {"n": 1})])
-    assert bytes(MappedRows(tmp_path).row("b")) == b'{"n":1}'
-    assert MappedRows(tmp_path).row("bb") is None
+    mapped = opened_rows(tmp_path, write_index(tmp_path, [("a", {"n": 1})]))
+    assert bytes(mapped.row("b")) == b'{"n":1}'
+    assert mapped.row("bb") is None
 
 
 def test_a_key_with_two_rows_is_refused(tmp_path):
@@ -76,12 +82,35 @@ def test_a_key_with_two_rows_is_refused(tmp_path):
 
 
 def test_damaged_rows_are_told(tmp_path):
-    write_index(tmp_path, [("a", {"n": 1}), ("b", {"n": 2})])
+    written = write_index(tmp_path, [("a", {"n": 1}), ("b", {"n": 2})])
     whole = (tmp_path / "rows").read_bytes()
-    for damaged in (whole[:-1] + b"]", whole[:-9], whole[:30]):
+    for damaged in (whole[:-1] + b"]", whole[:30] + bytes(len(whole) - 30)):
         (tmp_path / "rows").write_bytes(damaged)
-        with pytest.raises(CacheCorrupt, match="clear --kind joins"):
-            MappedRows(tmp_path).row("b")
+        with pytest.raises(CacheError, match="clear --kind joins") as raised:
+            opened_rows(tmp_path, written).row("b")
+        assert type(raised.value) is CacheError  # shards are read again for a CacheCorrupt, for ever
+
+
+@pytest.mark.parametrize("name", ["about.json", "keys", "rows"])
+def test_a_damaged_index_is_made_again(tmp_path, name, caplog):
+    join = Join(write_file(tmp_path / "rows.jsonl", ROWS))
+    for damage in (b"", b"[]", b"\xff{", None, "cut", "zeros", "folder"):
+        open_table(join, tmp_path)
+        gc.collect()
+        (folder,) = (path for path in (tmp_path / "joins").iterdir() if path.is_dir())
+        whole = (folder / name).read_bytes()
+        if damage == "folder":
+            shutil.rmtree(folder)
+            folder.touch()
+        elif damage is None:
+            (folder / name).unlink()
+        elif damage != "zeros" or name == "keys":
+            cut = {"cut": whole[:16], "zeros": bytes(len(whole))}
+            (folder / name).write_bytes(cut.get(damage, damage))  # type: ignore[call-overload]
+        opened = open_table(join, tmp_path)
+        for row in ROWS:
+            assert json.loads(bytes(opened.row(row["key"], {})))["caption"] == row["caption"]
+    assert "is made again" in caplog.text
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
@@ -99,7 +128,7 @@ def test_a_file_of_each_format_has_the_same_rows(tmp_path, suffix):
 
 def test_keys_of_json_are_text_or_whole_numbers(tmp_path):
     rows = [{"uid": 7, "n": 1}, {"uid": "8", "n": 2}, {"uid": 9.0, "n": 3}, {"uid": None, "n": 4}]
-    rows += [{"uid": True, "n": 5}, {"uid": [7], "n": 6}]
+    rows += [{"uid": True, "n": 5}, {"uid": [7], "n": 6}, {"uid": "", "n": 7}, {"uid": "", "n": 8}]
     opened = open_table(Join(write_file(tmp_path / "rows.jsonl", rows), "meta.json:uid"), tmp_path)
     for text, n in {b'{"uid": "7"}': 1, b'{"uid": 8}': 2, b'{"uid": 9}': 3, b'{"uid": 7.0}': 1}.items():
         assert json.loads(bytes(opened.row("key", {"meta.json": text}))) == {"n": n}
@@ -115,6 +144,10 @@ def test_keys_of_json_are_text_or_whole_numbers(tmp_path):
     ):
         assert opened.row("7", {"meta.json": text}) is None
     assert opened.row("7", {"json": b'{"uid": 7}'}) is None
+    nested = [{"meta.uid": 7, "n": 1}]
+    opened = open_table(Join(write_file(tmp_path / "nested.jsonl", nested), "json:meta.uid"), tmp_path)
+    for text in (b'{"meta": {"uid": 7}}', b'{"meta.uid": 7}'):
+        assert opened.row("key", {"json": text}) == b'{"n":1}'
 
 
 def test_cells_that_json_lacks(tmp_path):
@@ -140,12 +173,19 @@ def test_files_that_cant_be_read_say_why(tmp_path):
         ),
         "cut.jsonl": ('{"key": "a"', "can't be read"),
         "cut.parquet": ("PAR1", "can't be read"),
+        "bad.jsonl": ('{"key": "a"}\n\n{"key"\n', "bad.jsonl': line 3 can't be read"),
         "cut.npz": ("PK", "can't be read"),
+        "empty.npz": ("", "empty.npz': the file can't be read"),
+        "no_rows.jsonl": ("", "no_rows.jsonl': the file has no row with a key"),
     }
     for name, (text, match) in files.items():
         (tmp_path / name).write_text(text)
         with pytest.raises(OptionError, match=match):
             open_table(Join(tmp_path / name), tmp_path)
+    with (tmp_path / "array.npz").open("wb") as file:
+        np.save(file, np.arange(3))
+    with pytest.raises(OptionError, match="the file is one array"):
+        open_table(Join(tmp_path / "array.npz"), tmp_path)
     np.savez(tmp_path / "objects.npz", key=np.array(["a", None]))
     np.savez(tmp_path / "lengths.npz", key=np.array([b"a", b"b"]), caption=np.array(["c"]))
     for name, match in {"objects.npz": "can't be read", "lengths.npz": "different lengths"}.items():
