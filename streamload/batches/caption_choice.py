@@ -10,8 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +19,8 @@ from streamload.batches.fields import no_field, no_object, read_json
 from streamload.cache.selection import KeySpec
 from streamload.errors import CaptionError, OptionError
 from streamload.order.hashing import CAPTION, key, pick
+from streamload.shards.json_paths import at_path
 
-_ENTRY = re.compile(r"\[(\d{1,9}|\*)\](?:\.|(?=\[)|$)")
 _DRAWN = "[*]"
 
 
@@ -134,24 +133,6 @@ def check_probs(text_key: str | None, probs: Any) -> None:
             f"text_key_probs={probs!r:.100}; expected a number from 0 on for each choice of "
             f"text_key={text_key!r}, or for the first ones"
         )
-
-
-def at_path(value: Any, path: str) -> Iterator[Any]:
-    """The values at a path into JSON: none, one, or with `[*]` several.
-
-    Where several names of an object fit, the longest is taken: `a.b` is the field "a.b" of an object that has
-    it, else the field "b" of the field "a".
-    """
-    if not path:
-        yield value
-    elif isinstance(value, dict):
-        for stop in range(len(path), 0, -1):
-            if (stop == len(path) or path[stop] in ".[") and path[:stop] in value:
-                yield from at_path(value[path[:stop]], path[stop:].removeprefix("."))
-                return
-    elif isinstance(value, list) and (step := _ENTRY.match(path)) is not None:
-        for entry in value if step[1] == "*" else value[int(step[1]) :][:1]:
-            yield from at_path(entry, path[step.end() :])
 
 
 def _caption_at(value: Any, path: str, seed: int) -> str:

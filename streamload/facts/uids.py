@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
-from streamload.batches.caption_choice import at_path
 from streamload.batches.fields import read_json
 from streamload.cache.locks import FileLock
 from streamload.cache.selection import KeySpec
@@ -36,6 +35,7 @@ from streamload.options import Settings
 from streamload.options.directories import nearest
 from streamload.shards.columns import LISTED, Column, FactSample, Values
 from streamload.shards.facts import column_digest
+from streamload.shards.json_paths import at_path
 from streamload.shards.record import write_at
 from streamload.shards.samples import JOINED, Entry
 

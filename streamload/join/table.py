@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
 
-from streamload.batches.caption_choice import at_path
 from streamload.cache.locks import FileLock, is_locked
 from streamload.cache.selection import KeySpec
 from streamload.errors import CacheCorrupt, CacheError, DatasetChanged, OptionError, StreamloadError
@@ -27,6 +26,7 @@ from streamload.join.index import MappedRows, write_index
 from streamload.join.options import Join
 from streamload.join.rows import as_key, read_rows
 from streamload.origins.origin import Origin, Version, open_origin
+from streamload.shards.json_paths import at_path
 from streamload.shards.samples import JOINED, Sample
 from streamload.urls import identity, is_local, local_path, redact
 

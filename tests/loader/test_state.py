@@ -390,7 +390,7 @@ def state(paths: list[Path], tmp_path: Path) -> dict[str, Any]:
         ({"groups": 2, "num_samples": 90}, "groups=1, and this is 2"),
         (
             {"map_sample": None, "text_key": "json:caption"},
-            "another choice of image_key, text_key, label_key, facts, repeat and listed uids",
+            "another choice of image_key, text_key, label_key, facts, repeat, listed uids and joined rows",
         ),
     ],
 )
