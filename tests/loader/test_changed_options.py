@@ -213,6 +213,7 @@ def rows(data: Path, place: Path) -> dict[str, Row]:
         "shards.keep of a file": refused("listed uids", keep=str(uids)),
         "shards.keep_key": same(keep_key="json:of_no_file"),
         "shards.facts": refused("facts", facts={"score": str(table)}),
+        "shards.join": refused("joined rows", join=str(table)),
         "shards.repeat": refused("repeat", repeat=(rate, "1")),
         "shards.storage_options": same(storage_options={"headers": {}}),
         "shards.on_error": same(on_error="raise"),
