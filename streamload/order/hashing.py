@@ -24,6 +24,7 @@ BUCKETS: Final = 8
 SEQ_LEN: Final = 9
 REPEAT: Final = 10
 CAPTION: Final = 11
+PARTS: Final = 12
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15

@@ -1,7 +1,9 @@
 """Steps whose parts are of one source each: all of a step, or the rows of each rank (step E): arithmetic.
 
 As where rows are mixed (steps.py), what a source has too little of is carried over as credit. All groups use
-the same credits, of whole steps, so they choose the same source for each part without communication.
+the same credits, of whole steps, so they choose the same source for each part without communication. Parts
+are turned at each step: a source that comes once in a step, or in every other one, would else always be read
+from the same group, and the samples of the others would never come.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from streamload.order.events import UNIT, shares_at
+from streamload.order.hashing import PARTS, key
 from streamload.order.steps import Portion, Portions
 
 
@@ -23,7 +26,9 @@ class PortionsInParts(Portions):
         owed, seats, rows = self._owed, [], split.batch // parts
         for position in range(first, self._position, split.batch):
             sources, owed = sources_of_parts(owed, shares, rows, parts)
-            seats.append(np.repeat(sources, rows)[slice(*split.of_group(position, self._group))])
+            turn = key(PARTS, position) % parts if split.groups > 1 else 0
+            turned = np.repeat(sources[turn:] + sources[:turn], rows)
+            seats.append(turned[slice(*split.of_group(position, self._group))])
         drawn = np.concatenate(seats)
         take = tuple(np.bincount(drawn, minlength=len(shares)).tolist())
         share = Portion(self._given, take, owed, self._owed, drawn)

@@ -108,7 +108,8 @@ def test_steps_of_any_run_are_those_of_a_plain_count(seed: int) -> None:
             for group in range(case.groups):
                 count = sum(split.sizes(position, group))
                 of_step += [next(seats[group]) for _ in range(count)]
-            assert of_step == np.repeat(expected, rows).tolist()
+            turns = range(parts if case.groups > 1 else 1)
+            assert of_step in [np.repeat(expected[n:] + expected[:n], rows).tolist() for n in turns]
             for rank in range(split.ranks):
                 first, last = rank * split.batch // split.ranks, (rank + 1) * split.batch // split.ranks
                 assert len(set(of_step[first:last])) == 1
@@ -125,6 +126,22 @@ def test_steps_of_any_run_are_those_of_a_plain_count(seed: int) -> None:
             resumed.append(
                 (position, [case.portions(g, position, given[g], owed) for g in range(case.groups)])
             )
+
+
+@pytest.mark.parametrize(
+    ("shares", "ranks"), [((0.75, 0.25), 2), ((0.75, 0.25), 4), ((0.875, 0.125), 8), ((0.5, 0.25, 0.25), 4)]
+)
+def test_by_rank_a_source_comes_from_each_group(shares: tuple[float, ...], ranks: int) -> None:
+    """Also one whose parts, of all steps in turn, are always at the same place of a step."""
+    events = [new_weights(0, shares_of(shares, [0.0] * len(shares)))]
+    steps, zeros, handed = Steps(Split(8 * ranks, 2, ranks), 0), [0] * len(shares), []
+    for group in range(2):
+        portions = PortionsInParts(steps, group, 0, events, zeros, zeros, SourceDraws("rank"))
+        handed.append(portions.at(steps.begin(999)).stop)
+    for source, share in enumerate(shares):
+        rows = [of_group[source] for of_group in handed]
+        assert sum(rows) == share * 8000 * ranks
+        assert min(rows) > 0.45 * sum(rows)
 
 
 def plain_part(debt: list[Fraction], shares: list[Fraction], rows: int) -> int:
