@@ -14,7 +14,7 @@ import numpy as np
 
 from streamload.errors import OptionError
 from streamload.options.values import at_least
-from streamload.steering.limits import LEAST_MOVED, bounded, interval, moved_by, towards
+from streamload.steering.limits import LEAST_MOVED, ROUNDING, Floats, bounded, interval, moved_by, towards
 from streamload.steering.policy import Decided
 from streamload.steering.progress import AHEAD, wanted_shares
 from streamload.steering.summary import SourceSummary, Summary
@@ -30,9 +30,9 @@ class AlignmentBalanced:
 
     Samples stay as they are. A source's rows weigh more if one more sample adds more to its alignment than
     one of the others does, beyond what noise explains, and less if it adds less; getting back to 1 takes less
-    evidence. The mean weight of all rows stays 1. Weights change from the twentieth decision step on, then
-    whenever the run has become 5 % longer, by 5 % of the whole loss at most. A source of which too little is
-    reported keeps its part of the loss.
+    evidence. The mean weight of all rows stays 1; where shares are set anew, from the next decision step on.
+    Weights change from the twentieth decision step on, then whenever the run has become 5 % longer, by 5 % of
+    the whole loss at most. A source of which too little is reported keeps its part of the loss.
 
     Attributes:
         signal: "alignment": what `loader.report(alignment=…)` got in a source's first pass. "eval": what
@@ -74,11 +74,15 @@ class AlignmentBalanced:
             ],
             "next": old["next"],
         }
+        parts = shares * [source.loss_weight for source in sources]
+        mean_weight = parts.sum()
+        parts = parts / mean_weight if mean_weight > 0 else shares
+        if abs(mean_weight - 1) > ROUNDING:
+            again = bounded(parts, self.least * shares, self.most * shares)
+            return Decided(None, kept, "the shares were set anew", _weights(again, summary))
         if summary.step < max(kept["next"], _WARM_UP * self.every):
             return Decided(None, kept, "not yet")
         kept["next"] = summary.step + interval(summary, self.every)
-        parts = shares * [source.loss_weight for source in sources]
-        parts = parts / parts.sum() if parts.sum() > 0 else shares
         ahead = AHEAD * sum(kept["weighted"])
         gains = [
             gain_at(bins, weighted + part * ahead) if bins else None
@@ -90,9 +94,7 @@ class AlignmentBalanced:
         limited = bounded(towards(parts, target), self.least * shares, self.most * shares)
         if moved_by(parts, limited) < LEAST_MOVED:
             return Decided(None, kept, "too little to move")
-        weights = np.divide(limited, shares, out=np.ones(len(shares)), where=shares > 0)
-        named = zip((source.name for source in sources), weights.tolist(), strict=True)
-        return Decided(None, kept, reason, dict(named))
+        return Decided(None, kept, reason, _weights(limited, summary))
 
     def _reported(self, source: SourceSummary, before: float) -> list[Bin]:
         """What was reported in the interval, at the weighted samples in its middle."""
@@ -106,3 +108,10 @@ class AlignmentBalanced:
         if mean is None or not isfinite(mean) or (source.passes or 0.0) > 1:
             return []
         return [[middle, 1.0 - mean, source.alignment.count]]
+
+
+def _weights(parts: Floats, summary: Summary) -> dict[str, float]:
+    """The weights of rows, by source, where sources have these parts of the loss."""
+    shares = np.array([source.share for source in summary.sources])
+    weights = np.divide(parts, shares, out=np.ones(len(shares)), where=shares > 0)
+    return dict(zip((source.name for source in summary.sources), weights.tolist(), strict=True))

@@ -18,7 +18,8 @@ _INTERVAL = 0.05  # of the steps so far, from one change to the next
 _MOST_MOVED = 0.05  # of all samples, by one decision
 LEAST_MOVED = 0.02
 """A decision that would move less of all samples is left out."""
-_ROUNDING = 1e-6  # of shares in effect, which are whole numbers of units, to those decided
+ROUNDING = 1e-6
+"""Of shares in effect, which are whole numbers of units, to those decided."""
 
 
 def interval(summary: Summary, every: int) -> int:
@@ -58,7 +59,7 @@ def exceeds_caps(policy: Any, summary: Summary, kept: Mapping[str, Any]) -> bool
     shares = np.array([source.share for source in summary.sources])
     base = np.array(kept["given"])
     least = floors(summary, base, policy.floor)
-    return bool((shares > np.maximum(least, caps(summary, base, policy.max_passes)) + _ROUNDING).any())
+    return bool((shares > np.maximum(least, caps(summary, base, policy.max_passes)) + ROUNDING).any())
 
 
 def bounded(target: Floats, least: Floats, most: Floats) -> Floats:

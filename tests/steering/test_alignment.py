@@ -119,6 +119,23 @@ def test_held_out_values_take_the_place_of_alignments() -> None:
     assert weights[1] < 0.5
 
 
+@pytest.mark.parametrize("shares", [[0.7, 0.1, 0.2], [0, 0.5, 0.5], [0, 0, 1], [0.98, 0.01, 0.01]])
+def test_where_shares_are_set_anew_the_mean_weight_is_1_from_the_next_decision_on(
+    shares: list[float],
+) -> None:
+    """Also where nothing is reported any more. Weights keep their proportions within their bounds."""
+    weights = [2.0, 0.5, 0.4]
+    weighed = zip("abc", shares, weights, strict=True)
+    sources = tuple(SourceSummary(name, 1.0, share, loss_weight=weight) for name, share, weight in weighed)
+    summary = Summary(4000, None, sources)
+    again = loss_weights_of(AlignmentBalanced().decide(summary, None), summary)
+    assert again is not None
+    assert np.dot(shares, again) == pytest.approx(1)
+    assert all(0.25 <= weight <= 4 for weight in again)
+    if shares[0] == 0.7:
+        assert np.divide(again, weights) == pytest.approx([again[0] / 2] * 3)
+
+
 def test_a_name_comes_before_its_modality_and_what_is_not_named_keeps_its_weight() -> None:
     pair = SourceSummary("a", 1, 0.5, loss_weight=3.0)
     summary = Summary(1, None, (pair, replace(pair, name="b", modality="text"), replace(pair, name="c")))
