@@ -170,6 +170,10 @@ class Microbatches:
             yield self
 
     def __iter__(self) -> Iterator[Any]:
+        if self._batch is None:
+            raise OptionError(
+                "these parts were iterated before: call loader.microbatches(batch) for each loop over them"
+            )
         samples, sizer = self._yielded.samples, self._rows
         batch_bytes = sum(tensor.nbytes for tensor in _tensors(self._batch))
         first = 0

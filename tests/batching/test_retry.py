@@ -236,6 +236,16 @@ def test_an_attempt_without_with_is_refused(shards: str, tmp_path: Path) -> None
             next(iter(parts))
 
 
+def test_a_second_loop_over_the_parts_of_an_attempt_is_refused(shards: str, tmp_path: Path) -> None:
+    with made(shards, tmp_path, Memory()) as loader:
+        batch = next(iter(loader))
+        (parts,) = loader.microbatches(batch).attempts(lambda: None)
+        with parts:
+            assert sum(len(part["text"]) for part in parts) == ROWS
+            with pytest.raises(OptionError, match=r"call loader\.microbatches\(batch\) for each loop"):
+                next(iter(parts))
+
+
 def test_an_evaluation_begins_again_by_itself(shards: str, tmp_path: Path) -> None:
     options = {"train": False, "order": Order(rank=0, world_size=2), "num_batches": None, "batch_size": 8}
     with made(shards, tmp_path, Memory(), **options) as loader:
