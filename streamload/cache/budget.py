@@ -86,11 +86,10 @@ class Claim(NamedTuple):
 class Claims:
     """Unsized claims: parts of live fillers that don't know yet how large their shards are.
 
-    They have no reservation, or one that grows: shards that are prepared here, or come from a command.
-    Without claims a shard needed later could take the last room, be published, be evicted once the size is
-    known, and be fetched again. So a new part leaves room for the claims needed sooner, for at most a second
-    each: an origin that doesn't answer holds up nobody else. One process's view; call the methods under the
-    tier's lock.
+    They have no reservation, or one that grows: shards that are prepared here, or come from a command. Else a
+    shard needed later could take the last room, be evicted once the size is known, and be fetched again. So a
+    new part leaves room for claims needed sooner, for at most a second each: an origin that doesn't answer
+    holds up nobody else. One process's view; call the methods under the tier's lock.
     """
 
     def __init__(self, directory: Directory):

@@ -121,8 +121,7 @@ class RankPart:
             values: of the batch; what the worker's part left there for this one may be taken out.
 
         Returns:
-            Fields of the batch's info, `INFO_FIELDS`: most parts return {}. What they add to the batch
-            itself `values` returns.
+            Fields of the batch's info, `INFO_FIELDS`; as a rule {}. Values of the batch are for `values`.
         """
         return {}
 

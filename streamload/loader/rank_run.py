@@ -278,11 +278,7 @@ class RankParts:
         return fields
 
     def values(self, info: BatchInfo) -> dict[str, Any]:
-        """Return the values that parts add to a batch, by name.
-
-        Raises:
-            OptionError: two parts add values of one name.
-        """
+        """Return the values that parts add to a batch, by name; refuse two of one name."""
         added: dict[str, Any] = {}
         for extension, part in self.by_name.items():
             part_values = part.values(info)

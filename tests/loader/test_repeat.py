@@ -217,7 +217,7 @@ def test_a_state_of_another_repeat_is_refused(data: Path, tmp_path: Path):
     for repeat in (None, by_number, (by_number, "1")):
         with (
             make(data, tmp_path / "cache", repeat=repeat) as loader,
-            pytest.raises(streamload.errors.StateMismatch, match="facts and repeat"),
+            pytest.raises(streamload.errors.StateMismatch, match="facts, repeat"),
         ):
             loader.load_state_dict(state)
 
