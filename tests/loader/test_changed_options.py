@@ -181,8 +181,6 @@ ANY_NUMBER = {"max_bad_samples": None, "max_bad_shards": None}
 def rows(data: Path, place: Path) -> dict[str, Row]:
     """A row for each option."""
     sources = of_sources(data)
-    uids = place / "uids.npy"
-    np.save(uids, np.array(["0" * 32]))
     table = data / "scores.csv"
     return {
         "urls": refused("another data set", urls=str(data / "b")),
@@ -210,7 +208,7 @@ def rows(data: Path, place: Path) -> dict[str, Row]:
             blank_captions=False,
         ),
         "shards.keep": refused("keep, image_key", {"shuffle": None, "lanes": 2}, DatasetChanged, keep=odd),
-        "shards.keep of a file": refused("listed uids", keep=str(uids)),
+        "shards.keep of a file": refused("listed uids", keep=str(data / "uids.npy")),
         "shards.keep_key": same(keep_key="json:of_no_file"),
         "shards.facts": refused("facts", facts={"score": str(table)}),
         "shards.join": refused("joined rows", join=str(table)),
@@ -331,6 +329,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         caption = re.compile(rb"noise from shard \d+ index \d*[05] digest [0-9a-f]+")
         path.write_bytes(caption.sub(lambda found: b" " * len(found[0]), path.read_bytes()))
     (folder / "scores.csv").write_text("key,score\n00000000001,1\n")
+    np.save(folder / "uids.npy", np.array(["0" * 32]))
     return folder
 
 
