@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from streamload.errors import OptionError
@@ -17,6 +16,8 @@ from streamload.steering.summary import Summary
 FUNCTION_EVERY = 200
 """The steps between two decisions of a plain function."""
 _MEMORY_BYTES = 64 << 10
+_MOST_WEIGHT = 1e30
+"""Weights are float32 in batches."""
 
 
 class Decided(NamedTuple):
@@ -135,12 +136,16 @@ def loss_weights_of(decided: Decided, summary: Summary) -> tuple[float, ...] | N
     )
 
 
-def _check_weights(weights: Mapping[str, float], names: Sequence[str], kind: str) -> None:
+def _check_weights(weights: Any, names: Sequence[str], kind: str) -> None:
+    if not isinstance(weights, Mapping):
+        raise OptionError(f"the policy gave {kind}s {weights!r:.100}; expected a dict by {', '.join(names)}")
     for name, weight in weights.items():
         if name not in names:
             raise OptionError(f"the policy gave a {kind} to {name!r}, and the sources are {', '.join(names)}")
-        if not hasattr(weight, "__float__") or not isfinite(weight) or weight < 0:
-            raise OptionError(f"the policy gave {name!r} the {kind} {weight!r}; expected a number from 0")
+        if not hasattr(weight, "__float__") or not 0 <= float(weight) <= _MOST_WEIGHT:
+            raise OptionError(
+                f"the policy gave {name!r} the {kind} {weight!r}; expected a number from 0 to 1e+30"
+            )
 
 
 def kept_memory(memory: Any) -> Any:

@@ -152,6 +152,8 @@ def test_a_modality_names_the_sources_that_have_it_and_a_name_comes_before_it(pl
         ({"d": 1.0}, "a loss weight to 'd', and the sources are a, b, c, image-text"),
         ({"a": -1.0}, "gave 'a' the loss weight -1.0; expected a number from 0"),
         ({"a": float("nan")}, "gave 'a' the loss weight nan"),
+        ({"a": 1e39}, r"gave 'a' the loss weight 1e\+39; expected a number from 0 to 1e\+30"),
+        ([1.0], r"gave loss weights \[1.0\]; expected a dict by a, b, c, image-text"),
     ],
 )
 def test_weights_that_can_not_be_used_end_the_run(place: Path, weights: dict[str, Any], match: str) -> None:
