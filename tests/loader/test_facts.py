@@ -162,7 +162,7 @@ def test_a_state_names_facts_that_have_changed(server: ShardServer, tmp_path: Pa
         state = loader.state_dict()
     with (
         make(urls(server), tmp_path, facts={"index": "json:shard"}, keep=is_early) as loader,
-        pytest.raises(streamload.errors.StateMismatch, match="label_key, facts, repeat and"),
+        pytest.raises(streamload.errors.StateMismatch, match="label_key, facts, repeat, listed uids and"),
     ):
         loader.load_state_dict(state)
 
