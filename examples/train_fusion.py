@@ -160,9 +160,8 @@ def train(loader: streamload.Loader, evaluated: dict[str, tuple[torch.Tensor, ..
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step, (images, ids, weight) in enumerate(loader, 1):
         outputs = model(images, ids, loader.info.source)
-        loss = (
-            weight * outputs.losses
-        ).mean()  # by complexity, times what the policy weighs the row's source
+        # By complexity, times the weight that the policy gives the row's source.
+        loss = (weight * outputs.losses).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

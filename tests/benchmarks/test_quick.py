@@ -512,7 +512,7 @@ def test_groups_that_agree_lose_little_of_one_plan(tmp_path: Path) -> None:
 def test_what_looking_at_runs_costs_is_measured(tmp_path: Path) -> None:
     result = run_quickly("looking", tmp_path / "looking.json", "--rounds", "1")
     assert set(result["medians"]) == {"scrape", "report"}
-    assert result["medians"]["scrape"]["series_per_rank"] <= 85 + 8 * result["settings"]["sources"]
+    assert result["medians"]["scrape"]["series_per_rank"] <= 85 + 9 * result["settings"]["sources"]
     assert len(result["targets"]) == 4
 
 
@@ -525,7 +525,7 @@ def test_mixing_policies_compares_rules_in_simulated_trainings(tmp_path: Path) -
 def test_mixing_clip_trains_a_small_clip_with_fixed_weights_and_with_progress(tmp_path: Path) -> None:
     result = run_quickly("mixing_clip", tmp_path / "out.json")
     samples = [row["samples"] for row in result["rounds"]]
-    assert [sum(each.values()) for each in samples] == [2 * 20 * 64] * 2
-    assert [len(row["course"]) for row in result["rounds"]] == [2, 2]
+    assert [sum(each.values()) for each in samples] == [2 * 20 * 64] * 4
+    assert [len(row["course"]) for row in result["rounds"]] == [2] * 4
     assert len(result["targets"]) == 2
     assert report.tables_of({"mixing_clip": result})["mixing_clip"].count("\n") == 1 + 2

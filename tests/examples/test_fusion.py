@@ -26,7 +26,8 @@ def test_the_fusion_example_gives_samples_to_the_source_that_is_learned_and_repo
         timeout=170,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = re.findall(r"(\w+): share (\d+)% → (\d+)%, held-out loss (\S+) → (\S+),", done.stdout)
+    said = r"(\w+): share (\d+)% → (\d+)%, in the loss × 1.00, held-out loss (\S+) → (\S+),"
+    lines = re.findall(said, done.stdout)
     photographs, noise = ({"name": name, "to": int(to), "loss": float(b)} for name, _, to, _, b in lines)
     assert (photographs["name"], noise["name"]) == ("photographs", "noise")
     assert photographs["to"] > 55
