@@ -3,7 +3,7 @@
 A block is some consecutive steps of a sequence. Its rows are sorted into cells, one for each step, in which
 texts and images are about equally long; the cells come in a random order. So each row comes once, in the
 block in which it would have come anyway, and whoever knows the costs of a block's rows finds the same steps.
-Of several sources, rows of one sample come in different cells (copies.py).
+With several sources, rows of one sample come in different cells (copies.py).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 STATE = "microbatch"
 """The key of a state, which only runs have in which a part ran out of memory."""
 _PATIENCE_SECONDS = 120.0
-"""For which a rank that ran out of memory waits for the others to end the same part."""
+"""How long a rank that ran out of memory waits for the others to end the same part."""
 _SAME_MEMORY = 1.1
 """A device with more than this × the memory isn't bound by what ran out of it."""
 

@@ -183,7 +183,7 @@ class BlockPlanner:
         return rows, spans
 
     def _origins(self, rows: Rows) -> Origins | None:
-        """Of rows of several sources, of which a small one may come again before the block ends."""
+        """Sources and samples of rows, if there are several sources: a small one may repeat in a block."""
         if len(self._config.sources) == 1:
             return None
         return Origins(rows[:, 0], (rows[:, 2] << SAMPLE_BITS) + rows[:, 3])

@@ -17,7 +17,7 @@ from streamload.shards.index import IndexReader, LocalVersion
 from streamload.urls import UrlList
 
 LOOKED_THROUGH = 10_000
-"""Of a longer list a run looks at a sample only when it starts; this many shards take about 0.1 s."""
+"""A run that starts examines only a sample of a longer list; this many shards take about 0.1 s."""
 _KEPT = 1024
 """More than a process has open or fills at a time."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,8 @@ from streamload.columns.column import MOST_LAYOUT_BYTES, ColumnFile, checksum_of
 from streamload.columns.unlike import StoredRow, UnlikeColumn
 from streamload.descriptors import Descriptor
 from streamload.errors import CacheCorrupt, CacheError
+from streamload.options.directories import nearest
+from streamload.options.settings import Settings
 
 FIRST = 16
 """Number of samples whose checksums name a shard's columns. A shard with fewer has no columns: files would
@@ -66,6 +69,18 @@ class Address(NamedTuple):
 def is_address(name: bytes) -> bool:
     """True if the name of a row is its packed address; others are shorter."""
     return len(name) >= _ADDRESS.size
+
+
+def open_home(home: Path, settings: Settings) -> Tier:
+    """Open or create the tier of a cache directory that has columns: shards and columns share its limit.
+
+    Raises:
+        CacheError: it can't be used.
+    """
+    if (home / "tier.json").is_file():
+        return Tier.open(home, free_disk=settings.free_disk)
+    limit_bytes = settings.cache_size.limit_bytes(shutil.disk_usage(nearest(home)).free, 0)
+    return Tier(home, limit_bytes, free_disk=settings.free_disk)
 
 
 def recorded_bytes(home: Path) -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +27,10 @@ from streamload.batches.fields import read_json
 from streamload.cache.locks import FileLock
 from streamload.cache.selection import KeySpec
 from streamload.cache.tier import Tier
-from streamload.columns.columns import RowRoom
+from streamload.columns.columns import RowRoom, open_home
 from streamload.descriptors import Descriptor
 from streamload.errors import CacheError, OptionError, SampleError
 from streamload.options import Settings
-from streamload.options.directories import nearest
 from streamload.shards.columns import LISTED, Column, FactSample, Values
 from streamload.shards.facts import column_digest
 from streamload.shards.json_paths import at_path
@@ -160,11 +158,7 @@ class UidList:
             (folder / "uids.new").rename(folder / "uids")
 
     def _open_tier(self) -> Tier:
-        home, settings = self.settings.cache_dir, self.settings
-        if (home / "tier.json").is_file():
-            return Tier.open(home, free_disk=settings.free_disk)
-        limit_bytes = settings.cache_size.limit_bytes(shutil.disk_usage(nearest(home)).free, 0)
-        return Tier(home, limit_bytes, free_disk=settings.free_disk)
+        return open_home(self.settings.cache_dir, self.settings)
 
 
 @dataclass(frozen=True, slots=True)

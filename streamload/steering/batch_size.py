@@ -204,8 +204,8 @@ class ThroughputBalanced:
 
     def _next(self, size: int) -> int:
         """The next larger size; one that isn't larger if there is none."""
-        more = (size // self.multiple + 1) * self.multiple
-        return min(self.most, max(self.least, self._rounded(size * _FACTOR), more))
+        next_multiple = (size // self.multiple + 1) * self.multiple
+        return min(self.most, max(self.least, self._rounded(size * _FACTOR), next_multiple))
 
     def _rounded(self, size: float) -> int:
         return max(1, round(size / self.multiple)) * self.multiple

@@ -28,7 +28,7 @@ import numpy as np
 
 from streamload.cache import memory
 from streamload.cache.tier import Tier
-from streamload.columns.columns import Columns, RowRoom, is_address, recorded_bytes
+from streamload.columns.columns import Columns, RowRoom, is_address, open_home, recorded_bytes
 from streamload.derived import log_once
 from streamload.derived.store.database import DATABASE
 from streamload.derived.store.memory import MemoryRows
@@ -332,16 +332,7 @@ class RowStore:
         self.counts.refused += count
 
     def _open_tier(self) -> Tier:
-        """Open or create the tier that holds the columns: shards and columns share its limit.
-
-        Raises:
-            CacheError: it can't be used.
-        """
-        home, settings = self.place.root.parent, self._settings
-        if (home / "tier.json").is_file():
-            return Tier.open(home, free_disk=settings.free_disk)
-        limit_bytes = settings.cache_size.limit_bytes(shutil.disk_usage(nearest(home)).free, 0)
-        return Tier(home, limit_bytes, free_disk=settings.free_disk)
+        return open_home(self.place.root.parent, self._settings)
 
     def _most_columns_bytes(self) -> int | None:
         """Limit of the columns by the place's own option; None: the tier's limit alone."""
