@@ -45,8 +45,8 @@ Facts = Annotated[
     list[str] | None,
     typer.Option(
         help="Make a fact of Shards(facts=…) for each sample: NAME=FORM, or FORM alone where the name "
-        "doesn't matter: tokens, json:FIELD, a .csv or .parquet, or package.module:name of a function. "
-        "Repeatable."
+        "doesn't matter: tokens, json:FIELD, a table (.parquet, .npz, .csv, .jsonl), or package.module:name "
+        "of a function. Repeatable."
     ),
 ]
 Tokenizer = Annotated[

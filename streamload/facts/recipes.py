@@ -27,6 +27,7 @@ from streamload.errors import CaptionError, FeatureNotCacheable, OptionError, Sa
 from streamload.extension import Extension
 from streamload.facts.repeats import RepeatedArrivals
 from streamload.facts.tables import read_table
+from streamload.join.options import FORMATS
 from streamload.shards.columns import BUILT_IN, IN_RECORDS, Column, Fact, FactFunction, FactSample, Values
 from streamload.shards.facts import column_digest
 from streamload.shards.samples import IMAGE_EXTENSIONS, JOINED
@@ -34,7 +35,6 @@ from streamload.shards.samples import IMAGE_EXTENSIONS, JOINED
 if TYPE_CHECKING:
     from streamload.join import JoinedRows
 
-_TABLES = (".csv", ".parquet")
 _PROBES = (
     "", "a", "A photo of a cat.", "the  quick\tbrown fox\njumps", "naïve café – 東京 🗼", "don't they're",
     "3.14159 2024-01-31 #hashtag @user", "http://example.com/a?b=c&amp;d", "<p>markup</p>", "a " * 2000,
@@ -321,8 +321,8 @@ def _column(
         return token_count(text_key, tokenizer, probs, join)
     if not isinstance(fact, str | Path):
         raise OptionError(
-            f'{where}; expected "tokens", "json:<field>", a table (.csv, .parquet), a function, or a pair of '
-            f"a function and its version"
+            f'{where}; expected "tokens", "json:<field>", a table ({", ".join(FORMATS)}), a function, or a '
+            f"pair of a function and its version"
         )
     table, column = _table(str(fact))
     if table is not None:
@@ -331,7 +331,8 @@ def _column(
         return TableFact(keys, values, column_digest(["table", content]))
     key = KeySpec.parse(str(fact))
     if not all(path for _, path in key.choices):
-        raise OptionError(f'{where}; expected "tokens", "json:<field>", or the path of a .csv or .parquet')
+        tables = " or ".join(FORMATS)
+        raise OptionError(f'{where}; expected "tokens", "json:<field>", or the path of a {tables}')
     return _with_rows(JsonField(key, column_digest(["json", key.choices])), key, join)
 
 
@@ -350,10 +351,10 @@ def _refuse_shared_version(name: str, columns: Mapping[str, Column]) -> None:
 
 def _table(text: str) -> tuple[Path | None, str]:
     """The path of a table and the name of its column, from `path` or `path:column`; None: it isn't one."""
-    if Path(text).suffix.lower() in _TABLES:
+    if Path(text).suffix.lower() in FORMATS:
         return Path(text).expanduser(), ""
     path, _, column = text.rpartition(":")
-    return (Path(path).expanduser(), column) if Path(path).suffix.lower() in _TABLES else (None, "")
+    return (Path(path).expanduser(), column) if Path(path).suffix.lower() in FORMATS else (None, "")
 
 
 def _described(function: Any, where: str) -> list[Any]:

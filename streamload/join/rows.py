@@ -23,8 +23,8 @@ _UNREADABLE = (
 """Errors of the libraries that read files."""
 
 
-def read_rows(path: Path, join: Join) -> Iterator[tuple[str | None, Row]]:
-    """Read the rows of a file: the key of each, None where it has none, and its columns.
+def read_rows(path: Path, join: Join) -> Iterator[tuple[Any, Row]]:
+    """Read the rows of a file: the key of each, as it is there, and its columns.
 
     Args:
         path: of a local copy of the file.
@@ -37,7 +37,7 @@ def read_rows(path: Path, join: Join) -> Iterator[tuple[str | None, Row]]:
     try:
         for row in readers[join.suffix](path, join):
             key = next(name for name in join.key_columns if name in row)
-            yield as_key(row.pop(key)), row
+            yield row.pop(key), row
     except OptionError:
         raise
     except _UNREADABLE as exc:

@@ -197,7 +197,7 @@ def _make(folder: Path, join: Join, origin: Origin, version: Version) -> None:
     try:
         path = local_path(join.url) if is_local(join.url) else _fetched(new / "file", origin, version)
         try:
-            written = write_index(new, read_rows(path, join))
+            written = write_index(new, ((as_key(key), row) for key, row in read_rows(path, join)))
         except OptionError as exc:
             raise OptionError(f"{join!r}: {exc}") from exc
         if origin.version() != version:

@@ -118,7 +118,7 @@ def test_keep_reads_a_parquet_file_keyed_by_sample(server: ShardServer, tmp_path
 
 def test_parquet_without_pyarrow_fails_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(streamload.errors.OptionError, match="needs pyarrow: install it"):
+    with pytest.raises(streamload.errors.OptionError, match="needs pyarrow: pip install"):
         read_table(tmp_path / "scores.parquet", "p")
 
 
@@ -310,7 +310,7 @@ def test_an_error_of_a_function_names_the_sample(server: ShardServer, tmp_path: 
 def test_a_table_with_hostile_rows(tmp_path: Path):
     table = tmp_path / "t.csv"
     table.write_bytes(
-        "﻿other,key,p\n1,a,0.5\n1,b,nan\n1,c,1e999\n1,d,many\n1,e\n1\n\n1,f,1\n1,f,1\n1,g,1\n1,g,2\n"
+        "﻿other,key,p\n1,a,0.5\n1,b,nan\n1,c,1e999\n1,d,many\n1,e,x\n\n1,f,1\n1,f,1\n1,g,1\n1,g,2\n"
         "1,h,-0.25\n1,i,\n1,j,3\n1,j,nan\n".encode()
         + b"1,\xff,8\n"
     )
@@ -343,8 +343,11 @@ def test_what_is_no_fact_fails(fact: Any, says: str):
 
 def test_a_table_without_the_column_fails_with_its_columns(tmp_path: Path):
     (tmp_path / "t.csv").write_text("id,score\n1,2\n")
-    with pytest.raises(streamload.errors.OptionError, match=r"columns \['id', 'score'\]; expected 'it'"):
+    with pytest.raises(streamload.errors.OptionError, match=r"file has no column key or .*'id, score'"):
         column(tmp_path / "t.csv")
+    (tmp_path / "t.csv").write_text("key,score\na,2\nb\n")
+    with pytest.raises(streamload.errors.OptionError, match="line 3 has 1 fields; expected 2"):
+        column(f"{tmp_path}/t.csv:score")
 
 
 def test_a_built_in_name_is_taken(server: ShardServer, tmp_path: Path):

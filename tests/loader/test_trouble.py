@@ -1282,7 +1282,8 @@ def test_the_workers_outlive_an_interrupt_that_the_training_outlives(
             assert lines.next(60) == "batch"
             while lines.next(1.0) == "batch":
                 pass
-            os.killpg(notebook.pid, signal.SIGINT)  # it waits; Python drops one that meets a weakref's callback
+            # It waits: Python drops an interrupt that meets a weakref's callback.
+            os.killpg(notebook.pid, signal.SIGINT)
             while (line := lines.next(60)) == "batch":
                 pass
             assert line == "interrupted"
