@@ -1291,6 +1291,7 @@ def test_the_workers_outlive_an_interrupt_that_the_training_outlives(
             notebook.stdin.write(b"go on\n")
             notebook.stdin.flush()
             assert lines.next(60) == f"{sum(COUNTS) // 5} True"
+            assert lines.next(60) == ""  # all its processes have ended
         except AssertionError as exc:
             family = [psutil.Process(notebook.pid), *psutil.Process(notebook.pid).children(recursive=True)]
             exc.args = (f"{exc}\n{what_they_do(family, said)}",)
