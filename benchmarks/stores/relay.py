@@ -61,9 +61,13 @@ class Relay:
             self._left, self._cuts_left = count, 0
 
     def cut_after(self, count: int, times: int) -> None:
-        """Break the connection after so many more bytes of what is got, and again after as many."""
+        """Break the connection after so many more bytes of what is got, and again after as many.
+
+        What is held back goes on until then.
+        """
         with self._lock:
             self._left, self._cuts_left, self._every = count, times, count
+        self.held.clear()
 
     def go_on(self) -> None:
         """Pass on everything from now on."""
