@@ -6,18 +6,25 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+import numpy.typing as npt
+
+from streamload.batches.in_progress import Bounds
+from streamload.batching.cells import cells, cells_of_parts, dealt
+from streamload.batching.copies import Origins
 from streamload.batching.costs import RowCosts, row_costs_of
-from streamload.batching.steps import BucketSampler
+from streamload.batching.steps import Costs, PlannedSampler, fitted
 from streamload.errors import OptionError
 from streamload.extension import Extension, WorkerPart
 from streamload.order.steps import SourcesName, Split
 from streamload.ranks.distributed import can_compare
 from streamload.shards.columns import TOKENS
-from streamload.worker.messages import EpochStart
+from streamload.worker.messages import EpochStart, Visit, WorkerConfig
 from streamload.worker.reader import Reader
+from streamload.worker.sampler import RankStep
 
 if TYPE_CHECKING:
-    from streamload.extension import BatchAssembly, EpochStart, LoaderOptions, WorkerConfig, WorkerProcess
+    from streamload.extension import BatchAssembly, LoaderOptions, WorkerProcess
 
 __all__ = ["Bucketing", "Buckets", "bucketing_of"]
 
@@ -128,3 +135,62 @@ class WorkerBuckets(WorkerPart):
         """The steps of an epoch, planned by block."""
         assert isinstance(start, EpochStart)
         return BucketSampler(self._reader.config, self._reader, start, self._costs)
+
+
+@dataclass(frozen=True, slots=True)
+class LikeLengths:
+    """Rows of about one length make a step; see `PlanRule`.
+
+    Attributes:
+        row_costs: of rows.
+        has_sources: whether there are several: a small one may repeat in a block.
+    """
+
+    row_costs: RowCosts
+    has_sources: bool
+
+    def costs(self, reader: Reader, shard: int, numbers: npt.NDArray[np.int64]) -> Costs:
+        """The costs of samples of a shard, in tokens."""
+        return self.row_costs.costs(reader.facts(shard, numbers, self.row_costs.facts), len(numbers))
+
+    def divide(
+        self, costs: Costs, steps: int, turns: int, origins: Origins, parts: int
+    ) -> npt.NDArray[np.int64]:
+        """Divide a block's rows among its steps."""
+        if parts and self.has_sources:
+            return cells_of_parts(costs, steps, turns, origins, parts)
+        return cells(costs, steps, turns, origins if self.has_sources else None)
+
+    def deal(
+        self, costs: Costs, sizes: npt.NDArray[np.int64], rank: int
+    ) -> tuple[npt.NDArray[np.int64], Bounds]:
+        """Deal the rows of a step to the ranks."""
+        places, most = dealt(costs, sizes, rank)
+        return places, self.row_costs.rounded(most)
+
+
+class BucketSampler(PlannedSampler):
+    """The steps of one epoch, in ascending order, most of them planned by block.
+
+    Args:
+        config, reader, start: see Sampler.
+        costs: of rows.
+    """
+
+    def __init__(self, config: WorkerConfig, reader: Reader, start: EpochStart, costs: RowCosts):
+        self._rule = LikeLengths(costs, len(config.sources) > 1)
+        super().__init__(config, reader, start, self._rule)
+
+    def at(self, position: int) -> RankStep:
+        """The step at a global position; one that isn't planned has room for rows of any length."""
+        step = super().at(position)
+        if not self.steps.is_planned(position):
+            step.bounds = fitted(self._rule.row_costs.any_row(step.size), self.steps.seq_len(position))
+        return step
+
+    def fits(self, visit: Visit, shard: int, number: int) -> bool:
+        """True if a sample isn't longer than the place of a visit is wide."""
+        if visit.most is None:
+            return True
+        tokens, patches = self._rule.costs(self._reader, shard, np.array([number]))[0].tolist()
+        return bool(tokens <= visit.most[0] and patches <= visit.most[1])

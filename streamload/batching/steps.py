@@ -5,16 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from streamload.batches.in_progress import Bounds
-from streamload.batching.cells import cells, cells_of_parts, dealt
 from streamload.batching.copies import Origins
-from streamload.batching.costs import RowCosts
 from streamload.errors import NoValidSamples
 from streamload.order.hashing import BUCKETS, key
 from streamload.order.lanes import SAMPLE_BITS
@@ -26,6 +24,8 @@ from streamload.worker.states import GroupState
 
 Rows = npt.NDArray[np.int64]
 """int64[N, 4]: source, pass, shard and number of samples."""
+Costs = npt.NDArray[np.float64]
+"""float64[N, 2]: of the text and the image of rows."""
 
 
 class BlockBounds(NamedTuple):
@@ -49,6 +49,47 @@ class BlockBounds(NamedTuple):
         return bounds
 
 
+class PlanRule(Protocol):
+    """How the rows of a block are divided among its steps, and those of a step among ranks, by costs."""
+
+    def costs(self, reader: Reader, shard: int, numbers: npt.NDArray[np.int64]) -> Costs:
+        """The costs of samples of a shard."""
+        ...
+
+    def divide(
+        self, costs: Costs, steps: int, turns: int, origins: Origins, parts: int
+    ) -> npt.NDArray[np.int64]:
+        """Divide a block's rows among its steps.
+
+        Args:
+            costs: of the rows.
+            steps: of the block; divides the rows.
+            turns: decides which step comes when.
+            origins: of the rows; samples of a small source may repeat.
+            parts: of a step of this group, each of one source; 0: steps have rows of any.
+
+        Returns:
+            int64[steps, rows ÷ steps]: for each step its rows.
+        """
+        ...
+
+    def deal(
+        self, costs: Costs, sizes: npt.NDArray[np.int64], rank: int
+    ) -> tuple[npt.NDArray[np.int64], Bounds | None]:
+        """Deal the rows of a step to the ranks.
+
+        Args:
+            costs: of the rows, in the order of the plan.
+            sizes: int64[ranks], how many rows each gets; they add up to all.
+            rank: this one.
+
+        Returns:
+            The places of its rows, int64[m], ascending; and the room for each of them, int32[m, 2], alike for
+            all ranks if all get equally many, None: any.
+        """
+        ...
+
+
 class BlockPlan(NamedTuple):
     """The plan of a block of one group.
 
@@ -56,7 +97,7 @@ class BlockPlan(NamedTuple):
         block: its global positions.
         portion: what it takes of the group.
         rows: of all its samples.
-        costs: float64[rows, 2]: length of the text, size of the image, in tokens.
+        costs: of the rows.
         steps: int64[steps, rows of a step]: indexes of the rows; fewer steps where the sequence ends.
         before: the state of the group at its begin, which is that after each of its steps but the last: a
             resumed run plans the block again.
@@ -67,7 +108,7 @@ class BlockPlan(NamedTuple):
     block: Block
     portion: Portion
     rows: Rows
-    costs: npt.NDArray[np.float64]
+    costs: Costs
     steps: npt.NDArray[np.int64]
     before: GroupState
     spans: dict[str, Span]
@@ -79,21 +120,21 @@ class BlockPlanner:
 
     Args:
         config: what is read.
-        costs: of rows.
         reader: has the reference streams and facts.
         steps: of the epoch, planned by block.
         mixture: gives the portions of a group's blocks.
+        rule: by which rows are divided.
     """
 
     def __init__(
         self,
         config: WorkerConfig,
-        costs: RowCosts,
         reader: Reader,
         steps: Steps,
         mixture: Callable[[int], Portions],
+        rule: PlanRule,
     ):
-        self.costs, self.steps = costs, steps
+        self.steps, self.rule = steps, rule
         self._config, self._reader, self._mixture = config, reader, mixture
         self._plans: dict[int, BlockPlan] = {}
 
@@ -152,12 +193,10 @@ class BlockPlanner:
         turns = key(seed, BUCKETS, block.begin)  # of all groups: a step has like cells everywhere
         planned = np.empty((0, size), np.int64)
         if whole:
-            origins = self._origins(rows[: whole * size])
-            parts = self._config.draws.of_step(split)
-            if parts and origins is not None:
-                planned = cells_of_parts(costs, whole, turns, origins, max(1, parts // split.groups))
-            else:
-                planned = cells(costs[: whole * size], whole, turns, origins)
+            parts = self._config.draws.of_step(split)  # of all groups; 0: each part has rows of any source
+            of_group = max(1, parts // split.groups) if parts else 0
+            used = rows[: whole * size]
+            planned = self.rule.divide(costs[: len(used)], whole, turns, _origins(used), of_group)
         digest = xxhash.xxh3_64_intdigest(costs.tobytes() + planned.tobytes())
         return BlockPlan(block, portion, rows, costs, planned, before, spans, digest)
 
@@ -182,14 +221,8 @@ class BlockPlanner:
             rows[are_of_source, 1:] = self._reader.references(group, source).peek(first, stop)
         return rows, spans
 
-    def _origins(self, rows: Rows) -> Origins | None:
-        """Sources and samples of rows, if there are several sources: a small one may repeat in a block."""
-        if len(self._config.sources) == 1:
-            return None
-        return Origins(rows[:, 0], (rows[:, 2] << SAMPLE_BITS) + rows[:, 3])
-
-    def _costs(self, rows: Rows) -> npt.NDArray[np.float64]:
-        """Of each row, by facts of its sample."""
+    def _costs(self, rows: Rows) -> Costs:
+        """Of each row, by its sample."""
         costs = np.empty((len(rows), 2))
         order = np.argsort(rows[:, 2], kind="stable")
         shards = rows[order, 2]
@@ -197,8 +230,7 @@ class BlockPlanner:
         for begin, end in itertools.pairwise(borders):
             if begin < end:
                 of_shard = order[begin:end]
-                facts = self._reader.facts(int(shards[begin]), rows[of_shard, 3], self.costs.facts)
-                costs[of_shard] = self.costs.costs(facts, end - begin)
+                costs[of_shard] = self.rule.costs(self._reader, int(shards[begin]), rows[of_shard, 3])
         return costs
 
 
@@ -247,31 +279,32 @@ class PlannedStep:
             latest = np.zeros(len(self.config.sources), np.int64)
             np.maximum.at(latest, self.seats, rows[:, 1])
             self.passes = dict(enumerate(latest.tolist()))
+        rooms = itertools.repeat(None) if bounds is None else map(tuple, bounds.tolist())
         visits = [
-            Visit(source, pass_, shard, number, (tokens, patches))
-            for (source, pass_, shard, number), (tokens, patches) in zip(
-                rows.tolist(), bounds.tolist(), strict=True
-            )
+            Visit(source, pass_, shard, number, most)
+            for (source, pass_, shard, number), most in zip(rows.tolist(), rooms, strict=False)
         ]
-        self.bounds = fitted(bounds, self.planner.steps.seq_len(self.position))
+        if bounds is not None:
+            self.bounds = fitted(bounds, self.planner.steps.seq_len(self.position))
         yield visits
 
     def block_bounds(self) -> BlockBounds:
         """The bounds of all steps of the block; valid after `visits`."""
         plans = [self.planner.at(group, self.position) for group in self.groups]
         begin, end = plans[0].block
-        steps = [self._rows(plans, number)[1] for number in range(min(len(plan.steps) for plan in plans))]
+        whole = range(min(len(plan.steps) for plan in plans))
+        steps = [bounds for number in whole if (bounds := self._rows(plans, number)[1]) is not None]
         missing = (end - begin) // self._split.batch - len(steps)  # where a sequence ends
         return BlockBounds(begin, end, np.stack([*steps, *[np.zeros_like(steps[0])] * missing]))
 
-    def _rows(self, plans: Sequence[BlockPlan], number: int) -> tuple[Rows, Bounds]:
-        """The rows that this rank computes in a step of the block, and their bounds."""
+    def _rows(self, plans: Sequence[BlockPlan], number: int) -> tuple[Rows, Bounds | None]:
+        """The rows that this rank computes in a step of the block, and their bounds; None: any."""
         parts = [self._dealt(group, plan, number) for group, plan in zip(self.groups, plans, strict=True)]
         times = [(np.arange(len(rows)) + 0.5) / max(1, len(rows)) for rows, _ in parts]
         order = np.argsort(np.concatenate(times), kind="stable")
         rows = np.concatenate([rows for rows, _ in parts])[order]
-        most = np.concatenate([most for _, most in parts])[order]
-        return rows, self.planner.costs.rounded(most)
+        bounds = [room for _, room in parts if room is not None]
+        return rows, np.concatenate(bounds)[order] if bounds else None
 
     def states(self) -> dict[int, GroupState]:
         """The state of each group after the step; valid after `visits`."""
@@ -293,33 +326,35 @@ class PlannedStep:
     def _split(self) -> Split:
         return self.planner.steps.at(self.position)
 
-    def _dealt(self, group: int, plan: BlockPlan, number: int) -> tuple[Rows, npt.NDArray[np.float64]]:
-        """The rows of a group that this rank computes, and their bounds."""
+    def _dealt(self, group: int, plan: BlockPlan, number: int) -> tuple[Rows, Bounds | None]:
+        """The rows of a group that this rank computes, and their bounds; None: any."""
         cell = plan.steps[number]
         sizes = np.array(self._split.sizes(self.position, group))
-        places, bounds = dealt(plan.costs[cell], sizes, self.config.rank)
+        places, bounds = self.planner.rule.deal(plan.costs[cell], sizes, self.config.rank)
         return plan.rows[cell[places]], bounds
 
 
-class BucketSampler(Sampler):
+def _origins(rows: Rows) -> Origins:
+    """Sources and samples of rows."""
+    return Origins(rows[:, 0], (rows[:, 2] << SAMPLE_BITS) + rows[:, 3])
+
+
+class PlannedSampler(Sampler):
     """The steps of one epoch, in ascending order, most of them planned by block.
 
     Args:
         config, reader, start: see Sampler.
-        costs: of rows.
+        rule: by which rows are divided.
     """
 
-    def __init__(self, config: WorkerConfig, reader: Reader, start: EpochStart, costs: RowCosts):
+    def __init__(self, config: WorkerConfig, reader: Reader, start: EpochStart, rule: PlanRule):
         super().__init__(config, reader, start)
-        self._costs = costs
-        self._planner = BlockPlanner(config, costs, reader, self.steps, self._mixture)
+        self._planner = BlockPlanner(config, reader, self.steps, self._mixture, rule)
 
     def at(self, position: int) -> RankStep:
-        """The step at a global position; one that isn't planned has room for rows of any length."""
+        """The step at a global position."""
         if not self.steps.is_planned(position):
-            step = super().at(position)
-            step.bounds = fitted(self._costs.any_row(step.size), self.steps.seq_len(position))
-            return step
+            return super().at(position)
         shares = self._shares(position)
         groups = {share.group: share.size for share in shares}
         return PlannedStep(self._config, self._planner, position, groups, position == self._start.position)
@@ -331,14 +366,6 @@ class BucketSampler(Sampler):
         if any(self._planner.known(group, position) is None for group in self._groups):
             return []
         return [(visit.shard, visit.number) for part in self.at(position).visits() for visit in part or ()]
-
-    def fits(self, visit: Visit, shard: int, number: int) -> bool:
-        """True if a sample isn't longer than the place of a visit is wide."""
-        if visit.most is None:
-            return True
-        facts = self._reader.facts(shard, [number], self._costs.facts)
-        tokens, patches = self._costs.costs(facts, 1)[0].tolist()
-        return bool(tokens <= visit.most[0] and patches <= visit.most[1])
 
 
 def fitted(bounds: Bounds, seq_len: int) -> Bounds:

@@ -49,6 +49,7 @@ def described(options: LoaderOptions, order: OrderSpec, position: Position) -> d
         "blank_captions": shards.blank_captions,
         "keep": [*options.keeps],
         "bucketing": batches.bucketing,
+        "cost": batches.cost if batches.cost is None or isinstance(batches.cost, str) else "of functions",
         "sources of a batch": batches.sources,
         "batch_policy": _kind(batches.batch_policy),
         "steps": order.table,

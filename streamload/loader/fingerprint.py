@@ -28,6 +28,8 @@ from streamload.transforms.plan import ImagePlan, NotRecognised, clip_plan
 
 _ALWAYS = ("preprocess", "patches", "map_sample", "collate", "tokenizer", "prepare")
 """Parts of every fingerprint, empty if not given, so that giving one later is a difference."""
+_COST = "cost"
+"""What the names of parts begin with that say what a sample costs."""
 UNKNOWN = "unknown"
 """Stands for a transform or tokenizer that nothing stable identifies; it is compared with nothing."""
 
@@ -52,6 +54,8 @@ def rows_fingerprint(options: LoaderOptions) -> dict[str, str]:
         fingerprint |= _tokenizer(options.tokenizer)
     if options.join is not None:
         fingerprint["join"] = options.join.table.version
+    if options.batches.cost is not None:
+        fingerprint |= _costs(options.batches.cost)
     return fingerprint
 
 
@@ -111,28 +115,43 @@ def _function(name: str, function: Any) -> dict[str, str]:
     return {name: UNKNOWN} if parts is None else {name: "a function", **parts}
 
 
+def _costs(option: object) -> dict[str, str]:
+    from streamload.batching.equal_costs import read_costs
+
+    parts: dict[str, str] = {}
+    for number, cost in enumerate(read_costs(option)):
+        name = f"{_COST} {number}"
+        parts |= {name: f"the fact {cost!r}"} if isinstance(cost, str) else _function(name, cost)
+    return parts
+
+
 def _changing_recipe(prepare: str | None) -> str:
     """The recipe of prepared images if these have other pixels than the originals; else ""."""
     return "" if prepare in (None, "raw", "auto") else prepare
 
 
-def has_other_lengths(options: LoaderOptions, state: Mapping[str, Any], ours: Mapping[str, str]) -> bool:
-    """True if steps are planned by token counts, and captions may have others than in a state's run.
+def has_other_costs(options: LoaderOptions, state: Mapping[str, Any], ours: Mapping[str, str]) -> bool:
+    """True if steps are planned by what samples cost, and that may be another number than in a state's run.
 
     Args:
         options: of the loader that resumes.
         state, ours: as for `compared_rows`.
     """
-    if not any(TOKENS in extension.facts for extension in options.extensions):
-        return False
-    names = ["tokenizer"]
-    if options.shards.text_key is not None and JOINED in KeySpec.parse(options.shards.text_key).extensions:
-        names.append("join")
     saved = state[FINGERPRINT]
+    names = {name for name in (*saved, *ours) if name.startswith(_COST)}
+    if any(TOKENS in extension.facts for extension in options.extensions):
+        names |= {"tokenizer"} & ours.keys()
+        key = options.shards.text_key
+        if key is not None and JOINED in KeySpec.parse(key).extensions:
+            names |= {"join"} & ours.keys()
     return any(
-        UNKNOWN not in (before := saved.get(name, UNKNOWN), ours[name]) and before != ours[name]
+        UNKNOWN
+        not in (
+            before := saved.get(name, "" if name.startswith(_COST) else UNKNOWN),
+            now := ours.get(name, ""),
+        )
+        and before != now
         for name in names
-        if name in ours
     )
 
 

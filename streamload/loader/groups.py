@@ -379,6 +379,10 @@ class Batches(Group):
             each sample still comes once in a pass, but a batch's samples are alike. Lengths are known
             before samples are decoded; a group's ranks have one plan, and groups agree on shapes where
             torch.distributed joins them. None: in the order of the run.
+        cost: what a sample costs, known before it is decoded: the name of a fact, a pure function of the
+            index entry, as `keep` gets it, or two of these, of text and of images. All ranks have
+            `batch_size` rows as ever, and theirs cost about the same in each step; each has rows of all
+            costs. None: in the order of the run.
         microbatch: the rows of each part of `loader.microbatches(batch)`; None: all. "auto": as many as the
             device (CUDA, ROCm, or another of which torch tells the memory) has room for, found in the first
             steps by what parts take; the smallest size that is about as fast as the largest; the same on all
@@ -406,6 +410,7 @@ class Batches(Group):
     text_pad_multiple: int = 8
     text_columns: Sequence[str] = ()
     bucketing: Literal["step"] | int | None = None
+    cost: str | RateFunction | Sequence[str | RateFunction] | None = None
     microbatch: int | Literal["auto"] | None = None
     max_tokens: int | None = None
     sample_weight: Complexity | RateFunction | None = None
@@ -430,6 +435,10 @@ class Batches(Group):
                 "max_tokens= needs bucketing=, 'step' or a number of samples: by its plan all ranks have the "
                 "same parts"
             )
+        if self.cost is not None:
+            from streamload.batching.equal_costs import read_costs
+
+            read_costs(self.cost)
         if self.sample_weight is not None:
             from streamload.weights.sample import read_sample_weight
 

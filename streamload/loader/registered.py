@@ -112,6 +112,10 @@ def extensions_of(options: LoaderOptions) -> tuple[Extension, ...]:
         from streamload.batching.buckets import bucketing_of
 
         extensions.append(bucketing_of(options))
+    if batches.cost is not None:
+        from streamload.batching.equal_costs import EqualCosts, read_costs
+
+        extensions.append(EqualCosts(read_costs(batches.cost)))
     if options.workers.memory is not None:
         from streamload.batching.in_flight import memory_limits
 
@@ -126,6 +130,7 @@ def _check_own(extensions: Collection[Extension]) -> None:
         return
     from streamload.batching.bounds import PaddedRows
     from streamload.batching.buckets import Bucketing
+    from streamload.batching.equal_costs import EqualCosts
     from streamload.batching.in_flight import MemoryLimits
     from streamload.batching.modalities import RowsOfModalities
     from streamload.batching.retry import RetriedSteps
@@ -140,7 +145,7 @@ def _check_own(extensions: Collection[Extension]) -> None:
 
     built_in = (
         Mixing, BatchSizes, DeviceDecoding, RowWeights, PatchedImages, RowsOfModalities, PaddedRows,
-        RetriedSteps, Bucketing, MemoryLimits, StoredFeatures, JoinedRows, PlanPublication,
+        RetriedSteps, Bucketing, EqualCosts, MemoryLimits, StoredFeatures, JoinedRows, PlanPublication,
     )  # fmt: skip
     names = {KEEP, *(extension.name for extension in built_in)}
     for extension in extensions:

@@ -421,15 +421,13 @@ class RunSchedule:
             self.attempt = RunAttempt.parse(*json.loads(agreed))
         return self.attempt
 
-    def load(
-        self, state: Mapping[str, Any], moved: Mapping[str, str], has_other_lengths: bool = False
-    ) -> None:
+    def load(self, state: Mapping[str, Any], moved: Mapping[str, str], has_other_costs: bool = False) -> None:
         """Resume from a state.
 
         Args:
             state: of a rank, or of several, joined.
             moved: old → new URL prefixes of shards that were moved since.
-            has_other_lengths: whether captions that steps are planned by have other token counts.
+            has_other_costs: whether samples cost something else, by which steps are planned.
 
         Raises:
             StateMismatch: it is of another run.
@@ -460,7 +458,7 @@ class RunSchedule:
         position = of_ranks(
             self._options,
             self.topology,
-            from_block(self._options, saved, ours, position, has_other_lengths),
+            from_block(self._options, saved, ours, position, has_other_costs),
         )
         needed = set(own_groups(self._options, self.topology, ours.groups))
         check_fits(saved, ours, position, needed)

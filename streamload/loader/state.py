@@ -302,7 +302,7 @@ def check_options(saved: OrderSpec, ours: OrderSpec, position: Position, options
 
 
 def from_block(
-    options: LoaderOptions, saved: OrderSpec, ours: OrderSpec, position: Position, has_other_lengths: bool
+    options: LoaderOptions, saved: OrderSpec, ours: OrderSpec, position: Position, has_other_costs: bool
 ) -> Position:
     """Position to resume from with other blocks than the state's.
 
@@ -311,14 +311,14 @@ def from_block(
         saved: the state's order.
         ours: this loader's.
         position: the state's.
-        has_other_lengths: whether captions have other token counts, which plan other steps of a block.
+        has_other_costs: whether samples cost something else, which plans other steps of a block.
 
     Raises:
         StateMismatch: within a block, whose samples are planned together.
     """
     is_as_before = saved.parts == ours.parts or saved.sources_of != ours.sources_of
     has_same_blocks = saved.blocks == ours.blocks and (saved.blocks is None or is_as_before)
-    if has_same_blocks and not has_other_lengths:
+    if has_same_blocks and not has_other_costs:
         return position
     place, sizes = position.position, position.batch_sizes
     if saved.blocks is not None:
@@ -327,8 +327,8 @@ def from_block(
         block, batch = steps.block(place), steps.at(place).batch
         if block is not None and block.begin != place:
             raise StateMismatch(
-                f"the state is from within a block of bucketing=, which ends in "
-                f"{(block.end - place) // batch} steps: go on with the same bucketing=, captions, tokenizer "
+                f"the state is from within a block of bucketing= or cost=, which ends in "
+                f"{(block.end - place) // batch} steps: go on with the same of them, captions, tokenizer "
                 f"and global batch size ({batch}) until then, with as many ranks if sources='rank', or "
                 f"resume from a state between two blocks"
             )

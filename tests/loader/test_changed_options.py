@@ -258,6 +258,12 @@ def rows(data: Path, place: Path) -> dict[str, Row]:
         ),
         "batches.sources": refused("sources='mixed'.*'step'", sources, **of_sources(data), sources="step"),
         "batches.bucketing": honoured(same_steps_in_another_order, LONGEST, bucketing="step"),
+        "batches.cost": honoured(
+            lambda batches, plain: (
+                keys(batches) != keys(plain) and len(set(keys(batches))) == len(keys(plain))
+            ),
+            cost="width",
+        ),
         "batches.microbatch": same(microbatch=2),
         "batches.max_tokens": same({**LONGEST, "bucketing": "step"}, max_tokens=64),
         "batches.sample_weight": honoured(
