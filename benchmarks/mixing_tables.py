@@ -27,11 +27,11 @@ def policies(result: Result) -> str:
 
 
 def clip(result: Result) -> str:
-    """By seed, the held-out losses with `Progress` and with fixed weights, and the samples of each source."""
+    """By seed and contender, the held-out losses and the samples of each source."""
     rows = []
     by = {(row["label"], row["round"]): row for row in result["rounds"]}
     for seed in result["seeds"]:
-        for name in ("fixed", "progress"):
+        for name in result["medians"]:
             one = by[name, seed]
             losses = [one["held_out_loss"], one["without_noise"], *one["losses"].values()]
             shares = (f"{taken / sum(one['samples'].values()):.0%}" for taken in one["samples"].values())
