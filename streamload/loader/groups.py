@@ -373,20 +373,17 @@ class Batches(Group):
         text_columns: what output="hf" has of captions beside ids and mask. "labels": int64[N, L], the ids
             with -100 for padding, as models of transformers take them to predict a caption. "length":
             int64[N], how many ids aren't padding.
-        bucketing: puts rows of about the same length together. "step": within each step, whose rows stay the
-            same, so that parts of it (microbatches) and ranks have alike ones. A number: within each block of
-            about so many samples of the run, up to 65,536, whose samples make its steps in a random order;
-            each sample still comes once in a pass, but a batch's samples are alike. Lengths are known
-            before samples are decoded; a group's ranks have one plan, and groups agree on shapes where
-            torch.distributed joins them. None: in the order of the run.
-        cost: what a sample costs, known before it is decoded: the name of a fact, a pure function of the
-            index entry, as `keep` gets it, or two of these, of text and of images. All ranks have
-            `batch_size` rows as ever, and theirs cost about the same in each step; each has rows of all
-            costs. None: in the order of the run.
+        bucketing: puts rows of about the same length together (docs/guides/batches.md). "step": within each
+            step, whose rows stay the same, so that parts of it (microbatches) and ranks have alike ones. A
+            number: within each block of about so many samples, up to 65,536, whose samples make its steps in
+            a random order. None: in the order of the run.
+        cost: of a sample, by which the rows of each rank cost about the same in each step: the name of a
+            fact, a pure function of the index entry, as `keep` gets it, or two of these, of text and of
+            images (docs/guides/equal-costs.md). None: in the order of the run.
         microbatch: the rows of each part of `loader.microbatches(batch)`; None: all. "auto": as many as the
             device (CUDA, ROCm, or another of which torch tells the memory) has room for, found in the first
-            steps by what parts take; the smallest size that is about as fast as the largest; the same on all
-            ranks. A step may begin again where memory runs out all the same: `Microbatches.attempts`.
+            steps; the smallest size that is about as fast as the largest; the same on all ranks. A step may
+            begin again where memory runs out all the same: `Microbatches.attempts`.
         sample_weight: the weight of each row in the loss, which comes with the batch as `weight` float32[N]
             (with output="tuple" the element after images, texts and labels) and changes nothing else:
             streamload.complexity(…), or a function of the index entry, as `keep` gets it, that returns a
@@ -435,10 +432,6 @@ class Batches(Group):
                 "max_tokens= needs bucketing=, 'step' or a number of samples: by its plan all ranks have the "
                 "same parts"
             )
-        if self.cost is not None:
-            from streamload.batching.equal_costs import read_costs
-
-            read_costs(self.cost)
         if self.sample_weight is not None:
             from streamload.weights.sample import read_sample_weight
 
