@@ -17,7 +17,7 @@ from streamload.cache.selection import RateFunction, number_of
 from streamload.errors import OptionError
 from streamload.extension import Extension, WorkerPart
 from streamload.order.steps import Split
-from streamload.shards.columns import BUILT_IN
+from streamload.shards.columns import BUILT_IN, LISTED
 from streamload.worker.messages import EpochStart
 from streamload.worker.reader import Reader
 
@@ -73,7 +73,7 @@ class EqualCosts(Extension):
         ):
             if is_given:
                 raise OptionError(f"cost= plans which rows a step has: it can't be combined with {name}")
-        facts = {*(options.shards.facts or ()), *BUILT_IN}
+        facts = {*options.columns, *BUILT_IN} - {LISTED}
         for cost in self.costs:
             if isinstance(cost, str) and cost not in facts:
                 raise OptionError(

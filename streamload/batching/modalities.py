@@ -42,6 +42,7 @@ class RowsOfModalities(Extension):
             "features=": bool(options.features),
             "prepare=": options.images.prepare is not None,
             "bucketing=": options.batches.bucketing is not None,
+            "cost=": options.batches.cost is not None,
             "sources='rank'": options.batches.sources == "rank",
             "microbatch=": options.batches.microbatch is not None,
         }

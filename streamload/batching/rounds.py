@@ -20,9 +20,13 @@ from streamload.batching.copies import Origins
 from streamload.order.hashing import stream
 
 Shares = NDArray[np.int64]
-"""int64[rows, 2]: costs on one scale for both, on which 2^32 is the mean, if that isn't 0."""
-_ONE = 1 << 32
+"""int64[rows, 2]: costs on one scale for both, on which 2^42 is the mean, if that isn't 0."""
+_ONE = 1 << 42
 _FINEST = 2.0**30
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+"""2^64 ÷ the golden ratio: multiples of it spread evenly, whichever part of them is looked at."""
+_NEAR = 8
+"""Rounds on either side in which a row of about the same cost is looked for."""
 _MOST_CELLS, _LEAST_ROWS = 64, 8
 """Cells of a step, and rows of a cell: more and smaller ones differ more, fewer leave ranks less alike."""
 
@@ -35,10 +39,10 @@ def alike(costs: NDArray[np.float64], steps: int, key: int, origins: Origins) ->
         steps: of the block; divides the rows.
         key: of the block: decides which steps come when.
         origins: of the rows. Cells have as many rows of each source, but for one or two; second rows of a
-            sample are in other steps.
+            sample are in other steps, as far as rows of about their cost can be exchanged.
 
     Returns:
-        int64[steps, rows ÷ steps]: for each step its rows.
+        int64[steps, rows ÷ steps]: for each step its rows; any part of them has rows of all costs.
     """
     size = len(costs) // steps
     count = _cells(size)
@@ -48,6 +52,7 @@ def alike(costs: NDArray[np.float64], steps: int, key: int, origins: Origins) ->
     by_load = np.argsort(loads, kind="stable").reshape(steps, count)
     planned = rounds[:, by_load].transpose(1, 0, 2)  # steps, rows of a cell, cells
     _part(planned, origins.samples)
+    planned = planned[:, _spread(planned.shape[1])]
     turns = np.argsort(stream(key, np.arange(steps)), kind="stable")
     return np.ascontiguousarray(planned[turns]).reshape(steps, size)
 
@@ -61,19 +66,27 @@ def dealt_alike(costs: NDArray[np.float64], sizes: NDArray[np.int64], taker: int
         taker: one of these n.
 
     Returns:
-        int64[m]: the places of its rows, ascending.
+        int64[m]: the places of its rows; any part of them has rows of all costs.
     """
     takers = np.flatnonzero(sizes)
     if not sizes[taker]:
         return np.empty(0, np.int64)
     shares, place = _shares(costs), int(np.searchsorted(takers, taker))
-    if len(takers) == _cells(len(costs)) and len(costs) == len(takers) * sizes[taker]:
-        return np.arange(place, len(costs), len(takers))  # a cell of the plan
     if len(set(sizes[takers].tolist())) == 1:
-        return np.sort(_in_rounds(shares, None, len(takers))[:, place])
-    times = [(np.arange(size) + 0.5) / size for size in sizes[takers].tolist()]
-    in_order = np.repeat(takers, sizes[takers])[np.argsort(np.concatenate(times), kind="stable")]
-    return np.sort(_costliest_first(shares, None)[in_order == taker])
+        if len(takers) == _cells(len(costs)):
+            return np.arange(place, len(costs), len(takers))  # a cell of the plan
+        rows = _in_rounds(shares, None, len(takers))[:, place]
+    else:
+        times = [(np.arange(size) + 0.5) / size for size in sizes[takers].tolist()]
+        in_order = np.repeat(takers, sizes[takers])[np.argsort(np.concatenate(times), kind="stable")]
+        rows = _costliest_first(shares, None)[in_order == taker]
+    spread: NDArray[np.int64] = rows[_spread(len(rows))]
+    return spread
+
+
+def _spread(count: int) -> NDArray[np.int64]:
+    """An order of the first numbers in which any part has small and large ones."""
+    return np.argsort(np.arange(count, dtype=np.uint64) * _GOLDEN, kind="stable")
 
 
 def _in_rounds(shares: Shares, sources: NDArray[np.int64] | None, cells: int) -> NDArray[np.int64]:
@@ -140,12 +153,15 @@ def _part(planned: NDArray[np.int64], samples: NDArray[np.int64]) -> None:
         for sample in [sample for sample, count in counts.items() if count > 1]:
             for place in np.argwhere(samples[planned[step]] == sample)[1:].tolist():
                 others = [other for other, there in enumerate(held) if not there[sample]]
-                nearest = sorted(range(planned.shape[1]), key=lambda other: abs(other - place[0]))
-                for other, round_ in itertools.product(others, nearest):
+                if not others:
+                    break
+                near = sorted(
+                    range(max(0, place[0] - _NEAR), min(planned.shape[1], place[0] + _NEAR + 1)),
+                    key=lambda other: abs(other - place[0]),
+                )
+                for other, round_ in itertools.product(others, near):
                     there = samples[planned[other, round_]].tolist()
-                    cell = next(
-                        (cell for cell, other_sample in enumerate(there) if not counts[other_sample]), None
-                    )
+                    cell = next((cell for cell, resident in enumerate(there) if not counts[resident]), None)
                     if cell is not None:
                         places = [step, other], [place[0], round_], [place[1], cell]
                         planned[places] = planned[places][::-1]

@@ -84,7 +84,7 @@ class PlanRule(Protocol):
             rank: this one.
 
         Returns:
-            The places of its rows, int64[m], ascending; and the room for each of them, int32[m, 2], alike for
+            The places of its rows, int64[m]; and the room for each of them, int32[m, 2], alike for
             all ranks if all get equally many, None: any.
         """
         ...

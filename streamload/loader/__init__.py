@@ -228,7 +228,7 @@ def _facts(
     shards: Shards, batches: Batches, tokenizer: Any, join: JoinedRows | None
 ) -> tuple[Mapping[str, Column], Repeat | None]:
     """The columns of facts that something may ask for, and how often samples are used."""
-    asks = (shards.facts, shards.repeat, batches.sample_weight, batches.extensions or None)
+    asks = (shards.facts, shards.repeat, batches.sample_weight, batches.cost, batches.extensions or None)
     if all(value is None for value in asks) and (join is None or not join.own_facts):
         return {}, None
     from streamload.facts.recipes import joined_facts, read_facts, read_repeat

@@ -17,7 +17,7 @@ import torch
 
 from streamload.batches.tokenize import adapt_tokenizer
 from streamload.cache.selection import KeySpec
-from streamload.errors import StateMismatch
+from streamload.errors import OptionError, StateMismatch
 from streamload.loader.options import LoaderOptions
 from streamload.loader.state import FINGERPRINT
 from streamload.shards.columns import TOKENS
@@ -76,7 +76,9 @@ def compared_rows(state: Mapping[str, Any], ours: Mapping[str, str], is_strict: 
     differences = [
         f"{name} was {saved[name] or 'none'!s:.120} and is {value or 'none':.120}"
         for name, value in ours.items()
-        if saved.get(name, UNKNOWN) not in (value, UNKNOWN) and value != UNKNOWN
+        if saved.get(name, UNKNOWN) not in (value, UNKNOWN)
+        and value != UNKNOWN
+        and not name.startswith(_COST)
     ]
     if not differences:
         return ""
@@ -121,7 +123,13 @@ def _costs(option: object) -> dict[str, str]:
     parts: dict[str, str] = {}
     for number, cost in enumerate(read_costs(option)):
         name = f"{_COST} {number}"
-        parts |= {name: f"the fact {cost!r}"} if isinstance(cost, str) else _function(name, cost)
+        known = {name: f"the fact {cost!r}"} if isinstance(cost, str) else _function(name, cost)
+        if known[name] == UNKNOWN:
+            raise OptionError(
+                f"cost={cost!r:.100} holds what can't be compared with that of a state, whose plan goes on: "
+                f"give a function of plain values, or the name of a fact"
+            )
+        parts |= known
     return parts
 
 
@@ -138,21 +146,25 @@ def has_other_costs(options: LoaderOptions, state: Mapping[str, Any], ours: Mapp
         state, ours: as for `compared_rows`.
     """
     saved = state[FINGERPRINT]
-    names = {name for name in (*saved, *ours) if name.startswith(_COST)}
+    if _kinds_of_costs(saved) != _kinds_of_costs(ours):
+        return True
+    names = {name for name in saved if name.startswith(_COST)}  # a function's has the version of Python
     if any(TOKENS in extension.facts for extension in options.extensions):
-        names |= {"tokenizer"} & ours.keys()
+        names.add("tokenizer")
         key = options.shards.text_key
         if key is not None and JOINED in KeySpec.parse(key).extensions:
-            names |= {"join"} & ours.keys()
+            names.add("join")
     return any(
-        UNKNOWN
-        not in (
-            before := saved.get(name, "" if name.startswith(_COST) else UNKNOWN),
-            now := ours.get(name, ""),
-        )
-        and before != now
+        UNKNOWN not in (before := saved.get(name, UNKNOWN), current := ours.get(name, UNKNOWN))
+        and before != current
         for name in names
     )
+
+
+def _kinds_of_costs(fingerprint: Mapping[str, str]) -> dict[str, str]:
+    """The facts, or that there are functions, by which steps are planned."""
+    names = (f"{_COST} {number}" for number in range(2))
+    return {name: fingerprint[name] for name in names if name in fingerprint}
 
 
 def _tokenizer(tokenizer: Any) -> dict[str, str]:

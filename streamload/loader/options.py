@@ -45,8 +45,8 @@ MAIN_GUARD = (
 )
 _PICKLED = (
     "tokenizer", "preprocess", "shards.keep", "shards.facts", "repeat", "shards.storage_options",
-    "batches.sample_weight", "batches.extensions", "workers.map_sample", "workers.collate",
-    "cache.shared_options",
+    "batches.sample_weight", "batches.cost", "batches.extensions", "workers.map_sample",
+    "workers.collate", "cache.shared_options",
 )  # fmt: skip
 """The user's own objects, which are sent to the workers."""
 

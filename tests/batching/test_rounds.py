@@ -85,6 +85,24 @@ def test_ranks_cost_about_the_same_and_lengths_leave_no_trace_in_steps(kind, ran
     assert abs(np.mean(traces)) <= 0.02
 
 
+@pytest.mark.parametrize("sizes", [[9, 10, 8], [10, 9, 8], [0, 9, 9, 9], [1, 26], [27], [8, 0, 9, 10]])
+def test_ranks_of_unequal_parts_get_each_row_once(sizes: list[int]) -> None:
+    costs = documents(27)
+    dealt = [dealt_alike(costs, np.array(sizes), rank) for rank in range(len(sizes))]
+    assert [len(places) for places in dealt] == sizes
+    assert sorted(np.concatenate(dealt).tolist()) == list(range(27))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_parts_of_a_ranks_rows_cost_about_the_same(ranks: int) -> None:
+    """Microbatches of a quarter of 64 rows."""
+    costs = captions(16 * ranks * 64)
+    step = alike(costs, 16, 7, one_source(len(costs)))[3]
+    rows = step[dealt_alike(costs[step], np.full(ranks, 64), 0)]
+    parts = costs[rows].sum(axis=1).reshape(4, 16).sum(axis=1)
+    assert parts.max() / parts.mean() < 1.15
+
+
 @given(
     steps=st.integers(2, 16), size=st.integers(2, 40), few=st.integers(1, 12), seed=st.integers(0, 999)
 )  # fmt: skip

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import json
 import math
 import random
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +19,7 @@ import torch
 import streamload
 from streamload import Batches, Entry, Images, Order, Patches, Shards, Source, Workers
 from streamload.errors import DatasetChanged, OptionError, StateMismatch
+from streamload.loader.state import FINGERPRINT, sealed
 from streamload.testing.shards import ShardOptions, write_shards
 
 STEP, COUNTS = 16, [90, 51, 123, 72, 60]
@@ -167,6 +171,13 @@ def test_random_runs_resume_exactly_from_any_step_on_other_layouts(tmp_path: Pat
             assert keys_of(begun + rest) == keys_of(whole), (attempt, stop, options)
 
 
+def long_by(lock: Any, entry: Entry) -> float:
+    return long(entry)
+
+
+SPAWNED = Workers(multiprocessing_context="spawn")
+
+
 def zero(entry: Entry) -> float:
     return 0.0
 
@@ -184,6 +195,35 @@ def test_a_resume_within_a_block_goes_on_with_the_same_costs(data: Path, tmp_pat
     rest, _ = run(data, tmp_path, state=state, cost=wide)
     keys = [key for step in begun + rest for key in step.keys]
     assert len(set(keys)) == len(keys) == sum(COUNTS) // STEP * STEP
+
+
+@pytest.mark.parametrize(("groups", "ranks", "step"), [(4, 9, 108), (5, 12, 120), (5, 16, 160), (3, 2, 12)])
+def test_ranks_that_get_unequal_parts_of_groups_have_each_sample_once(
+    data: Path, tmp_path: Path, groups: int, ranks: int, step: int
+) -> None:
+    options = {"groups": groups, "step": step, "order": {"num_batches": 3}}
+    steps, _ = run(data, tmp_path, ranks, **options)
+    assert keys_of(steps) == keys_of(run(data, tmp_path, **options)[0])
+    assert len(set(steps[0].keys)) == step  # later ones have a small group's next pass, too
+
+
+@pytest.mark.parametrize("cost", ["image_bytes", ("caption_bytes", "image_bytes"), ["height"]])
+def test_all_built_in_facts_are_costs(data: Path, tmp_path: Path, cost: Any) -> None:
+    steps, _ = run(data, tmp_path, 2, cost=cost)
+    assert len({key for step in steps for key in step.keys}) == sum(COUNTS) // STEP * STEP
+
+
+def test_a_mid_block_resume_compares_facts_and_functions_but_no_other_python(
+    data: Path, tmp_path: Path
+) -> None:
+    _, states = run(data, tmp_path, most=6)
+    with pytest.raises(StateMismatch, match="within a block"):
+        run(data, tmp_path, state=states, cost="height")
+    (state,) = json.loads(json.dumps(states))
+    parts = state[FINGERPRINT]
+    (digest,) = (name for name in parts if name.startswith("cost 0") and name != "cost 0")
+    parts[digest.replace("3.", "4.")] = parts.pop(digest)  # of another Python
+    assert run(data, tmp_path, state=sealed(state))[0]
 
 
 def test_no_step_has_two_rows_of_a_sample_of_a_small_source(data: Path, tmp_path: Path) -> None:
@@ -239,8 +279,14 @@ def test_an_unknown_cost_is_an_error_that_names_the_sample(data: Path, tmp_path:
         ("two of these", {"cost": ()}),
         ("two of these", {"cost": 5}),
         ("3 groups", {"groups": 3}),
+        ("holds what can't be compared", {"cost": functools.partial(long_by, threading.Lock())}),
+        (
+            "cost= can't be sent to the workers",
+            {"cost": lambda entry: 1.0, "workers": SPAWNED, "num_workers": 1},
+        ),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Got pickle error")
 def test_what_it_cannot_do_is_refused(data: Path, tmp_path: Path, says: str, options: Any) -> None:
     with pytest.raises(OptionError, match=says):
         run(data, tmp_path, **options)
