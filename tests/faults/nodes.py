@@ -21,7 +21,8 @@ _CPUS = 2
 _BYTES_PER_SECOND = 1e5
 """Of each connection: a shard takes a second, so that a node is met at work."""
 _END_SECONDS = 240.0
-_RECOVERY_SECONDS = 15.0
+_RECOVERY_SECONDS = 20.0
+"""A lease counts as left after 15 s, and what looks at leases does so each second; a worker starts in some."""
 _QUICK = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "1000",
@@ -119,7 +120,7 @@ ROWS = [
         "node lost",
         "the raylet of a Ray node, or all of a node, killed in work; another node joins",
         "NBTCL",
-        "Every unit is done; work goes on in 15 s, on the nodes that are left and on the new one",
+        "Every unit is done; work goes on in 20 s, on the nodes that are left and on the new one",
         lost,
         count=20,
         short=1,
