@@ -22,7 +22,7 @@ _BYTES_PER_SECOND = 1e5
 """Of each connection: a shard takes a second, so that a node is met at work."""
 _END_SECONDS = 240.0
 _RECOVERY_SECONDS = 20.0
-"""A lease counts as left after 15 s, and what looks at leases does so each second; a worker starts in some."""
+"""A lease counts as left after 15 s at most; leases are looked at each second; a worker starts in some."""
 _QUICK = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "1000",
