@@ -20,7 +20,7 @@ RESULTS = HERE / "results"
 MOST_COMMITS = 400
 """A result is old after so many commits."""
 TO_MEASURE_AGAIN = {
-    *("arrival", "bucket_groups", "buckets", "facts", "faults", "features", "gpu_feed", "handover"),
+    *("arrival", "bucket_groups", "facts", "features", "gpu_feed", "handover"),
     *("handover_gpu", "mixing_policies", "naflex_step", "nodes", "prepared"),
     *("scale", "start", "strategies", "verification"),
 }
