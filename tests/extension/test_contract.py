@@ -25,6 +25,7 @@ from streamload import Source, complexity
 from streamload.batching import Measured, SizeDecided
 from streamload.batching.bounds import AgreedLengths, PaddedRows
 from streamload.batching.buckets import Bucketing, Buckets
+from streamload.batching.equal_costs import EqualCosts
 from streamload.batching.in_flight import InFlight, MemoryLimits
 from streamload.batching.modalities import RowsOfModalities
 from streamload.batching.padding import RowLengths
@@ -258,6 +259,11 @@ class TestAgreedLengths:
     def test_in_two_ranks(self, name, tmp_path):
         write_shards(tmp_path / "shards", [20, 14, 16, 20], seed=5)
         torch.multiprocessing.start_processes(run_in_rank, (name, tmp_path), nprocs=2, start_method="fork")
+
+
+class TestEqualCosts(TestBuckets):
+    asked = MappingProxyType({"cost": "width"})
+    kinds = (EqualCosts,)
 
 
 class TestRetriedSteps(FeatureContract):

@@ -25,6 +25,7 @@ from streamload.testing.shards import write_shards
 from tests.support import flat
 from tests.support.kills import Child, Stage
 from tests.support.mounts import CountingMount
+from tests.support.tiers import until
 
 COUNTS = [40] * 6
 FORK: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
@@ -109,6 +110,7 @@ def test_a_mount_that_stalls_in_one_shard_holds_up_no_other_and_not_the_end(
             for batch in loader:
                 got += batch["key"]
                 if len(got) == 3 * COUNTS[0]:
+                    until(mount.stalled)
                     break
         return got
 
