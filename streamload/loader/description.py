@@ -49,21 +49,12 @@ def described(options: LoaderOptions, order: OrderSpec, position: Position) -> d
         "blank_captions": shards.blank_captions,
         "keep": [*options.keeps],
         "bucketing": batches.bucketing,
-        "cost": _cost_names(batches.cost),
+        "cost": [cost if isinstance(cost, str) else "a function" for cost in batches.costs],
         "sources of a batch": batches.sources,
         "batch_policy": _kind(batches.batch_policy),
         "steps": order.table,
         "a window that opens slowly, as for remote shards": order.opens_slowly,
     }
-
-
-def _cost_names(cost: object) -> list[str] | None:
-    costs = [cost] if isinstance(cost, str) or callable(cost) else cost
-    return (
-        [part if isinstance(part, str) else "a function" for part in costs]
-        if isinstance(costs, Sequence)
-        else None
-    )
 
 
 def _described_shards(shards: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ or ids: the loader logs that, or refuses it (`Order(strict=True)`).
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -16,7 +16,7 @@ import simplejpeg
 import torch
 
 from streamload.batches.tokenize import adapt_tokenizer
-from streamload.cache.selection import KeySpec
+from streamload.cache.selection import KeySpec, RateFunction
 from streamload.errors import OptionError, StateMismatch
 from streamload.loader.options import LoaderOptions
 from streamload.loader.state import FINGERPRINT
@@ -54,9 +54,7 @@ def rows_fingerprint(options: LoaderOptions) -> dict[str, str]:
         fingerprint |= _tokenizer(options.tokenizer)
     if options.join is not None:
         fingerprint["join"] = options.join.table.version
-    if options.batches.cost is not None:
-        fingerprint |= _costs(options.batches.cost)
-    return fingerprint
+    return fingerprint | _costs(options.batches.costs)
 
 
 def compared_rows(state: Mapping[str, Any], ours: Mapping[str, str], is_strict: bool) -> str:
@@ -117,11 +115,9 @@ def _function(name: str, function: Any) -> dict[str, str]:
     return {name: UNKNOWN} if parts is None else {name: "a function", **parts}
 
 
-def _costs(option: object) -> dict[str, str]:
-    from streamload.batching.equal_costs import read_costs
-
+def _costs(costs: Iterable[str | RateFunction]) -> dict[str, str]:
     parts: dict[str, str] = {}
-    for number, cost in enumerate(read_costs(option)):
+    for number, cost in enumerate(costs):
         name = f"{_COST} {number}"
         known = {name: f"the fact {cost!r}"} if isinstance(cost, str) else _function(name, cost)
         if known[name] == UNKNOWN:

@@ -443,6 +443,15 @@ class Batches(Group):
                     f"bucketing={self.bucketing}; expected at most {LARGEST_BLOCK} samples, or 'step'"
                 )
 
+    @property
+    def costs(self) -> tuple[str | RateFunction, ...]:
+        """The costs of a sample: one, that of text and of images, or none."""
+        if self.cost is None:
+            return ()
+        from streamload.batching.equal_costs import read_costs
+
+        return read_costs(self.cost)
+
 
 GROUPS: dict[str, type[Group]] = {
     "shards": Shards,

@@ -113,9 +113,9 @@ def extensions_of(options: LoaderOptions) -> tuple[Extension, ...]:
 
         extensions.append(bucketing_of(options))
     if batches.cost is not None:
-        from streamload.batching.equal_costs import EqualCosts, read_costs
+        from streamload.batching.equal_costs import EqualCosts
 
-        extensions.append(EqualCosts(read_costs(batches.cost)))
+        extensions.append(EqualCosts(batches.costs))
     if options.workers.memory is not None:
         from streamload.batching.in_flight import memory_limits
 
