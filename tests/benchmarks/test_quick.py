@@ -528,4 +528,4 @@ def test_mixing_clip_trains_a_small_clip_with_fixed_weights_and_with_progress(tm
     assert [sum(each.values()) for each in samples] == [2 * 20 * 64] * 4
     assert [len(row["course"]) for row in result["rounds"]] == [2] * 4
     assert len(result["targets"]) == 2
-    assert report.tables_of({"mixing_clip": result})["mixing_clip"].count("\n") == 1 + 2
+    assert report.tables_of({"mixing_clip": result})["mixing_clip"].count("\n") == 1 + 4

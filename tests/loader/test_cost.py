@@ -140,13 +140,14 @@ def test_steps_do_not_depend_on_ranks_and_workers(
 
 
 @pytest.mark.deep
+@pytest.mark.timeout(400)
 def test_random_runs_resume_exactly_from_any_step_on_other_layouts(tmp_path: Path) -> None:
-    """Costs, mixing, groups, sizes, ranks and workers at random, 60 runs; three resumes each."""
+    """Costs, mixing, groups, sizes, ranks and workers at random, 24 runs; two resumes each."""
     numbers = random.Random(3)
     for name, counts in (("a", [40, 61]), ("b", [9]), ("c", [70])):
         options = ShardOptions(image_side=(8, 12), folder=name)
         write_shards(tmp_path / name, counts, seed=ord(name), options=options)
-    for attempt in range(60):
+    for attempt in range(24):
         names = numbers.sample("abc", numbers.choice([1, 1, 2, 3]))
         sources = [Source(str(tmp_path / name), name=name, weight=numbers.randint(1, 3)) for name in names]
         groups, step = numbers.choice([1, 1, 2, 4]), numbers.choice([8, 12, 16, 24])
@@ -163,7 +164,7 @@ def test_random_runs_resume_exactly_from_any_step_on_other_layouts(tmp_path: Pat
         assert len(whole) == options["order"]["num_batches"]
         for one in whole[8:] if names in (["a"], ["c"]) else []:  # blocks have several passes of it
             assert len(set(one.keys)) == step
-        for _ in range(3):
+        for _ in range(2):
             stop = numbers.randint(1, len(whole) - 1)
             layout = {"num_workers": numbers.choice([0, 0, 0, 2]), **options}
             begun, state = run(sources, tmp_path / "cache", numbers.choice(layouts), most=stop, **options)
