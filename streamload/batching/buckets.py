@@ -13,7 +13,7 @@ from streamload.batches.in_progress import Bounds
 from streamload.batching.cells import cells, cells_of_parts, dealt
 from streamload.batching.copies import Origins
 from streamload.batching.costs import RowCosts, row_costs_of
-from streamload.batching.steps import Costs, PlannedSampler, fitted
+from streamload.batching.steps import Costs, PlannedSampler, fitted, refuse_unequal_parts
 from streamload.errors import OptionError
 from streamload.extension import Extension, WorkerPart
 from streamload.order.steps import SourcesName, Split
@@ -67,11 +67,7 @@ class Bucketing(Extension):
 
     def refuse_split(self, split: Split) -> None:
         """Refuse unequal parts of a step for the groups of a run, and groups that can't agree."""
-        if split.batch % split.groups:
-            raise OptionError(
-                f"bucketing= needs steps of equal parts from each of the {split.groups} groups, and a step "
-                f"has {split.batch} samples: give a batch_size so that {split.groups} divides that"
-            )
+        refuse_unequal_parts(split, "bucketing=")
         few, many = sorted((split.groups, split.ranks))
         if self.sources == "rank" and many % few:
             raise OptionError(

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from streamload.batching.copies import Origins
 from streamload.batching.rounds import alike, dealt_alike
-from streamload.batching.steps import Costs, PlannedSampler
+from streamload.batching.steps import Costs, PlannedSampler, refuse_unequal_parts
 from streamload.cache.selection import RateFunction, number_of
 from streamload.errors import OptionError
 from streamload.extension import Extension, WorkerPart
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Cost = str | RateFunction
 """The name of a fact, or a pure function of the entry that returns a number."""
 _STEPS, _MOST_SAMPLES = 16, 1 << 16
-"""Of a block: with heavy tails fewer steps leave ranks less alike."""
+"""A block has so many steps, or fewer if it had more samples. Ranks are less alike in shorter ones."""
 
 
 def read_costs(option: object) -> tuple[Cost, ...]:
@@ -83,11 +83,7 @@ class EqualCosts(Extension):
 
     def refuse_split(self, split: Split) -> None:
         """Refuse unequal parts of a step for the groups of a run."""
-        if split.batch % split.groups:
-            raise OptionError(
-                f"cost= needs steps of equal parts from each of the {split.groups} groups, and a step has "
-                f"{split.batch} samples: give a batch_size so that {split.groups} divides that"
-            )
+        refuse_unequal_parts(split, "cost=")
 
     def block_steps(self, batch: int) -> int:
         """The steps of a block, of so many samples each."""

@@ -117,9 +117,9 @@ def _costliest_first(shares: Shares, sources: NDArray[np.int64] | None) -> NDArr
 
 def _matched(values: Shares, strips: int) -> NDArray[np.int64]:
     """Sort by the first column, cut that into strips, and sort these by the second."""
-    if strips == 1:
-        return np.argsort(values[:, 0], kind="stable")
     order = np.argsort(values[:, 0], kind="stable")
+    if strips == 1:
+        return order
     strip = np.arange(len(order)) * strips // len(order)
     return order[np.lexsort((values[order, 1], strip))]
 

@@ -13,7 +13,7 @@ import xxhash
 
 from streamload.batches.in_progress import Bounds
 from streamload.batching.copies import Origins
-from streamload.errors import NoValidSamples
+from streamload.errors import NoValidSamples, OptionError
 from streamload.order.hashing import BUCKETS, key
 from streamload.order.lanes import SAMPLE_BITS
 from streamload.order.steps import Block, Portion, Portions, Split, Steps
@@ -88,6 +88,19 @@ class PlanRule(Protocol):
             all ranks if all get equally many, None: any.
         """
         ...
+
+
+def refuse_unequal_parts(split: Split, option: str) -> None:
+    """Refuse steps to which groups give different numbers of samples.
+
+    Raises:
+        OptionError: it names the option that plans steps.
+    """
+    if split.batch % split.groups:
+        raise OptionError(
+            f"{option} needs steps of equal parts from each of the {split.groups} groups, and a step has "
+            f"{split.batch} samples: give a batch_size so that {split.groups} divides that"
+        )
 
 
 class BlockPlan(NamedTuple):
@@ -222,7 +235,7 @@ class BlockPlanner:
         return rows, spans
 
     def _costs(self, rows: Rows) -> Costs:
-        """Of each row, by its sample."""
+        """The costs of rows."""
         costs = np.empty((len(rows), 2))
         order = np.argsort(rows[:, 2], kind="stable")
         shards = rows[order, 2]

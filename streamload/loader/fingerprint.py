@@ -7,7 +7,7 @@ or ids: the loader logs that, or refuses it (`Order(strict=True)`).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -16,7 +16,7 @@ import simplejpeg
 import torch
 
 from streamload.batches.tokenize import adapt_tokenizer
-from streamload.cache.selection import KeySpec, RateFunction
+from streamload.cache.selection import KeySpec
 from streamload.errors import OptionError, StateMismatch
 from streamload.loader.options import LoaderOptions
 from streamload.loader.state import FINGERPRINT
@@ -54,7 +54,7 @@ def rows_fingerprint(options: LoaderOptions) -> dict[str, str]:
         fingerprint |= _tokenizer(options.tokenizer)
     if options.join is not None:
         fingerprint["join"] = options.join.table.version
-    return fingerprint | _costs(options.batches.costs)
+    return fingerprint | _costs(options)
 
 
 def compared_rows(state: Mapping[str, Any], ours: Mapping[str, str], is_strict: bool) -> str:
@@ -115,17 +115,21 @@ def _function(name: str, function: Any) -> dict[str, str]:
     return {name: UNKNOWN} if parts is None else {name: "a function", **parts}
 
 
-def _costs(costs: Iterable[str | RateFunction]) -> dict[str, str]:
+def _costs(options: LoaderOptions) -> dict[str, str]:
     parts: dict[str, str] = {}
-    for number, cost in enumerate(costs):
+    for number, cost in enumerate(options.batches.costs):
         name = f"{_COST} {number}"
-        known = {name: f"the fact {cost!r}"} if isinstance(cost, str) else _function(name, cost)
-        if known[name] == UNKNOWN:
+        if isinstance(cost, str):
+            column = options.columns.get(cost)
+            parts[name] = f"the fact {cost!r} {'' if column is None else column.digest}"
+            continue
+        described = _function(name, cost)
+        if described[name] == UNKNOWN:
             raise OptionError(
                 f"cost={cost!r:.100} holds what can't be compared with that of a state, whose plan goes on: "
                 f"give a function of plain values, or the name of a fact"
             )
-        parts |= known
+        parts |= described
     return parts
 
 

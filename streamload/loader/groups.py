@@ -382,15 +382,17 @@ class Batches(Group):
             images (docs/guides/equal-costs.md). None: in the order of the run.
         microbatch: the rows of each part of `loader.microbatches(batch)`; None: all. "auto": as many as the
             device (CUDA, ROCm, or another of which torch tells the memory) has room for, found in the first
-            steps; the smallest size that is about as fast as the largest; the same on all ranks. A step may
-            begin again where memory runs out all the same: `Microbatches.attempts`.
+            steps by what parts take; the smallest size that is about as fast as the largest; the same on all
+            ranks. A step may begin again where memory runs out all the same: `Microbatches.attempts`.
         sample_weight: the weight of each row in the loss, which comes with the batch as `weight` float32[N]
-            (with output="tuple" the element after images, texts and labels): streamload.complexity(…), or a
-            pure function of the index entry that returns a number from 0, or None for 1.
+            (with output="tuple" the element after images, texts and labels) and changes nothing else:
+            streamload.complexity(…), or a function of the index entry, as `keep` gets it, that returns a
+            number from 0 (None: unknown, 1). It has to be pure (docs/guides/mixing.md).
         max_tokens: of each part at most, ids and patches with their padding; it needs bucketing=, by which
             all ranks know each other's lengths, and room for the longest row. None: any number.
         batch_policy: changes the batch size during a training (docs/guides/batches.md): an object such as
-            ThroughputBalanced(least=64, most=512), or a function that returns a size. None: it stays.
+            ThroughputBalanced(least=64, most=512), or a function of what was measured that returns a size or
+            None. None: it stays, but for set_batch_size.
         features: outputs of frozen modules for each sample, computed once, by name: `{"vit": module}`, or
             Features for more options. `module(batch)` is its output (docs/guides/compute-once.md).
         extensions: features of your own that add values to batches and keys to states

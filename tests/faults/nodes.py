@@ -22,7 +22,7 @@ _BYTES_PER_SECOND = 1e5
 """Of each connection: a shard takes a second, so that a node is met at work."""
 _END_SECONDS = 240.0
 _RECOVERY_SECONDS = 20.0
-"""A lease counts as left after 15 s at most; leases are looked at each second; a worker starts in some."""
+"""A lease counts as left 10 s after the last heartbeat that was seen; then a worker takes the task."""
 _QUICK = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "1000",
