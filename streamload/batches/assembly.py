@@ -222,7 +222,7 @@ class _CaptionedBatch:
                 self._images.drop_last()
             raise
 
-    def finish(self, bounds: Bounds | None = None) -> dict[str, Any]:
+    def finish(self, bounds: Bounds | None = None, parts: Sequence[int] | None = None) -> dict[str, Any]:
         keys, urls = [row.key for row in self._added], [row.url for row in self._added]
         try:
             values = self._values(keys, bounds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from streamload.batches.in_progress import Allocate
 
 _STACKED = (torch.Tensor, np.ndarray, np.generic, bool, int, float)
 """Types that become a tensor if all values of a batch are alike."""
+_CELL = "cell "
+"""What the names of a cell's values begin with while a batch is on its way."""
 
 
 def collate(samples: Sequence[Mapping[str, Any]], allocate: Allocate) -> dict[str, Any]:
@@ -143,6 +146,38 @@ def unnamed(values: Mapping[str, Any], extra: Mapping[str, Any]) -> Any:
     if next(iter(values), "") != "[0]":
         return {**values, **extra}
     return (*values.values(), extra) if extra else tuple(values.values())
+
+
+def in_cells(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The values of a batch that is collated by the cell, as `named` returned them, for `cells_of`."""
+    return {cell_name(place, name): value for place, cell in enumerate(cells) for name, value in cell.items()}
+
+
+def cell_name(cell: int, name: str) -> str:
+    """The name of a cell's value while a batch is on its way."""
+    return f"{_CELL}{cell}.{name}"
+
+
+def cells_of(
+    values: Mapping[str, Any], origins: Mapping[str, Sequence[str]], rows: Sequence[int]
+) -> list[Any]:
+    """Undo `in_cells`: a list of what `collate=` returned, each with its part of `origins`.
+
+    Args:
+        values: of the batch.
+        origins: lists with an element for each row.
+        rows: of each cell.
+    """
+    cells: list[dict[str, Any]] = [{} for _ in rows]
+    for name, value in values.items():
+        place, _, own = name.removeprefix(_CELL).partition(".")
+        cells[int(place)][own] = value
+    stops = list(itertools.accumulate(rows, initial=0))
+    of_cells = [
+        {name: origin[first:stop] for name, origin in origins.items()}
+        for first, stop in itertools.pairwise(stops)
+    ]
+    return [unnamed(cell, extra) for cell, extra in zip(cells, of_cells, strict=True)]
 
 
 def _form(value: Any) -> str:

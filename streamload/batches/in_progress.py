@@ -182,11 +182,12 @@ class BatchInProgress(Protocol):
         """
         ...
 
-    def finish(self, bounds: Bounds | None = None) -> dict[str, Any]:
+    def finish(self, bounds: Bounds | None = None, parts: Sequence[int] | None = None) -> dict[str, Any]:
         """The values of the samples that were added, with the lists `__key__` and `__url__`.
 
         Args:
             bounds: int32[N, 2], room for the tokens and patches of each row, on other ranks as here.
+            parts: the rows of each part that `collate=` gets by itself; None: it gets all at once.
         """
         ...
 

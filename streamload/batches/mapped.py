@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-from streamload.batches.collate import collate, named
+from streamload.batches.collate import collate, in_cells, named
 from streamload.batches.draws import UserDraws
 from streamload.batches.images import BatchImages
 from streamload.batches.in_progress import (
@@ -119,19 +120,23 @@ class MappedBatch:
             )
         return value
 
-    def finish(self, bounds: Bounds | None = None) -> dict[str, Any]:
+    def finish(self, bounds: Bounds | None = None, parts: Sequence[int] | None = None) -> dict[str, Any]:
         """The collated results, with keys and URLs."""
         try:
-            values = self._collated() if self._values else {}
+            values = self._collated(parts) if self._values else {}
         except Exception as exc:
             add_note(exc, in_batch(self._keys))
             raise
         return {**values, "__key__": self._keys, "__url__": self._urls}
 
-    def _collated(self) -> dict[str, Any]:
+    def _collated(self, parts: Sequence[int] | None) -> dict[str, Any]:
         if self._collate is not None:
             self._generators.seed(self._seed ^ _COLLATE_SEED)
-            return named(self._collate(self._values))
+            if parts is None:
+                return named(self._collate(self._values))
+            stops = itertools.accumulate(parts, initial=0)
+            cells = [self._values[first:stop] for first, stop in itertools.pairwise(stops)]
+            return in_cells([named(self._collate(cell)) for cell in cells])
         stacked = {}
         if self._images is not None:
             for name in self._values[0]:

@@ -30,17 +30,18 @@ _STEPS, _MOST_SAMPLES = 16, 1 << 16
 """A block has so many steps, or fewer if it had more samples. Ranks are less alike in shorter ones."""
 
 
-def read_costs(option: object) -> tuple[Cost, ...]:
-    """The one or two costs of `Batches(cost=…)`.
+def read_costs(option: object, most: int = 2) -> tuple[Cost, ...]:
+    """The one or two costs of `Batches(cost=…)`, or three where cells are packed by them.
 
     Raises:
         OptionError: it is something else.
     """
     costs = tuple(option) if isinstance(option, Sequence) and not isinstance(option, str) else (option,)
-    if len(costs) not in (1, 2) or not all(isinstance(cost, str) or callable(cost) for cost in costs):
+    if not 1 <= len(costs) <= most or not all(isinstance(cost, str) or callable(cost) for cost in costs):
         raise OptionError(
             f"cost={option!r:.100}; expected the name of a fact, a function of a sample's index entry that "
-            f"returns a number, or two of these: of text and of images"
+            f"returns a number, or two of these: of text and of images; or three, with max_tokens= or "
+            f"max_patches=: the last is what a sample takes"
         )
     return costs
 
@@ -80,6 +81,14 @@ class EqualCosts(Extension):
                     f"cost={cost!r} is no fact of this run; expected one of {', '.join(sorted(facts))} "
                     f"(Shards(facts=…) adds to these), or a function of a sample's index entry"
                 )
+
+    def planned_by(self, options: LoaderOptions) -> Sequence[str | RateFunction]:
+        """The costs, each a fact with its definition, or a function."""
+        digests = {name: column.digest for name, column in options.columns.items()}
+        return [
+            f"the fact {cost!r} {digests.get(cost, '')}" if isinstance(cost, str) else cost
+            for cost in self.costs
+        ]
 
     def refuse_split(self, split: Split) -> None:
         """Refuse unequal parts of a step for the groups of a run."""
@@ -123,30 +132,8 @@ class LikeCosts:
     of_sample: tuple[Cost, ...]
 
     def costs(self, reader: Reader, shard: int, numbers: npt.NDArray[np.int64]) -> Costs:
-        """The costs of samples of a shard.
-
-        Raises:
-            OptionError: one is unknown or negative; it names the sample.
-        """
-        names = [cost for cost in self.of_sample if isinstance(cost, str)]
-        facts = reader.facts(shard, numbers, names) if names else {}
-        entries = reader.entries(shard, numbers.tolist()) if len(names) < len(self.of_sample) else []
-        costs = np.zeros((len(numbers), 2))
-        for column, cost in enumerate(self.of_sample):
-            if isinstance(cost, str):
-                costs[:, column] = facts[cost]
-            else:
-                costs[:, column] = [number_of("cost", cost, entry) for entry in entries]
-            unusable = np.flatnonzero(~(costs[:, column] >= 0) | (costs[:, column] == math.inf))
-            if len(unusable):
-                place = int(unusable[0])
-                entry = reader.entries(shard, [int(numbers[place])])[0]
-                raise OptionError(
-                    f"cost={cost if isinstance(cost, str) else 'a function'} is {costs[place, column]:g} for "
-                    f"sample {entry.key!r}; expected a number from 0: leave out samples of which it is "
-                    f"unknown, Shards(keep=…), or give a function that has a number for all"
-                )
-        return costs
+        """The costs of samples of a shard."""
+        return costs_of(self.of_sample, reader, shard, numbers)
 
     def divide(
         self, costs: Costs, steps: int, turns: int, origins: Origins, parts: int
@@ -159,3 +146,32 @@ class LikeCosts:
     ) -> tuple[npt.NDArray[np.int64], None]:
         """Deal the rows of a step to the ranks, each with room for any."""
         return dealt_alike(costs, sizes, rank), None
+
+
+def costs_of(
+    of_sample: Sequence[Cost], reader: Reader, shard: int, numbers: npt.NDArray[np.int64], columns: int = 2
+) -> Costs:
+    """What samples of a shard cost: float64[N, columns], 0 where a cost isn't given.
+
+    Raises:
+        OptionError: one is unknown or negative; it names the sample.
+    """
+    names = [cost for cost in of_sample if isinstance(cost, str)]
+    facts = reader.facts(shard, numbers, names) if names else {}
+    entries = reader.entries(shard, numbers.tolist()) if len(names) < len(of_sample) else []
+    costs = np.zeros((len(numbers), columns))
+    for column, cost in enumerate(of_sample):
+        if isinstance(cost, str):
+            costs[:, column] = facts[cost]
+        else:
+            costs[:, column] = [number_of("cost", cost, entry) for entry in entries]
+        unusable = np.flatnonzero(~(costs[:, column] >= 0) | (costs[:, column] == math.inf))
+        if len(unusable):
+            place = int(unusable[0])
+            entry = reader.entries(shard, [int(numbers[place])])[0]
+            raise OptionError(
+                f"cost={cost if isinstance(cost, str) else 'a function'} is {costs[place, column]:g} for "
+                f"sample {entry.key!r}; expected a number from 0: leave out samples of which it is "
+                f"unknown, Shards(keep=…), or give a function that has a number for all"
+            )
+    return costs

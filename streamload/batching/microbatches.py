@@ -5,8 +5,9 @@ Parts are views. Which rows a step trains on never changes, and parts have equal
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -126,6 +127,7 @@ class Microbatches:
         self._batch, self._yielded, self._longest = batch, yielded, longest
         self._max_tokens = max_tokens
         self._rows = rows if rows is not None else max(1, yielded.samples)
+        self._planned = list(yielded.cells or ())
         self._used: Cut | None = None  # the part that the training loop is using
         self._retry = retry
         self._is_entered, self._can_begin_again = False, False
@@ -178,7 +180,9 @@ class Microbatches:
         batch_bytes = sum(tensor.nbytes for tensor in _tensors(self._batch))
         first = 0
         while first < samples:
-            rows = sizer if isinstance(sizer, int) else sizer.begin_part(samples - first, batch_bytes)
+            rows = self._planned.pop(0) if self._planned else sizer
+            if not isinstance(rows, int):
+                rows = rows.begin_part(samples - first, batch_bytes)
             self._used = cut = self._cut(first, min(first + rows, samples))
             if self._can_begin_again and not self._is_entered:
                 raise OptionError(
@@ -345,7 +349,10 @@ def has_device_no_memory(error: Exception) -> bool:
 
 def _part(batch: Any, yielded: Yielded, cut: Cut) -> DictPart | TuplePart:
     part: DictPart | TuplePart
-    if isinstance(batch, Mapping):
+    if yielded.cells is not None and isinstance(batch, list):  # collated by the cell
+        cell = batch[_cell_at(yielded.cells, cut.rows.start)]
+        part = DictPart(cell) if isinstance(cell, Mapping) else TuplePart(cell)
+    elif isinstance(batch, Mapping):
         part = DictPart(_values(batch, yielded, cut))
     else:
         names = [*yielded.names, *[""] * (len(batch) - len(yielded.names))]
@@ -353,6 +360,11 @@ def _part(batch: Any, yielded: Yielded, cut: Cut) -> DictPart | TuplePart:
     part.fraction = (cut.rows.stop - cut.rows.start) / yielded.samples
     part.rows, part.is_last = cut.rows, cut.rows.stop == yielded.samples
     return part
+
+
+def _cell_at(cells: Sequence[int], row: int) -> int:
+    """The number of the cell that begins at a row."""
+    return list(itertools.accumulate(cells, initial=0)).index(row)
 
 
 def _values(values: Mapping[str, Any], yielded: Yielded, cut: Cut) -> dict[str, Any]:

@@ -181,23 +181,16 @@ class BlockPlanner:
             plan.portion.take
         ):
             return plan.before
-        return self._state(group, plan.portion.owed, plan.portion.stop)
-
-    def _state(self, group: int, owed: tuple[int, ...], positions: tuple[int, ...]) -> GroupState:
-        """The state of a group between two blocks; earlier references are dropped."""
-        sources = []
-        for source, position in enumerate(positions):
-            stream = self._reader.references(group, source)
-            stream.take(position, position)
-            sources.append(stream.state(position))
-        return GroupState(owed, tuple(sources))
+        return state_between(self._reader, group, plan.portion.owed, plan.portion.stop)
 
     def _plan(self, group: int, block: Block, portion: Portion) -> BlockPlan:
         for source, first in enumerate(portion.first):
             self._reader.has(group, source, first)
-        before = self._state(group, portion.owed_before, portion.first)
+        before = state_between(self._reader, group, portion.owed_before, portion.first)
         rows, spans = self._references(group, portion)
-        costs = self._costs(rows)
+        costs = np.empty((len(rows), 2))
+        for places, shard in by_shard(rows):
+            costs[places] = self.rule.costs(self._reader, shard, rows[places, 3])
         split = self.steps.at(block.begin)
         steps = (block.end - block.begin) // split.batch
         size = sum(portion.take) // steps
@@ -234,18 +227,6 @@ class BlockPlanner:
             rows[are_of_source, 1:] = self._reader.references(group, source).peek(first, stop)
         return rows, spans
 
-    def _costs(self, rows: Rows) -> Costs:
-        """The costs of rows."""
-        costs = np.empty((len(rows), 2))
-        order = np.argsort(rows[:, 2], kind="stable")
-        shards = rows[order, 2]
-        borders = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(rows)]
-        for begin, end in itertools.pairwise(borders):
-            if begin < end:
-                of_shard = order[begin:end]
-                costs[of_shard] = self.rule.costs(self._reader, int(shards[begin]), rows[of_shard, 3])
-        return costs
-
 
 @dataclass(slots=True)
 class PlannedStep:
@@ -268,6 +249,7 @@ class PlannedStep:
     seats: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     passes: dict[int, int] = field(default_factory=dict)
     bounds: Bounds | None = None
+    parts: None = None
 
     @property
     def size(self) -> int:
@@ -345,6 +327,28 @@ class PlannedStep:
         sizes = np.array(self._split.sizes(self.position, group))
         places, bounds = self.planner.rule.deal(plan.costs[cell], sizes, self.config.rank)
         return plan.rows[cell[places]], bounds
+
+
+def state_between(
+    reader: Reader, group: int, owed: tuple[int, ...], positions: tuple[int, ...]
+) -> GroupState:
+    """The state of a group between two blocks; earlier references are dropped."""
+    sources = []
+    for source, position in enumerate(positions):
+        stream = reader.references(group, source)
+        stream.take(position, position)
+        sources.append(stream.state(position))
+    return GroupState(owed, tuple(sources))
+
+
+def by_shard(rows: Rows) -> Iterator[tuple[npt.NDArray[np.int64], int]]:
+    """The places of the rows of each shard."""
+    order = np.argsort(rows[:, 2], kind="stable")
+    shards = rows[order, 2]
+    borders = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(rows)]
+    for begin, end in itertools.pairwise(borders):
+        if begin < end:
+            yield order[begin:end], int(shards[begin])
 
 
 def _origins(rows: Rows) -> Origins:

@@ -9,11 +9,11 @@ are the kernel's own classes (`kernel.py`).
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from streamload.extension.kernel import CLASSES
-from streamload.extension.rank import RankPart, RecordedEvents, RowWidths, Yielded
+from streamload.extension.rank import CellSize, RankPart, RecordedEvents, RowWidths, Yielded
 from streamload.extension.worker import BatchColumn, ReadProgress, WorkerPart
 from streamload.order.events import Event
 from streamload.order.steps import Split, StepOptions, StepTable
@@ -54,6 +54,7 @@ __all__ = [
     "BatchColumn",
     "BatchInfo",
     "BatchRows",
+    "CellSize",
     "Entry",
     "EpochStart",
     "Event",
@@ -97,6 +98,7 @@ class Extension:
     Attributes:
         name: the key of its part of messages, and of what it counts.
         takes_preprocess: whether `preprocess=` is for this extension, which makes the images by it.
+        counts_cells: whether positions and `batch_size` count cells, of any number of samples, not samples.
         most_steps: how many steps of a rank its workers make ahead at most; None: any number.
         keep: takes the index entry of a sample, with the facts of the user's columns; False leaves the sample
             out, which is counted under the extension's name (`stats().samples_left_out`). Pure. None: all
@@ -105,6 +107,7 @@ class Extension:
 
     name: ClassVar[str]
     takes_preprocess: ClassVar[bool] = False
+    counts_cells: ClassVar[bool] = False
     most_steps: int | None = None
     keep: Callable[[Entry], bool] | None = None
 
@@ -168,6 +171,16 @@ class Extension:
         return StepTable(((256, 32), (576, 16)), count=1000, seed=self.seed)
         """
         return None
+
+    def planned_by(self, options: LoaderOptions) -> Sequence[str | Callable[[Entry], object]]:
+        """What decides which samples a planned step has: `return [f"at most {self.most_bytes} bytes"]`.
+
+        It is part of each state. A run that resumes with another one may do so between two blocks only.
+
+        Args:
+            options: of the loader.
+        """
+        return ()
 
     def block_steps(self, batch: int) -> int | None:
         """The number of steps that it plans together: `return 4096 // batch`; None: it plans none.

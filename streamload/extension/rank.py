@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from streamload.extension.kernel import Batch, BatchInfo, Bounds, torch
 
 
-INFO_FIELDS = frozenset({"widths", "source_weights", "row_weights", "run_step", "importance", "loss_weight"})
+INFO_FIELDS = frozenset(
+    {"widths", "source_weights", "row_weights", "run_step", "importance", "loss_weight", "cells", "planned"}
+)
 """Arguments of `BatchInfo` that a part may return from `yielded`."""
 
 
@@ -41,6 +43,19 @@ class RowWidths(NamedTuple):
         return self if bounds is None else self._replace(bounds=np.maximum(self.bounds, bounds))
 
 
+class CellSize(NamedTuple):
+    """What goes through a device at once, or several of these, where cells are packed by budgets.
+
+    Attributes:
+        rows: its samples.
+        text, image: what they cost together, by `cost=`; image is 0 where one cost is given.
+    """
+
+    rows: int
+    text: int
+    image: int
+
+
 @dataclass(slots=True)
 class Yielded:
     """A batch as the training loop got it.
@@ -51,6 +66,7 @@ class Yielded:
         names: of the elements, if it is a tuple.
         widths: the columns that each row needs; None: all.
         keys: of its samples.
+        cells: the rows of each cell; None: it has none.
     """
 
     step: int
@@ -58,6 +74,7 @@ class Yielded:
     names: tuple[str, ...]
     widths: RowWidths | None
     keys: Sequence[str]
+    cells: Sequence[int] | None = None
 
 
 class RecordedEvents(NamedTuple):

@@ -275,7 +275,8 @@ class EpochSum:
     def count(self, batch: Batch) -> None:
         """Add a batch."""
         step, self._stop = batch.step.stop - batch.step.position, batch.step.stop
-        self._steps_rows += (self._rank + 1) * step // self._ranks - self._rank * step // self._ranks
+        rows = (self._rank + 1) * step // self._ranks - self._rank * step // self._ranks
+        self._steps_rows += rows if batch.step.rows is None else batch.step.rows
         self._rows += batch.rows.samples
         self._left_out += len(batch.skipped)
 

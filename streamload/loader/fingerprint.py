@@ -28,8 +28,8 @@ from streamload.transforms.plan import ImagePlan, NotRecognised, clip_plan
 
 _ALWAYS = ("preprocess", "patches", "map_sample", "collate", "tokenizer", "prepare")
 """Parts of every fingerprint, empty if not given, so that giving one later is a difference."""
-_COST = "cost"
-"""What the names of parts begin with that say what a sample costs."""
+_PLAN = "plan"
+"""What the names of parts begin with by which steps are planned."""
 UNKNOWN = "unknown"
 """Stands for a transform or tokenizer that nothing stable identifies; it is compared with nothing."""
 
@@ -54,7 +54,7 @@ def rows_fingerprint(options: LoaderOptions) -> dict[str, str]:
         fingerprint |= _tokenizer(options.tokenizer)
     if options.join is not None:
         fingerprint["join"] = options.join.table.version
-    return fingerprint | _costs(options)
+    return fingerprint | _plan(options)
 
 
 def compared_rows(state: Mapping[str, Any], ours: Mapping[str, str], is_strict: bool) -> str:
@@ -76,7 +76,7 @@ def compared_rows(state: Mapping[str, Any], ours: Mapping[str, str], is_strict: 
         for name, value in ours.items()
         if saved.get(name, UNKNOWN) not in (value, UNKNOWN)
         and value != UNKNOWN
-        and not name.startswith(_COST)
+        and not name.startswith(_PLAN)
     ]
     if not differences:
         return ""
@@ -115,22 +115,19 @@ def _function(name: str, function: Any) -> dict[str, str]:
     return {name: UNKNOWN} if parts is None else {name: "a function", **parts}
 
 
-def _costs(options: LoaderOptions) -> dict[str, str]:
-    parts: dict[str, str] = {}
-    for number, cost in enumerate(options.batches.costs):
-        name = f"{_COST} {number}"
-        if isinstance(cost, str):
-            column = options.columns.get(cost)
-            parts[name] = f"the fact {cost!r} {'' if column is None else column.digest}"
-            continue
-        described = _function(name, cost)
-        if described[name] == UNKNOWN:
+def _plan(options: LoaderOptions) -> dict[str, str]:
+    planned_by = [part for extension in options.extensions for part in extension.planned_by(options)]
+    parts = {_PLAN: "; ".join(part if isinstance(part, str) else "a function" for part in planned_by)}
+    for number, part in enumerate(planned_by):
+        name = f"{_PLAN} {number}"
+        described = {} if isinstance(part, str) else _function(name, part)
+        if UNKNOWN in described.values():
             raise OptionError(
-                f"cost={cost!r:.100} holds what can't be compared with that of a state, whose plan goes on: "
-                f"give a function of plain values, or the name of a fact"
+                f"{part!r:.100} holds what can't be compared with that of a state, whose plan of steps goes "
+                f"on: give a function of plain values, or the name of a fact"
             )
         parts |= described
-    return parts
+    return parts if planned_by else {}
 
 
 def _changing_recipe(prepare: str | None) -> str:
@@ -138,17 +135,17 @@ def _changing_recipe(prepare: str | None) -> str:
     return "" if prepare in (None, "raw", "auto") else prepare
 
 
-def has_other_costs(options: LoaderOptions, state: Mapping[str, Any], ours: Mapping[str, str]) -> bool:
-    """True if steps are planned by what samples cost, and that may be another number than in a state's run.
+def has_other_plan(options: LoaderOptions, state: Mapping[str, Any], ours: Mapping[str, str]) -> bool:
+    """True if steps are planned by what may be other than in a state's run, such as what samples cost.
 
     Args:
         options: of the loader that resumes.
         state, ours: as for `compared_rows`.
     """
     saved = state[FINGERPRINT]
-    if _kinds_of_costs(saved) != _kinds_of_costs(ours):
+    if saved.get(_PLAN) != ours.get(_PLAN):
         return True
-    names = {name for name in saved if name.startswith(_COST)}  # a function's has the version of Python
+    names = {name for name in saved if name.startswith(_PLAN)}  # a function's has the version of Python
     if any(TOKENS in extension.facts for extension in options.extensions):
         names.add("tokenizer")
         key = options.shards.text_key
@@ -159,12 +156,6 @@ def has_other_costs(options: LoaderOptions, state: Mapping[str, Any], ours: Mapp
         and before != current
         for name in names
     )
-
-
-def _kinds_of_costs(fingerprint: Mapping[str, str]) -> dict[str, str]:
-    """The facts, or that there are functions, by which steps are planned."""
-    names = (f"{_COST} {number}" for number in range(2))
-    return {name: fingerprint[name] for name in names if name in fingerprint}
 
 
 def _tokenizer(tokenizer: Any) -> dict[str, str]:

@@ -379,7 +379,8 @@ class Batches(Group):
             a random order. None: in the order of the run.
         cost: of a sample, by which the rows of each rank cost about the same in each step: the name of a
             fact, a pure function of the index entry, as `keep` gets it, or two of these, of text and of
-            images (docs/guides/equal-costs.md). None: in the order of the run.
+            images (docs/guides/equal-costs.md); with max_tokens= or max_patches= a third is what a sample
+            takes, by which the cells of a step are alike. None: in the order of the run.
         microbatch: the rows of each part of `loader.microbatches(batch)`; None: all. "auto": as many as the
             device (CUDA, ROCm, or another of which torch tells the memory) has room for, found in the first
             steps by what parts take; the smallest size that is about as fast as the largest; the same on all
@@ -388,8 +389,11 @@ class Batches(Group):
             (with output="tuple" the element after images, texts and labels) and changes nothing else:
             streamload.complexity(…), or a function of the index entry, as `keep` gets it, that returns a
             number from 0 (None: unknown, 1). It has to be pure (docs/guides/mixing.md).
-        max_tokens: of each part at most, ids and patches with their padding; it needs bucketing=, by which
-            all ranks know each other's lengths, and room for the longest row. None: any number.
+        max_tokens: with cost=, what the samples of a cell cost at most, by the first of its costs. A cell is
+            what goes through a device at once, and has as many samples as fit: `batch_size` counts cells
+            (docs/guides/equal-costs.md). With bucketing=, of each part at most, ids and patches with
+            their padding; it needs room for the longest row. None: any number.
+        max_patches: the same by the second cost.
         batch_policy: changes the batch size during a training (docs/guides/batches.md): an object such as
             ThroughputBalanced(least=64, most=512), or a function of what was measured that returns a size or
             None. None: it stays, but for set_batch_size.
@@ -410,6 +414,7 @@ class Batches(Group):
     cost: str | RateFunction | Sequence[str | RateFunction] | None = None
     microbatch: int | Literal["auto"] | None = None
     max_tokens: int | None = None
+    max_patches: int | None = None
     sample_weight: Complexity | RateFunction | None = None
     batch_policy: Any = None
     with_keys: bool = False
@@ -424,13 +429,16 @@ class Batches(Group):
         check_flag(self.with_keys, "with_keys")
         parse_choice(self.sources, get_args(SourcesName), "sources")
         parse_choice(self.text_padding, get_args(TextPaddingName), "text_padding")
-        at_least(1, text_pad_multiple=self.text_pad_multiple, max_tokens=self.max_tokens)
+        at_least(1, text_pad_multiple=self.text_pad_multiple)
+        at_least(1, max_tokens=self.max_tokens, max_patches=self.max_patches)
         if isinstance(self.text_columns, str) or not set(self.text_columns) <= TEXT_COLUMNS.keys():
             raise OptionError(f"text_columns={self.text_columns!r}; expected some of {[*TEXT_COLUMNS]}")
-        if self.max_tokens is not None and self.bucketing is None:
+        if self.max_patches is not None and self.cost is None:
+            raise OptionError("max_patches= needs cost=, of text and of images")
+        if self.max_tokens is not None and self.bucketing is None and self.cost is None:
             raise OptionError(
-                "max_tokens= needs bucketing=, 'step' or a number of samples: by its plan all ranks have the "
-                "same parts"
+                "max_tokens= needs cost=, by which cells are packed, or bucketing=, 'step' or a number of "
+                "samples: by its plan all ranks have the same parts"
             )
         if self.sample_weight is not None:
             from streamload.weights.sample import read_sample_weight
@@ -452,7 +460,8 @@ class Batches(Group):
             return ()
         from streamload.batching.equal_costs import read_costs
 
-        return read_costs(self.cost)
+        has_budgets = self.max_tokens is not None or self.max_patches is not None
+        return read_costs(self.cost, most=3 if has_budgets else 2)
 
 
 GROUPS: dict[str, type[Group]] = {

@@ -242,14 +242,14 @@ class Loader(DataLoaderInterface):
             StateMismatch: the state is damaged, or belongs to other shards or options; or rows are made
                 otherwise, with Order(strict=True).
         """
-        from streamload.loader.fingerprint import compared_rows, has_other_costs
+        from streamload.loader.fingerprint import compared_rows, has_other_plan
         from streamload.loader.state import counts_in, joined_state
 
         self._run.end_epoch("load_state_dict() was called")
         joined = joined_state(state, registered.by_rank())
         difference = compared_rows(joined, self._fingerprint, self.options.order.strict)
-        other_costs = has_other_costs(self.options, joined, self._fingerprint)
-        self._run.schedule.load(joined, moved or {}, other_costs)
+        other_plan = has_other_plan(self.options, joined, self._fingerprint)
+        self._run.schedule.load(joined, moved or {}, other_plan)
         if difference and self._run.schedule.topology.local_rank == 0:
             logger.warning("%s", difference)
         self._comparison = None

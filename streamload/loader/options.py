@@ -137,6 +137,11 @@ class LoaderOptions:
         return {name: keep for name, keep in functions.items() if keep is not None}
 
     @property
+    def left_out_by(self) -> list[str]:
+        """The names under which samples that are left out are counted."""
+        return [*self.keeps, *(extension.name for extension in self.extensions if extension.counts_cells)]
+
+    @property
     def settled_device(self) -> torch.device | None:
         """The device of the batches; None: host memory, or "auto", until an epoch begins."""
         return self.device if isinstance(self.device, torch.device) else None
@@ -207,6 +212,11 @@ class LoaderOptions:
         """The shards of all sources."""
         first, *more = (source.urls for source in self.sources)
         return sum(more, first)
+
+    @property
+    def has_cells(self) -> bool:
+        """True if `batch_size` counts cells, of any number of samples."""
+        return any(extension.counts_cells for extension in self.extensions)
 
     @property
     def has_modalities(self) -> bool:

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("streamload")
 
+_CELLS = "cells"
+"""In place of a digest of steps, where positions count cells."""
 _LEAST_PART = 0.1
 """The smallest part of the lanes and the window that a source gets: its weight may grow later."""
 SHARDS_DIGESTED = 2_000
@@ -72,7 +74,7 @@ class OrderSpec:
             if unknown.
         fitted: whether lanes, windows and openings are final. They are after the first epoch has started.
         blocks: the steps of a block and the samples of a step, if steps are planned by block.
-        table: a digest of the steps of an epoch, if these differ in size.
+        table: a digest of the steps of an epoch, if these differ in size; "cells": steps count cells.
         multiple: a step takes a multiple of this many rows from each source of a group: the ranks of the
             group if sources differ in modality, so that all have equally many rows; else 1.
         sources_of: which rows are of one of several sources: those of a "step" or of a "rank"; "mixed": none.
@@ -141,7 +143,7 @@ def make_order_spec(
         tuple(len(source.urls) for source in options.sources),
         fitted=is_listed or (None not in (options.order.lanes, options.shuffle) and all(opens_slowly)),
         blocks=_blocks(options, topology, groups),
-        table=None if listed is None else listed.digest,
+        table=_CELLS if options.has_cells else None if listed is None else listed.digest,
         multiple=_multiple(options, topology, groups),
         sources_of=draws.sources,
         parts=draws.of_step(split_for(options, topology, groups)),

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from streamload.errors import OptionError
-from streamload.extension import Yielded
+from streamload.extension import CellSize, Yielded
 from streamload.loader.checks import EpochSum
 from streamload.loader.options import MODEL_INPUTS, LoaderOptions
 from streamload.loader.position import Position
@@ -191,13 +191,14 @@ class Outputs:
         extra = {name: values.pop(name) for name in _ORIGINS if name in values}
         has_parts = bool(self._parts.by_name)
         fields = self._parts.yielded(batch.extras, values) if has_parts else {}
-        widths = fields.pop("widths", None)
+        widths, cells = fields.pop("widths", None), fields.get("cells")
         shapes: dict[str, tuple[int, ...]] = {}
         device: torch.device | None = None
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
                 shapes[name], device = tuple(value.shape), device or value.device
-        yielded = Yielded(step, batch.rows.samples, (), widths, keys)
+        rows = None if cells is None else [cell.rows for cell in cells]
+        yielded = Yielded(step, batch.rows.samples, (), widths, keys, rows)
         self.last = BatchInfo(yielded, self._sources, batch.rows.seats, shapes, device, **fields)
         if has_parts:
             values = self._parts.shaped(values | self._parts.values(self.last))
@@ -228,8 +229,10 @@ class Outputs:
         """A batch's values in the form of `output`."""
         options = self._options
         if options.workers.map_sample is not None:
-            from streamload.batches.collate import unnamed
+            from streamload.batches.collate import cells_of, unnamed
 
+            if options.workers.collate is not None and self.last is not None and self.last.cells is not None:
+                return cells_of(values, extra, [cell.rows for cell in self.last.cells])
             return unnamed(values, extra)
         if options.output == "hf":
             return {MODEL_INPUTS.get(name, name): value for name, value in values.items()} | extra
@@ -252,6 +255,7 @@ class BatchInfo:
         run_step: its number in the run; None: steps of the run aren't counted.
         importance: of the rows of each source; None: 1.
         loss_weight: the same.
+        cells, planned: as the attributes.
 
     Attributes:
         step: its number in the epoch, from 0.
@@ -264,6 +268,10 @@ class BatchInfo:
         importance: of each source, the share by its own weight ÷ its share of this step, by which rows stand
             for samples at the shares that make_loader was given; None: 1 for all, or as for `run_step`.
         loss_weight: of each source, the weight in the loss that mixing= decided; part of `weight`. None: 1.
+        cells: what each of this rank's cells has, with `max_tokens=` or `max_patches=` and cost=; None: rows
+            aren't in cells.
+        planned: all cells of the step as they are planned, in one, of the groups (by default nodes) that this
+            rank reads; None as for `cells`.
         seat_bytes: as `seats` was given.
         device: of its tensors.
         yielded: its rows, by which microbatches are cut.
@@ -281,7 +289,10 @@ class BatchInfo:
         run_step: int | None = None,
         importance: tuple[float, ...] | None = None,
         loss_weight: tuple[float, ...] | None = None,
+        cells: Sequence[CellSize] | None = None,
+        planned: CellSize | None = None,
     ):
+        self.cells, self.planned = cells, planned
         self.step, self.rows, self.sources = yielded.step, yielded.samples, sources
         self.shapes, self.source_weights, self.row_weights = shapes or {}, source_weights, row_weights
         self.run_step, self.importance, self.seat_bytes = run_step, importance, seats
@@ -328,6 +339,9 @@ class BatchInfo:
 
         With bucketing, the room that a row has on all ranks. Captions of a fixed length count in full.
         """
+        if self.cells is not None:
+            sums = {name: sum(getattr(cell, name) for cell in self.cells) for name in ("text", "image")}
+            return {name: count for name, count in sums.items() if count}
         widths, counts = self.yielded.widths, {}
         if widths is None:
             shape = self.shapes.get("text", ())

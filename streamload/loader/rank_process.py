@@ -53,7 +53,9 @@ class RankProcess:
         self.control = ControlBlock(1 + options.num_workers, len(options.sources))
         self.counts = Counters(self.control.counters[0])
         self.clock = LoopClock(self.control, self.counts, options.num_workers > 0)
-        self.checks = BatchChecks(self.counts, options.train, shards.max_bad_samples)
+        self.checks = BatchChecks(
+            self.counts, options.train and not options.has_cells, shards.max_bad_samples
+        )
         self.waits = ShardWaits(options.urls.__getitem__)
         self._shard_checks = ShardChecks(shards.max_bad_shards)
         self.pass_end = PassEnd(options.train, shards.max_bad_samples, shards.max_bad_shards)

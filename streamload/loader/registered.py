@@ -12,6 +12,7 @@ from streamload.cache.selection import KEEP
 from streamload.errors import OptionError
 from streamload.extension import Extension, RankPart
 from streamload.loader.destination import AUTO
+from streamload.loader.groups import Batches
 from streamload.loader.options import MODEL_INPUTS, LoaderOptions
 from streamload.loader.rank_run import RankRun
 from streamload.loader.schedule import RunSchedule
@@ -113,15 +114,25 @@ def extensions_of(options: LoaderOptions) -> tuple[Extension, ...]:
 
         extensions.append(bucketing_of(options))
     if batches.cost is not None:
-        from streamload.batching.equal_costs import EqualCosts
-
-        extensions.append(EqualCosts(batches.costs))
+        extensions.append(cost_extension(batches))
     if options.workers.memory is not None:
         from streamload.batching.in_flight import memory_limits
 
         extensions.append(memory_limits(options))
     _check_own(batches.extensions)
     return (*extensions, *batches.extensions)
+
+
+def cost_extension(batches: Batches) -> Extension:
+    """The extension that plans steps by what samples cost."""
+    budgets = batches.max_tokens, batches.max_patches
+    if budgets == (None, None):
+        from streamload.batching.equal_costs import EqualCosts
+
+        return EqualCosts(batches.costs)
+    from streamload.batching.packed_cells import PackedCells
+
+    return PackedCells(batches.costs, budgets)
 
 
 def _check_own(extensions: Collection[Extension]) -> None:
@@ -210,7 +221,7 @@ def microbatching_of(run: RankRun) -> Microbatching:
         batches.microbatch,
         least,
         longest=0 if patches is None else max(patches.seq_lens),
-        max_tokens=batches.max_tokens,
+        max_tokens=None if batches.bucketing is None else batches.max_tokens,
         names=MODEL_INPUTS if options.output == "hf" else {},
         decoding_bytes=decoding_bytes,
         retry=retry,

@@ -126,7 +126,11 @@ class RunSchedule:
         table, batches = self._options.listed_steps, self.num_batches
         if table is not None:
             return table.rows * self.topology.world_size
-        return None if batches is None else batches * self.rows * self.topology.world_size
+        return (
+            None
+            if batches is None or self._options.has_cells
+            else batches * self.rows * self.topology.world_size
+        )
 
     @property
     def rows(self) -> int:
@@ -178,7 +182,7 @@ class RunSchedule:
     def batches(self) -> int | None:
         """Batches of this rank in an epoch, also by the indexes in the cache; None as for `num_batches`."""
         batches = self.num_batches
-        if batches is None and self.is_one_pass:
+        if batches is None and self.is_one_pass and not self._options.has_cells:
             epoch = self.drawn_epoch
             if self._counted is None or self._counted[0] != epoch:
                 samples = self._count(epoch)
@@ -195,7 +199,7 @@ class RunSchedule:
             return samples
         if not self._options.train:
             return None if self._counted is None else self._counted[1]
-        return batches * self.rows * self.topology.world_size
+        return None if self._options.has_cells else batches * self.rows * self.topology.world_size
 
     def least_of_pass(self) -> int | None:
         """The fewest samples that a training takes of a pass over all shards; None if that is unknown."""
@@ -274,7 +278,7 @@ class RunSchedule:
     @property
     def left_out(self) -> dict[str, int]:
         """Samples left out so far, by what left them out, of the groups that no lower rank reads."""
-        counted = dict.fromkeys(self._options.keeps, 0)
+        counted = dict.fromkeys(self._options.left_out_by, 0)
         if not counted or self.tracker.is_unused:
             return counted
         topology, groups = self.topology, self.order.groups
@@ -421,13 +425,13 @@ class RunSchedule:
             self.attempt = RunAttempt.parse(*json.loads(agreed))
         return self.attempt
 
-    def load(self, state: Mapping[str, Any], moved: Mapping[str, str], has_other_costs: bool = False) -> None:
+    def load(self, state: Mapping[str, Any], moved: Mapping[str, str], has_other_plan: bool = False) -> None:
         """Resume from a state.
 
         Args:
             state: of a rank, or of several, joined.
             moved: old → new URL prefixes of shards that were moved since.
-            has_other_costs: whether samples cost something else, by which steps are planned.
+            has_other_plan: whether steps are planned by something else, such as what samples cost.
 
         Raises:
             StateMismatch: it is of another run.
@@ -458,7 +462,7 @@ class RunSchedule:
         position = of_ranks(
             self._options,
             self.topology,
-            from_block(self._options, saved, ours, position, has_other_costs),
+            from_block(self._options, saved, ours, position, has_other_plan),
         )
         needed = set(own_groups(self._options, self.topology, ours.groups))
         check_fits(saved, ours, position, needed)
@@ -556,6 +560,8 @@ class RunSchedule:
         """Samples of an epoch by num_samples, or by sizes.json, which doesn't know of `repeat=`."""
         if self._options.num_samples is not None or self._options.repeat is not None:
             return self._options.num_samples
+        if self._options.has_cells:
+            return None
         return self.listed_samples()
 
     @property

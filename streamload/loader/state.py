@@ -259,8 +259,8 @@ def check_fits(saved: OrderSpec, ours: OrderSpec, position: Position, needed: se
     if position.position != position.start and saved.table != ours.table:
         raise StateMismatch(
             f"the state is from the middle of epoch {position.epoch}, which has the steps of another "
-            f"Patches(steps=…), or of none: go on with the same steps to its end, and change them between "
-            f"two epochs"
+            f"Patches(steps=…), cells by budgets where these have none, or the reverse: go on with the same "
+            f"steps to its end, and change them between two epochs"
         )
     if position.position and (missing := sorted(needed - position.groups.keys())):
         raise StateMismatch(
@@ -302,7 +302,7 @@ def check_options(saved: OrderSpec, ours: OrderSpec, position: Position, options
 
 
 def from_block(
-    options: LoaderOptions, saved: OrderSpec, ours: OrderSpec, position: Position, has_other_costs: bool
+    options: LoaderOptions, saved: OrderSpec, ours: OrderSpec, position: Position, has_other_plan: bool
 ) -> Position:
     """Position to resume from with other blocks than the state's.
 
@@ -311,14 +311,14 @@ def from_block(
         saved: the state's order.
         ours: this loader's.
         position: the state's.
-        has_other_costs: whether samples cost something else, which plans other steps of a block.
+        has_other_plan: whether something else plans the steps of a block, such as what samples cost.
 
     Raises:
         StateMismatch: within a block, whose samples are planned together.
     """
     is_as_before = saved.parts == ours.parts or saved.sources_of != ours.sources_of
     has_same_blocks = saved.blocks == ours.blocks and (saved.blocks is None or is_as_before)
-    if has_same_blocks and not has_other_costs:
+    if has_same_blocks and not has_other_plan:
         return position
     place, sizes = position.position, position.batch_sizes
     if saved.blocks is not None:

@@ -279,8 +279,7 @@ class WorkerLoop:
         if self._workers:
             self._control.end(self._worker + 1, epoch.start.generation, number)
         self._check_end(number, epoch.start)
-        batch = epoch.sampler.steps.at(position).batch
-        return Ended(number, position, batch, self._reader.due(), self._reader.left_out())
+        return epoch.sampler.ended(number, position)
 
     def _batch(
         self,
@@ -303,7 +302,8 @@ class WorkerLoop:
         if self._config.with_keys:
             values |= {"__key__": keys, "__url__": urls}
         stop, rows = epoch.sampler.steps.begin(number + 1), len(keys)
-        order = OrderStep(step.position, stop, SealedStates(states), spans)
+        planned = None if step.parts is None else sum(step.parts)
+        order = OrderStep(step.position, stop, SealedStates(states), spans, planned)
         self._counts.add_all(ready)
         generation, blocked = epoch.start.generation, self._reader.blocked()
         return Batch(values, number, generation, order, self._rows_of(step, rows), skipped, blocked, extras)
@@ -377,7 +377,7 @@ class WorkerLoop:
             if not rows:
                 return None
             with self._stages.finish():
-                values = batch.finish(step.bounds)
+                values = batch.finish(step.bounds, step.parts)
             self._stages.made(batch.measured(), values.get("patch_valid"))
         return values, skipped
 
@@ -440,7 +440,7 @@ class WorkerLoop:
             except Exception as exc:
                 add_note(exc, _place_of(sample))
                 raise
-        if not self._config.train:
+        if not self._config.train or self._sampler.leaves_out(visit):
             return skipped
         tried = 0
         if self._replacements is None:

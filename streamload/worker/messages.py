@@ -240,6 +240,8 @@ class OrderStep(NamedTuple):
     """The state after it of each group that contributed, by group number."""
     digests: dict[str, Span]
     """Hashes of all references before and after it, by group and source."""
+    rows: int | None = None
+    """The rows of this rank, where positions count cells; None: they follow from the positions."""
 
 
 class RowSources(NamedTuple):

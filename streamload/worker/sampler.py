@@ -14,7 +14,7 @@ from streamload.batches.in_progress import Bounds
 from streamload.errors import NoValidSamples
 from streamload.order.events import BATCH_SIZE, WEIGHTS, Event, in_effect, joined, of_kind
 from streamload.order.steps import Portion, Portions, Share, Steps
-from streamload.worker.messages import EpochStart, Span, Visit, WorkerConfig
+from streamload.worker.messages import Ended, EpochStart, Span, Visit, WorkerConfig
 from streamload.worker.reader import Reader
 from streamload.worker.states import GroupState
 
@@ -40,6 +40,11 @@ class RankStep(Protocol):
     @property
     def seats(self) -> npt.NDArray[np.int64]:
         """The source of each sample: int64[size]."""
+        ...
+
+    @property
+    def parts(self) -> Sequence[int] | None:
+        """The rows of each part that `collate=` gets by itself; None: it gets all at once."""
         ...
 
     def visits(self) -> Iterator[list[Visit] | None]:
@@ -111,6 +116,20 @@ class Sampler:
         """True if a sample isn't longer than the place of a visit is wide."""
         return True
 
+    def leaves_out(self, visit: Visit) -> bool:
+        """True if nothing takes the place of a sample of the current step that turned out to be bad."""
+        return False
+
+    def ended(self, number: int, position: int) -> Ended:
+        """The message that the sequence ends before a step.
+
+        Args:
+            number: of the step in the epoch.
+            position: where it would begin.
+        """
+        batch = self.steps.at(position).batch
+        return Ended(number, position, batch, self._reader.due(), self._reader.left_out())
+
     def _shares(self, position: int) -> list[Share]:
         """This rank's shares of the groups' parts of a step, which is the next one."""
         if len(self._config.sources) > 1:
@@ -161,30 +180,31 @@ class Step:
     config: WorkerConfig
     reader: Reader
     position: int
-    parts: list[_Part]
+    shares: list[_Part]
     bounds: Bounds | None = None
+    parts: None = None
     passes: dict[int, int] = field(default_factory=dict)
     _before: dict[tuple[int, int], int] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
         """The number of samples that this rank computes."""
-        return sum(part.seats.size for part in self.parts)
+        return sum(part.seats.size for part in self.shares)
 
     @property
     def seats(self) -> npt.NDArray[np.int64]:
         """The source of each sample: int64[size]."""
-        return np.concatenate([part.seats for part in self.parts])
+        return np.concatenate([part.seats for part in self.shares])
 
     def visits(self) -> Iterator[list[Visit] | None]:
         """The samples, in parts as they become known; fewer where the sequence ends.
 
         In training a step that isn't full on all ranks is skipped by all: then the last item is None.
         """
-        for part in self.parts:
+        for part in self.shares:
             for source in _sources(part.seats):
                 self.reader.references(part.group, source).begin_at(part.first[source])
-        for part in self.parts:
+        for part in self.shares:
             yield from self._known(part)
         if self.config.train and not self._is_whole():
             yield None
@@ -192,7 +212,7 @@ class Step:
     def states(self) -> dict[int, GroupState]:
         """The state of each group after the step; valid after `visits`."""
         states = {}
-        for part in self.parts:
+        for part in self.shares:
             sources = [
                 self.reader.references(part.group, source).state(stop)
                 for source, stop in enumerate(part.portion.stop)
@@ -203,7 +223,7 @@ class Step:
     def spans(self) -> dict[str, Span]:
         """The hashes before and after the step, by group and source; valid after `visits`."""
         spans = {}
-        for part in self.parts:
+        for part in self.shares:
             for source, stop in enumerate(part.portion.stop):
                 behind = self.reader.references(part.group, source).digest(stop)
                 before = self._before.get((part.group, source), behind)
@@ -252,7 +272,7 @@ class Step:
         Raises:
             NoValidSamples: one of several sources, which are read again and again, has no usable sample.
         """
-        for part in self.parts:
+        for part in self.shares:
             for source, stop in enumerate(part.portion.stop):
                 if not self.reader.has(part.group, source, stop):
                     if len(self.config.sources) > 1:

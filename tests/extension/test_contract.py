@@ -28,6 +28,7 @@ from streamload.batching.buckets import Bucketing, Buckets
 from streamload.batching.equal_costs import EqualCosts
 from streamload.batching.in_flight import InFlight, MemoryLimits
 from streamload.batching.modalities import RowsOfModalities
+from streamload.batching.packed_cells import PackedCells
 from streamload.batching.padding import RowLengths
 from streamload.batching.retry import RetriedSteps
 from streamload.daemon.publication import PlanPublication
@@ -264,6 +265,36 @@ class TestAgreedLengths:
 class TestEqualCosts(TestBuckets):
     asked = MappingProxyType({"cost": "width"})
     kinds = (EqualCosts,)
+
+
+class TestPackedCells(TestBuckets):
+    blocks = (0, 1, 2, 4, 7)
+    asked = MappingProxyType({"cost": "width", "max_tokens": 300})
+    kinds = (PackedCells,)
+    state_keys = ("blocks", "blocks_from", "table")
+
+    def check_batches(self, batches: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]]) -> None:
+        """Samples are as in other batches; how many a batch has is its own affair."""
+        samples, rows = by_key(batches), by_key(plain)
+        assert {key: rows[key] for key in samples if key in rows} == {
+            key: ids for key, ids in samples.items() if key in rows
+        }
+        assert sum(len(batch["text"]) for batch in batches) == len(samples) > len(batches)
+
+    def test_a_state_without_it_loads_and_one_with_it_where_it_is_not_used(self, tmp_path):
+        """Between two epochs: within one, steps count cells or samples to its end."""
+        urls, cache = self.write_data(tmp_path / "shards"), tmp_path / "cache"
+        with (
+            self.make(urls, cache_dir=cache) as extended,
+            self.make(urls, is_extended=False, cache_dir=cache) as plain,
+        ):
+            for loader, other in ((extended, plain), (plain, extended)):
+                next(iter(loader))
+                with pytest.raises(StateMismatch, match="cells by budgets"):
+                    other.load_state_dict(loader.state_dict())
+                list(loader)
+                other.load_state_dict(loader.state_dict())
+                assert list(other)
 
 
 class TestRetriedSteps(FeatureContract):

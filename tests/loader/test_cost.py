@@ -222,7 +222,7 @@ def test_a_mid_block_resume_compares_facts_and_functions_but_no_other_python(
         run(data, tmp_path, state=states, cost="height")
     (state,) = json.loads(json.dumps(states))
     parts = state[FINGERPRINT]
-    (digest,) = (name for name in parts if name.startswith("cost 0") and name != "cost 0")
+    (digest,) = (name for name in parts if name.startswith("plan 0") and name != "plan 0")
     parts[digest.replace("3.", "4.")] = parts.pop(digest)  # of another Python
     assert run(data, tmp_path, state=sealed(state))[0]
 

@@ -1,0 +1,156 @@
+"""`Batches(cost=…, max_tokens=…, max_patches=…)`: cells of as many samples as fit budgets: an extension."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from streamload.batches.collate import cell_name
+from streamload.batching.equal_costs import Cost, EqualCosts, costs_of
+from streamload.batching.packed_steps import PackedSampler, PackedStep
+from streamload.cache.selection import RateFunction
+from streamload.errors import DataError, OptionError
+from streamload.extension import CellSize, RankPart, WorkerPart
+from streamload.worker.messages import EpochStart
+from streamload.worker.reader import Reader
+
+if TYPE_CHECKING:
+    from streamload.extension import BatchRows, LoaderOptions, Run, WorkerProcess
+
+Budgets = tuple[int | None, int | None]
+_STEPS, _CELLS = 16, 512
+"""Steps of a block, or more: as many as give it so many cells."""
+_MEASURED = ("input_ids", "pixel_values")
+"""The values of a collated cell that are as long as its tokens, or its patches."""
+_SAMPLES_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCells(EqualCosts):
+    """The extension of a loader whose steps have cells of as many samples as fit its budgets.
+
+    Attributes:
+        budgets: of a cell, of text and of images; None: any.
+    """
+
+    budgets: Budgets
+
+    counts_cells = True
+
+    def refuse_unusable(self, options: LoaderOptions) -> None:
+        """Refuse what has another notion of a batch's rows, and budgets without a cost."""
+        EqualCosts.refuse_unusable(self, options)
+        batches = options.batches
+        if self.budgets[1] is not None and len(self.costs) < 2:
+            raise OptionError("max_patches= needs two costs, of text and of images: cost=(…, …)")
+        for name, is_given, instead in (
+            ("num_samples=", options.num_samples is not None, "give num_batches="),
+            ("microbatch=", batches.microbatch is not None, "a cell is what goes through a device at once"),
+            ("batch_policy=", batches.batch_policy is not None, "loader.set_batch_size() counts cells"),
+            ("features=", bool(options.features), "compute them in the training loop, cell by cell"),
+        ):
+            if is_given:
+                raise OptionError(
+                    f"cost= with max_tokens= or max_patches= packs cells of any number of samples, so it "
+                    f"can't be combined with {name}: {instead}"
+                )
+
+    def planned_by(self, options: LoaderOptions) -> Sequence[str | RateFunction]:
+        """The costs and the budgets."""
+        return [*EqualCosts.planned_by(self, options), f"at most {self.budgets}"]
+
+    def block_steps(self, batch: int) -> int:
+        """The steps of a block, of so many cells each."""
+        return max(_STEPS, _CELLS // batch)
+
+    def in_worker(self, process: WorkerProcess) -> WorkerPart:
+        """Its part in a worker process."""
+        assert isinstance(process.reader, Reader)
+        return WorkerCells(self.costs, self.budgets, process.reader)
+
+    def in_rank(self, run: Run) -> RankPart:
+        """Its part in the rank."""
+        return RankCells()
+
+
+class WorkerCells(WorkerPart):
+    """The worker's part.
+
+    Args:
+        costs: of a sample: of text and of images, and what it takes.
+        budgets: of a cell.
+        reader: of the process.
+    """
+
+    def __init__(self, costs: tuple[Cost, ...], budgets: Budgets, reader: Reader):
+        self._costs, self._budgets, self._reader = costs, budgets, reader
+
+    def sampler(self, start: EpochStart) -> PackedSampler:
+        """The steps of an epoch, packed by block."""
+        assert isinstance(start, EpochStart)
+        costs = functools.partial(_three_costs, self._costs)
+        return PackedSampler(self._reader.config, self._reader, start, costs, self._budgets)
+
+    def finish(self, values: dict[str, object], rows: BatchRows) -> bytes:
+        """What each cell has, and what all were planned to have.
+
+        Raises:
+            DataError: a collated cell is longer than its budget, as a cost was too small.
+        """
+        step = rows.step
+        assert isinstance(step, PackedStep)
+        begin = 0
+        for number, cell in enumerate(step.sizes):
+            for name, budget in zip(_MEASURED, self._budgets, strict=True):
+                value = values.get(cell_name(number, name))
+                if budget is None or not isinstance(value, torch.Tensor):
+                    continue
+                length = value.numel() if name == "input_ids" else len(value)
+                if length > budget:
+                    raise DataError(
+                        self._overrun(name, length, budget, rows, range(begin, begin + cell.rows))
+                    )
+            begin += cell.rows
+        return pickle.dumps((step.sizes, step.planned))
+
+    def _overrun(self, name: str, length: int, budget: int, rows: BatchRows, places: range) -> str:
+        column = _MEASURED.index(name)
+        cost = self._costs[min(column, len(self._costs) - 1)]
+        shown = []
+        for place in places[:_SAMPLES_SHOWN]:
+            shard, number = rows.samples[place]
+            costs = costs_of(self._costs, self._reader, shard, np.array([number]), 3)
+            shown.append(f"{self._reader.entries(shard, [number])[0].key!r} ({costs[0, column]:g})")
+        return (
+            f"a collated cell has {length} of {name}, and its budget is {budget}: cost="
+            f"{cost if isinstance(cost, str) else 'a function'} is too small for a sample of "
+            f"{', '.join(shown)}{', …' if len(places) > _SAMPLES_SHOWN else ''}"
+        )
+
+
+class RankCells(RankPart):
+    """The rank's part: `loader.info` has the cells."""
+
+    def yielded(self, part: bytes, values: dict[str, object]) -> Mapping[str, object]:
+        """The fields of a batch's info."""
+        cells: list[CellSize]
+        planned: CellSize
+        cells, planned = pickle.loads(part)
+        return {"cells": cells, "planned": planned}
+
+
+def _three_costs(
+    costs: tuple[Cost, ...], reader: Reader, shard: int, numbers: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """float64[N, 3]: the third is NaN where nothing says what a sample takes."""
+    columns = costs_of(costs, reader, shard, numbers, 3)
+    if len(costs) < 3:
+        columns[:, 2] = np.nan
+    return columns
