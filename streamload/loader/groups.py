@@ -7,9 +7,9 @@ import os
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from streamload.cache.selection import Keep, RateFunction
 from streamload.errors import OptionError
 from streamload.extension import Extension
 from streamload.loader.sources import Factors
-from streamload.loader.words import Group
 from streamload.options import Copy, Option, Revalidate, Where, options
 from streamload.options.values import at_least, parse_choice, parse_size
 from streamload.order.steps import SourcesName
@@ -43,6 +42,28 @@ _MODALITIES = ("image", "text")
 TextPaddingName = Literal["max", "longest"]
 
 LARGEST_BLOCK = 65_536
+_Self = TypeVar("_Self", bound="Group")
+
+
+class Group:
+    """The base of make_loader's groups: an argument that a group doesn't have is told what to use instead."""
+
+    __slots__ = ()
+
+    def __new__(cls: type[_Self], *_: Any, **values: Any) -> _Self:
+        """Refuse unknown arguments.
+
+        Raises:
+            OptionError: it says what to give instead.
+        """
+        arguments = {entry.name for entry in fields(cls)}  # type: ignore[arg-type]  # a subclass is a dataclass
+        for name in values:
+            if name not in arguments:
+                from streamload.loader.words import instead_of
+
+                instead = instead_of(name, arguments, GROUPS)
+                raise OptionError(f"{cls.__name__} has no argument {name}=: {instead}")
+        return super().__new__(cls)
 
 
 def check_flag(value: object, name: str) -> None:

@@ -10,7 +10,6 @@ from streamload.cache.selection import KeySpec
 from streamload.errors import OptionError
 from streamload.loader.groups import GROUPS
 from streamload.loader.options import LoaderOptions
-from streamload.loader.words import instead_of
 from streamload.shards.columns import TOKENS
 from streamload.shards.samples import JOINED
 
@@ -128,8 +127,10 @@ def refuse_arguments(unknown: Mapping[str, Any], arguments: Collection[str]) -> 
         OptionError: it names the group that has the argument, a similar name, or what to use instead of an
             argument of another library.
     """
+    if unknown:
+        from streamload.loader.words import instead_of
     for name in unknown:
-        raise OptionError(f"make_loader has no argument {name}=: {instead_of(name, arguments)}")
+        raise OptionError(f"make_loader has no argument {name}=: {instead_of(name, arguments, GROUPS)}")
 
 
 def refuse_other_groups(**groups: object) -> None:

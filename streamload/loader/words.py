@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import fields
-from typing import Any, NamedTuple, TypeVar
-
-from streamload.errors import OptionError
-
-_Self = TypeVar("_Self", bound="Group")
-_groups: dict[str, type[Group]] = {}
+from typing import NamedTuple
 
 
 class Word(NamedTuple):
@@ -132,40 +127,20 @@ _RENAMED = {
 """Arguments of commands and integrations that a group has under another name."""
 
 
-class Group:
-    """The base of make_loader's groups: an argument that a group doesn't have is told what to use instead."""
-
-    __slots__ = ()
-
-    def __init_subclass__(cls) -> None:
-        _groups[cls.__name__.lower()] = cls
-
-    def __new__(cls: type[_Self], *_: Any, **values: Any) -> _Self:
-        """Refuse unknown arguments.
-
-        Raises:
-            OptionError: it says what to give instead.
-        """
-        arguments = {entry.name for entry in fields(cls)}  # type: ignore[arg-type]  # a subclass is a dataclass
-        for name in values:
-            if name not in arguments:
-                raise OptionError(f"{cls.__name__} has no argument {name}=: {instead_of(name, arguments)}")
-        return super().__new__(cls)
-
-
-def instead_of(name: str, arguments: Collection[str]) -> str:
+def instead_of(name: str, arguments: Collection[str], groups: Mapping[str, type]) -> str:
     """Hint at the argument to give in place of an unknown one.
 
     Args:
         name: as it was given.
         arguments: those that there are.
+        groups: the classes of the groups by the names of make_loader's arguments.
     """
     if name in WORDS:
         return WORDS[name].instead
     in_groups = {
         entry.name: f"{argument}={group.__name__}({entry.name}=…)"
-        for argument, group in _groups.items()
-        for entry in fields(group)  # type: ignore[arg-type]
+        for argument, group in groups.items()
+        for entry in fields(group)
     } | _RENAMED
     if name in in_groups and name not in arguments:
         return f"it is {in_groups[name]}"
