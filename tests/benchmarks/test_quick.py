@@ -509,6 +509,16 @@ def test_groups_that_agree_lose_little_of_one_plan(tmp_path: Path) -> None:
     assert all(target["met"] for target in result["targets"])
 
 
+def test_cells_planned_for_all_ranks_are_more_alike_than_those_that_each_packs(tmp_path: Path) -> None:
+    result = run_quickly("packing", tmp_path / "out.json")
+
+    for kind in ("mixture", "documents"):
+        planned, *others = (row for label, row in result["medians"].items() if label.startswith(kind))
+        assert planned["slowest"] < min(row["slowest"] for row in others)
+        assert planned["useful"] > max(row["useful"] for row in others)
+        assert planned["filled"] > 0.95
+
+
 def test_what_looking_at_runs_costs_is_measured(tmp_path: Path) -> None:
     result = run_quickly("looking", tmp_path / "looking.json", "--rounds", "1")
     assert set(result["medians"]) == {"scrape", "report"}
