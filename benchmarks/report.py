@@ -614,10 +614,20 @@ def naflex_step(result: Result) -> str:
     return table(["a step's rows", "padding", "ms an image", "speed, × the order of the run"], rows)
 
 
+def packing(result: Result) -> str:
+    ratios = result["ratios"]["useful, × first fit"]
+    rows = []
+    for label, row in result["medians"].items():
+        kind, _, rule = label.partition("; ")
+        rows.append([kind, rule, f"{row['slowest']:.3f}", f"{row['filled']:.1%}", f"{ratios[label]:.2f}"])
+    return table(["lengths", "rule", "slowest rank ÷ mean", "tokens ÷ budget", "useful, × first fit"], rows)
+
+
 TABLES = {
     **peer_tables.TABLES,
     "buckets": buckets,
     "naflex_step": naflex_step,
+    "packing": packing,
     "mixing_policies": mixing_tables.policies,
     "mixing_clip": mixing_tables.clip,
     "start": start,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,19 +14,20 @@ import torch
 
 from streamload.batches.collate import cell_name
 from streamload.batching.equal_costs import Cost, EqualCosts, costs_of
-from streamload.batching.packed_steps import PackedSampler, PackedStep
-from streamload.cache.selection import RateFunction
-from streamload.errors import DataError, OptionError
+from streamload.batching.packed_steps import PackedSampler, PackedStep, limits
+from streamload.errors import DataError, OptionError, StateMismatch
 from streamload.extension import CellSize, RankPart, WorkerPart
 from streamload.worker.messages import EpochStart
 from streamload.worker.reader import Reader
 
 if TYPE_CHECKING:
-    from streamload.extension import BatchRows, LoaderOptions, Run, WorkerProcess
+    from streamload.extension import BatchRows, LoaderOptions, Position, Run, WorkerProcess
 
 Budgets = tuple[int | None, int | None]
 _STEPS, _CELLS = 16, 512
 """Steps of a block, or more: as many as give it so many cells."""
+_STATE = "cells"
+"""The key of the budgets in a state."""
 _MEASURED = ("input_ids", "pixel_values")
 """The values of a collated cell that are as long as its tokens, or its patches."""
 _SAMPLES_SHOWN = 4
@@ -48,8 +49,10 @@ class PackedCells(EqualCosts):
         """Refuse what has another notion of a batch's rows, and budgets without a cost."""
         EqualCosts.refuse_unusable(self, options)
         batches = options.batches
-        if self.budgets[1] is not None and len(self.costs) < 2:
-            raise OptionError("max_patches= needs two costs, of text and of images: cost=(…, …)")
+        if self.budgets[1] is not None and (len(self.costs) < 2 or self.budgets[0] is None):
+            raise OptionError(
+                "max_patches= needs max_tokens=, and two costs, of text and of images: cost=(…, …)"
+            )
         for name, is_given, instead in (
             ("num_samples=", options.num_samples is not None, "give num_batches="),
             ("microbatch=", batches.microbatch is not None, "a cell is what goes through a device at once"),
@@ -62,9 +65,18 @@ class PackedCells(EqualCosts):
                     f"can't be combined with {name}: {instead}"
                 )
 
-    def planned_by(self, options: LoaderOptions) -> Sequence[str | RateFunction]:
-        """The costs and the budgets."""
-        return [*EqualCosts.planned_by(self, options), f"at most {self.budgets}"]
+    def plans_as(self, state: Mapping[str, object]) -> bool:
+        """True if the budgets are those before a state."""
+        return state.get(_STATE) == limits(self.budgets)
+
+    def left_block(
+        self, state: Mapping[str, object], position: Position, block: tuple[int, int, int]
+    ) -> tuple[int, ...] | None:
+        """The block, its budgets, how many of its steps are behind, and the shares of the sources."""
+        budgets, (begin, steps, cells) = state.get(_STATE), block
+        if not isinstance(budgets, list):
+            return None
+        return (begin, steps, cells, *budgets, (position.position - begin) // cells, *position.shares)
 
     def block_steps(self, batch: int) -> int:
         """The steps of a block, of so many cells each."""
@@ -77,7 +89,7 @@ class PackedCells(EqualCosts):
 
     def in_rank(self, run: Run) -> RankPart:
         """Its part in the rank."""
-        return RankCells()
+        return RankCells(limits(self.budgets))
 
 
 class WorkerCells(WorkerPart):
@@ -136,7 +148,14 @@ class WorkerCells(WorkerPart):
 
 
 class RankCells(RankPart):
-    """The rank's part: `loader.info` has the cells."""
+    """The rank's part: `loader.info` has the cells.
+
+    Args:
+        budgets: of a cell, as they are in states.
+    """
+
+    def __init__(self, budgets: list[int]):
+        self._budgets = budgets
 
     def yielded(self, part: bytes, values: dict[str, object]) -> Mapping[str, object]:
         """The fields of a batch's info."""
@@ -144,6 +163,16 @@ class RankCells(RankPart):
         planned: CellSize
         cells, planned = pickle.loads(part)
         return {"cells": cells, "planned": planned}
+
+    def state(self, position: int) -> Mapping[str, object]:
+        """The budgets."""
+        return {_STATE: self._budgets}
+
+    def load(self, state: Mapping[str, object]) -> None:
+        """Refuse budgets that aren't numbers."""
+        budgets = state.get(_STATE, self._budgets)
+        if not (isinstance(budgets, list) and len(budgets) == 2 and all(type(n) is int for n in budgets)):
+            raise StateMismatch(f"not a valid state of a loader: {budgets!r:.100} as {_STATE}")
 
 
 def _three_costs(

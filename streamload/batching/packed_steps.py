@@ -12,7 +12,7 @@ import numpy.typing as npt
 import xxhash
 
 from streamload.batches.in_progress import Bounds
-from streamload.batching.packing import enough, interleaved, pack
+from streamload.batching.packing import Packed, enough, interleaved, pack
 from streamload.batching.steps import Rows, by_shard, state_between
 from streamload.errors import NoValidSamples
 from streamload.extension import CellSize
@@ -25,6 +25,7 @@ from streamload.worker.reader import Reader
 from streamload.worker.sampler import RankStep, Sampler
 from streamload.worker.states import GroupState
 
+NO_ROWS: Rows = np.empty((0, 4), np.int64)
 CostsOf = Callable[[Reader, int, npt.NDArray[np.int64]], npt.NDArray[np.float64]]
 """The costs of samples of a shard, float64[N, 3]: of text and image, and what each takes."""
 _VISION_SHARE = 12
@@ -44,12 +45,56 @@ class _Front(NamedTuple):
         positions: those of the sources.
         owed: what the sources are owed, in UNITs.
         too_long: the samples that exceeded a budget before.
+        rest: rows of earlier blocks, which come before those of the sequences: of a block that a run left
+            before its end to go on with other cells.
+        before: the state where the first of these blocks begins; None: there is no rest.
     """
 
     position: int
     positions: tuple[int, ...]
     owed: tuple[int, ...]
     too_long: int
+    rest: Rows
+    before: GroupState | None
+
+
+class _Cut(NamedTuple):
+    """A block as its begin and its end are told in a state: all that planning it again needs.
+
+    Attributes:
+        begin: its global position.
+        steps: of it.
+        cells: of a step, over all groups.
+        text, image: the budgets.
+        taken: so many of its steps were trained on.
+        shares: of the sources, in UNITs.
+    """
+
+    begin: int
+    steps: int
+    cells: int
+    text: int
+    image: int
+    taken: int
+    shares: tuple[int, ...]
+
+
+class _Gathered(NamedTuple):
+    """The next samples of a group, as many as fill a block.
+
+    Attributes:
+        rows: of them.
+        costs: int64[N, 2]: of text and image.
+        fits: int64[M]: the places of those that exceed no budget.
+        packed: the cells of these.
+        used: how many samples the block takes, too long ones included.
+    """
+
+    rows: Rows
+    costs: npt.NDArray[np.int64]
+    fits: npt.NDArray[np.int64]
+    packed: Packed
+    used: int
 
 
 class _Plan(NamedTuple):
@@ -102,8 +147,7 @@ class PackedBlocks:
         budgets: tuple[int | None, int | None],
     ):
         self.steps, self.events = steps, start.events
-        self.budgets = np.array([_UNLIMITED if budget is None else budget for budget in budgets])
-        self._limits = [column for column, budget in enumerate(budgets) if budget is not None]
+        self.budgets = np.array(limits(budgets))
         self._config, self._reader, self._start, self._costs_of = config, reader, start, costs_of
         self._fronts: dict[int, _Front] = {}
         self._plans: dict[int, _Plan] = {}
@@ -128,12 +172,13 @@ class PackedBlocks:
         plan = self._plans[group]
         if position + self.steps.at(position).batch < plan.block.end:
             return plan.before
-        return self._state(group, self._fronts[group])
+        front = self._fronts[group]
+        return front.before or self._state(group, front)
 
     def ended(self, position: int) -> int:
         """References of a pass at its end, if as many as positions were in cells before this one."""
         due = self._reader.due()
-        taken = sum(sum(front.positions) for front in self._fronts.values())
+        taken = sum(sum(front.positions) - len(front.rest) for front in self._fronts.values())
         return position + due - taken + sum(plan.unplaced for plan in self._plans.values())
 
     def left_out(self) -> dict[int, int]:
@@ -142,13 +187,12 @@ class PackedBlocks:
         return {first + group: front.too_long for group, front in self._fronts.items() if front.too_long}
 
     def costs(self, rows: Rows) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """The costs of rows, int64[N, 2], at least 1 of what is limited; and what each takes, float64[N]."""
+        """The costs of rows, int64[N, 2], texts at least 1; and what each takes, float64[N]."""
         columns = np.empty((len(rows), 3))
         for places, shard in by_shard(rows):
             columns[places] = self._costs_of(self._reader, shard, rows[places, 3])
         costs = np.ceil(np.minimum(columns[:, :2], 2.0 * _UNLIMITED)).astype(np.int64)
-        free = costs[:, self._limits].sum(axis=1) == 0
-        costs[free, self._limits[0]] = 1
+        costs[:, 0] = np.maximum(1, costs[:, 0])  # else a block has no end
         times = np.where(np.isnan(columns[:, 2]), costs[:, 0] + costs[:, 1] / _VISION_SHARE, columns[:, 2])
         return costs, times
 
@@ -158,9 +202,25 @@ class PackedBlocks:
         block = self.steps.block(start.position)
         assert block is not None
         if state is None:
-            return _Front(block.begin, zeros, zeros, 0)
+            return _Front(block.begin, zeros, zeros, 0, NO_ROWS, None)
         positions = tuple(source.cursor.position for source in state.sources)
-        return _Front(block.begin, positions, state.owed, state.left_out[TOO_LONG])
+        front = _Front(block.begin, positions, state.owed, state.left_out[TOO_LONG], NO_ROWS, None)
+        for numbers in state.past:
+            begin, steps, cells, text, image, taken, *shares = numbers
+            cut = _Cut(begin, steps, cells, text, image, taken, tuple(shares))
+            front = self._after(group, front, cut)
+        return front._replace(before=state) if len(front.rest) else front
+
+    def _after(self, group: int, front: _Front, cut: _Cut) -> _Front:
+        """Where a group goes on after the steps of a block that were trained on."""
+        cells = cut.cells // self.steps.at(front.position).groups
+        budgets = np.array([cut.text, cut.image])
+        block = self._gather(group, front, cut.begin, cut.steps, cells, budgets, cut.shares)
+        later = np.flatnonzero(block.packed.cell // cells >= cut.taken)
+        rest = np.concatenate([block.rows[block.fits[later]], front.rest[block.used :]])
+        portion = self._portion(front, max(0, block.used - len(front.rest)), cut.shares)
+        too_long = front.too_long + block.used - int(np.count_nonzero(block.fits < block.used))
+        return front._replace(positions=portion.stop, owed=portion.owed, too_long=too_long, rest=rest)
 
     def _state(self, group: int, front: _Front) -> GroupState:
         """The state of a group between two blocks, with what these have left out."""
@@ -180,55 +240,67 @@ class PackedBlocks:
         steps, cells = (block.end - block.begin) // split.batch, split.batch // split.groups
         for source, first in enumerate(front.positions):
             self._reader.has(group, source, first)
-        before = self._state(group, front)
+        before = front.before or self._state(group, front)
         digests = [
             self._reader.references(group, source).digest(first)
             for source, first in enumerate(front.positions)
         ]
-        rows, costs, times, is_end = self._enough(group, front, steps * cells)
-        fits = np.flatnonzero((costs <= self.budgets).all(axis=1))
-        seed = self._config.sources[0].order.seed
-        turns = key(seed, BUCKETS, block.begin)  # of all groups: a step has like cells everywhere
-        packed = pack(costs[fits], times[fits], steps, cells, self.budgets, turns, is_end=is_end)
-        has_all = is_end and packed.taken == len(fits)
-        used = len(rows) if has_all else int(fits[packed.taken - 1]) + 1
-        portion = self._portion(front, used)
-        spans = {
-            f"{group}.{source}": Span(
-                first, before_, stop, self._reader.references(group, source).digest(stop)
-            )
-            for source, (first, stop, before_) in enumerate(
-                zip(portion.first, portion.stop, digests, strict=True)
-            )
-        }
+        several = len(front.positions) > 1
+        shares = shares_at(of_kind(self.events, WEIGHTS), front.position) if several else (UNIT,)
+        gathered = self._gather(group, front, block.begin, steps, cells, self.budgets, shares)
+        rows, costs, fits, packed, used = gathered
+        portion = self._portion(front, max(0, used - len(front.rest)), shares)
+        spans = {}
+        for source, (first, stop) in enumerate(zip(portion.first, portion.stop, strict=True)):
+            behind = self._reader.references(group, source).digest(stop)
+            spans[f"{group}.{source}"] = Span(first, digests[source], stop, behind)
         order = fits[np.argsort(packed.cell, kind="stable")]
         borders = np.searchsorted(np.sort(packed.cell), np.arange(packed.steps * cells + 1))
         digest = xxhash.xxh3_64_intdigest(costs[order].tobytes() + borders.tobytes())
         too_long = front.too_long + used - int(np.count_nonzero(fits < used))
-        self._fronts[group] = _Front(block.end, portion.stop, portion.owed, too_long)
+        rest, since = front.rest[used:], None
+        if len(rest):
+            whole = (block.begin, steps, split.batch, *self.budgets.tolist(), steps, *shares)
+            since = before._replace(past=(*before.past, whole))
+        self._fronts[group] = _Front(block.end, portion.stop, portion.owed, too_long, rest, since)
         unplaced = packed.taken - len(packed.cell)
         return _Plan(block, rows[order], costs[order], borders, unplaced, before, spans, digest)
 
-    def _enough(
-        self, group: int, front: _Front, cells: int
-    ) -> tuple[Rows, npt.NDArray[np.int64], npt.NDArray[np.float64], bool]:
-        """As many of the next samples as fill a block, their costs, what they take, and whether they end."""
-        count, is_end = cells, False
-        rows, costs, times = np.empty((0, 4), np.int64), np.empty((0, 2), np.int64), np.empty(0)
+    def _gather(
+        self,
+        group: int,
+        front: _Front,
+        begin: int,
+        steps: int,
+        cells: int,
+        budgets: npt.NDArray[np.int64],
+        shares: Sequence[int],
+    ) -> _Gathered:
+        """Wait for as many of the next samples as fill a block, and pack them."""
+        count, is_end, every = steps * cells, False, steps * cells
+        rows, costs, times = NO_ROWS, np.empty((0, 2), np.int64), np.empty(0)
         while not is_end:
-            extended, is_end = self._references(group, self._portion(front, count))
+            portion = self._portion(front, max(0, count - len(front.rest)), shares)
+            later, is_end = self._references(group, portion)
+            extended = np.concatenate([front.rest[:count], later])
             more, taking = self.costs(extended[len(rows) :])
             rows, costs, times = extended, np.concatenate([costs, more]), np.concatenate([times, taking])
-            fitting = costs[(costs <= self.budgets).all(axis=1)]
-            if enough(fitting, cells, self.budgets):
+            fitting = costs[(costs <= budgets).all(axis=1)]
+            if enough(fitting, every, budgets):
                 break
-            full = float((fitting.sum(axis=0) / (self.budgets * cells)).max(initial=0.0))
+            full = float((fitting.sum(axis=0) / (budgets * every)).max(initial=0.0))
             count += max(_LEAST_MORE, min(4 * count, int(count * (_MORE / max(full, 0.01) - 1))))
-        return rows, costs, times, is_end
+        fits = np.flatnonzero((costs <= budgets).all(axis=1))
+        turns = key(
+            self._config.sources[0].order.seed, BUCKETS, begin
+        )  # of all groups: like cells everywhere
+        packed = pack(costs[fits], times[fits], steps, cells, budgets, turns, is_end=is_end)
+        has_all = is_end and packed.taken == len(fits)
+        used = len(rows) if has_all else int(fits[packed.taken - 1]) + 1
+        return _Gathered(rows, costs, fits, packed, used)
 
-    def _portion(self, front: _Front, count: int) -> Portion:
-        several = len(front.positions) > 1
-        shares = shares_at(of_kind(self.events, WEIGHTS), front.position) if several else (UNIT,)
+    @staticmethod
+    def _portion(front: _Front, count: int, shares: Sequence[int]) -> Portion:
         return interleaved(front.positions, front.owed, shares, count)
 
     def _references(self, group: int, portion: Portion) -> tuple[Rows, bool]:
@@ -248,6 +320,11 @@ class PackedBlocks:
             stop = first + int(np.count_nonzero(are_of_source))
             rows[are_of_source, 1:] = self._reader.references(group, source).peek(first, stop)
         return rows, is_end
+
+
+def limits(budgets: tuple[int | None, int | None]) -> list[int]:
+    """Budgets as numbers."""
+    return [_UNLIMITED if budget is None else budget for budget in budgets]
 
 
 @dataclass(slots=True)

@@ -182,6 +182,24 @@ class Extension:
         """
         return ()
 
+    def plans_as(self, state: Mapping[str, object]) -> bool:
+        """True if it plans steps by the limits of a state's run, where `planned_by` is the same, too."""
+        return True
+
+    def left_block(
+        self, state: Mapping[str, object], position: Position, block: tuple[int, int, int]
+    ) -> tuple[int, ...] | None:
+        """Numbers by which it can plan the rest of a block that a run leaves, to go on with other steps.
+
+        They become part of the state of each group, `GroupState.past`. None: it has to go on with the same.
+
+        Args:
+            state: of the loader.
+            position: of it, within the block.
+            block: where it began, its steps, and the positions of each.
+        """
+        return None
+
     def block_steps(self, batch: int) -> int | None:
         """The number of steps that it plans together: `return 4096 // batch`; None: it plans none.
 

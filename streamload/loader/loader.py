@@ -176,7 +176,8 @@ class Loader(DataLoaderInterface):
             raise TypeError(
                 "this loader's length is not known yet: give num_samples or num_batches, or put a sizes.json "
                 "({shard name: samples}) beside the shards; one pass over the data is counted once all its "
-                "shards are in the cache (after one epoch, or `streamload warm`)"
+                "shards are in the cache (after one epoch, or `streamload warm`), and one of cells, as of "
+                "max_tokens= with cost=, at its end"
             )
         silence_doubts_of_length()
         return batches

@@ -462,7 +462,7 @@ class RunSchedule:
         position = of_ranks(
             self._options,
             self.topology,
-            from_block(self._options, saved, ours, position, has_other_plan),
+            from_block(self._options, saved, ours, position, has_other_plan, state),
         )
         needed = set(own_groups(self._options, self.topology, ours.groups))
         check_fits(saved, ours, position, needed)

@@ -302,7 +302,12 @@ def check_options(saved: OrderSpec, ours: OrderSpec, position: Position, options
 
 
 def from_block(
-    options: LoaderOptions, saved: OrderSpec, ours: OrderSpec, position: Position, has_other_plan: bool
+    options: LoaderOptions,
+    saved: OrderSpec,
+    ours: OrderSpec,
+    position: Position,
+    has_other_plan: bool,
+    state: Mapping[str, Any],
 ) -> Position:
     """Position to resume from with other blocks than the state's.
 
@@ -312,13 +317,15 @@ def from_block(
         ours: this loader's.
         position: the state's.
         has_other_plan: whether something else plans the steps of a block, such as what samples cost.
+        state: of the loader.
 
     Raises:
         StateMismatch: within a block, whose samples are planned together.
     """
     is_as_before = saved.parts == ours.parts or saved.sources_of != ours.sources_of
     has_same_blocks = saved.blocks == ours.blocks and (saved.blocks is None or is_as_before)
-    if has_same_blocks and not has_other_plan:
+    plans_as_before = all(extension.plans_as(state) for extension in options.extensions)
+    if has_same_blocks and not has_other_plan and plans_as_before:
         return position
     place, sizes = position.position, position.batch_sizes
     if saved.blocks is not None:
@@ -326,6 +333,15 @@ def from_block(
         steps = options.step_options(Split(batch, 1, 1), count).steps(position.step_start, sizes)
         block, batch = steps.block(place), steps.at(place).batch
         if block is not None and block.begin != place:
+            numbers = block.begin, (block.end - block.begin) // batch, batch
+            parts = [extension.left_block(state, position, numbers) for extension in options.extensions]
+            left = None if has_other_plan else next((part for part in parts if part is not None), None)
+            if left is not None:
+                groups = {
+                    number: group._replace(past=(*group.past, left))
+                    for number, group in position.groups.items()
+                }
+                return replace(position, groups=groups, blocks_from=place)
             raise StateMismatch(
                 f"the state is from within a block of bucketing= or cost=, which ends in "
                 f"{(block.end - place) // batch} steps: go on with the same of them, captions, tokenizer "

@@ -114,6 +114,8 @@ class GroupState(NamedTuple):
     owed: tuple[int, ...]
     """Credits of each source (of order.steps.Portion)."""
     sources: tuple[SourceState, ...]
+    past: tuple[tuple[int, ...], ...] = ()
+    """Blocks of other steps that began here, and were left before their end, as an extension has them."""
 
     @property
     def left_out(self) -> Tally:
@@ -132,6 +134,7 @@ class GroupState(NamedTuple):
                 }
                 for state in self.sources
             ],
+            **({"past": [list(block) for block in self.past]} if self.past else {}),
         }
 
     @classmethod
@@ -143,6 +146,7 @@ class GroupState(NamedTuple):
         """
         try:
             owed = tuple(int(credit) for credit in value["owed"])
+            past = tuple(tuple(int(number) for number in block) for block in value.get("past", ()))
             sources = tuple(
                 SourceState(
                     Cursor.from_json(state["cursor"]),
@@ -159,7 +163,7 @@ class GroupState(NamedTuple):
             raise OptionError(f"not the state of a group: {type(exc).__name__}") from exc
         if len(owed) != len(sources) or sum(owed) != 0:
             raise OptionError("not the state of a group: what its sources are owed doesn't add up to 0")
-        return cls(owed, sources)
+        return cls(owed, sources, past)
 
 
 class SealedStates(Mapping[int, GroupState]):

@@ -271,7 +271,7 @@ class TestPackedCells(TestBuckets):
     blocks = (0, 1, 2, 4, 7)
     asked = MappingProxyType({"cost": "width", "max_tokens": 300})
     kinds = (PackedCells,)
-    state_keys = ("blocks", "blocks_from", "table")
+    state_keys = ("blocks", "blocks_from", "cells", "table")
 
     def check_batches(self, batches: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]]) -> None:
         """Samples are as in other batches; how many a batch has is its own affair."""

@@ -266,8 +266,10 @@ def rows(data: Path, place: Path) -> dict[str, Row]:
         ),
         "batches.microbatch": same(microbatch=2),
         "batches.max_tokens": same({**LONGEST, "bucketing": "step"}, max_tokens=64),
-        "batches.max_patches": refused(
-            "within a block", {"cost": ("height", "width"), "max_tokens": 150}, max_patches=150
+        "batches.max_patches": honoured(
+            lambda batches, plain: keys(batches) != keys(plain),
+            {"cost": ("height", "width"), "max_tokens": 150},
+            max_patches=100,
         ),
         "batches.sample_weight": honoured(
             lambda batches, _: batches[0]["weight"].tolist() == [2.0] * 4, sample_weight=rate
