@@ -45,16 +45,16 @@ class _Front(NamedTuple):
         positions: those of the sources.
         owed: what the sources are owed, in UNITs.
         too_long: the samples that exceeded a budget before.
-        rest: rows of earlier blocks, which come before those of the sequences: of a block that a run left
-            before its end to go on with other cells.
-        before: the state where the first of these blocks begins; None: there is no rest.
+        remaining: rows of a block that a run left before its end, to go on with other cells: they come before
+            those of the sequences.
+        before: the state where that block begins; None: none of its rows remain.
     """
 
     position: int
     positions: tuple[int, ...]
     owed: tuple[int, ...]
     too_long: int
-    rest: Rows
+    remaining: Rows
     before: GroupState | None
 
 
@@ -66,7 +66,7 @@ class _Cut(NamedTuple):
         steps: of it.
         cells: of a step, over all groups.
         text, image: the budgets.
-        taken: so many of its steps were trained on.
+        behind: so many of its steps were trained on.
         shares: of the sources, in UNITs.
     """
 
@@ -75,7 +75,7 @@ class _Cut(NamedTuple):
     cells: int
     text: int
     image: int
-    taken: int
+    behind: int
     shares: tuple[int, ...]
 
 
@@ -178,7 +178,7 @@ class PackedBlocks:
     def ended(self, position: int) -> int:
         """References of a pass at its end, if as many as positions were in cells before this one."""
         due = self._reader.due()
-        taken = sum(sum(front.positions) - len(front.rest) for front in self._fronts.values())
+        taken = sum(sum(front.positions) - len(front.remaining) for front in self._fronts.values())
         return position + due - taken + sum(plan.unplaced for plan in self._plans.values())
 
     def left_out(self) -> dict[int, int]:
@@ -206,21 +206,23 @@ class PackedBlocks:
         positions = tuple(source.cursor.position for source in state.sources)
         front = _Front(block.begin, positions, state.owed, state.left_out[TOO_LONG], NO_ROWS, None)
         for numbers in state.past:
-            begin, steps, cells, text, image, taken, *shares = numbers
-            cut = _Cut(begin, steps, cells, text, image, taken, tuple(shares))
+            begin, steps, cells, text, image, behind, *shares = numbers
+            cut = _Cut(begin, steps, cells, text, image, behind, tuple(shares))
             front = self._after(group, front, cut)
-        return front._replace(before=state) if len(front.rest) else front
+        return front._replace(before=state) if len(front.remaining) else front
 
     def _after(self, group: int, front: _Front, cut: _Cut) -> _Front:
         """Where a group goes on after the steps of a block that were trained on."""
         cells = cut.cells // self.steps.at(front.position).groups
         budgets = np.array([cut.text, cut.image])
         block = self._gather(group, front, cut.begin, cut.steps, cells, budgets, cut.shares)
-        later = np.flatnonzero(block.packed.cell // cells >= cut.taken)
-        rest = np.concatenate([block.rows[block.fits[later]], front.rest[block.used :]])
-        portion = self._portion(front, max(0, block.used - len(front.rest)), cut.shares)
+        later = np.flatnonzero(block.packed.cell // cells >= cut.behind)
+        remaining = np.concatenate([block.rows[block.fits[later]], front.remaining[block.used :]])
+        portion = self._portion(front, max(0, block.used - len(front.remaining)), cut.shares)
         too_long = front.too_long + block.used - int(np.count_nonzero(block.fits < block.used))
-        return front._replace(positions=portion.stop, owed=portion.owed, too_long=too_long, rest=rest)
+        return front._replace(
+            positions=portion.stop, owed=portion.owed, too_long=too_long, remaining=remaining
+        )
 
     def _state(self, group: int, front: _Front) -> GroupState:
         """The state of a group between two blocks, with what these have left out."""
@@ -249,7 +251,7 @@ class PackedBlocks:
         shares = shares_at(of_kind(self.events, WEIGHTS), front.position) if several else (UNIT,)
         gathered = self._gather(group, front, block.begin, steps, cells, self.budgets, shares)
         rows, costs, fits, packed, used = gathered
-        portion = self._portion(front, max(0, used - len(front.rest)), shares)
+        portion = self._portion(front, max(0, used - len(front.remaining)), shares)
         spans = {}
         for source, (first, stop) in enumerate(zip(portion.first, portion.stop, strict=True)):
             behind = self._reader.references(group, source).digest(stop)
@@ -258,11 +260,11 @@ class PackedBlocks:
         borders = np.searchsorted(np.sort(packed.cell), np.arange(packed.steps * cells + 1))
         digest = xxhash.xxh3_64_intdigest(costs[order].tobytes() + borders.tobytes())
         too_long = front.too_long + used - int(np.count_nonzero(fits < used))
-        rest, since = front.rest[used:], None
-        if len(rest):
+        remaining, since = front.remaining[used:], None
+        if len(remaining):
             whole = (block.begin, steps, split.batch, *self.budgets.tolist(), steps, *shares)
             since = before._replace(past=(*before.past, whole))
-        self._fronts[group] = _Front(block.end, portion.stop, portion.owed, too_long, rest, since)
+        self._fronts[group] = _Front(block.end, portion.stop, portion.owed, too_long, remaining, since)
         unplaced = packed.taken - len(packed.cell)
         return _Plan(block, rows[order], costs[order], borders, unplaced, before, spans, digest)
 
@@ -280,9 +282,9 @@ class PackedBlocks:
         count, is_end, every = steps * cells, False, steps * cells
         rows, costs, times = NO_ROWS, np.empty((0, 2), np.int64), np.empty(0)
         while not is_end:
-            portion = self._portion(front, max(0, count - len(front.rest)), shares)
+            portion = self._portion(front, max(0, count - len(front.remaining)), shares)
             later, is_end = self._references(group, portion)
-            extended = np.concatenate([front.rest[:count], later])
+            extended = np.concatenate([front.remaining[:count], later])
             more, taking = self.costs(extended[len(rows) :])
             rows, costs, times = extended, np.concatenate([costs, more]), np.concatenate([times, taking])
             fitting = costs[(costs <= budgets).all(axis=1)]

@@ -391,6 +391,26 @@ def test_within_a_block_a_run_goes_on_with_other_cells_and_budgets(
     assert all(sum(map(tokens_of, cell)) <= text for step in whole.cells for cell in step)
 
 
+def test_what_is_left_of_a_block_may_take_several_blocks(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_key: set[str]
+) -> None:
+    """With blocks of two steps, or four of two cells."""
+    monkeypatch.setattr("streamload.batching.packed_cells._STEPS", 2)
+    monkeypatch.setattr("streamload.batching.packed_cells._CELLS", 8)
+    begun = run(data, tmp_path, most=3)  # twelve cells are left
+    whole = run(data, tmp_path, state=begun.states, cells=2)
+    for most in (3, 6):
+        part = run(data, tmp_path, state=begun.states, cells=2, most=most)
+        assert part.cells + run(data, tmp_path, 2, part.states, cells=2).cells == whole.cells
+        again = run(data, tmp_path, state=part.states, cells=5)
+        for runs in ((begun, whole), (begun, part, again)):
+            keys = [key for ran in runs for key in keys_in(ran.cells)]
+            assert len(keys) == len(set(keys))
+            missing = {key for key in every_key - set(keys) if tokens_of(key) <= TEXT}
+            assert len(missing) < len(runs[-1].cells[0])
+            assert runs[-1].left_out == len(every_key) - len(keys) - len(missing)
+
+
 def test_within_a_block_costs_stay(data: Path, tmp_path: Path) -> None:
     within, between = (run(data, tmp_path, most=most) for most in (6, 8))
     others = {"batches": {"cost": (taking, patches)}}
