@@ -57,6 +57,7 @@ class PackedCells(EqualCosts):
             ("num_samples=", options.num_samples is not None, "give num_batches="),
             ("microbatch=", batches.microbatch is not None, "a cell is what goes through a device at once"),
             ("batch_policy=", batches.batch_policy is not None, "loader.set_batch_size() counts cells"),
+            ("Workers(memory=…)", options.workers.memory is not None, "batches have any number of samples"),
             ("features=", bool(options.features), "compute them in the training loop, cell by cell"),
         ):
             if is_given:

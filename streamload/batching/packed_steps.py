@@ -13,8 +13,7 @@ import xxhash
 
 from streamload.batches.in_progress import Bounds
 from streamload.batching.packing import Packed, enough, interleaved, pack
-from streamload.batching.steps import Rows, by_shard, state_between
-from streamload.errors import NoValidSamples
+from streamload.batching.steps import Rows, by_shard, passes_of, references_of, state_between
 from streamload.extension import CellSize
 from streamload.order.events import UNIT, WEIGHTS, Event, of_kind, shares_at
 from streamload.order.hashing import BUCKETS, key
@@ -283,7 +282,7 @@ class PackedBlocks:
         rows, costs, times = NO_ROWS, np.empty((0, 2), np.int64), np.empty(0)
         while not is_end:
             portion = self._portion(front, max(0, count - len(front.remaining)), shares)
-            later, is_end = self._references(group, portion)
+            later, is_end = references_of(self._reader, group, portion)
             extended = np.concatenate([front.remaining[:count], later])
             more, taking = self.costs(extended[len(rows) :])
             rows, costs, times = extended, np.concatenate([costs, more]), np.concatenate([times, taking])
@@ -304,24 +303,6 @@ class PackedBlocks:
     @staticmethod
     def _portion(front: _Front, count: int, shares: Sequence[int]) -> Portion:
         return interleaved(front.positions, front.owed, shares, count)
-
-    def _references(self, group: int, portion: Portion) -> tuple[Rows, bool]:
-        """Wait for references; fewer, and True, where the only source ends."""
-        seats, is_end = portion.seats(), False
-        for source, (first, stop) in enumerate(zip(portion.first, portion.stop, strict=True)):
-            if not self._reader.has(group, source, stop):
-                if len(portion.take) > 1:
-                    name = self._config.sources[source].name
-                    raise NoValidSamples(f"no usable sample in source {name!r}, which has a share of a step")
-                end = self._reader.references(group, source).known(stop)
-                seats, is_end = seats[: max(0, end - first)], True
-        rows = np.empty((len(seats), 4), np.int64)
-        rows[:, 0] = seats
-        for source, first in enumerate(portion.first):
-            are_of_source = seats == source
-            stop = first + int(np.count_nonzero(are_of_source))
-            rows[are_of_source, 1:] = self._reader.references(group, source).peek(first, stop)
-        return rows, is_end
 
 
 def limits(budgets: tuple[int | None, int | None]) -> list[int]:
@@ -418,10 +399,7 @@ class PackedStep:
             yield None
             return
         rows = self.rows
-        if len(self.config.sources) > 1:
-            latest = np.zeros(len(self.config.sources), np.int64)
-            np.maximum.at(latest, rows[:, 0], rows[:, 1])
-            self.passes = dict(enumerate(latest.tolist()))
+        self.passes = passes_of(self.config, rows)
         visits = [Visit(*row) for row in rows.tolist()]
         self._places = {visit: place for place, visit in enumerate(visits)}
         yield visits

@@ -187,7 +187,14 @@ class BlockPlanner:
         for source, first in enumerate(portion.first):
             self._reader.has(group, source, first)
         before = state_between(self._reader, group, portion.owed_before, portion.first)
-        rows, spans = self._references(group, portion)
+        stops = list(enumerate(zip(portion.first, portion.stop, strict=True)))
+        streams = [self._reader.references(group, source) for source, _ in stops]
+        befores = [streams[source].digest(first) for source, (first, _) in stops]
+        rows, _ = references_of(self._reader, group, portion)
+        spans = {
+            f"{group}.{source}": Span(first, befores[source], stop, streams[source].digest(stop))
+            for source, (first, stop) in stops
+        }
         costs = np.empty((len(rows), 2))
         for places, shard in by_shard(rows):
             costs[places] = self.rule.costs(self._reader, shard, rows[places, 3])
@@ -205,27 +212,6 @@ class BlockPlanner:
             planned = self.rule.divide(costs[: len(used)], whole, turns, _origins(used), of_group)
         digest = xxhash.xxh3_64_intdigest(costs.tobytes() + planned.tobytes())
         return BlockPlan(block, portion, rows, costs, planned, before, spans, digest)
-
-    def _references(self, group: int, portion: Portion) -> tuple[Rows, dict[str, Span]]:
-        """Wait for a block's references; fewer rows where the only source ends."""
-        seats = portion.seats()
-        spans = {}
-        for source, (first, stop) in enumerate(zip(portion.first, portion.stop, strict=True)):
-            stream = self._reader.references(group, source)
-            before = stream.digest(first)
-            if not self._reader.has(group, source, stop):
-                if len(portion.take) > 1:
-                    name = self._config.sources[source].name
-                    raise NoValidSamples(f"no usable sample in source {name!r}, which has a share of a step")
-                seats = seats[: max(0, stream.known(stop) - first)]
-            spans[f"{group}.{source}"] = Span(first, before, stop, stream.digest(stop))
-        rows = np.empty((len(seats), 4), np.int64)
-        rows[:, 0] = seats
-        for source, first in enumerate(portion.first):
-            are_of_source = seats == source
-            stop = first + int(np.count_nonzero(are_of_source))
-            rows[are_of_source, 1:] = self._reader.references(group, source).peek(first, stop)
-        return rows, spans
 
 
 @dataclass(slots=True)
@@ -270,10 +256,7 @@ class PlannedStep:
             return
         rows, bounds = self._rows(plans, number)
         self.seats = rows[:, 0]
-        if len(self.config.sources) > 1:
-            latest = np.zeros(len(self.config.sources), np.int64)
-            np.maximum.at(latest, self.seats, rows[:, 1])
-            self.passes = dict(enumerate(latest.tolist()))
+        self.passes = passes_of(self.config, rows)
         rooms = itertools.repeat(None) if bounds is None else map(tuple, bounds.tolist())
         visits = [
             Visit(source, pass_, shard, number, most)
@@ -339,6 +322,38 @@ def state_between(
         stream.take(position, position)
         sources.append(stream.state(position))
     return GroupState(owed, tuple(sources))
+
+
+def references_of(reader: Reader, group: int, portion: Portion) -> tuple[Rows, bool]:
+    """Wait for the references of a portion; fewer, and True, where the only source ends.
+
+    Raises:
+        NoValidSamples: one of several sources, which are read again and again, has no usable sample.
+    """
+    seats, is_end = portion.seats(), False
+    for source, (first, stop) in enumerate(zip(portion.first, portion.stop, strict=True)):
+        if not reader.has(group, source, stop):
+            if len(portion.take) > 1:
+                name = reader.config.sources[source].name
+                raise NoValidSamples(f"no usable sample in source {name!r}, which has a share of a step")
+            end = reader.references(group, source).known(stop)
+            seats, is_end = seats[: max(0, end - first)], True
+    rows = np.empty((len(seats), 4), np.int64)
+    rows[:, 0] = seats
+    for source, first in enumerate(portion.first):
+        are_of_source = seats == source
+        stop = first + int(np.count_nonzero(are_of_source))
+        rows[are_of_source, 1:] = reader.references(group, source).peek(first, stop)
+    return rows, is_end
+
+
+def passes_of(config: WorkerConfig, rows: Rows) -> dict[int, int]:
+    """By source the latest pass of rows; empty: there is one source."""
+    if len(config.sources) == 1:
+        return {}
+    latest = np.zeros(len(config.sources), np.int64)
+    np.maximum.at(latest, rows[:, 0], rows[:, 1])
+    return dict(enumerate(latest.tolist()))
 
 
 def by_shard(rows: Rows) -> Iterator[tuple[npt.NDArray[np.int64], int]]:
