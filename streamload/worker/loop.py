@@ -60,13 +60,13 @@ from streamload.worker.messages import (
     ready_counts,
 )
 from streamload.worker.reader import Reader
-from streamload.worker.replacements import Replacements
 from streamload.worker.sampler import RankStep, Sampler
 from streamload.worker.stages import Spans, Stages
 from streamload.worker.states import SealedStates
 
 if TYPE_CHECKING:
     from streamload.ipc.buffers import BufferPool
+    from streamload.worker.replacements import Replacements
 
 _POLL_SECONDS = 0.002
 """Between two looks at whether a decision was made, or a batch taken."""
@@ -444,6 +444,8 @@ class WorkerLoop:
             return skipped
         tried = 0
         if self._replacements is None:
+            from streamload.worker.replacements import Replacements
+
             self._replacements = Replacements(self._config, self._reader)
         for shard, number in self._replacements.of(visit, seed, self._sampler.fits):
             tried += 1
