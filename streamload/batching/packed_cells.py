@@ -14,7 +14,7 @@ import torch
 
 from streamload.batches.collate import cell_name
 from streamload.batching.equal_costs import Cost, EqualCosts, costs_of
-from streamload.batching.packed_steps import PackedSampler, PackedStep, limits
+from streamload.batching.packed_steps import UNLIMITED, PackedSampler, PackedStep, limits
 from streamload.errors import DataError, OptionError, StateMismatch
 from streamload.extension import CellSize, RankPart, WorkerPart
 from streamload.worker.messages import EpochStart
@@ -53,6 +53,8 @@ class PackedCells(EqualCosts):
             raise OptionError(
                 "max_patches= needs max_tokens=, and two costs, of text and of images: cost=(…, …)"
             )
+        if max(limits(self.budgets)) > UNLIMITED:
+            raise OptionError("max_tokens= and max_patches= are at most 2^40: give costs in larger units")
         for name, is_given, instead in (
             ("num_samples=", options.num_samples is not None, "give num_batches="),
             ("microbatch=", batches.microbatch is not None, "a cell is what goes through a device at once"),
@@ -119,8 +121,9 @@ class WorkerCells(WorkerPart):
         """
         step = rows.step
         assert isinstance(step, PackedStep)
-        begin = 0
-        for number, cell in enumerate(step.sizes):
+        step.took(rows.samples)
+        begin, sizes = 0, step.sizes
+        for number, cell in enumerate(sizes):
             for name, budget in zip(_MEASURED, self._budgets, strict=True):
                 value = values.get(cell_name(number, name))
                 if budget is None or not isinstance(value, torch.Tensor):
@@ -131,7 +134,7 @@ class WorkerCells(WorkerPart):
                         self._overrun(name, length, budget, rows, range(begin, begin + cell.rows))
                     )
             begin += cell.rows
-        return pickle.dumps((step.sizes, step.planned))
+        return pickle.dumps((sizes, step.planned))
 
     def _overrun(self, name: str, length: int, budget: int, rows: BatchRows, places: range) -> str:
         column = _MEASURED.index(name)

@@ -14,6 +14,7 @@ import xxhash
 from streamload.batches.in_progress import Bounds
 from streamload.batching.packing import Packed, enough, interleaved, pack
 from streamload.batching.steps import Rows, by_shard, passes_of, references_of, state_between
+from streamload.errors import NoValidSamples
 from streamload.extension import CellSize
 from streamload.order.events import UNIT, WEIGHTS, Event, of_kind, shares_at
 from streamload.order.hashing import BUCKETS, key
@@ -31,7 +32,8 @@ _VISION_SHARE = 12
 """Patches that take as long as a token, where nothing says what a sample takes."""
 TOO_LONG = "costs"
 """What samples that exceed a budget are counted under: the name of the extension."""
-_UNLIMITED = 1 << 40
+UNLIMITED = 1 << 40
+"""The largest budget."""
 _MORE, _LEAST_MORE = 1.05, 64
 """Samples that are looked at beyond those that would fill a block by what is known of it."""
 
@@ -190,7 +192,7 @@ class PackedBlocks:
         columns = np.empty((len(rows), 3))
         for places, shard in by_shard(rows):
             columns[places] = self._costs_of(self._reader, shard, rows[places, 3])
-        costs = np.ceil(np.minimum(columns[:, :2], 2.0 * _UNLIMITED)).astype(np.int64)
+        costs = np.ceil(np.minimum(columns[:, :2], UNLIMITED)).astype(np.int64)
         costs[:, 0] = np.maximum(1, costs[:, 0])  # else a block has no end
         times = np.where(np.isnan(columns[:, 2]), costs[:, 0] + costs[:, 1] / _VISION_SHARE, columns[:, 2])
         return costs, times
@@ -216,7 +218,9 @@ class PackedBlocks:
         budgets = np.array([cut.text, cut.image])
         block = self._gather(group, front, cut.begin, cut.steps, cells, budgets, cut.shares)
         later = np.flatnonzero(block.packed.cell // cells >= cut.behind)
-        remaining = np.concatenate([block.rows[block.fits[later]], front.remaining[block.used :]])
+        unplaced = block.fits[len(block.packed.cell) : block.packed.taken]
+        places = [*block.fits[later].tolist(), *unplaced.tolist()]
+        remaining = np.concatenate([block.rows[places], front.remaining[block.used :]])
         portion = self._portion(front, max(0, block.used - len(front.remaining)), cut.shares)
         too_long = front.too_long + block.used - int(np.count_nonzero(block.fits < block.used))
         return front._replace(
@@ -289,6 +293,11 @@ class PackedBlocks:
             fitting = costs[(costs <= budgets).all(axis=1)]
             if enough(fitting, every, budgets):
                 break
+            if not len(fitting) and np.ptp(rows[:, 1]) > 1:  # passes of an endless sequence
+                raise NoValidSamples(
+                    "a whole pass over the shards has no sample whose costs are within max_tokens= and "
+                    "max_patches="
+                )
             full = float((fitting.sum(axis=0) / (budgets * every)).max(initial=0.0))
             count += max(_LEAST_MORE, min(4 * count, int(count * (_MORE / max(full, 0.01) - 1))))
         fits = np.flatnonzero((costs <= budgets).all(axis=1))
@@ -307,7 +316,7 @@ class PackedBlocks:
 
 def limits(budgets: tuple[int | None, int | None]) -> list[int]:
     """Budgets as numbers."""
-    return [_UNLIMITED if budget is None else budget for budget in budgets]
+    return [UNLIMITED if budget is None else budget for budget in budgets]
 
 
 @dataclass(slots=True)
@@ -319,6 +328,7 @@ class PackedStep:
         shares: of the groups, in cells.
         passes: by source the latest pass of its samples; after `visits`, if there are several sources.
         left_out: the places of bad samples that their cells lack.
+        stand_ins: what others cost, by the places that they take in cells that would be empty.
     """
 
     config: WorkerConfig
@@ -328,6 +338,7 @@ class PackedStep:
     bounds: Bounds | None = None
     passes: dict[int, int] = field(default_factory=dict)
     left_out: set[int] = field(default_factory=set)
+    stand_ins: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict)
     _cells: list[tuple[_Plan, slice]] | None = None
     _places: dict[Visit, int] = field(default_factory=dict)
 
@@ -373,6 +384,8 @@ class PackedStep:
     def sizes(self) -> list[CellSize]:
         """The cells without bad samples."""
         costs, place, cells = self.costs, 0, []
+        for stand_in, others in self.stand_ins.items():
+            costs[stand_in] = others
         for _, rows in self.cells:
             stop = place + rows.stop - rows.start
             kept = [number for number in range(place, stop) if number not in self.left_out]
@@ -413,9 +426,17 @@ class PackedStep:
                 break
             begin = stop
         if len(self.left_out.intersection(range(begin, stop))) + 1 == stop - begin:
+            self.stand_ins[place] = self.costs[place]
             return False
         self.left_out.add(place)
         return True
+
+    def took(self, samples: Sequence[tuple[int, int]]) -> None:
+        """Learn the samples of all rows, by shard and number: stand-ins among them cost something else."""
+        for place in self.stand_ins:
+            row = place - sum(1 for other in self.left_out if other < place)
+            costs, _ = self.blocks.costs(np.array([[0, 0, *samples[row]]]))
+            self.stand_ins[place] = costs[0]
 
     def states(self) -> dict[int, GroupState]:
         """The state of each group after the step; valid after `visits`."""

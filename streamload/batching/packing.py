@@ -27,8 +27,8 @@ _FULL, _LEAST_FULL = 995, 500
 """Per mille of the budgets that a block's samples may add up to: tried first, and at least."""
 _MEAN = 1 << 32
 """The mean load of a cell, as loads are counted."""
-_RISE = _MEAN >> 7
-"""By how much the level rises."""
+_RISE_BITS = 7
+"""The level rises by this mean, shifted by so many bits."""
 _ALIKE = 8
 """So many of the next samples decide which cells are open."""
 _FINEST = 2.0**30
@@ -87,7 +87,8 @@ def pack(
     most = min(len(costs), _prefix(large, np.full(2, every)))
     full, tried = _FULL, -1
     while full >= _LEAST_FULL:
-        count = min(most, max(every, _prefix(sums, budgets * every * full // 1000)))
+        room = [budget * every * full // 1000 for budget in budgets.tolist()]  # whole numbers of any size
+        count = min(most, max(every, _prefix(sums, np.minimum(room, sums[-1]).astype(np.int64))))
         if count != tried:
             placed, left = _placed(costs[:count], every, budgets)
             if placed is not None:
@@ -154,14 +155,16 @@ def _prefix(sums: Whole, room: Whole) -> int:
 
 def _placed(costs: Whole, cells: int, budgets: Whole) -> tuple[Whole | None, float]:
     """The cell of each sample, none of them over its budget; None, and the share that found no room."""
-    units = _MEAN // (costs.sum(axis=0) // cells + 1)
+    means = costs.sum(axis=0) // cells + 1
+    units = np.maximum(1, _MEAN // means)
+    rise = means * units >> _RISE_BITS
     loads_of = costs * units
     larger = loads_of.max(axis=1)
     order = np.argsort(-larger, kind="stable")
     loads_of, fewer = loads_of[order], -larger[order]
     has_two = bool(loads_of[:, 1].any() and loads_of[:, 0].any())
     room = np.minimum(budgets, costs.sum(axis=0)) * units
-    level = np.minimum(room, _MEAN + _RISE)
+    level = np.minimum(room, means * units + rise)
     loads, cell = np.zeros((cells, 2), np.int64), np.empty(len(costs), np.int64)
     begin = 0
     while begin < len(costs):
@@ -176,7 +179,7 @@ def _placed(costs: Whole, cells: int, budgets: Whole) -> tuple[Whole | None, flo
                 return None, float((loads_of[begin:].sum(axis=0) / np.maximum(1, loads_of.sum(axis=0))).max())
             missing = loads[can] + (most - level)
             least = missing[int(missing.max(axis=1).argmin())]
-            level = np.minimum(room, level + np.maximum(0, least) + _RISE)
+            level = np.minimum(room, level + np.maximum(0, least) + rise)
             open_ = np.flatnonzero((loads <= level - most).all(axis=1))
         round_ = loads_of[begin : begin + len(open_)]
         like = int(np.searchsorted(fewer[begin : begin + len(open_)], fewer[begin] * 3 >> 2, side="right"))

@@ -20,9 +20,11 @@ from streamload.loader.rank_process import BAD_IN_PASS, BAD_SAMPLES, BAD_SHARDS
 from streamload.order.events import (
     BATCH_SIZE,
     UNIT,
+    WEIGHTS,
     Event,
     new_batch_size,
     new_weights,
+    of_kind,
     sizes_to_json,
     weights_to_json,
 )
@@ -323,11 +325,19 @@ def from_block(
         StateMismatch: within a block, whose samples are planned together.
     """
     is_as_before = saved.parts == ours.parts or saved.sources_of != ours.sources_of
+    is_as_before = is_as_before and saved.table == ours.table
     has_same_blocks = saved.blocks == ours.blocks and (saved.blocks is None or is_as_before)
     plans_as_before = all(extension.plans_as(state) for extension in options.extensions)
     if has_same_blocks and not has_other_plan and plans_as_before:
         return position
-    place, sizes = position.position, position.batch_sizes
+    place, sizes, left = position.position, position.batch_sizes, None
+    if any(group.past for group in position.groups.values()) and (
+        has_other_plan or saved.table != ours.table
+    ):
+        raise StateMismatch(
+            "the state has samples of a block that a run left to go on with other cells by max_tokens= or "
+            "max_patches=: go on with the same cost= until they were given, or load a state from before"
+        )
     if saved.blocks is not None:
         count, batch = saved.blocks
         steps = options.step_options(Split(batch, 1, 1), count).steps(position.step_start, sizes)
@@ -336,21 +346,23 @@ def from_block(
             numbers = block.begin, (block.end - block.begin) // batch, batch
             parts = [extension.left_block(state, position, numbers) for extension in options.extensions]
             left = None if has_other_plan else next((part for part in parts if part is not None), None)
-            if left is not None:
-                groups = {
-                    number: group._replace(past=(*group.past, left))
-                    for number, group in position.groups.items()
-                }
-                return replace(position, groups=groups, blocks_from=place)
-            raise StateMismatch(
-                f"the state is from within a block of bucketing= or cost=, which ends in "
-                f"{(block.end - place) // batch} steps: go on with the same of them, captions, tokenizer "
-                f"and global batch size ({batch}) until then, with as many ranks if sources='rank', or "
-                f"resume from a state between two blocks"
-            )
-    if has_same_blocks:
+            if left is None:
+                raise StateMismatch(
+                    f"the state is from within a block of bucketing= or cost=, which ends in "
+                    f"{(block.end - place) // batch} steps: go on with the same of them, captions, tokenizer "
+                    f"and global batch size ({batch}) until then, with as many ranks if sources='rank', or "
+                    f"resume from a state between two blocks"
+                )
+            groups = {
+                number: group._replace(past=(*group.past, left)) for number, group in position.groups.items()
+            }
+            position = replace(position, groups=groups)
+    if has_same_blocks and left is None:
         return position
     events = [event for event in position.events if event.kind != BATCH_SIZE]
+    weights = of_kind(events, WEIGHTS)
+    if weights and weights[-1].position > place:  # they waited for the block's end
+        events = [*(event for event in events if event.kind != WEIGHTS), weights[-1]._replace(position=place)]
     for size in sizes[-1:]:
         batch = size.value["batch"]
         events.append(new_batch_size(place, batch, options.block_steps(batch) or 1))

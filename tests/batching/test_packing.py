@@ -70,6 +70,18 @@ def test_hostile_costs_fit_each_cell_and_none_is_empty(kind: int) -> None:
             assert np.array_equal(again.cell, packed.cell)
 
 
+@pytest.mark.parametrize(("cells", "unit"), [(9000, 1), (8, 1 << 30)])
+def test_many_cells_and_large_units_make_the_same_cells(cells: int, unit: int) -> None:
+    """Sums are of 64 bits: of a budget that is any number, and of costs in bytes or FLOPs."""
+    costs = np.random.default_rng(SEED).integers(1, 60, (cells * 8, 2))
+    times, budgets = costs.sum(1).astype(float), np.array([300, 1 << 40])
+    small = pack(costs, times, 1, cells, budgets, 1, is_end=False)
+    large = pack(costs * unit, times, 1, cells, np.array([300 * unit, 1 << 40]), 1, is_end=False)
+    assert large.taken == small.taken > 5 * cells
+    for packed in (small, large):
+        assert wrong(costs[: packed.taken, [0, 0]], packed.cell, cells, 300) == ""
+
+
 def test_the_end_of_a_sequence_is_spread_over_as_few_steps_as_hold_it() -> None:
     numbers = np.random.default_rng(SEED)
     budgets = np.array([100, 100])

@@ -14,7 +14,7 @@ import torch
 
 import streamload
 from streamload import Batches, Entry, Order, Patches, Shards, Source, Workers
-from streamload.errors import DataError, OptionError, SampleError, StateMismatch
+from streamload.errors import DataError, NoValidSamples, OptionError, SampleError, StateMismatch
 from streamload.testing.shards import ShardOptions, write_shards
 
 CELLS, COUNTS, TEXT, IMAGE = 12, [190, 51, 223, 172, 160], 300, 500
@@ -290,6 +290,9 @@ def as_keys(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"ones": torch.ones(len(rows)), "keys": [row["key"] for row in rows]}
 
 
+KEYS_ALONE = Workers(map_sample=as_rows, collate=as_keys)
+
+
 def check_budgets(steps: Cells, budgets: dict[str, Any]) -> None:
     """By the key alone, as the costs of texts are."""
     costs = budgets["cost"] if isinstance(budgets["cost"], tuple) else (budgets["cost"],)
@@ -330,6 +333,16 @@ def bad(sample: dict[str, Any]) -> dict[str, Any]:
     if sample["__key__"].endswith(("3", "5")):
         raise SampleError("can't be used")
     return as_rows(sample)
+
+
+def test_the_sizes_of_a_cell_are_those_of_its_stand_in(data: Path, tmp_path: Path) -> None:
+    shards = Shards(image_key=None, text_key=None, max_bad_samples=None)
+    workers = Workers(map_sample=bad, collate=as_cell)
+    (loader,) = loaders(data, tmp_path, cells=6, shards=shards, workers=workers)
+    with loader:
+        for batch in loader:
+            sizes = [(len(cell["keys"]), cell["input_ids"].numel()) for cell in batch]
+            assert sizes == [(size.rows, size.text) for size in loader.info.cells or ()]
 
 
 def test_a_bad_sample_leaves_its_cell_and_an_empty_cell_gets_a_stand_in(data: Path, tmp_path: Path) -> None:
@@ -409,6 +422,64 @@ def test_what_is_left_of_a_block_may_take_several_blocks(
             missing = {key for key in every_key - set(keys) if tokens_of(key) <= TEXT}
             assert len(missing) < len(runs[-1].cells[0])
             assert runs[-1].left_out == len(every_key) - len(keys) - len(missing)
+
+
+@pytest.mark.parametrize(("resized", "most"), [(0, 5), (3, 5)])
+def test_within_a_block_sizes_that_were_set_hold_at_once_with_other_budgets(
+    data: Path, tmp_path: Path, every_key: set[str], resized: int, most: int
+) -> None:
+    """Of one that is behind, and of one that waits for the block's end."""
+    (loader,) = loaders(data, tmp_path)
+    keys = []
+    with loader:
+        for step, batch in enumerate(itertools.islice(loader, most)):
+            keys += [key for cell in batch for key in cell["keys"]]
+            if step == resized:
+                loader.set_batch_size(6)
+        state = loader.state_dict()
+    rest = run(data, tmp_path, state=state, batches={"max_tokens": 310})
+    assert {len(step) for step in rest.cells} == {6}
+    keys += keys_in(rest.cells)
+    assert len(keys) == len(set(keys))
+    assert len(every_key) - rest.left_out - len(keys) < 6
+
+
+def test_weights_that_wait_for_a_blocks_end_hold_where_its_rest_is_packed_anew(tmp_path: Path) -> None:
+    for name in "ab":
+        options = ShardOptions(image_side=(6, 12), folder=name)
+        write_shards(tmp_path / name, [90, 61], seed=ord(name), options=options)
+    sources = [Source(str(tmp_path / name), name=name, weight=1) for name in "ab"]
+    options: dict[str, Any] = {"cells": 4, "order": {"num_batches": 24}}
+    (loader,) = loaders(sources, tmp_path / "cache", **options)
+    with loader:
+        for step, _ in enumerate(itertools.islice(loader, 7)):
+            if step == 5:
+                loader.set_weights({"a": 8})
+        state = loader.state_dict()
+    options["batches"] = {"max_tokens": 2 * TEXT}
+    whole = run(sources, tmp_path / "cache", state=state, **options)
+    for most in (2, 9):
+        part = run(sources, tmp_path / "cache", state=state, most=most, **options)
+        rest = run(sources, tmp_path / "cache", state=part.states, **options)
+        assert part.cells + rest.cells == whole.cells
+
+
+def test_what_a_passs_end_left_over_is_used_by_fewer_cells(data: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"batches": {"cost": half, "max_patches": None}, "workers": KEYS_ALONE}
+    begun = run(data, tmp_path, most=60, cells=12, **options)
+    rest = run(data, tmp_path, state=begun.states, cells=1, **options)
+    assert sum(COUNTS) % 12
+    assert len(set(keys_in(begun.cells + rest.cells))) == sum(COUNTS)
+
+
+def test_samples_that_are_all_too_long_are_an_error_in_an_endless_run(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(NoValidSamples, match="within max_tokens="):
+        run(
+            data,
+            tmp_path,
+            batches={"cost": half, "max_tokens": 9, "max_patches": None},
+            order={"num_batches": 3},
+        )
 
 
 def test_within_a_block_costs_stay(data: Path, tmp_path: Path) -> None:
