@@ -217,10 +217,7 @@ class Entry(NamedTuple):
 
     @property
     def images(self) -> dict[str, tuple[int, int]]:
-        """(width, height) of each image by extension, in order; (0, 0): unknown.
-
-        In pixels as stored, without EXIF orientation, of the original where an image is prepared.
-        """
+        """(width, height) of each image in order, as stored in the original, not turned; (0, 0): unknown."""
         names = [extension for extension, _, _ in self.members if is_image(extension)]
         return dict(zip(names, self.image_sizes or [(self.width, self.height)], strict=False))
 
@@ -531,7 +528,8 @@ class ShardScanner:
             return
         caption = self._members.get(CAPTION_EXTENSION)
         sizes = self._image_sizes
-        width, height = sizes[min(sizes, key=lambda extension: "." in extension)] if sizes else (0, 0)
+        first = min(sizes, key=lambda name: "." in name) if len(sizes) > 1 else next(iter(sizes), "")
+        width, height = sizes.get(first, (0, 0))
         entry = Entry(
             self._next_number,
             self._key,
@@ -541,9 +539,10 @@ class ShardScanner:
             caption[2] if caption is not None else 0,
             self._hash.intdigest() if self._is_hashed else None,
             self._prepared,
-            span=(self._start, self._stop) if self._has_links else None,
-            has_unsupported=self._has_unsupported,
-            image_sizes=tuple(sizes.values()) if len(sizes) > 1 else (),
+            {},
+            (self._start, self._stop) if self._has_links else None,
+            self._has_unsupported,
+            tuple(sizes.values()) if len(sizes) > 1 else (),
         )
         entries.append(entry)
         self.whole_stop = border(entry)
