@@ -377,9 +377,10 @@ def _refuse_shared_version(names: FactNames, columns: Mapping[FactNames, Column]
         if before.digest == column.digest and isinstance(column, FunctionFact):
             assert isinstance(before, FunctionFact)
             if before.function != column.function:
+                version = f"{' and '.join(_names(names))} 1"
                 raise OptionError(
                     f"facts={{…}}: {other!r} and {names!r} are other functions under one version, and such a "
-                    f'function is known by its version alone; give each its own: (function, "{names} 1")'
+                    f'function is known by its version alone; give each its own: (function, "{version}")'
                 )
 
 

@@ -95,12 +95,14 @@ def has_wide_images(entry: Entry) -> bool:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("is_local", [True, False])
+@pytest.mark.parametrize("kind", ["local", "whole", "in ranges"])
 def test_keep_sees_all_images(
-    data: Path, server: ShardServer, tmp_path: Path, workers: int, is_local: bool
+    data: Path, server: ShardServer, tmp_path: Path, workers: int, kind: str
 ) -> None:
-    listed = str(data) if is_local else f"{server.url}/{{00000..00003}}.tar"
+    listed = str(data) if kind == "local" else f"{server.url}/{{00000..00003}}.tar"
     options = {"train": False, "num_workers": workers}
+    if kind == "in ranges":
+        options["cache_size"] = "200KB"
     facts = oracle(data)
     expected = [key for key, (words, patches) in facts.items() if patches >= 40 and words < 30]
     assert 20 < len(expected) < 100
@@ -113,6 +115,7 @@ def test_keep_sees_all_images(
     expected = [key for key, images in sizes.items() if sum(width > height for width, height in images) >= 2]
     assert 20 < len(expected) < 100
     assert keys_of(make(listed, tmp_path, shards={"keep": has_wide_images}, **options)) == expected
+    assert any((tmp_path / "bare").iterdir()) == (kind == "in ranges")
 
 
 @pytest.mark.parametrize("cost", [NAMES, "patches"])
