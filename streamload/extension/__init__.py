@@ -17,7 +17,7 @@ from streamload.extension.rank import CellSize, RankPart, RecordedEvents, RowWid
 from streamload.extension.worker import BatchColumn, ReadProgress, WorkerPart
 from streamload.order.events import Event
 from streamload.order.steps import Split, StepOptions, StepTable
-from streamload.shards.columns import Fact
+from streamload.shards.columns import Fact, Facts
 from streamload.shards.samples import Entry
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Extension:
     keep: Callable[[Entry], bool] | None = None
 
     @property
-    def own_facts(self) -> Mapping[str, Fact]:
+    def own_facts(self) -> Facts:
         """Facts that it brings, by name, as `Shards(facts=…)` has them; its index entries and rows have them.
 
             return {"words": (word_count, "1")}

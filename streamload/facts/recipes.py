@@ -28,9 +28,19 @@ from streamload.extension import Extension
 from streamload.facts.repeats import RepeatedArrivals
 from streamload.facts.tables import read_table
 from streamload.join.options import FORMATS
-from streamload.shards.columns import BUILT_IN, IN_RECORDS, Column, Fact, FactFunction, FactSample, Values
-from streamload.shards.facts import column_digest
-from streamload.shards.samples import IMAGE_EXTENSIONS, JOINED
+from streamload.shards.columns import (
+    BUILT_IN,
+    IN_RECORDS,
+    Column,
+    Fact,
+    FactFunction,
+    FactNames,
+    Facts,
+    FactSample,
+    Values,
+)
+from streamload.shards.facts import OneOfSeveral, column_digest
+from streamload.shards.samples import JOINED, is_image
 
 if TYPE_CHECKING:
     from streamload.join import JoinedRows
@@ -100,30 +110,43 @@ class JsonField:
 
 @dataclass(frozen=True, slots=True)
 class FunctionFact:
-    """Result of a user's function for a sample: a number, or None for unknown. Its errors propagate."""
+    """Result of a user's function for a sample: numbers, or None for unknown. Its errors propagate.
+
+    Attributes:
+        count: of the numbers that the function returns; 0: it returns one, and no sequence.
+    """
 
     function: FactFunction
     digest: str
     dtype: str = "<f8"
     from_members: bool = True
     check_name: str = ""
+    count: int = 0
 
     def needs(self, extensions: Collection[str]) -> Collection[str]:
         """Select those of a sample's extensions whose bytes are needed; none of them an image's."""
-        return [name for name in extensions if name.rpartition(".")[2] not in IMAGE_EXTENSIONS]
+        return [name for name in extensions if not is_image(name)]
 
     def make(self, samples: Sequence[FactSample]) -> Values:
-        """Return the value of each sample."""
-        return np.array([self._value(sample) for sample in samples], np.float64)
+        """Return the value of each sample: float64[N], or float64[N, count]."""
+        values = np.array([self._numbers(sample) for sample in samples], np.float64)
+        return values.reshape(len(samples), *np.dtype(self.dtype).shape)
 
-    def _value(self, sample: FactSample) -> float:
+    def _numbers(self, sample: FactSample) -> list[float]:
+        entry = sample.entry
         try:
-            value = self.function({"__key__": sample.entry.key, **sample.members})
-            return math.nan if value is None else float(value)
+            returned: Any = self.function(
+                {"__key__": entry.key, "__images__": entry.images, **sample.members}
+            )
+            row = returned if self.count and returned is not None else [returned] * max(self.count, 1)
+            numbers = [math.nan if number is None else float(number) for number in row]
+            if len(numbers) != max(self.count, 1):
+                raise OptionError(f"a function of facts= returned {len(numbers)} numbers, not {self.count}")
+            return numbers
         except OverflowError:
-            return math.nan
+            return [math.nan] * max(self.count, 1)
         except Exception as exc:
-            add_note(exc, f"in a function of facts=, for sample {sample.entry.key!r}")
+            add_note(exc, f"in a function of facts=, for sample {entry.key!r}")
             raise
 
 
@@ -184,7 +207,7 @@ class ImageBytes:
         return np.array(image_bytes, np.float64)
 
 
-def joined_facts(facts: Mapping[str, Fact] | None, extensions: Iterable[Extension]) -> dict[str, Fact]:
+def joined_facts(facts: Facts | None, extensions: Iterable[Extension]) -> dict[FactNames, Fact]:
     """The facts of a run: those of Shards, and those that extensions bring.
 
     Raises:
@@ -192,7 +215,8 @@ def joined_facts(facts: Mapping[str, Fact] | None, extensions: Iterable[Extensio
     """
     if isinstance(extensions, Extension):
         raise OptionError(f"extensions={extensions!r:.100}; expected a list: put it in brackets")
-    joined = dict(facts or {})
+    joined: dict[FactNames, Fact] = {}
+    joined.update((names, fact) for names, fact in (facts or {}).items())
     for extension in extensions:
         for name, fact in extension.own_facts.items() if isinstance(extension, Extension) else ():
             if joined.setdefault(name, fact) != fact:
@@ -204,7 +228,7 @@ def joined_facts(facts: Mapping[str, Fact] | None, extensions: Iterable[Extensio
 
 
 def read_facts(
-    facts: Mapping[str, Fact] | None,
+    facts: Facts | None,
     image_key: str | None,
     text_key: str | None,
     tokenizer: Any,
@@ -227,15 +251,19 @@ def read_facts(
     image = KeySpec(()) if image_key is None else KeySpec.parse(image_key)
     definition = ["image_bytes", image.choices]
     columns: dict[str, Column] = {"image_bytes": ImageBytes(image, column_digest(definition))}
-    for name, fact in (facts or {}).items():
-        if not isinstance(name, str) or name in BUILT_IN:
-            raise OptionError(f"facts={{{name!r}: …}}; expected a name other than {', '.join(BUILT_IN)}")
-        columns[name] = _column(name, fact, text_key, tokenizer, probs, join)
-        _refuse_shared_version(name, columns)
-    if join is not None:
-        columns |= {
-            name: join.column(column) for name, column in columns.items() if isinstance(column, FunctionFact)
-        }
+    stored: dict[FactNames, Column] = {}
+    for names, fact in (facts or {}).items():
+        is_free = [isinstance(name, str) and name not in BUILT_IN for name in _names(names)]
+        if not is_free or not all(is_free):
+            raise OptionError(f"facts={{{names!r}: …}}; expected a name other than {', '.join(BUILT_IN)}")
+        stored[names] = _column(names, fact, text_key, tokenizer, probs, join)
+        _refuse_shared_version(names, stored)
+    for names, column in stored.items():
+        whole = join.column(column) if join is not None and isinstance(column, FunctionFact) else column
+        for place, name in enumerate(_names(names)):
+            if name in columns:
+                raise OptionError(f"facts={{{names!r}: …}}; the name {name!r} has two facts: rename one")
+            columns[name] = OneOfSeveral.of(whole, place) if isinstance(names, tuple) else whole
     return columns
 
 
@@ -305,18 +333,24 @@ def _with_rows(column: Column, key: KeySpec, join: JoinedRows | None) -> Column:
 
 
 def _column(
-    name: str,
+    names: FactNames,
     fact: Fact,
     text_key: str | None,
     tokenizer: Any,
     probs: Sequence[float] | None,
     join: JoinedRows | None,
 ) -> Column:
-    where = f"facts={{{name!r}: {fact!r:.60}}}"
+    where = f"facts={{{names!r}: {fact!r:.60}}}"
+    count = len(names) if isinstance(names, tuple) else 0
+    dtype, several = (f"({count},)<f8", [count]) if count else ("<f8", [])
     if isinstance(fact, tuple) and len(fact) == 2 and callable(fact[0]) and isinstance(fact[1], str):
-        return FunctionFact(fact[0], column_digest(["function", "version", fact[1]]))
+        digest = column_digest(["function", "version", fact[1], *several])
+        return FunctionFact(fact[0], digest, dtype, count=count)
     if callable(fact):
-        return FunctionFact(fact, column_digest(["function", *_described(fact, where)]), check_name=name)
+        digest = column_digest(["function", *_described(fact, where), *several])
+        return FunctionFact(fact, digest, dtype, check_name=repr(names), count=count)
+    if isinstance(names, tuple):
+        raise OptionError(f"{where}; expected a function under several names, which returns so many numbers")
     if fact == "tokens":
         return token_count(text_key, tokenizer, probs, join)
     if not isinstance(fact, str | Path):
@@ -326,7 +360,7 @@ def _column(
         )
     table, column = _table(str(fact))
     if table is not None:
-        keys, values = read_table(table, column or name)
+        keys, values = read_table(table, column or names)
         content = xxh3_128_hexdigest(keys.tobytes() + values.tobytes())
         return TableFact(keys, values, column_digest(["table", content]))
     key = KeySpec.parse(str(fact))
@@ -336,17 +370,22 @@ def _column(
     return _with_rows(JsonField(key, column_digest(["json", key.choices])), key, join)
 
 
-def _refuse_shared_version(name: str, columns: Mapping[str, Column]) -> None:
+def _refuse_shared_version(names: FactNames, columns: Mapping[FactNames, Column]) -> None:
     """Refuse another function under a version that a function of the run has: both would have one column."""
-    column = columns[name]
+    column = columns[names]
     for other, before in columns.items():
         if before.digest == column.digest and isinstance(column, FunctionFact):
             assert isinstance(before, FunctionFact)
             if before.function != column.function:
+                version = f"{' and '.join(_names(names))} 1"
                 raise OptionError(
-                    f"facts={{…}}: {other!r} and {name!r} are other functions under one version, and such a "
-                    f'function is known by its version alone; give each its own: (function, "{name} 1")'
+                    f"facts={{…}}: {other!r} and {names!r} are other functions under one version, and such a "
+                    f'function is known by its version alone; give each its own: (function, "{version}")'
                 )
+
+
+def _names(key: FactNames) -> tuple[str, ...]:
+    return key if isinstance(key, tuple) else (key,)
 
 
 def _table(text: str) -> tuple[Path | None, str]:

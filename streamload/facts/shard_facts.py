@@ -22,7 +22,7 @@ from streamload.cache.shard_view import ShardView
 from streamload.errors import CacheCorrupt, FeatureMismatch
 from streamload.facts.column_file import FactsFile
 from streamload.shards.columns import Column, FactSample, Values
-from streamload.shards.facts import pack_values, unpack_values
+from streamload.shards.facts import OneOfSeveral, pack_values, stored_columns, unpack_values
 from streamload.shards.samples import Entry
 
 _AT_ONCE = 256
@@ -37,7 +37,6 @@ _CHECKED = 4
 _checked: set[tuple[int, str]] = set()
 """The processes, by forks, and columns of which values were."""
 _POLL_SECONDS = 0.005
-_NONE = np.empty(0, np.float64)
 
 
 class ShardFacts(Companion):
@@ -57,8 +56,11 @@ class ShardFacts(Companion):
         self._form: tuple[Shard, ShardCopy] | None = None  # whose index the values belong to
 
     def values(self, column: Column) -> Values:
-        """The values so far: float64[N], NaN where unknown."""
-        return self._values.get(column.digest, _NONE)
+        """The values so far: float64[N], NaN where unknown; float64[N, k] of a column of k numbers."""
+        if isinstance(column, OneOfSeveral):
+            return self.values(column.stored)[:, column.place]
+        values = self._values.get(column.digest)
+        return unpack_values(b"", column.dtype) if values is None else values
 
     def extend(self, view: ShardView, columns: Sequence[Column], count: int) -> bool:
         """Have the values of the first `count` samples, which have arrived; False while they can't be read.
@@ -70,6 +72,7 @@ class ShardFacts(Companion):
             DatasetChanged, OriginError: see `ShardView.read`.
             FeatureMismatch: a stored value isn't what is made now.
         """
+        columns = stored_columns(columns)
         lacking = self._lacking(columns, count)
         if not lacking:
             return True
@@ -106,7 +109,7 @@ class ShardFacts(Companion):
         if self._form is None or not self._form[1].reader.is_complete:
             return
         shard, reader = self._form[0], self._form[1].reader
-        for column in columns:
+        for column in stored_columns(columns):
             is_meant = column.from_members and (with_found or column.digest in self._made)
             if is_meant and len(self.values(column)) == reader.count:
                 self._made.discard(column.digest)
@@ -189,13 +192,13 @@ class ShardFacts(Companion):
         remade = unpack_values(pack_values(remade, column.dtype), column.dtype)
         same = np.isclose(remade, values, rtol=1e-6, atol=0.0, equal_nan=True)
         if not same.all():
-            place, name = int(np.argmin(same)), column.check_name
+            place, name = np.unravel_index(np.argmin(same), same.shape), column.check_name
             raise FeatureMismatch(
-                f"the fact {name!r} of sample {entries[place].key!r} was stored as {values[place]:g}, and is "
-                f"{remade[place]:g} now: it depends on more than its code and its sample. If that is other "
-                f"samples, make a table of values beforehand; if it is a file, a variable or a library, give "
-                f"the function with a version that you change with it: "
-                f'facts={{{name!r}: (function, "1")}}'
+                f"the fact {name} of sample {entries[place[0]].key!r} was stored as {values[place]:g}, and "
+                f"is {remade[place]:g} now: it depends on more than its code and its sample. If that is "
+                f"other samples, make a table of values beforehand; if it is a file, a variable or a "
+                f"library, give the function with a version that you change with it: "
+                f'facts={{{name}: (function, "1")}}'
             )
         _checked.add(which)  # only now: a caller that swallows the error, such as len(), is told again
 

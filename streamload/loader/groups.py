@@ -22,7 +22,7 @@ from streamload.loader.sources import Factors
 from streamload.options import Copy, Option, Revalidate, Where, options
 from streamload.options.values import at_least, parse_choice, parse_size
 from streamload.order.steps import SourcesName
-from streamload.shards.columns import Fact
+from streamload.shards.columns import Facts
 
 if TYPE_CHECKING:
     from streamload.batches.in_progress import Collate, MapSample
@@ -94,17 +94,18 @@ class Shards(Group):
         label_type: "int": labels are whole numbers, int64; "float": any finite numbers, float32.
         blank_captions: False leaves out samples whose caption is empty or only white space, like those
             without one.
-        keep: takes the index entry of a sample (key, sizes, width, height, caption_bytes, and facts by name);
-            False leaves the sample out. Or the path of a .npy file with the uids of the samples to keep,
-            ascending: two uint64 each, as in DataComp's subset files, or 32 hex digits
+        keep: takes the index entry of a sample (key, sizes, images, width, height, caption_bytes, and facts
+            by name); False leaves the sample out. Or the path of a .npy file with the uids of the samples to
+            keep, ascending: two uint64 each, as in DataComp's subset files, or 32 hex digits
             (docs/guides/samples.md).
         keep_key: the field with a sample's uid, for such a file.
         facts: numbers that are known of each sample before it is decoded, by names of your own. "tokens": of
             the caption by `tokenizer`; "json:score": a field of a JSON member; "scores.parquet" or
             "scores.csv": the column of that name in a local table with the sample keys in a column `key`
-            ("scores.csv:other": another column); or a function of `__key__` and the members' bytes without
-            images, which is found changed by its code, or a pair of it and a version. Unknown: NaN. They are
-            kept beside the index (docs/guides/facts.md); tables are read when the loader is made.
+            ("scores.csv:other": another column); or a function of `__key__`, `__images__` (extension →
+            width, height) and the members' bytes without images, which is found changed by its code, or a
+            pair of it and a version. A tuple of names is for a function that returns as many. Unknown: NaN.
+            Facts are kept beside the index (docs/guides/facts.md); tables are read when the loader is made.
         repeat: how often a sample is used in each pass of a training, in the mean: the name of a fact, or a
             function of the index entry, as `keep` gets it (or a pair of one and a version), that returns it.
             0.3: in three of ten passes, drawn by the seed anew in each; 2.5: twice or three times; 0: never;
@@ -140,7 +141,7 @@ class Shards(Group):
     blank_captions: bool = True
     keep: Keep | str | Path | None = None
     keep_key: str = "json:uid"
-    facts: Mapping[str, Fact] | None = None
+    facts: Facts | None = None
     repeat: str | RateFunction | tuple[RateFunction, str] | None = None
     join: Join | str | os.PathLike[str] | None = None
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)

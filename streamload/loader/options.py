@@ -302,7 +302,8 @@ class LoaderOptions:
     def choice(self) -> tuple[str, ...]:
         """What a state records of keys, facts, repeats and joined rows; not the facts of extensions."""
         shards = self.shards
-        facts = [f"{name}={self.columns[name].digest}" for name in shards.facts or ()]
+        names = [(key,) if isinstance(key, str) else key for key in shards.facts or ()]
+        facts = [f"{name}={self.columns[name].digest}" for name in itertools.chain(*names)]
         if LISTED in self.columns:
             facts.append(f"keep={self.columns[LISTED].digest}")
         if self.has_modalities:

@@ -17,11 +17,17 @@ from streamload.shards.samples import Entry
 Values = npt.NDArray[np.float64]
 """Facts of samples in order; NaN: unknown."""
 
-FactFunction = Callable[[dict[str, Any]], "float | None"]
-"""Takes a sample as `__key__` and extension → bytes, without images; returns a number, or None: unknown."""
+FactFunction = Callable[[dict[str, Any]], "float | Sequence[float | None] | None"]
+"""Takes a sample: `__key__`, `__images__` (`Entry.images`), extension → bytes without images.
+
+Returns a number, or one for each of several names; None: unknown."""
 
 Fact = str | Path | FactFunction | tuple[FactFunction, str]
 """A fact as `Shards(facts=…)` has it: "tokens", "json:<field>", a table, or a function (and its version)."""
+
+FactNames = str | tuple[str, ...]
+"""The name of a fact, or those of the numbers that one function returns."""
+Facts = Mapping[str, Fact] | Mapping[FactNames, Fact]
 
 BUILT_IN = ("width", "height", "caption_bytes", "image_bytes")
 """Facts that every run has: the first three are in the index records."""
@@ -49,7 +55,7 @@ class Column(Protocol):
 
     @property
     def dtype(self) -> str:
-        """The type of a stored value: "<u2", "<u4" or "<f8"."""
+        """The type of a sample's stored value: "<u2", "<u4" or "<f8"; "(2,)<f8" of two numbers."""
         ...
 
     @property
@@ -59,7 +65,7 @@ class Column(Protocol):
 
     @property
     def check_name(self) -> str:
-        """The name under which a few stored values are made again in each run; "": none are."""
+        """The name or names, in quotes, under which a few stored values are made again in each run; or ""."""
         ...
 
     def needs(self, extensions: Collection[str]) -> Collection[str]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -16,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64
 
-from streamload.shards.columns import Values
+from streamload.shards.columns import Column, FactSample, Values
 
 _FORMAT = 1
 """Version of the file format, and of how built-in columns are made."""
@@ -32,20 +34,51 @@ def column_digest(definition: Any) -> str:
     ).hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class OneOfSeveral:
+    """One of the numbers of a column that has several of each sample; these are made and stored together."""
+
+    stored: Column
+    place: int
+    digest: str
+    dtype: str = "<f8"
+    from_members: bool = True
+    check_name: str = ""
+
+    @classmethod
+    def of(cls, stored: Column, place: int) -> OneOfSeveral:
+        """The number at a place."""
+        return cls(stored, place, column_digest(["one of several", stored.digest, place]))
+
+    def needs(self, extensions: Collection[str]) -> Collection[str]:
+        """Select those of a sample's extensions whose bytes are needed; none of them an image's."""
+        return self.stored.needs(extensions)
+
+    def make(self, samples: Sequence[FactSample]) -> Values:
+        """Return the value of each sample."""
+        return self.stored.make(samples)[:, self.place]
+
+
+def stored_columns(columns: Iterable[Column]) -> list[Column]:
+    """The columns that have files: for one of several numbers that of all of them."""
+    stored = (column.stored if isinstance(column, OneOfSeveral) else column for column in columns)
+    return list({column.digest: column for column in stored}.values())
+
+
 def pack_values(values: Values, dtype: str) -> bytes:
     """Pack values as they are stored; those of a whole-number type are clipped to its range."""
-    if dtype == "<f8":
-        return np.where(np.isfinite(values), values, np.nan).astype(dtype).tobytes()
+    if dtype.endswith("<f8"):
+        return np.where(np.isfinite(values), values, np.nan).astype("<f8").tobytes()
     unknown = np.iinfo(dtype).max
     numbers = np.clip(np.nan_to_num(values, nan=0.0), 0, unknown - 1)
     return np.where(np.isfinite(values), numbers, unknown).astype(dtype).tobytes()
 
 
 def unpack_values(data: bytes, dtype: str) -> Values:
-    """Return packed values as float64."""
+    """Return packed values as float64[N], or float64[N, k] of k numbers each."""
     stored = np.frombuffer(data, dtype)
     values = stored.astype(np.float64)
-    if dtype != "<f8":
+    if not dtype.endswith("<f8"):
         values[stored == np.iinfo(dtype).max] = np.nan
     return values
 
@@ -108,7 +141,7 @@ def valid_frames(column: str, data: bytes, records: npt.NDArray[np.void], first:
         head = data[offset : offset + _HEAD.size]
         number, more, size_bytes = _HEAD.unpack(head)
         begin = offset + _HEAD.size + _CHECK.size
-        is_sane = more and size_bytes in (2 * more, 4 * more, 8 * more)
+        is_sane = more and size_bytes and not size_bytes % (2 * more)
         if number != count or not is_sane or begin + size_bytes > len(data):
             break
         if count + more > len(records):

@@ -180,7 +180,7 @@ class IndexReader:
             number, _, flags, start, stop, checksum, names, length, width, height, caption_bytes = fields
             try:
                 key, named, *more = self._frame_at(names, length)
-                prepared = (str(more[0][0]), int(more[0][1])) if more else None
+                prepared = (str(more[0][0]), int(more[0][1])) if more and more[0] else None
                 members = tuple(map(tuple, named))
                 if flags & LINKED:
                     is_its_own = all(
@@ -198,6 +198,8 @@ class IndexReader:
             if flags & (LINKED | UNSUPPORTED):
                 span = (start, stop) if flags & LINKED else None
                 entry = entry._replace(span=span, has_unsupported=bool(flags & UNSUPPORTED))
+            if len(more) > 1:
+                entry = entry._replace(image_sizes=tuple(map(tuple, more[1])))
             entries.append(entry)
         return entries
 
@@ -352,8 +354,8 @@ class IndexWriter:
                 state = "finished" if self._is_finished else "unfinished"
                 raise ValueError(f"entry {entry.number} after {number} entries of an index that is {state}")
             number += 1
-            prepared = () if entry.prepared is None else (entry.prepared,)
-            frame = pack_frame([entry.key, entry.members, *prepared])
+            more = (entry.prepared, entry.image_sizes) if entry.image_sizes else (entry.prepared,)
+            frame = pack_frame([entry.key, entry.members, *(more if any(more) else ())])
             records += pack_record(
                 entry.number,
                 self._layout(entry),

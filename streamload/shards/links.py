@@ -7,8 +7,19 @@ is resolved at once, so there are no chains and no cycles, and nothing outside t
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Iterator
 
-from streamload.shards.tar import MEMBERS_LIMIT, SPARSE, SYMBOLIC_LINK, Member, Payload, normal_path
+from streamload.errors import ShardCut
+from streamload.shards.tar import (
+    BLOCK_BYTES,
+    MEMBERS_LIMIT,
+    SPARSE,
+    SYMBOLIC_LINK,
+    Member,
+    Payload,
+    TarParser,
+    normal_path,
+)
 
 LINKED_LIMIT_BYTES = 1 << 38
 """Limit for the payloads that all links of a tar give together."""
@@ -19,6 +30,21 @@ _TOO_MANY = f"a link after {MEMBERS_LIMIT:,} members"
 _TOO_LARGE = f"a link after links to {LINKED_LIMIT_BYTES >> 30} GiB"
 _SPARSE = "a sparse file"
 _SHOWN_CHARACTERS = 60
+
+
+def members_before(stop: int, read_back: Callable[[int, int], bytes]) -> Iterator[Member]:
+    """Yield the members before a position of a tar, by reading their headers again.
+
+    Raises:
+        ShardCut: they can't be read.
+    """
+    parser = TarParser()
+    while parser.position < stop:
+        parser.skip(min(parser.skippable, stop - parser.position))
+        block = read_back(parser.position, min(BLOCK_BYTES, stop - parser.position))
+        if len(block) < min(BLOCK_BYTES, stop - parser.position):
+            raise ShardCut(f"the tar can't be read again at byte {parser.position}")
+        yield from (member for member, _ in parser.feed(block))
 
 
 class Links:

@@ -19,6 +19,7 @@ from streamload.shards.tar import BLOCK_BYTES, MEMBERS_LIMIT, Member, Payload, T
 
 if TYPE_CHECKING:
     from streamload.shards.links import Links
+    from streamload.shards.originals import Original
 
 IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp", "gif"))
 CAPTION_EXTENSION = "txt"
@@ -30,7 +31,6 @@ NAMES_LIMIT_BYTES = 16 << 20
 """Limit for the names of one sample's members; some 100,000 members."""
 
 _MEMBER_COST_BYTES = 128
-_NOTE_DIGITS = 15
 _PIECE_BYTES = 1 << 20
 _SEEN_LIMIT = 3 * MEMBERS_LIMIT
 
@@ -126,40 +126,9 @@ def _webp_size(start: bytes) -> tuple[int, int] | None:
     return None
 
 
-class Original(NamedTuple):
-    """The original of a prepared image, kept in a pax record of its member in the prepared shard.
-
-    So the index of a prepared shard has the extensions and sizes of the original samples, and a run selects
-    the same samples from either shard.
-
-    Attributes:
-        size: in bytes.
-        width, height: of the sample's first image, in pixels as stored; 0: unknown.
-    """
-
-    extension: str
-    size: int
-    width: int
-    height: int
-
-    def __str__(self) -> str:
-        return f"{self.size} {self.width} {self.height} {self.extension}"
-
-    @classmethod
-    def parse(cls, note: str) -> Original:
-        """Parse the output of `str()`.
-
-        Raises:
-            ShardFormatError: it is malformed.
-        """
-        *numbers, extension = note.split(" ", 3)
-        is_number = [
-            number.isascii() and number.isdigit() and len(number) <= _NOTE_DIGITS for number in numbers
-        ]
-        if len(numbers) != 3 or not all(is_number) or not extension:
-            raise ShardFormatError(f"an invalid record of an original image: {note[:40]!a}")
-        size, width, height = map(int, numbers)
-        return cls(extension, size, width, height)
+def is_image(extension: str) -> bool:
+    """Return whether a member with this extension is an image, such as `jpg` or `0.jpg`."""
+    return extension.rpartition(".")[2] in IMAGE_EXTENSIONS
 
 
 class Entry(NamedTuple):
@@ -169,7 +138,7 @@ class Entry(NamedTuple):
         number: of the sample in the shard, from 0.
         members: (extension, start, size) of each member in order; `start` counts from the tar's first byte.
             The payload of a link is that of an earlier member of the tar.
-        width, height: of the first image member, in pixels as stored; 0: unknown.
+        width, height: of the first image without a prefix (`jpg`), else of the first; 0: unknown.
         caption_bytes: size of the `txt` member; 0: none.
         checksum: xxh3_64 of the payloads in order; None if they were not read.
         prepared: in a prepared shard, extension and size of the original of the prepared image (`members` has
@@ -177,6 +146,7 @@ class Entry(NamedTuple):
         facts: the values of the run's columns, by name, where `keep` gets the entry; NaN: unknown.
         span: of a sample with links: the range in the tar that has its headers and its own payloads.
         has_unsupported: whether members are left out: links without a payload in the tar, or sparse files.
+        image_sizes: of all image members in order, where there are several; see `images`.
     """
 
     number: int
@@ -190,6 +160,7 @@ class Entry(NamedTuple):
     facts: Mapping[str, float] = {}
     span: tuple[int, int] | None = None
     has_unsupported: bool = False
+    image_sizes: tuple[tuple[int, int], ...] = ()
 
     @property
     def extent(self) -> tuple[int, int]:
@@ -243,6 +214,12 @@ class Entry(NamedTuple):
             extension, size = self.prepared
             sizes[extension] = size
         return sizes
+
+    @property
+    def images(self) -> dict[str, tuple[int, int]]:
+        """(width, height) of each image in order, as stored in the original, not turned; (0, 0): unknown."""
+        names = [extension for extension, _, _ in self.members if is_image(extension)]
+        return dict(zip(names, self.image_sizes or [(self.width, self.height)], strict=False))
 
 
 class Sample(NamedTuple):
@@ -333,16 +310,19 @@ class ShardScanner:
         self._parser = TarParser(position)
         self._next_number = number
         self._checksums = checksums
-        self._heeds_notes = prepared
+        self._parse_note: Callable[[str], Original] | None = None
+        if prepared:
+            from streamload.shards.originals import Original
+
+            self._parse_note = Original.parse
         self._hash = xxhash.xxh3_64()
         self._update: Callable[[memoryview], None] = self._hash.update
         self._is_hashed = checksums
         self._key = ""
         self._members: dict[str, tuple[str, int, int]] = {}
         self._names_bytes = 0
-        self._size = (0, 0)
-        self._has_image = False
-        self._image: ImageLook | None = None
+        self._image_sizes: dict[str, tuple[int, int]] = {}
+        self._image: ImageLook | None = None  # at the image member that began last
         self._prepared: tuple[str, int] | None = None
         self._member: Member | None = None
         self._is_ours = False  # whether the current member belongs to a sample
@@ -354,7 +334,10 @@ class ShardScanner:
         self._has_links = self._has_unsupported = False
         self._left_out_key = ""  # of the latest member that is left out
         if position and read_back is not None:
-            self._learn(position, read_back)
+            from streamload.shards.links import members_before
+
+            for member in members_before(position, read_back):
+                self._place(member)
 
     @classmethod
     def after(
@@ -388,8 +371,7 @@ class ShardScanner:
                 if self._is_hashed:
                     self._update(payload)
                 if self._image is not None and self._image.look(payload):
-                    self._size = self._image.size
-                    self._image = None
+                    self._know_size(self._image.size)
         if self._parser.ended:
             self._give_out(entries)
         return entries
@@ -449,17 +431,6 @@ class ShardScanner:
             )
         return entries, warnings
 
-    def _learn(self, stop: int, read_back: ReadBack) -> None:
-        """Note the members before a position."""
-        parser = TarParser()
-        while parser.position < stop:
-            parser.skip(min(parser.skippable, stop - parser.position))
-            block = read_back(parser.position, min(BLOCK_BYTES, stop - parser.position))
-            if len(block) < min(BLOCK_BYTES, stop - parser.position):
-                raise ShardCut(f"the tar can't be read again at byte {parser.position}")
-            for member, _ in parser.feed(block):
-                self._place(member)
-
     def _place(self, member: Member) -> Payload | Member | None:
         """Note the next member. Return where its payload is; None: it is left out."""
         if self._links is None:
@@ -469,8 +440,8 @@ class ShardScanner:
         if member.kind:
             return self._links.resolve(member)
         name = member.name
-        if member.note and self._heeds_notes and (names := split_name(name)) is not None:
-            name = f"{names[0]}.{Original.parse(member.note).extension}"  # links have the original's name
+        if member.note and self._parse_note is not None and (names := split_name(name)) is not None:
+            name = f"{names[0]}.{self._parse_note(member.note).extension}"  # links have the original's name
         self._links.add(name, member.start, member.size, member.note)
         return member
 
@@ -497,7 +468,7 @@ class ShardScanner:
             self._has_unsupported = self._has_unsupported or (bool(self._members) and key == self._key)
             return
         self._is_ours = not member.kind
-        original = Original.parse(place.note) if self._heeds_notes and place.note else None
+        original = self._parse_note(place.note) if self._parse_note is not None and place.note else None
         if original is not None and not member.kind:
             extension = original.extension
         if key != self._key or extension in self._members or not self._members:
@@ -522,12 +493,9 @@ class ShardScanner:
                     f"the sample {key[:100]!a} has two prepared images; use the original shard"
                 )
             self._prepared = (extension, original.size)
-        if extension in IMAGE_EXTENSIONS and not self._has_image:
-            self._has_image = True
-            if original is not None:
-                self._size = (original.width, original.height)
-            else:
-                self._image = ImageLook(place.size)
+        if is_image(extension):
+            self._image_sizes[extension] = (original.width, original.height) if original else (0, 0)
+            self._image = None if original else ImageLook(place.size)
         if member.kind:
             self._read_link(place)
 
@@ -546,7 +514,12 @@ class ShardScanner:
             if self._is_hashed:
                 self._update(piece)
             if self._image is not None and self._image.look(piece):
-                self._size, self._image = self._image.size, None
+                self._know_size(self._image.size)
+        self._image = None
+
+    def _know_size(self, size: tuple[int, int]) -> None:
+        """Note the size of the image member that began last."""
+        self._image_sizes[next(reversed(self._image_sizes))] = size
         self._image = None
 
     def _give_out(self, entries: list[Entry]) -> None:
@@ -554,25 +527,29 @@ class ShardScanner:
         if not self._members:
             return
         caption = self._members.get(CAPTION_EXTENSION)
+        sizes = self._image_sizes
+        first = min(sizes, key=lambda name: "." in name) if len(sizes) > 1 else next(iter(sizes), "")
+        width, height = sizes.get(first, (0, 0))
         entry = Entry(
             self._next_number,
             self._key,
             tuple(self._members.values()),
-            self._size[0],
-            self._size[1],
+            width,
+            height,
             caption[2] if caption is not None else 0,
             self._hash.intdigest() if self._is_hashed else None,
             self._prepared,
+            {},
+            (self._start, self._stop) if self._has_links else None,
+            self._has_unsupported,
+            tuple(sizes.values()) if len(sizes) > 1 else (),
         )
-        if self._has_links or self._has_unsupported:
-            span = (self._start, self._stop) if self._has_links else None
-            entry = entry._replace(span=span, has_unsupported=self._has_unsupported)
         entries.append(entry)
         self.whole_stop = border(entry)
         self._next_number += 1
         self._members = {}
-        self._size = (0, 0)
-        self._has_image = self._has_links = False
+        self._image_sizes = {}
+        self._has_links = False
         self._prepared = None
         self._hash.reset()
         self._is_hashed = self._checksums

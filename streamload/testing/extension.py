@@ -15,9 +15,10 @@ import torch
 from torch.multiprocessing.spawn import start_processes
 
 from streamload.errors import StateMismatch
-from streamload.extension import Entry, Extension, Fact
+from streamload.extension import Entry, Extension
 from streamload.loader import Batches, Loader, Order, make_loader
 from streamload.loader.state import sealed
+from streamload.shards.columns import Facts
 from streamload.testing.resume import Layout, assert_resumes_exactly, samples_of
 from streamload.testing.shards import write_shards
 
@@ -38,7 +39,7 @@ class _KeepsTheSame(Extension):
     name = "keeps_the_same"
 
     @property
-    def own_facts(self) -> Mapping[str, Fact]:
+    def own_facts(self) -> Facts:
         return self.extension.own_facts
 
     @property

@@ -119,8 +119,8 @@ def test_a_prepared_shard_links_to_prepared_images(filled, recipe):
     made = b"".join(prepared_tar([data], Preparation.parse(recipe), "it"))
     before = scan(data, ShardScanner(read_back=read_back(data)), 512).entries
     after = scan(made, ShardScanner(read_back=read_back(made), prepared=True), 512).entries
-    as_known = [(e.key, e.sizes, e.width, e.height, e.caption_bytes) for e in before]
-    assert as_known == [(e.key, e.sizes, e.width, e.height, e.caption_bytes) for e in after]
+    as_known = [(e.key, e.sizes, e.images, e.width, e.height, e.caption_bytes) for e in before]
+    assert as_known == [(e.key, e.sizes, e.images, e.width, e.height, e.caption_bytes) for e in after]
     first, linked = payloads(made, after[0]), payloads(made, after[3])
     assert (linked["jpg"], linked["txt"]) == (first["jpg"], first["txt"])
     assert after[3].prepared == after[0].prepared is not None

@@ -24,7 +24,8 @@ from streamload.derived.prepare import preparation
 from streamload.derived.prepare.preparation import Preparation, growth, prepared_tar
 from streamload.errors import OriginStopped, ShardCut, ShardFormatError
 from streamload.origins.origin import OriginOptions, Version, open_origin
-from streamload.shards.samples import Original, ShardScanner, border
+from streamload.shards.originals import Original
+from streamload.shards.samples import ShardScanner, border
 from streamload.shards.tar import NOTE
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
@@ -75,7 +76,8 @@ def entries_of(data, **options):
 
 def as_known(entry):
     """What a run may choose a sample by."""
-    return entry.number, entry.key, entry.sizes, entry.width, entry.height, entry.caption_bytes
+    images = list(entry.images.items())
+    return entry.number, entry.key, entry.sizes, images, entry.width, entry.height, entry.caption_bytes
 
 
 @pytest.mark.parametrize("recipe", [RAW, JPEG], ids=str)

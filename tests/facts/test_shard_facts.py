@@ -36,6 +36,7 @@ from streamload.shards.columns import Column
 from streamload.shards.facts import pack_values, unpack_values
 from streamload.testing.shards import read_oracle, write_shards
 from streamload.urls import expand_urls
+from tests.support.conversations import sizes_by_pillow, write_conversations
 from tests.support.tiers import SAMPLES, SHARDS, Filled, flip, until
 
 NAMES = ("index", "letters", "image_bytes", "width")
@@ -400,6 +401,81 @@ def test_a_process_killed_while_it_makes_facts_leaves_them_to_the_next(filled: F
     assert process.exitcode == -signal.SIGKILL
     with opened(filled.tier, filled.urls) as cache:
         assert_true(filled, 0, cache)
+
+
+def both(sample: dict[str, Any]) -> tuple[float | None, int]:
+    """The length of the caption, and the pixels of all images."""
+    return letters(sample), sum(width * height for width, height in sample["__images__"].values())
+
+
+def pixels_by_pillow(path: Path) -> list[int]:
+    sizes = [sizes_by_pillow(members) for _, members in read_oracle(path)]
+    return [sum(width * height for _, (width, height) in of_sample) for of_sample in sizes]
+
+
+SEVERAL = {("letters", "pixels"): (both, "1")}
+
+
+@pytest.mark.parametrize("kind", ["published", "index-only", "arriving", "local"])
+def test_a_function_of_several_facts_is_called_once_and_has_one_file(
+    filled: Filled, made_log: Callable[[], list[str]], kind: str
+):
+    write_conversations(filled.data, [SAMPLES] * SHARDS, seed=8)
+    urls = [str(path) for path in filled.paths] if kind == "local" else filled.urls
+    filled.tier.trash(filled.shard(1))
+    shard, filling = shard_of(urls[1], None), list[threading.Thread]()
+    place = filled.tier.published(shard.digest)
+    if kind == "index-only":
+        place = filled.index_only(1)
+    else:
+        filled.server.stop_after(0.5 if kind == "arriving" else 1)
+        filling.append(
+            threading.Thread(
+                target=fill,
+                args=(filled.tier.claim(shard.digest), shard, lambda: open_origin(shard.url)),
+                kwargs={"next_use": lambda: 0.0, "stop": threading.Event()},
+            )
+        )
+        filling[0].start()
+    oracle = {
+        "letters": [
+            math.nan if int(key) % 7 == 0 else len(members["txt"])
+            for key, members in read_oracle(filled.paths[1])
+        ],
+        "pixels": pixels_by_pillow(filled.paths[1]),
+    }
+    for _ in range(2):
+        with opened(filled.tier, urls, columns(SEVERAL), fetch=read_range) as cache:
+            for name in ("pixels", "letters"):
+                until(lambda cache=cache: len(cache.arrived(1)[0]) >= SAMPLES // 4)
+                count = len(cache.arrived(1)[0])
+                found = cache.facts(1, range(count), [name])
+                assert found is not None
+                np.testing.assert_array_equal(found[name], oracle[name][:count])
+                made = made_log()
+                assert len(made) == len(set(made)) >= count
+                if kind == "arriving" and name == "pixels":
+                    filled.server.go_on()
+            until(lambda cache=cache: cache.arrived(1)[1])
+            found = cache.facts(1, range(SAMPLES), ["pixels", "letters"])
+            for name, values in oracle.items():
+                np.testing.assert_array_equal(found[name], values)
+    for thread in filling:
+        thread.join()
+    assert len(made_log()) == SAMPLES
+    assert len(files_of(place)) == 1
+    assert [found.bad_facts for found in verify(filled.tier) if found is not None] == [0] * SHARDS
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
+def test_a_cut_file_of_several_facts_is_completed(filled: Filled, share: float):
+    for _ in range(2):
+        with opened(filled.tier, filled.urls, columns(SEVERAL)) as cache:
+            found = cache.facts(0, range(SAMPLES), ["letters", "pixels"])
+        np.testing.assert_array_equal(found["letters"], expected(filled.paths[0])["letters"])
+        np.testing.assert_array_equal(found["pixels"], pixels_by_pillow(filled.paths[0]))
+        (file,) = files_of(filled.shard(0))
+        os.truncate(file, int(share * file.stat().st_size))
 
 
 def test_a_column_of_other_code_has_another_file(filled: Filled):

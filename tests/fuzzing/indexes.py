@@ -230,6 +230,9 @@ def _write(
 def _entry(number: int, key: str) -> Entry:
     start = number * 4096 + 512
     members = (("jpg", start, 700), ("txt" if number % 3 else "json", start + 1536, number % 7))
+    is_several = number % 5 == 1
+    if is_several:
+        members = (*members, ("1.png", start + 3072, 9))
     return Entry(
         number,
         f"{key}{number}",
@@ -238,4 +241,5 @@ def _entry(number: int, key: str) -> Entry:
         20,
         number % 7,
         number * 0x9E3779B97F4A7C15 % (1 << 64),
+        image_sizes=((10 + number, 20), (0, 0)) if is_several else (),
     )

@@ -401,6 +401,10 @@ def scored(sample: dict[str, Any]) -> float:
     return json.loads(sample["joined"])["score"]
 
 
+def scored_twice(sample: dict[str, Any]) -> tuple[float, float]:
+    return 2 * scored(sample), 3 * scored(sample)
+
+
 @pytest.mark.parametrize(("on", "are_local"), [("key", True), ("key", False), ("json:digest", False)])
 def test_rows_of_features_and_facts_are_never_those_of_a_file_before(data, tmp_path, on, are_local):
     """Local shards have no checksums in their indexes. What doesn't read the file isn't made again."""
@@ -424,7 +428,12 @@ def test_rows_of_features_and_facts_are_never_those_of_a_file_before(data, tmp_p
                 tokenizer=spelled,
                 preprocess=size,
                 features={"b": both, "t": texts, "i": images},
-                facts={"score": "joined:score", "tokens": "tokens", "called": (scored, "1")},
+                facts={
+                    "score": "joined:score",
+                    "tokens": "tokens",
+                    "called": (scored, "1"),
+                    ("double", "triple"): (scored_twice, "1"),
+                },
                 keep=lambda entry, facts=facts: bool(facts.setdefault(entry.key, entry.facts)),
                 train=False,
             )
@@ -439,6 +448,7 @@ def test_rows_of_features_and_facts_are_never_those_of_a_file_before(data, tmp_p
             assert facts.keys() == rows.keys()
             for key, row in rows.items():
                 assert facts[key]["score"] == facts[key]["called"] == row["score"]
+                assert (facts[key]["double"], facts[key]["triple"]) == (2 * row["score"], 3 * row["score"])
                 assert facts[key]["tokens"] == min(12, len(row["caption"]))
     assert stored == [3 * sum(COUNTS), 2 * sum(COUNTS), 0]
 

@@ -288,12 +288,60 @@ def test_two_functions_under_one_version_are_refused_and_one_may_have_two_names(
 
 def test_a_function_gets_members_without_images_and_may_not_know():
     def count(sample: dict[str, Any]) -> float | None:
-        assert sample["__key__"].startswith("k")
-        return {2: None, 3: math.inf}.get(len(sample), 10**400 if len(sample) == 4 else 1.0)
+        assert sample.pop("__key__").startswith("k")
+        assert set(sample.pop("__images__")) <= set(image)
+        return {1: None, 2: math.inf}.get(len(sample), 10**400 if len(sample) == 3 else 1.0)
 
     image = {"jpg": b"", "seg.png": b""}
     samples = [image, {**image, "txt": b""}, {"a": b"", "b": b""}, {"a": b"", "b": b"", "c": b""}]
     np.testing.assert_array_equal(made_of(column(count), *samples), [1.0, math.nan, math.nan, math.nan])
+
+
+def test_a_function_of_several_facts_returns_a_number_for_each():
+    returned = iter([(1, None), None, [2.5, math.inf], np.array([3, 4]), (5, 10**400), (1, 2, 3)])
+
+    def several(sample: dict[str, Any]) -> Any:
+        return next(returned)
+
+    made = read_facts({("a", "b"): (several, "1")}, "jpg", "txt", None)
+    assert made.keys() == {"image_bytes", "a", "b"}
+    stored = made["a"].stored
+    assert stored is made["b"].stored
+    assert made["a"].digest != made["b"].digest
+    packed = pack_values(stored.make([FactSample(Entry(0, "k", (), 0, 0, 0, None), {})] * 5), stored.dtype)
+    nan = math.nan
+    expected = [[1, nan], [nan, nan], [2.5, nan], [3, 4], [nan, nan]]
+    np.testing.assert_array_equal(unpack_values(packed, stored.dtype), expected)
+    with pytest.raises(streamload.errors.OptionError, match="returned 3 numbers, not 2") as caught:
+        stored.make([FactSample(Entry(0, "one", (), 0, 0, 0, None), {})])
+    assert "for sample 'one'" in "".join(caught.value.__notes__)
+
+
+def test_facts_of_one_name_function_and_version_have_digests_of_their_own():
+    one, two = ({name: fact} for name, fact in ((("a", "b"), (words, "1")), (("b", "a"), (words, "1"))))
+    first, second = (read_facts(facts, "jpg", "txt", None) for facts in (one, two))
+    digests = [first["a"].digest, first["b"].digest, column((words, "1")).digest]
+    digests.append(read_facts({("a",): (words, "1")}, "jpg", "txt", None)["a"].digest)
+    digests.append(read_facts({("a", "b", "c"): (words, "1")}, "jpg", "txt", None)["a"].digest)
+    assert len(set(digests)) == len(digests)
+    assert (first["a"].digest, first["b"].digest) == (second["b"].digest, second["a"].digest)
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        ({("a", "width"): words}, "expected a name other than width"),
+        ({("a", 3): words}, "expected a name other than width"),
+        ({("a", "a"): words}, "'a' has two facts"),
+        ({"a": "json:a", ("b", "a"): words}, "'a' has two facts"),
+        ({("a", "b"): "json:a"}, "a function under several names"),
+        ({(): words}, "expected a name other than width"),
+        ({("a", "b"): (words, "1"), ("c", "d"): (len, "1")}, "other functions under one version"),
+    ],
+)
+def test_what_is_no_name_of_several_facts_fails(facts: Any, says: str):
+    with pytest.raises(streamload.errors.OptionError, match=says):
+        read_facts(facts, "jpg", "txt", None)
 
 
 def fail(sample: dict[str, Any]) -> float:
@@ -459,6 +507,25 @@ def test_stored_facts_that_are_not_what_a_function_returns_now_end_the_run(
         ):
             kept()
     assert kept((by_a_variable, "2")) == sum(COUNTS)  # the way on
+
+
+def test_one_of_several_stored_facts_that_differs_now_ends_the_run(
+    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("FACTOR_OF_THE_TEST", "2")
+
+    def both(sample: dict[str, Any]) -> tuple[int, float]:
+        return len(sample["__key__"]), by_a_variable(sample)
+
+    def kept() -> int:
+        shard_facts._checked.clear()  # as in another process
+        facts = {("length", "weight"): both}
+        return len(evaluated(server, tmp_path, facts=facts, keep=has_weight, num_workers=0))
+
+    assert kept() == kept() == sum(COUNTS)
+    monkeypatch.setenv("FACTOR_OF_THE_TEST", "-2")
+    with pytest.raises(FeatureMismatch, match=r"fact \('length', 'weight'\) .* as 2, and is -2 now"):
+        kept()
 
 
 def after_its_length(loader: streamload.Loader) -> list[Any]:

@@ -110,6 +110,21 @@ def test_odd_keys_and_sizes_come_back(tmp_path):
     assert read(write(tmp_path, ODD)) == [*ODD[:2], ODD[2]._replace(width=most, caption_bytes=most)]
 
 
+@pytest.mark.parametrize("prepared", [None, ("1.jpg", 99)])
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_only_several_images_add_their_sizes_to_the_names(tmp_path, count, prepared):
+    members = tuple((f"{number}.jpg", 512 + 1024 * number, 512) for number in range(count))
+    sizes = tuple((1000 + number, 7) for number in range(count))
+    entry = Entry(0, "k", members, 1000, 7, 0, 1, prepared, image_sizes=sizes if count > 1 else ())
+    (found,) = read(write(tmp_path, [entry], finish=False))
+    assert found == entry
+    assert [*found.images.items()] == [(f"{number}.jpg", size) for number, size in enumerate(sizes)]
+    frame = ["k", [list(member) for member in members], *([list(prepared)] if prepared else [])]
+    if count > 1:
+        frame = [*frame[:2], list(prepared) if prepared else None, [list(size) for size in sizes]]
+    assert (tmp_path / "names").read_bytes()[8:] == json.dumps(frame, separators=(",", ":")).encode()
+
+
 def test_an_index_without_entries_is_complete(tmp_path):
     with IndexReader(write(tmp_path, [])) as reader:
         assert (reader.count, reader.is_complete, reader.layouts()) == (0, True, {})

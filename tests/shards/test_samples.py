@@ -12,8 +12,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from streamload.errors import ShardCut, ShardFormatError
+from streamload.shards.index import IndexReader
+from streamload.shards.local import index_local
 from streamload.shards.samples import NAME_LIMIT_BYTES, Entry, ShardScanner, split_name
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
+from tests.support.conversations import FORMATS, sizes_by_pillow, write_conversations
+from tests.support.indexes import WrittenIndex
 
 
 def tar_of(members, tar_format=tarfile.PAX_FORMAT):
@@ -100,6 +104,34 @@ def test_the_first_image_gives_the_size():
     members = [("a.txt", b""), ("a.png", first.getvalue()), ("a.jpg", second.getvalue())]
     ((entry,), _) = scan(tar_of(members))
     assert (entry.width, entry.height) == (5, 6)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1 << 20, 4096, 700, 61])
+def test_entries_have_the_size_of_each_image_in_order(tmp_path, chunk_bytes):
+    (path,) = write_conversations(tmp_path, [60], seed=chunk_bytes)
+    expected = [sizes_by_pillow(members) for _, members in read_oracle(path)]
+    assert {len(sizes) for sizes in expected} == set(range(9))
+    assert any(size == (0, 0) for sizes in expected for _, size in sizes)
+    entries = scan(path.read_bytes(), chunk_bytes)[0]
+    assert [list(entry.images.items()) for entry in entries] == expected
+    in_place = [entry for part in index_local(path) for entry in part]
+    assert [list(entry.images.items()) for entry in in_place] == expected
+    with WrittenIndex(tmp_path, {}) as writer:
+        writer.append(entries)
+    with IndexReader(tmp_path) as reader:
+        assert reader.entries(range(60)) == entries
+
+
+def test_the_size_of_a_sample_is_that_of_its_first_image_without_a_prefix(tmp_path):
+    (path,) = write_conversations(tmp_path, [200], seed=3)
+    seen = set()
+    for entry, (_, members) in zip(scan(path.read_bytes())[0], read_oracle(path), strict=True):
+        sizes = dict(sizes_by_pillow(members))
+        plain = [size for extension, size in sizes.items() if extension in FORMATS]
+        first = [*plain, *sizes.values(), (0, 0)][0]
+        assert (entry.width, entry.height) == first
+        seen.add((len(plain), min(len(sizes), 3)))
+    assert seen == {(0, 0), (0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3)}
 
 
 def test_an_entry_is_given_out_once_the_next_key_was_read():

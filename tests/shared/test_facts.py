@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from streamload.cache.companion import FactsCarrier
 from streamload.cache.shard_view import ShardView
@@ -177,6 +179,31 @@ def test_a_warm_up_stores_those_that_the_node_had(
     assert objects(place) == []
     origin.warm(tmp_path / "first", place, facts=[column], write_back=True)
     assert (len(objects(place)), words.asked) == (3, 0)
+
+
+def test_several_facts_of_one_function_are_one_object(origin: Origin, place: Place, tmp_path: Path):
+    called: list[str] = []
+
+    def several(sample: dict[str, Any]) -> tuple[int, int]:
+        called.append(sample["__key__"])
+        ((width, _),) = sample["__images__"].values()
+        return len(sample["txt"].split()), width
+
+    found = read_facts({("words", "width of the image"): (several, "1")}, "jpg", "txt", None)
+    facts = [found["words"], found["width of the image"]]
+    report = origin.warm(tmp_path / "first", place, write_back=True, facts=facts)
+    assert (report.shards_with_facts, report.shared_failures) == (3, {})
+    assert len(called) == sum(COUNTS)
+    assert len(objects(place)) == len(COUNTS)
+    assert origin.warm(tmp_path / "second", place, facts=facts[::-1]).shards_with_facts == 3
+    assert_true(origin, tmp_path / "second", facts[0], most=99)
+    for number, path in enumerate(origin.paths):
+        with closing(ShardView(Tier(tmp_path / "second"), origin.shard(number))) as view:
+            values = ShardFacts(FactsCarrier())
+            assert values.extend(view, facts, view.count)
+            sizes = [Image.open(io.BytesIO(members["jpg"])).size for _, members in read_oracle(path)]
+            np.testing.assert_array_equal(values.values(facts[1]), [width for width, _ in sizes])
+    assert len(called) == sum(COUNTS)
 
 
 def test_what_needs_no_members_and_local_shards_are_not_stored(origin: Origin, place: Place, tmp_path: Path):

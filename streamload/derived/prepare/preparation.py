@@ -29,7 +29,8 @@ import torch
 
 from streamload.errors import DatasetChanged, DecodeError, OptionError, ShardCut
 from streamload.origins.origin import Origin, Stream, Version
-from streamload.shards.samples import Entry, Original, ShardScanner, border
+from streamload.shards.originals import Original
+from streamload.shards.samples import Entry, ShardScanner, border
 from streamload.shards.tar import BLOCK_BYTES, NOTE, TarParser
 from streamload.transforms.augment import Box
 from streamload.transforms.decode import Pixels, decode_jpeg_or_image, kept_info
@@ -368,7 +369,7 @@ def _prepared(entry: Entry, data: bytes, begin: int, recipe: Preparation) -> byt
     if entry.span is not None:  # the headers of links lie between
         before = _header_start(data, begin, start)
     after = start + size + -size % BLOCK_BYTES
-    original = Original(extension, size, entry.width, entry.height)
+    original = Original(extension, size, *entry.images[extension])
     header = _header(f"{entry.key}.{name}", len(prepared), original)
     padding = bytes(-len(prepared) % BLOCK_BYTES)
     return b"".join((data[: before - begin], header, prepared, padding, data[after - begin :]))
