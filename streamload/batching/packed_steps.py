@@ -12,7 +12,7 @@ import numpy.typing as npt
 import xxhash
 
 from streamload.batches.in_progress import Bounds
-from streamload.batching.packing import Packed, enough, interleaved, pack
+from streamload.batching.packing import PackedSamples, enough, interleaved, pack
 from streamload.batching.steps import Rows, by_shard, passes_of, references_of, state_between
 from streamload.errors import NoValidSamples
 from streamload.extension import CellSize
@@ -94,7 +94,7 @@ class _Gathered(NamedTuple):
     rows: Rows
     costs: npt.NDArray[np.int64]
     fits: npt.NDArray[np.int64]
-    packed: Packed
+    packed: PackedSamples
     used: int
 
 

@@ -36,7 +36,7 @@ _FINE = 12
 """Bits of the time at which a sample of a source comes, behind the point."""
 
 
-class Packed(NamedTuple):
+class PackedSamples(NamedTuple):
     """The cells of a block.
 
     Attributes:
@@ -64,7 +64,7 @@ def pack(
     key: int,
     *,
     is_end: bool,
-) -> Packed:
+) -> PackedSamples:
     """Pack the next samples of a sequence into the cells of a block.
 
     Args:
@@ -92,12 +92,12 @@ def pack(
         if count != tried:
             placed, left = _placed(costs[:count], every, budgets)
             if placed is not None:
-                return Packed(count, steps, _arranged(times[:count], placed, steps, cells, key))
+                return PackedSamples(count, steps, _arranged(times[:count], placed, steps, cells, key))
             full = min(full - 5, int(full * max(0.96, 1 - 1.25 * left)))
         else:
             full -= 5
         tried = count
-    return Packed(every, steps, _arranged(times[:every], np.arange(every), steps, cells, key))
+    return PackedSamples(every, steps, _arranged(times[:every], np.arange(every), steps, cells, key))
 
 
 def interleaved(
@@ -132,7 +132,7 @@ def interleaved(
 
 def _pack_rest(
     costs: Whole, times: NDArray[np.float64], steps: int, cells: int, budgets: Whole, key: int
-) -> Packed | None:
+) -> PackedSamples | None:
     """Pack all that is left of a sequence; None: a block doesn't hold it."""
     count = len(costs)
     for needed in range(max(1, int((-(-costs.sum(axis=0) // (budgets * cells))).max(initial=1))), steps + 1):
@@ -144,7 +144,7 @@ def _pack_rest(
             used = count
             placed, _ = _placed(costs, needed * cells, budgets)
         if placed is not None:
-            return Packed(count, needed, _arranged(times[:used], placed, needed, cells, key))
+            return PackedSamples(count, needed, _arranged(times[:used], placed, needed, cells, key))
     return None
 
 

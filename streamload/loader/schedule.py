@@ -230,6 +230,10 @@ class RunSchedule:
         batches = self.num_batches
         if batches is None:
             cause = "mixes several sources" if len(order.sources) > 1 else f"is on {order.groups} nodes"
+            if options.has_cells:
+                raise OptionError(
+                    f"a run of cells that {cause} has to know how long an epoch is: give num_batches"
+                )
             counts = "" if options.repeat is not None else "put a sizes.json beside the shards, "
             raise OptionError(
                 f"a run that {cause} has to know how long an epoch is: give num_samples or num_batches, "

@@ -520,6 +520,8 @@ def test_a_cell_that_is_longer_than_its_cost_said_is_an_error(data: Path, tmp_pa
         ("and two costs", {"batches": {"cost": tokens}}),
         ("bucketing=", {"batches": {"bucketing": 64}}),
         ("5 groups", {"groups": 5, "order": {"num_batches": 3}}),
+        ("how long an epoch is: give num_batches", {"groups": 2}),
+        ("at most 2.40", {"batches": {"max_tokens": 1 << 41}}),
         ("or three", {"batches": {"cost": (tokens, tokens, tokens, tokens)}}),
     ],
 )
