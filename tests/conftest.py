@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -143,6 +144,13 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def unknown_endpoints() -> None:
+    """A test starts without what others learnt of servers whose ports its own may get."""
+    if endpoints := sys.modules.get("streamload.origins.endpoints"):
+        endpoints.remember()()  # forgets all, unless a fixture's loader still uses it
 
 
 @pytest.fixture(scope="session")
