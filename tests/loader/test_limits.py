@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-import streamload.cache.copying  # noqa: F401 - before it has to be found without a descriptor
+import streamload.cache.copying
+import streamload.loader.pool  # noqa: F401 - before they have to be found without a descriptor
 from streamload import Workers, limits
-from streamload.descriptors import give_up_when_short
+from streamload.descriptors import Descriptor, give_up_when_short
 from streamload.errors import LimitReached, StreamloadError
 from streamload.ipc.buffers import BufferPool, buffers_for
 from streamload.prefetch.scheduler import FillScheduler
@@ -170,7 +171,10 @@ def test_memory_for_a_batch_takes_the_descriptor_of_a_shard_that_can_be_opened_a
 
 
 def opens_files(sample: dict[str, Any]) -> dict[str, Any]:
-    use_up_files()
+    """Open for good what the process may still open, and what its shards give up for that."""
+    with suppress(OSError):
+        while True:
+            Descriptor.open(os.devnull, os.O_RDONLY)
     return named(sample)
 
 
