@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from streamload import cache_info, cache_module
-from streamload.derived.store import row_store
+from streamload.derived.store import row_store, table
 from streamload.derived.store.row_store import RowPlace, RowStore
 from streamload.derived.store.sealed import seal
+from streamload.derived.store.table import RowCounts, RowTable
 
 ROWS = 16
 X = torch.arange(float(ROWS))[:, None].expand(ROWS, 4).contiguous()
@@ -104,9 +105,24 @@ def _is_exact(row: Any, number: int, size: int) -> bool:
     return bytes(row.body) == number.to_bytes(4, "big") * (size // 4)
 
 
+def test_the_times_of_reads_are_stored_within_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, "_TOUCH_SECONDS", 0.0)
+    rows = RowTable(tmp_path / "rows", lambda used_bytes, new_bytes: 1 << 20, RowCounts())
+    rows.write([_sealed(at, 12_000) for at in range(70)], "it")
+    for _ in range(3):
+        read = rows.read([_key(at) for at in range(70)])
+        assert rows.used_bytes <= 1 << 20
+    assert 30 < len(read) < 70  # the table is full
+    rows.write([_sealed(70, 12_000)], "it")
+    assert rows.used_bytes <= 1 << 20
+    rows.close()
+
+
 @pytest.mark.deep
 def test_rows_that_are_evicted_while_others_read_are_whole_or_gone(tmp_path: Path) -> None:
-    place = RowPlace(str(tmp_path), cache_size=1 << 20)
+    place = RowPlace(str(tmp_path), cache_size=4 << 20)
     writer, reader = RowStore(place), RowStore(place)
     is_done = threading.Event()
 
@@ -126,6 +142,6 @@ def test_rows_that_are_evicted_while_others_read_are_whole_or_gone(tmp_path: Pat
     thread.join()
     assert writer.counts.evicted > 1000
     assert reader.counts.corrupt == 0
-    assert reader.disk.used_bytes <= 1 << 20
+    assert reader.disk.used_bytes <= 4 << 20
     writer.close()
     reader.close()

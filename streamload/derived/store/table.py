@@ -133,6 +133,7 @@ class RowTable:
         limit_bytes = self._attempt(self._writer, lambda opened: self._limit_bytes(new_bytes), 0)
         if not limit_bytes:
             return 0
+        self._write_touched()
         stored = 0
         for part in _transactions(sorted(dict(rows).items()), log_bytes(limit_bytes)):
             stored += self._attempt(self._writer, functools.partial(self._store, part, label, limit_bytes), 0)
@@ -150,7 +151,6 @@ class RowTable:
         time_ms, pages = _milliseconds(), sum(map(_pages, rows))
         written_pages = pages + (len(rows) + 1) * _INDEX_PAGES
         with opened.transaction(log_bytes(limit_bytes) - written_pages * LOGGED_PAGE_BYTES):
-            self._note_use(opened)
             evicted = self._make_room(pages, limit_bytes, opened)
             if evicted is not None:
                 opened.change(
@@ -196,20 +196,23 @@ class RowTable:
         """Record when rows were read: every few seconds, and only while the table is nearly full."""
         if (clock := time.monotonic()) > self._touch_at:
             self._touch_at = clock + _TOUCH_SECONDS
-            if self._touched and self._writer is not None:
-                self._attempt(self._writer, self._write_touched, None)
+            self._write_touched()
             self._fills_up = self.used_bytes > _FULL_ENOUGH * self._limit_bytes(0)
         if self._fills_up:
             self._touched.update(key for key, _ in pairs)
 
-    def _write_touched(self, opened: Connection) -> None:
-        with opened.transaction():
-            self._note_use(opened)
-
-    def _note_use(self, opened: Connection) -> None:
+    def _write_touched(self) -> None:
+        """Store when rows were read, in transactions that fit in the log."""
         keys, self._touched = sorted(self._touched), set()
-        values = [(_milliseconds(), key) for key in keys]
-        opened.change("UPDATE rows SET used = ? WHERE key = ? AND used IS NOT NULL", values)
+        if not keys or self._writer is None:
+            return
+        most_log_bytes = log_bytes(self._limit_bytes(0))
+        key_bytes = (1 + _INDEX_PAGES) * LOGGED_PAGE_BYTES
+        count = max(1, most_log_bytes // key_bytes)
+        for start in range(0, len(keys), count):
+            part = keys[start : start + count]
+            note = functools.partial(_note_use, part, most_log_bytes - len(part) * key_bytes)
+            self._attempt(self._writer, note, None)
 
     def _limit_bytes(self, new_bytes: int) -> int:
         return 0 if self._limit is None else self._limit(self.used_bytes, new_bytes)
@@ -243,6 +246,12 @@ class RowTable:
 
 
 _OLDEST = "SELECT place, length(value) FROM rows WHERE used IS NOT NULL ORDER BY used LIMIT 1000"
+
+
+def _note_use(keys: Sequence[bytes], most_log_bytes: int, opened: Connection) -> None:
+    values = [(_milliseconds(), key) for key in keys]
+    with opened.transaction(most_log_bytes):
+        opened.change("UPDATE rows SET used = ? WHERE key = ? AND used IS NOT NULL", values)
 
 
 def _read(keys: Sequence[bytes], opened: Connection) -> list[tuple[bytes, Any]]:
