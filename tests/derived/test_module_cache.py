@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 import streamload
 from streamload import CacheLevel, cache_info, cache_module
@@ -959,6 +958,8 @@ def test_a_hit_of_a_built_module_describes_no_configuration_object(monkeypatch):
 
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_a_module_that_fsdp_has_sharded_is_refused(is_whole, group):
+    from torch.distributed.fsdp import fully_shard  # a second of imports, for those who need it
+
     module = Wrapped().eval()
     fully_shard(module if is_whole else module.linear)
     with pytest.raises(FeatureNotCacheable, match="keep it out of FSDP"), torch.no_grad():

@@ -54,7 +54,8 @@ class Plant:
 
 def read_plants() -> list[Plant]:
     """All plants, in the order of their files."""
-    rows = [row for path in sorted(PLANTS.glob("*.yaml")) for row in yaml.safe_load(path.read_text())]
+    texts = [path.read_text() for path in sorted(PLANTS.glob("*.yaml"))]
+    rows = [row for text in texts for row in yaml.load(text, yaml.CSafeLoader)]
     return [Plant(**{**row, "is_deep": row.get("is_deep", False)}) for row in rows]
 
 

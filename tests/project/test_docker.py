@@ -28,7 +28,7 @@ from tests.support.tiers import until
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
-COMPOSE = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
+COMPOSE = yaml.load((ROOT / "docker" / "compose.yaml").read_text(), yaml.CSafeLoader)
 REQUIREMENTS = [ROOT / "docker" / name for name in ("requirements.txt", "requirements-torch.txt")]
 PIN = re.compile(r"^([\w.-]+)==([\w.]+)", re.MULTILINE)
 PINNED = dict(PIN.findall((ROOT / "constraints.txt").read_text()))
