@@ -173,6 +173,19 @@ def unknown_endpoints() -> None:
         endpoints.remember()()  # forgets all, unless a fixture's loader still uses it
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_process() -> Iterator[None]:
+    """Give back what the tests of a file leave: each fork of the tests after them would copy its page table.
+
+    A client of S3 is kept for as long as a process lives and takes 10 MB, and each test has another server's.
+    """
+    yield
+    if signing := sys.modules.get("streamload.origins.signing"):
+        signing._accesses.clear()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 @pytest.fixture(scope="session")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One directory for what is made once and read by many tests, such as shards."""
