@@ -183,6 +183,7 @@ def small_process() -> Iterator[None]:
     if signing := sys.modules.get("streamload.origins.signing"):
         signing._accesses.clear()
     gc.collect()
+    gc.freeze()  # what tests have imported stays, as in pytest_collection_finish
     ctypes.CDLL(None).malloc_trim(0)
 
 

@@ -57,8 +57,3 @@ def read_plants() -> list[Plant]:
     texts = [path.read_text() for path in sorted(PLANTS.glob("*.yaml"))]
     rows = [row for text in texts for row in yaml.load(text, yaml.CSafeLoader)]
     return [Plant(**{**row, "is_deep": row.get("is_deep", False)}) for row in rows]
-
-
-def third_of(plants: list[Plant], turn: int, parts: int = 3) -> list[Plant]:
-    """The plants whose turn it is: each is in one of `parts` turns."""
-    return plants[turn % parts :: parts]

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from tests.planted.overlay import Overlay
-from tests.planted.table import ROOT, Plant, read_plants, third_of
-
-
-def turn_of_commit() -> int:
-    """Which third of the plants has its turn; the first where there is no commit."""
-    command = ["git", "rev-parse", "HEAD"]
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return int(answer.stdout.strip() or "0", 16) % 3
-
-
-TURN = turn_of_commit()
+from tests.planted.table import ROOT, Plant, read_plants
+from tests.support.turns import TURN, third
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +25,7 @@ def overlay() -> Iterator[Overlay]:
     "plant",
     [
         pytest.param(plant, id=f"third-{TURN + 1}-{plant.name}")
-        for plant in third_of(read_plants(), TURN)
+        for plant in third(read_plants())
         if not plant.same
     ],
 )

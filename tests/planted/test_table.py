@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.planted.table import ROOT, Plant, read_plants, third_of
+from tests.planted.table import ROOT, Plant, read_plants
+from tests.support.turns import third
 
 PLANTS = read_plants()
 
@@ -64,7 +65,7 @@ def test_all_rooms_of_the_data_path_have_plants() -> None:
 
 
 def test_each_plant_has_its_turn() -> None:
-    turns = [third_of(PLANTS, turn) for turn in range(3)]
+    turns = [third(PLANTS, turn) for turn in range(3)]
     assert sorted(plant.name for turn in turns for plant in turn) == sorted(plant.name for plant in PLANTS)
     assert max(map(len, turns)) - min(map(len, turns)) <= 1
-    assert third_of(PLANTS, 5) == turns[2]
+    assert third(PLANTS, 5) == turns[2]
