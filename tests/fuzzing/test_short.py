@@ -28,8 +28,8 @@ def test_a_few_thousand_cases_hold(target, cases):
     [
         ("trainings", 2),
         ("troubles", 2),
-        pytest.param("troubles", 20, marks=pytest.mark.deep),
-        pytest.param("decoders", 2, marks=pytest.mark.deep),
+        pytest.param("troubles", 8, marks=pytest.mark.deep),
+        pytest.param("decoders", 1, marks=pytest.mark.deep),
     ],
 )
 def test_some_trainings_hold(target, cases):
