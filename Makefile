@@ -112,6 +112,7 @@ bench: peers  ## Measure beside the peers (about 3 hours); writes benchmarks/res
 
 faults: $(READY) $(STORES_READY)  ## Meet every fault many times (about an hour); writes benchmarks/results/{faults,simulation}.json
 	$(BIN)/python -m tests.simulation --seeds 0:10000 --jobs $$(nproc) --out benchmarks/results/simulation.json
+	$(BIN)/python -m tests.oracle replay
 	$(BIN)/python -m tests.planted --jobs $$(nproc)
 	$(BIN)/python -m tests.faults
 	$(BIN)/python -m benchmarks.reliability
