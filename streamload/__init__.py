@@ -7,9 +7,10 @@
         ...
 
 Options come in groups (`Shards`, `Images`, `Order`, `Batches`, `Cache`, `Workers`); errors are in
-`streamload.errors`, policies in `streamload.mixing` and `streamload.batching`, the contract of features of
-your own in `streamload.extension`, shards and servers for tests in `streamload.testing`. Names are loaded
-when they are first used, so that `import streamload` is quick and doesn't import torch.
+`streamload.errors`, policies in `streamload.mixing` and `streamload.batching`, lists of image sizes in
+`streamload.aspects`, the contract of features of your own in `streamload.extension`, shards and servers for
+tests in `streamload.testing`. Names are loaded when they are first used, so that `import streamload` is quick
+and doesn't import torch.
 """
 
 import importlib

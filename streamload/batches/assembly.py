@@ -23,6 +23,7 @@ from streamload.batches.in_progress import (
     MakingCosts,
     MapSample,
     Members,
+    Room,
     RowKinds,
     Trim,
     in_batch,
@@ -170,7 +171,7 @@ class _CaptionedBatch:
         self._unprepared = 0
         self._image_names: tuple[str, ...] = ()
 
-    def parse(self, sample: Sample, seed: int) -> _Captioned:
+    def parse(self, sample: Sample, seed: int, room: Room | None = None) -> _Captioned:
         """The caption first: if it is bad, that is cheaper to find out."""
         stored = sample
         if self._assembly.add_members is not None:
@@ -196,7 +197,7 @@ class _CaptionedBatch:
         is_prepared = sample.prepared == members.image
         image = None
         if self._images is not None and members.image:
-            image = self._images.parse(sample.members[members.image], is_prepared, seed)
+            image = self._images.parse(sample.members[members.image], is_prepared, seed, room)
             self._unprepared += self._is_to_be_prepared and not is_prepared
         columns = [column.parse(stored, members.image, is_prepared, seed) for column in self._columns]
         return _Captioned(sample.key, sample.url, caption, label, image, seed, columns)

@@ -101,6 +101,10 @@ class Views(list[Any]):
     """The views of a batch's images: the stacked tensors of each."""
 
 
+class Cells(list[torch.Tensor]):
+    """The images of a batch by cell, each of as many consecutive rows: a tensor for each, of one size."""
+
+
 def part_name(name: str, part: int | str) -> str:
     """The name of a view, or of a dict's value, while a batch is on its way."""
     return f"{name}[{part!r}]"

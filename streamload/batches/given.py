@@ -12,7 +12,7 @@ from PIL import Image
 
 from streamload.batches.collate import collate_images
 from streamload.batches.draws import UserDraws
-from streamload.batches.in_progress import Allocate
+from streamload.batches.in_progress import Allocate, Room
 from streamload.transforms.decode import Pixels
 from streamload.transforms.plan import UserTransform
 from streamload.transforms.processors import GivenProcessor, image_processor_of
@@ -52,7 +52,9 @@ class GivenImages:
         self._exit = ExitStack()
         self._generators = self._exit.enter_context(self._draws.generators(preprocess))
 
-    def parse(self, data: memoryview, is_prepared: bool, seed: int) -> tuple[memoryview, bool, int]:
+    def parse(
+        self, data: memoryview, is_prepared: bool, seed: int, room: Room | None = None
+    ) -> tuple[memoryview, bool, int]:
         """Nothing can be done before the function runs."""
         return data, is_prepared, seed
 

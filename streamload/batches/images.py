@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from streamload.batches.draws import UserDraws
-from streamload.batches.in_progress import Allocate
+from streamload.batches.in_progress import Allocate, Room
 from streamload.transforms.augment import SeededGenerators
 from streamload.transforms.decode import (
     Pixels,
@@ -46,7 +46,7 @@ class BatchImages(Protocol):
     timed_ns: tuple[int, int]
     decodes: bool
 
-    def parse(self, data: memoryview, is_prepared: bool, seed: int) -> Any:
+    def parse(self, data: memoryview, is_prepared: bool, seed: int, room: Room | None = None) -> Any:
         """Do all of an image's work before its pixels: header and random choices."""
         ...
 
@@ -334,7 +334,7 @@ class PlannedImages:
         if transform.plan.given:
             self._exit.enter_context(SeededGenerators())
 
-    def parse(self, data: memoryview, is_prepared: bool, seed: int) -> _Planned:
+    def parse(self, data: memoryview, is_prepared: bool, seed: int, room: Room | None = None) -> Any:
         """Do all of an image's work before its pixels: header and random choices."""
         if self._resizing is not None and not is_prepared:
             return _Planned(data, is_prepared, seed, None, None)

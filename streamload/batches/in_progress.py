@@ -17,6 +17,8 @@ Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 """Makes memory for a tensor of a shape and dtype."""
 Bounds = npt.NDArray[np.int32]
 """int32[N, 2]: the most tokens and the most patches of each row of a batch."""
+Room = tuple[int, int]
+"""The most tokens and patches of one row; where images have sizes, the second is the number of the row's."""
 
 
 MapSample = Callable[[dict[str, Any]], Mapping[str, Any]]
@@ -162,12 +164,13 @@ class BatchInProgress(Protocol):
         """False if adding a sample only copies its image's file, so that its bytes are best added at once."""
         ...
 
-    def parse(self, sample: Sample, seed: int) -> Any:
+    def parse(self, sample: Sample, seed: int, room: Room | None = None) -> Any:
         """Do all of a sample's work before its pixels: caption, label, image header, random choices.
 
         Args:
             sample: its bytes have to stay valid until it has been added.
             seed: uint64, of its random choices.
+            room: of its place; None: any.
 
         Raises:
             SampleError: it can't be used.

@@ -18,6 +18,7 @@ from streamload.batches.in_progress import (
     Collate,
     MakingCosts,
     MapSample,
+    Room,
     in_batch,
 )
 from streamload.errors import add_note
@@ -75,7 +76,7 @@ class MappedBatch:
         self._draws = draws
         self._generators = self._exit.enter_context(self._draws.generators(map_sample, collate))
 
-    def parse(self, sample: Sample, seed: int) -> _Mapped:
+    def parse(self, sample: Sample, seed: int, room: Room | None = None) -> _Mapped:
         """Choose the image of a sample; the user's function itself parses all else."""
         if self._add_members is not None:
             sample = self._add_members(sample)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from streamload.batches.collate import Views
+from streamload.batches.collate import Cells, Views
 from streamload.batching.part_size import Agree, PartSizer
 from streamload.batching.retry import AnotherRanOut, RanOut, StepRetry
 from streamload.derived.calls.features import FeatureRows
@@ -384,6 +384,8 @@ def _value(name: str, value: Any, yielded: Yielded, cut: Cut) -> Any:
         )
     if isinstance(value, Views):
         return Views(_value(name, view, yielded, cut) for view in value)
+    if isinstance(value, Cells):
+        return value[cut.rows.start // len(value[0])]
     if isinstance(value, list):
         return value[cut.rows]
     if not isinstance(value, torch.Tensor) or not value.ndim:

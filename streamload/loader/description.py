@@ -27,7 +27,7 @@ def described(options: LoaderOptions, order: OrderSpec, position: Position) -> d
         order: of the run, before it is fitted to a cache.
         position: of the first batch.
     """
-    batches, shards = options.batches, options.shards
+    batches, shards, images = options.batches, options.shards, options.images
     return {
         "shards": [_described_shards(source.urls) for source in options.sources],
         "seed": order.seed,
@@ -50,6 +50,7 @@ def described(options: LoaderOptions, order: OrderSpec, position: Position) -> d
         "keep": [*options.keeps],
         "bucketing": batches.bucketing,
         "cost": [cost if isinstance(cost, str) else "a function" for cost in batches.costs],
+        "sizes": None if images.sizes is None else [images.sizes, images.sizes_by, batches.microbatch],
         "sources of a batch": batches.sources,
         "batch_policy": _kind(batches.batch_policy),
         "steps": order.table,

@@ -89,6 +89,8 @@ def compared_rows(state: Mapping[str, Any], ours: Mapping[str, str], is_strict: 
 def _transform(options: LoaderOptions) -> dict[str, str]:
     preprocess, patches = options.preprocess, options.images.patches
     shown = {} if patches is None else {"patches": repr(patches)}
+    if options.images.sizes is not None:
+        shown["sizes"] = repr(options.images.sizes)
     if preprocess is None:
         return shown | _fields(clip_plan(options.train))
     try:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 ImageDtype = Literal["float32", "uint8"]
 Decode = Literal["host", "device", "auto"]
+SizesBy = Literal["cell", "step"]
 OnError = Literal["skip", "raise"]
 LabelType = Literal["int", "float"]
 _MODALITIES = ("image", "text")
@@ -203,6 +204,12 @@ class Images(Group):
             (STREAMLOAD_MAX_IMAGE_PIXELS).
         patches: make images into patches, each in its own aspect and resolution
             (docs/guides/variable-resolution.md). None: batches have images of one size.
+        sizes: width and height of each size that images may have, as `streamload.aspects.image_sizes()` lists
+            them: aspect-ratio buckets (docs/guides/image-sizes.md). Images are resized and cropped to the
+            size of the nearest ratio; those of a cell, which are the rows of a `microbatch` or else of the
+            batch, have one size. None: batches have images of one size.
+        sizes_by: "cell": each cell has a size of its own. "step": all images of a step have one, on all
+            ranks, for graphs that are compiled for a size.
         decode: where JPEGs become pixels (docs/guides/device-decoding.md). "host": in the workers. "device":
             on the batches' `device`, by its JPEG engine, ahead of the step; workers do everything else. The
             samples, their order and their random choices are the same, pixels nearly so. It needs
@@ -219,11 +226,18 @@ class Images(Group):
     prepare: str | None = None
     max_pixels: int | None = None
     patches: Patches | None = None
+    sizes: Sequence[tuple[int, int]] | None = None
+    sizes_by: SizesBy = "cell"
     decode: Decode = "host"
 
     def __post_init__(self) -> None:
         parse_choice(self.dtype, ("float32", "uint8"), "dtype")
         parse_choice(self.decode, get_args(Decode), "decode")
+        parse_choice(self.sizes_by, get_args(SizesBy), "sizes_by")
+        if self.sizes is not None:
+            from streamload.aspects.sizes import checked_sizes
+
+            object.__setattr__(self, "sizes", checked_sizes(self.sizes))
         if self.prepare not in (None, "auto"):
             from streamload.derived.prepare.preparation import Preparation
 

@@ -402,7 +402,7 @@ class Loader(DataLoaderInterface):
         """Change the samples of each rank's batch, from the first step that no worker can have started.
 
         With torch.distributed all ranks have to call it after the same step; the number of rank 0 counts.
-        Without, every rank has to be given the same. With bucketing= or cost= the change waits for the next
+        Without, every rank has to be given the same. With bucketing=, cost= or sizes= it waits for the next
         block. It is part of the state: a resumed run goes on with it as long as batch_size × ranks stays.
         Epochs of num_batches keep this number, those of num_samples or of all samples have more or fewer
         batches, and `len()` is that of an epoch of this size.

@@ -97,6 +97,10 @@ def extensions_of(options: LoaderOptions) -> tuple[Extension, ...]:
         from streamload.patches.rank import patched_images
 
         extensions.append(patched_images(options))
+    if images.sizes is not None:
+        from streamload.aspects.rank import sized_images
+
+        extensions.append(sized_images(options))
     if options.has_modalities:
         from streamload.batching.modalities import RowsOfModalities
 
@@ -139,6 +143,7 @@ def _check_own(extensions: Collection[Extension]) -> None:
     """Refuse what is no extension, and names that aren't of one extension alone."""
     if not extensions:
         return
+    from streamload.aspects.rank import SizedImages
     from streamload.batching.bounds import PaddedRows
     from streamload.batching.buckets import Bucketing
     from streamload.batching.equal_costs import EqualCosts
@@ -156,7 +161,8 @@ def _check_own(extensions: Collection[Extension]) -> None:
 
     built_in = (
         Mixing, BatchSizes, DeviceDecoding, RowWeights, PatchedImages, RowsOfModalities, PaddedRows,
-        RetriedSteps, Bucketing, EqualCosts, MemoryLimits, StoredFeatures, JoinedRows, PlanPublication,
+        RetriedSteps, Bucketing, EqualCosts, SizedImages, MemoryLimits, StoredFeatures, JoinedRows,
+        PlanPublication,
     )  # fmt: skip
     names = {KEEP, *(extension.name for extension in built_in)}
     for extension in extensions:

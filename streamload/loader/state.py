@@ -348,10 +348,11 @@ def from_block(
             left = None if has_other_plan else next((part for part in parts if part is not None), None)
             if left is None:
                 raise StateMismatch(
-                    f"the state is from within a block of bucketing= or cost=, which ends in "
+                    f"the state is from within a block of bucketing=, cost= or sizes=, which ends in "
                     f"{(block.end - place) // batch} steps: go on with the same of them, captions, tokenizer "
-                    f"and global batch size ({batch}) until then, with as many ranks if sources='rank', or "
-                    f"resume from a state between two blocks"
+                    f"and global batch size ({batch}) until then, with as many ranks if sources='rank', with "
+                    f"cells of as many rows if sizes= (microbatch=, else batch_size), or resume from a state "
+                    f"between two blocks"
                 )
             groups = {
                 number: group._replace(past=(*group.past, left)) for number, group in position.groups.items()

@@ -87,6 +87,8 @@ class Snapshot:
     samples_skipped: dict[str, int] = field(default_factory=_zeros)
     samples_replaced: dict[str, int] = field(default_factory=_zeros)
     samples_left_out: dict[str, int] = field(default_factory=dict)
+    samples_off_size: int = 0
+    samples_of_unknown_size: int = 0
     batches_yielded: int = 0
     fresh_tensors: int = 0
     ready_batches: int = 0

@@ -224,6 +224,14 @@ METRICS: tuple[Metric, ...] = (
         )
         for fate, how in (("skipped", ""), ("replaced", " by another of their shard"))
     ),
+    counted(
+        "samples_off_size",
+        "samples in batches whose images have another size than their best one, as a block had no room there",
+        high="a few percent of samples: a block has too few cells for as many sizes=",
+    ),
+    counted(
+        "samples_of_unknown_size", "samples in batches with sizes= whose images have no size in the index"
+    ),
     counted("feature_rows_read", "rows of features that were stored, and came with batches"),
     counted(
         "feature_rows_computed", "rows of features that weren't, and were computed in the training's process"

@@ -16,7 +16,10 @@ from streamload.observe.page import Labels, RunPage
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PREFIX = "streamload_"
-_LEFT_OUT = {"transform_seconds", "first_batch_seconds", "batches_yielded", "fresh_tensors", "workers"} | {
+_LEFT_OUT = {
+    *("transform_seconds", "first_batch_seconds", "batches_yielded", "fresh_tensors", "workers"),
+    *("samples_off_size", "samples_of_unknown_size"),  # extension_value has them
+} | {
     f"feature_{name}"
     for name in (
         *("rows_stored", "rows_refused", "bytes_read", "bytes_stored", "mismatches", "builds"),

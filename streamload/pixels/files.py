@@ -26,7 +26,7 @@ from streamload.batches.images import (
     Places,
     PlannedImages,
 )
-from streamload.batches.in_progress import Allocate
+from streamload.batches.in_progress import Allocate, Room
 from streamload.pixels.auto import Switch
 from streamload.pixels.rank import CHOICES, FILES, MADE, NO_FILE, ImagesOfFiles, packed
 from streamload.pixels.segments import size_for_device
@@ -204,7 +204,7 @@ class FilesInProgress:
         self._made = 0
         self.timed_ns, self.decodes = (0, 0), False
 
-    def parse(self, data: memoryview, is_prepared: bool, seed: int) -> _Row:
+    def parse(self, data: memoryview, is_prepared: bool, seed: int, room: Room | None = None) -> _Row:
         """Judge a file by its header and its segments, and make the random choices."""
         is_original = is_prepared or not self._is_resized_first
         size = size_for_device(data, self._most_pixels) if is_original else ""

@@ -167,6 +167,7 @@ def _normalise(step: Any, name: tuple[str, str]) -> Statistics | None:
     if name != (TORCHVISION, "Normalize"):
         return None
     mean, std = (tuple(map(float, values)) for values in (step.mean, step.std))
+    mean, std = (values * (3 if len(values) == 1 else 1) for values in (mean, std))  # of all channels
     if len(mean) != 3 or len(std) != 3 or not all(std):
         raise NotRecognised(f"{shown(step)} isn't for three channels")
     return Statistics(mean, std)

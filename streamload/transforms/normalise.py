@@ -68,9 +68,9 @@ def normalise_batch(
 
 def normalise_values(values: dict[str, Any], mean: Channels, std: Channels) -> None:
     """Normalise the images of a batch on its device, or its patches; these are 0 where there are none."""
-    if "image" in values:
-        values["image"] = normalise_batch(values["image"], mean, std)
-    elif "patches" in values:
+    for name in [name for name in values if name == "image" or name.startswith("image[")]:
+        values[name] = normalise_batch(values[name], mean, std)
+    if "patches" in values:
         levels, valid = values["patches"], values["patch_valid"]
         channels_last = levels.view(len(levels), -1, 1, 3).permute(0, 3, 1, 2)
         floats = normalise_batch(channels_last, mean, std).permute(0, 2, 3, 1).reshape(levels.shape)

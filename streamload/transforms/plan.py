@@ -344,17 +344,19 @@ def fitted(plan: ImagePlan, height: int, width: int, box: Box | None) -> tuple[B
         plan: that says so.
         height: of the image, in pixels.
         width: of the image, in pixels.
-        box: that was drawn; None: given by the plan.
+        box: that was drawn, with a RandomCrop of the image, else of the resized one; None: given by the plan.
 
     Raises:
         DecodeError: the image is so elongated that its short side would have no pixel.
     """
-    if box is not None:
+    if isinstance(plan.fit, RandomCrop):
+        assert box is not None
         return box, plan.size, Box(0, 0, *plan.size)
-    assert not isinstance(plan.fit, RandomCrop)
     size = plan.fit.resized(height, width)
     if not all(size):
         raise DecodeError(f"image of {width}×{height} can't be resized to {size[1]}×{size[0]}")
+    if box is not None:
+        return Box(0, 0, height, width), size, box
     cut = _middle_rounded_down if plan.rounds_down else _middle
     (top, down), (left, across) = map(cut, size, plan.size)
     return Box(0, 0, height, width), size, Box(max(top, 0), max(left, 0), down, across)

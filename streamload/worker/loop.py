@@ -413,7 +413,7 @@ class WorkerLoop:
         source = self._config.sources[visit.source]
         seed = sample_seed(source.order.seed, epoch, visit.pass_, visit.shard - source.first, visit.number)
         try:
-            return _Visited(visit, sample, seed, batch.parse(sample, seed))
+            return _Visited(visit, sample, seed, batch.parse(sample, seed, visit.most))
         except SampleError as exc:  # handled in its turn: its replacement may wait for bytes
             passed = self._config.skip or isinstance(exc, BlankCaption)
             return _Visited(visit, sample, seed, _skipped(sample, exc) if passed else exc)
@@ -450,7 +450,7 @@ class WorkerLoop:
         for shard, number in self._replacements.of(visit, seed, self._sampler.fits):
             tried += 1
             with contextlib.suppress(SampleError):
-                batch.add(batch.parse(self._reader.sample(shard, number), seed))
+                batch.add(batch.parse(self._reader.sample(shard, number), seed, visit.most))
                 self._placed.append((shard, number))
                 return skipped
         raise TooManyBadSamples(

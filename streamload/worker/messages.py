@@ -18,6 +18,7 @@ from streamload.worker.states import GroupState, SealedStates
 
 if TYPE_CHECKING:
     from streamload.batches.assembly import BatchAssembly
+    from streamload.batches.in_progress import Room
     from streamload.cache.backing import Backing
     from streamload.cache.selection import Selection
     from streamload.cache.shard import ShardList
@@ -122,14 +123,14 @@ class Visit(NamedTuple):
         pass_: the pass of that source; with another number for each further use of the sample in it.
         shard: the index of its shard among those of the run.
         number: its number in the shard.
-        most: the most tokens of text and image that its place in the batch has room for; None: any.
+        most: the room of its place in the batch; None: any.
     """
 
     source: int
     pass_: int
     shard: int
     number: int
-    most: tuple[int, int] | None = None
+    most: Room | None = None
 
 
 class EpochStart(NamedTuple):

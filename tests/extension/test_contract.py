@@ -22,6 +22,7 @@ from torch import nn
 
 import streamload
 from streamload import Source, complexity
+from streamload.aspects.rank import SizedImages
 from streamload.batching import Measured, SizeDecided
 from streamload.batching.bounds import AgreedLengths, PaddedRows
 from streamload.batching.buckets import Bucketing, Buckets
@@ -295,6 +296,13 @@ class TestPackedCells(TestBuckets):
                 list(loader)
                 other.load_state_dict(loader.state_dict())
                 assert list(other)
+
+
+class TestSizedImages(TestBuckets):
+    asked = MappingProxyType({"sizes": [(16, 16), (24, 12), (12, 24)]})
+    kinds = (SizedImages,)
+    adds = ("original_size", "crop_top_left", "target_size")
+    options = MappingProxyType({**TestBuckets.options, "preprocess": None})
 
 
 class TestRetriedSteps(FeatureContract):

@@ -334,7 +334,7 @@ def test_uids_of_a_list_may_be_in_rows(data, tmp_path):
 @pytest.mark.parametrize("is_other_tokenizer", [False, True])
 def test_steps_that_are_planned_by_captions_go_on_with_the_same_ones(data, tmp_path, is_other_tokenizer):
     """Within a block, others would be planned into other steps: samples would be lost, and come twice."""
-    within = "within a block of bucketing= or cost=, .* the same of them, captions, tokenizer"
+    within = "within a block of bucketing=, cost= or sizes=, .* the same of them, captions, tokenizer"
     path = tmp_path / "rows.jsonl"
 
     def loader(length: int, is_new: bool) -> streamload.Loader:

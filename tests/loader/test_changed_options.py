@@ -174,6 +174,7 @@ def of_sources(data: Path, **first: Any) -> dict[str, Any]:
 
 
 MAPPED = {"map_sample": only_key, "preprocess": None, "tokenizer": None}
+SIZES = [(8, 8), (8, 12), (12, 8)]
 LONGEST = {"tokenizer": masked, "text_padding": "longest"}
 ANY_NUMBER = {"max_bad_samples": None, "max_bad_shards": None}
 
@@ -229,6 +230,17 @@ def rows(data: Path, place: Path) -> dict[str, Row]:
             lambda batches, _: "patches" in batches[0]["image"],
             {"preprocess": None},
             patches=Patches(patch_size=4, seq_lens=(4,)),
+        ),
+        "images.sizes": honoured(
+            lambda batches, plain: (
+                {batch["image"].shape[2:] for batch in batches} == {(8, 8), (8, 12), (12, 8)}
+                and len(set(keys(batches))) == len(keys(plain))
+            ),
+            {"preprocess": None},
+            sizes=SIZES,
+        ),
+        "images.sizes_by": refused(
+            "within a block", {"preprocess": None, "sizes": SIZES, "microbatch": 2}, sizes_by="step"
         ),
         "images.decode": same({"preprocess": None}, decode="auto"),
         "order.num_batches": honoured(as_many(1), num_batches=STEPS + 1),

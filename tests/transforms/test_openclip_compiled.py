@@ -70,6 +70,9 @@ KNOWN = {
     "flipped": colour_of(transforms.RandomHorizontalFlip(0.7)),
     "flipped and grey": colour_of(transforms.RandomHorizontalFlip(), transforms.RandomGrayscale(0.5)),
     "grey": colour_of(transforms.Grayscale(3)),
+    "one value for all channels": transforms.Compose(
+        [transforms.Resize((50, 70), BICUBIC), transforms.ToTensor(), transforms.Normalize([0.5], [0.25])]
+    ),
     "imagenet's": chain(transforms.Resize(256), transforms.CenterCrop(224)),
     "nested": chain(transforms.Compose([transforms.Resize([80], BICUBIC), transforms.CenterCrop([100])])),
     "levels": transforms.Compose([transforms.Resize((50, 70), BICUBIC), transforms.PILToTensor()]),
