@@ -3,9 +3,9 @@
     python examples/train_vlm.py
 
 Documents are conversations about one to four pictures of any size; they are made here, and nothing is
-downloaded. A processor of Qwen2.5-VL makes ids and patches, which go through the model as one sequence,
-without padding. The loss is the mean over the targets of all processes. For a model of your own, replace
-`small_processor()` by `AutoProcessor.from_pretrained(…)`.
+downloaded. A processor of Qwen2.5-VL makes ids and patches. Cells of as many documents as fit go through the
+model as one sequence, without padding. The loss is the mean over the targets of all processes. For a model of
+your own, replace `small_processor()` by `AutoProcessor.from_pretrained(…)`.
 """
 
 import argparse
@@ -130,7 +130,7 @@ def picture(colour: str, rng: random.Random) -> bytes:
     return encoded.getvalue()
 
 
-def train(rank: int, world: int, scratch: str, steps: int, batch_size: int) -> None:
+def train(rank: int, world: int, scratch: str, steps: int, cells: int) -> None:
     """One process's training."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{scratch}/ranks", rank=rank, world_size=world)
@@ -138,9 +138,11 @@ def train(rank: int, world: int, scratch: str, steps: int, batch_size: int) -> N
     recipe = Conversations(processor, max_length=4096)
     loader = streamload.make_loader(
         f"{scratch}/documents",
-        batch_size=batch_size,
+        batch_size=cells,
         num_workers=1,
         cache_dir=f"{scratch}/cache",
+        shards=streamload.Shards(facts={("tokens", "patches"): recipe.costs}),
+        batches=streamload.Batches(cost=("tokens", "patches"), max_tokens=600, max_patches=480),
         workers=streamload.Workers(map_sample=recipe.example, collate=recipe.flat),
         order=streamload.Order(num_batches=steps),
     )
@@ -149,23 +151,22 @@ def train(rank: int, world: int, scratch: str, steps: int, batch_size: int) -> N
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     with loader:
         for step, batch in enumerate(loader, 1):
-            parts = [batch]
             # Gradients of the mean over the targets of all processes, however many each of them has.
-            targets = torch.tensor(float(sum((part["labels"][0, 1:] != -100).sum() for part in parts)))
+            targets = torch.tensor(float(sum((cell["labels"][0, 1:] != -100).sum() for cell in batch)))
             dist.all_reduce(targets)
             summed = torch.zeros(())
-            for place, part in enumerate(parts, 1):
-                with contextlib.nullcontext() if place == len(parts) else model.no_sync():
-                    loss = model(part)
+            for cell in loader.microbatches(batch):
+                with contextlib.nullcontext() if cell.is_last else model.no_sync():
+                    loss = model(cell)
                     (loss * world / targets).backward()  # DistributedDataParallel divides by world
                 summed += loss.detach()
             optimizer.step()
             optimizer.zero_grad()
             dist.all_reduce(summed)
             if rank == 0 and (step % 10 == 0 or step == 1):
-                tokens, patches = batch["input_ids"].shape[1], len(batch["pixel_values"])
+                sizes = [f"{cell['input_ids'].numel()} + {len(cell['pixel_values'])}" for cell in batch]
                 print(
-                    f"step {step}: loss {summed / targets:.3f}, {tokens} tokens, {patches} patches",
+                    f"step {step}: loss {summed / targets:.3f}, tokens + patches {', '.join(sizes)}",
                     flush=True,
                 )
     dist.destroy_process_group()
@@ -174,13 +175,13 @@ def train(rank: int, world: int, scratch: str, steps: int, batch_size: int) -> N
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--batch-size", type=int, default=8, help="documents of each process")
+    parser.add_argument("--cells", type=int, default=2, help="of each process in a step")
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         write_documents(Path(scratch) / "documents", samples=384)
         torch.multiprocessing.spawn(
-            train, (args.processes, scratch, args.steps, args.batch_size), nprocs=args.processes
+            train, (args.processes, scratch, args.steps, args.cells), nprocs=args.processes
         )
 
 

@@ -22,8 +22,11 @@ def test_the_example_for_conversations_learns_in_two_processes_without_downloads
         timeout=170,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = re.findall(r"step (\d+): loss (\S+), (\d+) tokens, (\d+) patches", done.stdout)
+    lines = re.findall(r"step (\d+): loss (\S+), tokens \+ patches (.*)", done.stdout)
     assert [int(step) for step, *_ in lines] == [1, 10, 20, 30, 40]
-    losses = [float(loss) for _, loss, *_ in lines]
+    losses = [float(loss) for _, loss, _ in lines]
     assert losses[-1] < 0.3 * losses[0]
-    assert len({tokens for *_, tokens, _ in lines}) > 1  # nothing is padded
+    cells = [tuple(map(int, cell.split(" + "))) for *_, cells in lines for cell in cells.split(", ")]
+    assert len(cells) == 10
+    assert all(tokens <= 600 and patches <= 480 for tokens, patches in cells)
+    assert len({*cells}) > 5  # nothing is padded

@@ -469,6 +469,51 @@ def test_a_loader_gives_flat_batches_that_resume_and_replaces_and_counts_bad_sam
         assert all(torch.equal(batch[name], again[name]) for name in batch)
 
 
+def test_cells_have_what_fits_by_costs_without_decoding_and_resume_on_other_ranks(
+    made: Any, tmp_path: Path
+) -> None:
+    ids = write_conversations(made, tmp_path / "shards", 60, bad_one=9)
+    recipe = Conversations(made.processor())
+
+    def make(cache: str, rank: int = 0, ranks: int = 1, **others: Any) -> streamload.Loader:
+        return streamload.make_loader(
+            str(tmp_path / "shards"),
+            batch_size=2 // ranks,
+            cache_dir=tmp_path / cache,
+            shards=streamload.Shards(
+                facts={("tokens", "patches"): recipe.costs}, keep=lambda entry: entry.facts["tokens"] > 0
+            ),
+            batches=streamload.Batches(
+                cost=("tokens", "patches"), max_tokens=1500, max_patches=1200, with_keys=True
+            ),
+            order=streamload.Order(rank=rank, world_size=ranks, groups=1),
+            workers=streamload.Workers(map_sample=recipe.example, collate=recipe.flat),
+            **others,
+        )
+
+    steps, states = [], []
+    with make("first", num_workers=1) as loader:
+        for batch in loader:
+            for cell in loader.microbatches(batch):
+                assert cell["input_ids"].shape[1] <= 1500
+                assert len(cell["pixel_values"]) <= 1200
+                bounds = cell["cu_seqlens"].tolist()
+                for key, (start, stop) in zip(cell["__key__"], itertools.pairwise(bounds), strict=True):
+                    assert cell["input_ids"][0, start:stop].tolist() == ids[key]
+            steps.append([cell["__key__"] for cell in batch])
+            states.append(loader.state_dict())
+        assert loader.stats().samples_left_out["keep"] == 1
+    assert sorted(key for step in steps for cell in step for key in cell) == sorted(ids)
+    assert len(steps) <= 12  # fill: 24,000 tokens in cells of 1,500
+    halves = [make("other", rank, 2, num_workers=0) for rank in range(2)]
+    for loader in halves:
+        loader.load_state_dict(states[2])
+    dealt = [[[cell["__key__"] for cell in batch] for batch in loader] for loader in halves]
+    assert [[*first, *second] for first, second in zip(*dealt, strict=True)] == steps[3:]
+    for loader in halves:
+        loader.close()
+
+
 def test_a_state_refuses_another_processor_if_it_is_asked_to(
     made: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -517,4 +562,5 @@ def test_the_first_lines_of_the_guide_run(made: Any, tmp_path: Path, monkeypatch
     names: dict[str, Any] = {"urls": "shards"}
     exec(compile(lines[1], str(guide), "exec"), names)
     (said,) = re.findall(r"^ +\.\.\.  # (.*)$", lines[1], re.MULTILINE)
-    assert {*said.split(", ")} == {name for name in names["batch"] if not name.startswith("__")}
+    assert {*said.split(", ")} == {name for name in names["cell"] if not name.startswith("__")}
+    names["loader"].close()

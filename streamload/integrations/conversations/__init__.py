@@ -60,8 +60,8 @@ class Conversations:
     for it, its end token and line break included, as by Qwen's own finetuning. A token that is only partly in
     a turn counts, as in transformers. Image tokens, and the first token of a sample, are never learned.
 
-    A sample that can't be used (no conversation, another number of images, too long) is a bad sample as any
-    other: in training another one takes its place, and it is counted.
+    A sample that can't be used (no conversation, another number of images, too long) is counted as a bad
+    sample; a cell goes without it. See docs/guides/vision-language.md.
 
     Args:
         processor: of transformers, with a fast tokenizer.
@@ -201,11 +201,11 @@ class Conversations:
             return torch.empty(0, width), torch.empty(0, 3, dtype=torch.int64)
         images = [decode_to_pillow(file, self.max_image_pixels) for file in files]
         try:
-            made = processor(images=images, return_tensors="pt")
+            inputs = processor(images=images, return_tensors="pt")
         except ValueError as exc:
             sizes = ", ".join(f"{image.width}×{image.height}" for image in images)
             raise DecodeError(f"the image processor refuses one of the images ({sizes}): {exc}") from exc
-        return made["pixel_values"], made["image_grid_thw"]
+        return inputs["pixel_values"], inputs["image_grid_thw"]
 
     def _patches(self, width: int, height: int) -> int:
         """Number of patches of an image of this size."""

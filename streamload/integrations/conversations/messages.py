@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from streamload.errors import CaptionError
-from streamload.shards.samples import IMAGE_EXTENSIONS
+from streamload.shards.samples import is_image
 
 PLACEHOLDER = "<image>"
 """Stands for an image in a content that is a string, in both forms."""
@@ -37,7 +37,7 @@ class Conversation(NamedTuple):
 
 def image_members(members: Mapping[str, object]) -> list[str]:
     """Return the extensions of a sample's images, in the order of the tar."""
-    return [name for name in members if name.rpartition(".")[2] in IMAGE_EXTENSIONS]
+    return [name for name in members if is_image(name)]
 
 
 def read_conversation(record: object, key: str, members: Sequence[str]) -> Conversation:
