@@ -18,6 +18,7 @@ import streamload
 from streamload import Features, Patches, errors, metrics
 from streamload.aspects import image_sizes
 from streamload.cli import app
+from streamload.integrations.conversations import Conversations
 from streamload.loader import Loader, Source, make_loader
 from streamload.loader.groups import GROUPS
 from streamload.options import options
@@ -31,7 +32,7 @@ _VARIABLE = re.compile(r"(?<!`)\b(STREAMLOAD_[A-Z_]+)\b")
 def arguments() -> str:
     """The arguments of make_loader, and those of its groups."""
     parts = ["## make_loader", _summary(make_loader), *_described(make_loader, "Args")]
-    for group in (*GROUPS.values(), Patches, image_sizes, Features, complexity):
+    for group in (*GROUPS.values(), Patches, image_sizes, Features, Conversations, complexity):
         parts += [f"## {group.__name__}", _summary(group), *_described(group, "Args")]
     return "\n\n".join(parts)
 

@@ -293,7 +293,7 @@ class PackedBlocks:
             fitting = costs[(costs <= budgets).all(axis=1)]
             if enough(fitting, every, budgets):
                 break
-            if not len(fitting) and np.ptp(rows[:, 1]) > 1:  # passes of an endless sequence
+            if len(rows) and not len(fitting) and np.ptp(rows[:, 1]) > 1:  # passes of an endless sequence
                 raise NoValidSamples(
                     "a whole pass over the shards has no sample whose costs are within max_tokens= and "
                     "max_patches="

@@ -26,7 +26,10 @@ def refuse_unusable(options: LoaderOptions) -> None:
     _refuse_counts_of_drawn(options)
     _refuse_training_options(options)
     if options.images.prepare is not None and options.workers.map_sample is not None:
-        raise OptionError("prepare= is for images that streamload decodes: map_sample= gets their bytes")
+        raise OptionError(
+            "prepare= is for images that streamload decodes, and map_sample= gets their bytes: leave "
+            "prepare= out, and where decoding takes too long, write the shards anew with smaller images"
+        )
     if options.images.dtype == "uint8":
         _refuse_uint8_of_given(options)
     if options.batches.text_columns:
