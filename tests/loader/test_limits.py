@@ -19,7 +19,7 @@ import torch
 import streamload.cache.copying
 import streamload.loader.pool  # noqa: F401 - before they have to be found without a descriptor
 from streamload import Workers, limits
-from streamload.descriptors import Descriptor, give_up_when_short
+from streamload.descriptors import give_up_when_short
 from streamload.errors import LimitReached, StreamloadError
 from streamload.ipc.buffers import BufferPool, buffers_for
 from streamload.prefetch.scheduler import FillScheduler
@@ -171,10 +171,7 @@ def test_memory_for_a_batch_takes_the_descriptor_of_a_shard_that_can_be_opened_a
 
 
 def opens_files(sample: dict[str, Any]) -> dict[str, Any]:
-    """Open for good what the process may still open, and what its shards give up for that."""
-    with suppress(OSError):
-        while True:
-            Descriptor.open(os.devnull, os.O_RDONLY)
+    use_up_files()
     return named(sample)
 
 
