@@ -301,9 +301,8 @@ class PackedBlocks:
             full = float((fitting.sum(axis=0) / (budgets * every)).max(initial=0.0))
             count += max(_LEAST_MORE, min(4 * count, int(count * (_MORE / max(full, 0.01) - 1))))
         fits = np.flatnonzero((costs <= budgets).all(axis=1))
-        turns = key(
-            self._config.sources[0].order.seed, BUCKETS, begin
-        )  # of all groups: like cells everywhere
+        seed = self._config.sources[0].order.seed
+        turns = key(seed, BUCKETS, begin)  # of all groups: a step has like cells everywhere
         packed = pack(costs[fits], times[fits], steps, cells, budgets, turns, is_end=is_end)
         has_all = is_end and packed.taken == len(fits)
         used = len(rows) if has_all else int(fits[packed.taken - 1]) + 1
