@@ -261,7 +261,8 @@ def test_what_runs_without_arguments_is_what_open_clip_has_by_default():
         (chain(transforms.Resize(64, InterpolationMode.LANCZOS), transforms.CenterCrop(64)), "by lanczos"),
         (chain(transforms.Resize(64), CenterCropOrPad(64, fill=0.5)),
          "fills with 0.5"),
-        (transforms.Compose([*colour_of().transforms, transforms.Normalize([0.5] * 2, [0.5] * 2)]), "three channels"),
+        (transforms.Compose([*colour_of().transforms, transforms.Normalize([0.5] * 2, [0.5] * 2)]),
+         "three channels"),
     ],
 )  # fmt: skip
 def test_what_no_plan_could_do_exactly_is_not_recognised(transform, reason):
