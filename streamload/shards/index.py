@@ -180,7 +180,8 @@ class IndexReader:
             number, _, flags, start, stop, checksum, names, length, width, height, caption_bytes = fields
             try:
                 key, named, *more = self._frame_at(names, length)
-                prepared = (str(more[0][0]), int(more[0][1])) if more and more[0] else None
+                has_prepared = bool(more) and (len(more) == 1 or more[0] is not None)
+                prepared = (str(more[0][0]), int(more[0][1])) if has_prepared else None
                 members = tuple(map(tuple, named))
                 if flags & LINKED:
                     is_its_own = all(

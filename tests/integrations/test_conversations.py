@@ -33,6 +33,9 @@ from streamload.integrations.conversations import Conversations
 
 SEEDS = range(40)
 
+pytestmark = pytest.mark.deep
+"""Each process that imports transformers needs six seconds for it."""
+
 
 @pytest.fixture(scope="module")
 def made() -> Any:

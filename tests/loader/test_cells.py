@@ -202,7 +202,10 @@ def test_blocks_take_the_samples_of_the_run_in_order(data: Path, tmp_path: Path)
         place += len(keys)
 
 
-@pytest.mark.parametrize(("ranks", "workers"), [(2, 0), (1, 2), (3, 1), (12, 0)])
+@pytest.mark.parametrize(
+    ("ranks", "workers"),
+    [(2, 0), (1, 2), pytest.param(3, 1, marks=pytest.mark.deep), pytest.param(12, 0, marks=pytest.mark.deep)],
+)
 def test_cells_do_not_depend_on_ranks_and_workers(
     data: Path, tmp_path: Path, ranks: int, workers: int
 ) -> None:
@@ -221,7 +224,9 @@ def test_cells_of_a_step_take_as_long_and_are_full(data: Path, tmp_path: Path) -
     assert np.mean(filled) > 0.9 * TEXT
 
 
-@pytest.mark.parametrize("most", [1, 5, 6, 8])
+@pytest.mark.parametrize(
+    "most", [pytest.param(1, marks=pytest.mark.deep), 5, 6, pytest.param(8, marks=pytest.mark.deep)]
+)
 def test_a_run_resumes_at_any_step_on_other_ranks_and_workers(data: Path, tmp_path: Path, most: int) -> None:
     whole = run(data, tmp_path)
     begun = run(data, tmp_path, 2, most=most)
@@ -384,7 +389,7 @@ CHANGES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", CHANGES)
-@pytest.mark.parametrize("most", [3, 5])
+@pytest.mark.parametrize("most", [pytest.param(3, marks=pytest.mark.deep), 5])
 def test_within_a_block_a_run_goes_on_with_other_cells_and_budgets(
     data: Path, tmp_path: Path, options: dict[str, Any], most: int, every_key: set[str]
 ) -> None:

@@ -86,7 +86,8 @@ def in_rank(rank: int, ranks: int, urls: str, folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_have_equal_steps_and_the_gradients_of_one_process(tmp_path: Path, ranks: int) -> None:
     options = ShardOptions(image_side=(8, 8))
     write_shards(tmp_path / "shards", [90, 70, 110], options=options)
