@@ -330,7 +330,7 @@ def test_no_part_has_more_than_max_tokens_and_all_ranks_have_the_same_parts(
 
 
 def test_max_tokens_that_cannot_hold(shards, tmp_path):
-    with pytest.raises(OptionError, match="max_tokens= needs cost=, .* or bucketing="):
+    with pytest.raises(OptionError, match=r"max_tokens= needs cost=, .* or bucketing="):
         Batches(text_padding="longest", max_tokens=100)
     small = Batches(text_padding="longest", bucketing="step", max_tokens=3)
     with pytest.raises(OptionError, match="max_tokens=3; expected at least"):
