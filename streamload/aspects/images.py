@@ -159,7 +159,7 @@ class SizedTransform(PlannedTransform):
         return Choices(part, colour, seed, self._draws.torch_taken)
 
     def top_left(self, height: int, width: int, choices: Choices) -> tuple[int, int]:
-        """Where the part begins in the resized image, which is mirrored first if the part is."""
+        """The corner of the part in the resized image, which is mirrored first if the part is."""
         part = choices.box
         assert part is not None
         steps = zip(self.plan.colour, choices.colour, strict=True)

@@ -19,7 +19,7 @@ Sizes = tuple[tuple[int, int], ...]
 """Width and height of each, in pixels."""
 FACTS = ("width", "height")
 _LEAST_SHARE = 0.9
-"""Of the pixels asked for; with this share the defaults give SDXL's sizes (its appendix I)."""
+"""A size has this share of the pixels at least: so the defaults give SDXL's sizes (its appendix I)."""
 
 
 def image_sizes(pixels: int = 1024**2, step: int = 64, longest: float = 4.0) -> list[tuple[int, int]]:

@@ -40,8 +40,8 @@ def read_costs(option: object, most: int = 2) -> tuple[Cost, ...]:
     if not 1 <= len(costs) <= most or not all(isinstance(cost, str) or callable(cost) for cost in costs):
         raise OptionError(
             f"cost={option!r:.100}; expected the name of a fact, a function of a sample's index entry that "
-            f"returns a number, or two of these: of text and of images; or three, with max_tokens= or "
-            f"max_patches=: the last is what a sample takes"
+            f"returns a number, or two of these: of text and of images; or three, with max_tokens=: the last "
+            f"is what a sample takes"
         )
     return costs
 

@@ -14,7 +14,7 @@ import torch
 
 from streamload.batches.collate import cell_name
 from streamload.batching.equal_costs import Cost, EqualCosts, costs_of
-from streamload.batching.packed_steps import UNLIMITED, PackedSampler, PackedStep, limits
+from streamload.batching.packed_steps import UNLIMITED, Budgets, PackedSampler, PackedStep, limits
 from streamload.errors import DataError, OptionError, StateMismatch
 from streamload.extension import CellSize, RankPart, WorkerPart
 from streamload.worker.messages import EpochStart
@@ -23,7 +23,6 @@ from streamload.worker.reader import Reader
 if TYPE_CHECKING:
     from streamload.extension import BatchRows, LoaderOptions, Position, Run, WorkerProcess
 
-Budgets = tuple[int | None, int | None]
 _STEPS, _CELLS = 16, 512
 """Steps of a block, or more: as many as give it so many cells."""
 _STATE = "cells"
@@ -38,7 +37,7 @@ class PackedCells(EqualCosts):
     """The extension of a loader whose steps have cells of as many samples as fit its budgets.
 
     Attributes:
-        budgets: of a cell, of text and of images; None: any.
+        budgets: of a cell.
     """
 
     budgets: Budgets
@@ -46,13 +45,11 @@ class PackedCells(EqualCosts):
     counts_cells = True
 
     def refuse_unusable(self, options: LoaderOptions) -> None:
-        """Refuse what has another notion of a batch's rows, and budgets without a cost."""
+        """Refuse what has another notion of a batch's rows, and a budget without its cost."""
         EqualCosts.refuse_unusable(self, options)
         batches = options.batches
-        if self.budgets[1] is not None and (len(self.costs) < 2 or self.budgets[0] is None):
-            raise OptionError(
-                "max_patches= needs max_tokens=, and two costs, of text and of images: cost=(…, …)"
-            )
+        if self.budgets[1] is not None and len(self.costs) < 2:
+            raise OptionError("max_patches= needs two costs, of text and of images: cost=(…, …)")
         if max(limits(self.budgets)) > UNLIMITED:
             raise OptionError("max_tokens= and max_patches= are at most 2^40: give costs in larger units")
         for name, is_given, instead in (
@@ -64,8 +61,8 @@ class PackedCells(EqualCosts):
         ):
             if is_given:
                 raise OptionError(
-                    f"cost= with max_tokens= or max_patches= packs cells of any number of samples, so it "
-                    f"can't be combined with {name}: {instead}"
+                    f"cost= with max_tokens= packs cells of any number of samples, so it can't be "
+                    f"combined with {name}: {instead}"
                 )
 
     def plans_as(self, state: Mapping[str, object]) -> bool:

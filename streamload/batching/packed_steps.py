@@ -25,6 +25,8 @@ from streamload.worker.reader import Reader
 from streamload.worker.sampler import RankStep, Sampler
 from streamload.worker.states import GroupState
 
+Budgets = tuple[int, int | None]
+"""Of a cell: of text, and of image; None: any."""
 NO_ROWS: Rows = np.empty((0, 4), np.int64)
 CostsOf = Callable[[Reader, int, npt.NDArray[np.int64]], npt.NDArray[np.float64]]
 """The costs of samples of a shard, float64[N, 3]: of text and image, and what each takes."""
@@ -135,7 +137,7 @@ class PackedBlocks:
         steps: of the epoch.
         start: of the epoch.
         costs_of: samples.
-        budgets: of a cell, of text and image; None: any.
+        budgets: of a cell.
     """
 
     def __init__(
@@ -145,7 +147,7 @@ class PackedBlocks:
         steps: Steps,
         start: EpochStart,
         costs_of: CostsOf,
-        budgets: tuple[int | None, int | None],
+        budgets: Budgets,
     ):
         self.steps, self.events = steps, start.events
         self.budgets = np.array(limits(budgets))
@@ -313,8 +315,8 @@ class PackedBlocks:
         return interleaved(front.positions, front.owed, shares, count)
 
 
-def limits(budgets: tuple[int | None, int | None]) -> list[int]:
-    """Budgets as numbers."""
+def limits(budgets: Budgets) -> list[int]:
+    """The budgets of text and image as numbers."""
     return [UNLIMITED if budget is None else budget for budget in budgets]
 
 
@@ -343,7 +345,7 @@ class PackedStep:
 
     @property
     def cells(self) -> list[tuple[_Plan, slice]]:
-        """The rank's cells: rows of plans. None: the sequence ends before the step."""
+        """The rank's cells: rows of plans; none where the sequence ends before the step."""
         if self._cells is None:
             self._cells = []
             for share, plan in self._plans():
@@ -360,12 +362,12 @@ class PackedStep:
 
     @property
     def rows(self) -> Rows:
-        """Of all its cells, bad samples included."""
+        """The rows of all its cells, with bad samples."""
         return np.concatenate([plan.rows[rows] for plan, rows in self.cells])
 
     @property
     def costs(self) -> npt.NDArray[np.int64]:
-        """The costs of these: int64[N, 2]."""
+        """What these rows cost: int64[N, 2]."""
         return np.concatenate([plan.costs[rows] for plan, rows in self.cells])
 
     @property
@@ -376,8 +378,13 @@ class PackedStep:
 
     @property
     def parts(self) -> list[int]:
-        """The rows of each cell."""
-        return [cell.rows for cell in self.sizes]
+        """The rows of each cell, without bad samples."""
+        counts, place = [], 0
+        for _, rows in self.cells:
+            stop = place + rows.stop - rows.start
+            counts.append(stop - place - sum(place <= bad < stop for bad in self.left_out))
+            place = stop
+        return counts
 
     @property
     def sizes(self) -> list[CellSize]:
@@ -468,7 +475,7 @@ class PackedSampler(Sampler):
     Args:
         config, reader, start: see Sampler.
         costs_of: samples.
-        budgets: of a cell, of text and image; None: any.
+        budgets: of a cell.
     """
 
     def __init__(
@@ -477,7 +484,7 @@ class PackedSampler(Sampler):
         reader: Reader,
         start: EpochStart,
         costs_of: CostsOf,
-        budgets: tuple[int | None, int | None],
+        budgets: Budgets,
     ):
         super().__init__(config, reader, start)
         self._blocks = PackedBlocks(config, reader, self.steps, start, costs_of, budgets)

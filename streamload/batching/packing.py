@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from streamload.batching.rounds import matched
 from streamload.order.events import UNIT
 from streamload.order.hashing import stream
 from streamload.order.steps import Portion
@@ -68,8 +69,8 @@ def pack(
     """Pack the next samples of a sequence into the cells of a block.
 
     Args:
-        costs: int64[N, 2], of text and image, each within its budget, one of both at least 1; as many as
-            are `enough`, or up to the end.
+        costs: int64[N, 2], of text, from 1, and image, each within its budget; as many as are `enough`, or up
+            to the end.
         times: float64[N], what each takes: by it the cells of a step are alike.
         steps: of the block.
         cells: of a step.
@@ -134,8 +135,9 @@ def _pack_rest(
     costs: Whole, times: NDArray[np.float64], steps: int, cells: int, budgets: Whole, key: int
 ) -> PackedSamples | None:
     """Pack all that is left of a sequence; None: a block doesn't hold it."""
-    count = len(costs)
-    for needed in range(max(1, int((-(-costs.sum(axis=0) // (budgets * cells))).max(initial=1))), steps + 1):
+    count, large = len(costs), int(np.count_nonzero(2 * costs > budgets, axis=0).max())
+    least = max(1, -(-large // cells), int((-(-costs.sum(axis=0) // (budgets * cells))).max()))
+    for needed in range(least, steps + 1):
         if count < needed * cells:  # cells would be empty: one step less, a sample in each
             used = (needed - 1) * cells
             placed: Whole | None = np.arange(used)
@@ -195,22 +197,13 @@ def _placed(costs: Whole, cells: int, budgets: Whole) -> tuple[Whole | None, flo
             fullest = loads[open_].max(axis=1)
             open_ = open_[np.argsort(fullest, kind="stable")[: len(round_)]]
         strips = max(1, isqrt(len(round_)) // 2) if has_two else 1
-        takers, samples = open_[_matched(loads[open_], strips)], _matched(-round_, strips)
+        takers, samples = open_[matched(loads[open_], strips)], matched(-round_, strips)
         cell[begin + samples] = takers
         loads[takers] += round_[samples]
         begin += len(round_)
     placed = np.empty(len(costs), np.int64)
     placed[order] = cell
     return placed, 0.0
-
-
-def _matched(loads: Whole, strips: int) -> Whole:
-    """Sort by the first column, cut that into strips, and sort these by the second."""
-    order = np.argsort(loads[:, 0], kind="stable")
-    if strips == 1:
-        return order
-    strip = np.arange(len(order)) * strips // len(order)
-    return order[np.lexsort((loads[order, 1], strip))]
 
 
 def _arranged(times: NDArray[np.float64], placed: Whole, steps: int, cells: int, key: int) -> Whole:

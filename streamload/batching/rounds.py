@@ -104,7 +104,7 @@ def _in_rounds(shares: Shares, sources: NDArray[np.int64] | None, cells: int) ->
     loads, strips = np.zeros((cells, 2), np.int64), max(min(2, cells // 4), isqrt(cells) // 2, 1)
     for given in rounds:
         costs = shares[given]
-        given[_matched(loads, strips)] = given[_matched(-costs, strips)]
+        given[matched(loads, strips)] = given[matched(-costs, strips)]
         loads += shares[given]
     return rounds
 
@@ -115,7 +115,7 @@ def _costliest_first(shares: Shares, sources: NDArray[np.int64] | None) -> NDArr
     return np.lexsort((by_share,) if sources is None else (by_share, sources))
 
 
-def _matched(values: Shares, strips: int) -> NDArray[np.int64]:
+def matched(values: Shares, strips: int) -> NDArray[np.int64]:
     """Sort by the first column, cut that into strips, and sort these by the second."""
     order = np.argsort(values[:, 0], kind="stable")
     if strips == 1:

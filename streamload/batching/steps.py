@@ -348,7 +348,7 @@ def references_of(reader: Reader, group: int, portion: Portion) -> tuple[Rows, b
 
 
 def passes_of(config: WorkerConfig, rows: Rows) -> dict[int, int]:
-    """By source the latest pass of rows; empty: there is one source."""
+    """The latest pass of rows of each source; empty: there is one source."""
     if len(config.sources) == 1:
         return {}
     latest = np.zeros(len(config.sources), np.int64)

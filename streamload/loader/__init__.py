@@ -119,7 +119,8 @@ def make_loader(
             default for 224 pixels (in training a random resized crop, else resize and centre crop), compiled.
             With Images(patches=…) it is a function of max_seq_len= and patch_size= that returns such a
             transform.
-        batch_size: samples in a batch of one rank. With Patches(steps=…) each step has its own.
+        batch_size: samples in a batch of one rank. With Patches(steps=…) each step has its own; with cost=
+            and max_tokens= it counts cells (docs/guides/equal-costs.md).
         num_workers: processes that decode; 0 does it in this process; "auto": as many as the rank has
             processors but one, by affinity, quota and the ranks of its node, as known now.
         num_samples: samples of an epoch over all ranks, rounded down to full batches in training. With it,

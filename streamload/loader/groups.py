@@ -415,8 +415,8 @@ class Batches(Group):
             a random order. None: in the order of the run.
         cost: of a sample, by which the rows of each rank cost about the same in each step: the name of a
             fact, a pure function of the index entry, as `keep` gets it, or two of these, of text and of
-            images (docs/guides/equal-costs.md); with max_tokens= or max_patches= a third is what a sample
-            takes, by which the cells of a step are alike. None: in the order of the run.
+            images (docs/guides/equal-costs.md); with max_tokens= a third is what a sample takes,
+            by which the cells of a step are alike. None: in the order of the run.
         microbatch: the rows of each part of `loader.microbatches(batch)`; None: all. "auto": as many as the
             device (CUDA, ROCm, or another of which torch tells the memory) has room for, found in the first
             steps by what parts take; the smallest size that is about as fast as the largest; the same on all
@@ -429,7 +429,7 @@ class Batches(Group):
             what goes through a device at once, and has as many samples as fit: `batch_size` counts cells
             (docs/guides/equal-costs.md). With bucketing=, of each part at most, ids and patches with
             their padding; it needs room for the longest row. None: any number.
-        max_patches: the same by the second cost.
+        max_patches: the same by the second cost, beside max_tokens=.
         batch_policy: changes the batch size during a training (docs/guides/batches.md): an object such as
             ThroughputBalanced(least=64, most=512), or a function of what was measured that returns a size or
             None. None: it stays, but for set_batch_size.
@@ -469,8 +469,8 @@ class Batches(Group):
         at_least(1, max_tokens=self.max_tokens, max_patches=self.max_patches)
         if isinstance(self.text_columns, str) or not set(self.text_columns) <= TEXT_COLUMNS.keys():
             raise OptionError(f"text_columns={self.text_columns!r}; expected some of {[*TEXT_COLUMNS]}")
-        if self.max_patches is not None and self.cost is None:
-            raise OptionError("max_patches= needs cost=, of text and of images")
+        if self.max_patches is not None and (self.cost is None or self.max_tokens is None):
+            raise OptionError("max_patches= needs cost=, of text and of images, and max_tokens=")
         if self.max_tokens is not None and self.bucketing is None and self.cost is None:
             raise OptionError(
                 "max_tokens= needs cost=, by which cells are packed, or bucketing=, 'step' or a number of "
@@ -496,8 +496,7 @@ class Batches(Group):
             return ()
         from streamload.batching.equal_costs import read_costs
 
-        has_budgets = self.max_tokens is not None or self.max_patches is not None
-        return read_costs(self.cost, most=3 if has_budgets else 2)
+        return read_costs(self.cost, most=2 if self.max_tokens is None else 3)
 
 
 GROUPS: dict[str, type[Group]] = {

@@ -257,7 +257,10 @@ class Loader(DataLoaderInterface):
         self._run.parts.load(joined)
         registered.warn_of_decoder(joined, self.options)
         position = self._run.schedule.tracker.now()
-        self._run.process.restore(counts_in(joined), position.position - position.start)
+        samples = position.position - position.start
+        if self.options.has_cells:  # of which each has a sample at least
+            samples = max(samples, position.references)
+        self._run.process.restore(counts_in(joined), samples)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Start the next epoch; the same one again if it yielded no batch.
@@ -408,7 +411,7 @@ class Loader(DataLoaderInterface):
         batches, and `len()` is that of an epoch of this size.
 
         Args:
-            rows: samples in a batch of one rank.
+            rows: samples in a batch of one rank, or its cells where `batch_size` counts these.
 
         Returns:
             The step, counted from the start of the current epoch, or of the next one between two epochs; if

@@ -268,7 +268,7 @@ class BatchInfo:
         importance: of each source, the share by its own weight ÷ its share of this step, by which rows stand
             for samples at the shares that make_loader was given; None: 1 for all, or as for `run_step`.
         loss_weight: of each source, the weight in the loss that mixing= decided; part of `weight`. None: 1.
-        cells: what each of this rank's cells has, with `max_tokens=` or `max_patches=` and cost=; None: rows
+        cells: what each of this rank's cells has, with `cost=` and `max_tokens=`; None: rows
             aren't in cells.
         planned: all cells of the step as they are planned, in one, of the groups (by default nodes) that this
             rank reads; None as for `cells`.

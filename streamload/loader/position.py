@@ -63,6 +63,11 @@ class Position:
         return _added(self.left_out, {number: group.left_out for number, group in self.groups.items()})
 
     @property
+    def references(self) -> int:
+        """The samples of the sequence that its groups have given so far, or that a block's begin had."""
+        return sum(source.cursor.position for group in self.groups.values() for source in group.sources)
+
+    @property
     def step_start(self) -> StepStart:
         """The start of the steps from here on."""
         offset = self.position - self.start

@@ -129,14 +129,13 @@ def extensions_of(options: LoaderOptions) -> tuple[Extension, ...]:
 
 def cost_extension(batches: Batches) -> Extension:
     """The extension that plans steps by what samples cost."""
-    budgets = batches.max_tokens, batches.max_patches
-    if budgets == (None, None):
+    if batches.max_tokens is None:
         from streamload.batching.equal_costs import EqualCosts
 
         return EqualCosts(batches.costs)
     from streamload.batching.packed_cells import PackedCells
 
-    return PackedCells(batches.costs, budgets)
+    return PackedCells(batches.costs, (batches.max_tokens, batches.max_patches))
 
 
 def _check_own(extensions: Collection[Extension]) -> None:

@@ -335,8 +335,8 @@ def from_block(
         has_other_plan or saved.table != ours.table
     ):
         raise StateMismatch(
-            "the state has samples of a block that a run left to go on with other cells by max_tokens= or "
-            "max_patches=: go on with the same cost= until they were given, or load a state from before"
+            "the state has samples of a block that a run left to go on with other cells by max_tokens=: "
+            "go on with the same cost= until they were given, or load a state from before"
         )
     if saved.blocks is not None:
         count, batch = saved.blocks
