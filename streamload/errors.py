@@ -189,6 +189,10 @@ class DecisionsError(DataError):
     """A log of decisions can't be followed: it was altered, is cut, or is of another run."""
 
 
+class JournalError(DataError):
+    """A journal can't be read, was altered, or lacks what a question needs; or a step can't be made again."""
+
+
 class PolicyError(StreamloadError, ValueError):
     """A policy of weights or batch sizes failed, or its answer can't be used. All ranks raise it."""
 

@@ -276,6 +276,9 @@ class Order(Group):
             change: `loader.info.weight` of a row is the ratio of both. None: 1 for each row.
         strict: refuse a state whose rows were made by another `preprocess` or `tokenizer`, or by other
             versions of their libraries (docs/guides/resume.md). False: a resume logs what differs.
+        journal: a folder in which each rank keeps a record of the run, at most 50 bytes a step, by which
+            `loader.at(step)` and `streamload replay` make any of its batches again
+            (docs/guides/time-machine.md). All ranks write to it: give one that they share.
 
     Raises:
         OptionError: a value that can't be used.
@@ -292,6 +295,7 @@ class Order(Group):
     decisions: str | os.PathLike[str] | None = None
     objective: Mapping[str, float] | None = None
     strict: bool = False
+    journal: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         check_flag(self.strict, "strict")

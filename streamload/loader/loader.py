@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -202,21 +201,13 @@ class Loader(DataLoaderInterface):
 
         JSON-able; without I/O or communication. On several nodes see `gather_state`.
         """
-        run, schedule = self._run, self._run.schedule
-        return schedule.state(run.process.state(schedule.topology), self._fingerprint, run.part_states())
-
-    @functools.cached_property
-    def _fingerprint(self) -> dict[str, str]:
-        """What makes the rows of this loader."""
-        from streamload.loader.fingerprint import rows_fingerprint
-
-        return rows_fingerprint(self.options)
+        return self._run.state()
 
     def _identify_functions(self) -> Mapping[str, str]:
         """Take the fingerprint before functions run in this process: they may change what they hold."""
         options = self.options
         runs_here = options.num_workers == 0 and (options.preprocess or options.workers.map_sample)
-        return self._fingerprint if runs_here else {}
+        return self._run.fingerprint if runs_here else {}
 
     def load_state_dict(
         self,
@@ -248,8 +239,8 @@ class Loader(DataLoaderInterface):
 
         self._run.end_epoch("load_state_dict() was called")
         joined = joined_state(state, registered.by_rank())
-        difference = compared_rows(joined, self._fingerprint, self.options.order.strict)
-        other_plan = has_other_plan(self.options, joined, self._fingerprint)
+        difference = compared_rows(joined, self._run.fingerprint, self.options.order.strict)
+        other_plan = has_other_plan(self.options, joined, self._run.fingerprint)
         self._run.schedule.load(joined, moved or {}, other_plan)
         if difference and self._run.schedule.topology.local_rank == 0:
             logger.warning("%s", difference)
@@ -288,6 +279,26 @@ class Loader(DataLoaderInterface):
             if not is_worker_death(exc):
                 raise
         return self._start_epoch(started)  # a worker was killed between two epochs: with new workers
+
+    def at(self, step: int, *, segment: str | None = None) -> Iterator[Any]:
+        """Iterate over batches of the past again, from a step of the run on, by its journal.
+
+        The batches are this rank's, in host memory, made in this process by another loader; the place of this
+        one stays as it is. Any number of ranks and workers may have made them, if batch_size × ranks is the
+        same. They end where the journal does.
+
+        Args:
+            step: of the run, from 0, as `loader.info.run_step` has it.
+            segment: of a run that was restarted from an older state, the one whose steps these are, as
+                `streamload runs show` names it; None: those that led to the last one.
+
+        Raises:
+            OptionError: the loader has no Order(journal=folder).
+            JournalError: the step isn't recorded; or it would have other samples than it had.
+            StateMismatch: its rows would be made otherwise than they were; it says what differs.
+            DatasetChanged: a shard is another than it was.
+        """
+        return (past.batch for past in registered.steps_of_journal(self._run, Loader, step, segment))
 
     def microbatches(self, batch: Any) -> registered.Microbatches:
         """Iterate over a step's batch in parts of `Batches(microbatch=…)` consecutive rows.

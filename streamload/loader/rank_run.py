@@ -7,6 +7,7 @@ worker of any rank can have begun.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import weakref
@@ -80,6 +81,15 @@ class Run:
     def next_epoch(self) -> Position:
         """The start of the epoch that `iter()` starts next."""
         return self._schedule.tracker.next()
+
+    def state(self) -> dict[str, Any]:
+        """The state of the rank after the last batch; see Loader.state_dict."""
+        return self._run.state()
+
+    @property
+    def counts_groups(self) -> bool:
+        """True if this rank reads groups that no lower rank reads: it tells of them for all."""
+        return self._schedule.reports_shards
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -434,6 +444,19 @@ class RankRun:
         if (epoch := self.epoch) is not None:
             epoch.close(why)
         self._current = None
+
+    @functools.cached_property
+    def fingerprint(self) -> dict[str, str]:
+        """What makes the rows of this loader."""
+        from streamload.loader.fingerprint import rows_fingerprint
+
+        return rows_fingerprint(self.options)
+
+    def state(self) -> dict[str, Any]:
+        """The state of this rank after the last batch that was yielded."""
+        return self.schedule.state(
+            self.process.state(self.schedule.topology), self.fingerprint, self.part_states()
+        )
 
     def part_states(self) -> dict[str, Any]:
         """Return the extensions' keys of a state."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import platform
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from streamload.batches.assembly import BatchAssembly
     from streamload.batching.microbatches import Microbatches, Microbatching
     from streamload.cache.shared.sharing import SharedOptions
+    from streamload.loader.past import Step
     from streamload.mixing.reports import Rows
     from streamload.observe.trace import Trace
     from streamload.worker.messages import WorkerConfig
@@ -45,6 +47,7 @@ __all__ = [
     "microbatching_of",
     "observer_of",
     "reports_of",
+    "steps_of_journal",
     "warn_of_decoder",
 ]
 
@@ -123,6 +126,10 @@ def extensions_of(options: LoaderOptions) -> tuple[Extension, ...]:
         from streamload.batching.in_flight import memory_limits
 
         extensions.append(memory_limits(options))
+    if order.journal is not None:
+        from streamload.journal.recorder import Journal
+
+        extensions.append(Journal(os.fspath(order.journal)))
     _check_own(batches.extensions)
     return (*extensions, *batches.extensions)
 
@@ -152,6 +159,7 @@ def _check_own(extensions: Collection[Extension]) -> None:
     from streamload.daemon.publication import PlanPublication
     from streamload.features import StoredFeatures
     from streamload.join import JoinedRows
+    from streamload.journal.recorder import Journal
     from streamload.mixing.batch_size import BatchSizes
     from streamload.mixing.decisions import Mixing
     from streamload.patches.rank import PatchedImages
@@ -161,7 +169,7 @@ def _check_own(extensions: Collection[Extension]) -> None:
     built_in = (
         Mixing, BatchSizes, DeviceDecoding, RowWeights, PatchedImages, RowsOfModalities, PaddedRows,
         RetriedSteps, Bucketing, EqualCosts, SizedImages, MemoryLimits, StoredFeatures, JoinedRows,
-        PlanPublication,
+        PlanPublication, Journal,
     )  # fmt: skip
     names = {KEEP, *(extension.name for extension in built_in)}
     for extension in extensions:
@@ -201,6 +209,33 @@ def reports_of(options: LoaderOptions) -> RankPart:
     from streamload.mixing.reports import ReportedMeans
 
     return ReportedMeans([source.name for source in options.sources])
+
+
+def steps_of_journal(
+    run: RankRun, make: Callable[[LoaderOptions], Any], step: int, segment: str | None
+) -> Iterator[Step]:
+    """The steps of a run with a journal again, from one on; see Loader.at.
+
+    Args:
+        run: of the loader that has it.
+        make: makes a loader of options.
+        step, segment: see there.
+
+    Raises:
+        OptionError: the loader has none.
+    """
+    recorder = run.parts.by_name.get("journal")
+    if recorder is None:
+        raise OptionError("loader.at() goes by the run's journal: give Order(journal=folder)")
+    from streamload.journal.history import History
+    from streamload.loader.past import MakeLoaders, steps_from
+
+    recorder.end_epoch()  # writes what it has
+    topology = run.schedule.topology
+    layout = topology.rank, topology.world_size, run.options.batch_size
+    history = History(os.fspath(run.options.order.journal or ""))
+    loaders = MakeLoaders(make, extensions_of, by_rank())
+    return steps_from(history, step, run.options, loaders, layout, segment)
 
 
 def microbatching_of(run: RankRun) -> Microbatching:

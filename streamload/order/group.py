@@ -13,7 +13,7 @@ and dropping `skip` references resumes exactly. The options are saved separately
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -153,6 +153,7 @@ class _Given:
         self._lanes = lanes
         self._count = np.zeros(lanes.order.size, np.int32)
         self._last = np.full(lanes.order.size, -1, np.int64)
+        self._told: NDArray[np.bool_] | None = None  # by place; made at the first call of `ended`
         self.begin()
 
     def begin(self) -> None:
@@ -177,6 +178,16 @@ class _Given:
         samples = self._lanes.samples[places]
         is_done = (samples >= 0) & (self._count[places] == samples) & (self._last[places] < position)
         return tuple(zip(places[is_done].tolist(), samples[is_done].tolist(), strict=True))
+
+    def ended(self, done: Mapping[int, int]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Return the shards that have ended since the last call, but those in `done`, and their samples."""
+        lanes = self._lanes
+        if self._told is None:
+            self._told = np.zeros(lanes.order.size, bool)
+            self._told[[*done]] = True
+        places = np.flatnonzero((lanes.samples[: lanes.begun] >= 0) & ~self._told[: lanes.begun])
+        self._told[places] = True
+        return lanes.order[places], lanes.samples[places]
 
     def tails(self, done: tuple[tuple[int, int], ...]) -> dict[int, Counts]:
         """Return the samples left out after the last used one of finished shards, by place."""
@@ -243,7 +254,8 @@ class GroupOrder:
         self._given: dict[int, _Given] = {}  # by pass, back to the oldest mark
         before = start.left_out or NOTHING_LEFT_OUT
         self._left_out = None if left_out is None else LeftOutSoFar(left_out, start.position, before)
-        self._begin(start.pass_, start.lanes, dict(start.done), before)
+        self._start_pass, self._start_done = start.pass_, dict(start.done)
+        self._begin(start.pass_, start.lanes, self._start_done, before)
         self._before_pass = start.position - start.skip - self._lanes.given
         self._mark()
 
@@ -348,6 +360,18 @@ class GroupOrder:
         if room <= 0:
             self._portion = min(2 * self._portion, self._most)
         return References(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+    def ended(self) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int32]]]:
+        """Iterate over passes: the shards whose end lanes have reached since the last call.
+
+        To be called as often as `mark_at`: passes are forgotten like marks.
+
+        Yields:
+            The pass, the shards that have ended (int64[N]), and the group's samples in each (int32[N]). Those
+            that the cursor had as done aren't among them.
+        """
+        for pass_, given in self._given.items():
+            yield pass_, *given.ended(self._start_done if pass_ == self._start_pass else {})
 
     def mark_at(self, position: int) -> Cursor:
         """Return the cursor of a position from the last `advance`, or up to 65,536 before the latest.

@@ -112,13 +112,36 @@ class CheckedArrivals:
         fresh = np.flatnonzero(~is_settled).tolist()
         for place in fresh:
             shard = int(shards[place])
-            rows[place] = (shard, *self._seen(shard, pass_))
+            rows[place] = (shard, *self.seen(shard, pass_))
         if fresh or len(settled) > 2 * len(shards):
             ended = rows[rows[:, ENDED] == 1]
             self._settled = ended[np.argsort(ended[:, 0])]
             for shard in self._contents.keys() - set(shards.tolist()):
                 del self._contents[shard]
         return OpenShards(rows)
+
+    def seen(self, shard: int, pass_: int) -> CheckpointShard:
+        """The record of an open shard for a state.
+
+        Args:
+            shard: its index in the source.
+            pass_: of which the record is.
+        """
+        numbers, ended = self.arrived(shard)  # compares with what was recorded
+        recorded = self._begun.get(shard) if pass_ == self._begun_in else None
+        if recorded is not None and (recorded.ended or len(numbers) < recorded.samples):
+            return recorded  # of its pass; the shard may arrive once more, or be whole by now
+        view = self._cache.view(self._first + shard)
+        given_up = view.count if view.gave_up else -1
+        entries = min(view.count, _ENTRIES)
+        if self._contents.get(shard, (-1, 0))[0] != entries:
+            try:
+                self._contents[shard] = entries, _contents_of(view, entries)
+            except CacheCorrupt:  # whatever finds this when it reads samples will fetch the shard again
+                self._contents[shard] = 0, 0
+        return CheckpointShard(
+            len(numbers), ended, given_up, next(iter(_digests_of(view)), 0), *self._contents[shard]
+        )
 
     def _is_same(self, view: ShardView, recorded: CheckpointShard, ended: bool) -> bool:
         """True if the start of the index is as recorded; False: not known yet.
@@ -139,23 +162,6 @@ class CheckedArrivals:
 
     def _known(self, shard: int) -> CheckpointShard | None:
         return self._begun.get(shard) if self._current_pass() == self._begun_in else None
-
-    def _seen(self, shard: int, pass_: int) -> CheckpointShard:
-        numbers, ended = self.arrived(shard)  # compares with what was recorded
-        recorded = self._begun.get(shard) if pass_ == self._begun_in else None
-        if recorded is not None and (recorded.ended or len(numbers) < recorded.samples):
-            return recorded  # of its pass; the shard may arrive once more, or be whole by now
-        view = self._cache.view(self._first + shard)
-        given_up = view.count if view.gave_up else -1
-        entries = min(view.count, _ENTRIES)
-        if self._contents.get(shard, (-1, 0))[0] != entries:
-            try:
-                self._contents[shard] = entries, _contents_of(view, entries)
-            except CacheCorrupt:  # whatever finds this when it reads samples will fetch the shard again
-                self._contents[shard] = 0, 0
-        return CheckpointShard(
-            len(numbers), ended, given_up, next(iter(_digests_of(view)), 0), *self._contents[shard]
-        )
 
 
 def _contents_of(view: ShardView, count: int) -> int:

@@ -16,7 +16,7 @@ from streamload.ipc import ControlBlock
 from streamload.order.events import of_kind
 from streamload.order.steps import Steps
 from streamload.shards.samples import Entry
-from streamload.worker.messages import EpochStart
+from streamload.worker.messages import EpochStart, Visit
 from streamload.worker.reader import Reader
 from streamload.worker.sampler import RankStep, Sampler
 from streamload.worker.states import GroupState
@@ -57,12 +57,14 @@ class BatchRows:
     Attributes:
         step: that has them.
         samples: shard and number of each row's sample.
+        visits: of each row, as the order has it: of another sample where that one was replaced.
         reader: has their facts and entries.
         states: of the groups after the step.
     """
 
     step: RankStep
     samples: Sequence[tuple[int, int]]
+    visits: Sequence[Visit]
     reader: Reader
     states: Mapping[int, GroupState]
 

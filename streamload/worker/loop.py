@@ -195,6 +195,7 @@ class WorkerLoop:
                 config.extensions, WorkerProcess(worker, workers, self._reader, control)
             )
         self._placed: list[tuple[int, int]] = []  # shard and number of the sample of each row
+        self._visits: list[Visit] = []  # of each row, whose sample may have been replaced
         self._memory = ReadMemory(_READ_AHEAD_BYTES)
         self._fresh = shared_empty if workers else own_empty
 
@@ -293,7 +294,9 @@ class WorkerLoop:
         keys, urls = values.pop("__key__"), values.pop("__url__")
         states, spans, extras = step.states(), step.spans(), dict[str, bytes]()
         if self._parts is not None:
-            extras = self._parts.finish(values, BatchRows(step, self._placed, self._reader, states))
+            extras = self._parts.finish(
+                values, BatchRows(step, self._placed, self._visits, self._reader, states)
+            )
         self._reader.end_batch()
         ready = ready_counts(values)
         if self._slots is not None:
@@ -362,6 +365,7 @@ class WorkerLoop:
         self._reader.begin_batch()
         batch = epoch.begin(step.size, self._empty, epoch.sampler.steps.seq_len(step.position))
         self._placed.clear()
+        self._visits.clear()
         skipped: list[SkippedSample] = []
         rows = 0
         with contextlib.closing(batch), _one_thread():
@@ -432,6 +436,7 @@ class WorkerLoop:
             try:
                 batch.add(parsed)
                 self._placed.append((visit.shard, visit.number))
+                self._visits.append(visit)
                 return None
             except SampleError as exc:
                 if not self._config.skip:
@@ -452,6 +457,7 @@ class WorkerLoop:
             with contextlib.suppress(SampleError):
                 batch.add(batch.parse(self._reader.sample(shard, number), seed, visit.most))
                 self._placed.append((shard, number))
+                self._visits.append(visit)
                 return skipped
         raise TooManyBadSamples(
             f"{sample.key} in {sample.url} can't be used, nor can any of {tried} samples near it: "

@@ -38,6 +38,7 @@ from streamload.worker.fills import Fills
 from streamload.worker.messages import EpochStart, WorkerConfig
 from streamload.worker.reference_stream import ReferenceStream
 from streamload.worker.stages import Spans, Stages
+from streamload.worker.states import CheckpointShard
 
 if TYPE_CHECKING:
     from streamload.worker.shortage import Shortage
@@ -48,6 +49,8 @@ _WITHOUT_SAMPLES = (
     "group %d of %d has no usable sample in its own shards: it reads those of all groups, so their samples "
     "come more often. See which shards are missing, or give fewer groups (by default: as many as nodes)"
 )
+ENDED_COLUMNS = 5 + len(CheckpointShard._fields)
+"""Of the rows that `Reader.ended` returns."""
 _FEWEST_KNOWN = 16
 _MOST_AHEAD = 1024
 """The most shards to fill ahead."""
@@ -177,6 +180,25 @@ class Reader:
             number = self.config.first_group + group
             tallies[number] = tallies.get(number, Counter()) + stream.left_out_in_all
         return {number: dict(tally) for number, tally in tallies.items()}
+
+    @functools.cached_property
+    def _told_groups(self) -> tuple[int, ...]:
+        return self.config.told_groups
+
+    def ended(self) -> npt.NDArray[np.int64]:
+        """The shards of groups that this rank counts which have ended since the last call.
+
+        Returns:
+            int64[N, 11]: the group's number among all, the source, and what `ReferenceStream.ended` has.
+        """
+        first = self.config.first_group
+        rows = [
+            (first + group, source, *ended)
+            for (group, source), stream in self._streams.items()
+            if first + group in self._told_groups
+            for ended in stream.ended()
+        ]
+        return np.array(rows, np.int64).reshape(-1, ENDED_COLUMNS)
 
     def arrived(self, shard: int) -> Numbers:
         """The usable sample numbers of a shard that have arrived, ascending."""

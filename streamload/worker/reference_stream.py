@@ -152,6 +152,19 @@ class ReferenceStream:
         shards = np.array(self.shards_in_use(), np.int64) - self._first
         return SourceState(cursor, self._arrivals.begun(shards, cursor.pass_))
 
+    def ended(self) -> list[tuple[int, ...]]:
+        """The shards that have ended since the last call.
+
+        Returns:
+            The pass, the shard's index in the source, the group's samples in it, and the fields of its
+            record in a state.
+        """
+        return [
+            (pass_, shard, count, *self._arrivals.seen(shard, pass_))
+            for pass_, shards, counts in self._order.ended()
+            for shard, count in zip(shards.tolist(), counts.tolist(), strict=True)
+        ]
+
     def shards_in_use(self) -> list[int]:
         """The shards that have to stay readable, the next needed first."""
         if self._in_use is None:

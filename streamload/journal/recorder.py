@@ -1,0 +1,358 @@
+"""`Order(journal=folder)`: the extension that writes a rank's file.
+
+Kinds of records, in the order in which a run adds them:
+
+- segment: an attempt of the run begins in this process; its parent is the step of the segment whose state it
+  has loaded.
+- mark: the state before a step. At the start of each epoch, and every 512 steps.
+- ended: shards whose end the order has reached, with the group's samples in each and what a state records of
+  them. So the order can be computed again without looking at any shard.
+- event: what was set in the run, and from which position on it holds.
+- steps: of consecutive steps a digest of this rank's samples; and their losses, with those of the worst rows.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import time
+import weakref
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from streamload.errors import JournalError, OptionError
+from streamload.extension import Event, Extension, RankPart, WorkerPart
+from streamload.journal.files import Record, RecordWriter, path_of
+from streamload.order.hashing import key, stream
+
+if TYPE_CHECKING:
+    from streamload.extension import Batch, BatchInfo, BatchRows, LoaderOptions, Run, WorkerProcess
+
+NAME = "journal"
+MARK_STEPS = 512
+WORST = 8
+"""Rows of a step whose losses are kept."""
+_FLUSH_STEPS, _FLUSH_SECONDS = 64, 5.0
+"""Steps are written once there are so many, or after so long."""
+_ON_THE_WAY = 2
+"""The latest steps, whose losses a device may not have computed yet, aren't written but at the end."""
+_DIGEST_BYTES = 8
+_DIGEST_KEY = key(0, 0x6A)
+_PASSES_KEPT = 4
+_WIDEST_ROW = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Journal(Extension):
+    """The extension of a loader that keeps a journal.
+
+    Attributes:
+        folder: of its files.
+    """
+
+    folder: str
+
+    name = NAME
+
+    def refuse_unusable(self, options: LoaderOptions) -> None:
+        """Refuse it where there is no run to look back at."""
+        if not options.train:
+            raise OptionError(
+                "journal= is for training: an evaluation has the samples in the order as listed"
+            )
+
+    def in_worker(self, process: WorkerProcess) -> StepWitness:
+        """Tell of each step what it had."""
+        return StepWitness()
+
+    def in_rank(self, run: Run) -> Recorder:
+        """Write the file of the rank."""
+        return Recorder(run, self.folder)
+
+
+def digest_of(samples: Sequence[tuple[int, int]]) -> int:
+    """A digest of samples, by shard and number: the sum modulo 2^64 of a hash of each.
+
+    So the digest of a global step is the sum of those of its ranks, on any layout.
+    """
+    shards, numbers = np.array(samples, np.int64).reshape(-1, 2).T
+    return int(stream(_DIGEST_KEY, shards << 32 | numbers).sum(dtype=np.uint64))
+
+
+class StepWitness(WorkerPart):
+    """The journal in a worker: the digest of a step, and the shards that have ended."""
+
+    def finish(self, values: dict[str, object], rows: BatchRows) -> bytes:
+        """Message with the digest, and the rows of `Reader.ended`."""
+        return digest_of(rows.samples).to_bytes(_DIGEST_BYTES, "little") + rows.reader.ended().tobytes()
+
+
+class Recorder(RankPart):
+    """The journal in the rank.
+
+    Args:
+        run: of the loader.
+        folder: of the files.
+    """
+
+    def __init__(self, run: Run, folder: str):
+        self._run, self._folder = run, folder
+        self._pending: _Pending | None = None  # of the current segment
+        self._segment, self._parent = "", None  # type: str, list[Any] | None
+        self._step = 0  # of the run: the next one
+        self._is_due = False  # a mark is
+        self._known: list[Event] = []  # events that are written
+        self._reasons: list[tuple[Event, Mapping[str, Any]]] = []  # of events that aren't written yet
+
+    def start_epoch(self, start: int) -> Sequence[Event]:
+        """Begin a segment if this process has none, or has loaded a state.
+
+        Raises:
+            OptionError: the folder can't be written; on all ranks that are joined.
+        """
+        if self._pending is None:
+            self._begin()
+        self._is_due = True
+        return ()
+
+    def _begin(self) -> None:
+        run, writer, error = self._run, RecordWriter(path_of(self._folder, self._run.rank)), ""
+        loader = {}
+        try:
+            writer.open()
+            loader = _stored_options(run.options, Path(self._folder)) if run.rank == 0 else {}
+        except (OSError, JournalError) as exc:
+            error = f"journal={self._folder!r} can't be used: {exc}"
+        if run.can_agree:
+            token, error = run.agree(
+                "the journal",
+                [secrets.token_hex(4), error],
+                lambda ranks: [ranks[0][0], next((error for _, error in ranks if error), "")],
+            )
+        else:  # ranks that were placed by Order(rank=…): what is the same on all of them
+            told = [run.identity, self._parent, writer.segments]
+            token = xxhash.xxh32_hexdigest(repr(told).encode())
+        if error:
+            raise OptionError(error)
+        self._segment, self._known = token, []
+        self._pending = _Pending(writer)
+        weakref.finalize(self, _finish, self._pending, os.getpid())
+        values = {
+            "segment": token,
+            "parent": self._parent,
+            "step": self._step,
+            "rank": run.rank,
+            "world_size": run.world_size,
+            "rows": run.options.batch_size,
+            "seconds": round(time.time()),
+            "order": run.identity,
+            **loader,
+        }
+        writer.add(Record("segment", values, {}))
+
+    def before_batch(self) -> None:
+        """Write what is due; the state is that of the last batch."""
+        pending = self._pending
+        if pending is None:
+            return
+        if self._is_due or (self._step % MARK_STEPS == 0 and pending.marked != self._step):
+            self._is_due, pending.marked = False, self._step
+            if self._run.counts_groups:
+                state = {"step": self._step, "state": self._run.state()}
+                pending.writer.add(Record("mark", state, {}))
+            self._known = list(self._run.position.events)  # a mark has these
+        pending.flush_if_due()
+
+    def taken(self, batch: Batch) -> None:
+        """Count the step, and note events that a mark doesn't have."""
+        events = self._run.position.events
+        if len(events) > 1 or events[0] not in self._known:
+            for event in events:
+                if event not in self._known:
+                    self._note(event)
+        self._step += 1
+
+    def event_set(self, event: Event, reason: Mapping[str, object]) -> None:
+        """Keep the reason of an event until it is written."""
+        self._reasons.append((event, reason))
+
+    def _note(self, event: Event) -> None:
+        assert self._pending is not None
+        self._known.append(event)
+        reason = next((reason for told, reason in self._reasons if told == event), {})
+        values = {"step": self._step, "event": event, "reason": reason}
+        self._pending.writer.add(Record("event", values, {}))
+
+    def yielded(self, part: bytes, values: dict[str, object]) -> Mapping[str, object]:
+        """Take the worker's message; the batch's info gets the step of the run."""
+        step, pending = self._step - 1, self._pending
+        assert pending is not None
+        pending.add(step, int.from_bytes(part[:_DIGEST_BYTES], "little"))
+        if len(part) > _DIGEST_BYTES:
+            from streamload.worker.reader import ENDED_COLUMNS
+
+            pending.add_ended(np.frombuffer(part[_DIGEST_BYTES:], np.int64).reshape(-1, ENDED_COLUMNS))
+        return {"run_step": step}
+
+    def report(self, values: Mapping[str, object], info: BatchInfo, rows: Any) -> None:
+        """Keep the worst of the rows' losses, and their mean."""
+        loss = values["loss"]
+        if loss is not None and info.run_step is not None and self._pending is not None:
+            self._pending.report(info.run_step, loss, rows, info.rows)
+
+    def end_epoch(self) -> None:
+        """Write all steps."""
+        if self._pending is not None:
+            self._pending.flush()
+
+    def state(self, position: int) -> Mapping[str, object]:
+        """The place in the journal."""
+        if not self._segment:
+            return {} if self._parent is None else {NAME: {"segment": self._parent[0], "step": self._step}}
+        return {NAME: {"segment": self._segment, "step": self._step}}
+
+    def load(self, state: Mapping[str, object]) -> None:
+        """Begin another segment with the next epoch, after the state's step."""
+        self.end_epoch()
+        self._pending, self._segment, self._parent, self._step = None, "", None, 0
+        place: Any = state.get(NAME)
+        if place is not None:
+            self._parent, self._step = [place["segment"], place["step"]], place["step"]
+
+
+class _Pending:
+    """What isn't written yet of a segment.
+
+    Args:
+        writer: of the file.
+
+    Attributes:
+        writer: the same.
+        marked: the step of the last mark.
+    """
+
+    def __init__(self, writer: RecordWriter):
+        self.writer, self.marked = writer, -1
+        self._first, self._digests = 0, list[int]()
+        self._losses: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._told: dict[tuple[int, int, int], set[int]] = {}  # shards by group, source and pass
+        self._ended: list[npt.NDArray[np.int64]] = []
+        self._flushed = time.monotonic()
+
+    def add(self, step: int, digest: int) -> None:
+        """Add a step, which follows the last one."""
+        if not self._digests:
+            self._first = step
+        self._digests.append(digest)
+
+    def add_ended(self, rows: npt.NDArray[np.int64]) -> None:
+        """Add shards that a worker found to have ended; others have found most of them, too."""
+        fresh = []
+        for place, (group, source, pass_, shard) in enumerate(rows[:, :4].tolist()):
+            told = self._told.get((group, source, pass_))
+            if told is None:
+                told = self._told[group, source, pass_] = set()
+                self._told.pop((group, source, pass_ - _PASSES_KEPT), None)
+            if shard not in told:
+                told.add(shard)
+                fresh.append(place)
+        if fresh:
+            self._ended.append(rows[fresh])
+
+    def report(self, step: int, loss: Any, rows: Any, count: int) -> None:
+        """Take the losses of rows of a step. Nothing waits for their device."""
+        with torch.no_grad():
+            losses = torch.as_tensor(loss).detach().reshape(-1).float()
+            worst, places = losses[:0], torch.empty(0, dtype=torch.int64, device=losses.device)
+            if torch.as_tensor(loss).dim():
+                worst, places = losses.topk(min(WORST, losses.numel()))
+                places = _rows_at(places, rows)
+            many = losses.numel() if losses.numel() > 1 or rows is not None else count
+            sums = torch.stack([losses.mean() * many, losses.new_tensor(float(many))])
+        self._losses.setdefault(step, []).append((torch.cat([sums, worst]), places))
+
+    def flush_if_due(self) -> None:
+        """Write steps once there are enough, or after a while."""
+        is_late = time.monotonic() - self._flushed > _FLUSH_SECONDS
+        if len(self._digests) >= _FLUSH_STEPS + _ON_THE_WAY or (is_late and len(self._digests) > _ON_THE_WAY):
+            self.flush(_ON_THE_WAY)
+
+    def flush(self, kept: int = 0) -> None:
+        """Write all steps but the latest."""
+        self._flushed = time.monotonic()
+        if self._ended:
+            self.writer.add(Record("ended", {}, {"shards": np.concatenate(self._ended)}))
+            self._ended.clear()
+        count = len(self._digests) - kept
+        if count <= 0:
+            return
+        arrays: dict[str, npt.NDArray[Any]] = {"digest": np.array(self._digests[:count], np.uint64)}
+        if any(step < self._first + count for step in self._losses):
+            arrays |= self._losses_of(count)
+        self.writer.add(Record("steps", {"step": self._first}, arrays))
+        self._first += count
+        del self._digests[:count]
+
+    def _losses_of(self, count: int) -> dict[str, npt.NDArray[Any]]:
+        """The mean loss of each step, and its worst rows with their losses; NaN where there is none."""
+        means = np.full(count, np.nan, np.float32)
+        rows, worst = np.zeros((count, WORST), np.uint32), np.full((count, WORST), np.nan, np.float32)
+        has_loss = np.zeros(count, np.uint8)
+        for step in [step for step in self._losses if step < self._first + count]:
+            reports, place = self._losses.pop(step), step - self._first
+            if place < 0:
+                continue
+            parts = [(values.cpu().numpy(), places.cpu().numpy()) for values, places in reports]
+            sums = np.sum([values[:2] for values, _ in parts], axis=0)
+            means[place] = sums[0] / sums[1]
+            losses = np.concatenate([values[2:] for values, _ in parts])
+            places = np.concatenate([places for _, places in parts])
+            order = np.argsort(-np.nan_to_num(losses, nan=np.inf), kind="stable")[:WORST]
+            has_loss[place] = len(order)
+            worst[place, : len(order)], rows[place, : len(order)] = losses[order], places[order]
+        narrow = rows.astype(np.uint16) if rows.max(initial=0) < _WIDEST_ROW else rows
+        return {"loss": means, "rows": narrow, "worst": worst.astype(np.float16), "count": has_loss}
+
+
+def _rows_at(places: torch.Tensor, rows: Any) -> torch.Tensor:
+    """The rows of a batch at places in a report on some of them."""
+    if rows is None:
+        return places
+    if isinstance(rows, slice):
+        return places * (rows.step or 1) + (rows.start or 0)
+    index = torch.as_tensor(rows, device=places.device)
+    if index.dtype == torch.bool:
+        index = (~index).to(torch.uint8).argsort(stable=True)
+    return index[places]
+
+
+def _finish(pending: _Pending, pid: int) -> None:
+    """Write what is left, as the loader goes or the process ends."""
+    if os.getpid() == pid:
+        pending.flush()
+
+
+def _stored_options(options: LoaderOptions, folder: Path) -> dict[str, Any]:
+    """Keep the loader's options beside the journal, for `streamload replay`; return where they are.
+
+    The file is only for its owner: options may have credentials.
+    """
+    if unpicklable := [name for name, _ in options.unpicklable()]:
+        return {"unpicklable": unpicklable}
+    text = zlib.compress(pickle.dumps(replace(options, extensions=())))
+    path = folder / f"loader-{xxhash.xxh3_64_hexdigest(text)}.pickle"
+    if not path.is_file():
+        part = path.with_suffix(".part")
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(text)
+        part.replace(path)
+    return {"loader": path.name}

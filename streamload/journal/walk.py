@@ -1,0 +1,150 @@
+"""The order of a run again, from a mark of its journal on: no shard is looked at.
+
+The order's arithmetic runs with the recorded numbers of samples in place of indexes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamload.errors import JournalError
+from streamload.journal.history import EndedShard, Segment
+from streamload.order.events import Event
+from streamload.order.group import Cursor, GroupOrder
+from streamload.order.parts import PortionsInParts
+from streamload.order.plan import OrderOptions, Pieces, pass_order, pieces, shard_axis
+from streamload.order.steps import Portions, SourceDraws, Steps
+from streamload.worker.states import CheckpointShard, GroupState, OpenShards, SourceState
+
+if TYPE_CHECKING:
+    from streamload.extension import Position
+
+
+def planned_from(steps: Steps, position: int) -> int:
+    """The position whose groups' states a state has: where the block of a planned step begins."""
+    block = steps.block(position)
+    return block.begin if block is not None and steps.is_planned(position) else position
+
+
+class Walk:
+    """The order of a run from a mark on, by the recorded numbers of samples.
+
+    Args:
+        segment: that the mark is of.
+        at: its step.
+        before: its position.
+        steps: from there on.
+        events: of the run from there on.
+        orders: of the sources, and the number of shards of each.
+        draws: of the run.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        at: int,
+        before: Position,
+        steps: Steps,
+        events: Sequence[Event],
+        orders: Sequence[tuple[OrderOptions, int]],
+        draws: SourceDraws,
+    ):
+        self._segment, self._at, self._before = segment, at, before
+        self._steps, self._events, self._orders, self._draws = steps, events, orders, draws
+        self.begin = planned_from(steps, before.position)
+        self._axes: dict[int, NDArray[np.int64]] = {}
+
+    def to(self, group: int, target: int) -> GroupState:
+        """The state of a group at a position."""
+        state, zeros = self._before.groups.get(group), (0,) * len(self._orders)
+        given = zeros if state is None else tuple(source.cursor.position for source in state.sources)
+        owed = zeros if state is None else state.owed
+        kind = Portions if self._draws.sources == "mixed" else PortionsInParts
+        portions = kind(self._steps, group, self.begin, self._events, given, owed, self._draws)
+        portion = portions.at(target)
+        sources = []
+        for source, position in enumerate(portion.first):
+            start = None if state is None else state.sources[source]
+            if start is not None and start.cursor.position == position:
+                sources.append(start)
+            else:
+                sources.append(self._source(group, source, start, position))
+        return GroupState(portion.owed_before, tuple(sources))
+
+    def _source(self, group: int, source: int, start: SourceState | None, position: int) -> SourceState:
+        (options, count), sequence = self._orders[source], self._before.sequence
+        own = self._pieces(options, count, source, group)
+        ended = self._segment.ended
+        order = GroupOrder(
+            options,
+            count,
+            group,
+            sequence,
+            None if start is None else start.cursor._replace(left_out=None),
+            pieces=Pieces(own.shards, {}),  # the recorded samples are the group's own
+        )
+        arrivals = _Recorded(lambda: ended.get((group, source, order.pass_), {}))
+        while order.position < position:
+            reached = order.position, order.read, order.pass_
+            order.advance(arrivals)
+            if (order.position, order.read, order.pass_) == reached:
+                raise JournalError(
+                    f"the journal lacks how many samples group {group} has in shards "
+                    f"{order.blocked(arrivals)[:4]} of source {source}, in pass {order.pass_}: the run ended "
+                    f"before it was written"
+                )
+        cursor = order.mark_at(position)
+        shards = np.arange(count) if cursor.everything else own.shards
+        in_pass = pass_order(options, shards, group, sequence, cursor.pass_)
+        front = order.front[1] if order.pass_ == cursor.pass_ else in_pass.size
+        near = in_pass[_first_open(cursor) : front + options.lanes].tolist()
+        records = {
+            **({} if start is None or start.cursor.pass_ != cursor.pass_ else start.begun),
+            **self._marked(group, source, cursor.pass_),
+            **{shard: seen.record for shard, seen in ended.get((group, source, cursor.pass_), {}).items()},
+        }
+        return SourceState(
+            cursor, OpenShards.of({shard: records[shard] for shard in near if shard in records})
+        )
+
+    def _pieces(self, options: OrderOptions, count: int, source: int, group: int) -> Pieces:
+        if options.groups > 1 and source not in self._axes:
+            self._axes[source] = shard_axis(options, count)
+        return pieces(options, count, group, self._axes.get(source))
+
+    def _marked(self, group: int, source: int, pass_: int) -> dict[int, CheckpointShard]:
+        """Shards as the next mark has them: those that were open to the end of the journal."""
+        for state in self._segment.marks_after(self._at):
+            found = state["at"].get(str(group))
+            if found is None or state["sequence"] != self._before.sequence:
+                continue
+            marked = GroupState.from_json(found).sources[source]
+            return dict(marked.begun) if marked.cursor.pass_ == pass_ else {}
+        return {}
+
+
+def _first_open(cursor: Cursor) -> int:
+    """The first place in its pass that a cursor's lanes read."""
+    if cursor.lanes is None:
+        return 0
+    return min((place for place, _, _ in cursor.lanes.lanes if place >= 0), default=cursor.lanes.next)
+
+
+class _Recorded:
+    """The numbers of samples as a journal has them: arrivals, of which only the numbers count.
+
+    Args:
+        ended: returns the shards of the current pass by their index.
+    """
+
+    def __init__(self, ended: Callable[[], Mapping[int, EndedShard]]):
+        self._ended = ended
+
+    def arrived(self, shard: int) -> tuple[NDArray[np.int64], bool]:
+        """See order.lanes.Arrivals."""
+        seen = self._ended().get(shard)
+        return (np.empty(0, np.int64), False) if seen is None else (np.arange(seen.samples), True)
