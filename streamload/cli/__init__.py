@@ -23,6 +23,8 @@ from streamload.cli.mixing import mixing
 from streamload.cli.options import AsJson
 from streamload.cli.pack import pack
 from streamload.cli.report import report
+from streamload.cli.runs import runs
+from streamload.cli.runs.replay import replay
 from streamload.cli.terminal import printable_stdout
 from streamload.cli.top import top
 from streamload.cli.warm import warm
@@ -79,12 +81,13 @@ def _options(
     log_to_stderr(log_format, log_level or usual)
 
 
-for command in (bench, daemon, doctor, pack, report, top, version, warm):
+for command in (bench, daemon, doctor, pack, replay, report, top, version, warm):
     app.command()(command)
 app.add_typer(cache, name="cache")
 app.add_typer(features, name="features")
 app.add_typer(metrics, name="metrics")
 app.add_typer(mixing, name="mixing")
+app.add_typer(runs, name="runs")
 
 
 def main() -> None:

@@ -58,6 +58,8 @@ class RankRecords:
         marks: by the step before which the state was.
         events: with the steps at which they were seen.
         chunks: the records of steps, in their order.
+        ended: of shards that have ended.
+        usual: of each source the number of losses and their mean, before a step.
     """
 
     begin: Mapping[str, Any]
@@ -65,6 +67,7 @@ class RankRecords:
     events: list[tuple[int, Event]] = field(default_factory=list)
     chunks: list[Record] = field(default_factory=list)
     ended: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    usual: list[tuple[int, Mapping[str, tuple[int, float]]]] = field(default_factory=list)
 
     @property
     def stop(self) -> int:
@@ -197,6 +200,16 @@ class Segment:
         worst = arrays["worst"][place, :count].astype(float).tolist()
         return Losses(float(arrays["loss"][place]), arrays["rows"][place, :count].tolist(), worst)
 
+    def usual_loss(self, step: int, source: str) -> float | None:
+        """The mean loss of a source around a step, over all ranks; None: none was reported."""
+        total, count = 0.0, 0
+        for records in self.ranks.values():
+            later = [sources for at, sources in records.usual if at > step and source in sources]
+            earlier = [sources for at, sources in records.usual if at <= step and source in sources]
+            for many, mean in [later[0][source]] if later else [earlier[-1][source]] if earlier else []:
+                total, count = total + many * mean, count + many
+        return total / count if count else None
+
 
 class History:
     """The journal of a run.
@@ -286,6 +299,8 @@ def _by_segment(path: Path) -> dict[str, RankRecords]:
             current.events += [(int(values["step"]), event) for event in from_json([values["event"]])]
         elif record.kind == "ended":
             current.ended.append(record.arrays["shards"])
+        elif record.kind == "usual":
+            current.usual.append((int(values["step"]), values["sources"]))
         elif record.kind == "steps":
             current.chunks.append(record)
     return segments

@@ -9,6 +9,7 @@ Kinds of records, in the order in which a run adds them:
   them. So the order can be computed again without looking at any shard.
 - event: what was set in the run, and from which position on it holds.
 - steps: of consecutive steps a digest of this rank's samples; and their losses, with those of the worst rows.
+- usual: the mean of the losses that were reported of each source since the last one.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import xxhash
 from streamload.errors import JournalError, OptionError
 from streamload.extension import Event, Extension, RankPart, WorkerPart
 from streamload.journal.files import Record, RecordWriter, path_of
+from streamload.mixing.reports import LOSS, Reports, signal_of
 from streamload.order.hashing import key, stream
 
 if TYPE_CHECKING:
@@ -112,6 +114,8 @@ class Recorder(RankPart):
         self._is_due = False  # a mark is
         self._known: list[Event] = []  # events that are written
         self._reasons: list[tuple[Event, Mapping[str, Any]]] = []  # of events that aren't written yet
+        self._sources = [source.name for source in run.options.sources]
+        self._reports: Reports | None = None  # of losses since the last mark
 
     def start_epoch(self, start: int) -> Sequence[Event]:
         """Begin a segment if this process has none, or has loaded a state.
@@ -170,6 +174,7 @@ class Recorder(RankPart):
                 state = {"step": self._step, "state": self._run.state()}
                 pending.writer.add(Record("mark", state, {}))
             self._known = list(self._run.position.events)  # a mark has these
+            self._write_usual(pending)
         pending.flush_if_due()
 
     def taken(self, batch: Batch) -> None:
@@ -206,12 +211,30 @@ class Recorder(RankPart):
     def report(self, values: Mapping[str, object], info: BatchInfo, rows: Any) -> None:
         """Keep the worst of the rows' losses, and their mean."""
         loss = values["loss"]
-        if loss is not None and info.run_step is not None and self._pending is not None:
-            self._pending.report(info.run_step, loss, rows, info.rows)
+        if loss is None or info.run_step is None or self._pending is None:
+            return
+        if self._reports is None:
+            self._reports = Reports(len(self._sources))
+        self._reports.add(LOSS, loss, info, rows)  # checks them
+        self._pending.report(info.run_step, loss, rows, info.rows)
+
+    def _write_usual(self, pending: _Pending) -> None:
+        """Write the means of what was reported of each source, for which its device is waited for."""
+        if self._reports is None:
+            return
+        signals = [signal_of(self._reports.read(), LOSS, place) for place in range(len(self._sources))]
+        self._reports = None
+        usual = {
+            name: [int(signal.count), signal.mean]
+            for name, signal in zip(self._sources, signals, strict=True)
+            if signal.count
+        }
+        pending.writer.add(Record("usual", {"step": self._step, "sources": usual}, {}))
 
     def end_epoch(self) -> None:
         """Write all steps."""
         if self._pending is not None:
+            self._write_usual(self._pending)
             self._pending.flush()
 
     def state(self, position: int) -> Mapping[str, object]:

@@ -30,7 +30,7 @@ _RUN_LENGTH = 12
 """So many characters of a run's name tell it from others."""
 _CAUSES = ("samples_skipped_", "samples_replaced_")
 
-_STYLE = """
+STYLE = """
 :root{color-scheme:light dark;--bg:#fff;--fg:#1c2128;--soft:#5b6673;--line:#e3e7ec;--card:#f7f8fa;
 --good:#1a7f4b;--fair:#a86400;--bad:#c0362c;--c0:#3b6fd4;--c1:#e08a1e;--c2:#2f9e6e;--c3:#c9433f;
 --c4:#8b5fc7;--c5:#7d6a5a;--c6:#d565a8;--c7:#6b7785;--c8:#a9a430;--c9:#2ba3b8}
@@ -74,7 +74,7 @@ def report(timeline: Timeline) -> str:
     data = json.dumps(numbers(timeline, charts), separators=(",", ":")).replace("<", "\\u003c")
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>"
-        f'<meta name=viewport content="width=device-width"><style>{_STYLE}</style><main>{"".join(parts)}'
+        f'<meta name=viewport content="width=device-width"><style>{STYLE}</style><main>{"".join(parts)}'
         f'<footer>Made by streamload; its numbers are in this file, as JSON (id "data").</footer></main>'
         f'<script type="application/json" id="data">{data}</script></html>\n'
     )

@@ -1,0 +1,244 @@
+"""`streamload runs spikes`: steps whose loss stands out, and the rows that may have to do with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import typer
+
+from streamload.cli.options import AsJson
+from streamload.cli.runs.options import (
+    Journal,
+    LoaderName,
+    SegmentName,
+    options_of,
+    row_values,
+    steps_of,
+)
+from streamload.cli.terminal import print_json, print_table, say
+
+if TYPE_CHECKING:
+    from streamload.journal.history import History, Segment
+
+_AROUND = 50
+"""A step is compared with so many before it, and as many after it."""
+_DEVIATIONS = 6.0
+_LEAST_SHARE = 0.02
+"""Of the usual loss: smaller deviations count as that, where losses hardly vary."""
+_ROWS = 8
+_NORMAL = 1.4826
+"""The standard deviation of normal values ÷ the median of their absolute deviations."""
+_SAID = (
+    "Suspects, not culprits: the same batch often does no harm from another checkpoint, and a contrastive "
+    "loss depends on the whole batch."
+)
+
+
+class Suspect(NamedTuple):
+    """A row of a step.
+
+    Attributes:
+        step, segment, rank, row: where it is.
+        loss: of it.
+        deviations: how far it is above the worst rows of the steps around.
+    """
+
+    step: int
+    segment: Segment
+    rank: int
+    row: int
+    loss: float
+    deviations: float
+
+
+class Spike(NamedTuple):
+    """A step that stands out.
+
+    Attributes:
+        step: of the run.
+        loss, usual: the mean of its rows, and that of the steps around.
+        deviations: how far its mean or its worst row is above those of the steps around.
+        suspects: its rows with the highest losses, highest first.
+    """
+
+    step: int
+    loss: float
+    usual: float
+    deviations: float
+    suspects: list[Suspect]
+
+
+def spikes(
+    journal: Journal,
+    most: Annotated[int, typer.Option("--steps", min=1, help="The most steps to show.")] = 8,
+    no_rows: Annotated[
+        bool, typer.Option("--no-rows", help="Don't make the steps again, which tells their keys.")
+    ] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a page with the suspects' images.")] = None,
+    segment: SegmentName = None,
+    loader: LoaderName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the steps of a run whose loss stands out, and their rows with the highest losses.
+
+    The training has to have reported the loss of each row (loader.report). A step stands out by its mean, or
+    by a row that is far worse than the worst rows of the steps around. Rows are suspects, not culprits.
+    """
+    from streamload.cli.runs.page import page
+    from streamload.journal.history import History
+
+    history = History(journal)
+    found = find_spikes(history, segment)[:most]
+    named = [(spike, [] if no_rows else list(_named(history, spike, segment, loader))) for spike in found]
+    if html is not None:
+        sections = [(_heading(spike), rows) for spike, rows in named]
+        html.write_text(page(f"Spikes of {journal.resolve().name}", _SAID, sections))
+    if as_json:
+        print_json([_values(spike, [values for values, _ in rows]) for spike, rows in named])
+        return
+    if not found:
+        say("no step stands out, or no losses by row were reported")
+        return
+    for spike, rows in named:
+        say(_heading(spike))
+        if no_rows:
+            cells = [
+                (str(one.rank), str(one.row), f"{one.loss:.4g}", f"{one.deviations:.1f}")
+                for one in spike.suspects
+            ]
+            print_table(("rank", "row", "loss", "deviations"), cells)
+        else:
+            shown = ("rank", "row", "loss", "usual", "key", "url", "passes_before", "caption")
+            print_table(shown, ([_text(values[name]) for name in shown] for values, _ in rows))
+    say(_SAID)
+
+
+def find_spikes(history: History, segment: str | None = None) -> list[Spike]:
+    """The steps that stand out among those that led to a segment, the furthest first."""
+    found = []
+    for one, first, stop in history.branch(segment):
+        found += list(_of_segment(one, first, stop))
+    return sorted(found, key=lambda spike: -spike.deviations)
+
+
+def _of_segment(segment: Segment, first: int, stop: int) -> Iterator[Spike]:
+    ranks = {rank: _losses(segment, rank, first, stop) for rank in segment.ranks}
+    if not ranks or stop <= first:
+        return
+    means = np.nanmean(np.stack([means for means, _, _ in ranks.values()]), axis=0)
+    worst = np.stack([losses for _, losses, _ in ranks.values()])  # float32[ranks, steps, rows]
+    highest = worst.max(axis=(0, 2))
+    if np.isnan(means).all():
+        return
+    by_mean, usual, _ = _deviations(means)
+    by_row, row_usual, row_scale = _deviations(highest)
+    score = np.fmax(by_mean, by_row)
+    for place in np.flatnonzero(score > _DEVIATIONS).tolist():
+        rows = worst[:, place]
+        order = np.argsort(-rows, axis=None)[:_ROWS]
+        suspects = []
+        for number in order.tolist():
+            rank, column = divmod(number, rows.shape[1])
+            loss = float(rows[rank, column])
+            if loss != -np.inf:
+                name = list(ranks)[rank]
+                above = (loss - row_usual[place]) / row_scale[place]
+                row = int(ranks[name][2][place, column])
+                suspects.append(Suspect(first + place, segment, name, row, loss, float(above)))
+        yield Spike(first + place, float(means[place]), float(usual[place]), float(score[place]), suspects)
+
+
+def _losses(
+    segment: Segment, rank: int, first: int, stop: int
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    """Of each step the mean loss (NaN: none), those of its worst rows, and these rows (-inf, -1: none)."""
+    from streamload.journal.recorder import WORST
+
+    count = stop - first
+    means = np.full(count, np.nan, np.float32)
+    worst, rows = np.full((count, WORST), -np.inf, np.float32), np.full((count, WORST), -1, np.int64)
+    for chunk in segment.rank(rank).chunks:
+        if "loss" not in chunk.arrays:
+            continue
+        begin = int(chunk.values["step"])
+        low, high = max(begin, first), min(begin + len(chunk.arrays["loss"]), stop)
+        if low >= high:
+            continue
+        of_chunk, of_run = slice(low - begin, high - begin), slice(low - first, high - first)
+        means[of_run] = chunk.arrays["loss"][of_chunk]
+        has = np.arange(WORST) < chunk.arrays["count"][of_chunk][:, None]
+        losses = np.nan_to_num(chunk.arrays["worst"][of_chunk].astype(np.float32), nan=np.inf)
+        worst[of_run] = np.where(has, losses, -np.inf)
+        rows[of_run] = chunk.arrays["rows"][of_chunk]
+    return means, worst, rows
+
+
+def _deviations(values: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.float32], ...]:
+    """How far values are above the median of those around, in robust standard deviations.
+
+    Returns:
+        The deviations (infinite where a value is; NaN where it is unknown), the medians, and the deviation.
+    """
+    finite = np.where(np.isfinite(values), values, np.nan)
+    padded = np.pad(finite, _AROUND, constant_values=np.nan)
+    around = np.lib.stride_tricks.sliding_window_view(padded, 2 * _AROUND + 1)
+    known = ~np.isnan(around).all(axis=1)
+    median = np.full(len(values), np.nan, np.float32)
+    scale = np.ones(len(values), np.float32)
+    median[known] = np.nanmedian(around[known], axis=1)
+    scale[known] = _NORMAL * np.nanmedian(np.abs(around[known] - median[known, None]), axis=1)
+    scale = np.maximum(scale, np.maximum(_LEAST_SHARE * np.abs(np.nan_to_num(median)), 1e-9))
+    result = (values - median) / scale
+    result[np.isposinf(values)] = np.inf
+    return result, median, scale
+
+
+def _named(
+    history: History, spike: Spike, segment: str | None, loader: str | None
+) -> Iterator[tuple[dict[str, Any], Any]]:
+    """The suspects of a step with their keys and captions, and their pictures."""
+    from streamload.cli.runs.page import pictures
+
+    made: dict[int, Any] = {}
+    for suspect in spike.suspects:
+        options = options_of(history, suspect.segment, loader)
+        if suspect.rank not in made:
+            step = next(iter(steps_of(history, spike.step, options, suspect.rank, segment)))
+            made[suspect.rank] = step, pictures(step.images, options)
+        step, shown = made[suspect.rank]
+        sources = [source.name for source in options.sources]
+        values = row_values(step.rows[suspect.row], suspect.row, sources, suspect.loss)
+        usual = suspect.segment.usual_loss(spike.step, values["source"])
+        more = {"rank": suspect.rank, "usual": usual, "deviations": suspect.deviations}
+        yield {**values, **more}, shown[suspect.row] if suspect.row < len(shown) else None
+
+
+def _heading(spike: Spike) -> str:
+    return (
+        f"step {spike.step:,}: loss {spike.loss:.4g}, around it {spike.usual:.4g}; "
+        f"{spike.deviations:.1f} deviations above"
+    )
+
+
+def _values(spike: Spike, rows: list[Mapping[str, Any]]) -> dict[str, Any]:
+    plain = [
+        {"rank": one.rank, "row": one.row, "loss": one.loss, "deviations": one.deviations}
+        for one in spike.suspects
+    ]
+    return {
+        "step": spike.step,
+        "loss": spike.loss,
+        "usual": spike.usual,
+        "deviations": spike.deviations,
+        "suspects": rows or plain,
+    }
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else " ".join(str(value).split())[:80]
