@@ -49,24 +49,51 @@ class EndedShard(NamedTuple):
     record: CheckpointShard
 
 
+class Mark(NamedTuple):
+    """The state of a rank before a step.
+
+    Attributes:
+        origin: the step at which its sequence began, or was taken up.
+        state: of the loader.
+    """
+
+    origin: int
+    state: Mapping[str, Any]
+
+
+class OfPass(NamedTuple):
+    """A pass of a group over a source.
+
+    Attributes:
+        origin: the step at which the sequence began, or was taken up.
+        group, source: their numbers.
+        pass_: of the sequence.
+    """
+
+    origin: int
+    group: int
+    source: int
+    pass_: int
+
+
 @dataclass(slots=True)
 class RankRecords:
     """What one rank recorded of a segment.
 
     Attributes:
         begin: of its first record.
-        marks: by the step before which the state was.
-        events: with the steps at which they were seen.
+        marks: by the step before which it was: the state, and the step at which its sequence began.
+        events: with the steps at which they were seen, and those at which their sequences began.
         chunks: the records of steps, in their order.
-        ended: of shards that have ended.
+        ended: of shards that have ended, with the step at which their sequence began.
         usual: of each source the number of losses and their mean, before a step.
     """
 
     begin: Mapping[str, Any]
-    marks: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    events: list[tuple[int, Event]] = field(default_factory=list)
+    marks: dict[int, Mark] = field(default_factory=dict)
+    events: list[tuple[int, int, Event]] = field(default_factory=list)
     chunks: list[Record] = field(default_factory=list)
-    ended: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    ended: list[tuple[int, npt.NDArray[np.int64]]] = field(default_factory=list)
     usual: list[tuple[int, Mapping[str, tuple[int, float]]]] = field(default_factory=list)
 
     @property
@@ -134,8 +161,8 @@ class Segment:
         """The step after the last one that all of its ranks have recorded."""
         return min((records.stop for records in self.ranks.values()), default=self.first)
 
-    def states_before(self, step: int) -> tuple[int, list[Mapping[str, Any]]]:
-        """The last mark up to a step: before which step it is, and the states of the ranks that have it.
+    def marks_before(self, step: int) -> tuple[int, list[Mark]]:
+        """The last marks up to a step: before which step they are, and those of the ranks that have them.
 
         Raises:
             JournalError: ranks that know of groups lack it.
@@ -147,31 +174,57 @@ class Segment:
             raise JournalError(f"segment {self.name} of the journal has no mark before step {step}")
         return at, [marks[at] for marks in marked]
 
-    def marks_after(self, step: int) -> Iterator[Mapping[str, Any]]:
-        """The states of marks after a step, of all ranks, in their order."""
-        for records in self.ranks.values():
-            for number, state in records.marks.items():
-                if number > step:
-                    yield state
+    @functools.cached_property
+    def all_marks(self) -> dict[int, Mark]:
+        """The marks of one of the ranks that have each group, by their steps."""
+        return next((records.marks for records in self.ranks.values() if records.marks), {})
 
-    def events(self, since: int) -> list[Event]:
-        """The events of the run that were set from a step on, by which there was a mark."""
+    def reached(self, step: int, group: int, source: int) -> tuple[int, int]:
+        """The pass of a group over a source at a mark, and how many shards of it lanes had begun."""
+        for records in self.ranks.values():
+            mark = records.marks.get(step)
+            state = None if mark is None else mark.state["at"].get(str(group))
+            if state is not None:
+                cursor = state["sources"][source]["cursor"]
+                lanes = cursor.get("lanes")
+                return int(cursor["pass"]), 0 if lanes is None else int(lanes[3])
+        return 0, 0
+
+    def passes(self, origin: int, group: int, source: int) -> range:
+        """The passes of a group over a source in a sequence, as far as they were begun."""
+        ended = [key.pass_ for key in self.ended if key[:3] == (origin, group, source)]
+        marked = [
+            self.reached(step, group, source)[0]
+            for step, mark in self.all_marks.items()
+            if mark.origin == origin
+        ]
+        return range(min(marked, default=0), max([*ended, *marked], default=-1) + 1)
+
+    def marks_after(self, step: int, origin: int) -> Iterator[Mapping[str, Any]]:
+        """The states of all ranks after a step, in a sequence, in their order."""
+        for records in self.ranks.values():
+            for number, mark in records.marks.items():
+                if number > step and mark.origin == origin:
+                    yield mark.state
+
+    def events(self, since: int, origin: int) -> list[Event]:
+        """The events of a sequence that were set from a step on, before which there was a mark."""
         events: list[Event] = []
-        for step, event in self.rank(0).events:  # alike on all ranks
-            if step >= since:
+        for step, sequence, event in self.rank(0).events:  # alike on all ranks
+            if step >= since and sequence == origin:
                 events = joined(events, [event])
         return events
 
     @functools.cached_property
-    def ended(self) -> dict[tuple[int, int, int], dict[int, EndedShard]]:
-        """The shards that have ended, by group, source and pass, and by their index in the source."""
-        found: dict[tuple[int, int, int], dict[int, EndedShard]] = {}
+    def ended(self) -> dict[OfPass, dict[int, EndedShard]]:
+        """The shards that have ended, by pass, and by their index in the source."""
+        found: dict[OfPass, dict[int, EndedShard]] = {}
         for records in self.ranks.values():
-            for rows in records.ended:
+            for origin, rows in records.ended:
                 for group, source, pass_, shard, samples, *record in rows.tolist():
                     count, is_ended, *rest = record
                     seen = EndedShard(samples, CheckpointShard(count, bool(is_ended), *rest))
-                    found.setdefault((group, source, pass_), {})[shard] = seen
+                    found.setdefault(OfPass(origin, group, source, pass_), {})[shard] = seen
         return found
 
     def digest(self, step: int) -> int | None:
@@ -294,11 +347,12 @@ def _by_segment(path: Path) -> dict[str, RankRecords]:
         elif current is None:
             raise JournalError(f"{path} doesn't begin with a segment")
         elif record.kind == "mark":
-            current.marks[int(values["step"])] = values["state"]
+            current.marks[int(values["step"])] = Mark(int(values["origin"]), values["state"])
         elif record.kind == "event":
-            current.events += [(int(values["step"]), event) for event in from_json([values["event"]])]
+            step, origin = int(values["step"]), int(values["origin"])
+            current.events += [(step, origin, event) for event in from_json([values["event"]])]
         elif record.kind == "ended":
-            current.ended.append(record.arrays["shards"])
+            current.ended.append((int(values["origin"]), record.arrays["shards"]))
         elif record.kind == "usual":
             current.usual.append((int(values["step"]), values["sources"]))
         elif record.kind == "steps":

@@ -6,7 +6,8 @@ Kinds of records, in the order in which a run adds them:
   has loaded.
 - mark: the state before a step. At the start of each epoch, and every 512 steps.
 - ended: shards whose end the order has reached, with the group's samples in each and what a state records of
-  them. So the order can be computed again without looking at any shard.
+  them. So the order can be computed again without looking at any shard. Passes are those of the sequence that
+  began, or was taken up, at the step `origin`.
 - event: what was set in the run, and from which position on it holds.
 - steps: of consecutive steps a digest of this rank's samples; and their losses, with those of the worst rows.
 - usual: the mean of the losses that were reported of each source since the last one.
@@ -123,8 +124,12 @@ class Recorder(RankPart):
         Raises:
             OptionError: the folder can't be written; on all ranks that are joined.
         """
-        if self._pending is None:
+        is_new = self._pending is None
+        if is_new:
             self._begin()
+        assert self._pending is not None
+        if is_new or start == 0:
+            self._pending.begin_sequence(self._step)
         self._is_due = True
         return ()
 
@@ -171,7 +176,7 @@ class Recorder(RankPart):
         if self._is_due or (self._step % MARK_STEPS == 0 and pending.marked != self._step):
             self._is_due, pending.marked = False, self._step
             if self._run.counts_groups:
-                state = {"step": self._step, "state": self._run.state()}
+                state = {"step": self._step, "origin": pending.origin, "state": self._run.state()}
                 pending.writer.add(Record("mark", state, {}))
             self._known = list(self._run.position.events)  # a mark has these
             self._write_usual(pending)
@@ -194,7 +199,7 @@ class Recorder(RankPart):
         assert self._pending is not None
         self._known.append(event)
         reason = next((reason for told, reason in self._reasons if told == event), {})
-        values = {"step": self._step, "event": event, "reason": reason}
+        values = {"step": self._step, "origin": self._pending.origin, "event": event, "reason": reason}
         self._pending.writer.add(Record("event", values, {}))
 
     def yielded(self, part: bytes, values: dict[str, object]) -> Mapping[str, object]:
@@ -261,15 +266,22 @@ class _Pending:
     Attributes:
         writer: the same.
         marked: the step of the last mark.
+        origin: the step at which the sequence began, or was taken up.
     """
 
     def __init__(self, writer: RecordWriter):
-        self.writer, self.marked = writer, -1
+        self.writer, self.marked, self.origin = writer, -1, 0
         self._first, self._digests = 0, list[int]()
         self._losses: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._told: dict[tuple[int, int, int], set[int]] = {}  # shards by group, source and pass
         self._ended: list[npt.NDArray[np.int64]] = []
         self._flushed = time.monotonic()
+
+    def begin_sequence(self, step: int) -> None:
+        """Passes are counted from here on."""
+        self.flush()
+        self._told.clear()
+        self.origin = step
 
     def add(self, step: int, digest: int) -> None:
         """Add a step, which follows the last one."""
@@ -313,7 +325,8 @@ class _Pending:
         """Write all steps but the latest."""
         self._flushed = time.monotonic()
         if self._ended:
-            self.writer.add(Record("ended", {}, {"shards": np.concatenate(self._ended)}))
+            shards = {"shards": np.concatenate(self._ended)}
+            self.writer.add(Record("ended", {"origin": self.origin}, shards))
             self._ended.clear()
         count = len(self._digests) - kept
         if count <= 0:

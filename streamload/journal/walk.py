@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamload.errors import JournalError
-from streamload.journal.history import EndedShard, Segment
+from streamload.journal.history import EndedShard, OfPass, Segment
 from streamload.order.events import Event
 from streamload.order.group import Cursor, GroupOrder
 from streamload.order.parts import PortionsInParts
-from streamload.order.plan import OrderOptions, Pieces, pass_order, pieces, shard_axis
+from streamload.order.plan import OrderOptions, Pieces, pass_order, shard_axis
+from streamload.order.plan import pieces as pieces_of
 from streamload.order.steps import Portions, SourceDraws, Steps
 from streamload.worker.states import CheckpointShard, GroupState, OpenShards, SourceState
 
@@ -35,7 +36,7 @@ class Walk:
 
     Args:
         segment: that the mark is of.
-        at: its step.
+        at: its step, and the one at which its sequence began.
         before: its position.
         steps: from there on.
         events: of the run from there on.
@@ -46,26 +47,21 @@ class Walk:
     def __init__(
         self,
         segment: Segment,
-        at: int,
+        at: tuple[int, int],
         before: Position,
         steps: Steps,
         events: Sequence[Event],
         orders: Sequence[tuple[OrderOptions, int]],
         draws: SourceDraws,
     ):
-        self._segment, self._at, self._before = segment, at, before
+        self._segment, (self._at, self._origin), self._before = segment, at, before
         self._steps, self._events, self._orders, self._draws = steps, events, orders, draws
         self.begin = planned_from(steps, before.position)
         self._axes: dict[int, NDArray[np.int64]] = {}
 
     def to(self, group: int, target: int) -> GroupState:
         """The state of a group at a position."""
-        state, zeros = self._before.groups.get(group), (0,) * len(self._orders)
-        given = zeros if state is None else tuple(source.cursor.position for source in state.sources)
-        owed = zeros if state is None else state.owed
-        kind = Portions if self._draws.sources == "mixed" else PortionsInParts
-        portions = kind(self._steps, group, self.begin, self._events, given, owed, self._draws)
-        portion = portions.at(target)
+        state, portion = self._before.groups.get(group), self._portions(group).at(target)
         sources = []
         for source, position in enumerate(portion.first):
             start = None if state is None else state.sources[source]
@@ -75,23 +71,19 @@ class Walk:
                 sources.append(self._source(group, source, start, position))
         return GroupState(portion.owed_before, tuple(sources))
 
+    def _portions(self, group: int) -> Portions:
+        state, zeros = self._before.groups.get(group), (0,) * len(self._orders)
+        given = zeros if state is None else tuple(source.cursor.position for source in state.sources)
+        owed = zeros if state is None else state.owed
+        kind = Portions if self._draws.sources == "mixed" else PortionsInParts
+        return kind(self._steps, group, self.begin, self._events, given, owed, self._draws)
+
     def _source(self, group: int, source: int, start: SourceState | None, position: int) -> SourceState:
         (options, count), sequence = self._orders[source], self._before.sequence
-        own = self._pieces(options, count, source, group)
-        ended = self._segment.ended
-        order = GroupOrder(
-            options,
-            count,
-            group,
-            sequence,
-            None if start is None else start.cursor._replace(left_out=None),
-            pieces=Pieces(own.shards, {}),  # the recorded samples are the group's own
-        )
-        arrivals = _Recorded(lambda: ended.get((group, source, order.pass_), {}))
+        own = self.pieces(source, group)
+        order, arrivals = self._order(group, source, None if start is None else start.cursor)
         while order.position < position:
-            reached = order.position, order.read, order.pass_
-            order.advance(arrivals)
-            if (order.position, order.read, order.pass_) == reached:
+            if not _goes_on(order, arrivals):
                 raise JournalError(
                     f"the journal lacks how many samples group {group} has in shards "
                     f"{order.blocked(arrivals)[:4]} of source {source}, in pass {order.pass_}: the run ended "
@@ -105,26 +97,104 @@ class Walk:
         records = {
             **({} if start is None or start.cursor.pass_ != cursor.pass_ else start.begun),
             **self._marked(group, source, cursor.pass_),
-            **{shard: seen.record for shard, seen in ended.get((group, source, cursor.pass_), {}).items()},
+            **{shard: seen.record for shard, seen in self._ended(group, source, cursor.pass_).items()},
         }
         return SourceState(
             cursor, OpenShards.of({shard: records[shard] for shard in near if shard in records})
         )
 
-    def _pieces(self, options: OrderOptions, count: int, source: int, group: int) -> Pieces:
+    def positions(self, group: int, source: int, shard: int, pass_: int) -> tuple[list[int], list[int]]:
+        """The positions in the sequence of a group, in a source, of all samples of a shard in a pass.
+
+        As far as the journal goes, and from the mark on.
+
+        Returns:
+            The positions, and of each which of the group's samples in the shard it has.
+        """
+        state = self._before.groups.get(group)
+        order, arrivals = self._order(group, source, None if state is None else state.sources[source].cursor)
+        positions, ordinals = list[int](), list[int]()
+        before = order.position
+        while order.pass_ <= pass_:
+            found = order.advance(arrivals)
+            if not found.shards.size:
+                break
+            hits = np.flatnonzero((found.shards == shard) & (found.passes == pass_))
+            positions += (before + hits).tolist()
+            ordinals += found.samples[hits].tolist()
+            before = order.position
+        return positions, ordinals
+
+    def place(self, group: int, source: int, shard: int, pass_: int) -> int | None:
+        """The place of a shard in a pass of a group; None: it isn't the group's."""
+        shards = self.pieces(source, group).shards
+        if shard not in shards:
+            return None
+        order = pass_order(self._orders[source][0], shards, group, self._before.sequence, pass_)
+        return int(np.flatnonzero(order == shard)[0])
+
+    def steps_of(self, group: int, source: int, positions: Sequence[int]) -> list[tuple[int, int]]:
+        """The steps that have positions of a group's sequence in a source, ascending.
+
+        Returns:
+            The first and last step that each may be in: those of a block, where it was planned.
+        """
+        portions, found, begin = self._portions(group), list[tuple[int, int]](), self.begin
+        portion = portions.at(begin)
+        for position in positions:
+            while portion.stop[source] <= position:
+                begin = self._end(begin)
+                portion = portions.at(begin)
+            first, last = (
+                self._steps.number(max(begin, self._before.position)),
+                self._steps.number(self._end(begin)),
+            )
+            found.append((self._at + first, self._at + last - 1))
+        return found
+
+    def _end(self, begin: int) -> int:
+        """Where the next step begins after one, or after the block of one."""
+        block = self._steps.block(begin)
+        return begin + self._steps.at(begin).batch if block is None else block.end
+
+    def _order(self, group: int, source: int, cursor: Cursor | None) -> tuple[GroupOrder, _Recorded]:
+        options, count = self._orders[source]
+        order = GroupOrder(
+            options,
+            count,
+            group,
+            self._before.sequence,
+            None if cursor is None else cursor._replace(left_out=None),
+            pieces=Pieces(self.pieces(source, group).shards, {}),  # recorded are the group's own samples
+        )
+        return order, _Recorded(lambda: self._ended(group, source, order.pass_))
+
+    def _ended(self, group: int, source: int, pass_: int) -> Mapping[int, EndedShard]:
+        return self._segment.ended.get(OfPass(self._origin, group, source, pass_), {})
+
+    def pieces(self, source: int, group: int) -> Pieces:
+        """The shards of a group in a source."""
+        options, count = self._orders[source]
         if options.groups > 1 and source not in self._axes:
             self._axes[source] = shard_axis(options, count)
-        return pieces(options, count, group, self._axes.get(source))
+        return pieces_of(options, count, group, self._axes.get(source))
 
     def _marked(self, group: int, source: int, pass_: int) -> dict[int, CheckpointShard]:
         """Shards as the next mark has them: those that were open to the end of the journal."""
-        for state in self._segment.marks_after(self._at):
+        for state in self._segment.marks_after(self._at, self._origin):
             found = state["at"].get(str(group))
-            if found is None or state["sequence"] != self._before.sequence:
+            if found is None:
                 continue
             marked = GroupState.from_json(found).sources[source]
             return dict(marked.begun) if marked.cursor.pass_ == pass_ else {}
         return {}
+
+
+def _goes_on(order: GroupOrder, arrivals: _Recorded) -> bool:
+    """Go on in an order; False if what is recorded adds nothing."""
+    reached = order.position, order.read, order.pass_
+    order.advance(arrivals)
+    return (order.position, order.read, order.pass_) != reached
 
 
 def _first_open(cursor: Cursor) -> int:

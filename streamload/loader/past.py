@@ -11,7 +11,9 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from streamload.errors import JournalError
 from streamload.extension import Extension
@@ -21,9 +23,11 @@ from streamload.journal.walk import Walk, planned_from
 from streamload.journal.witness import Row, Witness, Witnessed
 from streamload.loader.options import LoaderOptions
 from streamload.loader.order_spec import own_groups
+from streamload.loader.position import Position
 from streamload.loader.schedule import RunSchedule
 from streamload.loader.state import FINGERPRINT, joined_state
-from streamload.order.events import BATCH_SIZE, in_effect, joined, of_kind
+from streamload.order.events import BATCH_SIZE, Event, in_effect, joined, of_kind
+from streamload.order.steps import Steps
 from streamload.topology import read_topology
 
 
@@ -100,6 +104,55 @@ def as_recorded(
     return changed.with_extensions(make.extensions(changed))
 
 
+class Followed(NamedTuple):
+    """A run as it was before a step, and how it went on.
+
+    Attributes:
+        at: the step of the last mark before.
+        mark: the state of all ranks then.
+        schedule: at the mark.
+        before: the position of the mark.
+        steps: from there on.
+        events: of the run from there on.
+        walk: the order from there on.
+    """
+
+    at: int
+    mark: dict[str, Any]
+    schedule: RunSchedule
+    before: Position
+    steps: Steps
+    events: list[Event]
+    walk: Walk
+
+
+def follow(segment: Segment, step: int, options: LoaderOptions, make: MakeLoaders) -> Followed:
+    """Follow a segment from the last mark before a step on.
+
+    Args:
+        segment: that recorded it.
+        step: of the run.
+        options: of the loader that wrote the journal.
+        make: makes loaders.
+
+    Raises:
+        JournalError: there is no mark.
+        StateMismatch: the options are of another run.
+    """
+    at, marks = segment.marks_before(step)
+    mark = joined_state([one.state for one in marks], make.by_rank)
+    recorded = as_recorded(options, make, 0, segment.world_size, segment.rows)
+    schedule = RunSchedule(recorded, lambda epoch: None)
+    schedule.load(mark, {})
+    before, origin = schedule.tracker.now(), marks[0].origin
+    events = joined(before.events, segment.events(at, origin))
+    steps = schedule.step_options.steps(before.step_start, of_kind(events, BATCH_SIZE))
+    shards = [len(source.urls) for source in options.sources]
+    orders = list(zip(schedule.source_orders(), shards, strict=True))
+    walk = Walk(segment, (at, origin), before, steps, events, orders, schedule.draws)
+    return Followed(at, mark, schedule, before, steps, events, walk)
+
+
 def seek(
     segment: Segment,
     step: int,
@@ -110,33 +163,20 @@ def seek(
     """The state before a step of a segment, by which any layout goes on.
 
     Args:
-        segment: that recorded it.
-        step: of the run.
-        options: of the loader that wrote the journal.
-        make: makes loaders.
+        segment, step, options, make: see `follow`.
         groups: whose states are wanted; None: all.
 
     Raises:
         JournalError: the journal lacks what the order depends on.
         StateMismatch: the options are of another run.
     """
-    at, states = segment.states_before(step)
-    mark = joined_state(states, make.by_rank)
-    recorded = as_recorded(options, make, 0, segment.world_size, segment.rows)
-    schedule = RunSchedule(recorded, lambda epoch: None)
-    schedule.load(mark, {})
-    before, fingerprint = schedule.tracker.now(), mark[FINGERPRINT]
-    parts = {name: value for name, value in mark.items() if name not in schedule.state({}, fingerprint, {})}
-    parts[NAME] = {"segment": segment.name, "step": step}
+    at, mark, schedule, before, steps, events, walk = follow(segment, step, options, make)
     if any(group.past for group in before.groups.values()):
         return Sought(mark, step - at)  # the rest of a block that a run left comes first
-    events = joined(before.events, segment.events(at))
-    sizes, number = of_kind(events, BATCH_SIZE), step - at
-    steps = schedule.step_options.steps(before.step_start, sizes)
+    fingerprint, number = mark[FINGERPRINT], step - at
+    parts = {name: value for name, value in mark.items() if name not in schedule.state({}, fingerprint, {})}
+    parts[NAME] = {"segment": segment.name, "step": step}
     position = steps.begin(number)
-    shards = [len(source.urls) for source in options.sources]
-    orders = list(zip(schedule.source_orders(), shards, strict=True))
-    walk = Walk(segment, at, before, steps, events, orders, schedule.draws)
     found, target = dict(before.groups), planned_from(steps, position)
     if target != walk.begin:
         found = {
@@ -145,7 +185,7 @@ def seek(
             if groups is None or group in groups
         }
     base, counted = before.base_batch, before.steps
-    if sizes and base is None:
+    if base is None and of_kind(events, BATCH_SIZE):
         base = schedule.split().batch
         counted = (before.position - before.start) // base
     after = replace(
@@ -158,6 +198,71 @@ def seek(
     )
     schedule.tracker.load(after)
     return Sought(schedule.state({}, fingerprint, parts), 0)
+
+
+class Use(NamedTuple):
+    """A use of a sample of a shard.
+
+    Attributes:
+        pass_: of its group over the source, from 0.
+        ordinal: which of the samples that its group has in the shard.
+        group: its number.
+        first, last: the steps that it may be in: those of a block, where that was planned.
+    """
+
+    pass_: int
+    ordinal: int
+    group: int
+    first: int
+    last: int
+
+
+def uses(
+    segment: Segment, options: LoaderOptions, make: MakeLoaders, source: int, shard: int
+) -> Iterator[Use]:
+    """All uses of the samples of a shard in a segment, as the order has them.
+
+    Args:
+        segment: that recorded them.
+        options, make: see `follow`.
+        source: the index of a source.
+        shard: that of a shard in it.
+
+    Raises:
+        JournalError, StateMismatch: see `follow`.
+    """
+    marks = segment.all_marks
+    for origin in sorted({mark.origin for mark in marks.values()}):
+        steps = [step for step, mark in sorted(marks.items()) if mark.origin == origin]
+        first = follow(segment, steps[0], options, make)
+        for group in range(segment.groups):
+            for pass_ in segment.passes(origin, group, source):
+                place = first.walk.place(group, source, shard, pass_)
+                if place is None:
+                    continue
+                start = max(
+                    (step for step in steps if segment.reached(step, group, source) <= (pass_, place)),
+                    default=steps[0],
+                )
+                walk = first.walk if start == steps[0] else follow(segment, start, options, make).walk
+                positions, ordinals = walk.positions(group, source, shard, pass_)
+                for ordinal, place_in in zip(ordinals, walk.steps_of(group, source, positions), strict=True):
+                    yield Use(pass_, ordinal, group, *place_in)
+
+
+def owned_by(
+    segment: Segment,
+    options: LoaderOptions,
+    make: MakeLoaders,
+    group: int,
+    source: int,
+    shard: int,
+    numbers: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Those of a shard's samples that are a group's, in the order that `Use.ordinal` counts."""
+    walk = follow(segment, segment.first, options, make).walk
+    part = walk.pieces(source, group).parts.get(shard)
+    return numbers if part is None else part.owned(numbers)
 
 
 def stored_options(history: History, segment: Segment) -> LoaderOptions:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -227,6 +227,17 @@ def counted_samples(options: LoaderOptions, counts: Counters, epoch: int) -> int
         counts: where damage found in the cache is counted.
         epoch: of the pass; with `repeat=` each has another number.
     """
+    drawn = None if options.repeat is None else (options.seed, epoch)
+    for cache in indexes(options, counts):
+        with contextlib.suppress(StreamloadError):
+            samples = _count_samples(cache, drawn)
+            if samples is not None:
+                return samples
+    return None
+
+
+def indexes(options: LoaderOptions, counts: Counters) -> Iterator[ShardCache]:
+    """What the caches of a loader have of its shards: the ways in which they may lie there."""
     settings = options.settings()
     plain = ShardList(options.urls, options.storage_options)
     both_ways = dict.fromkeys([(), _listed(options, settings).copied])
@@ -243,16 +254,8 @@ def counted_samples(options: LoaderOptions, counts: Counters, epoch: int) -> int
             continue
         for shards in lists:
             with contextlib.suppress(StreamloadError):
-                tier = Tier(root, None, counts)
-                samples = _count_samples(
-                    ShardCache(
-                        tier, shards, _selection(options), skip=True, counts=counts, counted=lambda _: False
-                    ),
-                    None if options.repeat is None else (options.seed, epoch),
-                )
-                if samples is not None:
-                    return samples
-    return None
+                tier, selection = Tier(root, None, counts), _selection(options)
+                yield ShardCache(tier, shards, selection, skip=True, counts=counts, counted=lambda _: False)
 
 
 def _count_samples(cache: ShardCache, drawn: tuple[int, int] | None) -> int | None:

@@ -13,15 +13,15 @@ from streamload.errors import OptionError
 if TYPE_CHECKING:
     from streamload.journal.history import History, Segment
     from streamload.loader.options import LoaderOptions
-    from streamload.loader.past import Step
+    from streamload.loader.past import MakeLoaders, Step
 
 Journal = Annotated[Path, typer.Argument(help="The folder of Order(journal=folder).")]
 SegmentName = Annotated[
     str | None,
     typer.Option(
         "--segment",
-        help="Of a run that was restarted from an older state: the segment whose steps are meant, by its name "
-        "in `streamload runs show`. None: those that led to the last one.",
+        help="Of a run that was restarted from an older state: the segment whose steps are meant, by its "
+        "name in `streamload runs show`. None: those that led to the last one.",
         show_default=False,
     ),
 ]
@@ -58,6 +58,15 @@ def options_of(history: History, segment: Segment, loader: str | None) -> Loader
     return made.options
 
 
+def make_loaders() -> MakeLoaders:
+    """How loaders are made."""
+    from streamload.loader.loader import Loader
+    from streamload.loader.past import MakeLoaders
+    from streamload.loader.registered import by_rank, extensions_of
+
+    return MakeLoaders(Loader, extensions_of, by_rank())
+
+
 def steps_of(
     history: History,
     step: int,
@@ -70,17 +79,14 @@ def steps_of(
     Raises:
         OptionError: there was no such rank.
     """
-    from streamload.loader.loader import Loader
-    from streamload.loader.past import MakeLoaders, steps_from
-    from streamload.loader.registered import by_rank, extensions_of
+    from streamload.loader.past import steps_from
 
     found, layout = history.at(step, segment), None
     if rank is not None:
         if not 0 <= rank < found.world_size:
             raise OptionError(f"step {step} was made by {found.world_size} ranks: there is no rank {rank}")
         layout = rank, found.world_size, found.rows
-    make = MakeLoaders(Loader, extensions_of, by_rank())
-    return steps_from(history, step, options, make, layout, segment)
+    return steps_from(history, step, options, make_loaders(), layout, segment)
 
 
 def row_values(row: Any, number: int, sources: list[str], loss: float | None) -> dict[str, Any]:

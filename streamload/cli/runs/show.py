@@ -31,7 +31,7 @@ def ls(
         print_json(found)
         return
     rows = (
-        (name, run["segments"], f"{run['steps']:,}", run["ranks"], run["began"])
+        (name, str(run["segments"]), f"{run['steps']:,}", str(run["ranks"]), run["began"])
         for name, run in found.items()
     )
     print_table(("run", "segments", "steps", "ranks", "began"), rows)
@@ -72,7 +72,7 @@ def show(journal: Journal, as_json: AsJson = False) -> None:
             "began": _time(segment.begin),
             "events": [
                 {"step": step, "position": event.position, "kind": event.kind, "value": event.value}
-                for step, event in segment.rank(0).events
+                for step, _, event in segment.rank(0).events
             ],
         }
         for segment in history.segments
