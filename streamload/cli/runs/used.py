@@ -52,8 +52,8 @@ def used(
 ) -> None:
     """Tell in which steps a run used samples, or any sample of a shard, and in which pass over the data.
 
-    What the order gave to steps, as far as the journal goes: a sample that came as the replacement of a bad one
-    isn't found. A shard that begins a key's name is read first for it, then all others.
+    What the order gave to steps, as far as the journal goes: a sample that came as the replacement of a bad
+    one isn't found. A shard that begins a key's name is read first for it, then all others.
     """
     from streamload.journal.history import History
 

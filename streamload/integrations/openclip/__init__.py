@@ -15,6 +15,7 @@ drawing shards by factor has on average. Bad samples and shards never end a run.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
@@ -51,6 +52,7 @@ def install(
     moved: Sequence[tuple[str, str]] = (),
     mixing: Schedule | Progress | None = None,
     on_device: bool = True,
+    journal: bool = True,
 ) -> Callable[[], None]:
     """Make OpenCLIP read WebDataset shards through streamload.
 
@@ -70,6 +72,8 @@ def install(
         mixing: how the weights of the sources of `--train-data a::b` change; they are named "0", "1", …. For
             Progress the training reports the loss of each row among those of its rank. Changes are logged to
             decisions.jsonl in the folder of the run's logs.
+        journal: keep a journal of the run beside its checkpoints (`Order(journal=…)`), with the loss of each row
+            among those of its rank where OpenCLIP's loss is known.
         on_device: batches are on OpenCLIP's device ahead of the step; False leaves them in host memory, from
             which OpenCLIP copies them.
 
@@ -87,11 +91,13 @@ def install(
         seams.append((legacy, "get_wds_dataset_legacy", True))
     cache = Cache(shared=shared_cache)
     restores = contextlib.ExitStack()
-    loaders: list[Loader] = []  # the last one that was made for training with Progress
-    if isinstance(mixing, Progress):
+    loaders: list[Loader] = []  # the last one that was made for training with reports
+    needs_losses = isinstance(mixing, Progress)
+    if needs_losses or journal:
         entries = [_module_beside(module, name) for name in ("main", "legacy_main")]
         present = [entry for entry in entries if entry is not None]
-        restores.callback(report_rows(present, lambda: loaders[-1] if loaders else None))
+        last = functools.partial(_last, loaders)
+        restores.callback(report_rows(present, last, is_required=needs_losses))
 
     def stand_in(original: Callable[..., Any], is_legacy: bool) -> Callable[..., Data]:
         as_dict = is_legacy or "naflex_data_config" in inspect.signature(original).parameters
@@ -121,8 +127,8 @@ def install(
                     common["images"] = Images(
                         compile=compile, prepare=prepare, decode=decode, max_pixels=most_pixels
                     )
-                    data = training(args, common, epoch, floor, moved, naflex, mixing)
-                    if isinstance(mixing, Progress):
+                    data = training(args, common, epoch, floor, moved, naflex, mixing, has_journal=journal)
+                    if needs_losses or data.dataloader.loader.options.order.journal is not None:
                         loaders[:] = [data.dataloader.loader]
                     return data
                 is_exact = not kernel.why_not()  # reported metrics must be comparable
@@ -140,6 +146,10 @@ def install(
         if main_module is not None and train_module is not None and hasattr(main_module, "train_one_epoch"):
             restores.callback(report_in(main_module, train_module))
     return restores.close
+
+
+def _last(loaders: Sequence[Loader]) -> Loader | None:
+    return loaders[-1] if loaders else None
 
 
 def _data_module() -> ModuleType:
@@ -185,6 +195,7 @@ def main(arguments: list[str]) -> None:
         decode=options.decode,
         moved=moved,
         mixing=options.mixing,
+        journal=options.journal,
         on_device=options.device != "none",
     )
     name = "legacy_main" if options.legacy_main else "main"

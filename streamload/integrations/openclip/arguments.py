@@ -132,6 +132,13 @@ def parser() -> argparse.ArgumentParser:
         "or with progress=STEPS",
     )
     add(
+        f"{_OURS}no-journal",
+        dest="journal",
+        action="store_false",
+        help="keep no journal of the run beside its checkpoints, by which `streamload replay` makes any batch "
+        "again and `streamload runs spikes` finds the rows of a loss spike",
+    )
+    add(
         f"{_OURS}device",
         dest="device",
         choices=["none"],

@@ -27,6 +27,7 @@ from streamload.mixing import Policy
 logger = logging.getLogger("streamload")
 
 _DECISIONS = "decisions.jsonl"
+_JOURNAL = "journal"
 
 
 class SharedEpoch:
@@ -106,6 +107,8 @@ def training(
     moved: Sequence[tuple[str, str]],
     naflex: Any = None,
     mixing: Policy | None = None,
+    *,
+    has_journal: bool = True,
 ) -> Data:
     """The training data of a rank; epochs have OpenCLIP's length.
 
@@ -117,6 +120,7 @@ def training(
         moved: old and new URL prefixes of shards that have moved since the state was saved.
         naflex: OpenCLIP's NaFlex configuration, by which epochs have a length and steps are of several sizes.
         mixing: the policy of the sources' weights.
+        has_journal: whether the run keeps a journal beside its checkpoints.
     """
     if not args.train_data:
         raise OptionError("OpenCLIP was given no --train-data")
@@ -133,7 +137,7 @@ def training(
         steps = training_steps(args, naflex, size, common["tokenizer"])
         num_batches = rounded(len(steps), 1, args.workers, floor=False)
         common["images"] = replace(common["images"], patches=training_patches(naflex, steps))
-    folder = None if mixing is None else run_folder(args)
+    folder = run_folder(args)
     loader = make_loader(
         args.train_data,
         batch_size=args.batch_size,
@@ -145,7 +149,8 @@ def training(
             upsampling_factors=factors_of(args, mixed=mixing is not None),
             rank=rank,
             world_size=args.world_size,
-            decisions=None if folder is None else folder / _DECISIONS,
+            decisions=None if folder is None or mixing is None else folder / _DECISIONS,
+            journal=None if folder is None or not has_journal else folder / _JOURNAL,
         ),
         **common,
     )

@@ -25,12 +25,15 @@ _CONTRASTIVE, _SIGMOID = "ClipLoss", "SigLipLoss"
 _CHUNK_ROWS = 1024  # logits are made for so many rows at a time, which bounds their memory
 
 
-def report_rows(modules: Sequence[ModuleType], loader: Callable[[], Loader | None]) -> Callable[[], None]:
+def report_rows(
+    modules: Sequence[ModuleType], loader: Callable[[], Loader | None], *, is_required: bool = True
+) -> Callable[[], None]:
     """Make OpenCLIP's trainings report a loss and a cosine for each row of a batch.
 
     Args:
         modules: open_clip_train.main, and those beside it that make a loss with its `create_loss`.
         loader: returns the loader of the training data, None: it isn't read by streamload.
+        is_required: whether a training whose losses by row aren't known is refused; else none are reported.
 
     Returns:
         A function that restores the original.
@@ -39,7 +42,7 @@ def report_rows(modules: Sequence[ModuleType], loader: Callable[[], Loader | Non
         OptionError: none of them has a create_loss.
     """
     originals = [(module, module.create_loss) for module in modules if hasattr(module, "create_loss")]
-    if not originals:
+    if not originals and is_required:
         raise OptionError(
             "--streamload-mixing progress: this version of OpenCLIP's main has no create_loss, without which "
             "no losses by row can be reported. Give schedule=FILE"
@@ -47,11 +50,13 @@ def report_rows(modules: Sequence[ModuleType], loader: Callable[[], Loader | Non
     restores = contextlib.ExitStack()
     for module, original in originals:
         restores.callback(setattr, module, "create_loss", original)
-        module.create_loss = _reporting(original, loader)  # type: ignore[attr-defined]
+        module.create_loss = _reporting(original, loader, is_required)  # type: ignore[attr-defined]
     return restores.close
 
 
-def _reporting(original: Callable[..., Any], loader: Callable[[], Loader | None]) -> Callable[..., Any]:
+def _reporting(
+    original: Callable[..., Any], loader: Callable[[], Loader | None], is_required: bool
+) -> Callable[..., Any]:
     @functools.wraps(original)
     def create_loss(args: Any) -> Any:
         training, loss = loader(), original(args)
@@ -64,6 +69,8 @@ def _reporting(original: Callable[..., Any], loader: Callable[[], Loader | None]
             problem = f"--accum-freq {accumulated} computes the loss of several batches together; expected 1"
         elif kind not in (_CONTRASTIVE, _SIGMOID):
             problem = f"no losses by row are known for {kind}; expected the loss of CLIP or of --siglip"
+        if problem and not is_required:
+            return loss
         if problem:
             raise OptionError(f"--streamload-mixing progress: {problem}. Or give schedule=FILE")
         report = _Report(training, inspect.signature(loss.forward), is_sigmoid=kind == _SIGMOID)
