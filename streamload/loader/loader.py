@@ -281,16 +281,15 @@ class Loader(DataLoaderInterface):
         return self._start_epoch(started)  # a worker was killed between two epochs: with new workers
 
     def at(self, step: int, *, segment: str | None = None) -> Iterator[Any]:
-        """Iterate over batches of the past again, from a step of the run on, by its journal.
+        """Iterate over this rank's batches from a past step of the run on, by its journal.
 
-        The batches are this rank's, in host memory, made in this process by another loader; the place of this
-        one stays as it is. Any number of ranks and workers may have made them, if batch_size × ranks is the
-        same. They end where the journal does.
+        They are made in this process, in host memory; the loader's own place stays as it is. They may have
+        been made on other ranks and workers, with the same batch_size × ranks. They end with the journal.
 
         Args:
             step: of the run, from 0, as `loader.info.run_step` has it.
-            segment: of a run that was restarted from an older state, the one whose steps these are, as
-                `streamload runs show` names it; None: those that led to the last one.
+            segment: of a run that was restarted, as `streamload runs show` names it; None: the last one, and
+                those that led to it.
 
         Raises:
             OptionError: the loader has no Order(journal=folder).
@@ -635,8 +634,8 @@ def _check_room(options: LoaderOptions, rows: int) -> None:
 
 
 def _counted_samples(options: LoaderOptions, counts: Counters, epoch: int) -> int | None:
-    """See worker_config.counted_samples, which opens the cache."""
-    from streamload.loader.worker_config import counted_samples
+    """See counting.counted_samples, which opens the cache."""
+    from streamload.loader.counting import counted_samples
 
     return counted_samples(options, counts, epoch)
 

@@ -214,16 +214,7 @@ def reports_of(options: LoaderOptions) -> RankPart:
 def steps_of_journal(
     run: RankRun, make: Callable[[LoaderOptions], Any], step: int, segment: str | None
 ) -> Iterator[Step]:
-    """The steps of a run with a journal again, from one on; see Loader.at.
-
-    Args:
-        run: of the loader that has it.
-        make: makes a loader of options.
-        step, segment: see there.
-
-    Raises:
-        OptionError: the loader has none.
-    """
+    """The steps of a run with a journal again; see Loader.at. `make` makes a loader of options."""
     recorder = run.parts.by_name.get("journal")
     if recorder is None:
         raise OptionError("loader.at() goes by the run's journal: give Order(journal=folder)")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,13 +16,10 @@ from streamload.batches.in_progress import Choose
 from streamload.batches.tokenize import adapt_tokenizer
 from streamload.cache.selection import KeySpec, Selection
 from streamload.cache.shard import ShardList
-from streamload.cache.shard_cache import ShardCache
-from streamload.cache.tier import Placed, Tier, memory_root, placed_on_disk
-from streamload.errors import StreamloadError, as_failure
+from streamload.cache.tier import Placed, Tier, placed_on_disk
 from streamload.loader.options import LoaderOptions
 from streamload.loader.registered import backing_of, extensions_of_run
 from streamload.loader.schedule import RunSchedule
-from streamload.metrics import Counters
 from streamload.options import Settings
 from streamload.order.plan import OrderOptions, pieces
 from streamload.order.steps import Split
@@ -59,8 +55,8 @@ def worker_config_for(options: LoaderOptions, schedule: RunSchedule) -> tuple[Wo
     Raises:
         CacheError: the cache directory can't be used.
     """
-    settings, transform = options.settings(), _transform(options)
-    shards, prepared = _listed(options, settings), _named_preparation(options, settings)
+    settings, transform = options.settings(), transform_of(options)
+    shards, prepared = listed(options, settings), _named_preparation(options, settings)
     if prepared is not None:
         shards = prepared.of(shards)
     warn_of_shared_headers(options.urls, options.storage_options)
@@ -109,7 +105,7 @@ def _named_preparation(options: LoaderOptions, settings: Settings) -> RunPrepara
     return named_preparation(options.images.prepare, settings)
 
 
-def _listed(options: LoaderOptions, settings: Settings) -> ShardList:
+def listed(options: LoaderOptions, settings: Settings) -> ShardList:
     """The shards of a run, with the folders that may be copied."""
     shards = ShardList(options.urls, options.storage_options)
     if not any(shards.are_local()):
@@ -142,7 +138,7 @@ def assembly_of(options: LoaderOptions) -> BatchRecipes:
     """
     settings = options.settings()
     prepared = _named_preparation(options, settings)
-    return _assembly(options, _transform(options), prepared, settings.max_image_pixels)
+    return _assembly(options, transform_of(options), prepared, settings.max_image_pixels)
 
 
 def check_room(options: LoaderOptions, rows: int) -> None:
@@ -203,7 +199,7 @@ def _worker_config(
         train=options.train,
         skip=options.shards.on_error == "skip",
         replacements=None if options.shards.max_bad_samples is None else _REPLACEMENTS,
-        selection=_selection(options),
+        selection=selection_of(options),
         assembly=recipes.assembly,
         with_keys=options.batches.with_keys or options.batches.microbatch is not None,
         draws=schedule.draws,
@@ -217,72 +213,6 @@ def _measure(tier: Tier, shared: SharedOptions | None) -> Measure:
     from streamload.cache.forecast import Measure
 
     return Measure(tier, shared)
-
-
-def counted_samples(options: LoaderOptions, counts: Counters, epoch: int) -> int | None:
-    """The samples of one pass over all shards, by the indexes in the cache; None if one is incomplete.
-
-    Args:
-        options: the loader's.
-        counts: where damage found in the cache is counted.
-        epoch: of the pass; with `repeat=` each has another number.
-    """
-    drawn = None if options.repeat is None else (options.seed, epoch)
-    for cache in indexes(options, counts):
-        with contextlib.suppress(StreamloadError):
-            samples = _count_samples(cache, drawn)
-            if samples is not None:
-                return samples
-    return None
-
-
-def indexes(options: LoaderOptions, counts: Counters) -> Iterator[ShardCache]:
-    """What the caches of a loader have of its shards: the ways in which they may lie there."""
-    settings = options.settings()
-    plain = ShardList(options.urls, options.storage_options)
-    both_ways = dict.fromkeys([(), _listed(options, settings).copied])
-    lists = [plain.copied_below(copied) for copied in both_ways]
-    if options.images.prepare is not None:
-        from streamload.derived.prepare.decision import possible_preparations
-
-        transform = _transform(options) if options.images.prepare == "auto" else None
-        possible = possible_preparations(options.images.prepare, settings, by_workers(transform))
-        lists = [part.of(shards) for shards in lists for part in possible]
-    roots = {"disk": [settings.cache_dir], "memory": [memory_root(settings)]}
-    for root in roots.get(settings.cache, [*roots["memory"], *roots["disk"]]):
-        if not (root / "tier.json").is_file():
-            continue
-        for shards in lists:
-            with contextlib.suppress(StreamloadError):
-                tier, selection = Tier(root, None, counts), _selection(options)
-                yield ShardCache(tier, shards, selection, skip=True, counts=counts, counted=lambda _: False)
-
-
-def _count_samples(cache: ShardCache, drawn: tuple[int, int] | None) -> int | None:
-    """The samples of all shards; None if an index is incomplete.
-
-    Args:
-        cache: has the indexes.
-        drawn: the seed and the epoch by which samples are repeated; None: each comes once.
-    """
-    samples = 0
-    with contextlib.closing(cache):
-        for place in range(len(cache.shards)):
-            try:
-                numbers, ended = cache.arrived(place)
-            except StopIteration as exc:  # of a user's function: list() asks for the length first
-                raise as_failure(exc) from exc
-            if not ended:
-                return None
-            count = len(numbers)
-            if drawn is not None:
-                from streamload.facts.repeats import uses, visit_key
-
-                seed, epoch = drawn
-                count = int(uses(visit_key(seed, epoch, 0, place), numbers, cache.rates(place)).sum())
-            samples += count
-            cache.keep_open(())
-    return samples
 
 
 def _sources(
@@ -307,7 +237,8 @@ def _borders(sources: Sequence[SourceOrder]) -> list[int]:
     ]
 
 
-def _selection(options: LoaderOptions) -> Selection:
+def selection_of(options: LoaderOptions) -> Selection:
+    """The samples that a loader uses, by their index entries."""
     reads_all = options.workers.map_sample is not None
     several = None if options.captions is None else options.shards.text_key
     keys = tuple(
@@ -399,7 +330,7 @@ def _choose(key: str | None) -> Choose | None:
     return None if key is None else KeySpec.parse(key).choose
 
 
-def _transform(options: LoaderOptions) -> ImagePlan | ImageMaker | Preprocess | None:
+def transform_of(options: LoaderOptions) -> ImagePlan | ImageMaker | Preprocess | None:
     """The plan of preprocess=, or the function itself if it isn't compiled; None: images stay bytes."""
     is_used = options.workers.map_sample is None or options.preprocess is not None
     if is_used and None in (kernel.resize_into, kernel.jpeg_size):

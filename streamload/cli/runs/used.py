@@ -197,7 +197,7 @@ def _usable(options: LoaderOptions, shard: _Shard) -> dict[int, str]:
 
 
 def _in_cache(options: LoaderOptions, shard: int) -> dict[int, str] | None:
-    from streamload.loader.worker_config import indexes
+    from streamload.loader.counting import indexes
     from streamload.metrics import Counters
 
     original = replace(options, images=replace(options.images, prepare=None))

@@ -72,8 +72,8 @@ def install(
         mixing: how the weights of the sources of `--train-data a::b` change; they are named "0", "1", …. For
             Progress the training reports the loss of each row among those of its rank. Changes are logged to
             decisions.jsonl in the folder of the run's logs.
-        journal: keep a journal of the run beside its checkpoints (`Order(journal=…)`), with the loss of each row
-            among those of its rank where OpenCLIP's loss is known.
+        journal: keep a journal of the run beside its checkpoints (`Order(journal=…)`), with the losses of
+            rows among those of their rank, where OpenCLIP's loss is known.
         on_device: batches are on OpenCLIP's device ahead of the step; False leaves them in host memory, from
             which OpenCLIP copies them.
 

@@ -135,8 +135,8 @@ def parser() -> argparse.ArgumentParser:
         f"{_OURS}no-journal",
         dest="journal",
         action="store_false",
-        help="keep no journal of the run beside its checkpoints, by which `streamload replay` makes any batch "
-        "again and `streamload runs spikes` finds the rows of a loss spike",
+        help="keep no journal of the run beside its checkpoints, by which `streamload replay` makes a batch "
+        "again, and `streamload runs spikes` finds the rows of a loss spike",
     )
     add(
         f"{_OURS}device",
