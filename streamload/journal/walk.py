@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from streamload.errors import JournalError
 from streamload.journal.history import EndedShard, OfPass, Segment
 from streamload.order.events import Event
-from streamload.order.group import Cursor, GroupOrder
+from streamload.order.group import Cursor, GroupOrder, most_skipped
 from streamload.order.parts import PortionsInParts
 from streamload.order.plan import OrderOptions, Pieces, pass_order, shard_axis
 from streamload.order.plan import pieces as pieces_of
@@ -80,16 +80,18 @@ class Walk:
 
     def _source(self, group: int, source: int, start: SourceState | None, position: int) -> SourceState:
         (options, count), sequence = self._orders[source], self._before.sequence
-        own = self.pieces(source, group)
-        order, arrivals = self._order(group, source, None if start is None else start.cursor)
-        while order.position < position:
-            if not _goes_on(order, arrivals):
-                raise JournalError(
-                    f"the journal lacks how many samples group {group} has in shards "
-                    f"{order.blocked(arrivals)[:4]} of source {source}, in pass {order.pass_}: the run ended "
-                    f"before it was written"
-                )
+        own, last = self.pieces(source, group), Cursor.at(0) if start is None else start.cursor
+        skipped = last.skip + position - last.position
+        order, arrivals = self._order(group, source, last._replace(position=position, skip=skipped))
+        while order.released < position and _goes_on(order, arrivals):
+            pass
         cursor = order.mark_at(position)
+        if cursor.skip > most_skipped(options.lanes, options.window):
+            raise JournalError(
+                f"the journal lacks how many samples group {group} has in shards "
+                f"{order.blocked(arrivals)[:4]} of source {source}, in pass {order.pass_}: the run ended "
+                f"before it was written"
+            )
         shards = np.arange(count) if cursor.everything else own.shards
         in_pass = pass_order(options, shards, group, sequence, cursor.pass_)
         front = order.front[1] if order.pass_ == cursor.pass_ else in_pass.size
@@ -192,9 +194,9 @@ class Walk:
 
 def _goes_on(order: GroupOrder, arrivals: _Recorded) -> bool:
     """Go on in an order; False if what is recorded adds nothing."""
-    reached = order.position, order.read, order.pass_
+    reached = order.released, order.read, order.pass_
     order.advance(arrivals)
-    return (order.position, order.read, order.pass_) != reached
+    return (order.released, order.read, order.pass_) != reached
 
 
 def _first_open(cursor: Cursor) -> int:

@@ -338,6 +338,8 @@ class GroupOrder:
         before, room = self.position, self._portion if most is None else min(most, self._portion)
         while (room > 0 or self.position == before) and not self.finished and self._pass_over(arrivals):
             first, count = self._lanes.given, max(room, least)
+            if most is None:  # so many give none
+                count = max(count, min(self._skip, self._most))
             references = self._lanes.take(arrivals, count)
             over = self._lanes.finished
             if not references.size and not over:
