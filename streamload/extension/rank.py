@@ -172,6 +172,9 @@ class RankPart:
     def end_epoch(self) -> None:
         """End an epoch, after its last batch was yielded: `self.log.flush()`."""
 
+    def close(self) -> None:
+        """The loader was closed, which may be iterated again: `self.log.flush()`. Idempotent."""
+
     def state(self, position: int) -> Mapping[str, object]:
         """Its keys of the loader's state: JSON-able, alike on all ranks.
 

@@ -76,6 +76,21 @@ class OfPass(NamedTuple):
     pass_: int
 
 
+class Reached(NamedTuple):
+    """Where a group was in a source.
+
+    Attributes:
+        pass_, begun: of a state of its lanes, the pass, and how many shards of it they had begun.
+        read: references that the lanes had given by then.
+        position: references that steps had used, some more.
+    """
+
+    pass_: int
+    begun: int
+    read: int
+    position: int
+
+
 @dataclass(slots=True)
 class RankRecords:
     """What one rank recorded of a segment.
@@ -179,22 +194,23 @@ class Segment:
         """The marks of one of the ranks that have each group, by their steps."""
         return next((records.marks for records in self.ranks.values() if records.marks), {})
 
-    def reached(self, step: int, group: int, source: int) -> tuple[int, int]:
-        """The pass of a group over a source at a mark, and how many shards of it lanes had begun."""
+    def reached(self, step: int, group: int, source: int) -> Reached:
+        """Where a group was in a source at a mark."""
         for records in self.ranks.values():
             mark = records.marks.get(step)
             state = None if mark is None else mark.state["at"].get(str(group))
             if state is not None:
                 cursor = state["sources"][source]["cursor"]
-                lanes = cursor.get("lanes")
-                return int(cursor["pass"]), 0 if lanes is None else int(lanes[3])
-        return 0, 0
+                lanes, position = cursor.get("lanes"), int(cursor["position"])
+                begun = 0 if lanes is None else int(lanes[3])
+                return Reached(int(cursor["pass"]), begun, position - int(cursor["skip"]), position)
+        return Reached(0, 0, 0, 0)
 
     def passes(self, origin: int, group: int, source: int) -> range:
         """The passes of a group over a source in a sequence, as far as they were begun."""
         ended = [key.pass_ for key in self.ended if key[:3] == (origin, group, source)]
         marked = [
-            self.reached(step, group, source)[0]
+            self.reached(step, group, source).pass_
             for step, mark in self.all_marks.items()
             if mark.origin == origin
         ]

@@ -116,7 +116,6 @@ class Recorder(RankPart):
         self._known: list[Event] = []  # events that are written
         self._reasons: list[tuple[Event, Mapping[str, Any]]] = []  # of events that aren't written yet
         self._sources = [source.name for source in run.options.sources]
-        self._reports: Reports | None = None  # of losses since the last mark
 
     def start_epoch(self, start: int) -> Sequence[Event]:
         """Begin a segment if this process has none, or has loaded a state.
@@ -153,7 +152,7 @@ class Recorder(RankPart):
         if error:
             raise OptionError(error)
         self._segment, self._known = token, []
-        self._pending = _Pending(writer)
+        self._pending = _Pending(writer, self._sources)
         weakref.finalize(self, _finish, self._pending, os.getpid())
         values = {
             "segment": token,
@@ -179,7 +178,7 @@ class Recorder(RankPart):
                 state = {"step": self._step, "origin": pending.origin, "state": self._run.state()}
                 pending.writer.add(Record("mark", state, {}))
             self._known = list(self._run.position.events)  # a mark has these
-            self._write_usual(pending)
+            pending.write_usual(self._step)
         pending.flush_if_due()
 
     def taken(self, batch: Batch) -> None:
@@ -218,29 +217,17 @@ class Recorder(RankPart):
         loss = values["loss"]
         if loss is None or info.run_step is None or self._pending is None:
             return
-        if self._reports is None:
-            self._reports = Reports(len(self._sources))
-        self._reports.add(LOSS, loss, info, rows)  # checks them
-        self._pending.report(info.run_step, loss, rows, info.rows)
-
-    def _write_usual(self, pending: _Pending) -> None:
-        """Write the means of what was reported of each source, for which its device is waited for."""
-        if self._reports is None:
-            return
-        signals = [signal_of(self._reports.read(), LOSS, place) for place in range(len(self._sources))]
-        self._reports = None
-        usual = {
-            name: [int(signal.count), signal.mean]
-            for name, signal in zip(self._sources, signals, strict=True)
-            if signal.count
-        }
-        pending.writer.add(Record("usual", {"step": self._step, "sources": usual}, {}))
+        self._pending.report(loss, info, rows)
 
     def end_epoch(self) -> None:
-        """Write all steps."""
+        """Write all steps but the last ones, whose losses may be reported now."""
         if self._pending is not None:
-            self._write_usual(self._pending)
-            self._pending.flush()
+            self._pending.flush(_ON_THE_WAY)
+
+    def close(self) -> None:
+        """Write all there is."""
+        if self._pending is not None:
+            self._pending.end()
 
     def state(self, position: int) -> Mapping[str, object]:
         """The place in the journal."""
@@ -250,7 +237,7 @@ class Recorder(RankPart):
 
     def load(self, state: Mapping[str, object]) -> None:
         """Begin another segment with the next epoch, after the state's step."""
-        self.end_epoch()
+        self.close()
         self._pending, self._segment, self._parent, self._step = None, "", None, 0
         place: Any = state.get(NAME)
         if place is not None:
@@ -262,6 +249,7 @@ class _Pending:
 
     Args:
         writer: of the file.
+        sources: their names.
 
     Attributes:
         writer: the same.
@@ -269,7 +257,9 @@ class _Pending:
         origin: the step at which the sequence began, or was taken up.
     """
 
-    def __init__(self, writer: RecordWriter):
+    def __init__(self, writer: RecordWriter, sources: Sequence[str]):
+        self._sources = sources
+        self._reports: Reports | None = None  # of losses since the last mark
         self.writer, self.marked, self.origin = writer, -1, 0
         self._first, self._digests = 0, list[int]()
         self._losses: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -303,17 +293,40 @@ class _Pending:
         if fresh:
             self._ended.append(rows[fresh])
 
-    def report(self, step: int, loss: Any, rows: Any, count: int) -> None:
+    def report(self, loss: Any, info: BatchInfo, rows: Any) -> None:
         """Take the losses of rows of a step. Nothing waits for their device."""
+        if self._reports is None:
+            self._reports = Reports(len(self._sources))
+        self._reports.add(LOSS, loss, info, rows)  # checks them
+        assert info.run_step is not None
         with torch.no_grad():
-            losses = torch.as_tensor(loss).detach().reshape(-1).float()
+            losses = torch.as_tensor(loss).detach().float()
+            is_by_row, losses = bool(losses.dim()), losses.reshape(-1)
             worst, places = losses[:0], torch.empty(0, dtype=torch.int64, device=losses.device)
-            if torch.as_tensor(loss).dim():
+            if is_by_row:
                 worst, places = losses.topk(min(WORST, losses.numel()))
                 places = _rows_at(places, rows)
-            many = losses.numel() if losses.numel() > 1 or rows is not None else count
+            many = losses.numel() if is_by_row else info.rows
             sums = torch.stack([losses.mean() * many, losses.new_tensor(float(many))])
-        self._losses.setdefault(step, []).append((torch.cat([sums, worst]), places))
+        self._losses.setdefault(info.run_step, []).append((torch.cat([sums, worst]), places))
+
+    def write_usual(self, step: int) -> None:
+        """Write the means of what was reported of each source, for which its device is waited for."""
+        if self._reports is None:
+            return
+        sums, self._reports = self._reports.read(), None
+        signals = [signal_of(sums, LOSS, place) for place in range(len(self._sources))]
+        usual = {
+            name: [int(signal.count), signal.mean]
+            for name, signal in zip(self._sources, signals, strict=True)
+            if signal.count
+        }
+        self.writer.add(Record("usual", {"step": step, "sources": usual}, {}))
+
+    def end(self) -> None:
+        """Write all there is."""
+        self.write_usual(self._first + len(self._digests))
+        self.flush()
 
     def flush_if_due(self) -> None:
         """Write steps once there are enough, or after a while."""
@@ -374,7 +387,7 @@ def _rows_at(places: torch.Tensor, rows: Any) -> torch.Tensor:
 def _finish(pending: _Pending, pid: int) -> None:
     """Write what is left, as the loader goes or the process ends."""
     if os.getpid() == pid:
-        pending.flush()
+        pending.end()
 
 
 def _stored_options(options: LoaderOptions, folder: Path) -> dict[str, Any]:

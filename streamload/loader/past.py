@@ -5,6 +5,7 @@ Part of the journal (streamload/journal), which is below this room.
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import zlib
 from collections.abc import Callable, Collection, Iterator
@@ -235,15 +236,17 @@ def uses(
     for origin in sorted({mark.origin for mark in marks.values()}):
         steps = [step for step, mark in sorted(marks.items()) if mark.origin == origin]
         first = follow(segment, steps[0], options, make)
+        window = first.schedule.order.sources[source][2]
         for group in range(segment.groups):
             for pass_ in segment.passes(origin, group, source):
                 place = first.walk.place(group, source, shard, pass_)
                 if place is None:
                     continue
-                start = max(
-                    (step for step in steps if segment.reached(step, group, source) <= (pass_, place)),
-                    default=steps[0],
-                )
+                before = [segment.reached(step, group, source) for step in steps]
+                # The lanes hadn't begun it by then, and what they give comes at most a window earlier.
+                read = max((one.read for one in before if one[:2] <= (pass_, place)), default=0)
+                at = [one.position <= read - window for one in before]
+                start = max(itertools.compress(steps, at), default=steps[0])
                 walk = first.walk if start == steps[0] else follow(segment, start, options, make).walk
                 positions, ordinals = walk.positions(group, source, shard, pass_)
                 for ordinal, place_in in zip(ordinals, walk.steps_of(group, source, positions), strict=True):

@@ -221,7 +221,7 @@ def steps_of_journal(
     from streamload.journal.history import History
     from streamload.loader.past import MakeLoaders, steps_from
 
-    recorder.end_epoch()  # writes what it has
+    recorder.close()  # writes what it has
     topology = run.schedule.topology
     layout = topology.rank, topology.world_size, run.options.batch_size
     history = History(os.fspath(run.options.order.journal or ""))

@@ -129,7 +129,10 @@ def _of_segment(segment: Segment, first: int, stop: int) -> Iterator[Spike]:
     ranks = {rank: _losses(segment, rank, first, stop) for rank in segment.ranks}
     if not ranks or stop <= first:
         return
-    means = np.nanmean(np.stack([means for means, _, _ in ranks.values()]), axis=0)
+    of_ranks = np.stack([means for means, _, _ in ranks.values()])
+    known = ~np.isnan(of_ranks)
+    means = np.full(stop - first, np.nan, np.float32)
+    np.divide(np.where(known, of_ranks, 0).sum(0), known.sum(0), out=means, where=known.any(0))
     worst = np.stack([losses for _, losses, _ in ranks.values()])  # float32[ranks, steps, rows]
     highest = worst.max(axis=(0, 2))
     if np.isnan(means).all():
