@@ -142,6 +142,12 @@ class LoaderOptions:
         return [*self.keeps, *(extension.name for extension in self.extensions if extension.counts_cells)]
 
     @property
+    def leave_out_file(self) -> Path | None:
+        """The file of samples that are left out; None: none can be."""
+        file = self.shards.leave_out
+        return None if file is None else Path(file).absolute()
+
+    @property
     def settled_device(self) -> torch.device | None:
         """The device of the batches; None: host memory, or "auto", until an epoch begins."""
         return self.device if isinstance(self.device, torch.device) else None

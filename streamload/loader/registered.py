@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from streamload.cache.selection import KEEP
-from streamload.errors import OptionError
+from streamload.errors import OptionError, StateMismatch
 from streamload.extension import Extension, RankPart
 from streamload.loader.destination import AUTO
 from streamload.loader.groups import Batches
@@ -42,11 +42,16 @@ __all__ = [
     "by_rank",
     "extensions_of",
     "extensions_of_run",
+    "leave_out",
     "microbatching_of",
     "observer_of",
+    "refuse_left_out",
     "reports_of",
     "warn_of_decoder",
 ]
+
+_LEAVE_OUT = "leave_out"
+"""The name of the extension that leaves samples out, and its key of a state."""
 
 
 @functools.cache
@@ -78,6 +83,10 @@ def extensions_of(options: LoaderOptions) -> tuple[Extension, ...]:
         from streamload.mixing.batch_size import BatchSizes
 
         extensions.append(BatchSizes())
+    if options.leave_out_file is not None:
+        from streamload.journal.leave_out import LeftOutSamples
+
+        extensions.append(LeftOutSamples(options.leave_out_file))
     if images.decode != "host":
         from streamload.pixels.decoding import decoding_by
 
@@ -152,6 +161,7 @@ def _check_own(extensions: Collection[Extension]) -> None:
     from streamload.daemon.publication import PlanPublication
     from streamload.features import StoredFeatures
     from streamload.join import JoinedRows
+    from streamload.journal.leave_out import LeftOutSamples
     from streamload.mixing.batch_size import BatchSizes
     from streamload.mixing.decisions import Mixing
     from streamload.patches.rank import PatchedImages
@@ -161,7 +171,7 @@ def _check_own(extensions: Collection[Extension]) -> None:
     built_in = (
         Mixing, BatchSizes, DeviceDecoding, RowWeights, PatchedImages, RowsOfModalities, PaddedRows,
         RetriedSteps, Bucketing, EqualCosts, SizedImages, MemoryLimits, StoredFeatures, JoinedRows,
-        PlanPublication,
+        PlanPublication, LeftOutSamples,
     )  # fmt: skip
     names = {KEEP, *(extension.name for extension in built_in)}
     for extension in extensions:
@@ -194,6 +204,33 @@ def warn_of_decoder(state: Mapping[str, Any], options: LoaderOptions) -> None:
         from streamload.pixels.rank import warn_of_other
 
         warn_of_other(str(state["decoder"]), None)
+
+
+def leave_out(run: RankRun, keys: Iterable[str | tuple[str, str]], why: str) -> int:
+    """Leave samples out of a run; see Loader.leave_out."""
+    part = run.parts.by_name.get(_LEAVE_OUT)
+    if part is None:
+        raise OptionError(
+            "loader.leave_out() needs a file, where a resumed run finds the samples again: give "
+            "Shards(leave_out=FILE), which may be missing"
+        )
+    from streamload.journal.leave_out import LeftOut
+
+    assert isinstance(part, LeftOut)
+    return part.leave_out(keys, why)
+
+
+def refuse_left_out(state: Mapping[str, Any], options: LoaderOptions) -> None:
+    """Refuse a state that has samples left out in a loader that can't leave any out.
+
+    Raises:
+        StateMismatch: they would come again.
+    """
+    if state.get(_LEAVE_OUT) and options.leave_out_file is None:
+        raise StateMismatch(
+            "the state's run has left samples out, which would come again: give Shards(leave_out=FILE) with "
+            "the file of that run"
+        )
 
 
 def reports_of(options: LoaderOptions) -> RankPart:

@@ -48,6 +48,7 @@ from streamload.extension import (
 from streamload.extension.rank import INFO_FIELDS
 from streamload.features import RowFeatures, StoredFeatures
 from streamload.join import JoinedRows
+from streamload.journal.leave_out import LeftOutSamples
 from streamload.loader.loader import Loader
 from streamload.mixing import Summary
 from streamload.mixing.batch_size import BatchSizes
@@ -379,6 +380,41 @@ class TestPatchedImages(FeatureContract):
         images = [batch.pop("image") for batch in (*batches, *plain)]
         assert all(len(image["patches"]) == len(plain[0]["text"]) for image in images[: len(batches)])
         super().check_batches(batches, plain)
+
+
+class TestLeftOutSamples(FeatureContract):
+    """Of a file whose samples the data hasn't (tests/journal/test_leave_out.py has others)."""
+
+    kinds = (LeftOutSamples,)
+    state_keys = ("leave_out",)
+    damaged = (
+        3,
+        {"a": 1},
+        [3],
+        [[0, "file", 1]],
+        [[0, "file", 1, 3]],
+        [[-1, "call", 1, "0"]],
+        [[0, "x", 1, "0"]],
+    )
+
+    @pytest.fixture(autouse=True)
+    def file_of_the_test(self, tmp_path):
+        (tmp_path / "left_out").write_text("of no shard\n")
+        self.asked = {"leave_out": tmp_path / "left_out"}
+
+    def test_a_state_without_it_loads_and_one_with_it_where_it_is_not_used(self, tmp_path):
+        """A run may begin to use it, and can't go on without it: the samples would come again."""
+        urls, cache = self.write_data(tmp_path / "shards"), tmp_path / "cache"
+        with (
+            self.make(urls, cache_dir=cache) as extended,
+            self.make(urls, is_extended=False, cache_dir=cache) as plain,
+        ):
+            for loader in (extended, plain):
+                next(iter(loader))
+            with pytest.raises(StateMismatch, match=r"give Shards\(leave_out=FILE\)"):
+                plain.load_state_dict(extended.state_dict())
+            extended.load_state_dict(plain.state_dict())
+            assert next(iter(extended))["__key__"] == next(iter(plain))["__key__"]
 
 
 class TestDeviceDecoding(FeatureContract):

@@ -1,0 +1,1 @@
+"""What a run writes down beside its states, in files that people read, too."""
