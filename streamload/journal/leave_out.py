@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
@@ -51,14 +51,14 @@ class LeftOutChange(NamedTuple):
 
     Attributes:
         position: of the first step without them.
-        source: "file": listed in it when the run began or resumed; "call": by Loader.leave_out.
+        source: "file": listed there when the run began or resumed; "call": by Loader.leave_out.
         number: of "file" the samples that the file listed, with those before; of "call" its samples.
         digest: of its samples.
         samples: the same.
     """
 
     position: int
-    source: Literal["file", "call"]
+    source: str
     number: int
     digest: str
     samples: Sequence[ListedSample]
@@ -89,9 +89,9 @@ class LeftOutSamples(Extension):
         """Its part in a worker process."""
         return ExcludedSamples()
 
-    def in_rank(self, run: Run) -> LeftOut:
+    def in_rank(self, run: Run) -> LeftOutChanges:
         """Its part in the rank."""
-        return LeftOut(run, self.file)
+        return LeftOutChanges(run, self.file)
 
 
 class ExcludedSamples(WorkerPart):
@@ -115,7 +115,7 @@ class ExcludedSamples(WorkerPart):
         return sample.url in urls or None in urls
 
 
-class LeftOut(RankPart):
+class LeftOutChanges(RankPart):
     """The rank's part.
 
     Args:
@@ -154,8 +154,7 @@ class LeftOut(RankPart):
         step = self._run.step_of(event)
         if samples:
             change = LeftOutChange(event.position, "call", len(samples), digest_of(samples), samples)
-            self._changes.append(change)
-            self._log(change, f"step {step} of the epoch", why or "loader.leave_out()")
+            self._add(change, f"step {step} of the epoch", why or "loader.leave_out()")
         return step
 
     def state(self, position: int) -> Mapping[str, object]:
@@ -176,20 +175,27 @@ class LeftOut(RankPart):
         if NAME not in state:
             return
         listed, self._listed = read_samples(self._file), 0
-        for position, source, count, digest in _changes_in(state[NAME]):
-            samples = [sample for sample in listed if sample.call == digest][:count]
+        try:
+            rows = [
+                (int(position), str(source), int(number), str(digest))
+                for position, source, number, digest in state[NAME]
+            ]
+        except (OverflowError, TypeError, ValueError) as exc:
+            raise StateMismatch(f"not a valid state of a loader: {exc} as {NAME}") from None
+        for position, source, number, digest in rows:
+            samples = [sample for sample in listed if sample.call == digest][:number]
             if source == "file":
-                samples, self._listed = listed[self._listed : count], count
+                samples, self._listed = listed[self._listed : number], number
             by_people = [sample for sample in samples if not sample.call]
-            found = next((some for some in (samples, by_people) if digest_of(some) == digest), None)
-            if found is None:
-                which = f"the first {count}" if source == "file" else f"{count} of loader.leave_out()"
+            found = next((some for some in (samples, by_people) if digest_of(some) == digest), [])
+            if not found or position < 0:
+                which = f"the first {number}" if source == "file" else f"{number} of loader.leave_out()"
                 raise StateMismatch(
                     f"leave_out={str(self._file)!r} lacks samples that the state's run has left out, which "
                     f"would come again: {which} are changed or gone. Restore the file; lines may be added "
                     f"at its end"
                 )
-            self._changes.append(LeftOutChange(position, source, count, digest, found))
+            self._changes.append(LeftOutChange(position, source, number, digest, found))
 
     def _changes_at(self, position: int) -> list[LeftOutChange]:
         """The changes as they are from a position on: all hold where a sequence begins anew."""
@@ -208,10 +214,10 @@ class LeftOut(RankPart):
         if later:
             self._listed = len(listed)
             change = LeftOutChange(start, "file", len(listed), digest_of(later), later)
-            self._changes.append(change)
-            self._log(change, "this epoch's first step" if start else "the start", self._file)
+            self._add(change, "this epoch's next step" if start else "the start", self._file)
 
-    def _log(self, change: LeftOutChange, since: str, why: object) -> None:
+    def _add(self, change: LeftOutChange, since: str, why: object) -> None:
+        self._changes.append(change)
         if self._run.rank == 0:
             logger.info("%d samples are left out from %s on: %s", len(change.samples), since, why)
 
@@ -243,12 +249,15 @@ class LeftOut(RankPart):
         samples, digest = [*named], digest_of(named)
         is_there = sum(sample.call == digest for sample in read_samples(self._file)) >= len(samples)
         if self._run.rank == 0 and not is_there:
-            reason = {"why": why} if why else {}
-            rows = [
-                {"key": key, **({} if url is None else {"url": url}), **reason, "call": digest}
-                for key, url, _ in samples
-            ]
-            _append(self._file, "".join(json.dumps(row) + "\n" for row in rows))
+            values = [{"key": key, "url": url, "why": why, "call": digest} for key, url, _ in samples]
+            rows = [{name: value for name, value in row.items() if value} for row in values]
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with self._file.open("ab+") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+                end = b"" if file.read() in (b"", b"\n") else b"\n"  # of a line that somebody wrote
+                file.write(end + "".join(f"{json.dumps(row)}\n" for row in rows).encode())
+                file.flush()
+                os.fsync(file.fileno())
         return samples
 
 
@@ -299,35 +308,3 @@ def _sample_of(key: object) -> ListedSample:
     if not (isinstance(key, str) and isinstance(url, str | None)):
         raise OptionError(f"leave_out() got {key!r:.100}; expected a list of keys, or of pairs (url, key)")
     return ListedSample(key, None if url is None else redact(url))
-
-
-def _append(file: Path, text: str) -> None:
-    """Write whole lines to the end of a file, onto the disk.
-
-    Raises:
-        OSError: it can't be written.
-    """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("ab+") as lines:
-        if lines.tell():
-            lines.seek(-1, os.SEEK_END)
-            text = text if lines.read(1) == b"\n" else f"\n{text}"
-        lines.write(text.encode())
-        lines.flush()
-        os.fsync(lines.fileno())
-
-
-def _changes_in(saved: Any) -> list[tuple[int, Literal["file", "call"], int, str]]:
-    """The changes of a state, without their samples.
-
-    Raises:
-        StateMismatch: it is damaged.
-    """
-    try:
-        for position, source, count, digest in saved:
-            is_sound = type(position) is type(count) is int and position >= 0 < count
-            if not (is_sound and source in ("file", "call") and isinstance(digest, str)):
-                raise ValueError(source)
-    except (TypeError, ValueError):
-        raise StateMismatch(f"not a valid state of a loader: {saved!r:.100} as {NAME}") from None
-    return [(position, source, count, digest) for position, source, count, digest in saved]

@@ -214,9 +214,9 @@ def leave_out(run: RankRun, keys: Iterable[str | tuple[str, str]], why: str) -> 
             "loader.leave_out() needs a file, where a resumed run finds the samples again: give "
             "Shards(leave_out=FILE), which may be missing"
         )
-    from streamload.journal.leave_out import LeftOut
+    from streamload.journal.leave_out import LeftOutChanges
 
-    assert isinstance(part, LeftOut)
+    assert isinstance(part, LeftOutChanges)
     return part.leave_out(keys, why)
 
 

@@ -57,7 +57,7 @@ from streamload.observe.exposition import exposition
 from streamload.order.steps import StepTable
 from streamload.patches.rank import PatchedImages
 from streamload.pixels.decoding import DeviceDecoding
-from streamload.shards.samples import Entry
+from streamload.shards.samples import Entry, Sample
 from streamload.testing.extension import ExtensionContract
 from streamload.testing.resume import Layout
 from streamload.testing.shards import read_oracle, write_shards
@@ -413,7 +413,8 @@ class TestLeftOutSamples(FeatureContract):
                 next(iter(loader))
             with pytest.raises(StateMismatch, match=r"give Shards\(leave_out=FILE\)"):
                 plain.load_state_dict(extended.state_dict())
-            extended.load_state_dict(plain.state_dict())
+            for loader in (extended, plain):
+                loader.load_state_dict(plain.state_dict())
             assert next(iter(extended))["__key__"] == next(iter(plain))["__key__"]
 
 
@@ -871,3 +872,42 @@ def test_an_error_in_metrics_is_logged_once_and_the_page_goes_on_without_them(tm
     assert "streamload_samples_total" in after
     (failure,) = [record for record in caplog.records if "'failing'" in record.getMessage()]
     assert failure.exc_info[0] is ZeroDivisionError
+
+
+class EvenInWorker(WorkerPart):
+    def excludes(self, sample: Sample) -> bool:
+        return int(sample.key[-1]) % 2 == 1
+
+
+class Even(Extension):
+    name = "even"
+
+    def in_worker(self, process: WorkerProcess) -> EvenInWorker:
+        return EvenInWorker()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_a_part_excludes_are_replaced_in_a_training_and_skipped_in_an_evaluation(
+    workers: int, tmp_path: Path
+) -> None:
+    write_shards(tmp_path / "shards", [20, 15])
+    keys = {}
+    for train in (True, False):
+        for extensions in ([], [Even()]):
+            with flat.make_loader(
+                str(tmp_path / "shards"),
+                batch_size=5,
+                num_workers=workers,
+                cache_dir=tmp_path / "cache",
+                train=train,
+                output="dict",
+                with_keys=True,
+                extensions=extensions,
+            ) as loader:
+                keys[train, len(extensions)] = [key for batch in loader for key in batch["__key__"]]
+                counted, skipped = loader.stats(), loader.skipped
+    assert (counted.samples_skipped["left_out"], skipped) == (17, [])
+    assert keys[False, 1] == [key for key in keys[False, 0] if int(key[-1]) % 2 == 0]
+    for key, plain in zip(keys[True, 1], keys[True, 0], strict=True):
+        assert int(key[-1]) % 2 == 0
+        assert key == plain or int(plain[-1]) % 2 == 1
