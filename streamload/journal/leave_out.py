@@ -244,7 +244,7 @@ class LeftOutChanges(RankPart):
         """The samples of a call that aren't left out yet; rank 0 writes them into the file."""
         named = dict.fromkeys(map(_sample_of, [keys] if isinstance(keys, str) else keys))
         for change in self._changes:
-            for sample in change.samples:
+            for sample in change.samples if change.position <= self._run.position.position else ():
                 named.pop(sample._replace(call=""), None)
         samples, digest = [*named], digest_of(named)
         is_there = sum(sample.call == digest for sample in read_samples(self._file)) >= len(samples)

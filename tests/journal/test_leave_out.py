@@ -286,6 +286,28 @@ def test_a_call_that_comes_again_after_a_resume_writes_nothing_twice(data: Path,
     assert file.read_text() == written
 
 
+def test_a_call_after_a_resume_holds_before_an_earlier_one_that_is_still_to_come(
+    data: Path, tmp_path: Path
+) -> None:
+    file, cache = tmp_path / "left_out", tmp_path / "cache"
+    with Training(data / "a", cache, LAYOUTS[0]) as training:
+        plain, _ = training.run()
+    at_9, at_10 = ([key for _, key in plain[number][0][3:6]] for number in (8, 9))
+    with Training(data / "a", cache, Layout(1, 2), leave_out=file) as training:
+        _, held = training.run(1, {6: at_10})
+        state = training.states[6]
+    assert held == {6: 10}
+    with Training(data / "a", cache, LAYOUTS[0], leave_out=file) as training:
+        training.load(state)
+        steps, held = training.run(1, {1: [*at_9, *at_10]})
+        states = training.states
+    assert held == {1: 7}
+    assert assert_replaced(steps, plain[6:], [*at_9, *at_10]) == 6
+    with Training(data / "a", cache, Layout(1, 1), leave_out=file) as training:
+        training.load(states[1])
+        assert training.run()[0] == steps[1:]
+
+
 def test_lines_that_a_file_has_gained_hold_from_the_resume_on_and_lost_ones_are_refused(
     data: Path, tmp_path: Path
 ) -> None:
