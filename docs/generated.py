@@ -42,6 +42,7 @@ _OF_A_LOADER = (
     "state_dict",
     "load_state_dict",
     "set_weights",
+    "leave_out",
     "set_batch_size",
     "report",
     "report_eval",

@@ -207,10 +207,10 @@ class RankPart:
         return self.state(position)
 
     def event_set(self, event: Event, reason: Mapping[str, object]) -> None:
-        """Weights or a batch size were set, by the training or another part: `self.log.add(event, reason)`.
+        """An event was set, by the training or any part: `self.log.add(event, reason)`.
 
         Args:
-            event: has them.
+            event: of weights, of a batch size, or by its kind of an extension.
             reason: for a log; JSON-able.
         """
 

@@ -131,6 +131,15 @@ class WorkerPart:
             time.sleep(0.01)
         """
 
+    def excludes(self, sample: Sample) -> bool:
+        """True if another sample is to take the place of this one, as of a bad one; an evaluation skips it.
+
+            return sample.key in self.keys
+
+        Asked of each sample of a step and of those that may take a place, by parts alone that override it.
+        """
+        return False
+
     def columns(self, size: int, allocate: Allocate) -> Sequence[BatchColumn]:
         """Values of an empty batch that aren't decoded from its samples: `return [ImageSizes()]`.
 

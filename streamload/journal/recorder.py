@@ -35,6 +35,7 @@ from streamload.errors import JournalError, OptionError
 from streamload.extension import Event, Extension, RankPart, WorkerPart
 from streamload.journal.files import Record, RecordWriter, path_of
 from streamload.mixing.reports import LOSS, Reports, signal_of
+from streamload.order.events import BATCH_SIZE, WEIGHTS
 from streamload.order.hashing import key, stream
 
 if TYPE_CHECKING:
@@ -191,7 +192,8 @@ class Recorder(RankPart):
         self._step += 1
 
     def event_set(self, event: Event, reason: Mapping[str, object]) -> None:
-        """Keep the reason of an event until it is written."""
+        """Keep the reason of an event until it is written; what an extension sets is in its state."""
+        self._is_due |= event.kind not in (WEIGHTS, BATCH_SIZE)
         self._reasons.append((event, reason))
 
     def _note(self, event: Event) -> None:

@@ -54,7 +54,7 @@ class Walk:
         orders: Sequence[tuple[OrderOptions, int]],
         draws: SourceDraws,
     ):
-        self._segment, (self._at, self._origin), self._before = segment, at, before
+        self._segment, (self._at, self.origin), self._before = segment, at, before
         self._steps, self._events, self._orders, self._draws = steps, events, orders, draws
         self.begin = planned_from(steps, before.position)
         self._axes: dict[int, NDArray[np.int64]] = {}
@@ -172,7 +172,7 @@ class Walk:
         return order, _Recorded(lambda: self._ended(group, source, order.pass_))
 
     def _ended(self, group: int, source: int, pass_: int) -> Mapping[int, EndedShard]:
-        return self._segment.ended.get(OfPass(self._origin, group, source, pass_), {})
+        return self._segment.ended.get(OfPass(self.origin, group, source, pass_), {})
 
     def pieces(self, source: int, group: int) -> Pieces:
         """The shards of a group in a source."""
@@ -183,7 +183,7 @@ class Walk:
 
     def _marked(self, group: int, source: int, pass_: int) -> dict[int, CheckpointShard]:
         """Shards as the next mark has them: those that were open to the end of the journal."""
-        for state in self._segment.marks_after(self._at, self._origin):
+        for state in self._segment.marks_after(self._at, self.origin):
             found = state["at"].get(str(group))
             if found is None:
                 continue

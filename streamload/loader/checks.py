@@ -21,7 +21,7 @@ from streamload.errors import (
     TooManyBadSamples,
     TooManyBadShards,
 )
-from streamload.metrics import Counters
+from streamload.metrics import UNCOUNTED, Counters
 from streamload.ranks.distributed import agree
 from streamload.urls import redact
 from streamload.worker.messages import Batch, Ended, SkippedSample
@@ -111,7 +111,7 @@ class BatchChecks:
             return
         for skipped in batch.skipped:
             self._counters.add(f"samples_{self._fate}_{skipped.cause}")
-        bad = [skipped for skipped in batch.skipped if skipped.cause != "missing"]
+        bad = [skipped for skipped in batch.skipped if skipped.cause not in UNCOUNTED]
         self._samples += 0 if self._train else len(bad)
         for skipped in bad:
             if len(self.skipped) < _SKIPPED_KEPT:
@@ -313,7 +313,7 @@ class Totals(NamedTuple):
 
     Attributes:
         ranks: how many ranks counted.
-        samples: taken or bad; without those whose caption is missing.
+        samples: taken or bad; without those whose caption is missing, or that are left out.
         bad: of them, those that couldn't be used.
         usable: samples in batches.
         lost: shards that were given up.
@@ -408,7 +408,7 @@ class PassEnd:
         self._samples += batch.rows.samples
         self._usable += batch.rows.samples
         for skipped in batch.skipped:
-            if skipped.cause != "missing":
+            if skipped.cause not in UNCOUNTED:
                 self._samples += 0 if self._train else 1
                 self._bad += 1
                 self._last = skipped

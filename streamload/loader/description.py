@@ -48,6 +48,7 @@ def described(options: LoaderOptions, order: OrderSpec, position: Position) -> d
         "rows of join=": None if options.join is None else options.join.table.version,
         "blank_captions": shards.blank_captions,
         "keep": [*options.keeps],
+        "leave_out": options.leave_out_file is not None,
         "bucketing": batches.bucketing,
         "cost": [cost if isinstance(cost, str) else "a function" for cost in batches.costs],
         "sizes": None if images.sizes is None else [images.sizes, images.sizes_by, batches.microbatch],

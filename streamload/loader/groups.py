@@ -116,6 +116,11 @@ class Shards(Group):
             can name other keys, and some of the columns. "joined:caption" is the column `caption`, as
             "json:caption" is a field. Samples without a row are left out. The file is read when the loader is
             made, once for a node.
+        leave_out: the path of a file with samples that a training leaves out: a key on each line, or an
+            object of JSON with "key", and if need be "url" and "why". Others of their shards take their
+            places, so all other rows stay where they are. It holds from the start of a run; lines that were
+            added before a resume, from there. `loader.leave_out()` appends to it, and makes it if it is
+            missing.
         storage_options: for fsspec: credentials, endpoint, anon; "headers" for http(s) and hf, by name, or by
             host and then by name: {"https://host": {"Authorization": "…"}}, or a function of the URL that
             returns them; "sign" for http(s): a function that returns the URL with a signature in its query.
@@ -145,6 +150,7 @@ class Shards(Group):
     facts: Facts | None = None
     repeat: str | RateFunction | tuple[RateFunction, str] | None = None
     join: Join | str | os.PathLike[str] | None = None
+    leave_out: str | os.PathLike[str] | None = None
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     on_error: OnError = "skip"
     max_bad_samples: float | None = 0.1
@@ -164,6 +170,8 @@ class Shards(Group):
             from streamload.join.options import Join
 
             Join.of(self.join)
+        if not isinstance(self.leave_out, str | os.PathLike | None):
+            raise OptionError(f"leave_out={self.leave_out!r:.100}; expected the path of a file, or None")
         parse_choice(self.label_type, get_args(LabelType), "label_type")
         parse_choice(self.on_error, get_args(OnError), "on_error")
         storage = self.storage_options or {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -239,6 +239,7 @@ class Loader(DataLoaderInterface):
 
         self._run.end_epoch("load_state_dict() was called")
         joined = joined_state(state, registered.by_rank())
+        registered.refuse_left_out(joined, self.options)
         difference = compared_rows(joined, self._run.fingerprint, self.options.order.strict)
         other_plan = has_other_plan(self.options, joined, self._run.fingerprint)
         self._run.schedule.load(joined, moved or {}, other_plan)
@@ -432,6 +433,29 @@ class Loader(DataLoaderInterface):
                 parts of several groups, or more than Workers(memory=…) has room for.
         """
         return self._run.set_batch_size(rows, {"reason": "set_batch_size"})
+
+    def leave_out(self, keys: Iterable[str | tuple[str, str]], why: str = "") -> int:
+        """Leave samples out of the training, from the first step that no worker of any rank can have started.
+
+        Another sample takes the place of each, as of one that can't be decoded; all other rows stay where
+        they are. It needs `Shards(leave_out=FILE)`, to which rank 0 appends the samples. With
+        torch.distributed all ranks have to call it after the same step; the samples of rank 0 count. Without,
+        every rank has to be given the same. It is part of the state: a run that resumes from a state before
+        the call has the samples until it calls this, too.
+
+        Args:
+            keys: as batches have them in `__key__`; or pairs of a shard's URL, as in `__url__`, and a key,
+                where several shards have the same keys.
+            why: for the log and the file.
+
+        Returns:
+            The step, counted from the start of the current epoch, or of the next one between two epochs; if
+            the epoch ends before it, they are left out from the start of the next.
+
+        Raises:
+            OptionError: there is no such file, or it can't be written; or these are no keys.
+        """
+        return registered.leave_out(self._run, keys, why)
 
     def stats(self) -> Snapshot:
         """The counters of all processes of this rank so far. Cheap; at any time."""

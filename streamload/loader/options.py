@@ -142,6 +142,14 @@ class LoaderOptions:
         return [*self.keeps, *(extension.name for extension in self.extensions if extension.counts_cells)]
 
     @property
+    def leave_out_file(self) -> Path | None:
+        """The file of samples that are left out, by default one of the journal; None: none can be."""
+        file, journal = self.shards.leave_out, self.order.journal
+        if file is None and journal is not None and self.train:
+            file = Path(journal) / "left_out.jsonl"
+        return None if file is None else Path(file).absolute()
+
+    @property
     def settled_device(self) -> torch.device | None:
         """The device of the batches; None: host memory, or "auto", until an epoch begins."""
         return self.device if isinstance(self.device, torch.device) else None

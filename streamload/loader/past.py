@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from streamload.errors import JournalError
 from streamload.extension import Extension
 from streamload.journal.history import History, Segment
+from streamload.journal.leave_out import NAME as LEFT_OUT
+from streamload.journal.leave_out import LeftOutSamples
 from streamload.journal.recorder import NAME, digest_of
 from streamload.journal.walk import Walk, planned_from
 from streamload.journal.witness import Row, Witness, Witnessed
@@ -94,6 +96,7 @@ def as_recorded(
     changed = replace(
         options,
         order=order,
+        shards=replace(options.shards, leave_out=options.leave_out_file),
         batches=replace(options.batches, batch_policy=None, with_keys=True),
         workers=replace(options.workers, memory=None),
         mixing=None,
@@ -102,7 +105,11 @@ def as_recorded(
         device=torch.device("cpu"),
         extensions=(),
     )
-    return changed.with_extensions(make.extensions(changed))
+    extensions = [
+        replace(extension, is_followed=True) if isinstance(extension, LeftOutSamples) else extension
+        for extension in make.extensions(changed)
+    ]
+    return changed.with_extensions(tuple(extensions))
 
 
 class Followed(NamedTuple):
@@ -178,6 +185,9 @@ def seek(
     parts = {name: value for name, value in mark.items() if name not in schedule.state({}, fingerprint, {})}
     parts[NAME] = {"segment": segment.name, "step": step}
     position = steps.begin(number)
+    later = next(segment.marks_after(at, walk.origin), mark)  # as there is one after each change
+    if LEFT_OUT in later:
+        parts[LEFT_OUT] = [change for change in later[LEFT_OUT] if change[0] <= position]
     found, target = dict(before.groups), planned_from(steps, position)
     if target != walk.begin:
         found = {

@@ -160,6 +160,10 @@ class Run:
         """
         return self._run.send(self._name, value)
 
+    def step_of(self, event: Event) -> int:
+        """The first step for which an event holds, in the current epoch, or between two in the next one."""
+        return self._schedule.step_of(self.position, event.position)
+
     @property
     def weights(self) -> tuple[float, ...]:
         """The weights of the sources, as set last."""
@@ -503,7 +507,8 @@ class RankRun:
         """
         self._refuse_recorded("set_batch_size()")
         schedule, epoch, current = self.schedule, self.epoch, self._now()
-        by_rank = gather((rows, self._first_free()), schedule.topology.world_size)
+        free = schedule.next_block(self._first_free())
+        by_rank = gather((rows, free), schedule.topology.world_size)
         rows = by_rank[0][0]
         split, position = schedule.split(), max(position for _, position in by_rank)
         event = self.refuse_batch_size(rows, position)  # an error is raised on all ranks
@@ -536,6 +541,7 @@ class RankRun:
         by_rank = gather(self._first_free(), self.schedule.topology.world_size)
         event = Event(max(by_rank), extension, value)
         self._send(event)
+        self.parts.event_set(event, {})
         return event
 
     def _refuse_recorded(self, call: str) -> None:
@@ -549,7 +555,7 @@ class RankRun:
         return self.schedule.tracker.now()
 
     def _first_free(self) -> int:
-        """The first position at which a step may have another size: at the epoch's end at the latest.
+        """The first position that no worker can have begun: the epoch's end at the latest.
 
         A worker that has made its last batch of an epoch makes no more, so the epoch isn't longer for it.
         """
@@ -557,7 +563,7 @@ class RankRun:
         if epoch is not None:
             left, number = schedule.steps(current), epoch.ahead
             number = number if left is None else min(number, left)
-        return schedule.next_block(schedule.steps_from(current).begin(number))
+        return schedule.steps_from(current).begin(number)
 
     def _send(self, sent: Event | None = None) -> None:
         """Write all events of the current epoch for its workers, also one of an extension.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import platform
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from streamload.cache.selection import KEEP
-from streamload.errors import OptionError
+from streamload.errors import OptionError, StateMismatch
 from streamload.extension import Extension, RankPart
 from streamload.loader.destination import AUTO
 from streamload.loader.groups import Batches
@@ -44,12 +44,17 @@ __all__ = [
     "by_rank",
     "extensions_of",
     "extensions_of_run",
+    "leave_out",
     "microbatching_of",
     "observer_of",
+    "refuse_left_out",
     "reports_of",
     "steps_of_journal",
     "warn_of_decoder",
 ]
+
+_LEAVE_OUT = "leave_out"
+"""The name of the extension that leaves samples out, and its key of a state."""
 
 
 @functools.cache
@@ -81,6 +86,10 @@ def extensions_of(options: LoaderOptions) -> tuple[Extension, ...]:
         from streamload.mixing.batch_size import BatchSizes
 
         extensions.append(BatchSizes())
+    if options.leave_out_file is not None:
+        from streamload.journal.leave_out import LeftOutSamples
+
+        extensions.append(LeftOutSamples(options.leave_out_file))
     if images.decode != "host":
         from streamload.pixels.decoding import decoding_by
 
@@ -159,6 +168,7 @@ def _check_own(extensions: Collection[Extension]) -> None:
     from streamload.daemon.publication import PlanPublication
     from streamload.features import StoredFeatures
     from streamload.join import JoinedRows
+    from streamload.journal.leave_out import LeftOutSamples
     from streamload.journal.recorder import Journal
     from streamload.mixing.batch_size import BatchSizes
     from streamload.mixing.decisions import Mixing
@@ -169,7 +179,7 @@ def _check_own(extensions: Collection[Extension]) -> None:
     built_in = (
         Mixing, BatchSizes, DeviceDecoding, RowWeights, PatchedImages, RowsOfModalities, PaddedRows,
         RetriedSteps, Bucketing, EqualCosts, SizedImages, MemoryLimits, StoredFeatures, JoinedRows,
-        PlanPublication, Journal,
+        PlanPublication, LeftOutSamples, Journal,
     )  # fmt: skip
     names = {KEEP, *(extension.name for extension in built_in)}
     for extension in extensions:
@@ -202,6 +212,33 @@ def warn_of_decoder(state: Mapping[str, Any], options: LoaderOptions) -> None:
         from streamload.pixels.rank import warn_of_other
 
         warn_of_other(str(state["decoder"]), None)
+
+
+def leave_out(run: RankRun, keys: Iterable[str | tuple[str, str]], why: str) -> int:
+    """Leave samples out of a run; see Loader.leave_out."""
+    part = run.parts.by_name.get(_LEAVE_OUT)
+    if part is None:
+        raise OptionError(
+            "loader.leave_out() needs a file, where a resumed run finds the samples again: give "
+            "Order(journal=folder), or Shards(leave_out=FILE), which may be missing"
+        )
+    from streamload.journal.leave_out import LeftOutChanges
+
+    assert isinstance(part, LeftOutChanges)
+    return part.leave_out(keys, why)
+
+
+def refuse_left_out(state: Mapping[str, Any], options: LoaderOptions) -> None:
+    """Refuse a state that has samples left out in a loader that can't leave any out.
+
+    Raises:
+        StateMismatch: they would come again.
+    """
+    if state.get(_LEAVE_OUT) and options.leave_out_file is None:
+        raise StateMismatch(
+            "the state's run has left samples out, which would come again: give Shards(leave_out=FILE) with "
+            "the file of that run"
+        )
 
 
 def reports_of(options: LoaderOptions) -> RankPart:

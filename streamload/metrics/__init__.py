@@ -5,7 +5,7 @@ may be slightly out of date. Times are integer nanoseconds.
 """
 
 from streamload.metrics.counters import Counters, Counts, Snapshot, format_bytes, total
-from streamload.metrics.registry import CAUSES, COUNTERS, GIVEN, METRICS, ROWS, WIDTH
+from streamload.metrics.registry import CAUSES, COUNTERS, GIVEN, METRICS, ROWS, UNCOUNTED, WIDTH
 
 __all__ = [
     "CAUSES",
@@ -13,6 +13,7 @@ __all__ = [
     "GIVEN",
     "METRICS",
     "ROWS",
+    "UNCOUNTED",
     "WIDTH",
     "Counters",
     "Counts",

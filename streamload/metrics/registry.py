@@ -21,7 +21,10 @@ CAUSES = {
     "too_large": "its image would take more memory or time to decode than max_image_pixels allows",
     "caption": "its caption isn't text, or lacks the requested field",
     "label": "its label isn't an integer, or lacks the requested field",
+    "left_out": "leave_out= or loader.leave_out() names it",
 }
+UNCOUNTED = ("missing", "left_out")
+"""Causes of samples that aren't bad: no limit counts them."""
 
 BUCKETS = 24
 """Buckets of the histogram of data waits: number k counts waits below BUCKET_NS << k, the last all others."""

@@ -30,7 +30,7 @@ from streamload.mixing.reports import (
     signal_of,
 )
 from streamload.mixing.state import REPORTS, SteeringState
-from streamload.order.events import UNIT, new_weights, shares_of
+from streamload.order.events import BATCH_SIZE, UNIT, WEIGHTS, new_weights, shares_of
 from streamload.steering import Decided, Policy, SourceSummary, Summary, weights_of
 from streamload.steering.decisions import described
 from streamload.steering.policy import FunctionPolicy, kept_memory, loss_weights_of
@@ -410,7 +410,7 @@ class Decisions(RankPart):
 
     def event_set(self, event: Event, reason: Mapping[str, Any]) -> None:
         """Log weights or a batch size that were set."""
-        if self._log is not None:
+        if self._log is not None and event.kind in (WEIGHTS, BATCH_SIZE):
             self._log.record(self._steps, event, reason)
 
 

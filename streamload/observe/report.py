@@ -173,7 +173,8 @@ def _tiles(timeline: Timeline) -> str:
     samples, seconds = timeline.total("samples_yielded"), timeline.seconds
     started = timeline.total("tier_hits") + timeline.total("tier_misses")
     rate = np.nansum(timeline.rate("samples_yielded"), axis=0)
-    bad = sum(timeline.total(name) for name in _names(timeline, _CAUSES))
+    causes = [name for name in _names(timeline, _CAUSES) if not name.endswith("_left_out")]
+    bad = sum(map(timeline.total, causes))
     padding = timeline.total("text_tokens_padding") + timeline.total("image_tokens_padding")
     tokens = padding + timeline.total("text_tokens_real") + timeline.total("image_tokens_real")
     tiles = {

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from streamload.extension import BatchColumn, Event, Extension, ReadProgress, Wo
 from streamload.ipc import ControlBlock
 from streamload.order.events import of_kind
 from streamload.order.steps import Steps
-from streamload.shards.samples import Entry
+from streamload.shards.samples import Entry, Sample
 from streamload.worker.messages import EpochStart, Visit
 from streamload.worker.reader import Reader
 from streamload.worker.sampler import RankStep, Sampler
@@ -195,6 +196,7 @@ class WorkerParts:
         for name in self._parts:
             sent = of_kind(events, name)
             self._pending[name].extend(sent[self._received[name] :])
+            self._pending[name].sort(key=itemgetter(0))  # an earlier one may have been sent on another layout
             self._received[name] = len(sent)
 
     def begin(self, position: int) -> None:
@@ -207,6 +209,12 @@ class WorkerParts:
         """Return when all parts let a step begin."""
         for part in self._parts.values():
             part.before_step(number)
+
+    @property
+    def excluding(self) -> list[Callable[[Sample], bool]]:
+        """`excludes` of the parts that override it."""
+        parts = self._parts.values()
+        return [part.excludes for part in parts if type(part).excludes is not WorkerPart.excludes]
 
     def columns(self, size: int, allocate: Allocate) -> list[BatchColumn]:
         """The columns of an empty batch."""

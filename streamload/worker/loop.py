@@ -12,7 +12,7 @@ import gc
 import multiprocessing.util
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -190,10 +190,12 @@ class WorkerLoop:
         self._numbers: Numbers | None = None
         self._replacements: Replacements | None = None  # made for the first bad sample
         self._parts: WorkerParts | None = None
+        self._excluding: Sequence[Callable[[Sample], bool]] = ()
         if config.extensions:
             self._parts = WorkerParts(
                 config.extensions, WorkerProcess(worker, workers, self._reader, control)
             )
+            self._excluding = self._parts.excluding
         self._placed: list[tuple[int, int]] = []  # shard and number of the sample of each row
         self._visits: list[Visit] = []  # of each row, whose sample may have been replaced
         self._memory = ReadMemory(_READ_AHEAD_BYTES)
@@ -416,6 +418,9 @@ class WorkerLoop:
     def _look_at(self, batch: BatchInProgress, epoch: int, visit: Visit, sample: Sample) -> _Visited:
         source = self._config.sources[visit.source]
         seed = sample_seed(source.order.seed, epoch, visit.pass_, visit.shard - source.first, visit.number)
+        if self._excluding and self._is_excluded(sample):
+            left_out = SkippedSample("left_out", sample.url, sample.key, "it is left out")
+            return _Visited(visit, sample, seed, left_out)
         try:
             return _Visited(visit, sample, seed, batch.parse(sample, seed, visit.most))
         except SampleError as exc:  # handled in its turn: its replacement may wait for bytes
@@ -424,6 +429,9 @@ class WorkerLoop:
         except Exception as exc:
             add_note(exc, _place_of(sample))
             raise
+
+    def _is_excluded(self, sample: Sample) -> bool:
+        return any(excludes(sample) for excludes in self._excluding)
 
     def _place(self, batch: BatchInProgress, visited: _Visited) -> SkippedSample | None:
         """Add one sample to a batch; in training, a replacement if it can't be used."""
@@ -455,7 +463,10 @@ class WorkerLoop:
         for shard, number in self._replacements.of(visit, seed, self._sampler.fits):
             tried += 1
             with contextlib.suppress(SampleError):
-                batch.add(batch.parse(self._reader.sample(shard, number), seed, visit.most))
+                another = self._reader.sample(shard, number)
+                if self._excluding and self._is_excluded(another):
+                    continue
+                batch.add(batch.parse(another, seed, visit.most))
                 self._placed.append((shard, number))
                 self._visits.append(visit)
                 return skipped

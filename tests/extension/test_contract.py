@@ -48,6 +48,7 @@ from streamload.extension import (
 from streamload.extension.rank import INFO_FIELDS
 from streamload.features import RowFeatures, StoredFeatures
 from streamload.join import JoinedRows
+from streamload.journal.leave_out import LeftOutSamples
 from streamload.loader.loader import Loader
 from streamload.mixing import Summary
 from streamload.mixing.batch_size import BatchSizes
@@ -56,7 +57,7 @@ from streamload.observe.exposition import exposition
 from streamload.order.steps import StepTable
 from streamload.patches.rank import PatchedImages
 from streamload.pixels.decoding import DeviceDecoding
-from streamload.shards.samples import Entry
+from streamload.shards.samples import Entry, Sample
 from streamload.testing.extension import ExtensionContract
 from streamload.testing.resume import Layout
 from streamload.testing.shards import read_oracle, write_shards
@@ -379,6 +380,42 @@ class TestPatchedImages(FeatureContract):
         images = [batch.pop("image") for batch in (*batches, *plain)]
         assert all(len(image["patches"]) == len(plain[0]["text"]) for image in images[: len(batches)])
         super().check_batches(batches, plain)
+
+
+class TestLeftOutSamples(FeatureContract):
+    """Of a file whose samples the data hasn't (tests/journal/test_leave_out.py has others)."""
+
+    kinds = (LeftOutSamples,)
+    state_keys = ("leave_out",)
+    damaged = (
+        3,
+        {"a": 1},
+        [3],
+        [[0, "file", 1]],
+        [[0, "file", 1, 3]],
+        [[-1, "call", 1, "0"]],
+        [[0, "x", 1, "0"]],
+    )
+
+    @pytest.fixture(autouse=True)
+    def file_of_the_test(self, tmp_path):
+        (tmp_path / "left_out").write_text("of no shard\n")
+        self.asked = {"leave_out": tmp_path / "left_out"}
+
+    def test_a_state_without_it_loads_and_one_with_it_where_it_is_not_used(self, tmp_path):
+        """A run may begin to use it, and can't go on without it: the samples would come again."""
+        urls, cache = self.write_data(tmp_path / "shards"), tmp_path / "cache"
+        with (
+            self.make(urls, cache_dir=cache) as extended,
+            self.make(urls, is_extended=False, cache_dir=cache) as plain,
+        ):
+            for loader in (extended, plain):
+                next(iter(loader))
+            with pytest.raises(StateMismatch, match=r"give Shards\(leave_out=FILE\)"):
+                plain.load_state_dict(extended.state_dict())
+            for loader in (extended, plain):
+                loader.load_state_dict(plain.state_dict())
+            assert next(iter(extended))["__key__"] == next(iter(plain))["__key__"]
 
 
 class TestDeviceDecoding(FeatureContract):
@@ -835,3 +872,42 @@ def test_an_error_in_metrics_is_logged_once_and_the_page_goes_on_without_them(tm
     assert "streamload_samples_total" in after
     (failure,) = [record for record in caplog.records if "'failing'" in record.getMessage()]
     assert failure.exc_info[0] is ZeroDivisionError
+
+
+class EvenInWorker(WorkerPart):
+    def excludes(self, sample: Sample) -> bool:
+        return int(sample.key[-1]) % 2 == 1
+
+
+class Even(Extension):
+    name = "even"
+
+    def in_worker(self, process: WorkerProcess) -> EvenInWorker:
+        return EvenInWorker()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_a_part_excludes_are_replaced_in_a_training_and_skipped_in_an_evaluation(
+    workers: int, tmp_path: Path
+) -> None:
+    write_shards(tmp_path / "shards", [20, 15])
+    keys = {}
+    for train in (True, False):
+        for extensions in ([], [Even()]):
+            with flat.make_loader(
+                str(tmp_path / "shards"),
+                batch_size=5,
+                num_workers=workers,
+                cache_dir=tmp_path / "cache",
+                train=train,
+                output="dict",
+                with_keys=True,
+                extensions=extensions,
+            ) as loader:
+                keys[train, len(extensions)] = [key for batch in loader for key in batch["__key__"]]
+                counted, skipped = loader.stats(), loader.skipped
+    assert (counted.samples_skipped["left_out"], skipped) == (17, [])
+    assert keys[False, 1] == [key for key in keys[False, 0] if int(key[-1]) % 2 == 0]
+    for key, plain in zip(keys[True, 1], keys[True, 0], strict=True):
+        assert int(key[-1]) % 2 == 0
+        assert key == plain or int(plain[-1]) % 2 == 1

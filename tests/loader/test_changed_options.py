@@ -143,6 +143,14 @@ def other_batches(batches: Batches, plain: Batches) -> bool:
     return keys(batches)[:count] == keys(plain)[:count] and sizes[0] != sizes[1]
 
 
+def others_in_place_of_threes(batches: Batches, plain: Batches) -> bool:
+    pairs = list(zip(keys(batches), keys(plain), strict=True))
+    are_threes = {other[-1] == "3" for _, other in pairs}
+    return are_threes == {True, False} and all(
+        one[-1] != "3" if other[-1] == "3" else one == other for one, other in pairs
+    )
+
+
 def parts_of_steps(batches: Batches, plain: Batches) -> bool:
     pairs = zip(batches, plain, strict=True)
     return all(len(a["__key__"]) == 2 and {*a["__key__"]} < {*b["__key__"]} for a, b in pairs)
@@ -213,6 +221,7 @@ def rows(data: Path, place: Path) -> dict[str, Row]:
         "shards.keep_key": same(keep_key="json:of_no_file"),
         "shards.facts": refused("facts", facts={"score": str(table)}),
         "shards.join": refused("joined rows", join=str(table)),
+        "shards.leave_out": honoured(others_in_place_of_threes, leave_out=str(data / "threes")),
         "shards.repeat": refused("repeat", repeat=(rate, "1")),
         "shards.storage_options": same(storage_options={"headers": {}}),
         "shards.on_error": same(on_error="raise"),
@@ -351,6 +360,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in write_shards(folder / "blank", [20, 20], seed=4):
         caption = re.compile(rb"noise from shard \d+ index \d*[05] digest [0-9a-f]+")
         path.write_bytes(caption.sub(lambda found: b" " * len(found[0]), path.read_bytes()))
+    (folder / "threes").write_text(
+        "".join(f"{shard:05d}{place:06d}\n" for shard in range(4) for place in (3, 13))
+    )
     (folder / "scores.csv").write_text("key,score\n00000000001,1\n")
     np.save(folder / "uids.npy", np.array(["0" * 32]))
     return folder
