@@ -128,6 +128,7 @@ class ShardCache:
         view.refresh()
         looked_through, numbers, rates, left_out = self._usable.get(shard, _NONE_USABLE)
         if view.reader is not None and view.count > looked_through:
+            view.wake()  # its files may have been given up since it was opened
             selection = self._selection.of_shard(shard)
             facts = self.facts(shard, range(looked_through, view.count), selection.facts)
             if facts is None or view.reader is None:

@@ -178,7 +178,7 @@ class FallbackPolicy:
         self._refused_since: dict[str, float] = {}
         self._sizes: dict[str, int] = {}  # of refused shards: their origin isn't asked for it again
         self._failures = 0
-        self._short_since: float | None = None  # of descriptors or memory
+        self._short_since: dict[str, float] = {}  # of descriptors or memory
         self._has_logged = False
 
     @property
@@ -191,12 +191,15 @@ class FallbackPolicy:
         with self._lock:
             return self._mode(shard)
 
-    def only(self, shards: Iterable[Shard]) -> None:
-        """Return all other shards to the default mode."""
-        digests = {shard.digest for shard in shards}
+    def only(self, needed: Iterable[Shard], requested: Iterable[Shard]) -> None:
+        """Return all but the needed shards to the default mode; forget shortages of those not requested."""
+        digests = {shard.digest for shard in needed}
+        requested_digests = {shard.digest for shard in requested}
         with self._lock:
             self._index_only &= digests
             self._in_fallback &= digests
+            for digest in self._short_since.keys() - requested_digests:
+                del self._short_since[digest]
 
     def store_index_only(self, shard: Shard) -> bool:
         """Store a shard index-only; False if its origin has no ranges, or it is already.
@@ -302,20 +305,22 @@ class FallbackPolicy:
             size = self._sizes.get(shard.digest, 0)
             return part_bytes(index_bytes(size) if mode.index_only else reserved_bytes(size))
 
-    def may_pass(self, error: OSError) -> bool:
-        """True if an error is a shortage of files or memory that may pass: the disk is all right."""
+    def may_pass(self, shard: Shard, error: OSError) -> bool:
+        """True if an error is a shortage of files or memory that may pass: the disk is all right.
+
+        Counted for each shard: a look at another one, which is there, takes fewer files than this one lacks.
+        """
         cause = error.__cause__ if isinstance(error, CacheError) else error
         if not isinstance(cause, OSError) or not is_shortage(cause) or isinstance(cause, LimitReached):
             return False
         with self._lock:
             now_seconds = time.monotonic()
-            self._short_since = self._short_since or now_seconds
-            return now_seconds - self._short_since < PATIENCE_SECONDS
+            return now_seconds - self._short_since.setdefault(shard.digest, now_seconds) < PATIENCE_SECONDS
 
-    def went_well(self) -> None:
-        """Note that the shortage has passed."""
+    def went_well(self, shard: Shard) -> None:
+        """Note that a shard's shortage has passed."""
         with self._lock:
-            self._short_since = None
+            self._short_since.pop(shard.digest, None)
 
     def _may_use_fallback(self, shard: Shard) -> bool:
         """True if there is a fallback tier that hasn't refused a shard."""

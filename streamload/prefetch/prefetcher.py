@@ -215,7 +215,8 @@ class Prefetcher:
 
     def want(self, requests: Sequence[FillRequest]) -> None:
         """Set the shards to fill, the most urgent first; replaces those set before."""
-        self._fallback.only([request.shard for request in requests if request.is_needed])
+        needed = [request.shard for request in requests if request.is_needed]
+        self._fallback.only(needed, [request.shard for request in requests])
         self._scheduler.want(requests)
 
     def look_again(self) -> None:
@@ -321,8 +322,9 @@ class Prefetcher:
         try:
             pause_seconds = self._fill_as(self._fallback.mode(shard), shard)
         except OSError as error:  # the tier's: an origin's have become results
-            return _NO_ROOM_SECONDS if self._fallback.may_pass(error) else self._after_failure(shard, error)
-        self._fallback.went_well()
+            may_pass = self._fallback.may_pass(shard, error)
+            return _NO_ROOM_SECONDS if may_pass else self._after_failure(shard, error)
+        self._fallback.went_well(shard)
         return pause_seconds
 
     def _after_failure(self, shard: Shard, error: OSError) -> float:

@@ -8,8 +8,9 @@ import os
 import resource
 import sys
 import threading
+import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,23 @@ import torch
 import streamload.cache.copying
 import streamload.loader.pool  # noqa: F401 - before they have to be found without a descriptor
 from streamload import Workers, limits
-from streamload.descriptors import give_up_when_short
+from streamload.cache.shard import Shard, ShardList
+from streamload.cache.tier import Tier
+from streamload.descriptors import Descriptor, give_up_when_short
 from streamload.errors import LimitReached, StreamloadError
 from streamload.ipc.buffers import BufferPool, buffers_for
+from streamload.metrics import Counters
+from streamload.origins.origin import Origin
+from streamload.prefetch import fallback
+from streamload.prefetch.prefetcher import Prefetcher, PrefetchOptions
 from streamload.prefetch.scheduler import FillScheduler
 from streamload.testing.shards import write_shards
+from streamload.urls import expand_urls
 from tests.support import flat
 from tests.support.disks import NotPossibleHere, small_disk
+from tests.support.fills import requests_for
 from tests.support.kills import Child
+from tests.support.tiers import until
 
 SHARDS, SAMPLES = 40, 4
 FILES = 85
@@ -171,7 +181,10 @@ def test_memory_for_a_batch_takes_the_descriptor_of_a_shard_that_can_be_opened_a
 
 
 def opens_files(sample: dict[str, Any]) -> dict[str, Any]:
-    use_up_files()
+    """Open for good what the process may still open, and what its shards give up for that."""
+    with suppress(OSError):
+        while True:
+            Descriptor.open(os.devnull, os.O_RDONLY)
     return named(sample)
 
 
@@ -179,6 +192,7 @@ def test_a_worker_whose_table_of_open_files_is_full_ends_the_run_with_the_number
     urls: str, tmp_path: Path
 ) -> None:
     def run() -> None:
+        fallback.PATIENCE_SECONDS = 0.5
         allow_files(more=60)
         with make(urls, tmp_path, num_workers=1, map_sample=opens_files) as loader:
             keys_of(loader)
@@ -186,6 +200,36 @@ def test_a_worker_whose_table_of_open_files_is_full_ends_the_run_with_the_number
     found = outcome(run)
     assert "LimitReached" in found["kind"] or "RuntimeError" in found["kind"]
     assert "ulimit -n" in found["text"]
+
+
+def test_a_shard_that_lacks_files_ends_the_run_although_those_that_are_there_need_none(
+    urls: str, tmp_path: Path
+) -> None:
+    there, lacking = ShardList(expand_urls(urls), None)[:2]
+
+    def run() -> None:
+        fallback.PATIENCE_SECONDS = 0.5
+        tier = Tier(tmp_path, 1 << 30)
+        ahead = Prefetcher(tier, no_origin, PrefetchOptions(threads=1), counts=Counters())
+        with closing(ahead):
+            ahead.want(requests_for([there]))
+            until(tier.published(there.digest).exists)
+            allow_files(more=5)
+            os.close(use_up_files().pop())  # which is enough for a look
+            ahead.want(requests_for([there, lacking]))
+            for _ in range(200):
+                ahead.look_again()
+                ahead.check()
+                time.sleep(0.02)
+
+    found = outcome(run)
+    assert "LimitReached" in found["kind"]
+    assert f"{lacking.name} can't be stored in the cache" in found["text"]
+    assert "ulimit -n" in found["text"]
+
+
+def no_origin(shard: Shard, stop: threading.Event) -> Origin:
+    raise AssertionError(f"{shard.name} is indexed where it is")
 
 
 def test_a_training_process_whose_table_of_open_files_is_full_is_told_so_when_it_starts(

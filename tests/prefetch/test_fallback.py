@@ -58,9 +58,9 @@ def test_a_shard_is_kept_bare_once_and_whole_again_when_it_was_not_wanted(tier: 
     assert not policy.store_index_only(ONE)
     assert not policy.store_index_only(COMMAND)
     assert not policy.store_in_fallback(ONE)
-    policy.only([ONE, OTHER])
+    policy.only([ONE, OTHER], [])
     assert policy.mode(ONE).index_only
-    policy.only([OTHER])
+    policy.only([OTHER], [])
     assert policy.mode(ONE) == StorageMode(tier, index_only=False)
 
 
@@ -142,15 +142,32 @@ def test_too_many_open_files_pass_for_a_while(tier: Tier, monkeypatch: Any) -> N
     short = OSError(errno.EMFILE, "too many open files")
     wrapped = CacheError("can't be used")
     wrapped.__cause__ = short
-    assert not policy.may_pass(OSError(errno.EIO, "broken"))
-    assert not policy.may_pass(CacheError("can't be used"))
-    assert policy.may_pass(short)
-    assert policy.may_pass(wrapped)
+    assert not policy.may_pass(ONE, OSError(errno.EIO, "broken"))
+    assert not policy.may_pass(ONE, CacheError("can't be used"))
+    assert policy.may_pass(ONE, short)
+    assert policy.may_pass(ONE, wrapped)
     monkeypatch.setattr(fallback_, "PATIENCE_SECONDS", 0.0)
-    assert not policy.may_pass(short)
+    assert not policy.may_pass(ONE, short)
     monkeypatch.undo()
-    policy.went_well()
-    assert policy.may_pass(short)
+    policy.went_well(ONE)
+    assert policy.may_pass(ONE, short)
+
+
+def test_how_long_files_are_short_is_counted_for_each_shard_as_long_as_it_is_requested(
+    tier: Tier, monkeypatch: Any
+) -> None:
+    policy = FallbackPolicy(tier, None, index_only=True)
+    short = OSError(errno.EMFILE, "too many open files")
+    clock = SimpleNamespace(monotonic=lambda: 0.0)
+    monkeypatch.setattr(fallback_, "time", clock)
+    assert policy.may_pass(ONE, short)
+    policy.went_well(OTHER)
+    clock.monotonic = lambda: fallback_.PATIENCE_SECONDS
+    policy.only([], [ONE])
+    assert policy.may_pass(OTHER, short)
+    assert not policy.may_pass(ONE, short)
+    policy.only([], [OTHER])
+    assert policy.may_pass(ONE, short)
 
 
 def test_fallback_tiers_of_runs_that_were_killed_go_when_any_run_begins(tier: Tier, monkeypatch: Any) -> None:

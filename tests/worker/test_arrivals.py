@@ -6,11 +6,14 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from streamload.cache.selection import Selection
+from streamload.cache.selection import KeySpec, Selection
 from streamload.cache.shard import ShardList
 from streamload.cache.shard_cache import ShardCache
+from streamload.cache.shard_view import OpenFiles
 from streamload.cache.tier import Tier
+from streamload.errors import CacheCorrupt
 from streamload.metrics import Counters
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
@@ -48,3 +51,31 @@ def test_a_shard_that_was_given_up_is_so_in_states_of_its_pass_although_lanes_re
             current_pass = 0
             numbers, ended = arrivals.arrived(1)
             assert (len(numbers), ended) == (12, True)
+
+
+def test_a_shard_whose_files_were_given_up_before_its_samples_were_selected_is_opened_again(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "data").mkdir()
+    write_shards(tmp_path / "data", [SAMPLES] * 2, seed=3)
+    urls = f"{tmp_path}/data/{{00000..00001}}.tar"
+    with flat.make_loader(
+        urls, batch_size=10, num_workers=0, text_key=None, cache_dir=tmp_path / "tier"
+    ) as loader:
+        assert len(list(loader)) == 6
+    files = OpenFiles()
+    cache = ShardCache(
+        Tier.open(tmp_path / "tier"), ShardList(expand_urls(urls), None), Selection((KeySpec.parse("jpg"),)),
+        skip=True, counts=Counters(), counted=lambda shard: True, files=files,
+    )  # fmt: skip
+    with closing(cache):
+        first = cache.view(0)
+        cache.view(1)  # it keeps its files, as the one that was used last
+        while files.give_up():
+            pass
+        assert first.reader is not None
+        assert first.ended
+        with pytest.raises(CacheCorrupt, match="closed"):
+            first.reader.entry(0)
+        numbers, ended = cache.arrived(0)
+        assert (len(numbers), ended) == (SAMPLES, True)
