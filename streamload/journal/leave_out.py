@@ -176,28 +176,8 @@ class LeftOutChanges(RankPart):
         self._has_steps = state.get("position", 0) > 0
         if NAME not in state:
             return
-        listed, self._listed = read_samples(self._file), 0
-        try:
-            rows = [
-                (int(position), str(source), int(number), str(digest))
-                for position, source, number, digest in state[NAME]
-            ]
-        except (OverflowError, TypeError, ValueError) as exc:
-            raise StateMismatch(f"not a valid state of a loader: {exc} as {NAME}") from None
-        for position, source, number, digest in rows:
-            samples = [sample for sample in listed if sample.call == digest][:number]
-            if source == "file":
-                samples, self._listed = listed[self._listed : number], number
-            by_people = [sample for sample in samples if not sample.call]
-            found = next((some for some in (samples, by_people) if digest_of(some) == digest), [])
-            if not found or position < 0:
-                which = f"the first {number}" if source == "file" else f"{number} of loader.leave_out()"
-                raise StateMismatch(
-                    f"leave_out={str(self._file)!r} lacks samples that the state's run has left out, which "
-                    f"would come again: {which} are changed or gone. Restore the file; lines may be added "
-                    f"at its end"
-                )
-            self._changes.append(LeftOutChange(position, source, number, digest, found))
+        self._changes = changes_of(state, self._file)
+        self._listed = max((change.number for change in self._changes if change.source == "file"), default=0)
 
     def _changes_at(self, position: int) -> list[LeftOutChange]:
         """The changes as they are from a position on: all hold where a sequence begins anew."""
@@ -261,6 +241,38 @@ class LeftOutChanges(RankPart):
                 file.flush()
                 os.fsync(file.fileno())
         return samples
+
+
+def changes_of(state: Mapping[str, Any], file: Path) -> list[LeftOutChange]:
+    """The changes of a loader's state, with their samples as a file lists them.
+
+    Raises:
+        StateMismatch: the state's part is damaged, or the file lacks a sample.
+        OptionError: the file can't be read.
+    """
+    listed, read = read_samples(file), 0
+    try:
+        rows = [
+            (int(position), str(source), int(number), str(digest))
+            for position, source, number, digest in state.get(NAME, ())
+        ]
+    except (OverflowError, TypeError, ValueError) as exc:
+        raise StateMismatch(f"not a valid state of a loader: {exc} as {NAME}") from None
+    changes = []
+    for position, source, number, digest in rows:
+        samples = [sample for sample in listed if sample.call == digest][:number]
+        if source == "file":
+            samples, read = listed[read:number], number
+        by_people = [sample for sample in samples if not sample.call]
+        found = next((some for some in (samples, by_people) if digest_of(some) == digest), [])
+        if not found or position < 0:
+            which = f"the first {number}" if source == "file" else f"{number} of loader.leave_out()"
+            raise StateMismatch(
+                f"leave_out={str(file)!r} lacks samples that the state's run has left out, which would come "
+                f"again: {which} are changed or gone. Restore the file; lines may be added at its end"
+            )
+        changes.append(LeftOutChange(position, source, number, digest, found))
+    return changes
 
 
 def read_samples(file: Path) -> list[ListedSample]:

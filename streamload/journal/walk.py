@@ -135,23 +135,22 @@ class Walk:
         order = pass_order(self._orders[source][0], shards, group, self._before.sequence, pass_)
         return int(np.flatnonzero(order == shard)[0])
 
-    def steps_of(self, group: int, source: int, positions: Sequence[int]) -> list[tuple[int, int]]:
+    def steps_of(self, group: int, source: int, positions: Sequence[int]) -> list[tuple[int, int, int]]:
         """The steps that have positions of a group's sequence in a source, ascending.
 
         Returns:
-            The first and last step that each may be in: those of a block, where it was planned.
+            The first and last step that each may be in: those of a block, where it was planned; and the
+            global position where the first begins.
         """
-        portions, found, begin = self._portions(group), list[tuple[int, int]](), self.begin
+        portions, found, begin = self._portions(group), list[tuple[int, int, int]](), self.begin
         portion = portions.at(begin)
         for position in positions:
             while portion.stop[source] <= position:
                 begin = self._end(begin)
                 portion = portions.at(begin)
-            first, last = (
-                self._steps.number(max(begin, self._before.position)),
-                self._steps.number(self._end(begin)),
-            )
-            found.append((self._at + first, self._at + last - 1))
+            start, end = max(begin, self._before.position), self._end(begin)
+            first, last = self._steps.number(start), self._steps.number(end) - 1
+            found.append((self._at + first, self._at + last, start))
         return found
 
     def _end(self, begin: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from streamload.errors import JournalError
 from streamload.extension import Extension
 from streamload.journal.history import History, Segment
 from streamload.journal.leave_out import NAME as LEFT_OUT
-from streamload.journal.leave_out import LeftOutSamples
+from streamload.journal.leave_out import LeftOutSamples, ListedSample, changes_of
 from streamload.journal.recorder import NAME, digest_of
 from streamload.journal.walk import Walk, planned_from
 from streamload.journal.witness import Row, Witness, Witnessed
@@ -219,6 +219,8 @@ class Use(NamedTuple):
         ordinal: which of the samples that its group has in the shard.
         group: its number.
         first, last: the steps that it may be in: those of a block, where that was planned.
+        position: the global one where the first begins.
+        origin: the step at which its sequence began.
     """
 
     pass_: int
@@ -226,6 +228,8 @@ class Use(NamedTuple):
     group: int
     first: int
     last: int
+    position: int
+    origin: int
 
 
 def uses(
@@ -260,7 +264,7 @@ def uses(
                 walk = first.walk if start == steps[0] else follow(segment, start, options, make).walk
                 positions, ordinals = walk.positions(group, source, shard, pass_)
                 for ordinal, place_in in zip(ordinals, walk.steps_of(group, source, positions), strict=True):
-                    yield Use(pass_, ordinal, group, *place_in)
+                    yield Use(pass_, ordinal, group, *place_in, origin)
 
 
 def owned_by(
@@ -276,6 +280,17 @@ def owned_by(
     walk = follow(segment, segment.first, options, make).walk
     part = walk.pieces(source, group).parts.get(shard)
     return numbers if part is None else part.owned(numbers)
+
+
+def left_out_of(segment: Segment, use: Use, options: LoaderOptions) -> list[ListedSample]:
+    """The samples that were left out of a segment at a use: others came in their places."""
+    state: Mapping[str, Any] = next(segment.marks_after(use.first, use.origin), {})
+    if not state:
+        state = segment.marks_before(use.first)[1][0].state
+    if options.leave_out_file is None:
+        return []
+    changes = changes_of(state, options.leave_out_file)
+    return [sample for change in changes if change.position <= use.position for sample in change.samples]
 
 
 def stored_options(history: History, segment: Segment) -> LoaderOptions:

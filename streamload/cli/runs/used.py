@@ -130,7 +130,7 @@ def _of_key(
     branch: _Branch, options: LoaderOptions, key: str, candidates: Sequence[_Shard]
 ) -> list[dict[str, Any]]:
     """The steps that used a sample."""
-    from streamload.loader.past import owned_by
+    from streamload.loader.past import left_out_of, owned_by
 
     for shard in candidates:
         keys = _usable(options, shard)
@@ -149,7 +149,9 @@ def _of_key(
         for use in _within(segment, first, stop, options, shard):
             own = owned[use.group]
             if use.ordinal < len(own) and own[use.ordinal] == number:
-                found.append({"step": use.first, "last": use.last, "pass": use.pass_, "samples": 1})
+                named = {(sample.key, sample.url) for sample in left_out_of(segment, use, options)}
+                if not named & {(key, None), (key, redact(shard.url))}:
+                    found.append({"step": use.first, "last": use.last, "pass": use.pass_, "samples": 1})
     return found
 
 
