@@ -107,7 +107,7 @@ peers: $(READY) $(OPENCLIP_READY)  ## Build the environments of the peers that a
 
 bench: peers  ## Measure beside the peers (about 3 hours); writes benchmarks/results/*.json
 	for name in cold cold_large link_busy warm overhead handover decode_workers start scaling consumer half resume memory flat memory_tier hits small_cache fill held small_shards mount looking \
-		verification prepared strategies module_cache row_memory row_columns features facts metrics_cost buckets bucket_groups packing naflex_step daemons shuffle arrival mixing_policies mixing_clip reporting scale nodes report shuffle_report; do \
+		verification prepared strategies module_cache row_memory row_columns features facts metrics_cost buckets bucket_groups packing naflex_step journal daemons shuffle arrival mixing_policies mixing_clip reporting scale nodes report shuffle_report; do \
 		$(BIN)/python -m benchmarks.$$name; done
 
 faults: $(READY) $(STORES_READY)  ## Meet every fault many times (about an hour); writes benchmarks/results/{faults,simulation}.json

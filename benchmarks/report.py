@@ -623,8 +623,29 @@ def packing(result: Result) -> str:
     return table(["lengths", "rule", "slowest rank ÷ mean", "tokens ÷ budget", "useful, × first fit"], rows)
 
 
+def journal(result: Result) -> str:
+    medians = result["medians"]
+    training, size = medians["training"], medians["journal"]["bytes_per_step"]
+    rows = [
+        ["a step of a training, without ÷ with", f"{training['ratio']:.4f}"],
+        ["what it adds to a step of 256 rows, CPU ms", f"{training['cpu_us_per_step'] / 1e3:.2f}"],
+        ["bytes a step and rank", f"{size:.0f}"],
+        ["256 rows again, CPU s", f"{medians['replay']['cpu_seconds']:.2f}"],
+    ]
+    for label, row in medians.items():
+        if label.startswith("seek: "):
+            scale, ways = label.removeprefix("seek: "), ("one_group_seconds", "all_groups_seconds")
+            values = " / ".join(f"{row[way]:.1f}" for way in ways)
+            rows.append([f"the state before a step, {scale}, of one group / of all, CPU s", values])
+        elif label.startswith("used: "):
+            said = f"the steps of a shard's samples, {label.removeprefix('used: ')}, CPU s"
+            rows.append([said, f"{row['cpu_seconds']:.2f}"])
+    return table(["a journal", ""], rows)
+
+
 TABLES = {
     **peer_tables.TABLES,
+    "journal": journal,
     "buckets": buckets,
     "naflex_step": naflex_step,
     "packing": packing,

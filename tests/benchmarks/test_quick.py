@@ -519,6 +519,15 @@ def test_cells_planned_for_all_ranks_are_more_alike_than_those_that_each_packs(t
         assert planned["filled"] > 0.95
 
 
+def test_what_a_journal_costs_is_measured(tmp_path: Path) -> None:
+    result = run_quickly("journal", tmp_path / "out.json")
+
+    assert 0.9 < result["medians"]["training"]["ratio"] < 1
+    assert 20 < result["medians"]["journal"]["bytes_per_step"] <= 50
+    assert len(result["targets"]) == 6
+    assert report.tables_of({"journal": result})["journal"].count("\n") == 1 + 6
+
+
 def test_what_looking_at_runs_costs_is_measured(tmp_path: Path) -> None:
     result = run_quickly("looking", tmp_path / "looking.json", "--rounds", "1")
     assert set(result["medians"]) == {"scrape", "report"}

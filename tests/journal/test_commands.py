@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -169,6 +170,36 @@ def test_a_planted_sample_is_the_first_suspect_of_each_spike(run: Trained, comma
     assert [spike["suspects"][0]["row"] for spike in without] == [
         spike["suspects"][0]["row"] for spike in spikes
     ]
+
+
+@pytest.mark.deep
+def test_twenty_planted_samples_are_among_the_first_suspects(tmp_path: Path, command: Command) -> None:
+    urls = [str(path) for path in write_shards(tmp_path / "shards", [40] * 6)]
+    for seed in range(20):
+        noise, journal = random.Random(seed), tmp_path / f"run-{seed}"
+        poison = f"{noise.randrange(6):05d}{noise.randrange(40):06d}"
+        with streamload.make_loader(
+            urls,
+            batch_size=32,
+            num_workers=0,
+            output="dict",
+            seed=seed,
+            cache_dir=tmp_path / "cache",
+            order=Order(num_batches=30, journal=journal),
+            batches=Batches(with_keys=True),
+        ) as loader:
+            for batch in loader:
+                usual = [noise.lognormvariate(0.7, 0.4) for _ in range(32)]  # a tail of up to four times
+                losses = [
+                    (10 if key == poison else 1) * loss
+                    for key, loss in zip(batch["__key__"], usual, strict=True)
+                ]
+                loader.report(loss=losses)
+        spikes = json.loads(command("runs", "spikes", journal, "--json", "--steps", 8)[1])
+        suspects = sorted(
+            (row for spike in spikes for row in spike["suspects"]), key=lambda row: -row["loss"]
+        )
+        assert poison in [row["key"] for row in suspects[:8]], seed
 
 
 def test_the_page_of_spikes_is_escaped(run: Trained, command: Command, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
@@ -26,12 +27,13 @@ if TYPE_CHECKING:
 
 _AROUND = 50
 """A step is compared with so many before it, and as many after it."""
-_DEVIATIONS = 6.0
+_DEVIATIONS, _ROW_DEVIATIONS = 6.0, 12.0
+"""From which a step stands out by its mean, or by its worst row: the tail of highest losses is long."""
 _LEAST_SHARE = 0.02
 """Of the usual loss: smaller deviations count as that, where losses hardly vary."""
 _ROWS = 8
-_NORMAL = 1.4826
-"""The standard deviation of normal values ÷ the median of their absolute deviations."""
+_MIDDLE, _LOW = (0.25, 0.75, 0.5), (0.05, 0.25, 0.25)
+"""Quantiles by which means are compared, and worst rows, as bad ones may be in most of the steps around."""
 _SAID = (
     "Suspects, not culprits: the same batch often does no harm from another checkpoint, and a contrastive "
     "loss depends on the whole batch."
@@ -137,10 +139,11 @@ def _of_segment(segment: Segment, first: int, stop: int) -> Iterator[Spike]:
     highest = worst.max(axis=(0, 2))
     if np.isnan(means).all():
         return
-    by_mean, usual, _ = _deviations(means)
-    by_row, row_usual, row_scale = _deviations(highest)
+    by_mean, usual, _ = _deviations(means, _MIDDLE)
+    by_row, row_usual, row_scale = _deviations(highest, _LOW)
     score = np.fmax(by_mean, by_row)
-    for place in np.flatnonzero(score > _DEVIATIONS).tolist():
+    stands_out = (by_mean > _DEVIATIONS) | (by_row > _ROW_DEVIATIONS)
+    for place in np.flatnonzero(stands_out).tolist():
         rows = worst[:, place]
         order = np.argsort(-rows, axis=None)[:_ROWS]
         suspects = []
@@ -180,24 +183,31 @@ def _losses(
     return means, worst, rows
 
 
-def _deviations(values: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.float32], ...]:
-    """How far values are above the median of those around, in robust standard deviations.
+def _deviations(
+    values: npt.NDArray[np.float32], quantiles: tuple[float, float, float]
+) -> tuple[npt.NDArray[np.float32], ...]:
+    """How far values are above those around, in robust standard deviations.
+
+    Args:
+        values: of consecutive steps.
+        quantiles: of those around, between which the deviation is measured, and the one from which.
 
     Returns:
-        The deviations (infinite where a value is; NaN where it is unknown), the medians, and the deviation.
+        The deviations (infinite where a value is; NaN where it is unknown), what they are from, and their
+        unit.
     """
     finite = np.where(np.isfinite(values), values, np.nan)
     padded = np.pad(finite, _AROUND, constant_values=np.nan)
     around = np.lib.stride_tricks.sliding_window_view(padded, 2 * _AROUND + 1)
     known = ~np.isnan(around).all(axis=1)
-    median = np.full(len(values), np.nan, np.float32)
-    scale = np.ones(len(values), np.float32)
-    median[known] = np.nanmedian(around[known], axis=1)
-    scale[known] = _NORMAL * np.nanmedian(np.abs(around[known] - median[known, None]), axis=1)
-    scale = np.maximum(scale, np.maximum(_LEAST_SHARE * np.abs(np.nan_to_num(median)), 1e-9))
-    result = (values - median) / scale
+    usual, scale = np.full(len(values), np.nan, np.float32), np.ones(len(values), np.float32)
+    low, high, usual[known] = np.nanquantile(around[known], quantiles, axis=1)
+    normal = NormalDist()
+    scale[known] = (high - low) / (normal.inv_cdf(quantiles[1]) - normal.inv_cdf(quantiles[0]))
+    scale = np.maximum(scale, np.maximum(_LEAST_SHARE * np.abs(np.nan_to_num(usual)), 1e-9))
+    result = (values - usual) / scale
     result[np.isposinf(values)] = np.inf
-    return result, median, scale
+    return result, usual, scale
 
 
 def _named(
