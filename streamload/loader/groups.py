@@ -116,11 +116,8 @@ class Shards(Group):
             can name other keys, and some of the columns. "joined:caption" is the column `caption`, as
             "json:caption" is a field. Samples without a row are left out. The file is read when the loader is
             made, once for a node.
-        leave_out: the path of a file with samples that a training leaves out: a key on each line, or an
-            object of JSON with "key", and if need be "url" and "why". Others of their shards take their
-            places, so all other rows stay where they are. It holds from the start of a run; lines that were
-            added before a resume, from there. `loader.leave_out()` appends to it, and makes it if it is
-            missing.
+        leave_out: a file with samples whose places others take in training (docs/guides/time-machine.md): a
+            key a line, or JSON with "key", "url" and "why". `loader.leave_out()` appends to it.
         storage_options: for fsspec: credentials, endpoint, anon; "headers" for http(s) and hf, by name, or by
             host and then by name: {"https://host": {"Authorization": "…"}}, or a function of the URL that
             returns them; "sign" for http(s): a function that returns the URL with a signature in its query.
@@ -284,9 +281,8 @@ class Order(Group):
             change: `loader.info.weight` of a row is the ratio of both. None: 1 for each row.
         strict: refuse a state whose rows were made by another `preprocess` or `tokenizer`, or by other
             versions of their libraries (docs/guides/resume.md). False: a resume logs what differs.
-        journal: a folder in which each rank keeps a record of the run, at most 50 bytes a step, by which
-            `loader.at(step)` and `streamload replay` make any of its batches again
-            (docs/guides/time-machine.md). All ranks write to it: give one that they share.
+        journal: a folder, shared by the ranks, for a record of the run by which `loader.at(step)` and
+            `streamload replay` make any of its batches again (docs/guides/time-machine.md).
 
     Raises:
         OptionError: a value that can't be used.

@@ -59,7 +59,9 @@ class Loader(DataLoaderInterface):
         self._run = RankRun(options, _counted_samples, _check_room, registered.reports_of)
         self._microbatching: registered.Microbatching | None = None
         if options.batches.microbatch == "auto":
-            self._microbatching = registered.microbatching_of(self._run)
+            from streamload.loader.methods import microbatching_of
+
+            self._microbatching = microbatching_of(self._run)
         self._collector = Collector(self._run, self._new_observer(Requests()))
         self._destination = Destination(options.device, options.order)
         self._is_accelerated = False
@@ -235,11 +237,12 @@ class Loader(DataLoaderInterface):
                 otherwise, with Order(strict=True).
         """
         from streamload.loader.fingerprint import compared_rows, has_other_plan
+        from streamload.loader.methods import refuse_left_out, warn_of_decoder
         from streamload.loader.state import counts_in, joined_state
 
         self._run.end_epoch("load_state_dict() was called")
         joined = joined_state(state, registered.by_rank())
-        registered.refuse_left_out(joined, self.options)
+        refuse_left_out(joined, self.options)
         difference = compared_rows(joined, self._run.fingerprint, self.options.order.strict)
         other_plan = has_other_plan(self.options, joined, self._run.fingerprint)
         self._run.schedule.load(joined, moved or {}, other_plan)
@@ -247,7 +250,7 @@ class Loader(DataLoaderInterface):
             logger.warning("%s", difference)
         self._comparison = None
         self._run.parts.load(joined)
-        registered.warn_of_decoder(joined, self.options)
+        warn_of_decoder(joined, self.options)
         position = self._run.schedule.tracker.now()
         samples = position.position - position.start
         if self.options.has_cells:  # of which each has a sample at least
@@ -293,12 +296,12 @@ class Loader(DataLoaderInterface):
                 those that led to it.
 
         Raises:
-            OptionError: the loader has no Order(journal=folder).
-            JournalError: the step isn't recorded; or it would have other samples than it had.
-            StateMismatch: its rows would be made otherwise than they were; it says what differs.
-            DatasetChanged: a shard is another than it was.
+            JournalError: the step isn't recorded, or it would have other samples than it had.
+            StateMismatch, DatasetChanged: rows would be made otherwise, or of another version of a shard.
         """
-        return (past.batch for past in registered.steps_of_journal(self._run, Loader, step, segment))
+        from streamload.loader.methods import steps_of_journal
+
+        return (past.batch for past in steps_of_journal(self._run, Loader, step, segment))
 
     def microbatches(self, batch: Any) -> registered.Microbatches:
         """Iterate over a step's batch in parts of `Batches(microbatch=…)` consecutive rows.
@@ -321,7 +324,9 @@ class Loader(DataLoaderInterface):
         """
         info = self._collector.outputs.info_of(batch)
         if self._microbatching is None:
-            self._microbatching = registered.microbatching_of(self._run)
+            from streamload.loader.methods import microbatching_of
+
+            self._microbatching = microbatching_of(self._run)
         return self._microbatching.parts(batch, info)
 
     @property
@@ -437,25 +442,23 @@ class Loader(DataLoaderInterface):
     def leave_out(self, keys: Iterable[str | tuple[str, str]], why: str = "") -> int:
         """Leave samples out of the training, from the first step that no worker of any rank can have started.
 
-        Another sample takes the place of each, as of one that can't be decoded; all other rows stay where
-        they are. It needs `Shards(leave_out=FILE)`, to which rank 0 appends the samples. With
-        torch.distributed all ranks have to call it after the same step; the samples of rank 0 count. Without,
-        every rank has to be given the same. It is part of the state: a run that resumes from a state before
-        the call has the samples until it calls this, too.
+        Others take their places, as those of images that can't be decoded; all other rows stay where they
+        are. They are appended to `left_out.jsonl` of Order(journal=…), or to Shards(leave_out=FILE), and are
+        part of the state. With torch.distributed as `set_weights`.
 
         Args:
-            keys: as batches have them in `__key__`; or pairs of a shard's URL, as in `__url__`, and a key,
-                where several shards have the same keys.
+            keys: as in `__key__`; or pairs of a shard's URL, as in `__url__`, and a key.
             why: for the log and the file.
 
         Returns:
-            The step, counted from the start of the current epoch, or of the next one between two epochs; if
-            the epoch ends before it, they are left out from the start of the next.
+            The step, as `set_weights`.
 
         Raises:
-            OptionError: there is no such file, or it can't be written; or these are no keys.
+            OptionError: other values; nothing says where; an evaluation; the file can't be written.
         """
-        return registered.leave_out(self._run, keys, why)
+        from streamload.loader.methods import leave_out
+
+        return leave_out(self._run, keys, why)
 
     def stats(self) -> Snapshot:
         """The counters of all processes of this rank so far. Cheap; at any time."""

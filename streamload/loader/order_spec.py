@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from streamload import limits, urls
+from streamload import urls
 from streamload.errors import OptionError, OrderDiverged
 from streamload.loader.options import LoaderOptions
-from streamload.metrics import format_bytes
 from streamload.order.events import UNIT
 from streamload.order.hashing import SOURCE, key
 from streamload.order.lanes import (
@@ -29,7 +28,6 @@ from streamload.order.lanes import (
     Width,
     default_lanes,
     fits,
-    fitting,
     live_shards,
 )
 from streamload.order.plan import OrderOptions
@@ -52,7 +50,7 @@ _LEAST_PART = 0.1
 SHARDS_DIGESTED = 2_000
 """The digest of the data covers at most this many shards of a source, evenly spaced."""
 
-_Widths = list[list[int]]
+Widths = list[list[int]]
 """Lanes and window of each source."""
 
 
@@ -318,7 +316,9 @@ def fit_to_cache(
     if agreed is None or agreed == needed:
         return replace(order, fitted=True)
     if widths != agreed and topology.local_rank == 0:
-        logger.warning("the cache of another node has room for less: %s", _in_words(needed, agreed))
+        from streamload.loader.narrowing import in_words
+
+        logger.warning("the cache of another node has room for less: %s", in_words(needed, agreed))
     names = [name for name, *_ in order.sources]
     sources = tuple((name, lanes, window) for name, (lanes, window) in zip(names, agreed, strict=True))
     return replace(order, sources=sources, fitted=True)
@@ -331,7 +331,7 @@ def _widths_of_node(
     shards: ShardList,
     limit_bytes: int,
     measure: Callable[[], Measure],
-) -> _Widths | None:
+) -> Widths | None:
     """The lanes and windows that fit on this node; None if all do, none would, or sizes are unknown."""
     counts = [len(source.urls) for source in options.sources]
     limit_bytes //= -(-order.groups // topology.nodes)
@@ -342,52 +342,15 @@ def _widths_of_node(
     step = max(1, options.batch_size * topology.world_size // order.groups)
     if fits(asked, limit_bytes, step):
         return None
+    from streamload.loader.narrowing import narrowed_widths
+
     firsts = [shards[sum(counts[:place])] for place in range(len(counts))]
-    with measure() as sizes, limits.Threads(len(firsts), "streamload-sizes") as pool:
-        shard_bytes = pool.map(sizes.shard_bytes, firsts)
-        asked = [replace(w, shard_bytes=size) for w, size in zip(asked, shard_bytes, strict=True)]
-        if fits(asked, limit_bytes, step):
-            return None
-        sample_bytes = pool.map(sizes.sample_bytes, firsts)
-        asked = [replace(w, sample_bytes=size) for w, size in zip(asked, sample_bytes, strict=True)]
-    narrower = fitting(
-        asked, limit_bytes, step, lanes=options.order.lanes is None, window=options.shuffle is None
-    )
-    if narrower == asked:
-        return None
-    needed, limit = format_bytes(sum(w.open_bytes for w in asked)), format_bytes(limit_bytes)
-    shard = format_bytes(max(w.shard_bytes for w in asked))
-    problem = (
-        f"cache {sizes.tier.root}: about {needed} have to be open at once (shards of {shard}); its limit "
-        f"is {limit}"
-    )
-    if narrower is None:
-        logger.warning("%s, too little for any lanes and window: raise cache_size", problem)
-        return None
-    widths = [[width.lanes, width.window] for width in narrower]
-    narrowed = _in_words([[width.lanes, width.window] for width in asked], widths)
-    if topology.world_size > 1 and not can_compare(topology.world_size):
-        logger.warning("%s: give %s (torch.distributed isn't initialised)", problem, narrowed)
-    else:
-        logger.warning(
-            "%s: this run, and each run resumed from it, reads with %s; to prevent that, raise cache_size or "
-            "give lanes= and shuffle=",
-            *(problem, narrowed),
-        )
-    return widths
+    return narrowed_widths(options, topology, asked, firsts, (limit_bytes, step), measure)
 
 
-def _narrowest(widths_by_node: Sequence[_Widths | None]) -> _Widths | None:
+def _narrowest(widths_by_node: Sequence[Widths | None]) -> Widths | None:
     """The least lanes and windows of any node."""
     cut = [widths for widths in widths_by_node if widths is not None]
     if not cut:
         return None
     return [[min(numbers) for numbers in zip(*source, strict=True)] for source in zip(*cut, strict=True)]
-
-
-def _in_words(needed: _Widths, narrower: _Widths) -> str:
-    """Lanes and window, added up over the sources."""
-    (lanes, window), (asked_lanes, asked_window) = (
-        [sum(numbers) for numbers in zip(*widths, strict=True)] for widths in (narrower, needed)
-    )
-    return f"lanes={lanes} and shuffle={window:,}, not {asked_lanes} and {asked_window:,}"

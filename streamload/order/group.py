@@ -364,13 +364,9 @@ class GroupOrder:
         return References(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
     def ended(self) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int32]]]:
-        """Iterate over passes: the shards whose end lanes have reached since the last call.
+        """Yield passes, shards that have ended in each since the last call, and the group's samples in them.
 
-        To be called as often as `mark_at`: passes are forgotten like marks.
-
-        Yields:
-            The pass, the shards that have ended (int64[N]), and the group's samples in each (int32[N]). Those
-            that the cursor had as done aren't among them.
+        To be called as often as `mark_at`: passes are forgotten, too.
         """
         for pass_, given in self._given.items():
             yield pass_, *given.ended(self._start_done if pass_ == self._start_pass else {})

@@ -121,12 +121,7 @@ class CheckedArrivals:
         return OpenShards(rows)
 
     def seen(self, shard: int, pass_: int) -> CheckpointShard:
-        """The record of an open shard for a state.
-
-        Args:
-            shard: its index in the source.
-            pass_: of which the record is.
-        """
+        """The record of an open shard for a state, of a pass."""
         numbers, ended = self.arrived(shard)  # compares with what was recorded
         recorded = self._begun.get(shard) if pass_ == self._begun_in else None
         if recorded is not None and (recorded.ended or len(numbers) < recorded.samples):

@@ -186,10 +186,9 @@ class Reader:
         return self.config.told_groups
 
     def ended(self) -> npt.NDArray[np.int64]:
-        """The shards of groups that this rank counts which have ended since the last call.
+        """Shards that have ended since the last call, of groups that this rank counts.
 
-        Returns:
-            int64[N, 11]: the group's number among all, the source, and what `ReferenceStream.ended` has.
+        int64[N, 11]: the group's number among all, the source, and what `ReferenceStream.ended` has.
         """
         first = self.config.first_group
         rows = [

@@ -155,9 +155,7 @@ class ReferenceStream:
     def ended(self) -> list[tuple[int, ...]]:
         """The shards that have ended since the last call.
 
-        Returns:
-            The pass, the shard's index in the source, the group's samples in it, and the fields of its
-            record in a state.
+        Of each the pass, its index in the source, the group's samples in it, and its record in a state.
         """
         return [
             (pass_, shard, count, *self._arrivals.seen(shard, pass_))

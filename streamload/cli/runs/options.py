@@ -50,12 +50,12 @@ def options_of(history: History, segment: Segment, loader: str | None) -> Loader
         return stored_options(history, segment)
     from streamload.features.named import named
 
-    made = named(loader)
-    if not isinstance(made, Loader) and callable(made):
-        made = made()
-    if not isinstance(made, Loader):
-        raise OptionError(f"--loader {loader} is a {type(made).__name__}; expected a streamload.Loader")
-    return made.options
+    value = named(loader)
+    if not isinstance(value, Loader) and callable(value):
+        value = value()
+    if not isinstance(value, Loader):
+        raise OptionError(f"--loader {loader} is a {type(value).__name__}; expected a streamload.Loader")
+    return value.options
 
 
 def make_loaders() -> MakeLoaders:
@@ -81,11 +81,11 @@ def steps_of(
     """
     from streamload.loader.past import steps_from
 
-    found, layout = history.at(step, segment), None
+    recorded, layout = history.at(step, segment), None
     if rank is not None:
-        if not 0 <= rank < found.world_size:
-            raise OptionError(f"step {step} was made by {found.world_size} ranks: there is no rank {rank}")
-        layout = rank, found.world_size, found.rows
+        if not 0 <= rank < recorded.world_size:
+            raise OptionError(f"step {step} was made by {recorded.world_size} ranks: there is no rank {rank}")
+        layout = rank, recorded.world_size, recorded.rows
     return steps_from(history, step, options, make_loaders(), layout, segment)
 
 

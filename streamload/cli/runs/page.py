@@ -35,10 +35,10 @@ def pictures(images: Any, options: LoaderOptions) -> list[npt.NDArray[np.uint8] 
             result is spread over the image's own range.
     """
     statistics = _statistics(options)
-    found: list[npt.NDArray[np.uint8] | None] = []
+    shown: list[npt.NDArray[np.uint8] | None] = []
     for image in [] if images is None else images:
         if getattr(image, "ndim", 0) != 3 or image.shape[0] != _CHANNELS:
-            found.append(None)
+            shown.append(None)
             continue
         pixels = np.moveaxis(image.cpu().numpy(), 0, -1)
         if pixels.dtype != np.uint8:
@@ -49,8 +49,8 @@ def pictures(images: Any, options: LoaderOptions) -> list[npt.NDArray[np.uint8] 
             else:
                 pixels = pixels * np.array(statistics[1], np.float32) + np.array(statistics[0], np.float32)
             pixels = np.clip(np.nan_to_num(pixels) * 255 + 0.5, 0, 255).astype(np.uint8)
-        found.append(np.ascontiguousarray(pixels))
-    return found
+        shown.append(np.ascontiguousarray(pixels))
+    return shown
 
 
 def _statistics(options: LoaderOptions) -> tuple[Sequence[float], Sequence[float]] | None:
@@ -74,13 +74,13 @@ def as_png(picture: npt.NDArray[np.uint8]) -> bytes:
 
 
 def page(
-    title: str, said: str, sections: Sequence[tuple[str, Sequence[tuple[Mapping[str, Any], Any]]]]
+    title: str, subtitle: str, sections: Sequence[tuple[str, Sequence[tuple[Mapping[str, Any], Any]]]]
 ) -> str:
     """A page without scripts or anything from a network; all text is escaped.
 
     Args:
         title: of it.
-        said: below the title.
+        subtitle: below the title.
         sections: of it.
     """
     parts = []
@@ -90,7 +90,8 @@ def page(
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>"
         f'<meta name=viewport content="width=device-width"><style>{STYLE}{_ROWS_STYLE}</style><main>'
-        f"<h1>{html.escape(title)}</h1><p class=sub>{html.escape(said)}</p>{''.join(parts)}</main></html>\n"
+        f"<h1>{html.escape(title)}</h1><p class=sub>{html.escape(subtitle)}</p>{''.join(parts)}</main>"
+        f"</html>\n"
     )
 
 

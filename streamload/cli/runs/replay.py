@@ -49,44 +49,44 @@ def replay(
     from streamload.journal.history import History
 
     history = History(journal)
-    found = history.at(step, segment)
-    options = options_of(history, found, loader)
-    digest = found.digest(step) if rank is None else found.digest_of(step, rank)
-    made = next(iter(steps_of(history, step, options, rank, segment)), None)
-    if made is None:
+    recorded = history.at(step, segment)
+    options = options_of(history, recorded, loader)
+    digest = recorded.digest(step) if rank is None else recorded.digest_of(step, rank)
+    step_again = next(iter(steps_of(history, step, options, rank, segment)), None)
+    if step_again is None:
         raise StreamloadError(f"step {step} can't be made again: its epoch ends before it")
     sources = [source.name for source in options.sources]
     losses = {}
-    if rank is not None or found.world_size == 1:
-        reported = found.losses(step, rank or 0)
+    if rank is not None or recorded.world_size == 1:
+        reported = recorded.losses(step, rank or 0)
         losses = {} if reported is None else dict(zip(reported.rows, reported.worst, strict=True))
-    chosen = _chosen(rows, len(made.rows))
-    values = [row_values(made.rows[number], number, sources, losses.get(number)) for number in chosen]
-    said = f"{len(made.rows)} rows of {'all ranks' if rank is None else f'rank {rank}'}"
+    chosen = _chosen(rows, len(step_again.rows))
+    values = [row_values(step_again.rows[number], number, sources, losses.get(number)) for number in chosen]
+    summary = f"{len(step_again.rows)} rows of {'all ranks' if rank is None else f'rank {rank}'}"
     checked = "as recorded" if digest is not None else "made again; no rank recorded its digest"
     if verify:
         verdict = {
             "step": step,
-            "segment": found.name,
-            "rows": len(made.rows),
+            "segment": recorded.name,
+            "rows": len(step_again.rows),
             "verified": digest is not None,
         }
-        print_json(verdict) if as_json else say(f"step {step:,}: {said}, {checked}")
+        print_json(verdict) if as_json else say(f"step {step:,}: {summary}, {checked}")
         return
     if html is not None or save is not None:
-        shown = pictures(made.images, options)
+        shown = pictures(step_again.images, options)
         shown = [shown[number] if number < len(shown) else None for number in chosen]
         pairs: list[tuple[Any, Any]] = list(zip(values, shown, strict=True))
         if html is not None:
             title = f"Step {step:,} of {journal.resolve().name}"
-            html.write_text(page(title, f"{said}; {checked}", [("Rows", pairs)]))
+            html.write_text(page(title, f"{summary}; {checked}", [("Rows", pairs)]))
         if save is not None:
             save_pictures(save, pairs)
             (save / "rows.json").write_text(json.dumps(values, indent=1))
     if as_json:
         print_json(values)
         return
-    say(f"step {step:,}: {said}; {checked}")
+    say(f"step {step:,}: {summary}; {checked}")
     names = ("row", "key", "shard", "source", "passes", "loss", "caption")
     print_table(names, (_cells(row) for row in values))
 

@@ -26,13 +26,15 @@ def ls(
     """List the runs of which a folder has a journal."""
     from streamload.journal.history import History
 
-    found = {str(path.parent): _summary(History(path.parent)) for path in sorted(folder.rglob(_FIRST_FILE))}
+    summaries = {
+        str(path.parent): _summary(History(path.parent)) for path in sorted(folder.rglob(_FIRST_FILE))
+    }
     if as_json:
-        print_json(found)
+        print_json(summaries)
         return
     rows = (
         (name, str(run["segments"]), f"{run['steps']:,}", str(run["ranks"]), run["began"])
-        for name, run in found.items()
+        for name, run in summaries.items()
     )
     print_table(("run", "segments", "steps", "ranks", "began"), rows)
 
@@ -82,16 +84,16 @@ def show(journal: Journal, as_json: AsJson = False) -> None:
         return
     cells = (
         (
-            one["segment"],
-            "–" if one["from"] is None else f"{one['from'][0]} at {one['from'][1]:,}",
-            f"{one['first']:,} to {one['stop'] - 1:,}",
-            "abandoned" if one["used_until"] is None else f"to {one['used_until'] - 1:,}",
-            f"{one['ranks']} × {one['rows']}",
-            one["began"],
+            segment["segment"],
+            "–" if segment["from"] is None else f"{segment['from'][0]} at {segment['from'][1]:,}",
+            f"{segment['first']:,} to {segment['stop'] - 1:,}",
+            "abandoned" if segment["used_until"] is None else f"to {segment['used_until'] - 1:,}",
+            f"{segment['ranks']} × {segment['rows']}",
+            segment["began"],
         )
-        for one in segments
+        for segment in segments
     )
     print_table(("segment", "from", "steps", "led on", "ranks × rows", "began (UTC)"), cells)
-    for one in segments:
-        for event in one["events"]:
+    for segment in segments:
+        for event in segment["events"]:
             say(f"step {event['step']:,}: {event['kind']} {json.dumps(event['value'])}")

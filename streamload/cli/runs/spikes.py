@@ -94,23 +94,25 @@ def spikes(
     from streamload.journal.history import History
 
     history = History(journal)
-    found = find_spikes(history, segment)[:most]
-    named = [(spike, [] if no_rows else list(_named(history, spike, segment, loader))) for spike in found]
+    standing_out = find_spikes(history, segment)[:most]
+    named = [
+        (spike, [] if no_rows else list(_named(history, spike, segment, loader))) for spike in standing_out
+    ]
     if html is not None:
         sections = [(_heading(spike), rows) for spike, rows in named]
         html.write_text(page(f"Spikes of {journal.resolve().name}", _SAID, sections))
     if as_json:
         print_json([_values(spike, [values for values, _ in rows]) for spike, rows in named])
         return
-    if not found:
+    if not named:
         say("no step stands out, or no losses by row were reported")
         return
     for spike, rows in named:
         say(_heading(spike))
         if no_rows:
             cells = [
-                (str(one.rank), str(one.row), f"{one.loss:.4g}", f"{one.deviations:.1f}")
-                for one in spike.suspects
+                (str(row.rank), str(row.row), f"{row.loss:.4g}", f"{row.deviations:.1f}")
+                for row in spike.suspects
             ]
             print_table(("rank", "row", "loss", "deviations"), cells)
         else:
@@ -121,10 +123,10 @@ def spikes(
 
 def find_spikes(history: History, segment: str | None = None) -> list[Spike]:
     """The steps that stand out among those that led to a segment, the furthest first."""
-    found = []
-    for one, first, stop in history.branch(segment):
-        found += list(_of_segment(one, first, stop))
-    return sorted(found, key=lambda spike: -spike.deviations)
+    of_run = []
+    for part, first, stop in history.branch(segment):
+        of_run += list(_of_segment(part, first, stop))
+    return sorted(of_run, key=lambda spike: -spike.deviations)
 
 
 def _of_segment(segment: Segment, first: int, stop: int) -> Iterator[Spike]:
@@ -132,9 +134,9 @@ def _of_segment(segment: Segment, first: int, stop: int) -> Iterator[Spike]:
     if not ranks or stop <= first:
         return
     of_ranks = np.stack([means for means, _, _ in ranks.values()])
-    known = ~np.isnan(of_ranks)
+    is_known = ~np.isnan(of_ranks)
     means = np.full(stop - first, np.nan, np.float32)
-    np.divide(np.where(known, of_ranks, 0).sum(0), known.sum(0), out=means, where=known.any(0))
+    np.divide(np.where(is_known, of_ranks, 0).sum(0), is_known.sum(0), out=means, where=is_known.any(0))
     worst = np.stack([losses for _, losses, _ in ranks.values()])  # float32[ranks, steps, rows]
     highest = worst.max(axis=(0, 2))
     if np.isnan(means).all():
@@ -199,11 +201,11 @@ def _deviations(
     finite = np.where(np.isfinite(values), values, np.nan)
     padded = np.pad(finite, _AROUND, constant_values=np.nan)
     around = np.lib.stride_tricks.sliding_window_view(padded, 2 * _AROUND + 1)
-    known = ~np.isnan(around).all(axis=1)
+    is_known = ~np.isnan(around).all(axis=1)
     usual, scale = np.full(len(values), np.nan, np.float32), np.ones(len(values), np.float32)
-    low, high, usual[known] = np.nanquantile(around[known], quantiles, axis=1)
+    low, high, usual[is_known] = np.nanquantile(around[is_known], quantiles, axis=1)
     normal = NormalDist()
-    scale[known] = (high - low) / (normal.inv_cdf(quantiles[1]) - normal.inv_cdf(quantiles[0]))
+    scale[is_known] = (high - low) / (normal.inv_cdf(quantiles[1]) - normal.inv_cdf(quantiles[0]))
     scale = np.maximum(scale, np.maximum(_LEAST_SHARE * np.abs(np.nan_to_num(usual)), 1e-9))
     result = (values - usual) / scale
     result[np.isposinf(values)] = np.inf
@@ -216,13 +218,13 @@ def _named(
     """The suspects of a step with their keys and captions, and their pictures."""
     from streamload.cli.runs.page import pictures
 
-    made: dict[int, Any] = {}
+    by_rank: dict[int, Any] = {}
     for suspect in spike.suspects:
         options = options_of(history, suspect.segment, loader)
-        if suspect.rank not in made:
+        if suspect.rank not in by_rank:
             step = next(iter(steps_of(history, spike.step, options, suspect.rank, segment)))
-            made[suspect.rank] = step, pictures(step.images, options)
-        step, shown = made[suspect.rank]
+            by_rank[suspect.rank] = step, pictures(step.images, options)
+        step, shown = by_rank[suspect.rank]
         sources = [source.name for source in options.sources]
         values = row_values(step.rows[suspect.row], suspect.row, sources, suspect.loss)
         usual = suspect.segment.usual_loss(spike.step, values["source"])
@@ -239,8 +241,8 @@ def _heading(spike: Spike) -> str:
 
 def _values(spike: Spike, rows: list[Mapping[str, Any]]) -> dict[str, Any]:
     plain = [
-        {"rank": one.rank, "row": one.row, "loss": one.loss, "deviations": one.deviations}
-        for one in spike.suspects
+        {"rank": row.rank, "row": row.row, "loss": row.loss, "deviations": row.deviations}
+        for row in spike.suspects
     ]
     return {
         "step": spike.step,

@@ -38,7 +38,7 @@ class _Shard(NamedTuple):
 
 def used(
     journal: Journal,
-    what: Annotated[
+    names: Annotated[
         list[str],
         typer.Argument(help="Keys of samples, URLs of shards, or files with one of these a line."),
     ],
@@ -53,7 +53,7 @@ def used(
     """Tell in which steps a run used samples, or any sample of a shard, and in which pass over the data.
 
     What the order gave to steps, as far as the journal goes: a sample that came as the replacement of a bad
-    one isn't found. A shard that begins a key's name is read first for it, then all others.
+    one isn't uses_by_name. A shard that begins a key's name is read first for it, then all others.
     """
     from streamload.journal.history import History
 
@@ -61,17 +61,17 @@ def used(
     branch = history.branch(segment)
     options = options_of(history, branch[-1][0], loader)
     shards = _shards(options)
-    found: dict[str, list[dict[str, Any]]] = {}
-    for name in _names(what):
+    uses_by_name: dict[str, list[dict[str, Any]]] = {}
+    for name in _names(names):
         if name in shards:
-            found[name] = _of_shard(branch, options, shards[name])
+            uses_by_name[name] = _of_shard(branch, options, shards[name])
         else:
-            found[name] = _of_key(branch, options, name, _candidates(shards, name, shard))
+            uses_by_name[name] = _of_key(branch, options, name, _candidates(shards, name, shard))
     covered = [branch[0][1], branch[-1][2] - 1]
     if as_json:
-        print_json({"covers": covered, "used": found})
+        print_json({"covers": covered, "used": uses_by_name})
         return
-    for name, rows in found.items():
+    for name, rows in uses_by_name.items():
         for row in rows:
             steps = f"step {row['step']:,}"
             if row["last"] != row["step"]:
@@ -82,8 +82,8 @@ def used(
             say(f"{name}: in no step of {covered[0]:,} to {covered[1]:,}, which the journal covers")
 
 
-def _names(what: Sequence[str]) -> Iterator[str]:
-    for name in what:
+def _names(names: Sequence[str]) -> Iterator[str]:
+    for name in names:
         if "://" not in name and Path(name).is_file() and not name.endswith(".tar"):
             yield from filter(None, (line.strip() for line in Path(name).read_text().splitlines()))
         else:
@@ -140,19 +140,19 @@ def _of_key(
     else:
         raise OptionError(f"no shard of the run has a usable sample {key!r}; {len(candidates):,} were read")
     numbers = np.array([*keys], np.int64)
-    found = []
+    steps = []
     for segment, first, stop in branch:
         owned = {
             group: owned_by(segment, options, make_loaders(), group, shard.source, shard.number, numbers)
             for group in range(segment.groups)
         }
         for use in _within(segment, first, stop, options, shard):
-            own = owned[use.group]
-            if use.ordinal < len(own) and own[use.ordinal] == number:
+            numbers_owned = owned[use.group]
+            if use.ordinal < len(numbers_owned) and numbers_owned[use.ordinal] == number:
                 named = {(sample.key, sample.url) for sample in left_out_of(segment, use, options)}
                 if not named & {(key, None), (key, redact(shard.url))}:
-                    found.append({"step": use.first, "last": use.last, "pass": use.pass_, "samples": 1})
-    return found
+                    steps.append({"step": use.first, "last": use.last, "pass": use.pass_, "samples": 1})
+    return steps
 
 
 def _uses(branch: _Branch, options: LoaderOptions, shard: _Shard) -> Iterator[tuple[int, Use]]:
@@ -176,8 +176,8 @@ def _usable(options: LoaderOptions, shard: _Shard) -> dict[int, str]:
     from streamload.loader.groups import Shards, Workers
 
     place = options.first_shards[shard.source] + shard.number
-    found = _in_cache(options, place)
-    if found is None:
+    keys = _in_cache(options, place)
+    if keys is None:
         passed = make_loader(
             shard.url,
             train=False,
@@ -192,10 +192,10 @@ def _usable(options: LoaderOptions, shard: _Shard) -> dict[int, str]:
         with passed as loader:
             for _ in loader:
                 pass
-        found = _in_cache(options, place)
-    if found is None:
+        keys = _in_cache(options, place)
+    if keys is None:
         raise OptionError(f"{redact(shard.url)} can't be read, or the cache has no room for it")
-    return found
+    return keys
 
 
 def _in_cache(options: LoaderOptions, shard: int) -> dict[int, str] | None:
