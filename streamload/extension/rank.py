@@ -172,6 +172,9 @@ class RankPart:
     def end_epoch(self) -> None:
         """End an epoch, after its last batch was yielded: `self.log.flush()`."""
 
+    def close(self) -> None:
+        """The loader is closed, perhaps within an epoch; it can be iterated again: `self.log.flush()`."""
+
     def state(self, position: int) -> Mapping[str, object]:
         """Its keys of the loader's state: JSON-able, alike on all ranks.
 

@@ -55,11 +55,11 @@ class RecordWriter:
         path: of the file; made if it is missing, and its folder.
 
     Attributes:
-        segments: how many attempts the file had when it was opened.
+        segments: the names of attempts that the file had when it was opened.
     """
 
     def __init__(self, path: Path):
-        self.segments = 0
+        self.segments = set[str]()
         self._path, self._total, self._size_bytes = path, 0, 0
         self._unwritten: list[bytes] = []
         self._is_failing = False
@@ -76,7 +76,9 @@ class RecordWriter:
             self._path.write_bytes(_MAGIC)
         self._size_bytes = len(_MAGIC)
         for payload, total in _payloads(self._path):
-            self.segments += _unpacked(payload).kind == "segment"
+            record = _unpacked(payload)
+            if record.kind == "segment":
+                self.segments.add(str(record.values["segment"]))
             self._total, self._size_bytes = total, self._size_bytes + _HEAD.size + len(payload)
         os.truncate(self._path, self._size_bytes)
 
@@ -88,11 +90,15 @@ class RecordWriter:
         text = b"".join(self._unwritten)
         try:
             with self._path.open("r+b", buffering=0) as file:
-                file.seek(self._size_bytes)
-                left = memoryview(text)
-                while left:
-                    left = left[file.write(left) or 0 :]
-                file.truncate()
+                if file.seek(0, os.SEEK_END) != self._size_bytes:
+                    raise OSError("another attempt of the run writes to it, or has")
+                try:
+                    left = memoryview(text)
+                    while left:
+                        left = left[file.write(left) or 0 :]
+                except OSError:
+                    file.truncate(self._size_bytes)
+                    raise
         except OSError as exc:
             if not self._is_failing:
                 logger.warning("the journal %s can't be written; training goes on: %s", self._path, exc)

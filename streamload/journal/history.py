@@ -8,7 +8,6 @@ among the steps that led to a segment, by default the last one.
 from __future__ import annotations
 
 import bisect
-import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,13 +57,14 @@ class RankRecords:
         marks: by the step before which the state was.
         events: with the steps at which they were seen.
         chunks: the records of steps, in their order.
+        ended: shards that have ended, by the step at which their sequence began.
     """
 
     begin: Mapping[str, Any]
     marks: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     events: list[tuple[int, Event]] = field(default_factory=list)
     chunks: list[Record] = field(default_factory=list)
-    ended: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    ended: dict[int, list[npt.NDArray[np.int64]]] = field(default_factory=dict)
 
     @property
     def stop(self) -> int:
@@ -144,27 +144,37 @@ class Segment:
             raise JournalError(f"segment {self.name} of the journal has no mark before step {step}")
         return at, [marks[at] for marks in marked]
 
+    def epoch_after(self, step: int) -> int:
+        """The step with which the first epoch after a step begins, or that after the last of the segment."""
+        starts = [number for number, state in self.rank(0).marks.items() if state["position"] == state["began"]]
+        return min((number for number in starts if number > step), default=self.stop)
+
     def marks_after(self, step: int) -> Iterator[Mapping[str, Any]]:
-        """The states of marks after a step, of all ranks, in their order."""
+        """The states of marks after a step, of all ranks, in their order, up to the next epoch's start."""
+        stop = self.epoch_after(step)
         for records in self.ranks.values():
             for number, state in records.marks.items():
-                if number > step:
+                if step < number <= stop:
                     yield state
 
     def events(self, since: int) -> list[Event]:
-        """The events of the run that were set from a step on, by which there was a mark."""
+        """The events that were set in an epoch from a step on, by which there was a mark."""
         events: list[Event] = []
+        stop = self.epoch_after(since)
         for step, event in self.rank(0).events:  # alike on all ranks
-            if step >= since:
+            if since <= step < stop:
                 events = joined(events, [event])
         return events
 
-    @functools.cached_property
-    def ended(self) -> dict[tuple[int, int, int], dict[int, EndedShard]]:
-        """The shards that have ended, by group, source and pass, and by their index in the source."""
+    def ended(self, step: int) -> dict[tuple[int, int, int], dict[int, EndedShard]]:
+        """The shards that have ended in the sequence of a step.
+
+        Returns:
+            They, by group, source and pass, and by their index in the source.
+        """
         found: dict[tuple[int, int, int], dict[int, EndedShard]] = {}
         for records in self.ranks.values():
-            for rows in records.ended:
+            for rows in records.ended.get(max((n for n in records.ended if n <= step), default=-1), ()):
                 for group, source, pass_, shard, samples, *record in rows.tolist():
                     count, is_ended, *rest = record
                     seen = EndedShard(samples, CheckpointShard(count, bool(is_ended), *rest))
@@ -278,14 +288,17 @@ def _by_segment(path: Path) -> dict[str, RankRecords]:
         values = record.values
         if record.kind == "segment":
             current = segments[str(values["segment"])] = RankRecords(values)
+            current.ended[int(values["step"])] = []
         elif current is None:
             raise JournalError(f"{path} doesn't begin with a segment")
         elif record.kind == "mark":
             current.marks[int(values["step"])] = values["state"]
+            if values["state"]["position"] == 0:
+                current.ended[int(values["step"])] = []
         elif record.kind == "event":
             current.events += [(int(values["step"]), event) for event in from_json([values["event"]])]
         elif record.kind == "ended":
-            current.ended.append(record.arrays["shards"])
+            current.ended[max(current.ended)].append(record.arrays["shards"])
         elif record.kind == "steps":
             current.chunks.append(record)
     return segments

@@ -139,8 +139,9 @@ class Recorder(RankPart):
                 lambda ranks: [ranks[0][0], next((error for _, error in ranks if error), "")],
             )
         else:  # ranks that were placed by Order(rank=…): what is the same on all of them
-            told = [run.identity, self._parent, writer.segments]
-            token = xxhash.xxh32_hexdigest(repr(told).encode())
+            told = [run.identity, self._parent, run.world_size]
+            while (token := xxhash.xxh32_hexdigest(repr(told).encode())) in writer.segments:
+                told.append(token)
         if error:
             raise OptionError(error)
         self._segment, self._known = token, []
@@ -165,6 +166,8 @@ class Recorder(RankPart):
         if pending is None:
             return
         if self._is_due or (self._step % MARK_STEPS == 0 and pending.marked != self._step):
+            if self._is_due and self._run.position.position == 0:
+                pending.begin_sequence()
             self._is_due, pending.marked = False, self._step
             if self._run.counts_groups:
                 state = {"step": self._step, "state": self._run.state()}
@@ -214,6 +217,8 @@ class Recorder(RankPart):
         if self._pending is not None:
             self._pending.flush()
 
+    close = end_epoch
+
     def state(self, position: int) -> Mapping[str, object]:
         """The place in the journal."""
         if not self._segment:
@@ -253,6 +258,11 @@ class _Pending:
         if not self._digests:
             self._first = step
         self._digests.append(digest)
+
+    def begin_sequence(self) -> None:
+        """Write all of the sequence before: what ends from now on belongs to the mark that comes next."""
+        self.flush()
+        self._told.clear()
 
     def add_ended(self, rows: npt.NDArray[np.int64]) -> None:
         """Add shards that a worker found to have ended; others have found most of them, too."""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from streamload.errors import JournalError
 from streamload.journal.history import EndedShard, Segment
 from streamload.order.events import Event
 from streamload.order.group import Cursor, GroupOrder
@@ -56,6 +55,7 @@ class Walk:
         self._segment, self._at, self._before = segment, at, before
         self._steps, self._events, self._orders, self._draws = steps, events, orders, draws
         self.begin = planned_from(steps, before.position)
+        self._ended = segment.ended(at)
         self._axes: dict[int, NDArray[np.int64]] = {}
 
     def to(self, group: int, target: int) -> GroupState:
@@ -78,7 +78,7 @@ class Walk:
     def _source(self, group: int, source: int, start: SourceState | None, position: int) -> SourceState:
         (options, count), sequence = self._orders[source], self._before.sequence
         own = self._pieces(options, count, source, group)
-        ended = self._segment.ended
+        ended = self._ended
         order = GroupOrder(
             options,
             count,
@@ -89,14 +89,7 @@ class Walk:
         )
         arrivals = _Recorded(lambda: ended.get((group, source, order.pass_), {}))
         while order.position < position:
-            reached = order.position, order.read, order.pass_
             order.advance(arrivals)
-            if (order.position, order.read, order.pass_) == reached:
-                raise JournalError(
-                    f"the journal lacks how many samples group {group} has in shards "
-                    f"{order.blocked(arrivals)[:4]} of source {source}, in pass {order.pass_}: the run ended "
-                    f"before it was written"
-                )
         cursor = order.mark_at(position)
         shards = np.arange(count) if cursor.everything else own.shards
         in_pass = pass_order(options, shards, group, sequence, cursor.pass_)
@@ -120,7 +113,7 @@ class Walk:
         """Shards as the next mark has them: those that were open to the end of the journal."""
         for state in self._segment.marks_after(self._at):
             found = state["at"].get(str(group))
-            if found is None or state["sequence"] != self._before.sequence:
+            if found is None:
                 continue
             marked = GroupState.from_json(found).sources[source]
             return dict(marked.begun) if marked.cursor.pass_ == pass_ else {}
@@ -134,8 +127,14 @@ def _first_open(cursor: Cursor) -> int:
     return min((place for place, _, _ in cursor.lanes.lanes if place >= 0), default=cursor.lanes.next)
 
 
+_ENDLESS = np.broadcast_to(np.int64(0), 1 << 31)
+
+
 class _Recorded:
     """The numbers of samples as a journal has them: arrivals, of which only the numbers count.
+
+    All ends of shards that the run had come to by a recorded step are recorded. To the others it hadn't come,
+    so that they don't matter for the steps up to there.
 
     Args:
         ended: returns the shards of the current pass by their index.
@@ -147,4 +146,4 @@ class _Recorded:
     def arrived(self, shard: int) -> tuple[NDArray[np.int64], bool]:
         """See order.lanes.Arrivals."""
         seen = self._ended().get(shard)
-        return (np.empty(0, np.int64), False) if seen is None else (np.arange(seen.samples), True)
+        return (_ENDLESS, False) if seen is None else (np.arange(seen.samples), True)

@@ -521,6 +521,7 @@ class Loader(DataLoaderInterface):
         The iterator of an unfinished epoch raises LoaderClosed. The state stays that of the last batch.
         """
         self._run.end_epoch("the loader was closed")
+        self._run.parts.close()
         self.observer.close()
         if self._pool is not None:
             self._pool.close()

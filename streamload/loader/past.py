@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Set
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -105,7 +105,7 @@ def seek(
     step: int,
     options: LoaderOptions,
     make: MakeLoaders,
-    groups: Collection[int] | None = None,
+    groups: Set[int] | None = None,
 ) -> Sought:
     """The state before a step of a segment, by which any layout goes on.
 
@@ -126,10 +126,14 @@ def seek(
     schedule = RunSchedule(recorded, lambda epoch: None)
     schedule.load(mark, {})
     before, fingerprint = schedule.tracker.now(), mark[FINGERPRINT]
+    for rank in range(segment.world_size):
+        if groups is None or not groups.isdisjoint(schedule.split().groups_told_by(rank)):
+            segment.rank(rank)  # raises if it is lost
     parts = {name: value for name, value in mark.items() if name not in schedule.state({}, fingerprint, {})}
     parts[NAME] = {"segment": segment.name, "step": step}
-    if any(group.past for group in before.groups.values()):
-        return Sought(mark, step - at)  # the rest of a block that a run left comes first
+    if recorded.has_cells or any(group.past for group in before.groups.values()):
+        # Costs say how many samples are in cells; the rest of a block that a run left comes first.
+        return Sought(mark, step - at)
     events = joined(before.events, segment.events(at))
     sizes, number = of_kind(events, BATCH_SIZE), step - at
     steps = schedule.step_options.steps(before.step_start, sizes)
@@ -138,7 +142,7 @@ def seek(
     orders = list(zip(schedule.source_orders(), shards, strict=True))
     walk = Walk(segment, at, before, steps, events, orders, schedule.draws)
     found, target = dict(before.groups), planned_from(steps, position)
-    if target != walk.begin:
+    if target != walk.begin or (position and not found):
         found = {
             group: walk.to(group, target)
             for group in (found or range(schedule.order.groups))
@@ -213,18 +217,23 @@ def steps_from(
     rank, world_size, rows = layout or (0, 1, segment.rows * segment.world_size)
     told: list[Witnessed] = []
     options = as_recorded(options, make, rank, world_size, rows)
-    groups = own_groups(options, read_topology(rank, world_size), segment.groups)
-    sought = seek(segment, step, options, make, groups)
+    groups = set(own_groups(options, read_topology(rank, world_size), segment.groups))
     witnessed = replace(options, extensions=(*options.extensions, Witness(told.append)))
-    with make.loader(witnessed) as loader:
-        loader.load_state_dict(sought.state)
-        for number, batch in enumerate(loader, step - sought.steps):
-            seen = told.pop()
-            if number >= step:
-                _check(segment, number, (rank, world_size), seen)
-                yield Step(number, segment, batch, seen.images, seen.rows)
-            if number + 1 >= stop:
-                return
+    while step < stop:
+        sought = seek(segment, step, options, make, groups)
+        epoch_stop = min(stop, segment.epoch_after(step))
+        with make.loader(witnessed) as loader:
+            loader.load_state_dict(sought.state)
+            for number, batch in enumerate(loader, step - sought.steps):
+                seen = told.pop()
+                if number >= step:
+                    _check(segment, number, (rank, world_size), seen)
+                    yield Step(number, segment, batch, seen.images, seen.rows)
+                if number + 1 >= epoch_stop:
+                    break
+            else:
+                raise JournalError(f"the epoch of step {step} would end before its last step, {epoch_stop - 1}")
+        step = epoch_stop
 
 
 def _check(segment: Segment, step: int, layout: tuple[int, int], seen: Witnessed) -> None:

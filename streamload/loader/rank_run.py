@@ -328,6 +328,11 @@ class RankParts:
         for part in self.by_name.values():
             part.end_epoch()
 
+    def close(self) -> None:
+        """Close the loader."""
+        for part in self.by_name.values():
+            part.close()
+
     def state(self, position: int) -> dict[str, Any]:
         """Return the parts' keys of a state."""
         parts = [part.state(position) for part in self.by_name.values()]
