@@ -8,7 +8,7 @@ among the steps that led to a segment, by default the last one.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -146,16 +146,8 @@ class Segment:
 
     def epoch_after(self, step: int) -> int:
         """The step with which the first epoch after a step begins, or that after the last of the segment."""
-        starts = [number for number, state in self.rank(0).marks.items() if state["position"] == state["began"]]
-        return min((number for number in starts if number > step), default=self.stop)
-
-    def marks_after(self, step: int) -> Iterator[Mapping[str, Any]]:
-        """The states of marks after a step, of all ranks, in their order, up to the next epoch's start."""
-        stop = self.epoch_after(step)
-        for records in self.ranks.values():
-            for number, state in records.marks.items():
-                if step < number <= stop:
-                    yield state
+        marks = ((number, state) for number, state in self.rank(0).marks.items() if number > step)
+        return min((number for number, of in marks if of["position"] == of["began"]), default=self.stop)
 
     def events(self, since: int) -> list[Event]:
         """The events that were set in an epoch from a step on, by which there was a mark."""
@@ -166,6 +158,10 @@ class Segment:
                 events = joined(events, [event])
         return events
 
+    def sequence_of(self, step: int) -> int:
+        """The first step of the segment that is of the sequence of a step."""
+        return max(number for number in self.rank(0).ended if number <= step)
+
     def ended(self, step: int) -> dict[tuple[int, int, int], dict[int, EndedShard]]:
         """The shards that have ended in the sequence of a step.
 
@@ -174,7 +170,7 @@ class Segment:
         """
         found: dict[tuple[int, int, int], dict[int, EndedShard]] = {}
         for records in self.ranks.values():
-            for rows in records.ended.get(max((n for n in records.ended if n <= step), default=-1), ()):
+            for rows in records.ended.get(self.sequence_of(step), ()):
                 for group, source, pass_, shard, samples, *record in rows.tolist():
                     count, is_ended, *rest = record
                     seen = EndedShard(samples, CheckpointShard(count, bool(is_ended), *rest))

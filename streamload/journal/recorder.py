@@ -4,7 +4,7 @@ Kinds of records, in the order in which a run adds them:
 
 - segment: an attempt of the run begins in this process; its parent is the step of the segment whose state it
   has loaded.
-- mark: the state before a step. At the start of each epoch, and every 512 steps.
+- mark: the state before a step. At the start of each epoch, and every 512 steps; with cells every 64.
 - ended: shards whose end the order has reached, with the group's samples in each and what a state records of
   them. So the order can be computed again without looking at any shard.
 - event: what was set in the run, and from which position on it holds.
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 NAME = "journal"
 MARK_STEPS = 512
+"""Steps between marks; with cells an eighth of it, as all steps after a mark have to be made again."""
 WORST = 8
 """Rows of a step whose losses are kept."""
 _FLUSH_STEPS, _FLUSH_SECONDS = 64, 5.0
@@ -165,35 +166,36 @@ class Recorder(RankPart):
         pending = self._pending
         if pending is None:
             return
-        if self._is_due or (self._step % MARK_STEPS == 0 and pending.marked != self._step):
-            if self._is_due and self._run.position.position == 0:
+        every = -(-MARK_STEPS // 8) if self._run.options.has_cells else MARK_STEPS
+        if self._is_due or (self._step % every == 0 and pending.marked != self._step):
+            position = self._run.position
+            if not self._is_due:
+                self._note(position.events)
+            elif position.position == 0:
                 pending.begin_sequence()
             self._is_due, pending.marked = False, self._step
             if self._run.counts_groups:
                 state = {"step": self._step, "state": self._run.state()}
                 pending.writer.add(Record("mark", state, {}))
-            self._known = list(self._run.position.events)  # a mark has these
+            self._known = list(position.events)  # a mark has these
         pending.flush_if_due()
 
     def taken(self, batch: Batch) -> None:
         """Count the step, and note events that a mark doesn't have."""
-        events = self._run.position.events
-        if len(events) > 1 or events[0] not in self._known:
-            for event in events:
-                if event not in self._known:
-                    self._note(event)
+        self._note(self._run.position.events)
         self._step += 1
 
     def event_set(self, event: Event, reason: Mapping[str, object]) -> None:
         """Keep the reason of an event until it is written."""
         self._reasons.append((event, reason))
 
-    def _note(self, event: Event) -> None:
+    def _note(self, events: Sequence[Event]) -> None:
         assert self._pending is not None
-        self._known.append(event)
-        reason = next((reason for told, reason in self._reasons if told == event), {})
-        values = {"step": self._step, "event": event, "reason": reason}
-        self._pending.writer.add(Record("event", values, {}))
+        for event in [event for event in events if event not in self._known]:
+            self._known.append(event)
+            reason = next((reason for told, reason in self._reasons if told == event), {})
+            values = {"step": self._step, "event": event, "reason": reason}
+            self._pending.writer.add(Record("event", values, {}))
 
     def yielded(self, part: bytes, values: dict[str, object]) -> Mapping[str, object]:
         """Take the worker's message; the batch's info gets the step of the run."""

@@ -5,7 +5,7 @@ The order's arithmetic runs with the recorded numbers of samples in place of ind
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -56,6 +56,7 @@ class Walk:
         self._steps, self._events, self._orders, self._draws = steps, events, orders, draws
         self.begin = planned_from(steps, before.position)
         self._ended = segment.ended(at)
+        self._first = segment.sequence_of(at)
         self._axes: dict[int, NDArray[np.int64]] = {}
 
     def to(self, group: int, target: int) -> GroupState:
@@ -79,18 +80,25 @@ class Walk:
         (options, count), sequence = self._orders[source], self._before.sequence
         own = self._pieces(options, count, source, group)
         ended = self._ended
+        begin = None
+        if start is not None:
+            begin = start.cursor._replace(left_out=None)
+            for state in self._states(group, self._first, self._first):  # what these had isn't told again
+                begin = _with_done(begin, state.sources[source].cursor)
         order = GroupOrder(
             options,
             count,
             group,
             sequence,
-            None if start is None else start.cursor._replace(left_out=None),
+            begin,
             pieces=Pieces(own.shards, {}),  # the recorded samples are the group's own
         )
         arrivals = _Recorded(lambda: ended.get((group, source, order.pass_), {}))
         while order.position < position:
             order.advance(arrivals)
         cursor = order.mark_at(position)
+        if begin is not None:
+            cursor = _with_done(cursor, begin)
         shards = np.arange(count) if cursor.everything else own.shards
         in_pass = pass_order(options, shards, group, sequence, cursor.pass_)
         front = order.front[1] if order.pass_ == cursor.pass_ else in_pass.size
@@ -111,13 +119,24 @@ class Walk:
 
     def _marked(self, group: int, source: int, pass_: int) -> dict[int, CheckpointShard]:
         """Shards as the next mark has them: those that were open to the end of the journal."""
-        for state in self._segment.marks_after(self._at):
-            found = state["at"].get(str(group))
-            if found is None:
-                continue
-            marked = GroupState.from_json(found).sources[source]
+        for state in self._states(group, self._at + 1, self._segment.epoch_after(self._at)):
+            marked = state.sources[source]
             return dict(marked.begun) if marked.cursor.pass_ == pass_ else {}
         return {}
+
+    def _states(self, group: int, first: int, last: int) -> Iterator[GroupState]:
+        """The states of a group in the marks from one step to another."""
+        for records in self._segment.ranks.values():
+            for number, state in records.marks.items():
+                if first <= number <= last and str(group) in state["at"]:
+                    yield GroupState.from_json(state["at"][str(group)])
+
+
+def _with_done(cursor: Cursor, earlier: Cursor) -> Cursor:
+    """A cursor that knows of the shards that an earlier one had done: they give nothing from there on."""
+    if cursor.pass_ != earlier.pass_:
+        return cursor
+    return cursor._replace(done=tuple(sorted({**dict(earlier.done), **dict(cursor.done)}.items())))
 
 
 def _first_open(cursor: Cursor) -> int:

@@ -131,11 +131,11 @@ def seek(
             segment.rank(rank)  # raises if it is lost
     parts = {name: value for name, value in mark.items() if name not in schedule.state({}, fingerprint, {})}
     parts[NAME] = {"segment": segment.name, "step": step}
-    if recorded.has_cells or any(group.past for group in before.groups.values()):
-        # Costs say how many samples are in cells; the rest of a block that a run left comes first.
-        return Sought(mark, step - at)
+    # Costs say how many samples are in cells; and the rest of a block that a run left comes first.
+    is_made_from_mark = recorded.has_cells or any(group.past for group in before.groups.values())
+    number = 0 if is_made_from_mark else step - at
     events = joined(before.events, segment.events(at))
-    sizes, number = of_kind(events, BATCH_SIZE), step - at
+    sizes = of_kind(events, BATCH_SIZE)
     steps = schedule.step_options.steps(before.step_start, sizes)
     position = steps.begin(number)
     shards = [len(source.urls) for source in options.sources]
@@ -161,7 +161,7 @@ def seek(
         steps=0 if base is None else counted + number,
     )
     schedule.tracker.load(after)
-    return Sought(schedule.state({}, fingerprint, parts), 0)
+    return Sought(schedule.state({}, fingerprint, parts), step - at - number)
 
 
 def stored_options(history: History, segment: Segment) -> LoaderOptions:
@@ -232,7 +232,7 @@ def steps_from(
                 if number + 1 >= epoch_stop:
                     break
             else:
-                raise JournalError(f"the epoch of step {step} would end before its last step, {epoch_stop - 1}")
+                raise JournalError(f"the epoch of step {step} would end before step {epoch_stop - 1}")
         step = epoch_stop
 
 

@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from streamload import Images, Patches, Source
+from streamload.mixing import Replay
+from streamload.testing.server import Fault
+from tests.support import flat
 from tests.journal.runs import (
     Data,
     Kind,
+    Means,
     Seesaw,
     Stairs,
     area_of,
@@ -19,6 +23,8 @@ from tests.journal.runs import (
     is_kept,
     length_of,
     rate_of,
+    spelled,
+    still,
 )
 
 Make = Callable[[Data, Path, random.Random], Kind]
@@ -157,6 +163,77 @@ def damaged_buckets(data: Data, directory: Path, numbers: random.Random) -> Kind
 def missing(data: Data, directory: Path, numbers: random.Random) -> Kind:
     urls = [*data.urls("a"), str(data.folder / "none.tar"), *data.urls("b"), str(data.folder / "gone.tar")]
     return Kind({"urls": urls, **of_epochs(numbers)})
+
+
+def cut(data: Data, numbers: random.Random, is_missing: bool) -> tuple[list[str], Callable[[], object]]:
+    """URLs of shards some of which can be read to some place only, or not at all, until they are mended."""
+    urls, server = data.served("a", "holes")
+    version = {"ETag": '"1"', "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
+    faulty = {}
+    for name in numbers.sample(urls, 5):
+        path = name.removeprefix(f"{server.url}/")
+        whole = (data.folder / path).read_bytes()
+        place = len(whole) * numbers.randint(1, 9) // 5120 * 512
+        faulty[path] = whole
+        broken = Fault(body=whole[:place] + bytes([7]) * (len(whole) - place), headers=version)
+        server.misbehave(path, Fault(status=404) if is_missing else broken)
+
+    def heal() -> None:
+        for path, whole in faulty.items():
+            server.misbehave(path, Fault(body=whole, headers=version))
+
+    return urls, heal
+
+
+@kind
+def given_up(data: Data, directory: Path, numbers: random.Random) -> Kind:
+    urls, heal = cut(data, numbers, is_missing=False)
+    return Kind({"urls": urls, **of_epochs(numbers)}, ("sizes",), heal=heal)
+
+
+@kind
+def given_up_in_groups(data: Data, directory: Path, numbers: random.Random) -> Kind:
+    urls, heal = cut(data, numbers, is_missing=False)
+    return Kind({"urls": urls, "groups": 3, "num_batches": 13}, ranks=(1, 3), heal=heal)
+
+
+@kind
+def missing_for_a_while(data: Data, directory: Path, numbers: random.Random) -> Kind:
+    urls, heal = cut(data, numbers, is_missing=True)
+    return Kind({"urls": urls, **of_epochs(numbers)}, heal=heal)
+
+
+@kind
+def features(data: Data, directory: Path, numbers: random.Random) -> Kind:
+    net = Means().eval()
+    options = {"urls": data.urls("a"), "preprocess": still, "features": {"f": net}, **of_epochs(numbers)}
+    return Kind(options, ("sizes",), values=lambda batch: {"f": net(batch)}, steps=20)
+
+
+@kind
+def replayed_decisions(data: Data, directory: Path, numbers: random.Random) -> Kind:
+    options = mixed(data, numbers, seed=7, lanes=3, shuffle=50)
+    log = directory / "decisions.jsonl"
+    first = {"decisions": log, "mixing": Seesaw(), "batch_size": 12, "num_workers": 0, "output": "dict"}
+    first |= {"preprocess": still, "with_keys": True, "cache_dir": directory / "cache", "tokenizer": spelled}
+    given = {**options, **first}
+    with flat.make_loader(given.pop("urls"), **given) as loader:
+        for _ in range(6):
+            for batch in loader:
+                loader.report(loss=[len(key) % 7 / 7 for key in batch["__key__"]])
+    return Kind({**options, "mixing": Replay(log)})
+
+
+@kind
+def sources_in_buckets(data: Data, directory: Path, numbers: random.Random) -> Kind:
+    options = mixed(data, numbers, sources="step", bucketing=36, text_padding="longest")
+    return Kind(options, ("weights",))
+
+
+@kind
+def sizes_of_images_and_sources(data: Data, directory: Path, numbers: random.Random) -> Kind:
+    images = {"sizes": [(8, 8), (12, 6), (6, 12)], "microbatch": 2, "preprocess": None}
+    return Kind(mixed(data, numbers, **images), ("weights",), steps=25)
 
 
 @kind

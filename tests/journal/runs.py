@@ -29,6 +29,7 @@ from streamload.mixing import Replay
 from streamload.shards.samples import Entry
 from streamload.steering import Decided, Summary
 from streamload.testing.resume import samples_of
+from streamload.testing.server import ShardServer
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
 from tests.support import flat
 
@@ -127,6 +128,7 @@ class Data:
     """Shards of all kinds below a folder, written once."""
 
     folder: Path
+    servers: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __post_init__(self) -> None:
         sides = {"image_side": (6, 14), "padding_bytes": (0, 200)}
@@ -147,9 +149,23 @@ class Data:
         """The paths of the shards of folders."""
         return [str(path) for name in names for path in sorted((self.folder / name).glob("*.tar"))]
 
+    def served(self, *names: str) -> tuple[list[str], ShardServer]:
+        """URLs of the shards of folders, and their server."""
+        server = self.servers.enter_context(ShardServer(self.folder))
+        return [f"{server.url}/{Path(url).relative_to(self.folder)}" for url in self.urls(*names)], server
+
     def sources(self, **weights: float) -> list[Source]:
         """A source for each folder."""
         return [Source(self.urls(name), weight, name) for name, weight in weights.items()]
+
+
+@streamload.cache_module
+class Means(torch.nn.Module):
+    """A feature whose rows don't depend on those beside them."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """The mean of each channel."""
+        return images.mean((2, 3))
 
 
 def damage(path: Path, every: int) -> None:
@@ -175,6 +191,7 @@ class Kind:
         keeps_ranks: a replay needs the recorded number of ranks.
         steps: about how many of the run are recorded.
         reports: losses of the rows.
+        heal: mends the shards; called between two attempts, or after the last.
         values: further values of a batch to compare, by name.
     """
 
@@ -184,6 +201,7 @@ class Kind:
     keeps_ranks: bool = False
     steps: int = 40
     reports: bool = False
+    heal: Callable[[], object] = field(default=lambda: None)
     values: Callable[[Any], Mapping[str, Any]] = field(default=lambda batch: {})
 
 
@@ -212,6 +230,7 @@ class Recorded:
 
     def __init__(self, kind: Kind, directory: Path, numbers: random.Random):
         self.kind, self.directory, self._numbers = kind, directory, numbers
+        self.is_cold = False
         self.journal, self.steps = directory / "journal", list[list[Rows]]()
         self.branches: list[list[list[Rows]]] = []
         self._states: list[tuple[int, list[Any]]] = []
@@ -249,14 +268,19 @@ class Recorded:
         numbers = self._numbers
         for attempt in range(numbers.choice([1, 2, 3])):
             state = None
-            if attempt and self._states:
+            if attempt and not self._states:
+                self.steps.clear()
+            elif attempt:
                 self._ranks = self._ranks if self.kind.keeps_ranks else numbers.choice(self.kind.ranks)
                 at, state = numbers.choice(self._states)
                 del self.steps[at:]
                 self._states = [saved for saved in self._states if saved[0] <= at]
             self._attempt(state)
+            if numbers.random() < 0.3:
+                self.kind.heal()
             if len(History(self.journal).segments) > len(self.branches):  # else nothing was left of its epoch
                 self.branches.append(list(self.steps))
+        self.kind.heal()
 
     def _attempt(self, state: list[Any] | None) -> None:
         numbers, first = self._numbers, len(self.steps)
