@@ -149,12 +149,12 @@ class Segment:
         marks = ((number, state) for number, state in self.rank(0).marks.items() if number > step)
         return min((number for number, of in marks if of["position"] == of["began"]), default=self.stop)
 
-    def events(self, since: int) -> list[Event]:
-        """The events that were set in an epoch from a step on, by which there was a mark."""
+    def events(self, step: int) -> list[Event]:
+        """The events of the sequence of a step, up to the end of its epoch, but those of its first mark."""
         events: list[Event] = []
-        stop = self.epoch_after(since)
-        for step, event in self.rank(0).events:  # alike on all ranks
-            if since <= step < stop:
+        first, stop = self.sequence_of(step), self.epoch_after(step)
+        for number, event in self.rank(0).events:  # alike on all ranks
+            if first <= number < stop:
                 events = joined(events, [event])
         return events
 

@@ -169,15 +169,16 @@ class Recorder(RankPart):
         every = -(-MARK_STEPS // 8) if self._run.options.has_cells else MARK_STEPS
         if self._is_due or (self._step % every == 0 and pending.marked != self._step):
             position = self._run.position
-            if not self._is_due:
-                self._note(position.events)
-            elif position.position == 0:
+            if self._is_due and position.position == 0:
                 pending.begin_sequence()
+                self._known.clear()
+            if not self._known:  # the mark has these; later ones of a recorded run it hasn't
+                self._known = [event for event in position.events if event.position <= position.position]
+            self._note(position.events)
             self._is_due, pending.marked = False, self._step
             if self._run.counts_groups:
                 state = {"step": self._step, "state": self._run.state()}
                 pending.writer.add(Record("mark", state, {}))
-            self._known = list(position.events)  # a mark has these
         pending.flush_if_due()
 
     def taken(self, batch: Batch) -> None:
