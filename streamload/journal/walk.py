@@ -70,11 +70,8 @@ class Walk:
         sources = []
         for source, position in enumerate(portion.first):
             start = None if state is None else state.sources[source]
-            if start is not None and start.cursor.position == position:
-                sources.append(start)
-            else:
-                sources.append(self._source(group, source, start, position))
-        return GroupState(portion.owed_before, tuple(sources))
+            sources.append(self._source(group, source, start, position))
+        return GroupState(portion.owed_before, tuple(sources), () if state is None else state.past)
 
     def _source(self, group: int, source: int, start: SourceState | None, position: int) -> SourceState:
         (options, count), sequence = self._orders[source], self._before.sequence
@@ -94,10 +91,17 @@ class Walk:
             pieces=Pieces(own.shards, {}),  # the recorded samples are the group's own
         )
         arrivals = _Recorded(lambda: ended.get((group, source, order.pass_), {}))
-        while order.position < position:
+        in_pass_of, is_begun = None, False
+        while order.position < position or not is_begun:
             order.advance(arrivals)
+            is_begun = True
+            if order.pass_start <= position:
+                in_pass_of = order.pass_, order.pass_start, order.everything
         cursor = order.mark_at(position)
-        if begin is not None:
+        if in_pass_of is not None and cursor.pass_ < in_pass_of[0]:  # shards of one pass are in a state
+            pass_, start_of, everything = in_pass_of
+            cursor = Cursor(position, pass_, position - start_of, everything=everything)
+        elif begin is not None:
             cursor = _with_done(cursor, begin)
         shards = np.arange(count) if cursor.everything else own.shards
         in_pass = pass_order(options, shards, group, sequence, cursor.pass_)

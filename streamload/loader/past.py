@@ -142,7 +142,7 @@ def seek(
     orders = list(zip(schedule.source_orders(), shards, strict=True))
     walk = Walk(segment, at, before, steps, events, orders, schedule.draws)
     found, target = dict(before.groups), planned_from(steps, position)
-    if target != walk.begin or (position and not found):
+    if position:
         found = {
             group: walk.to(group, target)
             for group in (found or range(schedule.order.groups))
