@@ -24,9 +24,9 @@ from streamload.errors import JournalError
 logger = logging.getLogger("streamload")
 
 _MAGIC = b"streamload journal 1\n"
-_HEAD = Struct("<IQ")
-"""The bytes of a record, and the checksum of it and of the checksum before it."""
-_MOST_BYTES = 1 << 30
+_HEAD = Struct("<IIQ")
+"""The bytes of a record, their complement, and the checksum of it and of the checksum before it."""
+_COMPLEMENT = (1 << 32) - 1
 
 
 class Record(NamedTuple):
@@ -86,7 +86,7 @@ class RecordWriter:
         """Append a record. If the file can't be written, warn once, and try again with the next record."""
         payload = _packed(record)
         self._total = _checksum(self._total, payload)
-        self._unwritten.append(_HEAD.pack(len(payload), self._total) + payload)
+        self._unwritten.append(_HEAD.pack(len(payload), len(payload) ^ _COMPLEMENT, self._total) + payload)
         text = b"".join(self._unwritten)
         try:
             with self._path.open("r+b", buffering=0) as file:
@@ -126,12 +126,13 @@ def _payloads(path: Path) -> Iterator[tuple[bytes, int]]:
                 raise JournalError(f"{path} is no journal of this version of streamload")
             total = number = 0
             while len(head := file.read(_HEAD.size)) == _HEAD.size:
-                count, expected = _HEAD.unpack(head)
-                payload = file.read(count) if 0 < count <= _MOST_BYTES else b""
-                if not count or len(payload) < count:
+                count, complement, expected = _HEAD.unpack(head)
+                is_whole = count ^ complement == _COMPLEMENT
+                payload = file.read(count) if is_whole else b""
+                if not any(head) or (is_whole and len(payload) < count):
                     return  # cut by a kill, or zeros that a crash left
                 total = _checksum(total, payload)
-                if total != expected:
+                if total != expected or not is_whole:
                     raise JournalError(f"{path}: record {number} was altered, or one before it")
                 yield payload, total
                 number += 1
