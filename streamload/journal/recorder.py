@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from streamload.errors import JournalError, OptionError
+from streamload.errors import JournalError, OptionError, StateMismatch
 from streamload.extension import Event, Extension, RankPart, WorkerPart
 from streamload.journal.files import Record, RecordWriter, path_of
 from streamload.order.hashing import key, stream
@@ -229,12 +229,19 @@ class Recorder(RankPart):
         return {NAME: {"segment": self._segment, "step": self._step}}
 
     def load(self, state: Mapping[str, object]) -> None:
-        """Begin another segment with the next epoch, after the state's step."""
+        """Begin another segment with the next epoch, after the state's step.
+
+        Raises:
+            StateMismatch: its part of the state is damaged.
+        """
+        place: Any = state.get(NAME, {"segment": None, "step": 0})
+        try:
+            segment, step = place["segment"], range(place["step"] + 1)[-1]
+        except (TypeError, KeyError, IndexError):
+            raise StateMismatch(f"not a valid state of a loader: {place!r:.50} as {NAME}") from None
         self.end_epoch()
-        self._pending, self._segment, self._parent, self._step = None, "", None, 0
-        place: Any = state.get(NAME)
-        if place is not None:
-            self._parent, self._step = [place["segment"], place["step"]], place["step"]
+        self._pending, self._segment, self._step = None, "", step
+        self._parent = None if segment is None else [segment, step]
 
 
 class _Pending:
