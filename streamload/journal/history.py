@@ -99,7 +99,7 @@ class Segment:
         groups: of the order.
     """
 
-    def __init__(self, history: History, begin: Mapping[str, Any]):
+    def __init__(self, history: RunHistory, begin: Mapping[str, Any]):
         self._history, self.begin = history, begin
         self.name, self.first = str(begin["segment"]), int(begin["step"])
         self.parent: tuple[str, int] | None = None if begin["parent"] is None else tuple(begin["parent"])
@@ -204,7 +204,7 @@ class Segment:
         return Losses(float(arrays["loss"][place]), arrays["rows"][place, :count].tolist(), worst)
 
 
-class History:
+class RunHistory:
     """The journal of a run.
 
     Args:

@@ -107,7 +107,7 @@ class Recorder(RankPart):
 
     def __init__(self, run: Run, folder: str):
         self._run, self._folder = run, folder
-        self._pending: _Pending | None = None  # of the current segment
+        self._pending: _Unwritten | None = None  # of the current segment
         self._segment, self._parent = "", None  # type: str, list[Any] | None
         self._step = 0  # of the run: the next one
         self._is_due = False  # a mark is
@@ -146,7 +146,7 @@ class Recorder(RankPart):
         if error:
             raise OptionError(error)
         self._segment, self._known = token, []
-        self._pending = _Pending(writer)
+        self._pending = _Unwritten(writer)
         weakref.finalize(self, _finish, self._pending, os.getpid())
         values = {
             "segment": token,
@@ -244,7 +244,7 @@ class Recorder(RankPart):
         self._parent = None if segment is None else [segment, step]
 
 
-class _Pending:
+class _Unwritten:
     """What isn't written yet of a segment.
 
     Args:
@@ -355,7 +355,7 @@ def _rows_at(places: torch.Tensor, rows: Any) -> torch.Tensor:
     return index[places]
 
 
-def _finish(pending: _Pending, pid: int) -> None:
+def _finish(pending: _Unwritten, pid: int) -> None:
     """Write what is left, as the loader goes or the process ends."""
     if os.getpid() == pid:
         pending.flush()

@@ -19,7 +19,7 @@ _CAPTIONS = "__caption__"
 _PASS_MASK = 0xFFFFFFFF
 
 
-class Row(NamedTuple):
+class PastRow(NamedTuple):
     """A row of a step.
 
     Attributes:
@@ -49,7 +49,7 @@ class Witnessed(NamedTuple):
         images: a tensor, or one for each row; None: it has none.
     """
 
-    rows: list[Row]
+    rows: list[PastRow]
     images: Any
 
 
@@ -141,7 +141,7 @@ class _WitnessInRank(RankPart):
     def yielded(self, part: bytes, values: dict[str, object]) -> Mapping[str, object]:
         """Tell of a batch."""
         captions: Any = values.pop(_CAPTIONS, None)
-        rows = [Row(*row) for row in json.loads(part)]
+        rows = [PastRow(*row) for row in json.loads(part)]
         if captions is not None:
             rows = [row._replace(caption=caption) for row, caption in zip(rows, captions, strict=True)]
         images = next((values[name] for name in ("image", "pixel_values", "patches") if name in values), None)

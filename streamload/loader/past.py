@@ -15,10 +15,10 @@ import torch
 
 from streamload.errors import JournalError
 from streamload.extension import Extension
-from streamload.journal.history import History, Segment
+from streamload.journal.history import RunHistory, Segment
 from streamload.journal.recorder import NAME, digest_of
 from streamload.journal.walk import Walk, planned_from
-from streamload.journal.witness import Row, Witness, Witnessed
+from streamload.journal.witness import PastRow, Witness, Witnessed
 from streamload.loader.options import LoaderOptions
 from streamload.loader.order_spec import own_groups
 from streamload.loader.schedule import RunSchedule
@@ -54,7 +54,7 @@ class Sought(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PastStep:
     """A step of a run as it was made again.
 
     Attributes:
@@ -69,7 +69,7 @@ class Step:
     segment: Segment
     batch: Any
     images: Any
-    rows: list[Row]
+    rows: list[PastRow]
 
 
 def as_recorded(
@@ -164,7 +164,7 @@ def seek(
     return Sought(schedule.state({}, fingerprint, parts), step - at - number)
 
 
-def stored_options(history: History, segment: Segment) -> LoaderOptions:
+def stored_options(history: RunHistory, segment: Segment) -> LoaderOptions:
     """The options of the loader that wrote a segment, as they are kept beside its journal.
 
     They are unpickled, which runs code that the file names: it has to be your own.
@@ -190,13 +190,13 @@ def stored_options(history: History, segment: Segment) -> LoaderOptions:
 
 
 def steps_from(
-    history: History,
+    history: RunHistory,
     step: int,
     options: LoaderOptions,
     make: MakeLoaders,
     layout: tuple[int, int, int] | None = None,
     name: str | None = None,
-) -> Iterator[Step]:
+) -> Iterator[PastStep]:
     """A step of a run and those after it, as far as its segment goes.
 
     Args:
@@ -228,7 +228,7 @@ def steps_from(
                 seen = told.pop()
                 if number >= step:
                     _check(segment, number, (rank, world_size), seen)
-                    yield Step(number, segment, batch, seen.images, seen.rows)
+                    yield PastStep(number, segment, batch, seen.images, seen.rows)
                 if number + 1 >= epoch_stop:
                     break
             else:

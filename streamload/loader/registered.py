@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from streamload.batches.assembly import BatchAssembly
     from streamload.batching.microbatches import Microbatches, Microbatching
     from streamload.cache.shared.sharing import SharedOptions
-    from streamload.loader.past import Step
+    from streamload.loader.past import PastStep
     from streamload.mixing.reports import Rows
     from streamload.observe.trace import Trace
     from streamload.worker.messages import WorkerConfig
@@ -213,7 +213,7 @@ def reports_of(options: LoaderOptions) -> RankPart:
 
 def steps_of_journal(
     run: RankRun, make: Callable[[LoaderOptions], Any], step: int, segment: str | None
-) -> Iterator[Step]:
+) -> Iterator[PastStep]:
     """The steps of a run with a journal again, from one on; see Loader.at.
 
     Args:
@@ -227,13 +227,13 @@ def steps_of_journal(
     recorder = run.parts.by_name.get("journal")
     if recorder is None:
         raise OptionError("loader.at() goes by the run's journal: give Order(journal=folder)")
-    from streamload.journal.history import History
+    from streamload.journal.history import RunHistory
     from streamload.loader.past import MakeLoaders, steps_from
 
     recorder.end_epoch()  # writes what it has
     topology = run.schedule.topology
     layout = topology.rank, topology.world_size, run.options.batch_size
-    history = History(os.fspath(run.options.order.journal or ""))
+    history = RunHistory(os.fspath(run.options.order.journal or ""))
     loaders = MakeLoaders(make, extensions_of, by_rank())
     return steps_from(history, step, run.options, loaders, layout, segment)
 

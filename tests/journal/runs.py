@@ -22,7 +22,7 @@ import streamload
 from streamload import Images, Patches, Source
 from streamload.batching import Measured, SizeDecided
 from streamload.errors import DatasetChanged, JournalError, SampleError, StateMismatch
-from streamload.journal.history import History
+from streamload.journal.history import RunHistory
 from streamload.loader.past import MakeLoaders, steps_from
 from streamload.loader.registered import by_rank, extensions_of
 from streamload.mixing import Replay
@@ -278,7 +278,7 @@ class Recorded:
             self._attempt(state)
             if numbers.random() < 0.3:
                 self.kind.heal()
-            if len(History(self.journal).segments) > len(self.branches):  # else nothing was left of its epoch
+            if len(RunHistory(self.journal).segments) > len(self.branches):  # else nothing was left of its epoch
                 self.branches.append(list(self.steps))
         self.kind.heal()
 
@@ -365,7 +365,7 @@ class Check:
 
     def __init__(self, run: Recorded, numbers: random.Random, tally: Tally):
         self._run, self._numbers, self._tally = run, numbers, tally
-        self._history = History(run.journal)
+        self._history = RunHistory(run.journal)
         self._caches = 0
 
     def some(self, count: int) -> None:
