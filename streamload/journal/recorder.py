@@ -140,7 +140,7 @@ class Recorder(RankPart):
                 lambda ranks: [ranks[0][0], next((error for _, error in ranks if error), "")],
             )
         else:  # ranks that were placed by Order(rank=…): what is the same on all of them
-            told = [run.identity, self._parent, run.world_size]
+            told: list[Any] = [run.identity, self._parent, run.world_size]
             while (token := xxhash.xxh32_hexdigest(repr(told).encode())) in writer.segments:
                 told.append(token)
         if error:

@@ -10,7 +10,6 @@ from typing import Any
 from streamload import Images, Patches, Source
 from streamload.mixing import Replay
 from streamload.testing.server import Fault
-from tests.support import flat
 from tests.journal.runs import (
     Data,
     Kind,
@@ -26,6 +25,7 @@ from tests.journal.runs import (
     spelled,
     still,
 )
+from tests.support import flat
 
 Make = Callable[[Data, Path, random.Random], Kind]
 KINDS: dict[str, Make] = {}
@@ -75,12 +75,22 @@ def weights_and_sizes(data: Data, directory: Path, numbers: random.Random) -> Ki
 
 @kind
 def buckets(data: Data, directory: Path, numbers: random.Random) -> Kind:
-    return Kind({"urls": data.urls("a"), "bucketing": numbers.choice([36, 48, "step"]), "text_padding": "longest", **of_epochs(numbers)})
+    return Kind(
+        {
+            "urls": data.urls("a"),
+            "bucketing": numbers.choice([36, 48, "step"]),
+            "text_padding": "longest",
+            **of_epochs(numbers),
+        }
+    )
 
 
 @kind
 def buckets_weights_and_sizes(data: Data, directory: Path, numbers: random.Random) -> Kind:
-    return Kind(mixed(data, numbers, bucketing=numbers.choice([36, 48, "step"]), text_padding="longest"), ("weights", "sizes"))
+    return Kind(
+        mixed(data, numbers, bucketing=numbers.choice([36, 48, "step"]), text_padding="longest"),
+        ("weights", "sizes"),
+    )
 
 
 @kind
@@ -146,7 +156,9 @@ def groups_with_holes(data: Data, directory: Path, numbers: random.Random) -> Ki
 
 @kind
 def holes(data: Data, directory: Path, numbers: random.Random) -> Kind:
-    return Kind({"urls": data.urls("holes", "a"), "keep": numbers.choice([None, is_kept]), **of_epochs(numbers)})
+    return Kind(
+        {"urls": data.urls("holes", "a"), "keep": numbers.choice([None, is_kept]), **of_epochs(numbers)}
+    )
 
 
 @kind
@@ -156,7 +168,9 @@ def damaged(data: Data, directory: Path, numbers: random.Random) -> Kind:
 
 @kind
 def damaged_buckets(data: Data, directory: Path, numbers: random.Random) -> Kind:
-    return Kind({"urls": data.urls("damaged"), "bucketing": 36, "text_padding": "longest", **of_epochs(numbers)})
+    return Kind(
+        {"urls": data.urls("damaged"), "bucketing": 36, "text_padding": "longest", **of_epochs(numbers)}
+    )
 
 
 @kind

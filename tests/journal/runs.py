@@ -9,7 +9,7 @@ import json
 import random
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,12 @@ import torch
 from PIL import Image
 
 import streamload
-from streamload import Images, Patches, Source
+from streamload import Source
 from streamload.batching import Measured, SizeDecided
-from streamload.errors import DatasetChanged, JournalError, SampleError, StateMismatch
+from streamload.errors import DatasetChanged, JournalError, StateMismatch
 from streamload.journal.history import RunHistory
 from streamload.loader.past import MakeLoaders, steps_from
 from streamload.loader.registered import by_rank, extensions_of
-from streamload.mixing import Replay
 from streamload.shards.samples import Entry
 from streamload.steering import Decided, Summary
 from streamload.testing.resume import samples_of
@@ -211,7 +210,9 @@ def rows_of(kind: Kind, batch: Any) -> Rows:
     if isinstance(batch.get("image"), list):  # of cells
         batch["image"] = [image for cell in batch["image"] for image in cell]
     if "text_valid" in batch:  # as wide as the longest caption of the rank's batch
-        batch["text"] = [ids[valid] for ids, valid in zip(batch["text"], batch.pop("text_valid"), strict=True)]
+        batch["text"] = [
+            ids[valid] for ids, valid in zip(batch["text"], batch.pop("text_valid"), strict=True)
+        ]
     return list(samples_of(batch))
 
 
@@ -278,7 +279,9 @@ class Recorded:
             self._attempt(state)
             if numbers.random() < 0.3:
                 self.kind.heal()
-            if len(RunHistory(self.journal).segments) > len(self.branches):  # else nothing was left of its epoch
+            if len(RunHistory(self.journal).segments) > len(
+                self.branches
+            ):  # else nothing was left of its epoch
                 self.branches.append(list(self.steps))
         self.kind.heal()
 
@@ -287,9 +290,7 @@ class Recorded:
         workers = numbers.choice([0, 0, 0, 2])
         with contextlib.ExitStack() as stack:
             loaders = [
-                stack.enter_context(
-                    self.make(rank, self._ranks, self.directory / "cache", workers)
-                )
+                stack.enter_context(self.make(rank, self._ranks, self.directory / "cache", workers))
                 for rank in range(self._ranks)
             ]
             if state is not None:
@@ -402,7 +403,7 @@ class Check:
                 for rank in range(count):
                     with run.make(rank, count, cache, workers) as loader:
                         again = loader.at(step, segment=name)
-                        for place, batch in zip(range(len(expected)), again):
+                        for place, batch in zip(range(len(expected)), again, strict=False):
                             found[place].append(rows_of(run.kind, batch))
                 is_same = _sorted(found) == _sorted(expected)
                 if count == ranks:
@@ -414,7 +415,7 @@ class Check:
                     options = loader.options
                 makers = MakeLoaders(streamload.Loader, extensions_of, by_rank())
                 past = steps_from(self._history, step, options, makers, layout, name)
-                found = [[rows_of(run.kind, one.batch)] for _, one in zip(expected, past)]
+                found = [[rows_of(run.kind, one.batch)] for _, one in zip(expected, past, strict=False)]
                 if how == "rank":
                     is_same = found == [[each[rank]] for each in expected]
                 else:

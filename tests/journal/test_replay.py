@@ -12,7 +12,13 @@ from streamload.journal import recorder
 from tests.journal.kinds import KINDS
 from tests.journal.runs import Check, Data, Recorded, Tally
 
-SHORT = ("weights_and_sizes", "buckets_weights_and_sizes", "cells_and_weights", "groups_with_holes", "repeats")
+SHORT = (
+    "weights_and_sizes",
+    "buckets_weights_and_sizes",
+    "cells_and_weights",
+    "groups_with_holes",
+    "repeats",
+)
 MENDED = ("given_up", "given_up_in_groups", "missing_for_a_while")
 """Kinds whose shards are whole later. Where a step reads on into the next pass, it is refused."""
 
@@ -25,9 +31,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Data]:
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_steps_are_made_again(
-    name: str, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_are_made_again(name: str, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tally = one_run(name, 1, data, tmp_path, 5, monkeypatch)
     assert (tally.wrong, tally.refused) == ([], [])
     assert tally.equal == 5

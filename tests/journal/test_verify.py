@@ -14,7 +14,7 @@ from PIL import Image
 from streamload.errors import DatasetChanged, JournalError, StateMismatch
 from streamload.journal.files import RecordWriter, path_of, read_records
 from streamload.testing.shards import ShardOptions, read_oracle, write_shards
-from tests.journal.runs import Data, Kind, Recorded, damage, small, spelled
+from tests.journal.runs import Data, Kind, Recorded, damage, spelled
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +60,7 @@ def again(run: Recorded, **options: object) -> None:
         ({"text_key": "json:digest"}, "text_key"),
     ],
 )
-def test_other_options_are_named(
-    options: dict[str, object], says: str, data: Data, tmp_path: Path
-) -> None:
+def test_other_options_are_named(options: dict[str, object], says: str, data: Data, tmp_path: Path) -> None:
     run = recorded(data, tmp_path, 1)
     again(run)
     with pytest.raises(StateMismatch, match=says):
@@ -114,11 +112,9 @@ def test_a_decision_that_was_altered_is_an_error(data: Data, tmp_path: Path) -> 
                 record = record._replace(values={**record.values, "event": event})
             writer.add(record)
         if places and not is_same:
-            name = next(r.values["segment"] for r in reversed(records[: places[0]]) if r.kind == "segment")
+            begin = next(
+                record for record in reversed(records[: places[0]]) if record.kind == "segment"
+            ).values
             with run.make(0, 1, run.directory / "cold") as loader, pytest.raises(JournalError, match="step"):
-                first = next(
-                    r.values["step"] for r in reversed(records[: places[0]]) if r.kind == "segment"
-                )
-                for _ in loader.at(first, segment=name):
-                    pass
+                list(loader.at(begin["step"], segment=begin["segment"]))
     assert changed
