@@ -123,8 +123,8 @@ class Segment:
     @property
     def ranks(self) -> dict[int, RankRecords]:
         """What all ranks recorded of it whose files are there."""
-        found = {rank: self._history.of_rank(rank).get(self.name) for rank in range(self.world_size)}
-        return {rank: records for rank, records in found.items() if records is not None}
+        matches = {rank: self._history.of_rank(rank).get(self.name) for rank in range(self.world_size)}
+        return {rank: records for rank, records in matches.items() if records is not None}
 
     @property
     def stop(self) -> int:
@@ -139,15 +139,17 @@ class Segment:
         """
         marked = [records.marks for records in self.ranks.values() if records.marks]
         common = set.intersection(*map(set, marked)) if marked else set()
-        at = max((number for number in common if number <= step), default=None)
-        if at is None:
+        marked_at = max((number for number in common if number <= step), default=None)
+        if marked_at is None:
             raise JournalError(f"segment {self.name} of the journal has no mark before step {step}")
-        return at, [marks[at] for marks in marked]
+        return marked_at, [marks[marked_at] for marks in marked]
 
     def epoch_after(self, step: int) -> int:
         """The step with which the first epoch after a step begins, or that after the last of the segment."""
         marks = ((number, state) for number, state in self.rank(0).marks.items() if number > step)
-        return min((number for number, of in marks if of["position"] == of["began"]), default=self.stop)
+        return min(
+            (number for number, state in marks if state["position"] == state["began"]), default=self.stop
+        )
 
     def events(self, step: int) -> list[Event]:
         """The events of the sequence of a step, up to the end of its epoch, but those of its first mark."""
@@ -168,14 +170,14 @@ class Segment:
         Returns:
             They, by group, source and pass, and by their index in the source.
         """
-        found: dict[tuple[int, int, int], dict[int, EndedShard]] = {}
+        matches: dict[tuple[int, int, int], dict[int, EndedShard]] = {}
         for records in self.ranks.values():
             for rows in records.ended.get(self.sequence_of(step), ()):
                 for group, source, pass_, shard, samples, *record in rows.tolist():
-                    count, is_ended, *rest = record
-                    seen = EndedShard(samples, CheckpointShard(count, bool(is_ended), *rest))
-                    found.setdefault((group, source, pass_), {})[shard] = seen
-        return found
+                    count, is_ended, *identity = record
+                    ended_shard = EndedShard(samples, CheckpointShard(count, bool(is_ended), *identity))
+                    matches.setdefault((group, source, pass_), {})[shard] = ended_shard
+        return matches
 
     def digest(self, step: int) -> int | None:
         """The digest of the samples of a step of all ranks; None: a rank lacks it."""
@@ -190,15 +192,15 @@ class Segment:
     def digest_of(self, step: int, rank: int) -> int | None:
         """The digest of the samples of a step on one rank; None: it isn't recorded."""
         records = self._history.of_rank(rank).get(self.name)
-        found = None if records is None else records.chunk(step)
-        return None if found is None else int(found[0].arrays["digest"][found[1]])
+        matches = None if records is None else records.chunk(step)
+        return None if matches is None else int(matches[0].arrays["digest"][matches[1]])
 
     def losses(self, step: int, rank: int) -> Losses | None:
         """The losses of a step that a rank reported; None: it reported none."""
-        found = self.rank(rank).chunk(step)
-        if found is None or "loss" not in found[0].arrays:
+        matches = self.rank(rank).chunk(step)
+        if matches is None or "loss" not in matches[0].arrays:
             return None
-        arrays, place = found[0].arrays, found[1]
+        arrays, place = matches[0].arrays, matches[1]
         count = int(arrays["count"][place])
         worst = arrays["worst"][place, :count].astype(float).tolist()
         return Losses(float(arrays["loss"][place]), arrays["rows"][place, :count].tolist(), worst)
@@ -242,11 +244,11 @@ class RunHistory:
         """
         if name is None:
             return self.segments[-1]
-        found = next((segment for segment in self.segments if segment.name == name), None)
-        if found is None:
+        matches = next((segment for segment in self.segments if segment.name == name), None)
+        if matches is None:
             names = ", ".join(segment.name for segment in self.segments[-8:])
             raise JournalError(f"the journal has no segment {name!r}; the last ones are {names}")
-        return found
+        return matches
 
     def branch(self, name: str | None = None) -> list[tuple[Segment, int, int]]:
         """The segments that led to one, by default the last: each with its first step and where it stopped.
@@ -254,13 +256,13 @@ class RunHistory:
         Those that this journal doesn't have, as it was begun later, are left out.
         """
         segment: Segment | None = self.segment(name)
-        stop, found = 1 << 62, []
+        stop, matches = 1 << 62, []
         while segment is not None:
-            found.append((segment, segment.first, min(stop, segment.stop)))
+            matches.append((segment, segment.first, min(stop, segment.stop)))
             stop, parent = segment.first, segment.parent
-            known = {other.name: other for other in self.segments}
-            segment = None if parent is None else known.get(parent[0])
-        return found[::-1]
+            by_name = {other.name: other for other in self.segments}
+            segment = None if parent is None else by_name.get(parent[0])
+        return matches[::-1]
 
     def at(self, step: int, name: str | None = None) -> Segment:
         """The segment that a step is of, among those that led to one, by default the last.

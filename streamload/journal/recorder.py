@@ -140,9 +140,9 @@ class Recorder(RankPart):
                 lambda ranks: [ranks[0][0], next((error for _, error in ranks if error), "")],
             )
         else:  # ranks that were placed by Order(rank=…): what is the same on all of them
-            told: list[Any] = [run.identity, self._parent, run.world_size]
-            while (token := xxhash.xxh32_hexdigest(repr(told).encode())) in writer.segments:
-                told.append(token)
+            inputs: list[Any] = [run.identity, self._parent, run.world_size]
+            while (token := xxhash.xxh32_hexdigest(repr(inputs).encode())) in writer.segments:
+                inputs.append(token)
         if error:
             raise OptionError(error)
         self._segment, self._known = token, []
@@ -194,7 +194,7 @@ class Recorder(RankPart):
         assert self._pending is not None
         for event in [event for event in events if event not in self._known]:
             self._known.append(event)
-            reason = next((reason for told, reason in self._reasons if told == event), {})
+            reason = next((reason for other, reason in self._reasons if other == event), {})
             values = {"step": self._step, "event": event, "reason": reason}
             self._pending.writer.add(Record("event", values, {}))
 
@@ -278,12 +278,12 @@ class _Unwritten:
         """Add shards that a worker found to have ended; others have found most of them, too."""
         fresh = []
         for place, (group, source, pass_, shard) in enumerate(rows[:, :4].tolist()):
-            told = self._told.get((group, source, pass_))
-            if told is None:
-                told = self._told[group, source, pass_] = set()
+            shards = self._told.get((group, source, pass_))
+            if shards is None:
+                shards = self._told[group, source, pass_] = set()
                 self._told.pop((group, source, pass_ - _PASSES_KEPT), None)
-            if shard not in told:
-                told.add(shard)
+            if shard not in shards:
+                shards.add(shard)
                 fresh.append(place)
         if fresh:
             self._ended.append(rows[fresh])

@@ -62,10 +62,10 @@ class Walk:
     def to(self, group: int, target: int) -> GroupState:
         """The state of a group at a position."""
         state, zeros = self._before.groups.get(group), (0,) * len(self._orders)
-        given = zeros if state is None else tuple(source.cursor.position for source in state.sources)
+        positions = zeros if state is None else tuple(source.cursor.position for source in state.sources)
         owed = zeros if state is None else state.owed
         kind = Portions if self._draws.sources == "mixed" else PortionsInParts
-        portions = kind(self._steps, group, self.begin, self._events, given, owed, self._draws)
+        portions = kind(self._steps, group, self.begin, self._events, positions, owed, self._draws)
         portion = portions.at(target)
         sources = []
         for source, position in enumerate(portion.first):
@@ -110,7 +110,10 @@ class Walk:
         records = {
             **({} if start is None or start.cursor.pass_ != cursor.pass_ else start.begun),
             **self._marked(group, source, cursor.pass_),
-            **{shard: seen.record for shard, seen in ended.get((group, source, cursor.pass_), {}).items()},
+            **{
+                shard: shard_end.record
+                for shard, shard_end in ended.get((group, source, cursor.pass_), {}).items()
+            },
         }
         return SourceState(
             cursor, OpenShards.of({shard: records[shard] for shard in near if shard in records})
@@ -168,5 +171,5 @@ class _Recorded:
 
     def arrived(self, shard: int) -> tuple[NDArray[np.int64], bool]:
         """See order.lanes.Arrivals."""
-        seen = self._ended().get(shard)
-        return (_ENDLESS, False) if seen is None else (np.arange(seen.samples), True)
+        shard_end = self._ended().get(shard)
+        return (_ENDLESS, False) if shard_end is None else (np.arange(shard_end.samples), True)

@@ -85,15 +85,15 @@ class _WitnessInWorker(WorkerPart):
     def finish(self, values: dict[str, object], rows: BatchRows) -> bytes:
         """Where each row is from."""
         reader = rows.reader
-        found = []
+        origins = []
         for (shard, number), visit in zip(rows.samples, rows.visits, strict=True):
             entry = reader.entries(shard, [number])[0]
             is_other = (visit.shard, visit.number) != (shard, number)
             instead_of = reader.entries(visit.shard, [visit.number])[0].key if is_other else None
             passes = visit.pass_ & _PASS_MASK
             url = reader.shards[shard].name
-            found.append([entry.key, url, visit.source, shard, number, passes, None, instead_of])
-        return json.dumps(found).encode()
+            origins.append([entry.key, url, visit.source, shard, number, passes, None, instead_of])
+        return json.dumps(origins).encode()
 
 
 class _Captions:

@@ -120,7 +120,7 @@ def seek(
         JournalError: the journal lacks what the order depends on.
         StateMismatch: the options are of another run.
     """
-    at, states = segment.states_before(step)
+    marked_at, states = segment.states_before(step)
     mark = joined_state(states, make.by_rank)
     recorded = as_recorded(options, make, 0, segment.world_size, segment.rows)
     schedule = RunSchedule(recorded, lambda epoch: None)
@@ -133,19 +133,19 @@ def seek(
     parts[NAME] = {"segment": segment.name, "step": step}
     # Costs say how many samples are in cells; and the rest of a block that a run left comes first.
     is_made_from_mark = recorded.has_cells or any(group.past for group in before.groups.values())
-    number = 0 if is_made_from_mark else step - at
-    events = joined(before.events, segment.events(at))
+    number = 0 if is_made_from_mark else step - marked_at
+    events = joined(before.events, segment.events(marked_at))
     sizes = of_kind(events, BATCH_SIZE)
     steps = schedule.step_options.steps(before.step_start, sizes)
     position = steps.begin(number)
     shards = [len(source.urls) for source in options.sources]
     orders = list(zip(schedule.source_orders(), shards, strict=True))
-    walk = Walk(segment, at, before, steps, events, orders, schedule.draws)
-    found, target = dict(before.groups), planned_from(steps, position)
+    walk = Walk(segment, marked_at, before, steps, events, orders, schedule.draws)
+    groups_there, target = dict(before.groups), planned_from(steps, position)
     if position:
-        found = {
+        groups_there = {
             group: walk.to(group, target)
-            for group in (found or range(schedule.order.groups))
+            for group in (groups_there or range(schedule.order.groups))
             if groups is None or group in groups
         }
     base, counted = before.base_batch, before.steps
@@ -155,13 +155,13 @@ def seek(
     after = replace(
         before,
         position=position,
-        groups=found,
+        groups=groups_there,
         events=tuple(in_effect(events, position)),
         base_batch=base,
         steps=0 if base is None else counted + number,
     )
     schedule.tracker.load(after)
-    return Sought(schedule.state({}, fingerprint, parts), step - at - number)
+    return Sought(schedule.state({}, fingerprint, parts), step - marked_at - number)
 
 
 def stored_options(history: RunHistory, segment: Segment) -> LoaderOptions:
@@ -213,22 +213,22 @@ def steps_from(
         DatasetChanged: a shard is another than it was.
     """
     segment = history.at(step, name)
-    stop = next(stop for one, _, stop in history.branch(name) if one is segment)
+    stop = next(stop for other, _, stop in history.branch(name) if other is segment)
     rank, world_size, rows = layout or (0, 1, segment.rows * segment.world_size)
-    told: list[Witnessed] = []
+    witnessed_batches: list[Witnessed] = []
     options = as_recorded(options, make, rank, world_size, rows)
     groups = set(own_groups(options, read_topology(rank, world_size), segment.groups))
-    witnessed = replace(options, extensions=(*options.extensions, Witness(told.append)))
+    witnessed = replace(options, extensions=(*options.extensions, Witness(witnessed_batches.append)))
     while step < stop:
         sought = seek(segment, step, options, make, groups)
         epoch_stop = min(stop, segment.epoch_after(step))
         with make.loader(witnessed) as loader:
             loader.load_state_dict(sought.state)
             for number, batch in enumerate(loader, step - sought.steps):
-                seen = told.pop()
+                witness = witnessed_batches.pop()
                 if number >= step:
-                    _check(segment, number, (rank, world_size), seen)
-                    yield PastStep(number, segment, batch, seen.images, seen.rows)
+                    _check(segment, number, (rank, world_size), witness)
+                    yield PastStep(number, segment, batch, witness.images, witness.rows)
                 if number + 1 >= epoch_stop:
                     break
             else:
@@ -236,7 +236,7 @@ def steps_from(
         step = epoch_stop
 
 
-def _check(segment: Segment, step: int, layout: tuple[int, int], seen: Witnessed) -> None:
+def _check(segment: Segment, step: int, layout: tuple[int, int], witness: Witnessed) -> None:
     """Compare a step with what was recorded of it, if one rank, or each as then, has its rows.
 
     Raises:
@@ -248,7 +248,7 @@ def _check(segment: Segment, step: int, layout: tuple[int, int], seen: Witnessed
         recorded = segment.digest_of(step, rank)
     elif world_size == 1:
         recorded = segment.digest(step)
-    if recorded is not None and recorded != digest_of([(row.shard, row.number) for row in seen.rows]):
+    if recorded is not None and recorded != digest_of([(row.shard, row.number) for row in witness.rows]):
         raise JournalError(
             f"step {step} would have other samples than it had: one that was replaced can be read now, or "
             f"the reverse, or the journal's decisions were changed"
