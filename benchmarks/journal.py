@@ -36,7 +36,7 @@ from benchmarks import turns
 from benchmarks.turns import Row
 from streamload import Order
 from streamload.journal.files import Record, RecordWriter, path_of
-from streamload.journal.history import History
+from streamload.journal.history import RunHistory
 from streamload.journal.leave_out import ExcludedSamples, LeftOutChanges
 from streamload.journal.recorder import MARK_STEPS, Recorder, StepWitness
 from streamload.loader.loader import Loader
@@ -133,7 +133,7 @@ def trained(folder: Path, urls: list[str], steps: int) -> list[Row]:
         whole = time.process_time() - began
     own = sum(spent)
     began = time.process_time()
-    again = next(steps_from(History(folder / "run"), steps // 2, loader.options, MAKE))
+    again = next(steps_from(RunHistory(folder / "run"), steps // 2, loader.options, MAKE))
     replayed = time.process_time() - began
     assert len(again.rows) == ROWS
     return [
@@ -244,7 +244,7 @@ def sought(folder: Path, shards: int, ranks: int, groups: int) -> Row:
     spent = {}
     for name, wanted in (("one_group_seconds", {0}), ("all_groups_seconds", None)):
         began = time.process_time()
-        segment = History(journal).at(first + 500)
+        segment = RunHistory(journal).at(first + 500)
         seek(segment, first + 500, options, MAKE, wanted)
         spent[name] = time.process_time() - began
     spent["group_seconds"] = (spent["all_groups_seconds"] - spent["one_group_seconds"]) / (groups - 1)
@@ -269,7 +269,9 @@ def looked_up(folder: Path, shards: int) -> Row:
     spent = []
     for shard in np.random.default_rng(0).integers(0, shards, 3).tolist():
         began = time.process_time()
-        found = [use for use in uses(History(journal).segment(), options, MAKE, 0, shard) if use.pass_ == 0]
+        found = [
+            use for use in uses(RunHistory(journal).segment(), options, MAKE, 0, shard) if use.pass_ == 0
+        ]
         spent.append(time.process_time() - began)
         assert len(found) == SAMPLES, len(found)
     return {"cpu_seconds": float(np.median(spent))}

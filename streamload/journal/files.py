@@ -24,9 +24,9 @@ from streamload.errors import JournalError
 logger = logging.getLogger("streamload")
 
 _MAGIC = b"streamload journal 1\n"
-_HEAD = Struct("<IQ")
-"""The bytes of a record, and the checksum of it and of the checksum before it."""
-_MOST_BYTES = 1 << 30
+_HEAD = Struct("<IIQ")
+"""The bytes of a record, their complement, and the checksum of it and of the checksum before it."""
+_COMPLEMENT = (1 << 32) - 1
 
 
 class Record(NamedTuple):
@@ -55,11 +55,11 @@ class RecordWriter:
         path: of the file; made if it is missing, and its folder.
 
     Attributes:
-        segments: how many attempts the file had when it was opened.
+        segments: the names of attempts that the file had when it was opened.
     """
 
     def __init__(self, path: Path):
-        self.segments = 0
+        self.segments = set[str]()
         self._path, self._total, self._size_bytes = path, 0, 0
         self._unwritten: list[bytes] = []
         self._is_failing = False
@@ -76,7 +76,9 @@ class RecordWriter:
             self._path.write_bytes(_MAGIC)
         self._size_bytes = len(_MAGIC)
         for payload, total in _payloads(self._path):
-            self.segments += _unpacked(payload).kind == "segment"
+            record = _unpacked(payload)
+            if record.kind == "segment":
+                self.segments.add(str(record.values["segment"]))
             self._total, self._size_bytes = total, self._size_bytes + _HEAD.size + len(payload)
         os.truncate(self._path, self._size_bytes)
 
@@ -84,15 +86,19 @@ class RecordWriter:
         """Append a record. If the file can't be written, warn once, and try again with the next record."""
         payload = _packed(record)
         self._total = _checksum(self._total, payload)
-        self._unwritten.append(_HEAD.pack(len(payload), self._total) + payload)
+        self._unwritten.append(_HEAD.pack(len(payload), len(payload) ^ _COMPLEMENT, self._total) + payload)
         text = b"".join(self._unwritten)
         try:
             with self._path.open("r+b", buffering=0) as file:
-                file.seek(self._size_bytes)
-                left = memoryview(text)
-                while left:
-                    left = left[file.write(left) or 0 :]
-                file.truncate()
+                if file.seek(0, os.SEEK_END) != self._size_bytes:
+                    raise OSError("another attempt of the run writes to it, or has")
+                try:
+                    left = memoryview(text)
+                    while left:
+                        left = left[file.write(left) or 0 :]
+                except OSError:
+                    file.truncate(self._size_bytes)
+                    raise
         except OSError as exc:
             if not self._is_failing:
                 logger.warning("the journal %s can't be written; training goes on: %s", self._path, exc)
@@ -120,12 +126,13 @@ def _payloads(path: Path) -> Iterator[tuple[bytes, int]]:
                 raise JournalError(f"{path} is no journal of this version of streamload")
             total = number = 0
             while len(head := file.read(_HEAD.size)) == _HEAD.size:
-                count, expected = _HEAD.unpack(head)
-                payload = file.read(count) if 0 < count <= _MOST_BYTES else b""
-                if not count or len(payload) < count:
+                count, complement, expected = _HEAD.unpack(head)
+                is_whole = count ^ complement == _COMPLEMENT
+                payload = file.read(count) if is_whole else b""
+                if not any(head) or (is_whole and len(payload) < count):
                     return  # cut by a kill, or zeros that a crash left
                 total = _checksum(total, payload)
-                if total != expected:
+                if total != expected or not is_whole:
                     raise JournalError(f"{path}: record {number} was altered, or one before it")
                 yield payload, total
                 number += 1

@@ -144,7 +144,7 @@ class Segment:
         groups: of the order.
     """
 
-    def __init__(self, history: History, begin: Mapping[str, Any]):
+    def __init__(self, history: RunHistory, begin: Mapping[str, Any]):
         self._history, self.begin = history, begin
         self.name, self.first = str(begin["segment"]), int(begin["step"])
         self.parent: tuple[str, int] | None = None if begin["parent"] is None else tuple(begin["parent"])
@@ -223,11 +223,24 @@ class Segment:
                 if number > step and mark.origin == origin:
                     yield mark.state
 
-    def events(self, since: int, origin: int) -> list[Event]:
-        """The events of a sequence that were set from a step on, before which there was a mark."""
+    def epoch_after(self, step: int) -> int:
+        """The step with which the first epoch after a step begins, or that after the last of the segment."""
+        states = [mark.state for number, mark in sorted(self.all_marks.items()) if number > step]
+        numbers = [number for number in sorted(self.all_marks) if number > step]
+        begins = (number for number, state in zip(numbers, states, strict=True) if _begins_epoch(state))
+        return next(begins, self.stop)
+
+    def gave_up(self, origin: int) -> bool:
+        """True if a shard couldn't be read to its end in a sequence, which may be whole now."""
+        of_sequence = (shards for key, shards in self.ended.items() if key.origin == origin)
+        return any(shard.record.given_up >= 0 for shards in of_sequence for shard in shards.values())
+
+    def events(self, step: int, origin: int) -> list[Event]:
+        """The events of a sequence up to the end of a step's epoch, but those of its first mark."""
         events: list[Event] = []
-        for step, sequence, event in self.rank(0).events:  # alike on all ranks
-            if step >= since and sequence == origin:
+        stop = self.epoch_after(step)
+        for number, sequence, event in self.rank(0).events:  # alike on all ranks
+            if number < stop and sequence == origin:
                 events = joined(events, [event])
         return events
 
@@ -280,7 +293,7 @@ class Segment:
         return total / count if count else None
 
 
-class History:
+class RunHistory:
     """The journal of a run.
 
     Args:
@@ -350,6 +363,10 @@ class History:
                 return segment
         covered = ", ".join(f"{first} to {stop - 1}" for _, first, stop in branch if stop > first)
         raise JournalError(f"the journal has no step {step}; it has {covered or 'none'}")
+
+
+def _begins_epoch(state: Mapping[str, Any]) -> bool:
+    return bool(state["position"] == state["began"])
 
 
 def _by_segment(path: Path) -> dict[str, RankRecords]:

@@ -4,7 +4,7 @@ Kinds of records, in the order in which a run adds them:
 
 - segment: an attempt of the run begins in this process; its parent is the step of the segment whose state it
   has loaded.
-- mark: the state before a step. At the start of each epoch, and every 512 steps.
+- mark: the state before a step. At the start of each epoch, and every 512 steps; with cells every 64.
 - ended: shards whose end the order has reached, with the group's samples in each and what a state records of
   them. So the order can be computed again without looking at any shard. Passes are those of the sequence that
   began, or was taken up, at the step `origin`.
@@ -31,7 +31,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from streamload.errors import JournalError, OptionError
+from streamload.errors import JournalError, OptionError, StateMismatch
 from streamload.extension import Event, Extension, RankPart, WorkerPart
 from streamload.journal.files import Record, RecordWriter, path_of
 from streamload.mixing.reports import LOSS, Reports, signal_of
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 NAME = "journal"
 MARK_STEPS = 512
+"""Steps between marks; with cells an eighth of it, as all steps after a mark have to be made again."""
 WORST = 8
 """Rows of a step whose losses are kept."""
 _FLUSH_STEPS, _FLUSH_SECONDS = 64, 5.0
@@ -110,10 +111,10 @@ class Recorder(RankPart):
 
     def __init__(self, run: Run, folder: str):
         self._run, self._folder = run, folder
-        self._pending: _Pending | None = None  # of the current segment
+        self._pending: _Unwritten | None = None  # of the current segment
         self._segment, self._parent = "", None  # type: str, list[Any] | None
         self._step = 0  # of the run: the next one
-        self._is_due = False  # a mark is
+        self._is_due = self._is_new = False  # a mark is; the sequence has no mark
         self._known: list[Event] = []  # events that are written
         self._reasons: list[tuple[Event, Mapping[str, Any]]] = []  # of events that aren't written yet
         self._sources = [source.name for source in run.options.sources]
@@ -130,6 +131,7 @@ class Recorder(RankPart):
         assert self._pending is not None
         if is_new or start == 0:
             self._pending.begin_sequence(self._step)
+            self._is_new = True
         self._is_due = True
         return ()
 
@@ -148,12 +150,13 @@ class Recorder(RankPart):
                 lambda ranks: [ranks[0][0], next((error for _, error in ranks if error), "")],
             )
         else:  # ranks that were placed by Order(rank=…): what is the same on all of them
-            told = [run.identity, self._parent, writer.segments]
-            token = xxhash.xxh32_hexdigest(repr(told).encode())
+            inputs: list[Any] = [run.identity, self._parent, run.world_size]
+            while (token := xxhash.xxh32_hexdigest(repr(inputs).encode())) in writer.segments:
+                inputs.append(token)
         if error:
             raise OptionError(error)
         self._segment, self._known = token, []
-        self._pending = _Pending(writer, self._sources)
+        self._pending = _Unwritten(writer, self._sources)
         weakref.finalize(self, _finish, self._pending, os.getpid())
         values = {
             "segment": token,
@@ -173,22 +176,23 @@ class Recorder(RankPart):
         pending = self._pending
         if pending is None:
             return
-        if self._is_due or (self._step % MARK_STEPS == 0 and pending.marked != self._step):
-            self._is_due, pending.marked = False, self._step
+        every = -(-MARK_STEPS // 8) if self._run.options.has_cells else MARK_STEPS
+        if self._is_due or (self._step % every == 0 and pending.marked != self._step):
+            position = self._run.position
+            if self._is_new:  # its first mark has these; later ones of a recorded run it hasn't
+                self._known = [event for event in position.events if event.position <= position.position]
+            self._note(position.events)
+            self._is_due = self._is_new = False
+            pending.marked = self._step
             if self._run.counts_groups:
                 state = {"step": self._step, "origin": pending.origin, "state": self._run.state()}
                 pending.writer.add(Record("mark", state, {}))
-            self._known = list(self._run.position.events)  # a mark has these
             pending.write_usual(self._step)
         pending.flush_if_due()
 
     def taken(self, batch: Batch) -> None:
         """Count the step, and note events that a mark doesn't have."""
-        events = self._run.position.events
-        if len(events) > 1 or events[0] not in self._known:
-            for event in events:
-                if event not in self._known:
-                    self._note(event)
+        self._note(self._run.position.events)
         self._step += 1
 
     def event_set(self, event: Event, reason: Mapping[str, object]) -> None:
@@ -196,12 +200,14 @@ class Recorder(RankPart):
         self._is_due |= event.kind not in (WEIGHTS, BATCH_SIZE)
         self._reasons.append((event, reason))
 
-    def _note(self, event: Event) -> None:
+    def _note(self, events: Sequence[Event]) -> None:
+        """Write events that aren't written."""
         assert self._pending is not None
-        self._known.append(event)
-        reason = next((reason for told, reason in self._reasons if told == event), {})
-        values = {"step": self._step, "origin": self._pending.origin, "event": event, "reason": reason}
-        self._pending.writer.add(Record("event", values, {}))
+        for event in [event for event in events if event not in self._known]:
+            self._known.append(event)
+            reason = next((reason for other, reason in self._reasons if other == event), {})
+            values = {"step": self._step, "origin": self._pending.origin, "event": event, "reason": reason}
+            self._pending.writer.add(Record("event", values, {}))
 
     def yielded(self, part: bytes, values: dict[str, object]) -> Mapping[str, object]:
         """Take the worker's message; the batch's info gets the step of the run."""
@@ -238,15 +244,22 @@ class Recorder(RankPart):
         return {NAME: {"segment": self._segment, "step": self._step}}
 
     def load(self, state: Mapping[str, object]) -> None:
-        """Begin another segment with the next epoch, after the state's step."""
+        """Begin another segment with the next epoch, after the state's step.
+
+        Raises:
+            StateMismatch: its part of the state is damaged.
+        """
+        place: Any = state.get(NAME, {"segment": None, "step": 0})
+        try:
+            segment, step = place["segment"], range(place["step"] + 1)[-1]
+        except (TypeError, KeyError, IndexError):
+            raise StateMismatch(f"not a valid state of a loader: {place!r:.50} as {NAME}") from None
         self.close()
-        self._pending, self._segment, self._parent, self._step = None, "", None, 0
-        place: Any = state.get(NAME)
-        if place is not None:
-            self._parent, self._step = [place["segment"], place["step"]], place["step"]
+        self._pending, self._segment, self._step = None, "", step
+        self._parent = None if segment is None else [segment, step]
 
 
-class _Pending:
+class _Unwritten:
     """What isn't written yet of a segment.
 
     Args:
@@ -285,12 +298,12 @@ class _Pending:
         """Add shards that a worker found to have ended; others have found most of them, too."""
         fresh = []
         for place, (group, source, pass_, shard) in enumerate(rows[:, :4].tolist()):
-            told = self._told.get((group, source, pass_))
-            if told is None:
-                told = self._told[group, source, pass_] = set()
+            shards = self._told.get((group, source, pass_))
+            if shards is None:
+                shards = self._told[group, source, pass_] = set()
                 self._told.pop((group, source, pass_ - _PASSES_KEPT), None)
-            if shard not in told:
-                told.add(shard)
+            if shard not in shards:
+                shards.add(shard)
                 fresh.append(place)
         if fresh:
             self._ended.append(rows[fresh])
@@ -386,7 +399,7 @@ def _rows_at(places: torch.Tensor, rows: Any) -> torch.Tensor:
     return index[places]
 
 
-def _finish(pending: _Pending, pid: int) -> None:
+def _finish(pending: _Unwritten, pid: int) -> None:
     """Write what is left, as the loader goes or the process ends."""
     if os.getpid() == pid:
         pending.end()

@@ -5,16 +5,15 @@ The order's arithmetic runs with the recorded numbers of samples in place of ind
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streamload.errors import JournalError
 from streamload.journal.history import EndedShard, OfPass, Segment
 from streamload.order.events import Event
-from streamload.order.group import Cursor, GroupOrder, most_skipped
+from streamload.order.group import Cursor, GroupOrder
 from streamload.order.parts import PortionsInParts
 from streamload.order.plan import OrderOptions, Pieces, pass_order, shard_axis
 from streamload.order.plan import pieces as pieces_of
@@ -65,33 +64,34 @@ class Walk:
         sources = []
         for source, position in enumerate(portion.first):
             start = None if state is None else state.sources[source]
-            if start is not None and start.cursor.position == position:
-                sources.append(start)
-            else:
-                sources.append(self._source(group, source, start, position))
-        return GroupState(portion.owed_before, tuple(sources))
+            sources.append(self._source(group, source, start, position))
+        return GroupState(portion.owed_before, tuple(sources), () if state is None else state.past)
 
     def _portions(self, group: int) -> Portions:
         state, zeros = self._before.groups.get(group), (0,) * len(self._orders)
-        given = zeros if state is None else tuple(source.cursor.position for source in state.sources)
+        positions = zeros if state is None else tuple(source.cursor.position for source in state.sources)
         owed = zeros if state is None else state.owed
         kind = Portions if self._draws.sources == "mixed" else PortionsInParts
-        return kind(self._steps, group, self.begin, self._events, given, owed, self._draws)
+        return kind(self._steps, group, self.begin, self._events, positions, owed, self._draws)
 
     def _source(self, group: int, source: int, start: SourceState | None, position: int) -> SourceState:
         (options, count), sequence = self._orders[source], self._before.sequence
-        own, last = self.pieces(source, group), Cursor.at(0) if start is None else start.cursor
-        skipped = last.skip + position - last.position
-        order, arrivals = self._order(group, source, last._replace(position=position, skip=skipped))
-        while order.released < position and _goes_on(order, arrivals):
-            pass
+        own, begin = self.pieces(source, group), Cursor.at(0) if start is None else start.cursor
+        if start is not None:
+            for state in self._states(group, self.origin, self.origin):  # what these had isn't told again
+                begin = _with_done(begin, state.sources[source].cursor)
+        skipped = begin.skip + position - begin.position
+        order, arrivals = self._order(group, source, begin._replace(position=position, skip=skipped))
+        latest = None  # of the passes that begin up to the position
+        while latest is None or order.released < position:
+            order.advance(arrivals)
+            if latest is None or order.pass_start <= position:
+                latest = order.pass_, order.pass_start, order.everything
         cursor = order.mark_at(position)
-        if cursor.skip > most_skipped(options.lanes, options.window):
-            raise JournalError(
-                f"the journal lacks how many samples group {group} has in shards "
-                f"{order.blocked(arrivals)[:4]} of source {source}, in pass {order.pass_}: the run ended "
-                f"before it was written"
-            )
+        if cursor.pass_ < latest[0] and latest[1] <= position:  # shards of one pass are in a state
+            cursor = Cursor(position, latest[0], position - latest[1], everything=latest[2])
+        else:
+            cursor = _with_done(cursor, begin)
         shards = np.arange(count) if cursor.everything else own.shards
         in_pass = pass_order(options, shards, group, sequence, cursor.pass_)
         front = order.front[1] if order.pass_ == cursor.pass_ else in_pass.size
@@ -182,20 +182,24 @@ class Walk:
 
     def _marked(self, group: int, source: int, pass_: int) -> dict[int, CheckpointShard]:
         """Shards as the next mark has them: those that were open to the end of the journal."""
-        for state in self._segment.marks_after(self._at, self.origin):
-            found = state["at"].get(str(group))
-            if found is None:
-                continue
-            marked = GroupState.from_json(found).sources[source]
+        for state in self._states(group, self._at + 1, self._segment.epoch_after(self._at)):
+            marked = state.sources[source]
             return dict(marked.begun) if marked.cursor.pass_ == pass_ else {}
         return {}
 
+    def _states(self, group: int, first: int, last: int) -> Iterator[GroupState]:
+        """The states of a group in the marks from one step to another."""
+        for records in self._segment.ranks.values():
+            for number, mark in records.marks.items():
+                if first <= number <= last and mark.origin == self.origin and str(group) in mark.state["at"]:
+                    yield GroupState.from_json(mark.state["at"][str(group)])
 
-def _goes_on(order: GroupOrder, arrivals: _Recorded) -> bool:
-    """Go on in an order; False if what is recorded adds nothing."""
-    reached = order.released, order.read, order.pass_
-    order.advance(arrivals)
-    return (order.released, order.read, order.pass_) != reached
+
+def _with_done(cursor: Cursor, earlier: Cursor) -> Cursor:
+    """A cursor that knows of the shards that an earlier one had done: they give nothing from there on."""
+    if cursor.pass_ != earlier.pass_:
+        return cursor
+    return cursor._replace(done=tuple(sorted({**dict(earlier.done), **dict(cursor.done)}.items())))
 
 
 def _first_open(cursor: Cursor) -> int:
@@ -205,8 +209,14 @@ def _first_open(cursor: Cursor) -> int:
     return min((place for place, _, _ in cursor.lanes.lanes if place >= 0), default=cursor.lanes.next)
 
 
+_ENDLESS = np.broadcast_to(np.int64(0), 1 << 31)
+
+
 class _Recorded:
     """The numbers of samples as a journal has them: arrivals, of which only the numbers count.
+
+    All ends of shards that the run had come to by a recorded step are recorded. To the others it hadn't come,
+    so that they don't matter for the steps up to there.
 
     Args:
         ended: returns the shards of the current pass by their index.
@@ -217,5 +227,5 @@ class _Recorded:
 
     def arrived(self, shard: int) -> tuple[NDArray[np.int64], bool]:
         """See order.lanes.Arrivals."""
-        seen = self._ended().get(shard)
-        return (np.empty(0, np.int64), False) if seen is None else (np.arange(seen.samples), True)
+        shard_end = self._ended().get(shard)
+        return (_ENDLESS, False) if shard_end is None else (np.arange(shard_end.samples), True)

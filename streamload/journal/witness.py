@@ -19,7 +19,7 @@ _CAPTIONS = "__caption__"
 _PASS_MASK = 0xFFFFFFFF
 
 
-class Row(NamedTuple):
+class PastRow(NamedTuple):
     """A row of a step.
 
     Attributes:
@@ -49,7 +49,7 @@ class Witnessed(NamedTuple):
         images: a tensor, or one for each row; None: it has none.
     """
 
-    rows: list[Row]
+    rows: list[PastRow]
     images: Any
 
 
@@ -85,15 +85,15 @@ class _WitnessInWorker(WorkerPart):
     def finish(self, values: dict[str, object], rows: BatchRows) -> bytes:
         """Where each row is from."""
         reader = rows.reader
-        found = []
+        origins = []
         for (shard, number), visit in zip(rows.samples, rows.visits, strict=True):
             entry = reader.entries(shard, [number])[0]
             is_other = (visit.shard, visit.number) != (shard, number)
             instead_of = reader.entries(visit.shard, [visit.number])[0].key if is_other else None
             passes = visit.pass_ & _PASS_MASK
             url = reader.shards[shard].name
-            found.append([entry.key, url, visit.source, shard, number, passes, None, instead_of])
-        return json.dumps(found).encode()
+            origins.append([entry.key, url, visit.source, shard, number, passes, None, instead_of])
+        return json.dumps(origins).encode()
 
 
 class _Captions:
@@ -141,7 +141,7 @@ class _WitnessInRank(RankPart):
     def yielded(self, part: bytes, values: dict[str, object]) -> Mapping[str, object]:
         """Tell of a batch."""
         captions: Any = values.pop(_CAPTIONS, None)
-        rows = [Row(*row) for row in json.loads(part)]
+        rows = [PastRow(*row) for row in json.loads(part)]
         if captions is not None:
             rows = [row._replace(caption=caption) for row, caption in zip(rows, captions, strict=True)]
         images = next((values[name] for name in ("image", "pixel_values", "patches") if name in values), None)

@@ -15,7 +15,7 @@ from streamload.ranks.distributed import gather
 
 if TYPE_CHECKING:
     from streamload.batching.microbatches import Microbatching
-    from streamload.loader.past import Step
+    from streamload.loader.past import PastStep
 
 _LEAVE_OUT = "leave_out"
 """The name of the extension that leaves samples out, and its key of a state."""
@@ -63,18 +63,18 @@ def refuse_left_out(state: Mapping[str, Any], options: LoaderOptions) -> None:
 
 def steps_of_journal(
     run: RankRun, make: Callable[[LoaderOptions], Any], step: int, segment: str | None
-) -> Iterator[Step]:
+) -> Iterator[PastStep]:
     """The steps of a run with a journal again; see Loader.at. `make` makes a loader of options."""
     recorder = run.parts.by_name.get("journal")
     if recorder is None:
         raise OptionError("loader.at() goes by the run's journal: give Order(journal=folder)")
-    from streamload.journal.history import History
+    from streamload.journal.history import RunHistory
     from streamload.loader.past import MakeLoaders, steps_from
 
     recorder.close()  # writes what it has
     topology = run.schedule.topology
     layout = topology.rank, topology.world_size, run.options.batch_size
-    history = History(os.fspath(run.options.order.journal or ""))
+    history = RunHistory(os.fspath(run.options.order.journal or ""))
     loaders = MakeLoaders(make, extensions_of, by_rank())
     return steps_from(history, step, run.options, loaders, layout, segment)
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("streamload")
 
-_CELLS = "cells"
+CELLS = "cells"
 """In place of a digest of steps, where positions count cells."""
 _LEAST_PART = 0.1
 """The smallest part of the lanes and the window that a source gets: its weight may grow later."""
@@ -141,7 +141,7 @@ def make_order_spec(
         tuple(len(source.urls) for source in options.sources),
         fitted=is_listed or (None not in (options.order.lanes, options.shuffle) and all(opens_slowly)),
         blocks=_blocks(options, topology, groups),
-        table=_CELLS if options.has_cells else None if listed is None else listed.digest,
+        table=CELLS if options.has_cells else None if listed is None else listed.digest,
         multiple=_multiple(options, topology, groups),
         sources_of=draws.sources,
         parts=draws.of_step(split_for(options, topology, groups)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 
 from streamload.errors import JournalError
 from streamload.extension import Extension
-from streamload.journal.history import History, Segment
+from streamload.journal.history import RunHistory, Segment
 from streamload.journal.leave_out import NAME as LEFT_OUT
 from streamload.journal.leave_out import LeftOutSamples, ListedSample, changes_of
 from streamload.journal.recorder import NAME, digest_of
 from streamload.journal.walk import Walk, planned_from
-from streamload.journal.witness import Row, Witness, Witnessed
+from streamload.journal.witness import PastRow, Witness, Witnessed
 from streamload.loader.options import LoaderOptions
-from streamload.loader.order_spec import own_groups
+from streamload.loader.order_spec import CELLS, own_groups
 from streamload.loader.position import Position
 from streamload.loader.schedule import RunSchedule
 from streamload.loader.state import FINGERPRINT, joined_state
@@ -61,7 +61,7 @@ class Sought(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PastStep:
     """A step of a run as it was made again.
 
     Attributes:
@@ -76,7 +76,7 @@ class Step:
     segment: Segment
     batch: Any
     images: Any
-    rows: list[Row]
+    rows: list[PastRow]
 
 
 def as_recorded(
@@ -166,7 +166,7 @@ def seek(
     step: int,
     options: LoaderOptions,
     make: MakeLoaders,
-    groups: Collection[int] | None = None,
+    groups: Set[int] | None = None,
 ) -> Sought:
     """The state before a step of a segment, by which any layout goes on.
 
@@ -178,21 +178,25 @@ def seek(
         JournalError: the journal lacks what the order depends on.
         StateMismatch: the options are of another run.
     """
-    at, mark, schedule, before, steps, events, walk = follow(segment, step, options, make)
-    if any(group.past for group in before.groups.values()):
-        return Sought(mark, step - at)  # the rest of a block that a run left comes first
-    fingerprint, number = mark[FINGERPRINT], step - at
+    marked_at, mark, schedule, before, steps, events, walk = follow(segment, step, options, make)
+    for rank in range(segment.world_size):
+        if groups is None or not groups.isdisjoint(schedule.split().groups_told_by(rank)):
+            segment.rank(rank)  # raises if it is lost
+    fingerprint = mark[FINGERPRINT]
     parts = {name: value for name, value in mark.items() if name not in schedule.state({}, fingerprint, {})}
     parts[NAME] = {"segment": segment.name, "step": step}
+    # Costs say how many samples are in cells; and the rest of a block that a run left comes first.
+    is_made_from_mark = schedule.order.table == CELLS or any(group.past for group in before.groups.values())
+    number = 0 if is_made_from_mark else step - marked_at
     position = steps.begin(number)
-    later = next(segment.marks_after(at, walk.origin), mark)  # as there is one after each change
+    later = next(segment.marks_after(marked_at, walk.origin), mark)  # as there is one after each change
     if LEFT_OUT in later:
-        parts[LEFT_OUT] = [change for change in later[LEFT_OUT] if change[0] <= position]
-    found, target = dict(before.groups), planned_from(steps, position)
-    if target != walk.begin:
-        found = {
+        parts[LEFT_OUT] = [change for change in later[LEFT_OUT] if is_made_from_mark or change[0] <= position]
+    groups_there, target = dict(before.groups), planned_from(steps, position)
+    if position:
+        groups_there = {
             group: walk.to(group, target)
-            for group in (found or range(schedule.order.groups))
+            for group in (groups_there or range(schedule.order.groups))
             if groups is None or group in groups
         }
     base, counted = before.base_batch, before.steps
@@ -202,13 +206,13 @@ def seek(
     after = replace(
         before,
         position=position,
-        groups=found,
+        groups=groups_there,
         events=tuple(in_effect(events, position)),
         base_batch=base,
         steps=0 if base is None else counted + number,
     )
     schedule.tracker.load(after)
-    return Sought(schedule.state({}, fingerprint, parts), 0)
+    return Sought(schedule.state({}, fingerprint, parts), step - marked_at - number)
 
 
 class Use(NamedTuple):
@@ -293,7 +297,7 @@ def left_out_of(segment: Segment, use: Use, options: LoaderOptions) -> list[List
     return [sample for change in changes if change.position <= use.position for sample in change.samples]
 
 
-def stored_options(history: History, segment: Segment) -> LoaderOptions:
+def stored_options(history: RunHistory, segment: Segment) -> LoaderOptions:
     """The options of the loader that wrote a segment, as they are kept beside its journal.
 
     They are unpickled, which runs code that the file names: it has to be your own.
@@ -319,13 +323,13 @@ def stored_options(history: History, segment: Segment) -> LoaderOptions:
 
 
 def steps_from(
-    history: History,
+    history: RunHistory,
     step: int,
     options: LoaderOptions,
     make: MakeLoaders,
     layout: tuple[int, int, int] | None = None,
     name: str | None = None,
-) -> Iterator[Step]:
+) -> Iterator[PastStep]:
     """A step of a run and those after it, as far as its segment goes.
 
     Args:
@@ -342,25 +346,37 @@ def steps_from(
         DatasetChanged: a shard is another than it was.
     """
     segment = history.at(step, name)
-    stop = next(stop for one, _, stop in history.branch(name) if one is segment)
+    stop = next(stop for other, _, stop in history.branch(name) if other is segment)
     rank, world_size, rows = layout or (0, 1, segment.rows * segment.world_size)
-    told: list[Witnessed] = []
-    options = as_recorded(options, make, rank, world_size, rows)
-    groups = own_groups(options, read_topology(rank, world_size), segment.groups)
-    sought = seek(segment, step, options, make, groups)
-    witnessed = replace(options, extensions=(*options.extensions, Witness(told.append)))
-    with make.loader(witnessed) as loader:
-        loader.load_state_dict(sought.state)
-        for number, batch in enumerate(loader, step - sought.steps):
-            seen = told.pop()
-            if number >= step:
-                _check(segment, number, (rank, world_size), seen)
-                yield Step(number, segment, batch, seen.images, seen.rows)
-            if number + 1 >= stop:
-                return
+    witnessed_batches: list[Witnessed] = []
+    followed = as_recorded(options, make, rank, world_size, rows)
+    groups = set(own_groups(followed, read_topology(rank, world_size), segment.groups))
+    witnessed = replace(followed, extensions=(*followed.extensions, Witness(witnessed_batches.append)))
+    while step < stop:
+        if world_size not in (1, segment.world_size) and segment.gave_up(
+            segment.marks_before(step)[1][0].origin
+        ):
+            raise JournalError(
+                f"shards of the run couldn't be read to their ends, so that step {step} is only sure on "
+                f"{segment.world_size} ranks, as recorded, or on one"
+            )
+        sought = seek(segment, step, options, make, groups)
+        epoch_stop = min(stop, segment.epoch_after(step))
+        with make.loader(witnessed) as loader:
+            loader.load_state_dict(sought.state)
+            for number, batch in enumerate(loader, step - sought.steps):
+                witness = witnessed_batches.pop()
+                if number >= step:
+                    _check(segment, number, (rank, world_size), witness)
+                    yield PastStep(number, segment, batch, witness.images, witness.rows)
+                if number + 1 >= epoch_stop:
+                    break
+            else:
+                raise JournalError(f"the epoch of step {step} would end before step {epoch_stop - 1}")
+        step = epoch_stop
 
 
-def _check(segment: Segment, step: int, layout: tuple[int, int], seen: Witnessed) -> None:
+def _check(segment: Segment, step: int, layout: tuple[int, int], witness: Witnessed) -> None:
     """Compare a step with what was recorded of it, if one rank, or each as then, has its rows.
 
     Raises:
@@ -372,7 +388,7 @@ def _check(segment: Segment, step: int, layout: tuple[int, int], seen: Witnessed
         recorded = segment.digest_of(step, rank)
     elif world_size == 1:
         recorded = segment.digest(step)
-    if recorded is not None and recorded != digest_of([(row.shard, row.number) for row in seen.rows]):
+    if recorded is not None and recorded != digest_of([(row.shard, row.number) for row in witness.rows]):
         raise JournalError(
             f"step {step} would have other samples than it had: one that was replaced can be read now, or "
             f"the reverse, or the journal's decisions were changed"

@@ -305,6 +305,11 @@ class GroupOrder:
         return self._before_pass + self._lanes.given
 
     @property
+    def pass_start(self) -> int:
+        """References of the epoch before the current pass of the lanes."""
+        return self._before_pass
+
+    @property
     def due(self) -> int:
         """References of the epoch that the shards have, at its end: `position`, if none is lost."""
         return self._before_pass + self._lanes.due

@@ -49,6 +49,8 @@ from streamload.extension.rank import INFO_FIELDS
 from streamload.features import RowFeatures, StoredFeatures
 from streamload.join import JoinedRows
 from streamload.journal.leave_out import LeftOutSamples
+from streamload.journal.recorder import Journal
+from streamload.journal.witness import Witness, Witnessed
 from streamload.loader.loader import Loader
 from streamload.mixing import Summary
 from streamload.mixing.batch_size import BatchSizes
@@ -458,6 +460,27 @@ class TestRowsOfModalities(FeatureContract):
             for loader, other in ((extended, plain), (plain, extended)):
                 with pytest.raises(StateMismatch, match="another choice of image_key"):
                     loader.load_state_dict(other.state_dict())
+
+
+class TestJournal(FeatureContract):
+    kinds = (Journal,)
+    state_keys = ("journal",)
+    damaged = ("x", 3, [], {"segment": "a"}, {"segment": "a", "step": "much"}, {"segment": "a", "step": -1})
+    options = MappingProxyType({"num_samples": 50})
+
+    @pytest.fixture(autouse=True)
+    def folder_of_the_test(self, tmp_path):
+        self.asked = {"journal": str(tmp_path / "journal")}
+
+
+def noted(seen: Witnessed) -> None:
+    assert all(row.key and row.url for row in seen.rows)
+
+
+class TestWitness(FeatureContract):
+    kinds = (Witness,)
+    asked = MappingProxyType({"extensions": (Witness(noted),)})
+    options = MappingProxyType({"num_samples": 50})
 
 
 class TestPlanPublication(FeatureContract):

@@ -13,7 +13,7 @@ import torch
 import streamload
 from streamload import Batches, Order
 from streamload.errors import JournalError, StateMismatch
-from streamload.journal.history import History
+from streamload.journal.history import RunHistory
 from streamload.testing.shards import write_shards
 
 ROWS, EPOCH = 8, 30
@@ -88,7 +88,7 @@ def test_a_run_that_goes_back_and_on_without_samples_is_a_tree(tmp_path: Path, u
             second.append(batch)
             assert loader.info.run_step == 11 + len(second)
     assert not set(suspects) & {key for batch in second for key in batch["__key__"]}
-    history = History(tmp_path / "journal")
+    history = RunHistory(tmp_path / "journal")
     old, new = history.segments
     assert new.parent == (old.name, 12)
     with made(tmp_path, urls) as loader:

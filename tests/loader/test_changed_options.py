@@ -266,6 +266,7 @@ def rows(data: Path, place: Path) -> dict[str, Row]:
         "order.world_size": honoured(parts_of_steps, rank=0, world_size=2, batch_size=2),
         "order.mixing": same(sources, mixing=keep_weights),
         "order.decisions": same(sources, decisions=place / "decisions.jsonl"),
+        "order.journal": same(journal=place / "journal"),
         "order.objective": same(sources, objective={"a": 2.0}),
         "order.strict": same(strict=True),
         "batches.text_padding": honoured(other_values("text"), {"tokenizer": masked}, text_padding="longest"),

@@ -11,9 +11,9 @@ import typer
 from streamload.errors import OptionError
 
 if TYPE_CHECKING:
-    from streamload.journal.history import History, Segment
+    from streamload.journal.history import RunHistory, Segment
     from streamload.loader.options import LoaderOptions
-    from streamload.loader.past import MakeLoaders, Step
+    from streamload.loader.past import MakeLoaders, PastStep
 
 Journal = Annotated[Path, typer.Argument(help="The folder of Order(journal=folder).")]
 SegmentName = Annotated[
@@ -36,7 +36,7 @@ LoaderName = Annotated[
 ]
 
 
-def options_of(history: History, segment: Segment, loader: str | None) -> LoaderOptions:
+def options_of(history: RunHistory, segment: Segment, loader: str | None) -> LoaderOptions:
     """The options of a run's loader.
 
     Raises:
@@ -68,12 +68,12 @@ def make_loaders() -> MakeLoaders:
 
 
 def steps_of(
-    history: History,
+    history: RunHistory,
     step: int,
     options: LoaderOptions,
     rank: int | None,
     segment: str | None,
-) -> Iterator[Step]:
+) -> Iterator[PastStep]:
     """A step of a run and those after it: of one rank, or of all as one batch; see past.steps_from.
 
     Raises:

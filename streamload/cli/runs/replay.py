@@ -46,9 +46,9 @@ def replay(
     """
     from streamload.cli.runs.page import page, pictures
     from streamload.cli.runs.page import save as save_pictures
-    from streamload.journal.history import History
+    from streamload.journal.history import RunHistory
 
-    history = History(journal)
+    history = RunHistory(journal)
     recorded = history.at(step, segment)
     options = options_of(history, recorded, loader)
     digest = recorded.digest(step) if rank is None else recorded.digest_of(step, rank)

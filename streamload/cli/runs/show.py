@@ -14,7 +14,7 @@ from streamload.cli.runs.options import Journal
 from streamload.cli.terminal import print_json, print_table, say
 
 if TYPE_CHECKING:
-    from streamload.journal.history import History
+    from streamload.journal.history import RunHistory
 
 _FIRST_FILE = "rank-00000.journal"
 
@@ -24,10 +24,10 @@ def ls(
     as_json: AsJson = False,
 ) -> None:
     """List the runs of which a folder has a journal."""
-    from streamload.journal.history import History
+    from streamload.journal.history import RunHistory
 
     summaries = {
-        str(path.parent): _summary(History(path.parent)) for path in sorted(folder.rglob(_FIRST_FILE))
+        str(path.parent): _summary(RunHistory(path.parent)) for path in sorted(folder.rglob(_FIRST_FILE))
     }
     if as_json:
         print_json(summaries)
@@ -39,7 +39,7 @@ def ls(
     print_table(("run", "segments", "steps", "ranks", "began"), rows)
 
 
-def _summary(history: History) -> dict[str, Any]:
+def _summary(history: RunHistory) -> dict[str, Any]:
     first, *_, (last, _, stop) = [history.branch()[0], *history.branch()]
     return {
         "segments": len(history.segments),
@@ -58,9 +58,9 @@ def show(journal: Journal, as_json: AsJson = False) -> None:
 
     A segment that goes on from another, before its end, abandons the steps that the other had after that.
     """
-    from streamload.journal.history import History
+    from streamload.journal.history import RunHistory
 
-    history = History(journal)
+    history = RunHistory(journal)
     branch = {segment.name: stop for segment, _, stop in history.branch()}
     segments: list[dict[str, Any]] = [
         {

@@ -23,7 +23,7 @@ from streamload.cli.runs.options import (
 from streamload.cli.terminal import print_json, print_table, say
 
 if TYPE_CHECKING:
-    from streamload.journal.history import History, Segment
+    from streamload.journal.history import RunHistory, Segment
 
 _AROUND = 50
 """A step is compared with so many before it, and as many after it."""
@@ -91,9 +91,9 @@ def spikes(
     by a row that is far worse than the worst rows of the steps around. Rows are suspects, not culprits.
     """
     from streamload.cli.runs.page import page
-    from streamload.journal.history import History
+    from streamload.journal.history import RunHistory
 
-    history = History(journal)
+    history = RunHistory(journal)
     standing_out = find_spikes(history, segment)[:most]
     named = [
         (spike, [] if no_rows else list(_named(history, spike, segment, loader))) for spike in standing_out
@@ -121,7 +121,7 @@ def spikes(
     say(_SAID)
 
 
-def find_spikes(history: History, segment: str | None = None) -> list[Spike]:
+def find_spikes(history: RunHistory, segment: str | None = None) -> list[Spike]:
     """The steps that stand out among those that led to a segment, the furthest first."""
     of_run = []
     for part, first, stop in history.branch(segment):
@@ -213,7 +213,7 @@ def _deviations(
 
 
 def _named(
-    history: History, spike: Spike, segment: str | None, loader: str | None
+    history: RunHistory, spike: Spike, segment: str | None, loader: str | None
 ) -> Iterator[tuple[dict[str, Any], Any]]:
     """The suspects of a step with their keys and captions, and their pictures."""
     from streamload.cli.runs.page import pictures

@@ -55,9 +55,9 @@ def used(
     What the order gave to steps, as far as the journal goes: a sample that came as the replacement of a bad
     one isn't uses_by_name. A shard that begins a key's name is read first for it, then all others.
     """
-    from streamload.journal.history import History
+    from streamload.journal.history import RunHistory
 
-    history = History(journal)
+    history = RunHistory(journal)
     branch = history.branch(segment)
     options = options_of(history, branch[-1][0], loader)
     shards = _shards(options)
