@@ -175,6 +175,10 @@ class Recorder(RankPart):
             return
         if self._is_due or (self._step % MARK_STEPS == 0 and pending.marked != self._step):
             self._is_due, pending.marked = False, self._step
+            if (
+                pending.origin < self._step
+            ):  # from marks before it the walk needs events that are set just now
+                self._note_events()
             if self._run.counts_groups:
                 state = {"step": self._step, "origin": pending.origin, "state": self._run.state()}
                 pending.writer.add(Record("mark", state, {}))
@@ -184,17 +188,20 @@ class Recorder(RankPart):
 
     def taken(self, batch: Batch) -> None:
         """Count the step, and note events that a mark doesn't have."""
-        events = self._run.position.events
-        if len(events) > 1 or events[0] not in self._known:
-            for event in events:
-                if event not in self._known:
-                    self._note(event)
+        self._note_events()
         self._step += 1
 
     def event_set(self, event: Event, reason: Mapping[str, object]) -> None:
         """Keep the reason of an event until it is written; what an extension sets is in its state."""
         self._is_due |= event.kind not in (WEIGHTS, BATCH_SIZE)
         self._reasons.append((event, reason))
+
+    def _note_events(self) -> None:
+        events = self._run.position.events
+        if len(events) > 1 or events[0] not in self._known:
+            for event in events:
+                if event not in self._known:
+                    self._note(event)
 
     def _note(self, event: Event) -> None:
         assert self._pending is not None
@@ -307,7 +314,7 @@ class _Pending:
             worst, places = losses[:0], torch.empty(0, dtype=torch.int64, device=losses.device)
             if is_by_row:
                 worst, places = losses.topk(min(WORST, losses.numel()))
-                places = _rows_at(places, rows)
+                places = _rows_at(places, rows, info.rows)
             many = losses.numel() if is_by_row else info.rows
             sums = torch.stack([losses.mean() * many, losses.new_tensor(float(many))])
         self._losses.setdefault(info.run_step, []).append((torch.cat([sums, worst]), places))
@@ -371,19 +378,23 @@ class _Pending:
             has_loss[place] = len(order)
             worst[place, : len(order)], rows[place, : len(order)] = losses[order], places[order]
         narrow = rows.astype(np.uint16) if rows.max(initial=0) < _WIDEST_ROW else rows
-        return {"loss": means, "rows": narrow, "worst": worst.astype(np.float16), "count": has_loss}
+        most = np.finfo(np.float16).max
+        narrow_worst = np.where(np.isfinite(worst), worst.clip(-most, most), worst).astype(np.float16)
+        return {"loss": means, "rows": narrow, "worst": narrow_worst, "count": has_loss}
 
 
-def _rows_at(places: torch.Tensor, rows: Any) -> torch.Tensor:
-    """The rows of a batch at places in a report on some of them."""
+def _rows_at(places: torch.Tensor, rows: Any, count: int) -> torch.Tensor:
+    """The rows of a batch of `count` at places in a report on some of them."""
     if rows is None:
         return places
     if isinstance(rows, slice):
-        return places * (rows.step or 1) + (rows.start or 0)
+        start, _, step = rows.indices(count)
+        return places * step + start
     index = torch.as_tensor(rows, device=places.device)
     if index.dtype == torch.bool:
         index = (~index).to(torch.uint8).argsort(stable=True)
-    return index[places]
+        return index[places]
+    return index[places] % count  # -1 is the last one
 
 
 def _finish(pending: _Pending, pid: int) -> None:

@@ -135,8 +135,12 @@ class Walk:
         order = pass_order(self._orders[source][0], shards, group, self._before.sequence, pass_)
         return int(np.flatnonzero(order == shard)[0])
 
-    def steps_of(self, group: int, source: int, positions: Sequence[int]) -> list[tuple[int, int, int]]:
-        """The steps that have positions of a group's sequence in a source, ascending.
+    def steps_of(
+        self, group: int, source: int, positions: Sequence[int], stop: int
+    ) -> list[tuple[int, int, int]]:
+        """The steps before `stop` that have positions of a group's sequence in a source, ascending.
+
+        Positions that no such step has are left out: the last ones, as the order gives some ahead.
 
         Returns:
             The first and last step that each may be in: those of a block, where it was planned; and the
@@ -145,12 +149,14 @@ class Walk:
         portions, found, begin = self._portions(group), list[tuple[int, int, int]](), self.begin
         portion = portions.at(begin)
         for position in positions:
-            while portion.stop[source] <= position:
-                begin = self._end(begin)
+            start = max(begin, self._before.position)
+            while portion.stop[source] <= position and self._at + self._steps.number(start) < stop:
+                start = begin = self._end(begin)
                 portion = portions.at(begin)
-            start, end = max(begin, self._before.position), self._end(begin)
-            first, last = self._steps.number(start), self._steps.number(end) - 1
-            found.append((self._at + first, self._at + last, start))
+            first, last = self._steps.number(start), self._steps.number(self._end(begin)) - 1
+            if self._at + first >= stop:
+                break
+            found.append((self._at + first, min(self._at + last, stop - 1), start))
         return found
 
     def _end(self, begin: int) -> int:

@@ -247,7 +247,8 @@ def uses(
         JournalError, StateMismatch: see `follow`.
     """
     marks = segment.all_marks
-    for origin in sorted({mark.origin for mark in marks.values()}):
+    origins = sorted({mark.origin for mark in marks.values()})
+    for origin, stop in itertools.pairwise([*origins, segment.stop]):
         steps = [step for step, mark in sorted(marks.items()) if mark.origin == origin]
         first = follow(segment, steps[0], options, make)
         window = first.schedule.order.sources[source][2]
@@ -263,7 +264,7 @@ def uses(
                 start = max(itertools.compress(steps, at), default=steps[0])
                 walk = first.walk if start == steps[0] else follow(segment, start, options, make).walk
                 positions, ordinals = walk.positions(group, source, shard, pass_)
-                for ordinal, place_in in zip(ordinals, walk.steps_of(group, source, positions), strict=True):
+                for ordinal, place_in in zip(ordinals, walk.steps_of(group, source, positions, stop)):
                     yield Use(pass_, ordinal, group, *place_in, origin)
 
 
