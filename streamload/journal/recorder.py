@@ -175,9 +175,7 @@ class Recorder(RankPart):
             return
         if self._is_due or (self._step % MARK_STEPS == 0 and pending.marked != self._step):
             self._is_due, pending.marked = False, self._step
-            if (
-                pending.origin < self._step
-            ):  # from marks before it the walk needs events that are set just now
+            if pending.origin < self._step:  # for walks from the marks before this one
                 self._note_events()
             if self._run.counts_groups:
                 state = {"step": self._step, "origin": pending.origin, "state": self._run.state()}

@@ -264,7 +264,9 @@ def uses(
                 start = max(itertools.compress(steps, at), default=steps[0])
                 walk = first.walk if start == steps[0] else follow(segment, start, options, make).walk
                 positions, ordinals = walk.positions(group, source, shard, pass_)
-                for ordinal, place_in in zip(ordinals, walk.steps_of(group, source, positions, stop)):
+                for ordinal, place_in in zip(
+                    ordinals, walk.steps_of(group, source, positions, stop), strict=False
+                ):
                     yield Use(pass_, ordinal, group, *place_in, origin)
 
 

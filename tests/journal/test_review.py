@@ -1,4 +1,4 @@
-"""What a review of the journal found: steps that used a sample, reports of losses, and files of two loaders."""
+"""What a review of the journal found: uses of samples, reports of losses, and a file with two loaders."""
 
 from __future__ import annotations
 
