@@ -62,7 +62,7 @@ class RecordWriter:
         self.segments = set[str]()
         self._path, self._total, self._size_bytes = path, 0, 0
         self._unwritten: list[bytes] = []
-        self._is_failing = False
+        self._is_failing = self._is_others = False
 
     def open(self) -> None:
         """Read the file to its last whole record, and cut off what follows.
@@ -83,15 +83,23 @@ class RecordWriter:
         os.truncate(self._path, self._size_bytes)
 
     def add(self, record: Record) -> None:
-        """Append a record. If the file can't be written, warn once, and try again with the next record."""
+        """Append a record. If the file can't be written, warn once, and try again with the next record.
+
+        Another loader's file by now, such as of the run's resumption, is left alone, with a warning.
+        """
+        if self._is_others:
+            return
         payload = _packed(record)
         self._total = _checksum(self._total, payload)
         self._unwritten.append(_HEAD.pack(len(payload), len(payload) ^ _COMPLEMENT, self._total) + payload)
         text = b"".join(self._unwritten)
         try:
             with self._path.open("r+b", buffering=0) as file:
-                if file.seek(0, os.SEEK_END) != self._size_bytes:
-                    raise OSError("another attempt of the run writes to it, or has")
+                if not self._is_failing and file.seek(0, os.SEEK_END) != self._size_bytes:
+                    self._is_others = True
+                    logger.warning("the journal %s ends here: another loader writes to it", self._path)
+                    return
+                file.seek(self._size_bytes)
                 try:
                     left = memoryview(text)
                     while left:

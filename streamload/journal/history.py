@@ -80,13 +80,13 @@ class Reached(NamedTuple):
     """Where a group was in a source.
 
     Attributes:
-        pass_, begun: of a state of its lanes, the pass, and how many shards of it they had begun.
+        pass_, shards: of a state of its lanes, the pass, and how many shards of it they had begun.
         read: references that the lanes had given by then.
         position: references that steps had used, some more.
     """
 
     pass_: int
-    begun: int
+    shards: int
     read: int
     position: int
 
@@ -168,8 +168,8 @@ class Segment:
     @property
     def ranks(self) -> dict[int, RankRecords]:
         """What all ranks recorded of it whose files are there."""
-        found = {rank: self._history.of_rank(rank).get(self.name) for rank in range(self.world_size)}
-        return {rank: records for rank, records in found.items() if records is not None}
+        by_rank = {rank: self._history.of_rank(rank).get(self.name) for rank in range(self.world_size)}
+        return {rank: records for rank, records in by_rank.items() if records is not None}
 
     @property
     def stop(self) -> int:
@@ -184,10 +184,10 @@ class Segment:
         """
         marked = [records.marks for records in self.ranks.values() if records.marks]
         common = set.intersection(*map(set, marked)) if marked else set()
-        at = max((number for number in common if number <= step), default=None)
-        if at is None:
+        marked_at = max((number for number in common if number <= step), default=None)
+        if marked_at is None:
             raise JournalError(f"segment {self.name} of the journal has no mark before step {step}")
-        return at, [marks[at] for marks in marked]
+        return marked_at, [marks[marked_at] for marks in marked]
 
     @functools.cached_property
     def all_marks(self) -> dict[int, Mark]:
@@ -202,8 +202,8 @@ class Segment:
             if state is not None:
                 cursor = state["sources"][source]["cursor"]
                 lanes, position = cursor.get("lanes"), int(cursor["position"])
-                begun = 0 if lanes is None else int(lanes[3])
-                return Reached(int(cursor["pass"]), begun, position - int(cursor["skip"]), position)
+                shards = 0 if lanes is None else int(lanes[3])
+                return Reached(int(cursor["pass"]), shards, position - int(cursor["skip"]), position)
         return Reached(0, 0, 0, 0)
 
     def passes(self, origin: int, group: int, source: int) -> range:
@@ -247,14 +247,14 @@ class Segment:
     @functools.cached_property
     def ended(self) -> dict[OfPass, dict[int, EndedShard]]:
         """The shards that have ended, by pass, and by their index in the source."""
-        found: dict[OfPass, dict[int, EndedShard]] = {}
+        by_pass: dict[OfPass, dict[int, EndedShard]] = {}
         for records in self.ranks.values():
             for origin, rows in records.ended:
                 for group, source, pass_, shard, samples, *record in rows.tolist():
-                    count, is_ended, *rest = record
-                    seen = EndedShard(samples, CheckpointShard(count, bool(is_ended), *rest))
-                    found.setdefault(OfPass(origin, group, source, pass_), {})[shard] = seen
-        return found
+                    count, is_ended, *identity = record
+                    shard_end = EndedShard(samples, CheckpointShard(count, bool(is_ended), *identity))
+                    by_pass.setdefault(OfPass(origin, group, source, pass_), {})[shard] = shard_end
+        return by_pass
 
     def digest(self, step: int) -> int | None:
         """The digest of the samples of a step of all ranks; None: a rank lacks it."""
@@ -269,15 +269,15 @@ class Segment:
     def digest_of(self, step: int, rank: int) -> int | None:
         """The digest of the samples of a step on one rank; None: it isn't recorded."""
         records = self._history.of_rank(rank).get(self.name)
-        found = None if records is None else records.chunk(step)
-        return None if found is None else int(found[0].arrays["digest"][found[1]])
+        place_in = None if records is None else records.chunk(step)
+        return None if place_in is None else int(place_in[0].arrays["digest"][place_in[1]])
 
     def losses(self, step: int, rank: int) -> Losses | None:
         """The losses of a step that a rank reported; None: it reported none."""
-        found = self.rank(rank).chunk(step)
-        if found is None or "loss" not in found[0].arrays:
+        place_in = self.rank(rank).chunk(step)
+        if place_in is None or "loss" not in place_in[0].arrays:
             return None
-        arrays, place = found[0].arrays, found[1]
+        arrays, place = place_in[0].arrays, place_in[1]
         count = int(arrays["count"][place])
         worst = arrays["worst"][place, :count].astype(float).tolist()
         return Losses(float(arrays["loss"][place]), arrays["rows"][place, :count].tolist(), worst)
@@ -286,8 +286,8 @@ class Segment:
         """The mean loss of a source around a step, over all ranks; None: none was reported."""
         total, count = 0.0, 0
         for records in self.ranks.values():
-            later = [sources for at, sources in records.usual if at > step and source in sources]
-            earlier = [sources for at, sources in records.usual if at <= step and source in sources]
+            later = [sources for number, sources in records.usual if number > step and source in sources]
+            earlier = [sources for number, sources in records.usual if number <= step and source in sources]
             for many, mean in [later[0][source]] if later else [earlier[-1][source]] if earlier else []:
                 total, count = total + many * mean, count + many
         return total / count if count else None
@@ -331,11 +331,11 @@ class RunHistory:
         """
         if name is None:
             return self.segments[-1]
-        found = next((segment for segment in self.segments if segment.name == name), None)
-        if found is None:
+        named = next((segment for segment in self.segments if segment.name == name), None)
+        if named is None:
             names = ", ".join(segment.name for segment in self.segments[-8:])
             raise JournalError(f"the journal has no segment {name!r}; the last ones are {names}")
-        return found
+        return named
 
     def branch(self, name: str | None = None) -> list[tuple[Segment, int, int]]:
         """The segments that led to one, by default the last: each with its first step and where it stopped.
@@ -343,13 +343,13 @@ class RunHistory:
         Those that this journal doesn't have, as it was begun later, are left out.
         """
         segment: Segment | None = self.segment(name)
-        stop, found = 1 << 62, []
+        stop, parts = 1 << 62, []
         while segment is not None:
-            found.append((segment, segment.first, min(stop, segment.stop)))
+            parts.append((segment, segment.first, min(stop, segment.stop)))
             stop, parent = segment.first, segment.parent
-            known = {other.name: other for other in self.segments}
-            segment = None if parent is None else known.get(parent[0])
-        return found[::-1]
+            by_name = {other.name: other for other in self.segments}
+            segment = None if parent is None else by_name.get(parent[0])
+        return parts[::-1]
 
     def at(self, step: int, name: str | None = None) -> Segment:
         """The segment that a step is of, among those that led to one, by default the last.

@@ -264,14 +264,14 @@ def changes_of(state: Mapping[str, Any], file: Path) -> list[LeftOutChange]:
         if source == "file":
             samples, read = listed[read:number], number
         by_people = [sample for sample in samples if not sample.call]
-        found = next((some for some in (samples, by_people) if digest_of(some) == digest), [])
-        if not found or position < 0:
+        listed_then = next((part for part in (samples, by_people) if digest_of(part) == digest), [])
+        if not listed_then or position < 0:
             which = f"the first {number}" if source == "file" else f"{number} of loader.leave_out()"
             raise StateMismatch(
                 f"leave_out={str(file)!r} lacks samples that the state's run has left out, which would come "
                 f"again: {which} are changed or gone. Restore the file; lines may be added at its end"
             )
-        changes.append(LeftOutChange(position, source, number, digest, found))
+        changes.append(LeftOutChange(position, source, number, digest, listed_then))
     return changes
 
 

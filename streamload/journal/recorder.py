@@ -320,7 +320,7 @@ class _Unwritten:
             worst, places = losses[:0], torch.empty(0, dtype=torch.int64, device=losses.device)
             if is_by_row:
                 worst, places = losses.topk(min(WORST, losses.numel()))
-                places = _rows_at(places, rows)
+                places = _rows_at(places, rows, info.rows)
             many = losses.numel() if is_by_row else info.rows
             sums = torch.stack([losses.mean() * many, losses.new_tensor(float(many))])
         self._losses.setdefault(info.run_step, []).append((torch.cat([sums, worst]), places))
@@ -384,19 +384,23 @@ class _Unwritten:
             has_loss[place] = len(order)
             worst[place, : len(order)], rows[place, : len(order)] = losses[order], places[order]
         narrow = rows.astype(np.uint16) if rows.max(initial=0) < _WIDEST_ROW else rows
-        return {"loss": means, "rows": narrow, "worst": worst.astype(np.float16), "count": has_loss}
+        most = np.finfo(np.float16).max
+        narrow_worst = np.where(np.isfinite(worst), worst.clip(-most, most), worst).astype(np.float16)
+        return {"loss": means, "rows": narrow, "worst": narrow_worst, "count": has_loss}
 
 
-def _rows_at(places: torch.Tensor, rows: Any) -> torch.Tensor:
-    """The rows of a batch at places in a report on some of them."""
+def _rows_at(places: torch.Tensor, rows: Any, count: int) -> torch.Tensor:
+    """The rows of a batch of `count` at places in a report on some of them."""
     if rows is None:
         return places
     if isinstance(rows, slice):
-        return places * (rows.step or 1) + (rows.start or 0)
+        start, _, step = rows.indices(count)
+        return places * step + start
     index = torch.as_tensor(rows, device=places.device)
     if index.dtype == torch.bool:
         index = (~index).to(torch.uint8).argsort(stable=True)
-    return index[places]
+        return index[places]
+    return index[places] % count  # -1 is the last one
 
 
 def _finish(pending: _Unwritten, pid: int) -> None:

@@ -35,7 +35,7 @@ class Walk:
 
     Args:
         segment: that the mark is of.
-        at: its step, and the one at which its sequence began.
+        marked: its step, and the one at which its sequence began.
         before: its position.
         steps: from there on.
         events: of the run from there on.
@@ -46,14 +46,14 @@ class Walk:
     def __init__(
         self,
         segment: Segment,
-        at: tuple[int, int],
+        marked: tuple[int, int],
         before: Position,
         steps: Steps,
         events: Sequence[Event],
         orders: Sequence[tuple[OrderOptions, int]],
         draws: SourceDraws,
     ):
-        self._segment, (self._at, self.origin), self._before = segment, at, before
+        self._segment, (self._at, self.origin), self._before = segment, marked, before
         self._steps, self._events, self._orders, self._draws = steps, events, orders, draws
         self.begin = planned_from(steps, before.position)
         self._axes: dict[int, NDArray[np.int64]] = {}
@@ -76,7 +76,7 @@ class Walk:
 
     def _source(self, group: int, source: int, start: SourceState | None, position: int) -> SourceState:
         (options, count), sequence = self._orders[source], self._before.sequence
-        own, begin = self.pieces(source, group), Cursor.at(0) if start is None else start.cursor
+        group_pieces, begin = self.pieces(source, group), Cursor.at(0) if start is None else start.cursor
         if start is not None:
             for state in self._states(group, self.origin, self.origin):  # what these had isn't told again
                 begin = _with_done(begin, state.sources[source].cursor)
@@ -92,14 +92,17 @@ class Walk:
             cursor = Cursor(position, latest[0], position - latest[1], everything=latest[2])
         else:
             cursor = _with_done(cursor, begin)
-        shards = np.arange(count) if cursor.everything else own.shards
+        shards = np.arange(count) if cursor.everything else group_pieces.shards
         in_pass = pass_order(options, shards, group, sequence, cursor.pass_)
         front = order.front[1] if order.pass_ == cursor.pass_ else in_pass.size
         near = in_pass[_first_open(cursor) : front + options.lanes].tolist()
         records = {
             **({} if start is None or start.cursor.pass_ != cursor.pass_ else start.begun),
             **self._marked(group, source, cursor.pass_),
-            **{shard: seen.record for shard, seen in self._ended(group, source, cursor.pass_).items()},
+            **{
+                shard: shard_end.record
+                for shard, shard_end in self._ended(group, source, cursor.pass_).items()
+            },
         }
         return SourceState(
             cursor, OpenShards.of({shard: records[shard] for shard in near if shard in records})
@@ -118,12 +121,12 @@ class Walk:
         positions, ordinals = list[int](), list[int]()
         before = order.position
         while order.pass_ <= pass_:
-            found = order.advance(arrivals)
-            if not found.shards.size:
+            references = order.advance(arrivals)
+            if not references.shards.size:
                 break
-            hits = np.flatnonzero((found.shards == shard) & (found.passes == pass_))
+            hits = np.flatnonzero((references.shards == shard) & (references.passes == pass_))
             positions += (before + hits).tolist()
-            ordinals += found.samples[hits].tolist()
+            ordinals += references.samples[hits].tolist()
             before = order.position
         return positions, ordinals
 
@@ -135,23 +138,29 @@ class Walk:
         order = pass_order(self._orders[source][0], shards, group, self._before.sequence, pass_)
         return int(np.flatnonzero(order == shard)[0])
 
-    def steps_of(self, group: int, source: int, positions: Sequence[int]) -> list[tuple[int, int, int]]:
-        """The steps that have positions of a group's sequence in a source, ascending.
+    def steps_of(
+        self, group: int, source: int, positions: Sequence[int], stop: int
+    ) -> list[tuple[int, int, int]]:
+        """The steps before `stop` that have positions of a group's sequence in a source, ascending.
+
+        Positions that no such step has are left out: the last ones, as the order gives some ahead.
 
         Returns:
             The first and last step that each may be in: those of a block, where it was planned; and the
             global position where the first begins.
         """
-        portions, found, begin = self._portions(group), list[tuple[int, int, int]](), self.begin
+        portions, steps, begin = self._portions(group), list[tuple[int, int, int]](), self.begin
         portion = portions.at(begin)
         for position in positions:
-            while portion.stop[source] <= position:
-                begin = self._end(begin)
+            start = max(begin, self._before.position)
+            while portion.stop[source] <= position and self._at + self._steps.number(start) < stop:
+                start = begin = self._end(begin)
                 portion = portions.at(begin)
-            start, end = max(begin, self._before.position), self._end(begin)
-            first, last = self._steps.number(start), self._steps.number(end) - 1
-            found.append((self._at + first, self._at + last, start))
-        return found
+            first, last = self._steps.number(start), self._steps.number(self._end(begin)) - 1
+            if self._at + first >= stop:
+                break
+            steps.append((self._at + first, min(self._at + last, stop - 1), start))
+        return steps
 
     def _end(self, begin: int) -> int:
         """Where the next step begins after one, or after the block of one."""

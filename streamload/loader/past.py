@@ -116,7 +116,7 @@ class Followed(NamedTuple):
     """A run as it was before a step, and how it went on.
 
     Attributes:
-        at: the step of the last mark before.
+        marked_at: the step of the last mark before.
         mark: the state of all ranks then.
         schedule: at the mark.
         before: the position of the mark.
@@ -125,7 +125,7 @@ class Followed(NamedTuple):
         walk: the order from there on.
     """
 
-    at: int
+    marked_at: int
     mark: dict[str, Any]
     schedule: RunSchedule
     before: Position
@@ -147,18 +147,18 @@ def follow(segment: Segment, step: int, options: LoaderOptions, make: MakeLoader
         JournalError: there is no mark.
         StateMismatch: the options are of another run.
     """
-    at, marks = segment.marks_before(step)
-    mark = joined_state([one.state for one in marks], make.by_rank)
+    marked_at, marks = segment.marks_before(step)
+    mark = joined_state([mark.state for mark in marks], make.by_rank)
     recorded = as_recorded(options, make, 0, segment.world_size, segment.rows)
     schedule = RunSchedule(recorded, lambda epoch: None)
     schedule.load(mark, {})
     before, origin = schedule.tracker.now(), marks[0].origin
-    events = joined(before.events, segment.events(at, origin))
+    events = joined(before.events, segment.events(marked_at, origin))
     steps = schedule.step_options.steps(before.step_start, of_kind(events, BATCH_SIZE))
     shards = [len(source.urls) for source in options.sources]
     orders = list(zip(schedule.source_orders(), shards, strict=True))
-    walk = Walk(segment, (at, origin), before, steps, events, orders, schedule.draws)
-    return Followed(at, mark, schedule, before, steps, events, walk)
+    walk = Walk(segment, (marked_at, origin), before, steps, events, orders, schedule.draws)
+    return Followed(marked_at, mark, schedule, before, steps, events, walk)
 
 
 def seek(
@@ -251,7 +251,8 @@ def uses(
         JournalError, StateMismatch: see `follow`.
     """
     marks = segment.all_marks
-    for origin in sorted({mark.origin for mark in marks.values()}):
+    origins = sorted({mark.origin for mark in marks.values()})
+    for origin, stop in itertools.pairwise([*origins, segment.stop]):
         steps = [step for step, mark in sorted(marks.items()) if mark.origin == origin]
         first = follow(segment, steps[0], options, make)
         window = first.schedule.order.sources[source][2]
@@ -262,12 +263,14 @@ def uses(
                     continue
                 before = [segment.reached(step, group, source) for step in steps]
                 # The lanes hadn't begun it by then, and what they give comes at most a window earlier.
-                read = max((one.read for one in before if one[:2] <= (pass_, place)), default=0)
-                at = [one.position <= read - window for one in before]
-                start = max(itertools.compress(steps, at), default=steps[0])
+                read = max((reached.read for reached in before if reached[:2] <= (pass_, place)), default=0)
+                is_before = [reached.position <= read - window for reached in before]
+                start = max(itertools.compress(steps, is_before), default=steps[0])
                 walk = first.walk if start == steps[0] else follow(segment, start, options, make).walk
                 positions, ordinals = walk.positions(group, source, shard, pass_)
-                for ordinal, place_in in zip(ordinals, walk.steps_of(group, source, positions), strict=True):
+                for ordinal, place_in in zip(
+                    ordinals, walk.steps_of(group, source, positions, stop), strict=False
+                ):
                     yield Use(pass_, ordinal, group, *place_in, origin)
 
 

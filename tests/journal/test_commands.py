@@ -214,7 +214,7 @@ def test_the_steps_that_used_a_sample_are_found(run: Trained, command: Command, 
     code, text, _ = command("runs", "used", run.journal, key, "--json")
     found = json.loads(text)
     assert code == 0
-    assert found["covers"] == [0, STEPS - 1]
+    assert found["covers"] == [[0, STEPS - 1]]
     assert [use["step"] for use in found["used"][key]] == run.steps_of(key)
     assert run.steps_of(key)
 

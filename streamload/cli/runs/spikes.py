@@ -179,7 +179,7 @@ def _losses(
         of_chunk, of_run = slice(low - begin, high - begin), slice(low - first, high - first)
         means[of_run] = chunk.arrays["loss"][of_chunk]
         has = np.arange(WORST) < chunk.arrays["count"][of_chunk][:, None]
-        losses = np.nan_to_num(chunk.arrays["worst"][of_chunk].astype(np.float32), nan=np.inf)
+        losses = np.nan_to_num(chunk.arrays["worst"][of_chunk].astype(np.float32), nan=np.inf, posinf=np.inf)
         worst[of_run] = np.where(has, losses, -np.inf)
         rows[of_run] = chunk.arrays["rows"][of_chunk]
     return means, worst, rows
@@ -203,9 +203,10 @@ def _deviations(
     around = np.lib.stride_tricks.sliding_window_view(padded, 2 * _AROUND + 1)
     is_known = ~np.isnan(around).all(axis=1)
     usual, scale = np.full(len(values), np.nan, np.float32), np.ones(len(values), np.float32)
-    low, high, usual[is_known] = np.nanquantile(around[is_known], quantiles, axis=1)
-    normal = NormalDist()
-    scale[is_known] = (high - low) / (normal.inv_cdf(quantiles[1]) - normal.inv_cdf(quantiles[0]))
+    if is_known.any():  # numpy refuses none
+        low, high, usual[is_known] = np.nanquantile(around[is_known], quantiles, axis=1)
+        normal = NormalDist()
+        scale[is_known] = (high - low) / (normal.inv_cdf(quantiles[1]) - normal.inv_cdf(quantiles[0]))
     scale = np.maximum(scale, np.maximum(_LEAST_SHARE * np.abs(np.nan_to_num(usual)), 1e-9))
     result = (values - usual) / scale
     result[np.isposinf(values)] = np.inf

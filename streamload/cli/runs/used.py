@@ -6,6 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -53,7 +54,8 @@ def used(
     """Tell in which steps a run used samples, or any sample of a shard, and in which pass over the data.
 
     What the order gave to steps, as far as the journal goes: a sample that came as the replacement of a bad
-    one isn't uses_by_name. A shard that begins a key's name is read first for it, then all others.
+    one isn't found. A key is looked for in all shards whose names it begins with; if none has it, in the
+    others, until one does.
     """
     from streamload.journal.history import RunHistory
 
@@ -61,13 +63,14 @@ def used(
     branch = history.branch(segment)
     options = options_of(history, branch[-1][0], loader)
     shards = _shards(options)
+    branch = [(part, first, stop) for part, first, stop in branch if first < stop]
     uses_by_name: dict[str, list[dict[str, Any]]] = {}
     for name in _names(names):
-        if name in shards:
-            uses_by_name[name] = _of_shard(branch, options, shards[name])
+        if "://" in name or shards.keys() & {name}:
+            uses_by_name[redact(name)] = _of_shards(branch, options, _named(shards, name))
         else:
             uses_by_name[name] = _of_key(branch, options, name, _candidates(shards, name, shard))
-    covered = [branch[0][1], branch[-1][2] - 1]
+    covered = _covered(branch)
     if as_json:
         print_json({"covers": covered, "used": uses_by_name})
         return
@@ -76,10 +79,23 @@ def used(
             steps = f"step {row['step']:,}"
             if row["last"] != row["step"]:
                 steps = f"steps {row['step']:,} to {row['last']:,}"
-            more = f", {row['samples']:,} samples" if name in shards else ""
+            more = f" of {row['source']}" if len(options.sources) > 1 else ""
+            more += f", {row['samples']:,} samples" if name == row["url"] else f", {row['url']}"
             say(f"{name}: {steps}, pass {row['pass']}{more}")
         if not rows:
-            say(f"{name}: in no step of {covered[0]:,} to {covered[1]:,}, which the journal covers")
+            steps = ", ".join(f"{first:,} to {last:,}" for first, last in covered) or "any"
+            say(f"{name}: in no step of {steps}, which the journal covers")
+
+
+def _covered(branch: _Branch) -> list[list[int]]:
+    """The first and last steps that are recorded without a gap: a killed process loses its last ones."""
+    covered: list[list[int]] = []
+    for _, first, stop in branch:
+        if covered and covered[-1][1] == first - 1:
+            covered[-1][1] = stop - 1
+        else:
+            covered.append([first, stop - 1])
+    return covered
 
 
 def _names(names: Sequence[str]) -> Iterator[str]:
@@ -90,57 +106,91 @@ def _names(names: Sequence[str]) -> Iterator[str]:
             yield name
 
 
-def _shards(options: LoaderOptions) -> dict[str, _Shard]:
-    """The shards of a run by their URLs."""
+def _shards(options: LoaderOptions) -> dict[str, list[_Shard]]:
+    """The shards of a run by their URLs, which several sources may have."""
+    by_url: dict[str, list[_Shard]] = {}
+    for number, source in enumerate(options.sources):
+        for place, url in enumerate(source.urls):
+            by_url.setdefault(url, []).append(_Shard(url, number, place))
+    return by_url
+
+
+def _named(shards: dict[str, list[_Shard]], url: str) -> list[_Shard]:
+    """The shards that have a URL, which may be without secrets.
+
+    Raises:
+        OptionError: there are none.
+    """
+    without_secrets = (of_url for name, of_url in shards.items() if redact(name) == url)
+    matches = shards.get(url) or [*itertools.chain(*without_secrets)]
+    if not matches:
+        raise OptionError(f"{redact(url)} is no shard of the run")
+    return matches
+
+
+def _candidates(shards: dict[str, list[_Shard]], key: str, url: str | None) -> list[list[_Shard]]:
+    """Sets of shards in which to look for a key until one has it, the likeliest first."""
+    if url is not None:
+        return [_named(shards, url)]
+    name, likely, unlikely = key.rpartition("/")[2], list[_Shard](), list[list[_Shard]]()
+    for shard, of_url in shards.items():
+        if name.startswith(shard.rpartition("/")[2].partition(".")[0]):
+            likely += of_url
+        else:
+            unlikely.append(of_url)
+    return [likely, *unlikely]
+
+
+def _of_shards(branch: _Branch, options: LoaderOptions, shards: Sequence[_Shard]) -> list[dict[str, Any]]:
+    """Of each pass the first and last step that used a sample of shards."""
+    by_pass: dict[tuple[_Shard, int, int, int], list[Use]] = {}
+    for shard in shards:
+        for number, use in _uses(branch, options, shard):
+            by_pass.setdefault((shard, number, use.origin, use.pass_), []).append(use)
+    return [_row(options, shard, of_pass) for (shard, *_), of_pass in by_pass.items()]
+
+
+def _row(options: LoaderOptions, shard: _Shard, of_pass: Sequence[Use]) -> dict[str, Any]:
     return {
-        url: _Shard(url, number, place)
-        for number, source in enumerate(options.sources)
-        for place, url in enumerate(source.urls)
+        "step": min(use.first for use in of_pass),
+        "last": max(use.last for use in of_pass),
+        "pass": of_pass[0].pass_,
+        "source": options.sources[shard.source].name,
+        "url": redact(shard.url),
+        "samples": len(of_pass),
     }
 
 
-def _candidates(shards: dict[str, _Shard], key: str, url: str | None) -> list[_Shard]:
-    """The shards in which to look for a key, the likeliest first."""
-    if url is not None:
-        if url not in shards:
-            raise OptionError(f"--shard {url} is no shard of the run")
-        return [shards[url]]
-    name = key.rpartition("/")[2]
-    stems = {shard.url: shard.url.rpartition("/")[2].partition(".")[0] for shard in shards.values()}
-    return sorted(shards.values(), key=lambda shard: not name.startswith(stems[shard.url]))
-
-
-def _of_shard(branch: _Branch, options: LoaderOptions, shard: _Shard) -> list[dict[str, Any]]:
-    """Of each pass the first and last step that used a sample of a shard."""
-    by_pass: dict[tuple[int, int], list[Use]] = {}
-    for origin, use in _uses(branch, options, shard):
-        by_pass.setdefault((origin, use.pass_), []).append(use)
-    return [
-        {
-            "step": min(use.first for use in of_pass),
-            "last": max(use.last for use in of_pass),
-            "pass": pass_,
-            "samples": len(of_pass),
-        }
-        for (_, pass_), of_pass in by_pass.items()
-    ]
-
-
 def _of_key(
-    branch: _Branch, options: LoaderOptions, key: str, candidates: Sequence[_Shard]
+    branch: _Branch, options: LoaderOptions, key: str, candidates: Sequence[Sequence[_Shard]]
 ) -> list[dict[str, Any]]:
-    """The steps that used a sample."""
-    from streamload.loader.past import left_out_of, owned_by
+    """The steps that used a sample.
 
-    for shard in candidates:
-        keys = _usable(options, shard)
-        number = next((number for number, name in keys.items() if name == key), None)
-        if number is not None:
+    Raises:
+        OptionError: none of the shards has it; or samples are repeated by their own rates.
+    """
+    if options.repeat is not None:
+        raise OptionError("steps that used a sample aren't found with repeat=, only those that used a shard")
+    read = 0
+    for shards in candidates:
+        read += len(shards)
+        numbers = {shard: _usable(options, shard) for shard in shards}
+        having = [(shard, keys) for shard, keys in numbers.items() if key in keys.values()]
+        if having:
             break
     else:
-        raise OptionError(f"no shard of the run has a usable sample {key!r}; {len(candidates):,} were read")
+        raise OptionError(f"no shard of the run has a usable sample {key!r}; {read:,} were read")
+    rows = [row for shard, keys in having for row in _of_sample(branch, options, key, shard, keys)]
+    return sorted(rows, key=itemgetter("step"))
+
+
+def _of_sample(
+    branch: _Branch, options: LoaderOptions, key: str, shard: _Shard, keys: dict[int, str]
+) -> Iterator[dict[str, Any]]:
+    """The steps that used a key of a shard."""
+    from streamload.loader.past import left_out_of, owned_by
+
     numbers = np.array([*keys], np.int64)
-    steps = []
     for segment, first, stop in branch:
         owned = {
             group: owned_by(segment, options, make_loaders(), group, shard.source, shard.number, numbers)
@@ -148,11 +198,10 @@ def _of_key(
         }
         for use in _within(segment, first, stop, options, shard):
             numbers_owned = owned[use.group]
-            if use.ordinal < len(numbers_owned) and numbers_owned[use.ordinal] == number:
-                named = {(sample.key, sample.url) for sample in left_out_of(segment, use, options)}
-                if not named & {(key, None), (key, redact(shard.url))}:
-                    steps.append({"step": use.first, "last": use.last, "pass": use.pass_, "samples": 1})
-    return steps
+            if use.ordinal < len(numbers_owned) and keys[int(numbers_owned[use.ordinal])] == key:
+                left_out = {(sample.key, sample.url) for sample in left_out_of(segment, use, options)}
+                if not left_out & {(key, None), (key, redact(shard.url))}:
+                    yield _row(options, shard, [use])
 
 
 def _uses(branch: _Branch, options: LoaderOptions, shard: _Shard) -> Iterator[tuple[int, Use]]:
@@ -206,7 +255,7 @@ def _in_cache(options: LoaderOptions, shard: int) -> dict[int, str] | None:
     for cache in itertools.chain(indexes(options, Counters()), indexes(original, Counters())):
         with contextlib.closing(cache), contextlib.suppress(StreamloadError):
             numbers, ended = cache.arrived(shard)
-            if ended:
+            if ended and numbers.size:
                 entries = zip(numbers.tolist(), cache.view(shard).find(numbers.tolist()), strict=True)
                 return {number: entry[1].key for number, entry in entries if entry is not None}
     return None
