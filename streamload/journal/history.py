@@ -235,12 +235,11 @@ class Segment:
         of_sequence = (shards for key, shards in self.ended.items() if key.origin == origin)
         return any(shard.record.given_up >= 0 for shards in of_sequence for shard in shards.values())
 
-    def events(self, step: int, origin: int) -> list[Event]:
-        """The events of a sequence up to the end of a step's epoch, but those of its first mark."""
+    def events(self, origin: int) -> list[Event]:
+        """The events of a sequence, but those of its first mark."""
         events: list[Event] = []
-        stop = self.epoch_after(step)
-        for number, sequence, event in self.rank(0).events:  # alike on all ranks
-            if number < stop and sequence == origin:
+        for _, sequence, event in self.rank(0).events:  # alike on all ranks
+            if sequence == origin:
                 events = joined(events, [event])
         return events
 

@@ -153,7 +153,7 @@ def follow(segment: Segment, step: int, options: LoaderOptions, make: MakeLoader
     schedule = RunSchedule(recorded, lambda epoch: None)
     schedule.load(mark, {})
     before, origin = schedule.tracker.now(), marks[0].origin
-    events = joined(before.events, segment.events(marked_at, origin))
+    events = joined(before.events, segment.events(origin))
     steps = schedule.step_options.steps(before.step_start, of_kind(events, BATCH_SIZE))
     shards = [len(source.urls) for source in options.sources]
     orders = list(zip(schedule.source_orders(), shards, strict=True))

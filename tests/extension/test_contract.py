@@ -463,9 +463,9 @@ class TestRowsOfModalities(FeatureContract):
 
 
 class TestJournal(FeatureContract):
-    kinds = (Journal,)
-    state_keys = ("journal",)
-    damaged = ("x", 3, [], {"segment": "a"}, {"segment": "a", "step": "much"}, {"segment": "a", "step": -1})
+    kinds = (Journal, LeftOutSamples)
+    state_keys = ("journal", "leave_out")
+    damaged = ("x", 3, {"segment": "a"}, {"segment": "a", "step": "much"}, {"segment": "a", "step": -1})
     options = MappingProxyType({"num_samples": 50})
 
     @pytest.fixture(autouse=True)

@@ -19,8 +19,8 @@ SHORT = (
     "groups_with_holes",
     "repeats",
 )
-MENDED = ("given_up", "given_up_in_groups", "missing_for_a_while")
-"""Kinds whose shards are whole later. Where a step reads on into the next pass, it is refused."""
+UNSURE = ("given_up", "given_up_in_groups", "missing", "missing_for_a_while")
+"""Kinds with shards that can't be read, and may be later: steps are refused where they aren't sure."""
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +39,14 @@ def test_steps_are_made_again(name: str, data: Data, tmp_path: Path, monkeypatch
 
 @pytest.mark.deep
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", sorted(KINDS.keys() - set(MENDED)))
+@pytest.mark.parametrize("name", sorted(KINDS))
 def test_random_steps_of_random_runs_are_made_again(
     name: str, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tally = random_runs(name, data, tmp_path, range(4), monkeypatch)
-    assert (tally.wrong, tally.refused) == ([], [])
-    assert tally.equal >= 30
+    assert not tally.wrong
+    assert not tally.refused or name in UNSURE
+    assert tally.equal >= (10 if name in UNSURE else 30)
 
 
 def random_runs(
