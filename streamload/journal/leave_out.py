@@ -283,7 +283,7 @@ def read_samples(file: Path) -> list[ListedSample]:
     """
     try:
         lines = file.read_text("utf-8-sig").split("\n")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, UnicodeError) as exc:
         raise OptionError(f"leave_out={str(file)!r} can't be read: {exc}") from exc

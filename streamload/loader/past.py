@@ -30,7 +30,7 @@ from streamload.loader.position import Position
 from streamload.loader.schedule import RunSchedule
 from streamload.loader.state import FINGERPRINT, joined_state
 from streamload.order.events import BATCH_SIZE, Event, in_effect, joined, of_kind
-from streamload.order.steps import Steps
+from streamload.order.steps import Split, Steps
 from streamload.topology import read_topology
 
 
@@ -179,9 +179,7 @@ def seek(
         StateMismatch: the options are of another run.
     """
     marked_at, mark, schedule, before, steps, events, walk = follow(segment, step, options, make)
-    for rank in range(segment.world_size):
-        if groups is None or not groups.isdisjoint(schedule.split().groups_told_by(rank)):
-            segment.rank(rank)  # raises if it is lost
+    _refuse_lost_ranks(segment, schedule.split(), groups)
     fingerprint = mark[FINGERPRINT]
     parts = {name: value for name, value in mark.items() if name not in schedule.state({}, fingerprint, {})}
     parts[NAME] = {"segment": segment.name, "step": step}
@@ -213,6 +211,20 @@ def seek(
     )
     schedule.tracker.load(after)
     return Sought(schedule.state({}, fingerprint, parts), step - marked_at - number)
+
+
+def _refuse_lost_ranks(segment: Segment, split: Split, groups: Set[int] | None) -> None:
+    """Refuse a segment without the file of a rank that tells of wanted groups: the first that reads them.
+
+    Raises:
+        JournalError: it names the rank.
+    """
+    read_before: set[int] = set()
+    for rank in range(segment.world_size):
+        groups_told = set(split.groups_of(rank)) - read_before
+        read_before |= groups_told
+        if groups_told and (groups is None or not groups.isdisjoint(groups_told)):
+            segment.rank(rank)
 
 
 class Use(NamedTuple):

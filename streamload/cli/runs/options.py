@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -87,6 +88,15 @@ def steps_of(
             raise OptionError(f"step {step} was made by {recorded.world_size} ranks: there is no rank {rank}")
         layout = rank, recorded.world_size, recorded.rows
     return steps_from(history, step, options, make_loaders(), layout, segment)
+
+
+def finite(value: Any) -> Any:
+    """JSON-able values with None for numbers that JSON doesn't have: infinite ones, and NaN."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: finite(part) for name, part in value.items()}
+    return [finite(part) for part in value] if isinstance(value, list) else value
 
 
 def row_values(row: Any, number: int, sources: list[str], loss: float | None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from streamload.cli.runs.options import (
     Journal,
     LoaderName,
     SegmentName,
+    finite,
     options_of,
     row_values,
     steps_of,
@@ -82,9 +83,9 @@ def replay(
             html.write_text(page(title, f"{summary}; {checked}", [("Rows", pairs)]))
         if save is not None:
             save_pictures(save, pairs)
-            (save / "rows.json").write_text(json.dumps(values, indent=1))
+            (save / "rows.json").write_text(json.dumps(finite(values), indent=1))
     if as_json:
-        print_json(values)
+        print_json(finite(values))
         return
     say(f"step {step:,}: {summary}; {checked}")
     names = ("row", "key", "shard", "source", "passes", "loss", "caption")

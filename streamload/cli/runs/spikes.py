@@ -16,6 +16,7 @@ from streamload.cli.runs.options import (
     Journal,
     LoaderName,
     SegmentName,
+    finite,
     options_of,
     row_values,
     steps_of,
@@ -102,8 +103,11 @@ def spikes(
         sections = [(_heading(spike), rows) for spike, rows in named]
         html.write_text(page(f"Spikes of {journal.resolve().name}", _SAID, sections))
     if as_json:
-        print_json([_values(spike, [values for values, _ in rows]) for spike, rows in named])
+        print_json(finite([_values(spike, [values for values, _ in rows]) for spike, rows in named]))
         return
+    for part, _, _ in history.branch(segment):
+        if lacking := sorted(set(range(part.world_size)) - set(part.ranks)):
+            say(f"segment {part.name} lacks the files of ranks {lacking[:8]} of {part.world_size}")
     if not named:
         say("no step stands out, or no losses by row were reported")
         return
