@@ -120,6 +120,7 @@ class Walk:
         order, arrivals = self._order(group, source, None if state is None else state.sources[source].cursor)
         positions, ordinals = list[int](), list[int]()
         before = order.position
+        place = self.place(group, source, shard, pass_)
         while order.pass_ <= pass_:
             references = order.advance(arrivals)
             if not references.shards.size:
@@ -128,6 +129,8 @@ class Walk:
             positions += (before + hits).tolist()
             ordinals += references.samples[hits].tolist()
             before = order.position
+            if order.front > (pass_, place or 0) and shard not in order.open_shards():
+                break  # lanes have left it, and the window has
         return positions, ordinals
 
     def place(self, group: int, source: int, shard: int, pass_: int) -> int | None:
