@@ -223,7 +223,7 @@ def test_our_flags_are_taken_out_of_a_command_line(
     words: list[str], own: dict[str, Any], left: list[str]
 ) -> None:
     given: dict[str, Any] = dict.fromkeys(("shared_cache", "prepare", "decode", "moved", "mixing", "device"))
-    given |= {"compile": True, "decode": "host", "legacy_main": False}
+    given |= {"compile": True, "decode": "host", "legacy_main": False, "journal": True}
     assert take_own(words) == (argparse.Namespace(**(given | own)), left)
 
 

@@ -10,7 +10,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import numpy as np
 import typer
 
 from streamload.cli.options import AsJson
@@ -188,6 +187,8 @@ def _of_sample(
     branch: _Branch, options: LoaderOptions, key: str, shard: _Shard, keys: dict[int, str]
 ) -> Iterator[dict[str, Any]]:
     """The steps that used a key of a shard."""
+    import numpy as np
+
     from streamload.loader.past import left_out_of, owned_by
 
     numbers = np.array([*keys], np.int64)
