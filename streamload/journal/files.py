@@ -49,7 +49,7 @@ def path_of(folder: str | os.PathLike[str], rank: int) -> Path:
 
 
 class RecordWriter:
-    """Appends to the file of a rank, which it opens with the first record.
+    """Appends to the file of a rank, once it was opened.
 
     Args:
         path: of the file; made if it is missing, and its folder.
@@ -85,7 +85,7 @@ class RecordWriter:
     def add(self, record: Record) -> None:
         """Append a record. If the file can't be written, warn once, and try again with the next record.
 
-        Another loader's file by now, such as of the run's resumption, is left alone, with a warning.
+        A file to which another loader has written since, such as the run's next attempt, is left alone.
         """
         if self._is_others:
             return
@@ -95,11 +95,10 @@ class RecordWriter:
         text = b"".join(self._unwritten)
         try:
             with self._path.open("r+b", buffering=0) as file:
-                if not self._is_failing and file.seek(0, os.SEEK_END) != self._size_bytes:
+                if file.seek(0, os.SEEK_END) != self._size_bytes:
                     self._is_others = True
                     logger.warning("the journal %s ends here: another loader writes to it", self._path)
                     return
-                file.seek(self._size_bytes)
                 try:
                     left = memoryview(text)
                     while left:

@@ -77,7 +77,7 @@ class OfPass(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """Where a group was in a source.
+    """The place that a group had reached in a source.
 
     Attributes:
         pass_, shards: of a state of its lanes, the pass, and how many shards of it they had begun.
@@ -165,7 +165,7 @@ class Segment:
             )
         return records
 
-    @property
+    @functools.cached_property
     def ranks(self) -> dict[int, RankRecords]:
         """What all ranks recorded of it whose files are there."""
         by_rank = {rank: self._history.of_rank(rank).get(self.name) for rank in range(self.world_size)}
@@ -195,7 +195,7 @@ class Segment:
         return next((records.marks for records in self.ranks.values() if records.marks), {})
 
     def reached(self, step: int, group: int, source: int) -> Reached:
-        """Where a group was in a source at a mark."""
+        """The place that a group had reached in a source at a mark."""
         for records in self.ranks.values():
             mark = records.marks.get(step)
             state = None if mark is None else mark.state["at"].get(str(group))
@@ -225,10 +225,9 @@ class Segment:
 
     def epoch_after(self, step: int) -> int:
         """The step with which the first epoch after a step begins, or that after the last of the segment."""
-        states = [mark.state for number, mark in sorted(self.all_marks.items()) if number > step]
-        numbers = [number for number in sorted(self.all_marks) if number > step]
-        begins = (number for number, state in zip(numbers, states, strict=True) if _begins_epoch(state))
-        return next(begins, self.stop)
+        later = ((number, mark.state) for number, mark in self.all_marks.items() if number > step)
+        begins = (number for number, state in later if state["position"] == state["began"])
+        return min(begins, default=self.stop)
 
     def gave_up(self, origin: int) -> bool:
         """True if a shard couldn't be read to its end in a sequence, which may be whole now."""
@@ -339,7 +338,7 @@ class RunHistory:
     def branch(self, name: str | None = None) -> list[tuple[Segment, int, int]]:
         """The segments that led to one, by default the last: each with its first step and where it stopped.
 
-        Those that this journal doesn't have, as it was begun later, are left out.
+        A run whose journal began later than it has no segments before that.
         """
         segment: Segment | None = self.segment(name)
         stop, parts = 1 << 62, []
@@ -362,10 +361,6 @@ class RunHistory:
                 return segment
         covered = ", ".join(f"{first} to {stop - 1}" for _, first, stop in branch if stop > first)
         raise JournalError(f"the journal has no step {step}; it has {covered or 'none'}")
-
-
-def _begins_epoch(state: Mapping[str, Any]) -> bool:
-    return bool(state["position"] == state["began"])
 
 
 def _by_segment(path: Path) -> dict[str, RankRecords]:

@@ -116,6 +116,7 @@ class Recorder(RankPart):
         self._step = 0  # of the run: the next one
         self._is_due = self._is_new = False  # a mark is; the sequence has no mark
         self._known: list[Event] = []  # events that are written
+        self._noted: Sequence[Event] = ()  # the run's events, as they were looked at last
         self._reasons: list[tuple[Event, Mapping[str, Any]]] = []  # of events that aren't written yet
         self._sources = [source.name for source in run.options.sources]
 
@@ -181,6 +182,7 @@ class Recorder(RankPart):
             position = self._run.position
             if self._is_new:  # its first mark has these; later ones of a recorded run it hasn't
                 self._known = [event for event in position.events if event.position <= position.position]
+                self._noted = ()
             self._note(position.events)
             self._is_due = self._is_new = False
             pending.marked = self._step
@@ -197,15 +199,21 @@ class Recorder(RankPart):
 
     def event_set(self, event: Event, reason: Mapping[str, object]) -> None:
         """Keep the reason of an event until it is written; what an extension sets is in its state."""
-        self._is_due |= event.kind not in (WEIGHTS, BATCH_SIZE)
-        self._reasons.append((event, reason))
+        if event.kind in (WEIGHTS, BATCH_SIZE):
+            self._reasons.append((event, reason))
+        else:
+            self._is_due = True
 
     def _note(self, events: Sequence[Event]) -> None:
         """Write events that aren't written."""
+        if events == self._noted:
+            return
         assert self._pending is not None
+        self._noted = events
         for event in [event for event in events if event not in self._known]:
             self._known.append(event)
             reason = next((reason for other, reason in self._reasons if other == event), {})
+            self._reasons = [pair for pair in self._reasons if pair[0] != event]
             values = {"step": self._step, "origin": self._pending.origin, "event": event, "reason": reason}
             self._pending.writer.add(Record("event", values, {}))
 

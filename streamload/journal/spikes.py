@@ -15,9 +15,9 @@ from streamload.journal.recorder import WORST
 _AROUND = 50
 """A step is compared with so many before it, and as many after it."""
 _DEVIATIONS, _ROW_DEVIATIONS = 6.0, 12.0
-"""From which a step stands out by its mean, or by its worst row: the tail of highest losses is long."""
+"""A step stands out from so many on, by its mean and by its worst row: high losses have a long tail."""
 _LEAST_SHARE = 0.02
-"""Of the usual loss: smaller deviations count as that, where losses hardly vary."""
+"""The least deviation, as a share of the usual loss: some losses hardly vary."""
 _ROWS = 8
 _MIDDLE, _LOW = (0.25, 0.75, 0.5), (0.05, 0.25, 0.25)
 """Quantiles by which means are compared, and worst rows, as bad ones may be in most of the steps around."""
@@ -99,7 +99,7 @@ def _of_segment(segment: Segment, first: int, stop: int) -> Iterator[Spike]:
 def _losses(
     segment: Segment, rank: int, first: int, stop: int
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """Of each step the mean loss (NaN: none), those of its worst rows, and these rows (-inf, -1: none)."""
+    """The mean loss of each step (NaN: none), those of its worst rows, and these rows (-inf, -1: none)."""
     count = stop - first
     means = np.full(count, np.nan, np.float32)
     worst, rows = np.full((count, WORST), -np.inf, np.float32), np.full((count, WORST), -1, np.int64)

@@ -108,20 +108,24 @@ class Walk:
             cursor, OpenShards.of({shard: records[shard] for shard in near if shard in records})
         )
 
-    def positions(self, group: int, source: int, shard: int, pass_: int) -> tuple[list[int], list[int]]:
+    def positions(
+        self, group: int, source: int, shard: int, pass_: int, stop: int
+    ) -> tuple[list[int], list[int]]:
         """The positions in the sequence of a group, in a source, of all samples of a shard in a pass.
 
-        As far as the journal goes, and from the mark on.
+        From the mark on, and at least as far as steps before `stop` go.
 
         Returns:
             The positions, and of each which of the group's samples in the shard it has.
         """
         state = self._before.groups.get(group)
-        order, arrivals = self._order(group, source, None if state is None else state.sources[source].cursor)
+        order, _ = self._order(group, source, None if state is None else state.sources[source].cursor)
+        arrivals = _Recorded(lambda: self._ended(group, source, order.pass_), np.arange(_MOST_SAMPLES))
         positions, ordinals = list[int](), list[int]()
         before = order.position
         place = self.place(group, source, shard, pass_)
-        while order.pass_ <= pass_:
+        most = -(-self._steps.begin(stop - self._at) // self._orders[source][0].groups)
+        while order.pass_ <= pass_ and before < most:
             references = order.advance(arrivals)
             if not references.shards.size:
                 break
@@ -166,7 +170,7 @@ class Walk:
         return steps
 
     def _end(self, begin: int) -> int:
-        """Where the next step begins after one, or after the block of one."""
+        """The position at which the step, or the block, after one begins."""
         block = self._steps.block(begin)
         return begin + self._steps.at(begin).batch if block is None else block.end
 
@@ -222,6 +226,8 @@ def _first_open(cursor: Cursor) -> int:
 
 
 _ENDLESS = np.broadcast_to(np.int64(0), 1 << 31)
+_MOST_SAMPLES = 1 << 22
+"""More than the shards have whose end isn't recorded; numbers of so many take 32 MB."""
 
 
 class _Recorded:
@@ -232,12 +238,13 @@ class _Recorded:
 
     Args:
         ended: returns the shards of the current pass by their index.
+        others: the samples of a shard whose end isn't recorded.
     """
 
-    def __init__(self, ended: Callable[[], Mapping[int, EndedShard]]):
-        self._ended = ended
+    def __init__(self, ended: Callable[[], Mapping[int, EndedShard]], others: NDArray[np.int64] = _ENDLESS):
+        self._ended, self._others = ended, others
 
     def arrived(self, shard: int) -> tuple[NDArray[np.int64], bool]:
         """See order.lanes.Arrivals."""
         shard_end = self._ended().get(shard)
-        return (_ENDLESS, False) if shard_end is None else (np.arange(shard_end.samples), True)
+        return (self._others, False) if shard_end is None else (np.arange(shard_end.samples), True)

@@ -269,17 +269,17 @@ def uses(
         first = follow(segment, steps[0], options, make)
         window = first.schedule.order.sources[source][2]
         for group in range(segment.groups):
+            if first.walk.place(group, source, shard, 0) is None:
+                continue
             for pass_ in segment.passes(origin, group, source):
                 place = first.walk.place(group, source, shard, pass_)
-                if place is None:
-                    continue
                 before = [segment.reached(step, group, source) for step in steps]
                 # The lanes hadn't begun it by then, and what they give comes at most a window earlier.
                 read = max((reached.read for reached in before if reached[:2] <= (pass_, place)), default=0)
                 is_before = [reached.position <= read - window for reached in before]
                 start = max(itertools.compress(steps, is_before), default=steps[0])
                 walk = first.walk if start == steps[0] else follow(segment, start, options, make).walk
-                positions, ordinals = walk.positions(group, source, shard, pass_)
+                positions, ordinals = walk.positions(group, source, shard, pass_, stop)
                 for ordinal, place_in in zip(
                     ordinals, walk.steps_of(group, source, positions, stop), strict=False
                 ):
@@ -290,15 +290,14 @@ def owned_by(
     segment: Segment,
     options: LoaderOptions,
     make: MakeLoaders,
-    group: int,
     source: int,
     shard: int,
     numbers: NDArray[np.int64],
-) -> NDArray[np.int64]:
-    """Those of a shard's samples that are a group's, in the order that `Use.ordinal` counts."""
+) -> dict[int, NDArray[np.int64]]:
+    """The samples of a shard that each group has, by group, in the order that `Use.ordinal` counts."""
     walk = follow(segment, segment.first, options, make).walk
-    part = walk.pieces(source, group).parts.get(shard)
-    return numbers if part is None else part.owned(numbers)
+    parts = {group: walk.pieces(source, group).parts.get(shard) for group in range(segment.groups)}
+    return {group: numbers if part is None else part.owned(numbers) for group, part in parts.items()}
 
 
 def left_out_of(segment: Segment, use: Use, options: LoaderOptions) -> list[ListedSample]:

@@ -13,7 +13,10 @@ import torch
 
 import streamload
 from streamload import Batches, Order, Source
+from streamload.cli.runs.options import make_loaders
+from streamload.journal.history import RunHistory
 from streamload.loader.groups import Shards
+from streamload.loader.past import uses
 from streamload.testing.shards import write_shards
 from tests.journal.test_commands import Command, command
 
@@ -175,3 +178,20 @@ def test_a_loader_that_was_left_writes_nothing_over_the_one_that_went_on(
     assert "another loader writes to it" in caplog.text
     with made(tmp_path, urls, 20) as loader:
         assert [batch["__key__"] for batch in loader.at(6)] == steps
+
+
+def test_uses_of_shards_whose_ends_the_run_had_not_come_to_are_right(tmp_path: Path) -> None:
+    with made(tmp_path, paths(tmp_path / "shards", [400] * 3), 20, shuffle=16) as loader:
+        steps = epochs(loader, 1)
+    segment = RunHistory(tmp_path / "journal").segment()
+    segment.ended.clear()  # as if all were still arriving
+    for shard in range(3):
+        expected = {
+            int(key[-6:]): step
+            for step, keys in enumerate(steps)
+            for key in keys
+            if key.startswith(f"{shard:05d}")
+        }
+        assert {
+            use.ordinal: use.first for use in uses(segment, loader.options, make_loaders(), 0, shard)
+        } == expected

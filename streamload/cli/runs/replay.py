@@ -19,7 +19,7 @@ from streamload.cli.runs.options import (
     steps_of,
 )
 from streamload.cli.terminal import print_json, print_table, say
-from streamload.errors import OptionError, StreamloadError
+from streamload.errors import OptionError
 
 _SHOWN = 60
 
@@ -53,9 +53,7 @@ def replay(
     recorded = history.at(step, segment)
     options = options_of(history, recorded, loader)
     digest = recorded.digest(step) if rank is None else recorded.digest_of(step, rank)
-    step_again = next(iter(steps_of(history, step, options, rank, segment)), None)
-    if step_again is None:
-        raise StreamloadError(f"step {step} can't be made again: its epoch ends before it")
+    step_again = next(steps_of(history, step, options, rank, segment))
     sources = [source.name for source in options.sources]
     losses = {}
     if rank is not None or recorded.world_size == 1:

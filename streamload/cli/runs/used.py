@@ -141,7 +141,7 @@ def _candidates(shards: dict[str, list[_Shard]], key: str, url: str | None) -> l
 
 
 def _of_shards(branch: _Branch, options: LoaderOptions, shards: Sequence[_Shard]) -> list[dict[str, Any]]:
-    """Of each pass the first and last step that used a sample of shards."""
+    """The first and the last step of each pass that used a sample of shards."""
     by_pass: dict[tuple[_Shard, int, int, int], list[Use]] = {}
     for shard in shards:
         for number, use in _uses(branch, options, shard):
@@ -193,10 +193,7 @@ def _of_sample(
 
     numbers = np.array([*keys], np.int64)
     for segment, first, stop in branch:
-        owned = {
-            group: owned_by(segment, options, make_loaders(), group, shard.source, shard.number, numbers)
-            for group in range(segment.groups)
-        }
+        owned = owned_by(segment, options, make_loaders(), shard.source, shard.number, numbers)
         for use in _within(segment, first, stop, options, shard):
             numbers_owned = owned[use.group]
             if use.ordinal < len(numbers_owned) and keys[int(numbers_owned[use.ordinal])] == key:

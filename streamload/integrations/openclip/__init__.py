@@ -15,7 +15,6 @@ drawing shards by factor has on average. Bad samples and shards never end a run.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
@@ -96,8 +95,9 @@ def install(
     if needs_losses or journal:
         entries = [_module_beside(module, name) for name in ("main", "legacy_main")]
         present = [entry for entry in entries if entry is not None]
-        last = functools.partial(_last, loaders)
-        restores.callback(report_rows(present, last, is_required=needs_losses))
+        restores.callback(
+            report_rows(present, lambda: loaders[-1] if loaders else None, is_required=needs_losses)
+        )
 
     def stand_in(original: Callable[..., Any], is_legacy: bool) -> Callable[..., Data]:
         as_dict = is_legacy or "naflex_data_config" in inspect.signature(original).parameters
@@ -146,10 +146,6 @@ def install(
         if main_module is not None and train_module is not None and hasattr(main_module, "train_one_epoch"):
             restores.callback(report_in(main_module, train_module))
     return restores.close
-
-
-def _last(loaders: Sequence[Loader]) -> Loader | None:
-    return loaders[-1] if loaders else None
 
 
 def _data_module() -> ModuleType:
