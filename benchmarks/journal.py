@@ -163,6 +163,7 @@ def bytes_per_step(folder: Path) -> float:
         losses = np.sort(2 + random.normal(0, 0.3, (64, ROWS)), axis=1)[:, ::-1][:, :8]
         arrays = {
             "digest": random.integers(0, 1 << 62, 64).astype(np.uint64),
+            "content": random.integers(1, 1 << 32, 64).astype(np.uint32),
             "loss": random.normal(2, 0.02, 64).astype(np.float32),
             "rows": random.integers(0, ROWS, (64, 8)).astype(np.uint16),
             "worst": losses.astype(np.float16),

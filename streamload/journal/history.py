@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamload.errors import JournalError
+from streamload.journal.content import UNKNOWN
 from streamload.journal.files import Record, path_of, read_records
 from streamload.order.events import Event, from_json, joined
 from streamload.worker.states import CheckpointShard
@@ -47,6 +48,18 @@ class EndedShard(NamedTuple):
 
     samples: int
     record: CheckpointShard
+
+
+class Digests(NamedTuple):
+    """Of a step; None: not recorded.
+
+    Attributes:
+        samples: by shard and number.
+        content: of the bytes of the samples.
+    """
+
+    samples: int | None
+    content: int | None
 
 
 class Mark(NamedTuple):
@@ -254,21 +267,20 @@ class Segment:
                     by_pass.setdefault(OfPass(origin, group, source, pass_), {})[shard] = shard_end
         return by_pass
 
-    def digest(self, step: int) -> int | None:
-        """The digest of the samples of a step of all ranks; None: a rank lacks it."""
-        total = 0
-        for rank in range(self.world_size):
-            digest = self.digest_of(step, rank)
-            if digest is None:
-                return None
-            total += digest
-        return total & (1 << 64) - 1
-
-    def digest_of(self, step: int, rank: int) -> int | None:
-        """The digest of the samples of a step on one rank; None: it isn't recorded."""
-        records = self._history.of_rank(rank).get(self.name)
-        place_in = None if records is None else records.chunk(step)
-        return None if place_in is None else int(place_in[0].arrays["digest"][place_in[1]])
+    def digests(self, step: int, ranks: Iterable[int]) -> Digests:
+        """The digests of a step on some of the ranks; each is None where one of these lacks it."""
+        samples = 0
+        content: int | None = 0
+        for rank in ranks:
+            records = self._history.of_rank(rank).get(self.name)
+            place_in = None if records is None else records.chunk(step)
+            if place_in is None:
+                return Digests(None, None)
+            chunk, place = place_in
+            samples += int(chunk.arrays["digest"][place])
+            of_rank = int(chunk.arrays["content"][place]) if "content" in chunk.arrays else UNKNOWN
+            content = None if content is None or of_rank == UNKNOWN else content + of_rank
+        return Digests(samples & (1 << 64) - 1, None if content is None else content & (1 << 32) - 1)
 
     def losses(self, step: int, rank: int) -> Losses | None:
         """The losses of a step that a rank reported; None: it reported none."""

@@ -9,7 +9,8 @@ Kinds of records, in the order in which a run adds them:
   them. So the order can be computed again without looking at any shard. Passes are those of the sequence that
   began, or was taken up, at the step `origin`.
 - event: what was set in the run, and from which position on it holds.
-- steps: of consecutive steps a digest of this rank's samples; and their losses, with those of the worst rows.
+- steps: of consecutive steps digests of this rank's samples and of their bytes; and their losses, with those
+  of the worst rows.
 - usual: the mean of the losses that were reported of each source since the last one.
 """
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import os
 import pickle
 import secrets
+import struct
 import time
 import weakref
 import zlib
@@ -32,14 +34,15 @@ import torch
 import xxhash
 
 from streamload.errors import JournalError, OptionError, StateMismatch
-from streamload.extension import Event, Extension, RankPart, WorkerPart
+from streamload.extension import BatchColumn, Event, Extension, RankPart, WorkerPart
+from streamload.journal.content import CONTENT, UNKNOWN, Content, digest_of
 from streamload.journal.files import Record, RecordWriter, path_of
 from streamload.mixing.reports import LOSS, Reports, signal_of
 from streamload.order.events import BATCH_SIZE, WEIGHTS
-from streamload.order.hashing import key, stream
 
 if TYPE_CHECKING:
     from streamload.extension import Batch, BatchInfo, BatchRows, LoaderOptions, Run, WorkerProcess
+    from streamload.extension.kernel import Allocate
 
 NAME = "journal"
 MARK_STEPS = 512
@@ -50,8 +53,7 @@ _FLUSH_STEPS, _FLUSH_SECONDS = 64, 5.0
 """Steps are written once there are so many, or after so long."""
 _ON_THE_WAY = 2
 """The latest steps, whose losses a device may not have computed yet, aren't written but at the end."""
-_DIGEST_BYTES = 8
-_DIGEST_KEY = key(0, 0x6A)
+_DIGESTS = struct.Struct("<QI")
 _PASSES_KEPT = 4
 _WIDEST_ROW = 1 << 16
 
@@ -84,21 +86,17 @@ class Journal(Extension):
         return Recorder(run, self.folder)
 
 
-def digest_of(samples: Sequence[tuple[int, int]]) -> int:
-    """A digest of samples, by shard and number: the sum modulo 2^64 of a hash of each.
-
-    So the digest of a global step is the sum of those of its ranks, on any layout.
-    """
-    shards, numbers = np.array(samples, np.int64).reshape(-1, 2).T
-    return int(stream(_DIGEST_KEY, shards << 32 | numbers).sum(dtype=np.uint64))
-
-
 class StepWitness(WorkerPart):
-    """The journal in a worker: the digest of a step, and the shards that have ended."""
+    """The journal in a worker: the digests of a step, and the shards that have ended."""
+
+    def columns(self, size: int, allocate: Allocate) -> Sequence[BatchColumn]:
+        """The bytes of the samples, as a digest."""
+        return [Content()]
 
     def finish(self, values: dict[str, object], rows: BatchRows) -> bytes:
-        """Message with the digest, and the rows of `Reader.ended`."""
-        return digest_of(rows.samples).to_bytes(_DIGEST_BYTES, "little") + rows.reader.ended().tobytes()
+        """Message with the digests, and the rows of `Reader.ended`."""
+        digests = _DIGESTS.pack(digest_of(rows.samples), values.pop(CONTENT, UNKNOWN))
+        return digests + rows.reader.ended().tobytes()
 
 
 class Recorder(RankPart):
@@ -221,11 +219,11 @@ class Recorder(RankPart):
         """Take the worker's message; the batch's info gets the step of the run."""
         step, pending = self._step - 1, self._pending
         assert pending is not None
-        pending.add(step, int.from_bytes(part[:_DIGEST_BYTES], "little"))
-        if len(part) > _DIGEST_BYTES:
+        pending.add(step, *_DIGESTS.unpack_from(part))
+        if len(part) > _DIGESTS.size:
             from streamload.worker.reader import ENDED_COLUMNS
 
-            pending.add_ended(np.frombuffer(part[_DIGEST_BYTES:], np.int64).reshape(-1, ENDED_COLUMNS))
+            pending.add_ended(np.frombuffer(part[_DIGESTS.size :], np.int64).reshape(-1, ENDED_COLUMNS))
         return {"run_step": step}
 
     def report(self, values: Mapping[str, object], info: BatchInfo, rows: Any) -> None:
@@ -284,7 +282,7 @@ class _Unwritten:
         self._sources = sources
         self._reports: Reports | None = None  # of losses since the last mark
         self.writer, self.marked, self.origin = writer, -1, 0
-        self._first, self._digests = 0, list[int]()
+        self._first, self._digests, self._contents = 0, list[int](), list[int]()
         self._losses: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._told: dict[tuple[int, int, int], set[int]] = {}  # shards by group, source and pass
         self._ended: list[npt.NDArray[np.int64]] = []
@@ -296,11 +294,12 @@ class _Unwritten:
         self._told.clear()
         self.origin = step
 
-    def add(self, step: int, digest: int) -> None:
+    def add(self, step: int, digest: int, content: int) -> None:
         """Add a step, which follows the last one."""
         if not self._digests:
             self._first = step
         self._digests.append(digest)
+        self._contents.append(content)
 
     def add_ended(self, rows: npt.NDArray[np.int64]) -> None:
         """Add shards that a worker found to have ended; others have found most of them, too."""
@@ -368,11 +367,13 @@ class _Unwritten:
         if count <= 0:
             return
         arrays: dict[str, npt.NDArray[Any]] = {"digest": np.array(self._digests[:count], np.uint64)}
+        if any(self._contents[:count]):
+            arrays["content"] = np.array(self._contents[:count], np.uint32)
         if any(step < self._first + count for step in self._losses):
             arrays |= self._losses_of(count)
         self.writer.add(Record("steps", {"step": self._first}, arrays))
         self._first += count
-        del self._digests[:count]
+        del self._digests[:count], self._contents[:count]
 
     def _losses_of(self, count: int) -> dict[str, npt.NDArray[Any]]:
         """The mean loss of each step, and its worst rows with their losses; NaN where there is none."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from streamload.errors import SampleError
 from streamload.extension import BatchColumn, Extension, RankPart, WorkerPart
+from streamload.journal.content import CONTENT, UNKNOWN, Content
 
 if TYPE_CHECKING:
     from streamload.extension import BatchAssembly, BatchRows, Run, WorkerProcess
@@ -47,10 +48,12 @@ class Witnessed(NamedTuple):
     Attributes:
         rows: of it.
         images: a tensor, or one for each row; None: it has none.
+        content: a digest of the samples' bytes; 0: unknown.
     """
 
     rows: list[PastRow]
     images: Any
+    content: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +82,8 @@ class _WitnessInWorker(WorkerPart):
         self._assembly = assembly
 
     def columns(self, size: int, allocate: Allocate) -> Sequence[BatchColumn]:
-        """The captions of the rows."""
-        return [_Captions(self._assembly)]
+        """The captions of the rows, and the digest of their bytes."""
+        return [_Captions(self._assembly), Content()]
 
     def finish(self, values: dict[str, object], rows: BatchRows) -> bytes:
         """Where each row is from."""
@@ -93,7 +96,7 @@ class _WitnessInWorker(WorkerPart):
             passes = visit.pass_ & _PASS_MASK
             url = reader.shards[shard].name
             origins.append([entry.key, url, visit.source, shard, number, passes, None, instead_of])
-        return json.dumps(origins).encode()
+        return json.dumps([values.pop(CONTENT, UNKNOWN), origins]).encode()
 
 
 class _Captions:
@@ -141,9 +144,10 @@ class _WitnessInRank(RankPart):
     def yielded(self, part: bytes, values: dict[str, object]) -> Mapping[str, object]:
         """Tell of a batch."""
         captions: Any = values.pop(_CAPTIONS, None)
-        rows = [PastRow(*row) for row in json.loads(part)]
+        content, origins = json.loads(part)
+        rows = [PastRow(*row) for row in origins]
         if captions is not None:
             rows = [row._replace(caption=caption) for row, caption in zip(rows, captions, strict=True)]
         images = next((values[name] for name in ("image", "pixel_values", "patches") if name in values), None)
-        self._tell(Witnessed(rows, images))
+        self._tell(Witnessed(rows, images, content))
         return {}

@@ -60,6 +60,7 @@ class LoaderOptions:
         features, mixing, repeat, join: as the groups have them, checked.
         columns: facts of samples, by name; with those that extensions bring.
         extensions: of all options, and the user's own.
+        is_past: steps of a run are made again, each with few samples of many shards.
     """
 
     sources: tuple[SourceOptions, ...]
@@ -88,6 +89,7 @@ class LoaderOptions:
     repeat: Repeat | None
     join: JoinedRows | None
     extensions: tuple[Extension, ...]
+    is_past: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.shuffle, bool):

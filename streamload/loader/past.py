@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from streamload.errors import JournalError
+from streamload.errors import DatasetChanged, JournalError
 from streamload.extension import Extension
+from streamload.journal.content import UNKNOWN, digest_of
 from streamload.journal.history import RunHistory, Segment
 from streamload.journal.leave_out import NAME as LEFT_OUT
 from streamload.journal.leave_out import LeftOutSamples, ListedSample, changes_of
-from streamload.journal.recorder import NAME, digest_of
+from streamload.journal.recorder import NAME
 from streamload.journal.walk import Walk, planned_from
 from streamload.journal.witness import PastRow, Witness, Witnessed
 from streamload.loader.options import LoaderOptions
@@ -104,6 +105,7 @@ def as_recorded(
         num_workers=0,
         device=torch.device("cpu"),
         extensions=(),
+        is_past=True,
     )
     extensions = [
         replace(extension, is_followed=True) if isinstance(extension, LeftOutSamples) else extension
@@ -395,15 +397,20 @@ def _check(segment: Segment, step: int, layout: tuple[int, int], witness: Witnes
 
     Raises:
         JournalError: it has other samples.
+        DatasetChanged: they have other bytes.
     """
     rank, world_size = layout
-    recorded = None
-    if world_size == segment.world_size:
-        recorded = segment.digest_of(step, rank)
-    elif world_size == 1:
-        recorded = segment.digest(step)
-    if recorded is not None and recorded != digest_of([(row.shard, row.number) for row in witness.rows]):
+    if world_size not in (1, segment.world_size):
+        return
+    ranks = range(segment.world_size) if world_size == 1 else [rank]
+    samples, content = segment.digests(step, ranks)
+    if samples is not None and samples != digest_of([(row.shard, row.number) for row in witness.rows]):
         raise JournalError(
             f"step {step} would have other samples than it had: one that was replaced can be read now, or "
             f"the reverse, or the journal's decisions were changed"
+        )
+    if content is not None and witness.content not in (UNKNOWN, content):
+        urls = ", ".join(dict.fromkeys(row.url for row in witness.rows))
+        raise DatasetChanged(
+            f"samples of step {step} had other bytes: a shard was changed in place, one of {urls}"
         )

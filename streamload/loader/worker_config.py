@@ -190,7 +190,11 @@ def _worker_config(
         tier=TierConfig(tier.root, tier.limit_bytes, placed.free_disk, settings.revalidate),
         shared=shared,
         run=run,
-        ahead=AheadConfig(-(-max(lanes, _MIN_FILLS) // processes), settings.ahead),
+        ahead=AheadConfig(
+            -(-max(lanes, _MIN_FILLS) // processes),
+            settings.ahead,
+            by_range=options.is_past and recipes.assembly.preparation is None,
+        ),
         sources=sources,
         steps=schedule.step_options,
         rank=rank,

@@ -165,12 +165,16 @@ class FallbackPolicy:
         tier: where shards are stored by default.
         fallback_tier: where shards go that the tier can't take.
         index_only: whether shards may be stored index-only, if their origin has ranges.
+        by_range: whether all are by default, whose origin has ranges.
     """
 
-    def __init__(self, tier: Tier, fallback_tier: FallbackTier | None, *, index_only: bool):
+    def __init__(
+        self, tier: Tier, fallback_tier: FallbackTier | None, *, index_only: bool, by_range: bool = False
+    ):
         self._tier = tier
         self._fallback_tier = fallback_tier
         self._allows_index_only = index_only
+        self._by_range = by_range
         self._lock = threading.Lock()
         # Guarded by _lock; shards by their digests:
         self._index_only: set[str] = set()
@@ -334,4 +338,7 @@ class FallbackPolicy:
         fallback_tier = self._fallback_tier.tier if self._fallback_tier is not None else None
         fails = shard.digest in self._in_fallback or self._failures >= _MOST_FAILURES
         tier = fallback_tier if fallback_tier is not None and fails else self._tier
-        return StorageMode(tier, shard.digest in self._index_only)
+        by_range = (
+            self._by_range and shard.local is None and has_ranges(shard.url) and serves_ranges(shard.url)
+        )
+        return StorageMode(tier, by_range or shard.digest in self._index_only)

@@ -133,6 +133,7 @@ class PrefetchOptions:
     Attributes:
         threads: shards that this process fills at once, not counting those that wait for another node.
         index_only: whether a shard without room is stored index-only, if its origin can be read by range.
+        by_range: whether each shard is stored so that the tier lacks.
         prepares: whether prepared forms that can't be fetched are made here, as long as there is room.
         tombstones: whether a shard that can't be fetched is given up by a tombstone, for all readers of the
             tier. If not, it is retried as long as it is requested.
@@ -142,6 +143,7 @@ class PrefetchOptions:
 
     threads: int
     index_only: bool = False
+    by_range: bool = False
     prepares: bool = False
     tombstones: bool = True
     retry_seconds: float = 1.0
@@ -205,7 +207,9 @@ class Prefetcher:
         self._unprepared: set[str] = set()  # prepared forms without room, by digest
         self._end_remembering = remember()
         self._heartbeat = Heartbeat(options.stopped_seconds)
-        self._fallback = FallbackPolicy(tier, fallback_tier, index_only=options.index_only)
+        self._fallback = FallbackPolicy(
+            tier, fallback_tier, index_only=options.index_only, by_range=options.by_range
+        )
         most_fills = max(1, limits.most_files() // _FILES_PER_FILL)
         self._scheduler = FillScheduler(min(options.threads, most_fills), self._work, self._stop)
         self._scheduler.start()

@@ -72,7 +72,10 @@ class Fills:
             self.tier,
             self._open_origin,
             PrefetchOptions(
-                threads=config.ahead.fills, index_only=True, prepares=config.ahead.prepare_share > 0
+                threads=config.ahead.fills,
+                index_only=True,
+                by_range=config.ahead.by_range,
+                prepares=config.ahead.prepare_share > 0,
             ),
             counts=counts,
             sink=self._after_fill,

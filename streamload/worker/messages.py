@@ -64,6 +64,8 @@ class AheadConfig(NamedTuple):
     prepare_share: float = 0.0
     """Share of a processor for preparing, in idle time, shards that the cache has unprepared; fills prepare
     what arrives, where there is room. 0: neither."""
+    by_range: bool = False
+    """Of shards that the cache lacks only indexes are kept; samples are read by range where that goes."""
 
 
 @dataclass(frozen=True, slots=True)

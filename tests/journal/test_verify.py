@@ -118,3 +118,27 @@ def test_a_decision_that_was_altered_is_an_error(data: Data, tmp_path: Path) -> 
             with run.make(0, 1, run.directory / "cold") as loader, pytest.raises(JournalError, match="step"):
                 list(loader.at(begin["step"], segment=begin["segment"]))
     assert changed
+
+
+@pytest.mark.parametrize("changes", [4, pytest.param(36, marks=pytest.mark.deep)])
+def test_a_byte_that_was_changed_in_place_is_noticed(changes: int, tmp_path: Path) -> None:
+    """The file keeps its size and its names: only what a sample has differs."""
+    directory, chance = tmp_path / "data", random.Random(changes)
+    paths = write_shards(directory, [30, 25], seed=3, options=ShardOptions(image_side=(6, 12)))
+    run = Recorded(Kind({"urls": [str(path) for path in paths]}, ranks=(1,)), tmp_path, random.Random(4))
+    run.go()
+    again(run)
+    used = {key for step in run.steps for rows in step for key, *_ in rows}
+    for _ in range(changes):
+        path = chance.choice(paths)
+        samples = [members for key, members in read_oracle(path) if key in used]
+        payload = chance.choice(samples)[chance.choice(["txt", "jpg"])]
+        whole = path.read_bytes()
+        data = bytearray(whole)
+        assert data.count(payload) == 1
+        data[data.index(payload) + chance.randrange(len(payload))] ^= chance.randrange(1, 8)
+        path.write_bytes(data)
+        with pytest.raises((DatasetChanged, JournalError), match=rf"other bytes.*{path.name}|other samples"):
+            again(run)
+        path.write_bytes(whole)
+    again(run)

@@ -52,7 +52,7 @@ def replay(
     history = RunHistory(journal)
     recorded = history.at(step, segment)
     options = options_of(history, recorded, loader)
-    digest = recorded.digest(step) if rank is None else recorded.digest_of(step, rank)
+    digests = recorded.digests(step, range(recorded.world_size) if rank is None else [rank])
     step_again = next(steps_of(history, step, options, rank, segment))
     sources = [source.name for source in options.sources]
     losses = {}
@@ -62,13 +62,18 @@ def replay(
     chosen = _chosen(rows, len(step_again.rows))
     values = [row_values(step_again.rows[number], number, sources, losses.get(number)) for number in chosen]
     summary = f"{len(step_again.rows)} rows of {'all ranks' if rank is None else f'rank {rank}'}"
-    checked = "as recorded" if digest is not None else "made again; no rank recorded its digest"
+    checked = "made again; no rank recorded its digest"
+    if digests.samples is not None:
+        checked = "as recorded"
+        if digests.content is None:
+            checked += "; the bytes of its samples weren't"
     if verify:
         verdict = {
             "step": step,
             "segment": recorded.name,
             "rows": len(step_again.rows),
-            "verified": digest is not None,
+            "verified": digests.samples is not None,
+            "bytes_verified": digests.content is not None,
         }
         print_json(verdict) if as_json else say(f"step {step:,}: {summary}, {checked}")
         return
