@@ -313,6 +313,7 @@ class _Reader:
                 view.refresh()
                 known = view.count - (not view.ended)  # one later is known to be the last, or not
                 before, numbers = number, range(number, min(known, number + _ENTRIES))
+                self._ranges.want(ShardRange(shard, *place) for place in view.ranges(numbers))
                 for found in view.find(numbers) if numbers else ():
                     if bisect_right(skipped, number) % 2 == 0:
                         sample = None if found is None else view.read(number, entry_place=found)
