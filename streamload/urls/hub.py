@@ -15,12 +15,13 @@ from typing import Any
 
 from streamload.errors import OriginDenied, OriginError, OriginNotFound, OriginUnavailable, UrlError
 from streamload.urls.identity import compression, origin_of
+from streamload.urls.listing import Node, TextNode
 from streamload.urls.redaction import redact
 
 OPTIONS = ("endpoint", "token")
 """The storage options that huggingface_hub takes."""
 
-_MAGIC = re.compile(r"[*?\[]")
+_MAGIC = re.compile(r"[*\[]")
 _SPLITS = {
     "train": ("training", "train"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -30,11 +31,12 @@ _SPLITS = {
 _KINDS_SHOWN = 5
 
 
-def is_listed(url: str) -> bool:
-    """Return whether a URL stands for several shards of the Hub."""
-    return url.startswith("hf://") and (
-        bool(_MAGIC.search(url)) or not (url.endswith(".tar") or compression(url))
-    )
+def expanded(source: str, node: Node, storage_options: Mapping[str, Any] | None) -> Node:
+    """Return the shards of URLs, all made from one pattern with braces: itself where it names tars."""
+    names_tars = (source.endswith(".tar") or compression(source)) and not _MAGIC.search(source)
+    if names_tars or "?" in source:  # no query is known, which is an error later on
+        return node
+    return TextNode(tuple(shard for url in node for shard in shards_of(url, storage_options)))
 
 
 def shards_of(url: str, storage_options: Mapping[str, Any] | None = None) -> list[str]:

@@ -49,8 +49,8 @@ def expand_urls(urls: Urls, storage_options: Mapping[str, Any] | None = None) ->
     to the shell, and so are braces that contain neither a range nor a list of words.
 
     A local folder stands for its ``*.tar`` files, and a local path with ``*``, ``?`` or ``[…]`` for the files
-    that match; both are sorted by name. A ``Path`` that exists is one path, whatever its name has. A
-    repository or folder of the Hub stands for its tars (hub.py).
+    that match; both are sorted by name. A ``Path`` that exists is one path, whatever its name has.
+    ``hf://datasets/org/name`` stands for its tars (hub.py).
 
     The cost of a range doesn't depend on its length: its URLs are created on use. Of URLs that differ only
     in a number in their path, the first and the last are checked (see `UrlList.kinds`).
@@ -114,7 +114,7 @@ def _sources(pattern: str) -> list[str]:
     return [pattern] if isinstance(pattern, Exact) else _SOURCES.split(pattern)
 
 
-def _expanded(patterns: Sequence[str], storage_options: Mapping[str, Any] | None) -> Iterator[Node]:
+def _expanded(patterns: Sequence[str], storage_options: Mapping[str, Any] | None = None) -> Iterator[Node]:
     """Expand each source of each pattern."""
     for pattern in patterns:
         for source in _sources(pattern):
@@ -123,15 +123,10 @@ def _expanded(patterns: Sequence[str], storage_options: Mapping[str, Any] | None
                 continue
             node = _Braces(_with_variables(source)).expand()
             if source.startswith("hf://"):
-                from streamload.urls import hub
+                from streamload.urls.hub import expanded
 
-                if hub.is_listed(source):
-                    node = TextNode(
-                        tuple(shard for url in node for shard in hub.shards_of(url, storage_options))
-                    )
-                yield node
-            else:
-                yield _listed(node) if _may_be_several(source) else node
+                node = expanded(source, node, storage_options)
+            yield _listed(node) if _may_be_several(source) else node
 
 
 def _may_be_several(source: str) -> bool:

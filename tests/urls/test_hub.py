@@ -94,6 +94,7 @@ def test_a_place_on_the_hub_stands_for_its_tars(hub: Hub, url: str, expected: li
 
 def test_a_pattern_of_tars_needs_no_listing(hub: Hub) -> None:
     assert len(listed(hub, "hf://datasets/org/none/{00..99}.tar")) == 100
+    assert listed(hub, "hf://datasets/org/none/a.tar?token=1") == ["hf://datasets/org/none/a.tar?token=1"]
     assert hub.asked == []
 
 
