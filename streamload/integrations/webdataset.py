@@ -304,19 +304,20 @@ class _Reader:
         for url in later:
             with suppress(UrlError):  # raised when its turn comes
                 shards.append(self.shard(url))
-        self._prefetcher.want([FillRequest(one, place, not place) for place, one in enumerate(shards)])
-        self._demand.announce(one.digest for one in shards)
+        requests = [FillRequest(shards[place], place, is_needed=not place) for place in range(len(shards))]
+        self._prefetcher.want(requests)
+        self._demand.announce(request.shard.digest for request in requests)
         tiers = functools.partial(self._fallback.beside, self._tier)
         with closing(ShardView(tiers, shard, self._read_range)) as view:
             number, wait = 0, Wait()
             while not (view.ended and number >= view.count):
                 view.refresh()
-                known = view.count - (not view.ended)  # one later is known to be the last, or not
-                before, numbers = number, range(number, min(known, number + _ENTRIES))
+                stop = view.count - (not view.ended)  # whether the last one is the shard's last isn't known
+                before, numbers = number, range(number, min(stop, number + _ENTRIES))
                 self._ranges.want(ShardRange(shard, *place) for place in view.ranges(numbers))
-                for found in view.find(numbers) if numbers else ():
+                for entry in view.find(numbers) if numbers else ():
                     if bisect_right(skipped, number) % 2 == 0:
-                        sample = None if found is None else view.read(number, entry_place=found)
+                        sample = None if entry is None else view.read(number, entry_place=entry)
                         if sample is None:  # its copy was damaged, and is fetched again
                             break
                         is_last = view.ended and not view.gave_up and number + 1 == view.count

@@ -114,15 +114,15 @@ def _found(paths: Sequence[str]) -> str:
     kinds = Counter(PurePosixPath(path).suffix or PurePosixPath(path).name for path in paths)
     if not kinds:
         return "there is no such folder, or nothing matches"
-    found = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common(_KINDS_SHOWN))
-    return f"found {found}; `streamload pack` makes shards of images, captions and tables"
+    counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common(_KINDS_SHOWN))
+    return f"found {counts}; `streamload pack` makes shards of images, captions and tables"
 
 
 def _split(path: str) -> str:
     """Return the split whose words are in a path, the last of several; "" if there are none."""
     words = re.split("[^a-z]+", path.lower())
-    found = [split for word in words for split, names in _SPLITS.items() if word in names]
-    return found[-1] if found else ""
+    splits = [split for word in words for split, names in _SPLITS.items() if word in names]
+    return splits[-1] if splits else ""
 
 
 def _place_of(paths: Sequence[str], others: Sequence[str], split: str) -> str:
