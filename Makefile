@@ -18,6 +18,8 @@ READY := .venv/.ready
 OPENCLIP_READY := .venv-openclip/.ready
 STORES_READY := .venv-stores/.ready
 DOCS_READY := .venv-docs/.ready
+# Run beside the webdataset of both environments.
+WEBDATASET_TESTS = tests/integrations/test_webdataset.py
 OPENCLIP_TESTS = $(wildcard tests/*/test_*openclip*.py tests/openclip/test_*.py)
 
 help:  ## Show this list
@@ -68,7 +70,7 @@ pytest: $(READY)
 
 # Tests with open_clip in their name run its own code, which needs an older webdataset; the others leave them out.
 pytest-openclip: $(OPENCLIP_READY)
-	$(call TESTED,2,.venv-openclip/bin) "not deep" $(OPENCLIP_TESTS)
+	$(call TESTED,2,.venv-openclip/bin) "not deep" $(OPENCLIP_TESTS) $(WEBDATASET_TESTS)
 
 # Those marked deep, and no other file is imported.
 DEEP_TESTS = $(shell grep -lE 'mark\.(deep|sampled)' $(wildcard tests/*/test_*.py))

@@ -299,7 +299,7 @@ def _shards(urls: list[str], storage_options: str | None) -> list[Finding]:
         return []
     try:
         storage = storage_options_of(storage_options)
-        sources = [expand_urls(source) for source in split_sources(urls)]
+        sources = [expand_urls(source, storage) for source in split_sources(urls)]
     except StreamloadError as exc:
         return [Finding("shards", "can't be listed", advice=str(exc), unusable=True)]
     ends = list(dict.fromkeys(shard for source in sources for shard in (source[0], source[len(source) - 1])))

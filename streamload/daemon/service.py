@@ -125,7 +125,8 @@ class Service:
 
     def _listed(self, settings: Settings) -> ShardList:
         """The shards that are given, with the folders that may be copied."""
-        storage, listed = self._options.storage_options, expand_urls(self._options.urls)
+        storage = self._options.storage_options
+        listed = expand_urls(self._options.urls, storage)
         warn_of_shared_headers(listed, storage)
         shards = ShardList(listed, storage, copied=folders_to_copy(listed, settings.copy))
         self._patience = dataclasses.replace(self._patience, mounts=shards.copied)

@@ -203,7 +203,7 @@ def warm(
         write_back=write_back,
     )
     shared = SharedOptions.of(settings, shared_cache_options)
-    listed = expand_urls(urls)
+    listed = expand_urls(urls, storage)
     warn_of_shared_headers(listed, storage)
     with _WarmUp(listed, settings, shared, storage, concurrency, prepare) as run:
         run.work(on_progress)

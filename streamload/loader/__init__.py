@@ -188,7 +188,7 @@ def make_loader(
 
         settings = read_settings(cache_dir=cache_dir, cache_size=cache_size)
         columns = {**columns, LISTED: listed_uids(shards.keep, shards.keep_key, settings, join)}
-    sources = read_sources(urls, order.upsampling_factors)
+    sources = read_sources(urls, order.upsampling_factors, shards.storage_options)
     options = LoaderOptions(
         sources=sources,
         tokenizer=tokenizer,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from streamload.cache.selection import Modality
 from streamload.errors import OptionError
@@ -13,6 +13,7 @@ from streamload.options.values import parse_choice
 from streamload.urls import UrlList, Urls, expand_urls, split_sources
 
 Factors = str | Sequence[float]
+Options = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class SourceOptions:
 
 
 def read_sources(
-    urls: Urls | Source | Sequence[Source], factors: Factors | None = None
+    urls: Urls | Source | Sequence[Source], factors: Factors | None = None, storage: Options | None = None
 ) -> tuple[SourceOptions, ...]:
     """The sources that make_loader's arguments describe; a single one if nothing is mixed.
 
@@ -66,22 +67,22 @@ def read_sources(
         sources = [urls] if isinstance(urls, Source) else list(urls)
         if factors is not None:
             raise OptionError("upsampling_factors= is for 'a::b': a Source has a weight of its own")
-        return _checked(sources)
+        return _checked(sources, storage)
     plain = cast("Urls", urls)
     if factors is None:
-        return (SourceOptions("0", expand_urls(plain).anchored(), 1.0, 0.0),)
+        return (SourceOptions("0", expand_urls(plain, storage).anchored(), 1.0, 0.0),)
     parts, numbers = split_sources(plain), _numbers(factors)
     if len(parts) != len(numbers):
         raise OptionError(
             f"upsampling_factors= has {len(numbers)} factors for {len(parts)} sources (the URLs between '::')"
         )
     return tuple(
-        SourceOptions(str(place), expand_urls(part).anchored(), number, 0.0, "shard")
+        SourceOptions(str(place), expand_urls(part, storage).anchored(), number, 0.0, "shard")
         for place, (part, number) in enumerate(zip(parts, numbers, strict=True))
     )
 
 
-def _checked(sources: Sequence[object]) -> tuple[SourceOptions, ...]:
+def _checked(sources: Sequence[object], storage: Options | None) -> tuple[SourceOptions, ...]:
     by_name: dict[str, SourceOptions] = {}
     for place, source in enumerate(sources):
         if not isinstance(source, Source):
@@ -94,7 +95,7 @@ def _checked(sources: Sequence[object]) -> tuple[SourceOptions, ...]:
         if not (math.isfinite(source.weight) and source.weight >= 0):
             raise OptionError(f"source {name!r}: weight={source.weight!r}; expected a number from 0")
         parse_choice(source.modality, get_args(Modality), f"source {name!r}: modality")
-        urls = expand_urls(source.urls).anchored()
+        urls = expand_urls(source.urls, storage).anchored()
         by_name[name] = SourceOptions(name, urls, source.weight, source.floor, modality=source.modality)
     return tuple(by_name.values())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +15,7 @@ from streamload.origins.protocol import Origin, Session, Stream, Version
 from streamload.origins.web import HttpOrigin
 from streamload.origins.web_client import HttpClient
 from streamload.urls import redact
-
-_HUB_OPTIONS = {"endpoint", "token"}
+from streamload.urls.hub import OPTIONS, access_advice
 
 
 class HubOrigin(Origin):
@@ -28,23 +27,37 @@ class HubOrigin(Origin):
         self._options: Mapping[str, Any] = storage_options
         self._is_looked_up = storage_options.get("token") in {None, True}
         self._web: Origin | None = None
+        self._endpoint = "https://huggingface.co"
 
     def open(self, start: int = 0, expected: Version | None = None) -> Stream:
         """Resolve the address once, and open it."""
-        return self._resolved().open(start, expected)
+        with self._advised():
+            return self._resolved().open(start, expected)
 
     def version(self) -> Version:
         """Resolve the address once, and ask there."""
-        return self._resolved().version()
+        with self._advised():
+            return self._resolved().version()
 
     def read(self, start: int, stop: int, version: Version) -> bytes:
         """Resolve the address once, and read from it."""
-        return self._resolved().read(start, stop, version)
+        with self._advised():
+            return self._resolved().read(start, stop, version)
 
     def close(self) -> None:
         """Close the resolved origin."""
         if self._web is not None:
             self._web.close()
+
+    @contextlib.contextmanager
+    def _advised(self) -> Iterator[None]:
+        """Say what to do about a repository that is gated or private."""
+        try:
+            yield
+        except OriginDenied as exc:
+            denied = OriginDenied(f"{exc}; {access_advice(self.url, self._endpoint)}")
+            vars(denied).update(vars(exc))
+            raise denied from exc
 
     def _resolved(self) -> Origin:
         if self._web is None:
@@ -54,7 +67,8 @@ class HubOrigin(Origin):
     def _resolve(self) -> Origin:
         from huggingface_hub import HfFileSystem, hf_hub_url
 
-        files = HfFileSystem(**{name: value for name, value in self._options.items() if name in _HUB_OPTIONS})
+        files = HfFileSystem(**{name: value for name, value in self._options.items() if name in OPTIONS})
+        self._endpoint = files.endpoint
         try:
             lookup = calls.begin(files, "resolve_path", self._target)
             session = self._session

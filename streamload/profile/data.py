@@ -101,7 +101,7 @@ def prepare(
         NoValidSamples: no sample has a JPEG and a caption.
         OptionError: fewer samples than three batches.
     """
-    listed = ShardList(expand_urls(list(urls)), copy_options(storage) or None)
+    listed = ShardList(expand_urls(list(urls), storage), copy_options(storage) or None)
     tally, shards, paths = _SampleTally(), [], []
     for shard in listed:
         path = _fetched(shard, storage, tier)

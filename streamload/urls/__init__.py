@@ -1,8 +1,8 @@
 """URLs of shards: expansion of patterns, identity, and redaction (step A).
 
 Pure functions of their arguments and of the environment variables that they name. Two exceptions: curl and
-aws commands are checked for configuration files, and local folders and globs are listed. No shard is
-opened, and no file system is imported.
+aws commands are checked for configuration files, and folders and globs are listed, local ones and the Hugging
+Face Hub's (by its library, in hub.py). No shard is opened.
 """
 
 from streamload.urls.identity import (

@@ -1,7 +1,7 @@
 """Expansion of URL patterns to the list of shards (step A).
 
-Reads the environment variables ``WDS_*`` and lists local folders; opens nothing. Same rules as webdataset
-and the braceexpand library, with more care for shell commands.
+Reads the environment variables ``WDS_*``, lists local folders and the Hugging Face Hub's; opens no shard.
+Same rules as webdataset and the braceexpand library, with more care for shell commands.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import glob
 import os
 import re
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from streamload.errors import UrlError
 from streamload.urls.checks import check
@@ -40,7 +41,7 @@ class Exact(str):
     """A path that exists as it is spelled: nothing in it is a pattern."""
 
 
-def expand_urls(urls: Urls) -> UrlList:
+def expand_urls(urls: Urls, storage_options: Mapping[str, Any] | None = None) -> UrlList:
     """Return the shards of a pattern, or of a list of patterns, in order.
 
     ``{000..123}`` and ``{a,b}`` expand as in a shell (numbers keep their zeros), ``::`` separates sources and
@@ -49,22 +50,25 @@ def expand_urls(urls: Urls) -> UrlList:
 
     A local folder stands for its ``*.tar`` files, and a local path with ``*``, ``?`` or ``[…]`` for the files
     that match; both are sorted by name. A ``Path`` that exists is one path, whatever its name has.
+    ``hf://datasets/org/name`` stands for its tars (hub.py).
 
     The cost of a range doesn't depend on its length: its URLs are created on use. Of URLs that differ only
     in a number in their path, the first and the last are checked (see `UrlList.kinds`).
 
     Args:
         urls: a list that is already expanded is returned unchanged.
+        storage_options: of fsspec, for listing folders of the Hub.
 
     Raises:
         UrlError: no URL at all, a brace or variable that can't be resolved, or a URL that can't be opened.
+        OriginError: a folder of the Hub can't be listed.
     """
     if isinstance(urls, UrlList):
         return urls
     patterns = patterns_of(urls)
     nodes: list[Node] = []
     count = 0
-    for node in _expanded(patterns):
+    for node in _expanded(patterns, storage_options):
         nodes.append(node)
         count += len(node)
         if count > MAX_URLS:
@@ -110,7 +114,7 @@ def _sources(pattern: str) -> list[str]:
     return [pattern] if isinstance(pattern, Exact) else _SOURCES.split(pattern)
 
 
-def _expanded(patterns: Sequence[str]) -> Iterator[Node]:
+def _expanded(patterns: Sequence[str], storage_options: Mapping[str, Any] | None = None) -> Iterator[Node]:
     """Expand each source of each pattern."""
     for pattern in patterns:
         for source in _sources(pattern):
@@ -118,6 +122,10 @@ def _expanded(patterns: Sequence[str]) -> Iterator[Node]:
                 yield _listed(TextNode((str(source),)))
                 continue
             node = _Braces(_with_variables(source)).expand()
+            if source.startswith("hf://"):
+                from streamload.urls.hub import expanded
+
+                node = expanded(source, node, storage_options)
             yield _listed(node) if _may_be_several(source) else node
 
 
