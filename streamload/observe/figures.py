@@ -142,3 +142,12 @@ class History:
             if until.at_ns - sample.at_ns >= seconds * 1e9:
                 break
         return earlier
+
+    def waits(self) -> list[tuple[float, float]]:
+        """For each sample but the first: seconds before the last one, and the share of waiting up to it."""
+        pairs = list(zip(self._samples, list(self._samples)[1:], strict=False))
+        return [
+            ((pairs[-1][1].at_ns - last.at_ns) / 1e9, Figures.between(first, last, Machine()).wait)
+            for first, last in pairs
+            if last.at_ns > first.at_ns
+        ]

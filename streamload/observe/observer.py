@@ -220,6 +220,12 @@ class RunObserver:
             raise OptionError(f"seconds={seconds}; expected a number up to {LONGEST_SECONDS:g}")
         return judge(self._figures(self._sample(), seconds))
 
+    def waits(self) -> list[tuple[float, float]]:
+        """Of the last minutes: seconds before now, and the share of waiting since the moment before."""
+        with self._lock:
+            self._history.add(self._sample())
+            return self._history.waits()
+
     def on_alert(self, call: OnAlert) -> None:
         """Call a function with each Alert that is raised or cleared, from now on (docs/guides/metrics.md)."""
         if not callable(call):
