@@ -77,9 +77,9 @@ class Loader(DataLoaderInterface):
         )
 
     def _repr_html_(self) -> str:
-        from streamload.metrics.display import card_of_loader
+        from streamload.loader.methods import card_of
 
-        return card_of_loader(repr(self), self.stats(), self.verdict(), self.observer.waits())
+        return card_of(repr(self), self.stats(), self.observer)
 
     def __enter__(self) -> Loader:
         return self

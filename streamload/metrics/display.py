@@ -193,8 +193,8 @@ def _below(buckets: Sequence[int], share: float) -> float:
 
 def _time(seconds: float) -> str:
     """A time for people: "250 ms", "12 s", "3.5 min"."""
-    if seconds < 1:
-        return f"{seconds * 1e3:.2g} ms"
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.0f} ms" if seconds >= 0.00995 else f"{seconds * 1e3:.2g} ms"
     return f"{seconds:,.3g} s" if seconds < 100 else f"{seconds / 60:,.3g} min"
 
 

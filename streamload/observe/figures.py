@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
@@ -134,6 +134,9 @@ class History:
         while sample.at_ns - self._samples[0].at_ns > self._longest_ns:
             self._samples.popleft()
 
+    def __iter__(self) -> Iterator[CounterSample]:
+        return iter(self._samples)
+
     def last(self, seconds: float, until: CounterSample) -> CounterSample:
         """The latest sample that is at least so many seconds older than `until`, else the oldest one."""
         earlier = self._samples[0] if self._samples else until
@@ -142,12 +145,3 @@ class History:
             if until.at_ns - sample.at_ns >= seconds * 1e9:
                 break
         return earlier
-
-    def waits(self) -> list[tuple[float, float]]:
-        """For each sample but the first: seconds before the last one, and the share of waiting up to it."""
-        pairs = list(zip(self._samples, list(self._samples)[1:], strict=False))
-        return [
-            ((pairs[-1][1].at_ns - last.at_ns) / 1e9, Figures.between(first, last, Machine()).wait)
-            for first, last in pairs
-            if last.at_ns > first.at_ns
-        ]
