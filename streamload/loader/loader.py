@@ -77,9 +77,9 @@ class Loader(DataLoaderInterface):
         )
 
     def _repr_html_(self) -> str:
-        from streamload.loader.methods import card_of
+        from streamload.metrics.display import card_of_loader
 
-        return card_of(repr(self), self.stats(), self.observer)
+        return card_of_loader(repr(self), self.stats(), self.verdict())
 
     def __enter__(self) -> Loader:
         return self

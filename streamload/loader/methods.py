@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,24 +16,9 @@ from streamload.ranks.distributed import gather
 if TYPE_CHECKING:
     from streamload.batching.microbatches import Microbatching
     from streamload.loader.past import PastStep
-    from streamload.metrics import Snapshot
-    from streamload.observe.observer import RunObserver
 
 _LEAVE_OUT = "leave_out"
 """The name of the extension that leaves samples out, and its key of a state."""
-
-
-def card_of(name: str, stats: Snapshot, observer: RunObserver) -> str:
-    """A loader as a card of HTML, for notebooks; see display.card_of_loader."""
-    from streamload.metrics.display import card_of_loader
-    from streamload.observe.figures import Figures, Machine
-
-    samples = observer.samples()
-    waits = [
-        ((samples[-1].at_ns - last.at_ns) / 1e9, Figures.between(first, last, Machine()).wait)
-        for first, last in itertools.pairwise(samples)
-    ]
-    return card_of_loader(name, stats, observer.verdict(60.0), waits)
 
 
 def warn_of_decoder(state: Mapping[str, Any], options: LoaderOptions) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
@@ -133,9 +133,6 @@ class History:
         self._samples.append(sample)
         while sample.at_ns - self._samples[0].at_ns > self._longest_ns:
             self._samples.popleft()
-
-    def __iter__(self) -> Iterator[CounterSample]:
-        return iter(self._samples)
 
     def last(self, seconds: float, until: CounterSample) -> CounterSample:
         """The latest sample that is at least so many seconds older than `until`, else the oldest one."""

@@ -222,11 +222,6 @@ class RunObserver:
             raise OptionError(f"seconds={seconds}; expected a number up to {LONGEST_SECONDS:g}")
         return judge(self._figures(self._sample(), seconds))
 
-    def samples(self) -> list[CounterSample]:
-        """The counters at moments of the last minutes, and now."""
-        with self._lock:
-            return [*self._history, self._sample()]
-
     def on_alert(self, call: OnAlert) -> None:
         """Call a function with each Alert that is raised or cleared, from now on (docs/guides/metrics.md)."""
         if not callable(call):
