@@ -16,11 +16,12 @@ _TOP = 44
 _MARGIN = 16
 _PLOT_HEIGHT = 240
 OURS, THEIRS, INK, FAINT = "#1f6feb", "#8c959f", "#24292f", "#d0d7de"
-_DARK = (
+DARK = (
     "<style>@media (prefers-color-scheme: dark) {svg{fill:#e6edf3}[fill=white]{fill:#14181d}"
     f'[stroke="{INK}"]{{stroke:#e6edf3}}[stroke="{FAINT}"]{{stroke:#30363d}}'
     "polyline,circle,rect:not([fill=white]){filter:brightness(1.35)}}</style>"
 )
+"""The colours of a chart that is shown on a dark page."""
 _SERIES = (OURS, "#bc4c00", "#1a7f37", "#8250df", "#9a6700", "#cf222e", "#57606a")
 
 
@@ -117,7 +118,7 @@ def _drawing(title: str, height: float, parts: Sequence[str]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:.0f}" '
         f'viewBox="0 0 {WIDTH} {height:.0f}" role="img" font-family="sans-serif" font-size="12" fill="{INK}">'
     )
-    head += f"\n<title>{escape(title)}</title>\n{_DARK}"
+    head += f"\n<title>{escape(title)}</title>\n{DARK}"
     ground = _box(0, 0, WIDTH, height, "white")
     heading = f'<text x="{_MARGIN}" y="26" font-size="15" font-weight="bold">{escape(title)}</text>'
     return "\n".join([head, ground, heading, *parts, "</svg>"]) + "\n"
