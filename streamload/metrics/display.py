@@ -85,8 +85,8 @@ def card_of_verdict(verdict: Verdict) -> str:
 
 def card_of_loader(name: str, stats: Snapshot, verdict: Verdict) -> str:
     """A loader as a card: its name, a verdict's sentence, and all that it has counted."""
-    said = str(verdict) if stats.batches_yielded else "no batch was taken yet"
-    return _card(f"<p><b>{_safe(name.strip('<>'))}</b></p><p>{_safe(said)}</p>", _numbers(stats), stats)
+    sentence = str(verdict) if stats.batches_yielded else "no batch was taken yet"
+    return _card(f"<p><b>{_safe(name.strip('<>'))}</b></p><p>{_safe(sentence)}</p>", _numbers(stats), stats)
 
 
 def _numbers(stats: Snapshot) -> dict[str, str]:
@@ -114,15 +114,15 @@ def _bar(seconds_by_stage: Mapping[str, float]) -> str:
     stages = {name: s for name, s in seconds_by_stage.items() if s > 0 and name in colours}
     whole, x, parts, legend = sum(stages.values()), 0.0, [], []
     for name, seconds in stages.items():
-        wide, said = seconds / whole * _WIDTH, f"{name} {seconds / whole:.0%}"
-        title = f"<title>{said}, {_time(seconds)}</title>"
+        wide, label = seconds / whole * _WIDTH, f"{name} {seconds / whole:.0%}"
+        title = f"<title>{label}, {_time(seconds)}</title>"
         parts.append(
             f'<rect x="{x:.1f}" width="{wide:.1f}" height="14" fill="{colours[name]}">{title}</rect>'
         )
-        legend.append(f'<span><i style="background:{colours[name]}"></i>{said}</span>')
+        legend.append(f'<span><i style="background:{colours[name]}"></i>{label}</span>')
         x += wide
-    said = f"Workers' time by stage, {_time(whole)}"
-    return f"{_drawing(said, 14, ''.join(parts))}<p>{''.join(legend)}</p>" if parts else ""
+    label = f"Workers' time by stage, {_time(whole)}"
+    return f"{_drawing(label, 14, ''.join(parts))}<p>{''.join(legend)}</p>" if parts else ""
 
 
 def _line(buckets: Sequence[int]) -> str:
@@ -140,14 +140,14 @@ def _line(buckets: Sequence[int]) -> str:
         for place, n in enumerate(buckets[:stop])
     )
     line = f'<path d="M{path}" fill="none" stroke="{_COLOURS[0]}" stroke-width="1.6"/>'
-    said = f"Waits for a batch: half below {_time(half)}, 99 % below {_time(most)}"
+    label = f"Waits for a batch: half below {_time(half)}, 99 % below {_time(most)}"
     ends = f"<span>{_time(bounds[0])}</span>{_time(bounds[stop - 1])}"
-    return f'{_drawing(said, _HEIGHT, line)}<p class="soft ends">{ends}</p>'
+    return f'{_drawing(label, _HEIGHT, line)}<p class="soft ends">{ends}</p>'
 
 
-def _drawing(said: str, height: int, parts: str) -> str:
+def _drawing(label: str, height: int, parts: str) -> str:
     return (
-        f'<p class="soft">{said}</p><svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{said}">'
+        f'<p class="soft">{label}</p><svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{label}">'
         f"{parts}</svg>"
     )
 

@@ -327,8 +327,8 @@ def _skipped(timeline: Timeline, rows: Sequence[Row]) -> str:
     """The first samples that could not be used, with their pictures and why."""
     if not rows:
         return ""
-    of = f"{_unusable(timeline):,} in all; these {len(rows)} came first."
-    return f"<section><h2>Unusable samples</h2><p class=sub>{of}</p>{cells(rows)}</section>"
+    summary = f"{_unusable(timeline):,} in all; these {len(rows)} came first."
+    return f"<section><h2>Unusable samples</h2><p class=sub>{summary}</p>{cells(rows)}</section>"
 
 
 def _unusable(timeline: Timeline) -> int:

@@ -89,15 +89,15 @@ def show(
     values = _named(batch)
     images: Any = next((values.pop(name) for name in _IMAGES if name in values), None)
     first = _first(images)
-    statistics, said = _statistics(loader, mean, std)
+    statistics, restored = _statistics(loader, mean, std)
     shown: list[Any] = [] if first is None else pictures(images[:rows], statistics)
     if not shown or any(picture is None for picture in shown):
         raise OptionError(f"show() was given {_described(batch)}; {_EXPECTED}")
     decode = _decoder(tokenizer, loader)
     named = [_row(values, number, decode) for number in range(len(shown))]
     height, width = shown[0].shape[:2]
-    said = "bytes as they are" if "float" not in str(getattr(first, "dtype", "")) else said
-    note = f"{len(shown)} of {len(images)} rows, {width} × {height} pixels, {said}"
+    restored = "bytes as they are" if "float" not in str(getattr(first, "dtype", "")) else restored
+    note = f"{len(shown)} of {len(images)} rows, {width} × {height} pixels, {restored}"
     return ShownBatch(list(zip(named, shown, strict=True)), note)
 
 

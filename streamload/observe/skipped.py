@@ -32,14 +32,14 @@ def rows_of(samples: Sequence[Skipped], tier: Tier | None) -> list[Row]:
         tier: that may have their bytes; nothing is removed from it. None: none has.
     """
     chosen = list(dict.fromkeys(samples))[:MOST]
-    found = {} if tier is None else dict(_members(tier, chosen))
+    members_of = {} if tier is None else dict(_members(tier, chosen))
     rows: list[Row] = []
     for cause, url, key, message in chosen:
-        members = found.get((url, key))
+        members = members_of.get((url, key))
         picture, why = (None, "its bytes aren't in the cache") if members is None else _picture(members)
         caption = bytes(members["txt"]).decode(errors="replace") if members and "txt" in members else None
-        said = {"caption": caption and caption[:_LONGEST_CAPTION], "key": key, "shard": url, cause: message}
-        rows.append((said | ({} if picture is not None else {"no picture": why}), picture))
+        values = {"caption": caption and caption[:_LONGEST_CAPTION], "key": key, "shard": url, cause: message}
+        rows.append((values | ({} if picture is not None else {"no picture": why}), picture))
     return rows
 
 

@@ -106,13 +106,13 @@ class Timeline:
     def epochs(self) -> list[tuple[float, int]]:
         """When each epoch but the first began, in seconds of the run, by the first rank."""
         rank = next(rank for rank in self.ranks if rank.moments)
-        began: dict[int, tuple[float, int]] = {}
+        starts: dict[int, tuple[float, int]] = {}
         for moment in rank.moments:
             samples = moment.counters.get("samples_yielded", 0)
             second = self._start(rank) + moment.run_seconds
-            began.setdefault(int(moment.gauge("epoch") or 0), (second, samples))
-        first, last = min(began), rank.moments[-1].counters.get("samples_yielded", 0)
-        return [(second, epoch) for epoch, (second, n) in began.items() if epoch != first and n < last]
+            starts.setdefault(int(moment.gauge("epoch") or 0), (second, samples))
+        first, last = min(starts), rank.moments[-1].counters.get("samples_yielded", 0)
+        return [(second, epoch) for epoch, (second, n) in starts.items() if epoch != first and n < last]
 
     def skipped(self) -> list[Skipped]:
         """The first samples that the ranks could not use, as recorded."""
