@@ -26,7 +26,7 @@ from streamload.cli.report import report as report_command
 from streamload.errors import OptionError
 from streamload.observe.charts import Chart, drawn, duration
 from streamload.observe.page import RunPage
-from streamload.observe.recording import MOST, MOST_SKIPPED, Recording, Skipped, read_recording, recordings
+from streamload.observe.recording import MOST, Recording, Skipped, read_recording, recordings
 from streamload.observe.report import numbers, report
 from streamload.observe.skipped import rows_of
 from streamload.observe.timeline import Timeline
@@ -306,11 +306,16 @@ def test_every_chart_over_time_marks_where_an_epoch_begins(tmp_path: Path) -> No
     assert 3 <= len(re.findall(r">e\d+</text>", many)) <= 6
 
 
-def test_a_recording_has_the_first_samples_that_could_not_be_used_without_secrets(tmp_path: Path) -> None:
+def test_a_recording_has_the_first_samples_that_could_not_be_used_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most, kept = 64, 20
+    monkeypatch.setattr("streamload.observe.recording.MOST", most)
+    monkeypatch.setattr("streamload.observe.recording.MOST_SKIPPED", kept)
     skipped: list[Skipped] = []
     recording = Recording(tmp_path, {}, skipped)
     page = page_at(1)
-    for second in range(1, MOST + 2):  # the last one has the others thinned out
+    for second in range(1, most + 2):  # the last one has the others thinned out
         if second % 2 == 0:
             skipped.append(("decode", f"https://host/a.tar?sig=c0ffee{second}", f"k{second}", "x" * 9999))
         ns = page.began.monotonic_ns + second * 10**9
@@ -318,7 +323,7 @@ def test_a_recording_has_the_first_samples_that_could_not_be_used_without_secret
     (path,) = recordings(tmp_path)
     assert "c0ffee" not in path.read_text()
     read = read_recording(path).skipped
-    assert [key for _, _, key, _ in read] == [f"k{2 * n}" for n in range(1, MOST_SKIPPED + 1)]
+    assert [key for _, _, key, _ in read] == [f"k{2 * n}" for n in range(1, kept + 1)]
     assert path.stat().st_size < 1 << 20
     with path.open("a") as file:
         file.write('{"s": ["decode", "url"]}\n{"s": 7}\n{"s": ["decode", "url", "k')
