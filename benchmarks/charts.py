@@ -1,6 +1,7 @@
 """Charts as plain SVG, drawn from results: bars that lie, and lines.
 
-Text and colours are written into the file, on a white ground, so that it looks the same on a dark page.
+Colours are written into the file, with others for dark pages: `prefers-color-scheme` is that of the page that
+shows it.
 """
 
 import math
@@ -15,6 +16,12 @@ _TOP = 44
 _MARGIN = 16
 _PLOT_HEIGHT = 240
 OURS, THEIRS, INK, FAINT = "#1f6feb", "#8c959f", "#24292f", "#d0d7de"
+DARK = (
+    "<style>@media (prefers-color-scheme: dark) {svg{fill:#e6edf3}[fill=white]{fill:#14181d}"
+    f'[stroke="{INK}"]{{stroke:#e6edf3}}[stroke="{FAINT}"]{{stroke:#30363d}}'
+    "polyline,circle,rect:not([fill=white]){filter:brightness(1.35)}}</style>"
+)
+"""The colours of a chart that is shown on a dark page."""
 _SERIES = (OURS, "#bc4c00", "#1a7f37", "#8250df", "#9a6700", "#cf222e", "#57606a")
 
 
@@ -111,9 +118,10 @@ def _drawing(title: str, height: float, parts: Sequence[str]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:.0f}" '
         f'viewBox="0 0 {WIDTH} {height:.0f}" role="img" font-family="sans-serif" font-size="12" fill="{INK}">'
     )
+    head += f"\n<title>{escape(title)}</title>\n{DARK}"
     ground = _box(0, 0, WIDTH, height, "white")
     heading = f'<text x="{_MARGIN}" y="26" font-size="15" font-weight="bold">{escape(title)}</text>'
-    return "\n".join([head, f"<title>{escape(title)}</title>", ground, heading, *parts, "</svg>"]) + "\n"
+    return "\n".join([head, ground, heading, *parts, "</svg>"]) + "\n"
 
 
 def _text(x: float, y: float, words: str, anchor: str = "start") -> str:

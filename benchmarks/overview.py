@@ -1,4 +1,4 @@
-"""The README's chart and table: streamload beside the peers, from the results of four benchmarks."""
+"""The README's chart and tables: streamload beside the peers, from the results of four benchmarks."""
 
 from collections.abc import Callable
 
@@ -51,8 +51,12 @@ def _bar(result: Result, name: str, metric: str, suffix: str = "") -> Bar:
     return Bar(name, result["medians"][label][metric], min(values), max(values), name == "streamload")
 
 
-def beside(results: dict[str, Result]) -> str:
+def beside(results: dict[str, Result], most: int | None = None) -> str:
     """A row for each thing that a loader does, a column for each loader.
+
+    Args:
+        results: by name.
+        most: so many rows, the first ones; None: all.
 
     Raises:
         Unproven: a result doesn't say where it comes from.
@@ -64,16 +68,16 @@ def beside(results: dict[str, Result]) -> str:
     limit = f"{half['settings']['limit_bytes'] / 1e6:.0f} MB"
     rows: dict[str, Callable[[dict[str, Result], str], str]] = {
         f"first batch at {_LINK}, s": _first_batch,
-        "reads the tars as they are": _reads_tars,
+        "images/s on 2 cores": _images_per_second,
         f"fetched again in epoch 2, of {of_data}": _fetched_again,
+        "reads the tars as they are": _reads_tars,
         f"cache at most, where the limit is {limit}": _held,
         "resumed in mid-epoch: samples lost": _lost,
         "fetched again to resume": _fetched_to_resume,
-        "images/s on 2 cores": _images_per_second,
         "images/s with a transform of one's own": _with_own_transform,
     }
     names = ("streamload", *_PEERS)
-    body = [[row, *(value(results, name) for name in names)] for row, value in rows.items()]
+    body = [[row, *(value(results, name) for name in names)] for row, value in [*rows.items()][:most]]
     return table(["", *names], body)
 
 

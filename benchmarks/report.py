@@ -107,6 +107,7 @@ def tables_of(results: dict[str, Result]) -> dict[str, str]:
     }
     if results.keys() >= overview.NEEDED:
         tables["beside"] = overview.beside(results)
+        tables["beside_in_short"] = overview.beside(results, most=3)
     return {"all_targets": targets(results), "missed": targets(results, missed_only=True), **tables}
 
 
@@ -695,7 +696,7 @@ SHOWN: dict[str, set[str]] = {
     **{name: {name} for name in TABLES},
     **{f"{name}_chart": {name} for name in peer_tables.CHARTS},
     **{name: set(needed) for name, (_, needed) in FROM_SEVERAL.items()},
-    "beside": overview.NEEDED,
+    **dict.fromkeys(("beside", "beside_in_short"), overview.NEEDED),
 }
 """By the mark of a table or chart, the results that it shows."""
 

@@ -11,7 +11,7 @@ author = "The streamload authors"
 copyright = "The streamload authors. Apache-2.0"  # noqa: A001
 version = release = version_of("streamload")
 
-extensions = ["myst_parser", "generated"]
+extensions = ["myst_parser", "generated", "llms"]
 exclude_patterns = ["_build"]
 highlight_language = "none"
 nitpicky = True

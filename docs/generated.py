@@ -69,14 +69,15 @@ _OF_A_LOADER = (
 
 
 def loader() -> str:
-    """The methods and attributes of a Loader, gather_state, and a Source's fields."""
+    """The methods and attributes of a Loader, gather_state, show, and a Source's fields."""
     parts = ["## Loader", _summary(Loader)]
     for name in _OF_A_LOADER:
         member = inspect.getattr_static(Loader, name)
         called = name if isinstance(member, property) else f"{name}{_parameters(member)}"
         parts += [f"### `{called}`", _markdown(inspect.getdoc(member))]
-    gather = streamload.gather_state
-    parts += ["## gather_state", f"`gather_state{_parameters(gather)}`", _markdown(inspect.getdoc(gather))]
+    for function in (streamload.gather_state, streamload.show):
+        name = function.__name__
+        parts += [f"## {name}", f"`{name}{_parameters(function)}`", _markdown(inspect.getdoc(function))]
     parts += ["## Source", _summary(Source), *_described(Source, "Attributes")]
     return "\n\n".join(parts)
 

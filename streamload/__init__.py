@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     )
     from streamload.metrics import Snapshot
     from streamload.metrics.findings import Alert, Verdict
+    from streamload.observe.shown import show
     from streamload.patches.options import Patches
     from streamload.shards.samples import Entry
     from streamload.weights.sample import complexity
@@ -69,6 +70,7 @@ __all__ = [
     "gather_state",
     "make_loader",
     "mixing",
+    "show",
 ]
 
 _LATER = dict.fromkeys(["CacheLevel", "cache_info", "cache_module"], "streamload.derived.calls.module_cache")
@@ -80,7 +82,7 @@ _LATER |= dict.fromkeys(["Snapshot"], "streamload.metrics")
 _LATER |= dict.fromkeys(["Alert", "Verdict"], "streamload.metrics.findings")
 _LATER |= dict.fromkeys(["Entry"], "streamload.shards.samples")
 _LATER |= dict.fromkeys(["Join"], "streamload.join.options")
-_LATER |= dict.fromkeys(["complexity"], "streamload.weights.sample")
+_LATER |= {"complexity": "streamload.weights.sample", "show": "streamload.observe.shown"}
 
 
 def __getattr__(name: str) -> Any:

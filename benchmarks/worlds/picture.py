@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
+from benchmarks.charts import DARK
 from streamload.errors import printable
 
 Series = Mapping[str, Sequence[tuple[float, float]]]
@@ -37,7 +38,7 @@ def drawing(title: str, panels: Mapping[str, Series]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
         f'viewBox="0 0 {_WIDTH} {height}" role="img" font-family="sans-serif" font-size="12" fill="#24292f">'
-        f"\n<title>{_xml(title)}</title>\n"
+        f"\n<title>{_xml(title)}</title>\n{DARK}\n"
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
     )
 

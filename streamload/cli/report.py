@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from streamload.cli.options import AsJson
-from streamload.errors import OptionError
+from streamload.cli.options import AsJson, CacheDir
+from streamload.cli.terminal import say
+from streamload.errors import CacheError, OptionError
 
 if TYPE_CHECKING:
-    from streamload.observe.recording import Recorded
+    from streamload.observe.pictures import Row
+    from streamload.observe.recording import Recorded, Skipped
 
 
 def report(
@@ -21,12 +23,14 @@ def report(
     run: Annotated[
         str | None, typer.Option(help="Which run of the folder; default: the one with the most samples.")
     ] = None,
+    cache_dir: CacheDir = None,
     as_json: AsJson = False,
 ) -> None:
     """Draw a run: throughput, waits, stages, cache, sources, alerts and settings over time.
 
-    The file needs no network and has its numbers inside, which --json prints instead. It can be made while
-    the run goes on, too.
+    Samples that could not be used are shown with their pictures, as far as the cache has their bytes. The
+    file needs no network and has its numbers inside, which --json prints instead. It can be made while the
+    run goes on, too.
     """
     from streamload.observe.recording import Recorded, read_recording, recordings
     from streamload.observe.report import numbers
@@ -49,11 +53,26 @@ def report(
         print(json.dumps(numbers(timeline)))
         return
     target = Path(f"{chosen}.html") if out is None else out
-    target.write_text(drawn(timeline))
+    target.write_text(drawn(timeline, _skipped_rows(timeline.skipped(), cache_dir)))
     other_runs = sorted(ranks_by_run.keys() - {chosen})
     also = f"; other runs there: {', '.join(other_runs)} (--run)" if other_runs else ""
     ranks = f"{len(timeline.ranks)} ranks" if len(timeline.ranks) > 1 else "one rank"
     print(f"{target}: run {chosen}, {ranks}{also}")
+
+
+def _skipped_rows(samples: "list[Skipped]", cache_dir: str | None) -> "list[Row]":
+    """The samples of a run that could not be used, with pictures where the cache is there."""
+    if not samples:
+        return []
+    from streamload.cli.cache import tier_at
+    from streamload.observe.skipped import rows_of
+
+    try:
+        tier = tier_at(cache_dir)
+    except CacheError as exc:
+        say(f"unusable samples come without pictures: {exc}")
+        return rows_of(samples, None)
+    return rows_of(samples, tier)
 
 
 def _samples(rank: "Recorded") -> int:

@@ -76,6 +76,11 @@ class Loader(DataLoaderInterface):
             f"num_workers={options.num_workers}, epoch {self._run.schedule.tracker.epoch}>"
         )
 
+    def _repr_html_(self) -> str:
+        from streamload.metrics.display import card_of_loader
+
+        return card_of_loader(repr(self), self.stats(), self.verdict())
+
     def __enter__(self) -> Loader:
         return self
 

@@ -272,6 +272,7 @@ def observer_of(
         lambda: clock.wait_began_ns,
         run.process.waits.by_shard,
         run.process.waits.file_name,
+        lambda: run.process.checks.skipped,
     )
     observer = RunObserver(owner, observed, run.process.control, requests)
     if not options.num_workers:  # the worker's waits for bytes are in this process

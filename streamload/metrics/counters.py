@@ -177,29 +177,14 @@ class Snapshot:
         return asdict(self)
 
     def __str__(self) -> str:
-        first = (
-            "not yet" if self.seconds_to_first_batch is None else f"after {self.seconds_to_first_batch:.2f} s"
-        )
-        shared = (
-            f"shared   {self.shared_hits:,} hits, {self.shared_misses:,} misses, "
-            f"{format_bytes(self.shared_bytes)}, {self.shared_errors:,} errors, "
-            f"{self.shared_stored:,} stored; {self.shared_waits:,} fills waited for other nodes, "
-            f"{self.shared_wait_seconds:.2f} s\n"
-        )
-        longest = next(iter(self.shard_wait_seconds.items()), None)
-        return (
-            f"origin   {self.origin_requests:,} requests, {format_bytes(self.origin_bytes)}, "
-            f"{self.origin_retries:,} retries\n"
-            f"{shared if self.shared_requests else ''}"
-            f"tier     {self.tier_hits:,} hits, {self.tier_misses:,} misses\n"
-            f"shards   {self.shards_complete:,} complete ({self.shards_published:,} published here), "
-            f"{self.shards_evicted:,} evicted, {self.shards_given_up:,} given up\n"
-            f"samples  {self.samples_yielded:,} yielded, {_by_cause(self.samples_skipped)} skipped, "
-            f"{_by_cause(self.samples_replaced)} replaced{_left_out(self.samples_left_out)}\n"
-            f"batches  {self.batches_yielded:,} yielded, the first {first}; "
-            f"{self.data_wait_seconds:.2f} s waited for data"
-            f"{'' if longest is None else f', {longest[1]:.2f} s of it for {longest[0]}'}"
-        )
+        from streamload.metrics.display import text_of
+
+        return text_of(self)
+
+    def _repr_html_(self) -> str:
+        from streamload.metrics.display import card_of_stats
+
+        return card_of_stats(self)
 
 
 @functools.cache
@@ -216,15 +201,6 @@ def format_bytes(number: float) -> str:
             break
         number /= 1000
     return f"{number:.0f} B" if unit == "B" else f"{number:,.1f} {unit}"
-
-
-def _by_cause(counts: dict[str, int]) -> str:
-    named = ", ".join(f"{cause} {count:,}" for cause, count in counts.items() if count)
-    return f"{sum(counts.values()):,}" + (f" ({named})" if named else "")
-
-
-def _left_out(counts: dict[str, int]) -> str:
-    return f", {_by_cause(counts)} left out" if counts else ""
 
 
 class Counts(Protocol):

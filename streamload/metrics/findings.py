@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from streamload.metrics.counters import Snapshot
+
 Limit = Literal[
     "origin",
     "shuffle",
@@ -33,6 +35,7 @@ class Verdict:
         evidence: the figures that decided.
         advice: what to change.
         gain: how many times as fast the training would be if data were free: 1 / (1 - wait).
+        counted: what was counted in it.
     """
 
     limit: Limit
@@ -41,10 +44,16 @@ class Verdict:
     evidence: str
     advice: str
     gain: float
+    counted: Snapshot = field(default_factory=Snapshot, repr=False)
 
     def __str__(self) -> str:
         waited = f"waited {self.wait:.0%} of the last {_duration(self.seconds)} for data"
         return f"{waited}: {self.evidence}. {self.advice}"
+
+    def _repr_html_(self) -> str:
+        from streamload.metrics.display import card_of_verdict
+
+        return card_of_verdict(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,39 @@ Numbers = NDArray[np.float64]
 WIDTH, HEIGHT = 560, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 10, 8, 22
 _RULES = 5
+_MOST_MARKS = 6
 _TIMES = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
 COLOURS = 10
 """--c0 to --c9 of the style sheet."""
+STYLE = """
+:root{color-scheme:light dark;--bg:#fff;--fg:#1c2128;--soft:#5b6673;--line:#e3e7ec;--card:#f7f8fa;
+--good:#1a7f4b;--fair:#a86400;--bad:#c0362c;--c0:#3b6fd4;--c1:#e08a1e;--c2:#2f9e6e;--c3:#c9433f;
+--c4:#8b5fc7;--c5:#7d6a5a;--c6:#d565a8;--c7:#6b7785;--c8:#a9a430;--c9:#2ba3b8}
+@media(prefers-color-scheme:dark){:root{--bg:#14181d;--fg:#e4e8ed;--soft:#98a4b1;--line:#2b323b;
+--card:#1b2027;--good:#4cc38a;--fair:#e5a54a;--bad:#f2766b;--c0:#6f9bf0;--c1:#f0a750;--c2:#54c492;
+--c3:#f07570;--c4:#b190ea;--c5:#b39d8a;--c6:#ee90c6;--c7:#9aa6b4;--c8:#cfca5e;--c9:#5fcadb}}*{
+box-sizing:border-box}body{margin:0;background:var(--bg);color:var(--fg);
+font:15px/1.45 system-ui,sans-serif}main{max-width:1200px;margin:0 auto;padding:24px 20px 40px}h1{
+font-size:24px;margin:0;overflow-wrap:anywhere}h2{font-size:17px;margin:0 0 6px}.sub,footer{
+color:var(--soft);margin:2px 0 16px}section{margin:16px 0}.verdict{border-left:5px solid;
+padding:12px 16px;background:var(--card);border-radius:4px}.verdict p{margin:0}.good{
+border-color:var(--good)}.fair{border-color:var(--fair)}.bad{border-color:var(--bad)}dl{display:grid;
+grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:10px;margin:16px 0}dl div{
+background:var(--card);border-radius:4px;padding:8px 12px}dt{color:var(--soft);font-size:13px}dd{
+margin:0;font-size:20px;font-variant-numeric:tabular-nums}.charts{display:grid;
+grid-template-columns:repeat(auto-fit,minmax(min(100%,480px),1fr));gap:16px}figure{margin:0;
+background:var(--card);border-radius:4px;padding:12px;min-width:0}figcaption{font-size:13px;
+color:var(--soft);min-height:38px}figcaption b{color:var(--fg);font-size:15px;display:block}svg{
+display:block;width:100%;height:auto}svg text{font:11px system-ui,sans-serif;fill:var(--soft)}.rule{
+stroke:var(--line);stroke-width:1}
+.mark{stroke:var(--soft);stroke-width:1;stroke-dasharray:3 3}ul{
+list-style:none;margin:6px 0 0;padding:0;display:flex;flex-wrap:wrap;gap:2px 14px;font-size:13px}
+li{overflow-wrap:anywhere}li i{display:inline-block;
+width:10px;height:10px;border-radius:2px;margin-right:6px}table{border-collapse:collapse;width:100%;
+font-size:14px}td,th{text-align:left;padding:4px 12px 4px 0;border-bottom:1px solid var(--line);
+vertical-align:top;overflow-wrap:anywhere}th{color:var(--soft);font-weight:normal}
+"""
+"""Style sheet; light or dark, as the reader's system is."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +73,22 @@ class Chart:
     top: float | None = None
 
 
-def drawn(chart: Chart, seconds: Numbers, end: float) -> str:
+Mark = tuple[float, str]
+"""A moment in seconds, and its name."""
+
+
+def drawn(chart: Chart, seconds: Numbers, end: float, marks: Sequence[Mark] = ()) -> str:
     """A chart as a figure of HTML.
 
     Args:
         chart: the chart.
         seconds: float64[steps], of its values.
         end: of the axis of time, in seconds.
+        marks: moments that get a line through the chart.
     """
     layers = _layers(chart)
     top = _top(max([chart.top or 0.0, *(_largest(high) for _, _, high in layers)]))
-    body = [_rules(top, chart.unit), _times(end)]
+    body = [_rules(top, chart.unit), _times(end), _marks(marks, end)]
     for place, (name, low, high) in enumerate(layers):
         points = _points(seconds, high, end, top)
         title = f"<title>{html.escape(name)}</title>"
@@ -174,6 +209,19 @@ def _times(end: float) -> str:
         seconds = place * step
         anchor = "start" if place == 0 else "end" if _x(seconds, end) > WIDTH - 40 else "middle"
         lines.append(_text(_x(seconds, end), HEIGHT - 6, duration(seconds), anchor))
+    return "".join(lines)
+
+
+def _marks(marks: Sequence[Mark], end: float) -> str:
+    """Dashed lines from top to bottom; at most _MOST_MARKS have their names, beside their upper ends."""
+    every = math.ceil(len(marks) / _MOST_MARKS) or 1
+    lines = []
+    for place, (second, name) in enumerate(marks):
+        x = _x(second, end)
+        title = f"<title>{html.escape(name)}</title>"
+        lines.append(f'<path class="mark" d="M{x:.1f} {_TOP}V{HEIGHT - _BOTTOM}">{title}</path>')
+        if place % every == 0:
+            lines.append(_text(x + 3, _TOP + 8, name, "start"))
     return "".join(lines)
 
 

@@ -34,7 +34,7 @@ from streamload.observe.publishing import Publisher, RankProgress
 from streamload.observe.verdict import LITTLE, ON_HOST, judge
 from streamload.options import Settings
 from streamload.topology import Topology
-from streamload.worker.messages import Batch
+from streamload.worker.messages import Batch, SkippedSample
 
 if TYPE_CHECKING:
     from streamload.cache.tier import Tier
@@ -73,6 +73,7 @@ class ObservedRun:
         wait_began_ns: returns when the training's current wait began, by the monotonic clock; 0: none.
         wait_by_shard: returns the training's data wait in nanoseconds, by the shards' index in the run.
         shard_name: returns the name of a shard's file, as others may read it.
+        skipped: returns the first samples that could not be used.
     """
 
     workers: int
@@ -86,6 +87,7 @@ class ObservedRun:
     wait_began_ns: Callable[[], int]
     wait_by_shard: Callable[[], dict[int, int]]
     shard_name: Callable[[int], str]
+    skipped: Callable[[], Sequence[SkippedSample]]
 
 
 class RunObserver:
@@ -284,7 +286,8 @@ class RunObserver:
         if folder is not None and self._recording is None:
             from streamload.observe.recording import Recording
 
-            self._recording = Recording(folder, {**self._run.described(), "device": str(self.device)})
+            settings_shown = {**self._run.described(), "device": str(self.device)}
+            self._recording = Recording(folder, settings_shown, self._run.skipped())
             self._publisher.readers.append(self._recording.add)
         if settings.metrics is not None and self._run.topology().local_rank == 0:
             self.serve_metrics(settings.metrics)

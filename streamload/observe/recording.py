@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,19 @@ from typing import Any
 from streamload.errors import OptionError
 from streamload.metrics.registry import BUCKETS, BY_NAME, COUNTERS
 from streamload.observe.page import Instant, RunPage
+from streamload.urls import redact_text
 
 logger = logging.getLogger("streamload")
+
+Skipped = tuple[str, str, str, str]
+"""The cause, the URL of the shard without secrets, the key and the message of a sample."""
 
 FORMAT = 1
 MOST = 512
 """Moments in a file."""
+MOST_SKIPPED = 200
+"""Samples that could not be used, in a file; the counters have their number."""
+_LONGEST_TEXT = 400
 _FIRST_SECONDS = 1.0
 _SUFFIX = ".recording.jsonl"
 
@@ -36,27 +43,32 @@ class Recorded:
         about: of the rank: run, rank, world_size, host, began (seconds since 1970), workers, sources,
             settings.
         moments: its pages, in their order.
+        skipped: samples that could not be used, the first ones.
     """
 
     about: Mapping[str, Any]
     moments: tuple[RunPage, ...]
+    skipped: tuple[Skipped, ...] = ()
 
 
 class Recording:
-    """Records a rank's pages. Not thread-safe.
+    """Records a rank's pages, and the first samples that it could not use. Not thread-safe.
 
     A disk that doesn't take it is logged once, and ends the recording; that harms nothing else.
 
     Args:
         folder: is made if it is missing.
         settings: JSON-able, for the report; without secrets.
+        skipped: those samples so far.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any]):
+    def __init__(self, folder: Path, settings: Mapping[str, Any], skipped: Sequence[Skipped] = ()):
         self._folder = folder
+        self._skipped = skipped
         self._settings = settings
         self._path: Path | None = None
         self._lines: list[str] = []
+        self._recorded = 0
         self._every_seconds = _FIRST_SECONDS
         self._next_seconds = 0.0
         self._left_out: RunPage | None = None
@@ -92,6 +104,8 @@ class Recording:
             self._lines = [self._head(page)]
             self._rewrite()
         self._lines.append(line)
+        samples = self._skipped[self._recorded : MOST_SKIPPED]
+        self._recorded += len(samples)
         if len(self._lines) > MOST:
             head, *moments = self._lines
             self._lines = [head, *moments[1::2]]
@@ -99,7 +113,7 @@ class Recording:
             self._rewrite()
             return
         with self._path.open("a") as file:
-            file.write(f"{line}\n")
+            file.write("".join(f"{text}\n" for text in [line, *map(_skipped_line, samples)]))
 
     def _head(self, page: RunPage) -> str:
         about = {
@@ -119,7 +133,8 @@ class Recording:
         assert self._path is not None
         half = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
-            half.write_text("\n".join([*self._lines, ""]))
+            skipped = map(_skipped_line, self._skipped[: self._recorded])
+            half.write_text("\n".join([*self._lines, *skipped, ""]))
             half.replace(self._path)
         except OSError:
             half.unlink(missing_ok=True)
@@ -146,11 +161,12 @@ def read_recording(path: Path) -> Recorded:
             sources=tuple(about["sources"]),
         )
         moments = [moment for line in lines if (moment := _moment(line, head)) is not None]
+        skipped = [sample for line in lines if (sample := _skipped_in(line)) is not None]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
         raise OptionError(
             f"{path} is no recording of a run ({exc!r}): give a file or folder that STREAMLOAD_RECORD wrote"
         ) from exc
-    return Recorded(about, tuple(sorted(moments, key=lambda moment: moment.run_seconds)))
+    return Recorded(about, tuple(sorted(moments, key=lambda moment: moment.run_seconds)), tuple(skipped))
 
 
 def recordings(place: Path) -> list[Path]:
@@ -194,6 +210,19 @@ def _moment(line: str, head: RunPage) -> RunPage | None:
             alerts={str(name): str(message) for name, message in values.get("a", {}).items()},
         )
     except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _skipped_line(sample: Skipped) -> str:
+    return json.dumps({"s": [redact_text(text)[:_LONGEST_TEXT] for text in sample]})
+
+
+def _skipped_in(line: str) -> Skipped | None:
+    """A line's sample; None: it is about something else, or was cut."""
+    try:
+        cause, url, key, message = json.loads(line)["s"]
+        return str(cause), str(url), str(key), str(message)
+    except (ValueError, KeyError, TypeError):
         return None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from streamload.metrics.counters import format_bytes
 from streamload.metrics.registry import BUCKET_NS, BUCKETS
-from streamload.observe.charts import Chart, bars, drawn, duration
+from streamload.observe.charts import STYLE, Chart, bars, drawn, duration
+from streamload.observe.pictures import Row, cells
 from streamload.observe.recording import Recorded
 from streamload.observe.timeline import Timeline, flow
 from streamload.observe.verdict import ONLY_DATA, is_only_data
@@ -28,39 +29,17 @@ _MOST_RANKS = 8
 _LATE = 0.05
 _RUN_LENGTH = 12
 """So many characters of a run's name tell it from others."""
+_OF_SKIPPED = ("cause", "url", "key", "message")
 _CAUSES = ("samples_skipped_", "samples_replaced_")
 
-STYLE = """
-:root{color-scheme:light dark;--bg:#fff;--fg:#1c2128;--soft:#5b6673;--line:#e3e7ec;--card:#f7f8fa;
---good:#1a7f4b;--fair:#a86400;--bad:#c0362c;--c0:#3b6fd4;--c1:#e08a1e;--c2:#2f9e6e;--c3:#c9433f;
---c4:#8b5fc7;--c5:#7d6a5a;--c6:#d565a8;--c7:#6b7785;--c8:#a9a430;--c9:#2ba3b8}
-@media(prefers-color-scheme:dark){:root{--bg:#14181d;--fg:#e4e8ed;--soft:#98a4b1;--line:#2b323b;
---card:#1b2027;--good:#4cc38a;--fair:#e5a54a;--bad:#f2766b;--c0:#6f9bf0;--c1:#f0a750;--c2:#54c492;
---c3:#f07570;--c4:#b190ea;--c5:#b39d8a;--c6:#ee90c6;--c7:#9aa6b4;--c8:#cfca5e;--c9:#5fcadb}}*{
-box-sizing:border-box}body{margin:0;background:var(--bg);color:var(--fg);
-font:15px/1.45 system-ui,sans-serif}main{max-width:1200px;margin:0 auto;padding:24px 20px 40px}h1{
-font-size:24px;margin:0;overflow-wrap:anywhere}h2{font-size:17px;margin:0 0 6px}.sub,footer{
-color:var(--soft);margin:2px 0 16px}section{margin:16px 0}.verdict{border-left:5px solid;
-padding:12px 16px;background:var(--card);border-radius:4px}.verdict p{margin:0}.good{
-border-color:var(--good)}.fair{border-color:var(--fair)}.bad{border-color:var(--bad)}dl{display:grid;
-grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:10px;margin:16px 0}dl div{
-background:var(--card);border-radius:4px;padding:8px 12px}dt{color:var(--soft);font-size:13px}dd{
-margin:0;font-size:20px;font-variant-numeric:tabular-nums}.charts{display:grid;
-grid-template-columns:repeat(auto-fit,minmax(min(100%,480px),1fr));gap:16px}figure{margin:0;
-background:var(--card);border-radius:4px;padding:12px;min-width:0}figcaption{font-size:13px;
-color:var(--soft);min-height:38px}figcaption b{color:var(--fg);font-size:15px;display:block}svg{
-display:block;width:100%;height:auto}svg text{font:11px system-ui,sans-serif;fill:var(--soft)}.rule{
-stroke:var(--line);stroke-width:1}ul{list-style:none;margin:6px 0 0;padding:0;display:flex;
-flex-wrap:wrap;gap:2px 14px;font-size:13px}li{overflow-wrap:anywhere}li i{display:inline-block;
-width:10px;height:10px;border-radius:2px;margin-right:6px}table{border-collapse:collapse;width:100%;
-font-size:14px}td,th{text-align:left;padding:4px 12px 4px 0;border-bottom:1px solid var(--line);
-vertical-align:top;overflow-wrap:anywhere}th{color:var(--soft);font-weight:normal}
-"""
-"""Style sheet; light or dark, as the reader's system is."""
 
+def report(timeline: Timeline, skipped: Sequence[Row] = ()) -> str:
+    """The report as HTML.
 
-def report(timeline: Timeline) -> str:
-    """The report as HTML."""
+    Args:
+        timeline: of the run.
+        skipped: samples that could not be used, and their pictures; see skipped.py.
+    """
     about, charts = timeline.ranks[0].about, _all_charts(timeline)
     title = f"streamload run {str(about['run'])[:_RUN_LENGTH]}"
     parts = [
@@ -69,6 +48,7 @@ def report(timeline: Timeline) -> str:
         _tiles(timeline),
         _charts(timeline, charts),
         _alerts(timeline),
+        _skipped(timeline, skipped),
         _settings(about.get("settings", {})),
     ]
     data = json.dumps(numbers(timeline, charts), separators=(",", ":")).replace("<", "\\u003c")
@@ -95,6 +75,8 @@ def numbers(timeline: Timeline, charts: list[Chart] | None = None) -> dict[str, 
             for chart in (_all_charts(timeline) if charts is None else charts)
         },
         "wait_buckets": timeline.wait_buckets(),
+        "epochs": [{"epoch": epoch, "seconds": round(second, 2)} for second, epoch in timeline.epochs()],
+        "skipped": [dict(zip(_OF_SKIPPED, sample, strict=True)) for sample in timeline.skipped()],
         "totals": {
             name: timeline.total(name)
             for name in sorted({name for rank in timeline.ranks for name in rank.moments[-1].counters})
@@ -173,8 +155,6 @@ def _tiles(timeline: Timeline) -> str:
     samples, seconds = timeline.total("samples_yielded"), timeline.seconds
     started = timeline.total("tier_hits") + timeline.total("tier_misses")
     rate = np.nansum(timeline.rate("samples_yielded"), axis=0)
-    causes = [name for name in _names(timeline, _CAUSES) if not name.endswith("_left_out")]
-    bad = sum(map(timeline.total, causes))
     padding = timeline.total("text_tokens_padding") + timeline.total("image_tokens_padding")
     tokens = padding + timeline.total("text_tokens_real") + timeline.total("image_tokens_real")
     tiles = {
@@ -187,7 +167,7 @@ def _tiles(timeline: Timeline) -> str:
         "cache hits": f"{timeline.total('tier_hits') / started:.0%}" if started else "–",
         "from origins": format_bytes(timeline.total("origin_bytes")),
         "retries": f"{timeline.total('origin_retries'):,}",
-        "unusable samples": f"{bad:,}",
+        "unusable samples": f"{_unusable(timeline):,}",
         "padding": f"{padding / tokens:.0%}" if tokens else "–",
         "shards evicted": f"{timeline.total('shards_evicted'):,}",
     }
@@ -197,7 +177,8 @@ def _tiles(timeline: Timeline) -> str:
 
 def _charts(timeline: Timeline, charts: list[Chart]) -> str:
     seconds, end = timeline.middles, timeline.seconds
-    figures = [drawn(chart, seconds, end) for chart in charts]
+    marks = [(second, f"epoch {epoch}") for second, epoch in timeline.epochs()]
+    figures = [drawn(chart, seconds, end, marks) for chart in charts]
     names = [_time((BUCKET_NS << place) / 1e9) for place in range(BUCKETS - 1)]
     figures.insert(
         2,
@@ -340,6 +321,19 @@ def _alerts(timeline: Timeline) -> str:
     )
     head = "<tr><th>at<th>for<th>rank<th>alert<th>what it said"
     return f"<section><h2>Alerts</h2><table>{head}{cells}</table></section>"
+
+
+def _skipped(timeline: Timeline, rows: Sequence[Row]) -> str:
+    """The first samples that could not be used, with their pictures and why."""
+    if not rows:
+        return ""
+    summary = f"{_unusable(timeline):,} in all; these {len(rows)} came first."
+    return f"<section><h2>Unusable samples</h2><p class=sub>{summary}</p>{cells(rows)}</section>"
+
+
+def _unusable(timeline: Timeline) -> int:
+    causes = [name for name in _names(timeline, _CAUSES) if not name.endswith("_left_out")]
+    return sum(map(timeline.total, causes))
 
 
 def _settings(settings: Mapping[str, Any]) -> str:

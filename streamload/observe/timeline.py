@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from streamload.errors import OptionError
 from streamload.metrics.registry import BUCKET_NS, BUCKETS, STAGES
 from streamload.observe.page import RunPage
-from streamload.observe.recording import Recorded
+from streamload.observe.recording import Recorded, Skipped
 
 Numbers = NDArray[np.float64]
 STEPS = 180
@@ -102,6 +102,21 @@ class Timeline:
         """The stages of workers with their seconds per second, over all ranks: float64[steps] each."""
         of_workers = [row for row in STAGES if row.labels[0] not in ("training", "device")]
         return {row.labels[0]: np.nansum(self.rate(row.name), axis=0) for row in of_workers}
+
+    def epochs(self) -> list[tuple[float, int]]:
+        """When each epoch but the first began, in seconds of the run, by the first rank."""
+        rank = next(rank for rank in self.ranks if rank.moments)
+        starts: dict[int, tuple[float, int]] = {}
+        for moment in rank.moments:
+            samples = moment.counters.get("samples_yielded", 0)
+            second = self._start(rank) + moment.run_seconds
+            starts.setdefault(int(moment.gauge("epoch") or 0), (second, samples))
+        first, last = min(starts), rank.moments[-1].counters.get("samples_yielded", 0)
+        return [(second, epoch) for epoch, (second, n) in starts.items() if epoch != first and n < last]
+
+    def skipped(self) -> list[Skipped]:
+        """The first samples that the ranks could not use, as recorded."""
+        return [sample for rank in self.ranks for sample in rank.skipped]
 
     def wait_quantile(self, share: float) -> float:
         """The bound in seconds below which this share of all data waits lay; 0 without any."""

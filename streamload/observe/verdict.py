@@ -72,7 +72,8 @@ def judge(figures: Figures) -> Verdict:
     limit, evidence, advice = _decide(figures)
     if is_only_data(figures.seconds, figures.wait, figures.counted.batches_yielded):
         evidence = f"{ONLY_DATA}; {evidence}"
-    return Verdict(limit, figures.seconds, figures.wait, evidence, advice, _gain(figures.wait))
+    gain, counted = _gain(figures.wait), figures.counted
+    return Verdict(limit, figures.seconds, figures.wait, evidence, advice, gain, counted)
 
 
 def _gain(wait: float) -> float:

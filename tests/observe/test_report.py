@@ -6,24 +6,32 @@ ranks, and what is drawn is compared with them; a browser lays the page out, and
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import io
 import json
 import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import streamload
+from streamload.cache.tier import Tier
+from streamload.cli.report import report as report_command
 from streamload.errors import OptionError
 from streamload.observe.charts import Chart, drawn, duration
 from streamload.observe.page import RunPage
-from streamload.observe.recording import MOST, Recording, read_recording, recordings
+from streamload.observe.recording import MOST, Recording, Skipped, read_recording, recordings
 from streamload.observe.report import numbers, report
+from streamload.observe.skipped import rows_of
 from streamload.observe.timeline import Timeline
-from streamload.testing.shards import write_shards
+from streamload.testing.server import ShardServer
+from streamload.testing.shards import ShardOptions, read_oracle, write_shards
 from tests.observe.test_exposition import full_page
 from tests.support import browser
 
@@ -267,6 +275,144 @@ def test_what_is_no_recording_is_an_error_and_a_cut_line_is_left_out(tmp_path: P
     Recording(tmp_path / "one", {}).add(page_at(1))
     with pytest.raises(OptionError, match="no two moments"):
         timeline(tmp_path / "one")
+
+
+def epochs_of(seconds: int) -> dict[str, dict[tuple[str, ...], float]]:
+    """The gauge of an epoch of two minutes each, the last of which has just begun."""
+    return {"epoch": {(): float(seconds // 120)}}
+
+
+def test_every_chart_over_time_marks_where_an_epoch_begins(tmp_path: Path) -> None:
+    recording = Recording(tmp_path, {})
+    for second in range(1, 361):
+        page = page_at(second)
+        counters = dict(page.counters) | {"samples_yielded": 400 * min(second, 359)}
+        recording.add(page_at(second, gauges=dict(page.gauges) | epochs_of(second), counters=counters))
+    run = timeline(tmp_path)
+    assert run.epochs() == [(120.0, 1), (240.0, 2)]  # the one at 360 s never had a sample
+    assert numbers(run)["epochs"] == [{"epoch": 1, "seconds": 120.0}, {"epoch": 2, "seconds": 240.0}]
+    text = report(run)
+    over_time = text.count('role="img"') - 1  # the histogram isn't
+    assert text.count('class="mark"') == 2 * over_time
+    assert text.count(">epoch 2</text>") == over_time
+    places = [float(x) for x in re.findall(r'class="mark" d="M([\d.]+)', text)[:2]]
+    rule = re.search(r'class="rule" d="M(\d+) [\d.]+H(\d+)', text)
+    assert rule
+    left, right = map(int, rule.groups())
+    assert [(x - left) / (right - left) for x in places] == pytest.approx([1 / 3, 2 / 3], abs=0.01)
+    marks = [(float(n), f"e{n}") for n in range(50)]
+    many = drawn(Chart("", "", {"a": np.ones(2)}), np.array([0.0, 1.0]), 50.0, marks)
+    assert many.count('class="mark"') == 50
+    assert 3 <= len(re.findall(r">e\d+</text>", many)) <= 6
+
+
+def test_a_recording_has_the_first_samples_that_could_not_be_used_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most, kept = 64, 20
+    monkeypatch.setattr("streamload.observe.recording.MOST", most)
+    monkeypatch.setattr("streamload.observe.recording.MOST_SKIPPED", kept)
+    skipped: list[Skipped] = []
+    recording = Recording(tmp_path, {}, skipped)
+    page = page_at(1)
+    for second in range(1, most + 2):  # the last one has the others thinned out
+        if second % 2 == 0:
+            skipped.append(("decode", f"https://host/a.tar?sig=c0ffee{second}", f"k{second}", "x" * 9999))
+        ns = page.began.monotonic_ns + second * 10**9
+        recording.add(dataclasses.replace(page, written=page.written._replace(monotonic_ns=ns)))
+    (path,) = recordings(tmp_path)
+    assert "c0ffee" not in path.read_text()
+    read = read_recording(path).skipped
+    assert [key for _, _, key, _ in read] == [f"k{2 * n}" for n in range(1, kept + 1)]
+    assert path.stat().st_size < 1 << 20
+    with path.open("a") as file:
+        file.write('{"s": ["decode", "url"]}\n{"s": 7}\n{"s": ["decode", "url", "k')
+    assert read_recording(path).skipped == read
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recording and cache of a run over HTTP, with three cut images and one that is none."""
+    folder = tmp_path_factory.mktemp("damaged")
+    (shard,) = write_shards(folder / "shards", [30], options=ShardOptions(padding_bytes=(0, 0)))
+    samples = read_oracle(shard)
+    with tarfile.open(shard, "w") as tar:
+        for number, (key, members) in enumerate(samples):
+            for extension, payload in members.items():
+                if extension == "jpg" and number in (3, 9, 15):
+                    payload = payload[: len(payload) * 3 // 4]
+                if extension == "jpg" and number == 21:
+                    payload = b"<script>alert(1)</script>"
+                info = tarfile.TarInfo(f"{key}.{extension}")
+                info.size = len(payload)
+                tar.addfile(info, io.BytesIO(payload))
+    with ShardServer(folder / "shards") as server:
+        loader = streamload.make_loader(
+            f"{server.url}/00000.tar?X-Amz-Signature=c0ffee",
+            batch_size=5,
+            num_workers=0,
+            cache_dir=folder / "cache",
+            shards=streamload.Shards(max_bad_samples=None),
+        )
+        with loader:
+            loader.record(folder / "recordings")
+            for _ in range(2):
+                assert len(list(loader)) == 6
+            assert len(loader.skipped) == 8
+    return folder
+
+
+def shown(folder: Path) -> str:
+    out = folder / "run.html"
+    report_command(folder / "recordings", out=out, cache_dir=str(folder / "cache"))
+    return out.read_text()
+
+
+def test_samples_that_could_not_be_used_are_shown_with_what_there_is_of_their_pictures(damaged: Path) -> None:
+    text = shown(damaged)
+    section = text[text.index("<h2>Unusable samples") : text.index("<h2>Settings")]
+    assert "8 in all; these 4 came first." in section
+    pictures = re.findall(r'src="data:image/jpeg;base64,([^"]+)"', section)
+    assert len(pictures) == 3
+    for encoded in pictures:
+        with Image.open(io.BytesIO(base64.b64decode(encoded))) as image:
+            assert min(image.size) >= 16
+            assert np.asarray(image)[: image.height // 2].std() > 3  # its upper half is there
+    for number in (3, 9, 15, 21):
+        assert f"key: 00000{number:06d}" in section
+        assert f"noise from shard 0 index {number} " in section
+    assert section.count("no picture: it has no image") == 1
+    assert "bytes that begin with b&#x27;&lt;script&gt;" in section
+    assert "c0ffee" not in text
+
+
+def test_without_the_cache_the_key_and_the_reason_are_shown(damaged: Path, tmp_path: Path) -> None:
+    skipped = timeline(damaged / "recordings").skipped()
+    rows = rows_of(skipped, None)
+    assert [picture for _, picture in rows] == [None] * 4
+    assert {values["no picture"] for values, _ in rows} == {"its bytes aren't in the cache"}
+    assert {values["key"] for values, _ in rows} == {key for _, _, key, _ in skipped}
+    tier = Tier.open(damaged / "cache")
+    (path,) = tier.own("shards")
+    held = {file: file.read_bytes() for file in path.iterdir() if file.name in ("data", "index")}
+    data = bytearray(held[path / "data"])
+    data[:] = bytes(len(data))
+    (path / "data").write_bytes(data)
+    try:
+        assert [picture for _, picture in rows_of(skipped, tier)] == [None] * 4
+        assert (path / "index").read_bytes() == held[path / "index"]  # nothing is removed by looking
+    finally:
+        (path / "data").write_bytes(held[path / "data"])
+    assert sum(picture is not None for _, picture in rows_of(skipped, tier)) == 3
+
+
+@browser.needs_browser
+@pytest.mark.deep
+def test_a_browser_shows_the_pictures_and_the_marks(damaged: Path) -> None:
+    shown(damaged)
+    look = """return JSON.stringify({sizes:[...document.images].filter(i=>i.naturalWidth>15).length,
+      wide:document.documentElement.scrollWidth-document.documentElement.clientWidth})"""
+    assert json.loads(browser.evaluated(damaged / "run.html", look)) == {"sizes": 3, "wide": 0}
 
 
 def test_a_full_disk_ends_the_recording_with_one_warning(

@@ -45,9 +45,10 @@ def replay(
     Shards come from the cache, or from where they are, and have to be the same as then: what differs is an
     error that names it.
     """
-    from streamload.cli.runs.page import page, pictures
-    from streamload.cli.runs.page import save as save_pictures
     from streamload.journal.history import RunHistory
+    from streamload.observe.pictures import page, pictures
+    from streamload.observe.pictures import save as save_pictures
+    from streamload.observe.shown import statistics_of
 
     history = RunHistory(journal)
     recorded = history.at(step, segment)
@@ -78,7 +79,7 @@ def replay(
         print_json(verdict) if as_json else say(f"step {step:,}: {summary}, {checked}")
         return
     if html is not None or save is not None:
-        shown = pictures(step_again.images, options)
+        shown = pictures(step_again.images, statistics_of(options.preprocess))
         shown = [shown[number] if number < len(shown) else None for number in chosen]
         pairs: list[tuple[Any, Any]] = list(zip(values, shown, strict=True))
         if html is not None:

@@ -46,9 +46,9 @@ def spikes(
     The training has to have reported the loss of each row (loader.report). A step stands out by its mean, or
     by a row that is far worse than the worst rows of the steps around. Rows are suspects, not culprits.
     """
-    from streamload.cli.runs.page import page
     from streamload.journal.history import RunHistory
     from streamload.journal.spikes import find_spikes
+    from streamload.observe.pictures import page
 
     history = RunHistory(journal)
     standing_out = find_spikes(history, segment)[:most]
@@ -85,14 +85,15 @@ def _named(
     history: RunHistory, spike: Spike, segment: str | None, loader: str | None
 ) -> Iterator[tuple[dict[str, Any], Any]]:
     """The suspects of a step with their keys and captions, and their pictures."""
-    from streamload.cli.runs.page import pictures
+    from streamload.observe.pictures import pictures
+    from streamload.observe.shown import statistics_of
 
     by_rank: dict[int, Any] = {}
     for suspect in spike.suspects:
         options = options_of(history, suspect.segment, loader)
         if suspect.rank not in by_rank:
             step = next(iter(steps_of(history, spike.step, options, suspect.rank, segment)))
-            by_rank[suspect.rank] = step, pictures(step.images, options)
+            by_rank[suspect.rank] = step, pictures(step.images, statistics_of(options.preprocess))
         step, shown = by_rank[suspect.rank]
         sources = [source.name for source in options.sources]
         values = row_values(step.rows[suspect.row], suspect.row, sources, suspect.loss)
