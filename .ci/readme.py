@@ -1,4 +1,4 @@
-"""Make the README of a tree one that is read elsewhere, on a package index: `make wheel` runs this on a copy.
+"""Make the README of a tree one that is read elsewhere, on a package index: `make release` does so in a copy.
 
     readme.py FOLDER [URL]
 
@@ -32,9 +32,14 @@ def with_urls(project: str, url: str) -> str:
     return project.replace("[project.scripts]", f"{urls}\n[project.scripts]", 1)
 
 
-if __name__ == "__main__":
-    folder, url = Path(sys.argv[1]), (sys.argv[2] if len(sys.argv) > 2 else "").rstrip("/")
+def rewrite(folder: Path, url: str) -> None:
+    """Rewrite README.md and pyproject.toml of a tree."""
+    url = url.rstrip("/")
     readme, project = folder / "README.md", folder / "pyproject.toml"
     readme.write_text(elsewhere(readme.read_text(), url))
     if url:
         project.write_text(with_urls(project.read_text(), url))
+
+
+if __name__ == "__main__":
+    rewrite(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "")

@@ -1,0 +1,114 @@
+"""Use an installed streamload as its users do: release.py runs this in clean environments.
+
+python -W error trial.py
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import re
+import subprocess
+import sys
+
+import torch
+from torch import nn
+
+import streamload
+from streamload.testing.shards import write_shards
+from streamload.transforms import kernel
+
+OF_TORCH = re.compile(r"torch|triton|nvidia|cuda")
+
+
+class Tower(nn.Module):
+    """A frozen encoder: float32[N, 3, 224, 224] → float32[N, 8]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.project = nn.Conv2d(3, 8, 32, stride=32)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Encode images."""
+        return self.project(images).mean((2, 3))
+
+
+def lengths(texts: list[str]) -> torch.Tensor:
+    """A tokenizer."""
+    return torch.tensor([[len(text)] * 8 for text in texts])
+
+
+def readme() -> None:
+    """The README's lines, on shards of this disk."""
+    seen = 0
+    with streamload.make_loader("shards/{00000..00001}.tar", lengths, batch_size=16, num_workers=2) as loader:
+        for images, texts in loader:
+            assert images.shape[1:] == (3, 224, 224)
+            assert len(images) == len(texts)
+            seen += len(images)
+    assert seen == 64, seen
+
+
+def cached_module() -> None:
+    """A module whose results are stored by key."""
+    tower = streamload.cache_module(cache_path="features")(Tower)().eval()
+    images, keys = torch.rand(4, 3, 224, 224), list("abcd")
+    assert torch.equal(tower(images, cache_key=keys), tower(images, cache_key=keys))
+    assert streamload.cache_info(tower).hits == 4
+
+
+def feature_column() -> None:
+    """A feature in the loader's batches: computed in the first pass, read in the second."""
+    tower = streamload.cache_module(cache_path="features")(Tower)().eval()
+    given = {"output": "dict", "batches": streamload.Batches(features={"tower": tower})}
+    with streamload.make_loader("shards", batch_size=16, num_workers=2, **given) as loader:
+        for _ in range(2):
+            assert sum(len(tower(batch)) for batch in loader) == 64
+        assert loader.stats().feature_rows_read == 64
+
+
+def command_line() -> None:
+    """The command, and what doctor says of the kernel."""
+
+    def streamload_(*arguments: str) -> str:
+        command = [sys.executable, "-W", "error", "-m", "streamload", *arguments]
+        return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+    assert "doctor" in streamload_("--help")
+    assert importlib.metadata.version("streamload") in streamload_("--version")
+    found = json.dumps(json.loads(streamload_("doctor", "--json")))
+    assert f"by its own kernel, with {kernel.VECTORS}" in found, found
+    streamload_("pack", "--help")
+
+
+def sizes() -> str:
+    """What the installation takes: torch with its libraries for GPUs, and all else."""
+    megabytes, counts = [0.0, 0.0], [0, 0]
+    for distribution in importlib.metadata.distributions():
+        is_other = not OF_TORCH.match(distribution.metadata["Name"])
+        counts[is_other] += 1
+        for file in distribution.files or []:
+            if (path := file.locate()).is_file():  # type: ignore[union-attr]
+                megabytes[is_other] += path.stat().st_size / 1e6  # type: ignore[union-attr]
+    return (
+        f"torch and its libraries: {counts[0]} packages, {megabytes[0]:,.0f} MB; "
+        f"all else: {counts[1]}, {megabytes[1]:,.1f} MB"
+    )
+
+
+def main() -> None:
+    """Do all of that, and print the versions and what they take."""
+    write_shards("shards", [32, 32])
+    readme()
+    cached_module()
+    feature_column()
+    command_line()
+    names = ("torch", "numpy", "pillow", "webdataset")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    print(f"Python {platform.python_version()}, {versions}. {sizes()}")
+
+
+if __name__ == "__main__":
+    main()
