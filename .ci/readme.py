@@ -19,7 +19,10 @@ def elsewhere(readme: str, url: str) -> str:
     def link(match: re.Match[str]) -> str:
         picture, text, target = match.groups()
         if url:
-            return f"{picture}[{text}]({url}/{target})"
+            place = (
+                url.replace("/blob/", "/raw/") if picture else url
+            )  # GitHub's page of a picture is no picture
+            return f"{picture}[{text}]({place}/{target})"
         return "" if picture else text
 
     return LINK.sub(link, readme)

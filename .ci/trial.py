@@ -6,6 +6,7 @@ python -W error trial.py
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import platform
 import re
@@ -83,6 +84,19 @@ def command_line() -> None:
     streamload_("pack", "--help")
 
 
+def extra_of_s3() -> None:
+    """What needs s3fs says how to install it, before anything is requested."""
+    assert importlib.util.find_spec("s3fs") is None
+    cache = streamload.Cache(shared="s3://near/tier")
+    try:
+        with streamload.make_loader("s3://bucket/0.tar", batch_size=2, num_workers=1, cache=cache) as loader:
+            next(iter(loader))
+    except streamload.errors.OptionError as exc:
+        assert "pip install 'streamload[s3]'" in str(exc), exc
+    else:
+        raise AssertionError("a shared cache in S3 went without s3fs")
+
+
 def sizes() -> str:
     """What the installation takes: torch with its libraries for GPUs, and all else."""
     megabytes, counts = [0.0, 0.0], [0, 0]
@@ -105,6 +119,7 @@ def main() -> None:
     cached_module()
     feature_column()
     command_line()
+    extra_of_s3()
     names = ("torch", "numpy", "pillow", "webdataset")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     print(f"Python {platform.python_version()}, {versions}. {sizes()}")

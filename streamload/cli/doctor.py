@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from streamload.cache.shard import ShardList
     from streamload.options import Option, Settings
 
-_LIBRARIES = "streamload torch numpy pillow simplejpeg fsspec s3fs urllib3 webdataset xxhash"
-_OPTIONAL = ("transformers", "open_clip_torch")
+_LIBRARIES = "streamload torch numpy pillow simplejpeg fsspec urllib3 webdataset xxhash"
+_OPTIONAL = ("s3fs", "transformers", "open_clip_torch")
 _LITTLE_ROOM_BYTES = 1_000_000_000
 _BATCH_SIZE = 64
 _MOST_ASKED = 64
