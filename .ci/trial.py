@@ -5,6 +5,7 @@ python -W error trial.py
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -19,8 +20,6 @@ from torch import nn
 import streamload
 from streamload.testing.shards import write_shards
 from streamload.transforms import kernel
-
-OF_TORCH = re.compile(r"torch|triton|nvidia|cuda")
 
 
 class Tower(nn.Module):
@@ -96,17 +95,30 @@ def extra_of_s3() -> None:
     assert "pip install 'streamload[s3]'" in message, message
 
 
+def needed_by(name: str) -> set[str]:
+    """A package and all that it needs, as far as it is installed; names with dashes."""
+    needed, todo = set(), [name]
+    while todo:
+        name = re.sub(r"[-_.]+", "-", todo.pop()).lower()
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            requirements = importlib.metadata.requires(name) or []
+            if name not in needed:
+                todo += [re.match(r"[\w.-]+", text)[0] for text in requirements if "extra ==" not in text]
+            needed.add(name)
+    return needed
+
+
 def sizes() -> str:
     """What the installation takes: torch with its libraries for GPUs, and all else."""
-    megabytes, counts = [0.0, 0.0], [0, 0]
+    megabytes, counts, of_torch = [0.0, 0.0], [0, 0], needed_by("torch")
     for distribution in importlib.metadata.distributions():
-        is_other = not OF_TORCH.match(distribution.metadata["Name"])
+        is_other = re.sub(r"[-_.]+", "-", distribution.metadata["Name"]).lower() not in of_torch
         counts[is_other] += 1
         for file in distribution.files or []:
             if (path := file.locate()).is_file():  # type: ignore[union-attr]
                 megabytes[is_other] += path.stat().st_size / 1e6  # type: ignore[union-attr]
     return (
-        f"torch and its libraries: {counts[0]} packages, {megabytes[0]:,.0f} MB; "
+        f"torch and what it needs: {counts[0]} packages, {megabytes[0]:,.0f} MB; "
         f"all else: {counts[1]}, {megabytes[1]:,.1f} MB"
     )
 
