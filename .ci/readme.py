@@ -1,4 +1,4 @@
-"""Make the README of a tree one that is read elsewhere, on a package index: `make wheel` runs this on a copy.
+"""Make the README of a tree one that is read elsewhere, on a package index: `make release` does so in a copy.
 
     readme.py FOLDER [URL]
 
@@ -19,7 +19,10 @@ def elsewhere(readme: str, url: str) -> str:
     def link(match: re.Match[str]) -> str:
         picture, text, target = match.groups()
         if url:
-            return f"{picture}[{text}]({url}/{target})"
+            place = (
+                url.replace("/blob/", "/raw/") if picture else url
+            )  # GitHub's page of a picture is no picture
+            return f"{picture}[{text}]({place}/{target})"
         return "" if picture else text
 
     return LINK.sub(link, readme)
@@ -32,9 +35,14 @@ def with_urls(project: str, url: str) -> str:
     return project.replace("[project.scripts]", f"{urls}\n[project.scripts]", 1)
 
 
-if __name__ == "__main__":
-    folder, url = Path(sys.argv[1]), (sys.argv[2] if len(sys.argv) > 2 else "").rstrip("/")
+def rewrite(folder: Path, url: str) -> None:
+    """Rewrite README.md and pyproject.toml of a tree."""
+    url = url.rstrip("/")
     readme, project = folder / "README.md", folder / "pyproject.toml"
     readme.write_text(elsewhere(readme.read_text(), url))
     if url:
         project.write_text(with_urls(project.read_text(), url))
+
+
+if __name__ == "__main__":
+    rewrite(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "")

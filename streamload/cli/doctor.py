@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from streamload.cache.shard import ShardList
     from streamload.options import Option, Settings
 
-_LIBRARIES = "streamload torch numpy pillow simplejpeg fsspec s3fs urllib3 webdataset xxhash"
-_OPTIONAL = ("transformers", "open_clip_torch")
+_LIBRARIES = "streamload torch numpy pillow simplejpeg fsspec urllib3 webdataset xxhash"
+_OPTIONAL = ("s3fs", "transformers", "open_clip_torch")
 _LITTLE_ROOM_BYTES = 1_000_000_000
 _BATCH_SIZE = 64
 _MOST_ASKED = 64
@@ -363,12 +363,19 @@ def _libraries() -> list[Finding]:
 
 
 def _resizing() -> Finding:
-    """Which kernel resizes images: ours is bit-identical to Pillow's, in half the time of torch's."""
-    from streamload.transforms.kernel import lost, why_not
+    """What resizes images: our kernel, torch, or Pillow where torch has no vector code."""
+    from streamload.transforms.kernel import VECTORS, lost, why_not
 
     reason = why_not()
-    kernel = f"by torch's kernel, as {reason}" if reason else "by its own kernel, with AVX2"
-    return Finding("resizing", kernel, advice=lost())
+    if not reason:
+        return Finding("resizing", f"by its own kernel, with {VECTORS}", advice=lost())
+    try:
+        from streamload.transforms.resize import torch_has_vectors
+
+        path = "torch's kernel" if torch_has_vectors() else "Pillow (torch has no vector code here)"
+    except ImportError:  # torch or Pillow is missing, which is a finding by itself
+        path = "torch's kernel or Pillow"
+    return Finding("resizing", f"by {path}, as {reason}", advice=lost())
 
 
 def _machine() -> list[Finding]:

@@ -43,7 +43,13 @@ class LogLevel(str, Enum):
     error = "error"
 
 
-class _StderrHandler(logging.StreamHandler[Any]):
+if TYPE_CHECKING:
+    _StreamHandler = logging.StreamHandler[Any]
+else:
+    _StreamHandler = logging.StreamHandler  # Python 3.10 has no subscripts of it
+
+
+class _StderrHandler(_StreamHandler):
     """Writes to the sys.stderr of the moment: a progress bar on a terminal replaces it."""
 
     def __init__(self) -> None:

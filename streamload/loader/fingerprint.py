@@ -25,6 +25,7 @@ from streamload.shards.samples import JOINED
 from streamload.transforms import kernel
 from streamload.transforms.compile import compile_transform
 from streamload.transforms.plan import ImagePlan, NotRecognised, clip_plan
+from streamload.transforms.resize import torch_has_vectors
 
 _ALWAYS = ("preprocess", "patches", "map_sample", "collate", "tokenizer", "prepare")
 """Parts of every fingerprint, empty if not given, so that giving one later is a difference."""
@@ -44,7 +45,8 @@ def rows_fingerprint(options: LoaderOptions) -> dict[str, str]:
     if options.workers.map_sample is None or options.preprocess is not None:
         versions = {"PIL": PIL.__version__, "simplejpeg": simplejpeg.__version__, "torch": torch.__version__}
         fingerprint |= {name: _release(version) for name, version in versions.items()}
-        fingerprint["pixel kernel"] = "no" if kernel.why_not() else "yes"
+        without = "no" if torch_has_vectors() else "Pillow"
+        fingerprint["pixel kernel"] = without if kernel.why_not() else "yes"
         fingerprint["prepare"] = _changing_recipe(options.images.prepare)
         fingerprint |= _transform(options)
     for name in ("map_sample", "collate"):

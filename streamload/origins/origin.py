@@ -117,11 +117,14 @@ def import_origins(
 ) -> None:
     """Import the libraries that some URLs need, so that processes forked later needn't.
 
-    A missing library is reported when a shard is opened.
+    A missing library is reported when a shard is opened, s3fs here.
 
     Args:
         storage_options: of the URLs.
         shared: the URL of a shared cache, whose small objects fsspec reads.
+
+    Raises:
+        OptionError: a URL needs s3fs, which isn't installed.
     """
     examples = {url.split(maxsplit=1)[0] if scheme(url) == "pipe" else scheme(url): url for url in urls}
     stores = {scheme(shared)} - {"file"} if shared is not None else set()
@@ -216,9 +219,7 @@ def _of_command(url: str, session: Session) -> Origin:
 
 def _of_s3(url: str, storage_options: dict[str, Any], session: Session) -> Origin:
     """Return the origin of an S3 object: ours, or that of any store where it isn't ours to read."""
-    from streamload.origins.signing import is_ours
-
-    if is_ours(url, storage_options):
+    if _is_read_directly(url, storage_options):
         from streamload.origins.s3 import S3Origin
 
         return S3Origin(url, storage_options, session)
@@ -229,9 +230,14 @@ def _of_s3(url: str, storage_options: dict[str, Any], session: Session) -> Origi
 
 
 def _is_read_directly(url: str, storage_options: Mapping[str, Any]) -> bool:
-    from streamload.origins.signing import is_ours
+    """Return whether our requests read an S3 object; if not, s3fs is needed."""
+    from streamload.origins.signing import check_s3fs, is_ours
 
-    return is_ours(_requested(url), storage_options)
+    requested = _requested(url)
+    if is_ours(requested, storage_options):
+        return True
+    check_s3fs(f"{redact(requested)}: a storage option, or this kind of bucket,")
+    return False
 
 
 @functools.lru_cache(maxsize=256)

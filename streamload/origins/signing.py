@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gzip
+import importlib.util
 import json
 import logging
 import os
@@ -31,6 +32,7 @@ from botocore.awsrequest import AWSResponse
 from botocore.config import Config
 from botocore.exceptions import CredentialRetrievalError, NoCredentialsError
 
+from streamload.errors import OptionError
 from streamload.origins import renewal
 from streamload.origins.access import OF_WEB
 from streamload.origins.renewal import Lookup
@@ -118,6 +120,16 @@ def is_ours(url: str, storage_options: Mapping[str, Any]) -> bool:
         and (isinstance(config, Mapping) and config.keys() <= _OF_REQUESTS | _OF_TRANSPORT)
         and (place is not None and place.key != "" and not {".", ".."} & set(place.key.split("/")))
     )
+
+
+def check_s3fs(purpose: str) -> None:
+    """Check that s3fs is installed, for what is done by other requests than ours.
+
+    Raises:
+        OptionError: it isn't.
+    """
+    if importlib.util.find_spec("s3fs") is None:
+        raise OptionError(f"{purpose} needs s3fs, which isn't installed: pip install 'streamload[s3]'")
 
 
 class S3Access:

@@ -1,4 +1,4 @@
-/* Crop, antialiased resize and normalisation of one RGB image in one call, with AVX2.
+/* Crop, antialiased resize and normalisation of one RGB image in one call, with AVX2; on aarch64 with NEON.
  *
  * Bit-identical to Pillow's 8-bit resize (src/libImaging/Resample.c): weights are computed in double and rounded to 22
  * fractional bits; sums have 32 bits; results are rounded to uint8 after each of the two passes. Integer sums don't
@@ -20,18 +20,40 @@
 #define Py_LIMITED_API 0x030A0000
 #include <Python.h>
 
-#include <immintrin.h>
 #include <limits.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <immintrin.h>
 /* With `fma` a compiler may fuse a product and a sum into one rounding: only `put` enables it, and says where. */
 #define WITH_AVX2 __attribute__((target("avx2")))
 #define WITH_FMA __attribute__((target("avx2,fma")))
 /* Keeps this order of the sums: other orders are correct, too, but need more registers than there are. */
 #define KEEP(a, b, c) __asm__("" : "+x"(a), "+x"(b), "+x"(c))
+
+/* Whether the processor has AVX2 and FMA, and the system keeps their registers: by CPUID, as `__builtin_cpu_supports`
+ * is false everywhere in what zig links. */
+static int has_instructions(void) {
+    enum { FMA = 1 << 12, OSXSAVE = 1 << 27, AVX2 = 1 << 5, XMM_AND_YMM = 6 };
+    unsigned a, b, c, d, kept, upper;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & FMA) || !(c & OSXSAVE))
+        return 0;
+    __asm__("xgetbv" : "=a"(kept), "=d"(upper) : "c"(0));
+    return (kept & XMM_AND_YMM) == XMM_AND_YMM && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & AVX2);
+}
+#elif defined(__aarch64__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+#include "_neon.h"
+#define WITH_AVX2
+#define WITH_FMA /* always there: -ffp-contract=off keeps the compiler from using it by itself */
+#define KEEP(a, b, c) ((void)0)
+static int has_instructions(void) { return 1; }
+#else
+#error "x86-64 or little-endian aarch64 is needed; without this module torch or Pillow resizes"
+#endif
 #define INLINE static inline __attribute__((always_inline)) WITH_AVX2
 
 enum filter { BICUBIC, BILINEAR };
@@ -598,7 +620,7 @@ static int resize(struct image image, enum filter by, int is_columns_first, cons
 /* ---- Python ---- */
 
 static PyObject *is_supported(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none)) {
-    return PyBool_FromLong(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"));
+    return PyBool_FromLong(has_instructions());
 }
 
 static PyObject *resize_into(PyObject *Py_UNUSED(module), PyObject *const *arguments, Py_ssize_t count) {
@@ -660,7 +682,7 @@ static PyObject *resize_into(PyObject *Py_UNUSED(module), PyObject *const *argum
 }
 
 static PyMethodDef functions[] = {
-    {"is_supported", is_supported, METH_NOARGS, "Whether this processor has AVX2 and FMA."},
+    {"is_supported", is_supported, METH_NOARGS, "Whether this processor has what the kernel needs: on x86 AVX2 and FMA."},
     {"resize_into", (PyCFunction)(void (*)(void))resize_into, METH_FASTCALL, "See resize.py."},
     {NULL, NULL, 0, NULL},
 };

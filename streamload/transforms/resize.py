@@ -1,9 +1,10 @@
 """Crop, antialiased resize and normalisation of uint8 images (step I), with Pillow's pixels.
 
-The AVX2 kernel (_avx2.c) matches Pillow to the bit, is 8 to 9× faster, and can normalise in the same pass.
-Without it torch's kernels are used, 4 to 8× faster than Pillow. Their weights have 15 bits, Pillow's 22: one
-value in 300 is a level off, one in a million two levels (five in a million when enlarging). All of them round
-to uint8 between the two passes, so the passes must run in Pillow's order.
+The kernel (_avx2.c) matches Pillow to the bit, is 8 to 9× faster, and can normalise in the same pass.
+Without it torch's kernels are used, 4 to 8× faster than Pillow; where these have no vector code Pillow is
+faster, and is used. torch's weights have 15 bits, Pillow's 22: one value in 300 is a level off, one in a
+million two levels (five in a million when enlarging). All of them round to uint8 between the two passes, so
+the passes must run in Pillow's order.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def resizing(
         return kernel_resizing(pixels, box, size, by, goes_down_first(box, size), None, part)
     image = crop(pixels, box)
     if part is None:
-        return _by_torch(image, size, by)
+        return _by_library(image, size, by)
     return functools.partial(_resize_and_cut, image, size, part, by)
 
 
@@ -193,8 +194,16 @@ def _layout(tensor: torch.Tensor) -> torch.memory_format:
     return torch.channels_last if tensor.dtype == torch.uint8 else torch.contiguous_format
 
 
-def _by_torch(image: torch.Tensor, size: tuple[int, int], by: Filter) -> Put:
-    """Resize uint8[1, 3, H, W] by torch's kernel, in Pillow's order of passes."""
+@functools.cache
+def torch_has_vectors() -> bool:
+    """Return whether torch has vector code here to resize uint8: for AVX2. Pillow is faster otherwise."""
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+
+
+def _by_library(image: torch.Tensor, size: tuple[int, int], by: Filter) -> Put:
+    """Resize uint8[1, 3, H, W] without the kernel, in Pillow's order of passes."""
+    if not torch_has_vectors():
+        return functools.partial(_resize_by_pillow, image, size, by)
     if goes_down_first(Box(0, 0, *image.shape[2:]), size):
         return functools.partial(_resize_down_first, image, size, by)
     return functools.partial(_resize, image, size, by)
@@ -206,7 +215,7 @@ def _resize_and_cut(image: torch.Tensor, size: tuple[int, int], part: Box, by: F
         out.tensor.copy_(_resize_part(image, size, part, by))
         return
     resized = empty(*size)
-    _by_torch(image, size, by)(out=Place.of(resized))
+    _by_library(image, size, by)(out=Place.of(resized))
     out.tensor.copy_(resized[:, :, top : top + height, left : left + width])
 
 
@@ -222,6 +231,10 @@ def _resize_tensor_and_cut(
 
 def _resize(image: torch.Tensor, size: tuple[int, int], by: Filter, *, out: Place) -> None:
     _TORCH_KERNELS[by](image, size, False, None, None, out=out.tensor)
+
+
+def _resize_by_pillow(image: torch.Tensor, size: tuple[int, int], by: Filter, *, out: Place) -> None:
+    out.tensor.copy_(_pillows(image, size, by))
 
 
 def _resize_down_first(image: torch.Tensor, size: tuple[int, int], by: Filter, *, out: Place) -> None:
@@ -243,8 +256,18 @@ def _resize_part(image: torch.Tensor, size: tuple[int, int], part: Box, by: Filt
         (part.left + part.width) * across,
         (part.top + part.height) * down,
     )
+    return _pillows(image, (part.height, part.width), by, source)
+
+
+def _pillows(
+    image: torch.Tensor,
+    size: tuple[int, int],
+    by: Filter,
+    source: tuple[float, float, float, float] | None = None,
+) -> torch.Tensor:
+    """Return uint8[1, 3, *size], made by Pillow of the box `source` (left, top, right, bottom)."""
     whole = Image.fromarray(image[0].permute(1, 2, 0).numpy())
-    resized = whole.resize((part.width, part.height), _PILLOWS[by], box=source)
+    resized = whole.resize(size[::-1], _PILLOWS[by], box=source)
     return torch.from_numpy(np.array(resized)).permute(2, 0, 1)[None]
 
 

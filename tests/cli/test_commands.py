@@ -28,7 +28,7 @@ from streamload.options import directories, read_settings
 from streamload.testing.faults import Fault
 from streamload.testing.server import ShardServer
 from streamload.testing.shards import write_shards
-from streamload.transforms.kernel import why_not
+from streamload.transforms.kernel import VECTORS, why_not
 
 COMMANDS = ("bench", "doctor", "pack", "version", "warm", "cache", "features")
 
@@ -368,9 +368,8 @@ def test_doctor_shows_each_setting_and_where_it_comes_from(streamload, tmp_path)
     assert "revalidate never default (STREAMLOAD_REVALIDATE is not set)" in text
     assert "(1 GB or 2% of the disk) default (STREAMLOAD_FREE_DISK is not set)" in text
     reason = why_not()
-    assert (
-        f"resizing by torch's kernel, as {reason}" if reason else "resizing by its own kernel, with AVX2"
-    ) in text
+    path = f"torch's kernel, as {reason}" if reason else f"its own kernel, with {VECTORS}"
+    assert f"resizing by {path}" in text
     assert not (tmp_path / "tier").exists()
     assert list(tmp_path.iterdir()) == []
 

@@ -37,7 +37,8 @@ def why_not() -> str:
 def build(place: Path, sources: Path = SOURCES) -> None:
     """Build what there is of it, and what is for this processor, into a directory."""
     for name in _NAMES:
-        if not (sources / f"{name}.c").exists() or (name == "_avx2" and platform.machine() != "x86_64"):
+        is_for_others = name == "_avx2" and platform.machine() not in ("x86_64", "aarch64")
+        if is_for_others or not (sources / f"{name}.c").exists():
             continue
         command = ["gcc", *_FLAGS, f"-I{sysconfig.get_path('include')}", str(sources / f"{name}.c")]
         subprocess.run([*command, "-o", str(place / f"{name}.so")], check=True)

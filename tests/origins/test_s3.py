@@ -6,6 +6,7 @@ import concurrent.futures
 import datetime
 import hashlib
 import http.server
+import importlib.util
 import json
 import logging
 import multiprocessing
@@ -23,10 +24,11 @@ import botocore.loaders
 import fsspec.config
 import pytest
 
-from streamload.errors import DatasetChanged, OriginDenied, OriginError, OriginUnavailable
+from streamload.cache.shared.objects import Objects
+from streamload.errors import DatasetChanged, OptionError, OriginDenied, OriginError, OriginUnavailable
 from streamload.origins import origin as origin_module
 from streamload.origins import signing
-from streamload.origins.origin import OriginOptions, abilities_of, open_origin
+from streamload.origins.origin import OriginOptions, abilities_of, import_origins, open_origin
 from streamload.origins.protocol import Named
 from streamload.origins.signing import is_ours
 from tests.support.signed_s3 import Keys, SignedS3
@@ -372,6 +374,22 @@ def test_s3fs_reads_for_an_option_that_only_it_knows_and_one_line_says_so(
     assert b"".join(origin.open().chunks()) == BODY
     (line,) = [record.message for record in caplog.records]
     assert line.startswith("s3://bucket: s3fs reads it")
+
+
+def test_without_s3fs_what_needs_it_names_the_extra_and_all_else_is_read(
+    s3: SignedS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "s3fs" else there(name))
+    assert read("s3://bucket/a.tar", storage(s3)) == BODY
+    for act in (origin_module.open_origin, lambda url, options: import_origins([url], options)):
+        with pytest.raises(OptionError, match=r"needs s3fs.* pip install 'streamload\[s3\]'"):
+            act("s3://bucket/a.tar", storage(s3, s3_additional_kwargs={}))
+        with pytest.raises(OptionError, match="s3fs"):
+            act("s3://bucket--use1-az4--x-s3/a.tar", storage(s3))
+    with pytest.raises(OptionError, match=r"shared cache in S3 needs s3fs.*streamload\[s3\]"):
+        Objects("s3://bucket/tier", storage(s3))
+    assert read("s3://bucket/a.tar", storage(s3)) == BODY
 
 
 def test_the_configuration_of_fsspec_counts_and_the_options_before_it(

@@ -227,7 +227,7 @@ def test_the_images_requirements_are_the_pinned_ones_and_lack_nothing():
     assert "torch" in of_torch
     assert found.keys() - pinned.keys() <= of_torch
     environment = {"python_version": "3.13", "python_full_version": "3.13.0", "sys_platform": "linux"}
-    todo, needed = [("streamload", ("demo",))], set()
+    todo, needed = [("streamload", ("demo", "s3"))], set()
     while todo:
         name, extras = todo.pop()
         for text in requires(name) or ():

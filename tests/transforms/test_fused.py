@@ -2,6 +2,8 @@
 
 import io
 import itertools
+import os
+import platform
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -286,6 +288,44 @@ def test_images_whose_channels_arent_neighbours_or_that_are_too_long_are_left_to
     assert resize.fits_kernel(long, Box(1, 0, 65536, 1))
 
 
+@pytest.fixture
+def without_vectors(monkeypatch):
+    """A processor for which neither the kernel nor torch has vector code."""
+    monkeypatch.setattr(kernel, "resize_into", None)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    resize.torch_has_vectors.cache_clear()
+    yield
+    resize.torch_has_vectors.cache_clear()
+
+
+@pytest.mark.parametrize("by", FILTERS)
+@pytest.mark.parametrize("box", [Box(0, 0, 480, 640), Box(10, 20, 400, 150), Box(3, 5, 100, 600)])
+def test_where_torch_has_no_vector_code_either_pillow_resizes(by, box, without_vectors):
+    pixels, part = noise(480, 640), Box(20, 30, 160, 170)
+    image = Image.fromarray(pixels).crop((box.left, box.top, box.left + box.width, box.top + box.height))
+    expected = torch.from_numpy(np.array(image.resize((200, 190), FILTERS[by]))).permute(2, 0, 1)[None]
+    assert torch.equal(resize_box(pixels, box, 190, 200, by), expected)
+    cut = resize.empty(160, 170)
+    resizing(pixels, box, (190, 200), by, part)(out=Place.of(cut))
+    assert torch.equal(cut, expected[:, :, 20:180, 30:200])
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="of x86's instructions")
+def test_doctor_says_what_resizes_by_what_torch_says_of_the_processor(capability):
+    if capability == "avx2" and kernel.why_not():
+        pytest.skip(kernel.why_not())
+    script = (
+        "from streamload.cli.doctor import _resizing; from streamload.transforms import kernel; "
+        "kernel._avx2 = None; print(_resizing().value)"
+    )
+    environ = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    path = "torch's kernel" if capability == "avx2" else "Pillow (torch has no vector code here)"
+    assert done.stdout.startswith(f"by {path}, as streamload was installed without a C compiler")
+
+
 @pytest.mark.parametrize("by", FILTERS)
 def test_without_it_torchs_kernel_gives_nearly_the_same(by, monkeypatch):
     pixels = noise(480, 640)
@@ -352,5 +392,5 @@ def test_an_installation_without_a_compiler_is_said_by_the_first_loader_and_by_d
         next(iter(loader))
     assert [r.levelname for r in caplog.records if "apt-get install gcc" in r.message] == ["WARNING"]
     assert "apt-get install gcc" in _resizing().advice
-    monkeypatch.setattr(kernel.platform, "machine", lambda: "aarch64")  # a compiler would be of no use
+    monkeypatch.setattr(kernel.platform, "machine", lambda: "riscv64")  # a compiler would be of no use
     assert _resizing().advice == ""

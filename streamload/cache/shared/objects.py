@@ -213,8 +213,9 @@ class Objects:
 def _store_for(url: str, storage_options: Mapping[str, Any]) -> type[Store]:
     """The backend of a URL, imported on first use."""
     if urls.scheme(url) == "s3":
-        from streamload.origins.signing import is_ours
+        from streamload.origins.signing import check_s3fs, is_ours
 
+        check_s3fs(f"{urls.redact(url)}: a shared cache in S3")
         if is_ours(f"{url.rstrip('/')}/name", storage_options):
             from streamload.cache.shared.s3_store import S3Store
 
