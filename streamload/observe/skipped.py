@@ -75,7 +75,7 @@ def _picture(members: Mapping[str, memoryview]) -> tuple[Picture | None, str]:
     """A small picture of a sample's first image, as far as it can be decoded; None, and why there is none."""
     from PIL import Image, ImageFile, UnidentifiedImageError
 
-    from streamload.transforms.decode import FORMATS
+    from streamload.transforms.by_pillow import FORMATS
 
     why, before = "it has no image", ImageFile.LOAD_TRUNCATED_IMAGES
     ImageFile.LOAD_TRUNCATED_IMAGES = True  # what there is of a cut file is drawn

@@ -16,6 +16,7 @@ from streamload.transforms import kernel
 _BYTES_A_PIXEL = 12
 """Memory allowed for each of `most_pixels`. A progressive JPEG takes 10: 6 for coefficients, 4 for Pillow's
 pixels. Other formats take less, except for these:"""
+JPEG_START = b"\xff\xd8\xff"
 _MORE_BYTES_A_PIXEL = {"CMYK": 14, "WEBP": 19, "TIFF": 20, "AVIF": 24, "JPEG2000": 60, "ICO": 200}
 """A progressive JPEG with four colours takes 8 + 4, and some for its rows. Pillow reads every WebP by the
 animation decoder of libwebp, with two canvases, and copies one of them twice. libtiff buffers a strip or

@@ -17,7 +17,7 @@ from PIL import Image
 
 from streamload.errors import DecodeError
 from streamload.transforms.augment import CLIP_RATIO, CLIP_SCALE, Box, Draws, RandomBox, SeededGenerators
-from streamload.transforms.decode import Pixels, decode_to_pillow
+from streamload.transforms.decode import Pixels
 from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
 from streamload.transforms.normalise import (
     OPENAI_MEAN,
@@ -323,6 +323,8 @@ class UserTransform:
 
     def decoded(self, data: bytes | memoryview) -> Image.Image:
         """The image in a file."""
+        from streamload.transforms.by_pillow import decode_to_pillow
+
         return decode_to_pillow(data, self._most_pixels)
 
     def __call__(self, image: Image.Image, generators: SeededGenerators, seed: int) -> Any:

@@ -13,7 +13,8 @@ from streamload.cache.selection import MEMBER_LIMIT_BYTES
 from streamload.derived.prepare import preparation
 from streamload.derived.prepare.preparation import Preparation
 from streamload.errors import DecodeError, OptionError
-from streamload.transforms.decode import decode_jpeg_or_image, decode_to_pillow
+from streamload.transforms.by_pillow import decode_to_pillow
+from streamload.transforms.decode import decode_jpeg_or_image
 from tests.support.photographs import whole_photograph
 
 RECIPES = ["raw-64", "jpeg-64-q90"]

@@ -12,7 +12,8 @@ from PIL import Image
 from streamload.errors import DecodeError
 from streamload.transforms import kernel
 from streamload.transforms.augment import Draws, RandomBox
-from streamload.transforms.decode import decode_jpeg_or_image, decode_to_pillow, jpeg_size
+from streamload.transforms.by_pillow import decode_to_pillow
+from streamload.transforms.decode import decode_jpeg_or_image, jpeg_size
 from tests.support.photographs import photograph
 
 needs_it = pytest.mark.skipif(

@@ -11,7 +11,8 @@ from PIL import Image, ImageOps
 
 from streamload.errors import DecodeError, ImageTooLarge
 from streamload.transforms import decode
-from streamload.transforms.decode import decode_jpeg_or_image, decode_to_pillow, jpeg_size
+from streamload.transforms.by_pillow import decode_to_pillow
+from streamload.transforms.decode import decode_jpeg_or_image, jpeg_size
 from tests.support.photographs import whole_photograph
 
 

@@ -12,8 +12,9 @@ from PIL import Image
 
 from streamload.derived.prepare.preparation import Preparation
 from streamload.errors import DecodeError, ImageTooLarge
-from streamload.transforms import decode, kernel, limits
-from streamload.transforms.decode import decode_jpeg_or_image, decode_to_pillow
+from streamload.transforms import by_pillow, kernel, limits
+from streamload.transforms.by_pillow import decode_to_pillow
+from streamload.transforms.decode import decode_jpeg_or_image
 from streamload.transforms.limits import check_scans
 from tests.faults.images import png, progressive_jpeg, run_lengths_bmp, tiled_tiff, webp
 
@@ -170,7 +171,7 @@ MODES = ["1", "L", "P", "RGB", "RGBA", "LA", "I;16", "CMYK", "YCbCr"]
 
 @pytest.mark.parametrize("mode", MODES)
 def test_pixels_are_those_of_pillow_however_many_are_converted_at_once(mode, monkeypatch):
-    monkeypatch.setattr(decode, "_STRIP_PIXELS", 700)
+    monkeypatch.setattr(by_pillow, "_STRIP_PIXELS", 700)
     image = Image.effect_noise((63, 41), 90).convert("L" if mode == "I;16" else "RGB").convert(mode)
     kinds = {"CMYK": "JPEG", "YCbCr": "JPEG"}
     options = {"transparency": bytes(range(256))} if mode == "P" else {}

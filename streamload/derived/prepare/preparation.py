@@ -33,7 +33,8 @@ from streamload.shards.originals import Original
 from streamload.shards.samples import Entry, ShardScanner, border
 from streamload.shards.tar import BLOCK_BYTES, NOTE, TarParser
 from streamload.transforms.augment import Box
-from streamload.transforms.decode import Pixels, decode_jpeg_or_image, kept_info
+from streamload.transforms.by_pillow import kept_info
+from streamload.transforms.decode import Pixels, decode_jpeg_or_image
 from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS
 from streamload.transforms.ppm import to_ppm
 from streamload.transforms.resize import resize_box

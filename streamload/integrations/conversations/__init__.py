@@ -31,7 +31,7 @@ from streamload.integrations.conversations.messages import (
     image_members,
     read_conversation,
 )
-from streamload.transforms.decode import decode_to_pillow
+from streamload.transforms.by_pillow import decode_to_pillow
 from streamload.transforms.limits import DEFAULT_MAX_IMAGE_PIXELS, check_pixels
 
 IGNORED = -100
