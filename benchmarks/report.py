@@ -570,6 +570,17 @@ def small_shards(result: Result) -> str:
     return table(["loader, shards, epoch", "samples/s", "CPU µs of a sample"], rows)
 
 
+def converted(result: Result) -> str:
+    rows = [
+        [name, *(f"{row[each]:,.{digits}f}" if each in row else "–" for each, digits in _CONVERTED)]
+        for name, row in result["medians"].items()
+    ]
+    return table(["", "samples/s", "CPU µs of a sample", "first batch, s"], rows)
+
+
+_CONVERTED = (("samples_per_second", 0), ("cpu_us", 0), ("first_batch_seconds", 1))
+
+
 def small_cache(result: Result) -> str:
     rows = [
         [
@@ -666,6 +677,7 @@ TABLES = {
     "held": held,
     "mount": mount,
     "small_shards": small_shards,
+    "converted": converted,
     "fill": fill,
     "verification": verification,
     "overhead": overhead,

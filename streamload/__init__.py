@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     )
     from streamload.metrics import Snapshot
     from streamload.metrics.findings import Alert, Verdict
+    from streamload.pack.writer import ShardWriter
     from streamload.patches.options import Patches
     from streamload.shards.samples import Entry
     from streamload.weights.sample import complexity
@@ -55,6 +56,7 @@ __all__ = [
     "Loader",
     "Order",
     "Patches",
+    "ShardWriter",
     "Shards",
     "Snapshot",
     "Source",
@@ -80,6 +82,7 @@ _LATER |= dict.fromkeys(["Snapshot"], "streamload.metrics")
 _LATER |= dict.fromkeys(["Alert", "Verdict"], "streamload.metrics.findings")
 _LATER |= dict.fromkeys(["Entry"], "streamload.shards.samples")
 _LATER |= dict.fromkeys(["Join"], "streamload.join.options")
+_LATER |= dict.fromkeys(["ShardWriter"], "streamload.pack.writer")
 _LATER |= dict.fromkeys(["complexity"], "streamload.weights.sample")
 
 

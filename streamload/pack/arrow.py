@@ -1,0 +1,123 @@
+"""Parquet files, and Arrow files as the `datasets` library saves them → rows, group by group."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from streamload.errors import OptionError
+from streamload.pack.rows import CONVERSATIONS, Columns, Sample, sample_of
+
+_ROWS_AT_ONCE = 256
+_BUFFER_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class ArrowFile:
+    """A Parquet file on a file system of fsspec, or a local stream of Arrow record batches (`.arrow`)."""
+
+    path: str
+    size_bytes: int
+    files: Any = field(repr=False)
+
+    def groups(self) -> tuple[list[int], Any]:
+        """Number of rows of each row group or record batch, and the schema."""
+        if self.path.endswith(".arrow"):
+            stream = self._stream()
+            return [batch.num_rows for batch in stream], stream.schema
+        with self.files.open(self.path, "rb") as source, self._parquet(source) as file:
+            groups = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+            return groups, file.schema_arrow
+
+    def batches(self, group: int, columns: Sequence[str] | None) -> Iterator[Any]:
+        """Yield a group's record batches, with some columns or all."""
+        if self.path.endswith(".arrow"):
+            batch = next(batch for number, batch in enumerate(self._stream()) if number == group)
+            yield batch if columns is None else batch.select(columns)
+            return
+        with self.files.open(self.path, "rb") as source, self._parquet(source) as file:
+            yield from file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=columns)
+
+    def _stream(self) -> Any:
+        """Map the file into memory: a batch that isn't used isn't read."""
+        from pyarrow import ArrowInvalid, ipc, memory_map
+
+        try:
+            return ipc.open_stream(memory_map(self.path))
+        except ArrowInvalid as exc:
+            raise OptionError(f"{self.path} is not a stream of Arrow record batches: {exc}") from exc
+
+    def _parquet(self, source: Any) -> Any:
+        from pyarrow import ArrowInvalid, parquet
+
+        try:
+            return parquet.ParquetFile(source, buffer_size=_BUFFER_BYTES)
+        except ArrowInvalid as exc:
+            raise OptionError(f"{self.path} is not a Parquet file: {exc}") from exc
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one group of a file, which are read at once.
+
+    Attributes:
+        first: number of the group's first row in the source.
+        chosen: the rows, counted in the group.
+        names: the columns to read; None: all.
+    """
+
+    file: ArrowFile
+    group: int
+    first: int
+    chosen: range
+    columns: Columns
+    names: tuple[str, ...] | None
+
+    def parts(self, most: int, spread: bool) -> list[Rows]:
+        """Cut the rows into parts of at most so many, each spread over the group or from one place."""
+        count = math.ceil(len(self.chosen) / most)
+        cuts = [
+            slice(part, None, count) if spread else slice(part * most, (part + 1) * most)
+            for part in range(count)
+        ]
+        return [replace(self, chosen=self.chosen[cut]) for cut in cuts]
+
+    def samples(self) -> Iterator[Sample | str]:
+        """Yield the rows' samples; a string says why a row is left out."""
+        start = 0
+        for batch in self.file.batches(self.group, self.names):
+            wanted = [row for row in range(start, start + batch.num_rows) if row in self.chosen]
+            cells = batch.take([row - start for row in wanted]).to_pylist() if wanted else []
+            start += batch.num_rows
+            for row, values in zip(wanted, cells, strict=True):
+                number = self.first + row
+                yield sample_of(values, self.columns, f"{number:09d}", f"{self.file.path}, row {number + 1}")
+
+
+def rows_of(files: Sequence[ArrowFile], columns: Columns) -> tuple[list[Rows], list[str] | None]:
+    """All groups of the files, and the names of the labels if the `datasets` library has stored them.
+
+    Raises:
+        OptionError: pyarrow isn't installed, or a file can't be read.
+    """
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError as exc:
+        raise OptionError("Parquet and Arrow need pyarrow: pip install 'streamload[parquet]'") from exc
+    pieces: list[Rows] = []
+    classes, first = None, 0
+    label = columns.label or "label"
+    for file in files:
+        counts, schema = file.groups()
+        about = json.loads((schema.metadata or {}).get(b"huggingface", "{}"))
+        classes = about.get("info", {}).get("features", {}).get(label, {}).get("names", classes)
+        asked = {columns.image, columns.caption, label, columns.key, *columns.kept}
+        takes_all = columns.kept == ("*",) or {*CONVERSATIONS} & {*schema.names}
+        names = None if takes_all else tuple(name for name in schema.names if name in asked)
+        for group, count in enumerate(counts):
+            pieces.append(Rows(file, group, first, range(count), columns, names))
+            first += count
+    return pieces, classes
