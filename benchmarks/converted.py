@@ -8,7 +8,7 @@ Photographs with captions in Parquet files with row groups of 100, as the `datas
 contenders decode by the same function and have 2 workers; runs take turns, with the order rotated.
 
 - streamload, shards: of `streamload pack`, in its shuffled order.
-- Parquet, buffer: row groups in random order, and a shuffle buffer of 500 rows, as streaming data sets do it.
+- Parquet, buffer: row groups in random order, and a shuffle buffer of 250 rows, as streaming data sets do it.
   Rows of groups that come at different times don't meet in it.
 - Parquet, any row: each row is drawn from all, as a sampler draws them; its row group is read for it.
 - first_batch_seconds: from the process's first line on. cpu_us: CPU time of a sample, of all processes, in
@@ -34,9 +34,9 @@ import torch
 from benchmarks import machine, process_tree, turns
 from benchmarks.contenders.job import versions
 
-SAMPLES, GROUP, FILES = 2_000, 100, 4
+SAMPLES, GROUP, FILES = 1_000, 100, 2
 QUICK_SAMPLES = 400
-BATCH, WORKERS, EPOCHS, BUFFER = 32, 2, 2, 500
+BATCH, WORKERS, EPOCHS, BUFFER = 32, 2, 2, 250
 
 
 def main() -> None:

@@ -17,8 +17,8 @@ def pack(
     source: Annotated[
         str,
         typer.Argument(
-            help="A .parquet, .csv, .tsv, .jsonl or .json file, hf://…, or a folder: of Parquet files, saved by "
-            "`datasets`, of images with a .txt beside each, of a folder of images per label, or of tars."
+            help="A .parquet, .csv, .tsv, .jsonl or .json file, hf://…, or a folder: of Parquet files, "
+            "saved by `datasets`, of images with a .txt beside each, of a folder of images a label, of tars."
         ),
     ],
     target: Annotated[Path, typer.Argument(help="The folder for the shards and sizes.json.")],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -28,35 +30,34 @@ class ArrowFile:
         if self.path.endswith(".arrow"):
             stream = self._stream()
             return [batch.num_rows for batch in stream], stream.schema
-        with self.files.open(self.path, "rb") as source, self._parquet(source) as file:
+        with self._parquet() as file:
             groups = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
             return groups, file.schema_arrow
 
     def batches(self, group: int, columns: Sequence[str] | None) -> Iterator[Any]:
         """Yield a group's record batches, with some columns or all."""
         if self.path.endswith(".arrow"):
-            batch = next(batch for number, batch in enumerate(self._stream()) if number == group)
+            batch = next(itertools.islice(self._stream(), group, None))
             yield batch if columns is None else batch.select(columns)
             return
-        with self.files.open(self.path, "rb") as source, self._parquet(source) as file:
+        with self._parquet() as file:
             yield from file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=columns)
 
     def _stream(self) -> Any:
         """Map the file into memory: a batch that isn't used isn't read."""
-        from pyarrow import ArrowInvalid, ipc, memory_map
+        from pyarrow import ipc, memory_map
 
-        try:
-            return ipc.open_stream(memory_map(self.path))
-        except ArrowInvalid as exc:
-            raise OptionError(f"{self.path} is not a stream of Arrow record batches: {exc}") from exc
+        return ipc.open_stream(memory_map(self.path))
 
-    def _parquet(self, source: Any) -> Any:
-        from pyarrow import ArrowInvalid, parquet
+    @contextlib.contextmanager
+    def _parquet(self) -> Iterator[Any]:
+        from pyarrow import parquet
 
-        try:
-            return parquet.ParquetFile(source, buffer_size=_BUFFER_BYTES)
-        except ArrowInvalid as exc:
-            raise OptionError(f"{self.path} is not a Parquet file: {exc}") from exc
+        with (
+            self.files.open(self.path, "rb") as source,
+            parquet.ParquetFile(source, buffer_size=_BUFFER_BYTES) as file,
+        ):
+            yield file
 
 
 @dataclass(frozen=True)
@@ -104,14 +105,19 @@ def rows_of(files: Sequence[ArrowFile], columns: Columns) -> tuple[list[Rows], l
         OptionError: pyarrow isn't installed, or a file can't be read.
     """
     try:
-        import pyarrow  # noqa: F401
+        import pyarrow
     except ImportError as exc:
         raise OptionError("Parquet and Arrow need pyarrow: pip install 'streamload[parquet]'") from exc
     pieces: list[Rows] = []
     classes, first = None, 0
     label = columns.label or "label"
     for file in files:
-        counts, schema = file.groups()
+        try:
+            counts, schema = file.groups()
+        except pyarrow.ArrowInvalid as exc:
+            raise OptionError(
+                f"{file.path} is neither Parquet nor a stream of Arrow record batches: {exc}"
+            ) from exc
         about = json.loads((schema.metadata or {}).get(b"huggingface", "{}"))
         classes = about.get("info", {}).get("features", {}).get(label, {}).get("names", classes)
         asked = {columns.image, columns.caption, label, columns.key, *columns.kept}

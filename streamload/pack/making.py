@@ -27,6 +27,7 @@ from streamload.pack.arrow import Rows
 from streamload.pack.rows import Sample
 from streamload.pack.sources import Listing
 from streamload.pack.writer import SIZES, TAR_OPTIONS, publish, write_json
+from streamload.shards.samples import split_name
 
 Counts = tuple[int, dict[str, int]]
 """Number of samples, and of samples left out by reason, which completes "left out: 3 …"."""
@@ -85,6 +86,9 @@ def write_shard(shard: Shard) -> Counts:
                     left_out[sample] += 1
                     continue
                 key = sample.key.replace(".", "_")
+                if split_name(f"{key}.x") != (key, "x"):
+                    left_out["whose key is none that a loader reads"] += 1
+                    continue
                 uses[key] += 1
                 members = {
                     name: data if isinstance(data, bytes) else data.read_bytes()
@@ -99,15 +103,13 @@ def write_shard(shard: Shard) -> Counts:
 
 
 def _in_order(shard: Shard) -> Iterator[Sample | str]:
-    has_rows = any(isinstance(piece, Rows) for piece in shard.pieces)
-    found = (
-        each for piece in shard.pieces for each in (piece.samples() if isinstance(piece, Rows) else [piece])
-    )
-    if shard.seed is None or not has_rows:
-        return found
-    samples = [*found]
+    if shard.seed is None or not any(isinstance(piece, Rows) for piece in shard.pieces):
+        for piece in shard.pieces:
+            yield from piece.samples() if isinstance(piece, Rows) else [piece]
+        return
+    samples = [*_in_order(shard._replace(seed=None))]
     random.Random(shard.seed).shuffle(samples)
-    return iter(samples)
+    yield from samples
 
 
 def write_shards(
@@ -130,9 +132,8 @@ def write_shards(
     for shard in shards:
         digest.update(repr((shard.path.name, *shard[1:])).encode("utf-8", "surrogateescape"))
     done = _begun(target, notes, digest.hexdigest())
-    for shard in shards:
-        show(shard.total if shard.path.name in done else 0)
     missing = [shard for shard in shards if shard.path.name not in done]
+    show(sum(shard.total for shard in shards) - sum(shard.total for shard in missing))
     write_json(notes, [digest.hexdigest(), done])
     try:
         for shard, counts in _made(missing, min(jobs, len(missing))):
@@ -182,6 +183,7 @@ def _made(shards: Sequence[Shard], jobs: int) -> Iterator[tuple[Shard, Counts]]:
         return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["webdataset.writer", __name__])
+    others = {*multiprocessing.active_children()}
     pool = ProcessPoolExecutor(jobs, context, initializer=_end_with_parent)
     try:
         by_future = {pool.submit(write_shard, shard): shard for shard in shards}
@@ -193,7 +195,7 @@ def _made(shards: Sequence[Shard], jobs: int) -> Iterator[tuple[Shard, Counts]]:
         ) from exc
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        for child in multiprocessing.active_children():
+        for child in {*multiprocessing.active_children()} - others:
             child.terminate()
 
 

@@ -85,9 +85,6 @@ class ShardWriter:
         self._writer: Any = None
         self._last_key: str | None = None
 
-    def __repr__(self) -> str:
-        return f"<ShardWriter {self._folder}: {len(self.sizes)} whole shards, {self.samples} samples>"
-
     def write(self, sample: Mapping[str, Any]) -> None:
         """Write a sample.
 

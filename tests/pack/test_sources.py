@@ -120,10 +120,12 @@ def test_columns_by_name_and_types_that_json_has_not(pack, tmp_path):
         }
         for number in range(4)
     ]  # fmt: skip
+    rows.append({**rows[0], "sku": "a/"})
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     names = ("--image-column", "jpg", "--caption-column", "text", "--label-column", "score")
     kept = ("--key-column", "sku", "--keep-columns", "day,nothing", "--no-shuffle")
-    pack(tmp_path / "a.parquet", tmp_path / "out", *names, *kept)
+    report = pack(tmp_path / "a.parquet", tmp_path / "out", *names, *kept)
+    assert report["left_out"] == {"whose key is none that a loader reads": 1}
     found = packed(tmp_path / "out")
     assert [*found] == ["x_0", "x_0~2", "x_1", "x_1~2"]
     assert [json.loads(members["json"]) for members in found.values()] == [
@@ -329,9 +331,9 @@ def test_what_a_row_can_not_be_is_said(pack, tmp_path, row, options, says):
 
 def test_damaged_files_are_named(pack, tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 no")
-    assert "a.parquet is not a Parquet file" in pack(tmp_path / "a.parquet", tmp_path / "out")
+    assert "a.parquet is neither Parquet" in pack(tmp_path / "a.parquet", tmp_path / "out")
     (tmp_path / "a.arrow").write_bytes(b"no")
-    assert "a.arrow is not a stream of Arrow" in pack(tmp_path / "a.arrow", tmp_path / "out")
+    assert "a.arrow is neither Parquet nor a stream of Arrow" in pack(tmp_path / "a.arrow", tmp_path / "out")
     (tmp_path / "a.json").write_text('{"image": 1}, 2')
     assert "not JSON" in pack(tmp_path / "a.json", tmp_path / "out")
     (tmp_path / "a.json").write_text("[1]")
