@@ -90,10 +90,10 @@ class Rows:
         """Yield the rows' samples; a string says why a row is left out."""
         start = 0
         for batch in self.file.batches(self.group, self.names):
-            wanted = [row for row in range(start, start + batch.num_rows) if row in self.chosen]
-            cells = batch.take([row - start for row in wanted]).to_pylist() if wanted else []
+            chosen = [row for row in range(start, start + batch.num_rows) if row in self.chosen]
+            cells = batch.take([row - start for row in chosen]).to_pylist() if chosen else []
             start += batch.num_rows
-            for row, values in zip(wanted, cells, strict=True):
+            for row, values in zip(chosen, cells, strict=True):
                 number = self.first + row
                 yield sample_of(values, self.columns, f"{number:09d}", f"{self.file.path}, row {number + 1}")
 
@@ -120,9 +120,9 @@ def rows_of(files: Sequence[ArrowFile], columns: Columns) -> tuple[list[Rows], l
             ) from exc
         about = json.loads((schema.metadata or {}).get(b"huggingface", "{}"))
         classes = about.get("info", {}).get("features", {}).get(label, {}).get("names", classes)
-        asked = {columns.image, columns.caption, label, columns.key, *columns.kept}
+        needed = {columns.image, columns.caption, label, columns.key, *columns.kept}
         takes_all = columns.kept == ("*",) or {*CONVERSATIONS} & {*schema.names}
-        names = None if takes_all else tuple(name for name in schema.names if name in asked)
+        names = None if takes_all else tuple(name for name in schema.names if name in needed)
         for group, count in enumerate(counts):
             pieces.append(Rows(file, group, first, range(count), columns, names))
             first += count

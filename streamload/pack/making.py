@@ -24,7 +24,7 @@ from xxhash import xxh3_128
 
 from streamload.errors import OptionError, StreamloadError
 from streamload.pack.arrow import Rows
-from streamload.pack.rows import Sample
+from streamload.pack.rows import Sample, without_dots
 from streamload.pack.sources import Listing
 from streamload.pack.writer import SIZES, TAR_OPTIONS, publish, write_json
 from streamload.shards.samples import split_name
@@ -63,8 +63,8 @@ def plan(listing: Listing, target: Path, most: int, prefix: str, shuffle: bool) 
         contents[-1].append(piece)
         room -= count
     return [
-        Shard(target / f"{prefix}{number:05d}.tar", own, number if shuffle else None)
-        for number, own in enumerate(contents)
+        Shard(target / f"{prefix}{number:05d}.tar", content, number if shuffle else None)
+        for number, content in enumerate(contents)
     ]
 
 
@@ -85,7 +85,7 @@ def write_shard(shard: Shard) -> Counts:
                 if isinstance(sample, str):
                     left_out[sample] += 1
                     continue
-                key = sample.key.replace(".", "_")
+                key = without_dots(sample.key)
                 if split_name(f"{key}.x") != (key, "x"):
                     left_out["whose key is none that a loader reads"] += 1
                     continue
@@ -162,18 +162,20 @@ def _begun(target: Path, notes: Path, digest: str) -> dict[str, Counts]:
     Raises:
         OptionError: the folder has shards of something else.
     """
-    begun: tuple[str, dict[str, Counts]] | None = json.loads(notes.read_bytes()) if notes.exists() else None
+    notes_before: tuple[str, dict[str, Counts]] | None = (
+        json.loads(notes.read_bytes()) if notes.exists() else None
+    )
     present = [path.name for path in (*sorted(target.glob("*.tar")), target / SIZES) if path.exists()]
-    if present and begun is None:
+    if present and notes_before is None:
         raise OptionError(f"{target} has {present[0]} already: give an empty folder")
-    if begun is not None and begun[0] != digest:
+    if notes_before is not None and notes_before[0] != digest:
         raise OptionError(
             f"{target} has shards of another call that was stopped: repeat that one, or give an empty folder"
         )
     for part in target.glob(".*.part"):
         part.unlink(missing_ok=True)
-    counts = {} if begun is None else begun[1]
-    return {name: each for name, each in counts.items() if not each[0] or name in present}
+    counts = {} if notes_before is None else notes_before[1]
+    return {name: count for name, count in counts.items() if not count[0] or name in present}
 
 
 def _made(shards: Sequence[Shard], jobs: int) -> Iterator[tuple[Shard, Counts]]:
@@ -183,7 +185,7 @@ def _made(shards: Sequence[Shard], jobs: int) -> Iterator[tuple[Shard, Counts]]:
         return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["webdataset.writer", __name__])
-    others = {*multiprocessing.active_children()}
+    children = {*multiprocessing.active_children()}
     pool = ProcessPoolExecutor(jobs, context, initializer=_end_with_parent)
     try:
         by_future = {pool.submit(write_shard, shard): shard for shard in shards}
@@ -195,7 +197,7 @@ def _made(shards: Sequence[Shard], jobs: int) -> Iterator[tuple[Shard, Counts]]:
         ) from exc
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        for child in {*multiprocessing.active_children()} - others:
+        for child in {*multiprocessing.active_children()} - children:
             child.terminate()
 
 

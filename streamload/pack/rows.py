@@ -64,6 +64,12 @@ class Sample(NamedTuple):
     members: Mapping[str, Member]
 
 
+def without_dots(key: str) -> str:
+    """A key whose last part has no dot, at which it would end."""
+    folder, slash, name = key.rpartition("/")
+    return f"{folder}{slash}{name.replace('.', '_')}"
+
+
 def sample_of(row: Mapping[str, Any], columns: Columns, key: str, name: str) -> Sample | str:
     """The sample of a row, or why it is left out.
 
@@ -145,7 +151,7 @@ def images_of(cell: Any, folder: Path, name: str) -> dict[str, Member] | str:
                 return _NOT_THERE
         elif isinstance(data, bytes):
             extension = next(
-                (each for each, start in _FORMATS.items() if re.match(start, data, re.DOTALL)), ""
+                (item for item, start in _FORMATS.items() if re.match(start, data, re.DOTALL)), ""
             )
             if not extension:
                 return _OTHER_FORMAT
@@ -180,9 +186,9 @@ def text_of(value: Any, name: str) -> str:
 def _plain(value: Any, name: str) -> Any:
     """A value for JSON: NaN is null, and dates, decimals and their like are text."""
     if isinstance(value, dict):
-        return {str(key): _plain(each, name) for key, each in value.items()}
+        return {str(key): _plain(item, name) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain(each, name) for each in value]
+        return [_plain(item, name) for item in value]
     if isinstance(value, bytes):
         raise OptionError(f"{name}: a kept column has bytes; expected what JSON has: name others to keep")
     if isinstance(value, float) and not math.isfinite(value):

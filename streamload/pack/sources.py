@@ -11,7 +11,16 @@ from typing import Any
 
 from streamload.errors import OptionError
 from streamload.pack.arrow import ArrowFile, Rows, rows_of
-from streamload.pack.rows import IMAGE_SUFFIXES, NO_CAPTION, Columns, Member, Sample, Span, sample_of
+from streamload.pack.rows import (
+    IMAGE_SUFFIXES,
+    NO_CAPTION,
+    Columns,
+    Member,
+    Sample,
+    Span,
+    sample_of,
+    without_dots,
+)
 from streamload.pack.tables import TABLE_SUFFIXES, read_table
 
 REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -34,8 +43,8 @@ class Listing:
     _uses: Counter[str] = field(default_factory=Counter)
 
     def add(self, key: str, members: Mapping[str, Member]) -> None:
-        """Add a sample. Its key loses dots, which would end it, and is made unique."""
-        key = key.replace(".", "_")
+        """Add a sample, with a key unlike all before."""
+        key = without_dots(key)
         self._uses[key] += 1
         self.pieces.append(Sample(key if self._uses[key] == 1 else f"{key}~{self._uses[key]}", members))
 
@@ -59,7 +68,7 @@ def list_source(
     if not (path.exists() or REMOTE.match(source) or "*" in source):
         raise OptionError(f"{source}: No such file or folder")
     if (path / "dataset_dict.json").exists():
-        splits = ", ".join(sorted(each.name for each in path.iterdir() if each.is_dir()))
+        splits = ", ".join(sorted(folder.name for folder in path.iterdir() if folder.is_dir()))
         raise OptionError(f"{source} has the splits {splits}: give the folder of one")
     if tables := _arrow_files(source, storage_options):
         columns = replace(columns, folder=columns.folder or Path(tables[0].path).parent)
@@ -93,14 +102,16 @@ def _arrow_files(source: str, storage_options: Mapping[str, Any] | None) -> Sequ
     files, path = url_to_fs(source, **(storage_options or {}))
     names = files.glob(path) if "*" in path else files.find(path)
     suffixes = (".parquet",) if REMOTE.match(source) else (".parquet", ".arrow")
-    found = next(filter(None, ([name for name in names if name.endswith(suffix)] for suffix in suffixes)), [])
-    splits = {_PART.sub("", name): name for name in found}
+    chosen = next(
+        filter(None, ([name for name in names if name.endswith(suffix)] for suffix in suffixes)), []
+    )
+    splits = {_PART.sub("", name): name for name in chosen}
     if len(splits) > 1:
         raise OptionError(
             f"{source} has files of several splits, such as {', '.join([*splits.values()][:3])}: give "
             f"the folder of one, or a pattern in quotes ('…/train-*.parquet')"
         )
-    return [ArrowFile(name, files.size(name), files) for name in sorted(found)]
+    return [ArrowFile(name, files.size(name), files) for name in sorted(chosen)]
 
 
 def _add_tars(listing: Listing, tars: Sequence[Path]) -> None:
@@ -122,10 +133,10 @@ def _add_images(listing: Listing, folder: Path) -> None:
     if not has_texts and all(image.parent != folder for image in images):
         listing.classes = sorted({image.relative_to(folder).parts[0] for image in images})
     for image in images:
-        text, own = image.with_suffix(".txt"), {image.suffix[1:].lower(): image}
+        text, member = image.with_suffix(".txt"), {image.suffix[1:].lower(): image}
         if listing.classes is not None:
             label = listing.classes.index(image.relative_to(folder).parts[0])
-            listing.add(_key(image, folder), {**own, "cls": str(label).encode()})
+            listing.add(_key(image, folder), {**member, "cls": str(label).encode()})
             continue
         try:
             caption = text.read_bytes().decode().strip() if text.is_file() else ""
@@ -133,7 +144,7 @@ def _add_images(listing: Listing, folder: Path) -> None:
             listing.left_out["whose caption is not UTF-8 text"] += 1
             continue
         if caption:
-            listing.add(_key(image, folder), {**own, "txt": caption.encode()})
+            listing.add(_key(image, folder), {**member, "txt": caption.encode()})
         else:
             listing.left_out[NO_CAPTION] += 1
 

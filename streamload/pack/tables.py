@@ -29,12 +29,12 @@ def read_table(table: Path, no_quotes: bool) -> Iterator[Mapping[str, Any]]:
         if not text.strip():
             continue
         try:
-            found = json.loads(
+            parsed = json.loads(
                 text, parse_constant=lambda _: None
             )  # NaN and infinity, which JSON doesn't have
         except ValueError as exc:
             raise OptionError(f"{table} has a line that is not JSON: {text[:60]!r} ({exc})") from exc
-        for row in found if table.suffix == ".json" and isinstance(found, list) else [found]:
+        for row in parsed if table.suffix == ".json" and isinstance(parsed, list) else [parsed]:
             if not isinstance(row, dict):
                 raise OptionError(f"{table} has a row that is not a JSON object: {row!r:.60}")
             yield row

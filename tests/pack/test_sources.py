@@ -19,7 +19,7 @@ from pyarrow import parquet
 import streamload
 from streamload.cli import main
 from streamload.integrations.conversations.messages import image_members, read_conversation
-from streamload.testing.shards import read_oracle, write_shards
+from streamload.testing.shards import ShardOptions, read_oracle, write_shards
 
 COLOURS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
 OPTIONS = {"train": False, "num_workers": 0, "preprocess": None}
@@ -275,7 +275,7 @@ def test_class_folders_are_labels(pack, tmp_path):
 
 
 def test_tars_are_cut_anew(pack, tmp_path):
-    paths = write_shards(tmp_path / "set", [5, 1, 9])
+    paths = write_shards(tmp_path / "set", [5, 1, 9], options=ShardOptions(folder="v1.0/"))
     before = dict(sample for path in paths for sample in read_oracle(path))
     link = tarfile.TarInfo("lost.jpg")
     link.type, link.linkname = tarfile.SYMTYPE, "elsewhere.jpg"
