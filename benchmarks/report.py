@@ -572,10 +572,11 @@ def small_shards(result: Result) -> str:
 
 def converted(result: Result) -> str:
     rows = [
-        [name, *(f"{row[each]:,.{digits}f}" if each in row else "–" for each, digits in _CONVERTED)]
+        [name, *(f"{row[metric]:,.{digits}f}" for metric, digits in _CONVERTED)]
         for name, row in result["medians"].items()
+        if "cpu_us" in row
     ]
-    return table(["", "samples/s", "CPU µs of a sample", "first batch, s"], rows)
+    return table(["read from", "samples/s", "CPU µs of a sample", "first batch, s"], rows)
 
 
 _CONVERTED = (("samples_per_second", 0), ("cpu_us", 0), ("first_batch_seconds", 1))
