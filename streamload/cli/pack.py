@@ -60,7 +60,7 @@ def pack(
     ] = True,
     keep_columns: Annotated[
         str,
-        typer.Option(help='Columns to store as a .json beside each image: "width,source", or "*".'),
+        typer.Option(help='PackColumns to store as a .json beside each image: "width,source", or "*".'),
     ] = "",
     storage_options: StorageOptions = None,
     as_json: AsJson = False,
@@ -74,7 +74,7 @@ def pack(
     """
     from streamload.limits import own_processors
     from streamload.pack.making import plan, write_shards
-    from streamload.pack.rows import Columns
+    from streamload.pack.rows import PackColumns
     from streamload.pack.sources import REMOTE, list_source
 
     if REMOTE.match(str(target)):
@@ -82,7 +82,7 @@ def pack(
             f"{target} is not a local folder: pack into one, and copy it (aws s3 cp --recursive, …)"
         )
     kept = tuple(keep_columns.split(",")) if keep_columns else ()
-    columns = Columns(image_column, caption_column, label_column, key_column, kept, image_folder)
+    columns = PackColumns(image_column, caption_column, label_column, key_column, kept, image_folder)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the processes of --jobs, too
     try:
         listing = list_source(source, columns, no_quotes, storage_options_of(storage_options))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from streamload.errors import OptionError
-from streamload.pack.rows import CONVERSATIONS, Columns, Sample, sample_of
+from streamload.pack.rows import CONVERSATIONS, PackColumns, PackSample, sample_of
 
 _ROWS_AT_ONCE = 256
 _BUFFER_BYTES = 8 << 20
@@ -74,7 +74,7 @@ class Rows:
     group: int
     first: int
     chosen: range
-    columns: Columns
+    columns: PackColumns
     names: tuple[str, ...] | None
 
     def parts(self, most: int, spread: bool) -> list[Rows]:
@@ -86,7 +86,7 @@ class Rows:
         ]
         return [replace(self, chosen=self.chosen[cut]) for cut in cuts]
 
-    def samples(self) -> Iterator[Sample | str]:
+    def samples(self) -> Iterator[PackSample | str]:
         """Yield the rows' samples; a string says why a row is left out."""
         start = 0
         for batch in self.file.batches(self.group, self.names):
@@ -98,7 +98,7 @@ class Rows:
                 yield sample_of(values, self.columns, f"{number:09d}", f"{self.file.path}, row {number + 1}")
 
 
-def rows_of(files: Sequence[ArrowFile], columns: Columns) -> tuple[list[Rows], list[str] | None]:
+def rows_of(files: Sequence[ArrowFile], columns: PackColumns) -> tuple[list[Rows], list[str] | None]:
     """All groups of the files, and the names of the labels if the `datasets` library has stored them.
 
     Raises:

@@ -24,7 +24,7 @@ from xxhash import xxh3_128
 
 from streamload.errors import OptionError, StreamloadError
 from streamload.pack.arrow import Rows
-from streamload.pack.rows import Sample, without_dots
+from streamload.pack.rows import PackSample, without_dots
 from streamload.pack.sources import Listing
 from streamload.pack.writer import SIZES, TAR_OPTIONS, publish, write_json
 from streamload.shards.samples import split_name
@@ -33,11 +33,11 @@ Counts = tuple[int, dict[str, int]]
 """Number of samples, and of samples left out by reason, which completes "left out: 3 …"."""
 
 
-class Shard(NamedTuple):
+class PackShard(NamedTuple):
     """A shard to write. `seed`: of the order of its samples; None: they are in order."""
 
     path: Path
-    pieces: Sequence[Sample | Rows]
+    pieces: Sequence[PackSample | Rows]
     seed: int | None
 
     @property
@@ -46,14 +46,14 @@ class Shard(NamedTuple):
         return sum(len(piece.chosen) if isinstance(piece, Rows) else 1 for piece in self.pieces)
 
 
-def plan(listing: Listing, target: Path, most: int, prefix: str, shuffle: bool) -> list[Shard]:
+def plan(listing: Listing, target: Path, most: int, prefix: str, shuffle: bool) -> list[PackShard]:
     """Cut a source into shards of at most so many samples; groups of rows stay whole where they fit."""
-    pieces: list[Sample | Rows] = []
+    pieces: list[PackSample | Rows] = []
     for piece in listing.pieces:
         pieces += piece.parts(most, shuffle) if isinstance(piece, Rows) else [piece]
     if shuffle:
         random.Random(0).shuffle(pieces)
-    contents: list[list[Sample | Rows]] = []
+    contents: list[list[PackSample | Rows]] = []
     room = 0
     for piece in pieces:
         count = len(piece.chosen) if isinstance(piece, Rows) else 1
@@ -63,12 +63,12 @@ def plan(listing: Listing, target: Path, most: int, prefix: str, shuffle: bool) 
         contents[-1].append(piece)
         room -= count
     return [
-        Shard(target / f"{prefix}{number:05d}.tar", content, number if shuffle else None)
+        PackShard(target / f"{prefix}{number:05d}.tar", content, number if shuffle else None)
         for number, content in enumerate(contents)
     ]
 
 
-def write_shard(shard: Shard) -> Counts:
+def write_shard(shard: PackShard) -> Counts:
     """Write a shard; no file if all of its samples are left out.
 
     Raises:
@@ -102,7 +102,7 @@ def write_shard(shard: Shard) -> Counts:
     return uses.total(), dict(left_out)
 
 
-def _in_order(shard: Shard) -> Iterator[Sample | str]:
+def _in_order(shard: PackShard) -> Iterator[PackSample | str]:
     if shard.seed is None or not any(isinstance(piece, Rows) for piece in shard.pieces):
         for piece in shard.pieces:
             yield from piece.samples() if isinstance(piece, Rows) else [piece]
@@ -113,7 +113,7 @@ def _in_order(shard: Shard) -> Iterator[Sample | str]:
 
 
 def write_shards(
-    listing: Listing, shards: Sequence[Shard], target: Path, jobs: int, show: Callable[[int], None]
+    listing: Listing, shards: Sequence[PackShard], target: Path, jobs: int, show: Callable[[int], None]
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Write the shards that aren't whole yet, then sizes.json.
 
@@ -178,7 +178,7 @@ def _begun(target: Path, notes: Path, digest: str) -> dict[str, Counts]:
     return {name: count for name, count in counts.items() if not count[0] or name in present}
 
 
-def _made(shards: Sequence[Shard], jobs: int) -> Iterator[tuple[Shard, Counts]]:
+def _made(shards: Sequence[PackShard], jobs: int) -> Iterator[tuple[PackShard, Counts]]:
     """Write shards; yield each that is whole."""
     if jobs <= 1:
         yield from ((shard, write_shard(shard)) for shard in shards)

@@ -23,7 +23,7 @@ _FORMATS = {"jpg": rb"\xff\xd8\xff", "png": rb"\x89PNG\r\n\x1a\n", "webp": rb"RI
 
 
 @dataclass(frozen=True)
-class Columns:
+class PackColumns:
     """The columns of a table, and the folder of its images' paths.
 
     Attributes:
@@ -41,7 +41,7 @@ class Columns:
     folder: Path | None = None
 
 
-class Span(NamedTuple):
+class FileSpan(NamedTuple):
     """Bytes of a file."""
 
     path: str
@@ -54,10 +54,10 @@ class Span(NamedTuple):
             return os.pread(file.fileno(), self.size, self.start)
 
 
-Member = bytes | Path | Span
+Member = bytes | Path | FileSpan
 
 
-class Sample(NamedTuple):
+class PackSample(NamedTuple):
     """A sample to pack: its members by extension."""
 
     key: str
@@ -70,7 +70,7 @@ def without_dots(key: str) -> str:
     return f"{folder}{slash}{name.replace('.', '_')}"
 
 
-def sample_of(row: Mapping[str, Any], columns: Columns, key: str, name: str) -> Sample | str:
+def sample_of(row: Mapping[str, Any], columns: PackColumns, key: str, name: str) -> PackSample | str:
     """The sample of a row, or why it is left out.
 
     Args:
@@ -127,7 +127,7 @@ def sample_of(row: Mapping[str, Any], columns: Columns, key: str, name: str) -> 
         members["cls"] = number.encode()
     if fields:
         members["json"] = json.dumps(_plain(fields, name)).encode()
-    return Sample(key if columns.key is None else text(columns.key), members)
+    return PackSample(key if columns.key is None else text(columns.key), members)
 
 
 def images_of(cell: Any, folder: Path, name: str) -> dict[str, Member] | str:

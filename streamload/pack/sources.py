@@ -14,10 +14,10 @@ from streamload.pack.arrow import ArrowFile, Rows, rows_of
 from streamload.pack.rows import (
     IMAGE_SUFFIXES,
     NO_CAPTION,
-    Columns,
+    FileSpan,
     Member,
-    Sample,
-    Span,
+    PackColumns,
+    PackSample,
     sample_of,
     without_dots,
 )
@@ -37,7 +37,7 @@ class Listing:
         classes: names of the labels 0, 1, …; None: unknown.
     """
 
-    pieces: list[Sample | Rows] = field(default_factory=list)
+    pieces: list[PackSample | Rows] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
     classes: list[str] | None = None
     _uses: Counter[str] = field(default_factory=Counter)
@@ -46,11 +46,11 @@ class Listing:
         """Add a sample, with a key unlike all before."""
         key = without_dots(key)
         self._uses[key] += 1
-        self.pieces.append(Sample(key if self._uses[key] == 1 else f"{key}~{self._uses[key]}", members))
+        self.pieces.append(PackSample(key if self._uses[key] == 1 else f"{key}~{self._uses[key]}", members))
 
 
 def list_source(
-    source: str, columns: Columns, no_quotes: bool, storage_options: Mapping[str, Any] | None
+    source: str, columns: PackColumns, no_quotes: bool, storage_options: Mapping[str, Any] | None
 ) -> Listing:
     """List a source's samples.
 
@@ -122,7 +122,7 @@ def _add_tars(listing: Listing, tars: Sequence[Path]) -> None:
             if entry.has_unsupported:
                 listing.left_out["with links to what is not in the tar, or sparse files"] += 1
             else:
-                spans = {extension: Span(str(tar), *span) for extension, *span in entry.members}
+                spans = {extension: FileSpan(str(tar), *span) for extension, *span in entry.members}
                 listing.add(entry.key, spans)
 
 
@@ -149,7 +149,7 @@ def _add_images(listing: Listing, folder: Path) -> None:
             listing.left_out[NO_CAPTION] += 1
 
 
-def _add_table(listing: Listing, table: Path, columns: Columns, no_quotes: bool) -> None:
+def _add_table(listing: Listing, table: Path, columns: PackColumns, no_quotes: bool) -> None:
     for number, row in enumerate(read_table(table, no_quotes), start=1):
         sample = sample_of(row, columns, "", f"{table}, row {number}")
         if isinstance(sample, str):

@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from streamload.errors import OptionError
 from streamload.pack.making import plan, write_shards
-from streamload.pack.rows import Columns
+from streamload.pack.rows import PackColumns
 from streamload.pack.sources import list_source
 
 ROWS = 300
@@ -38,7 +38,7 @@ def table(tmp_path_factory):
 
 
 def pack(table, target, most=10, jobs=1, shuffle=True):
-    listing = list_source(str(table), Columns(), False, None)
+    listing = list_source(str(table), PackColumns(), False, None)
     shards = plan(listing, target, most, "", shuffle)
     return write_shards(listing, shards, target, jobs, lambda count: None)
 
@@ -87,7 +87,7 @@ def test_another_source_or_options_are_not_mixed_in(table, whole, tmp_path):
     target = tmp_path / "out"
     target.mkdir()
     one, *_ = sorted(name for name in whole[0] if name.endswith(".tar"))
-    listing = list_source(str(table), Columns(), False, None)
+    listing = list_source(str(table), PackColumns(), False, None)
     shards = plan(listing, target, 10, "", True)
     stop = itertools.count()
 
