@@ -109,7 +109,7 @@ peers: $(READY) $(OPENCLIP_READY)  ## Build the environments of the peers that a
 	$(BIN)/python -m benchmarks.environments.build || true
 
 bench: peers  ## Measure beside the peers (about 3 hours); writes benchmarks/results/*.json
-	for name in cold cold_large link_busy warm overhead handover decode_workers start scaling consumer half resume memory flat memory_tier hits small_cache fill held small_shards mount looking \
+	for name in cold cold_large link_busy warm overhead handover decode_workers start scaling consumer half resume memory flat memory_tier hits small_cache fill held small_shards converted mount looking \
 		verification prepared strategies module_cache row_memory row_columns features facts metrics_cost buckets bucket_groups packing naflex_step journal daemons shuffle arrival mixing_policies mixing_clip reporting scale nodes report shuffle_report; do \
 		$(BIN)/python -m benchmarks.$$name; done
 

@@ -571,6 +571,18 @@ def small_shards(result: Result) -> str:
     return table(["loader, shards, epoch", "samples/s", "CPU µs of a sample"], rows)
 
 
+def converted(result: Result) -> str:
+    rows = [
+        [name, *(f"{row[metric]:,.{digits}f}" for metric, digits in _CONVERTED)]
+        for name, row in result["medians"].items()
+        if "cpu_us" in row
+    ]
+    return table(["read from", "samples/s", "CPU µs of a sample", "first batch, s"], rows)
+
+
+_CONVERTED = (("samples_per_second", 0), ("cpu_us", 0), ("first_batch_seconds", 1))
+
+
 def small_cache(result: Result) -> str:
     rows = [
         [
@@ -667,6 +679,7 @@ TABLES = {
     "held": held,
     "mount": mount,
     "small_shards": small_shards,
+    "converted": converted,
     "fill": fill,
     "verification": verification,
     "overhead": overhead,

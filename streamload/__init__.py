@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from streamload.metrics import Snapshot
     from streamload.metrics.findings import Alert, Verdict
     from streamload.observe.shown import show
+    from streamload.pack.writer import ShardWriter
     from streamload.patches.options import Patches
     from streamload.shards.samples import Entry
     from streamload.weights.sample import complexity
@@ -56,6 +57,7 @@ __all__ = [
     "Loader",
     "Order",
     "Patches",
+    "ShardWriter",
     "Shards",
     "Snapshot",
     "Source",
@@ -82,6 +84,7 @@ _LATER |= dict.fromkeys(["Snapshot"], "streamload.metrics")
 _LATER |= dict.fromkeys(["Alert", "Verdict"], "streamload.metrics.findings")
 _LATER |= dict.fromkeys(["Entry"], "streamload.shards.samples")
 _LATER |= dict.fromkeys(["Join"], "streamload.join.options")
+_LATER |= dict.fromkeys(["ShardWriter"], "streamload.pack.writer")
 _LATER |= {"complexity": "streamload.weights.sample", "show": "streamload.observe.shown"}
 
 

@@ -241,6 +241,16 @@ def test_many_small_shards_are_measured_beside_webdataset_by_epoch(tmp_path: Pat
     assert report.tables_of({"small_shards": result})["small_shards"].count("\n") == 9
 
 
+def test_packed_shards_are_measured_beside_the_parquet_they_were_made_of(tmp_path: Path) -> None:
+    result = run_quickly("converted", tmp_path / "out.json")
+    assert {*result["medians"]} == {
+        *("pack, 1 jobs", "pack, 2 jobs", "streamload, shards", "Parquet, buffer", "Parquet, any row")
+    }
+    rows = [row for name, row in result["medians"].items() if "pack" not in name]
+    assert all(row.keys() >= {"cpu_us", "samples_per_second", "first_batch_seconds"} for row in rows)
+    assert report.tables_of({"converted": result})["converted"].count("\n") == 4
+
+
 def test_a_small_cache_is_measured_with_and_without_lanes_and_window_that_fit(tmp_path: Path) -> None:
     result = run_quickly("small_cache", tmp_path / "out.json", "--contenders", "defaults")
 

@@ -27,6 +27,9 @@ def test_a_block_runs_as_it_stands(page, line, source, tmp_path, monkeypatch):
 
 
 def test_the_pages_with_python_of_their_own_have_a_block_that_runs():
-    guides = [f"guides/{name}" for name in ("getting-started", "samples", "mixing", "batches", "testing")]
+    guides = [
+        f"guides/{name}"
+        for name in ("getting-started", "samples", "making-shards", "mixing", "batches", "testing")
+    ]
     for name in (*guides, "reference/caching", "reference/prepared-images", "reference/mixing"):
         assert RUNNABLE.search((ROOT / "docs" / f"{name}.md").read_text()), name
