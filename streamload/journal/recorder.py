@@ -113,6 +113,7 @@ class Recorder(RankPart):
         self._segment, self._parent = "", None  # type: str, list[Any] | None
         self._step = 0  # of the run: the next one
         self._is_due = self._is_new = False  # a mark is; the sequence has no mark
+        self._is_marking = False
         self._known: list[Event] = []  # events that are written
         self._noted: Sequence[Event] = ()  # the run's events, as they were looked at last
         self._reasons: list[tuple[Event, Mapping[str, Any]]] = []  # of events that aren't written yet
@@ -185,7 +186,9 @@ class Recorder(RankPart):
             self._is_due = self._is_new = False
             pending.marked = self._step
             if self._run.counts_groups:
+                self._is_marking = True
                 state = {"step": self._step, "origin": pending.origin, "state": self._run.state()}
+                self._is_marking = False
                 pending.writer.add(Record("mark", state, {}))
             pending.write_usual(self._step)
         pending.flush_if_due()
@@ -244,7 +247,9 @@ class Recorder(RankPart):
             self._pending.end()
 
     def state(self, position: int) -> Mapping[str, object]:
-        """The place in the journal."""
+        """The place in the journal, which has all steps before it: a killed run goes on from there."""
+        if self._pending is not None and not self._is_marking:
+            self._pending.flush()
         if not self._segment:
             return {} if self._parent is None else {NAME: {"segment": self._parent[0], "step": self._step}}
         return {NAME: {"segment": self._segment, "step": self._step}}

@@ -86,3 +86,20 @@ def test_a_loader_that_is_closed_has_written_all_steps(data: Data, tmp_path: Pat
         for _ in range(5):
             next(batches)
     assert RunHistory(tmp_path / "journal").segment().stop == 5
+
+
+def test_a_saved_state_has_all_its_steps_in_the_journal(data: Data, tmp_path: Path) -> None:
+    """Whatever becomes of the process then."""
+    options = {"urls": data.urls("a"), "num_batches": 12}
+    with make(tmp_path, **options) as loader:
+        batches = iter(loader)
+        seen = [next(batches)["__key__"] for _ in range(5)]
+        state = loader.state_dict()
+        assert RunHistory(tmp_path / "journal").segment().stop == 5
+        next(batches)
+    with make(tmp_path, **options) as loader:
+        loader.load_state_dict(state)
+        seen += [batch["__key__"] for batch in loader]
+    with make(tmp_path, **options) as loader:
+        again = [*loader.at(0), *loader.at(5)]
+    assert [batch["__key__"] for batch in again] == seen
