@@ -57,13 +57,13 @@ def tag_of(machine: str) -> str:
 def build(url: str) -> None:
     """Build the sdist of HEAD, and all wheels from the sdist."""
     shutil.rmtree(DIST, ignore_errors=True)
-    build = (sys.executable, "-m", "build", "--no-isolation", "--outdir", DIST)
+    command = (sys.executable, "-m", "build", "--no-isolation", "--outdir", DIST)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "source"
         source.mkdir()
         run("bash", "-o", "pipefail", "-c", 'git archive HEAD | tar x -C "$0"', source, cwd=ROOT)
         readme.rewrite(source, url)
-        run(*build, "--sdist", source)
+        run(*command, "--sdist", source)
         (sdist,) = DIST.glob("*.tar.gz")
         for machine in MACHINES:
             unpacked = Path(folder) / machine
@@ -76,7 +76,7 @@ def build(url: str) -> None:
             environ = os.environ | compiler | {
                 "STREAMLOAD_REQUIRE_KERNEL": "1", "_PYTHON_HOST_PLATFORM": f"linux-{machine}"
             }  # fmt: skip
-            run(*build, "--wheel", platform, unpacked, env=environ)
+            run(*command, "--wheel", platform, unpacked, env=environ)
             print(f"built for {machine}", flush=True)
 
 

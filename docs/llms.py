@@ -2,9 +2,10 @@
 
 Beside it llms-full.txt has the guides and the reference in one file, and each page is there as Markdown, with
 what is generated filled in. Groups and order are those of the contents in index.md, the form is that
-of https://llmstxt.org.
+of https://llmstxt.org. Links lead to pages; other files of the repository aren't on the site, and are named.
 """
 
+import posixpath
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import generated
 DOCS = Path(__file__).parent
 _GROUP = re.compile(r"^```\{toctree\}\n:caption: ([^\n]+)\n:hidden:\n\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _INCLUDED = re.compile(r"^```\{include\} (.+)\n:relative-docs: docs/\n```$", re.MULTILINE)
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:)([^)#\s]*)(#[^)\s]*)?\)")
 _OPTIONAL = ("How it works", "Results", "Project")
 """Groups that a reader with little room can leave out."""
 _MOST = 240
@@ -40,6 +42,22 @@ def page(name: str) -> str:
     return re.sub(r"<!--.*?-->\n?", "", text, flags=re.DOTALL)
 
 
+def relinked(text: str, name: str, folder: str) -> str:
+    """A page's text with its links as they lead from a folder of the site."""
+    names = {page for group in groups().values() for page in group}
+
+    def link(match: re.Match[str]) -> str:
+        picture, label, target, anchor = match.groups()
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(name), target)) if target else f"{name}.md"
+        if path.removesuffix(".md") in names:
+            return f"[{label}]({posixpath.relpath(path, folder or '.')}{anchor or ''})"
+        file = path.removeprefix("../")
+        return label if picture or label.strip("`") == file else f"{label} ({file})"
+
+    parts = re.split(r"(^```.*?^```)", text, flags=re.MULTILINE | re.DOTALL)
+    return "".join(part if part.startswith("```") else _LINK.sub(link, part) for part in parts)
+
+
 def title_of(text: str) -> str:
     """The heading of a page."""
     return next(line for line in text.splitlines() if line.startswith("# ")).removeprefix("# ")
@@ -61,11 +79,11 @@ def files() -> dict[str, str]:
     for caption, names in _grouped().items():
         lines += ["", f"## {caption}", ""]
         lines += [f"- [{title_of(texts[name])}]({name}.md): {said_of(texts[name])}" for name in names]
-    full = [texts[name] for caption, names in _grouped().items() if caption != "Optional" for name in names]
+    kept = [name for caption, names in _grouped().items() if caption != "Optional" for name in names]
     return {
         "llms.txt": "\n".join(lines) + "\n",
-        "llms-full.txt": "\n\n".join(full) + "\n",
-        **{f"{name}.md": text for name, text in texts.items()},
+        "llms-full.txt": "\n\n".join(relinked(texts[name], name, "") for name in kept) + "\n",
+        **{f"{name}.md": relinked(text, name, posixpath.dirname(name)) for name, text in texts.items()},
     }
 
 

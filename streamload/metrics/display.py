@@ -85,8 +85,8 @@ def card_of_verdict(verdict: Verdict) -> str:
 
 def card_of_loader(name: str, stats: Snapshot, verdict: Verdict) -> str:
     """A loader as a card: its name, a verdict's sentence, and all that it has counted."""
-    sentence = str(verdict) if stats.batches_yielded else "no batch was taken yet"
-    return _card(f"<p><b>{_safe(name.strip('<>'))}</b></p><p>{_safe(sentence)}</p>", _numbers(stats), stats)
+    title = f"<p><b>{_safe(name.strip('<>'))}</b></p><p>{_safe(str(verdict))}</p>"
+    return _card(title, _numbers(stats), stats)
 
 
 def _numbers(stats: Snapshot) -> dict[str, str]:

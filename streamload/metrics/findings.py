@@ -47,8 +47,8 @@ class Verdict:
     counted: Snapshot = field(default_factory=Snapshot, repr=False)
 
     def __str__(self) -> str:
-        waited = f"waited {self.wait:.0%} of the last {_duration(self.seconds)} for data"
-        return f"{waited}: {self.evidence}. {self.advice}"
+        waited = f"waited {self.wait:.0%} of the last {_duration(self.seconds)} for data: "
+        return f"{waited if self.seconds else ''}{self.evidence}. {self.advice}"
 
     def _repr_html_(self) -> str:
         from streamload.metrics.display import card_of_verdict
@@ -105,5 +105,5 @@ class Requests:
 
 def _duration(seconds: float) -> str:
     if seconds < 120:
-        return f"{seconds:.0f} s"
+        return f"{seconds:.0f} s" if seconds >= 9.5 else f"{seconds:.2g} s"
     return f"{seconds / 60:.0f} min"

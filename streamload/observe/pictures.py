@@ -48,20 +48,21 @@ def pictures(images: Any, statistics: Statistics | None) -> list[Picture | None]
         if getattr(image, "ndim", 0) != 3 or image.shape[0] not in _CHANNELS:
             shown.append(None)
             continue
-        pixels = np.moveaxis(_as_numbers(image), 0, -1)
+        pixels = np.moveaxis(as_numbers(image), 0, -1)
         if pixels.dtype != np.uint8:
             pixels = pixels.astype(np.float32)
             if statistics is None:
-                low, high = float(pixels.min()), float(pixels.max())
+                finite = pixels[np.isfinite(pixels)]
+                low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
                 pixels = (pixels - low) / max(high - low, 1e-9)
             else:
                 pixels = pixels * np.array(statistics[1], np.float32) + np.array(statistics[0], np.float32)
-            pixels = np.clip(np.nan_to_num(pixels) * 255 + 0.5, 0, 255).astype(np.uint8)
+            pixels = (np.nan_to_num(np.clip(pixels, 0, 1)) * 255 + 0.5).astype(np.uint8)
         shown.append(np.ascontiguousarray(np.broadcast_to(pixels, (*pixels.shape[:2], 3))))
     return shown
 
 
-def _as_numbers(image: Any) -> npt.NDArray[Any]:
+def as_numbers(image: Any) -> npt.NDArray[Any]:
     """A tensor on any device, of any float type, or an array."""
     if isinstance(image, np.ndarray):
         return image

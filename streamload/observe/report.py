@@ -327,7 +327,7 @@ def _skipped(timeline: Timeline, rows: Sequence[Row]) -> str:
     """The first samples that could not be used, with their pictures and why."""
     if not rows:
         return ""
-    summary = f"{_unusable(timeline):,} in all; these {len(rows)} came first."
+    summary = f"{_unusable(timeline):,} over all epochs; the first {len(rows)} different ones are shown."
     return f"<section><h2>Unusable samples</h2><p class=sub>{summary}</p>{cells(rows)}</section>"
 
 

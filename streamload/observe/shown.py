@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import html
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from streamload.errors import OptionError
-from streamload.observe.pictures import Row, Statistics, cells, page, pictures
+from streamload.observe.pictures import Row, Statistics, as_numbers, cells, page, pictures
+from streamload.options.values import at_least
 
 _IMAGES = ("image", "pixel_values", "images")
 _TEXTS = ("text", "input_ids", "texts", "captions")
@@ -67,6 +71,7 @@ def show(
 
     Args:
         batch: as a loader yields it: a tuple, a dict, or its images alone, uint8 or float[N, 3, H, W].
+            Patches are put together into their images.
         loader: that yielded it, for the statistics of its transform and its tokenizer; or the transform.
         tokenizer: decodes captions from their ids, by its `decode`. None: the loader's; ids are shown where
             it has none.
@@ -81,13 +86,15 @@ def show(
     Raises:
         OptionError: it isn't a batch of images.
     """
-    if rows < 1 or (mean is None) != (std is None) or any(len(s) != 3 for s in (mean, std) if s is not None):
-        raise OptionError(
-            f"show(mean={mean}, std={std}, rows={rows}); expected three numbers each for mean and std, or "
-            f"neither, and one row at least"
-        )
+    at_least(1, rows=rows)
+    given: Any = [statistic for statistic in (mean, std) if statistic is not None]
+    if given and list(map(np.shape, given)) != [(3,), (3,)]:
+        raise OptionError(f"show(mean={mean}, std={std}); expected three numbers each, or neither")
     values = _named(batch)
     images: Any = next((values.pop(name) for name in _IMAGES if name in values), None)
+    count = 0 if _first(images) is None else len(images)
+    if isinstance(images, Mapping) and "patch_coord" in images:
+        count, images = len(images["patches"]), _assembled(images, rows)
     first = _first(images)
     statistics, restored = _statistics(loader, mean, std)
     shown: list[Any] = [] if first is None else pictures(images[:rows], statistics)
@@ -95,9 +102,13 @@ def show(
         raise OptionError(f"show() was given {_described(batch)}; {_EXPECTED}")
     decode = _decoder(tokenizer, loader)
     named = [_row(values, number, decode) for number in range(len(shown))]
-    height, width = shown[0].shape[:2]
+    for row, image in zip(named, images, strict=False):
+        if hasattr(image, "ndim") and (broken := np.count_nonzero(~np.isfinite(as_numbers(image)))):
+            row["NaN or infinite"] = f"{broken:,} values, drawn black or white"
+    sizes = sorted({f"{picture.shape[1]} × {picture.shape[0]}" for picture in shown})
+    size = f"{sizes[0]} pixels" if len(sizes) == 1 else f"{len(sizes)} sizes"
     restored = "bytes as they are" if "float" not in str(getattr(first, "dtype", "")) else restored
-    note = f"{len(shown)} of {len(images)} rows, {width} × {height} pixels, {restored}"
+    note = f"{len(shown)} of {count} rows, {size}, {restored}"
     return ShownBatch(list(zip(named, shown, strict=True)), note)
 
 
@@ -132,9 +143,9 @@ def _statistics(
 
 def _named(batch: Any) -> dict[str, Any]:
     """A batch's values by the names of a dict, whatever its form."""
-    first = _first(batch)
     if isinstance(batch, Mapping):
         return dict(batch)
+    first = _first(batch)
     if not isinstance(batch, tuple | list) or first is None or getattr(first, "ndim", 0) == 3:
         return {"image": batch} if getattr(first, "ndim", 0) == 3 else {}
     values = {"image": first}
@@ -148,11 +159,24 @@ def _named(batch: Any) -> dict[str, Any]:
     return values
 
 
+def _assembled(batch: Mapping[str, Any], rows: int) -> list[Any]:
+    """The first images of a batch of patches (docs/guides/variable-resolution.md), float32[3, H, W] each."""
+    images = []
+    columns = (batch[name][:rows] for name in ("patches", "patch_coord", "patch_valid"))
+    for patches, coord, valid in zip(*columns, strict=True):
+        side, places = math.isqrt(patches.shape[-1] // 3), coord[valid]
+        height, width = (places.amax(0) + 1).tolist()
+        grid = patches.new_zeros(height, width, side, side, 3)
+        grid[places[:, 0], places[:, 1]] = patches[valid].view(-1, side, side, 3)
+        images.append(grid.permute(4, 0, 2, 1, 3).reshape(3, height * side, width * side))
+    return images
+
+
 def _first(values: Any) -> Any:
     """The first of a list, tuple or tensor; None: it is something else, or empty."""
-    if isinstance(values, str | Mapping) or not hasattr(values, "__getitem__"):
+    if not isinstance(values, list | tuple) and not getattr(values, "ndim", 0):
         return None
-    return values[0] if getattr(values, "ndim", 1) and len(values) else None
+    return values[0] if len(values) else None
 
 
 def _row(values: Mapping[str, Any], number: int, decode: Callable[[Any], str] | None) -> dict[str, Any]:
@@ -163,15 +187,19 @@ def _row(values: Mapping[str, Any], number: int, decode: Callable[[Any], str] | 
             continue
         cell = value[number]
         if name in _TEXTS:
-            row["caption"] = cell if isinstance(cell, str) else _caption(cell, decode)
+            row["caption"] = _caption(cell, decode)
         elif isinstance(cell, str | int | float) or getattr(cell, "ndim", 1) == 0:
             row[_NAMES.get(name, name)] = cell.item() if hasattr(cell, "item") else cell
     return row
 
 
 def _caption(ids: Any, decode: Callable[[Any], str] | None) -> str:
-    """A caption of its ids, without the padding at its end."""
-    numbers = [int(n) for n in ids] if getattr(ids, "ndim", 1) == 1 else []
+    """A caption, or several, as text; ids without the padding at their end."""
+    if _first(ids) is None:
+        return str(ids)
+    if isinstance(ids[0], str) or getattr(ids, "ndim", 1) > 1:
+        return " | ".join(_caption(one, decode) for one in ids)
+    numbers = [int(n) for n in ids]
     if numbers[-1:] == numbers[-2:-1]:
         padding = numbers[-1:]
         while numbers and numbers[-1:] == padding:
@@ -199,6 +227,8 @@ def _described(batch: Any) -> str:
         return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
     if not isinstance(batch, Mapping | tuple | list):
         return f"a {type(batch).__name__}"
+    if isinstance(_first(batch), str):
+        return f"{len(batch)} strings"
     named = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
     parts = [f"{name}: {_described(value)}" for name, value in itertools.islice(named, _MOST_PARTS)]
     return f"a {type(batch).__name__} with {', '.join(parts) or 'nothing'}"[:400]

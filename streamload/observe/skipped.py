@@ -21,7 +21,6 @@ MOST = 60
 """Samples on a page."""
 _MOST_PIXELS = 40_000_000
 _SIDE = 320
-_LONGEST_CAPTION = 300
 
 
 def rows_of(samples: Sequence[Skipped], tier: Tier | None) -> list[Row]:
@@ -38,7 +37,7 @@ def rows_of(samples: Sequence[Skipped], tier: Tier | None) -> list[Row]:
         members = members_of.get((url, key))
         picture, why = (None, "its bytes aren't in the cache") if members is None else _picture(members)
         caption = bytes(members["txt"]).decode(errors="replace") if members and "txt" in members else None
-        values = {"caption": caption and caption[:_LONGEST_CAPTION], "key": key, "shard": url, cause: message}
+        values = {"caption": caption, "key": key, "shard": url, "error": f"{cause}: {message}"}
         rows.append((values | ({} if picture is not None else {"no picture": why}), picture))
     return rows
 

@@ -90,7 +90,8 @@ def is_only_data(seconds: float, wait: float, batches: int) -> bool:
 def _decide(figures: Figures) -> tuple[Limit, str, str]:
     counted, is_stuck = figures.counted, figures.waiting_seconds >= _FEWEST_SECONDS
     if figures.seconds < _FEWEST_SECONDS or (counted.batches_yielded < _FEWEST_BATCHES and not is_stuck):
-        return "unclear", "too few batches were taken to tell", _NOTHING
+        few = "too few batches were taken to tell" if counted.batches_yielded else "no batch was taken yet"
+        return "unclear", few, _NOTHING
     if figures.wait < LITTLE:
         return _not_waiting(figures)
     waited = counted.data_wait_seconds

@@ -1,6 +1,7 @@
 """llms.txt and the Markdown beside it: every page of the site, in its order, with what is generated."""
 
 import importlib.util
+import posixpath
 import re
 import sys
 from pathlib import Path
@@ -39,6 +40,7 @@ def test_every_page_has_a_line_with_its_title_and_a_sentence(files):
     for title, name, said in lines:
         assert files[f"{name}.md"].lstrip().startswith(f"# {title}\n"), name
         assert len(said) > 20
+        assert re.match("[A-Z`]|streamload ", said), f"{name} begins in mid-sentence: {said}"
         assert not re.search(r"\]\(|<!--|\*\*", said), name
     assert re.match(r"# streamload\n\n> streamload is a PyTorch loader .*\.\n", files["llms.txt"])
 
@@ -47,13 +49,15 @@ def test_pages_link_to_one_another_and_have_their_generated_parts(files):
     for name, text in files.items():
         assert "<!--" not in text, name
         assert "see it in the site" not in text, name
-        for target in re.findall(r"\]\(([^):#]+\.md)", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)):
-            if not name.startswith("llms"):
-                page = (Path("/") / name).parent / target
-                assert (
-                    str(page.resolve().relative_to("/")) in files
-                    or (DOCS / name).parent.joinpath(target).exists()
-                ), f"{name}: {target}"
+        prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+        for target in re.findall(r"\]\(([^)\s:#]+)(?:#[^)\s]*)?\)", prose):
+            assert posixpath.normpath(posixpath.join(posixpath.dirname(name), target)) in files, (
+                f"{name}: {target}"
+            )
+    assert "[Resume](guides/resume.md)" in files["llms-full.txt"]
+    assert "[Resume](resume.md)" in files["guides/getting-started.md"]
+    assert "first batches (examples/notebooks/first_batches.ipynb)" in files["guides/getting-started.md"]
+    assert "](reference/urls.md#s3)" in files["llms-full.txt"]
 
 
 def test_one_file_has_the_guides_and_the_whole_reference(files):

@@ -101,7 +101,7 @@ def test_a_loader_draws_itself_before_its_first_batch_and_after_its_last(tmp_pat
     write_shards(tmp_path / "shards", [40])
     options = {"batch_size": 8, "num_workers": 0, "cache_dir": tmp_path / "cache"}
     with streamload.make_loader(str(tmp_path / "shards"), **options) as loader:
-        assert "no batch was taken yet" in loader._repr_html_()
+        assert "<p>no batch was taken yet. Look at" in loader._repr_html_()
         assert len(list(loader)) == 5
         card = loader._repr_html_()
         assert cells(card) == cells(loader.stats()._repr_html_())

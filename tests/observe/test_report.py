@@ -371,7 +371,7 @@ def shown(folder: Path) -> str:
 def test_samples_that_could_not_be_used_are_shown_with_what_there_is_of_their_pictures(damaged: Path) -> None:
     text = shown(damaged)
     section = text[text.index("<h2>Unusable samples") : text.index("<h2>Settings")]
-    assert "8 in all; these 4 came first." in section
+    assert "8 over all epochs; the first 4 different ones are shown." in section
     pictures = re.findall(r'src="data:image/jpeg;base64,([^"]+)"', section)
     assert len(pictures) == 3
     for encoded in pictures:
@@ -404,6 +404,9 @@ def test_without_the_cache_the_key_and_the_reason_are_shown(damaged: Path, tmp_p
     finally:
         (path / "data").write_bytes(held[path / "data"])
     assert sum(picture is not None for _, picture in rows_of(skipped, tier)) == 3
+    ((values, _),) = rows_of([("caption", *skipped[0][1:3], "not UTF-8")], tier)
+    assert values["error"] == "caption: not UTF-8"
+    assert values["caption"].startswith("noise from shard 0 index ")
 
 
 @browser.needs_browser

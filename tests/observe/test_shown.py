@@ -165,11 +165,14 @@ def test_the_note_says_by_which_numbers_pixels_were_restored() -> None:
     [
         ({"ids": torch.zeros(2, 77, dtype=torch.long)}, "a dict with ids: int64[2, 77]"),
         ({"image": torch.zeros(2, 196, 768)}, "image: float32[2, 196, 768]"),
-        ((torch.zeros(2, 77), ["a", "b"]), "a tuple with 0: float32[2, 77], 1: a list"),
+        ((torch.zeros(2, 77), ["a", "b"]), "a tuple with 0: float32[2, 77], 1: 2 strings"),
         (torch.zeros(0, 3, 8, 8), "float32[0, 3, 8, 8]"),
         ([], "a list with nothing"),
         ("a.tar", "a str"),
         (None, "a NoneType"),
+        (["a cat", "a dog"], "was given 2 strings"),
+        ({"image": {"seq_len": 4}}, "a dict with image: a dict with seq_len: a int"),
+        (streamload.make_loader("a.tar", batch_size=2, num_workers=0), "a Loader"),
     ],
 )
 def test_what_is_no_batch_of_images_is_an_error_that_says_what_it_was(batch: Any, said: str) -> None:
@@ -178,10 +181,64 @@ def test_what_is_no_batch_of_images_is_an_error_that_says_what_it_was(batch: Any
     assert "expected a batch as a loader yields it" in str(raised.value)
 
 
-@pytest.mark.parametrize("options", [{"mean": MEAN}, {"mean": (0.5,), "std": (0.5,)}, {"rows": 0}])
-def test_half_of_the_statistics_is_an_error(options: Any) -> None:
-    with pytest.raises(OptionError, match="three numbers each for mean and std"):
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mean": MEAN}, "expected three numbers each, or neither"),
+        ({"mean": (0.5,), "std": (0.5,)}, "expected three numbers each, or neither"),
+        ({"mean": 0.5, "std": 0.5}, r"mean=0\.5, std=0\.5.*; expected three numbers each"),
+        ({"rows": 0}, "rows=0; expected a whole number of at least 1"),
+        ({"rows": "3"}, "rows='3'; expected a whole number"),
+    ],
+)
+def test_statistics_and_rows_of_another_form_are_an_error(options: Any, said: str) -> None:
+    with pytest.raises(OptionError, match=said):
         streamload.show(torch.zeros(1, 3, 4, 4), **options)
+
+
+@pytest.mark.parametrize("transform", [None, lambda image: image])
+def test_pixels_that_are_no_numbers_are_reported_on_their_row(transform: Any) -> None:
+    images = torch.zeros(4, 3, 8, 8)
+    images[1] = float("nan")
+    images[2, 0, 0] = float("inf")
+    images[3, :, 0] = torch.tensor([-float("inf"), 0.0, 0.5, 1.0] * 2)
+    shown = streamload.show(images, transform)  # a warning would be an error here
+    said = [values.get("NaN or infinite") for values, _ in shown.rows]
+    assert said == [None, *(f"{count} values, drawn black or white" for count in (192, 8, 6))]
+    pictures = [picture for _, picture in shown.rows]
+    assert (pictures[1] == 0).all()
+    assert (pictures[2][0, :, 0] == 255).all()
+    assert (pictures[3][0, [0, 4]] == 0).all()
+
+
+def test_several_captions_of_a_row_are_all_shown_and_none_is_none() -> None:
+    images = torch.zeros(2, 3, 8, 8)
+    for texts, expected in (
+        ([["a", "b"], ["c"]], ["a | b", "c"]),
+        (["a", None], ["a", "None"]),
+        (torch.tensor([[[1, 2, 0, 0], [3, 0, 0, 0]]] * 2), ["ids 1 2 | ids 3"] * 2),
+    ):
+        shown = streamload.show({"image": images, "text": texts})
+        assert [values["caption"] for values, _ in shown.rows] == expected
+        assert len(shown._repr_html_()) > 1000
+
+
+def test_patches_are_put_together_into_their_images(
+    shards: Path, tmp_path: Path, samples: dict[str, Any]
+) -> None:
+    patches = streamload.Patches(16, seq_lens=(256,), max_ratio=1.0)  # 196 of them are the whole image
+    for output in ("tuple", "dict"):
+        images = streamload.Images(patches=patches)
+        batch, loader = batch_of(shards, tmp_path, output=output, images=images)
+        shown = streamload.show(batch, loader, rows=5)
+        check(shown, samples, rows=5)
+        assert shown.note.startswith("5 of 8 rows, 224 × 224 pixels, restored by the mean")
+    wide = {"patches": torch.arange(24.0).view(2, 1, 12).repeat(1, 2, 1)}  # 2 × 2 pixels each
+    wide["patch_coord"] = torch.tensor([[[0, 0], [0, 1]], [[1, 0], [0, 0]]])
+    wide["patch_valid"] = torch.ones(2, 2, dtype=torch.bool)
+    shown = streamload.show({"image": wide})
+    assert [picture.shape for _, picture in shown.rows] == [(2, 4, 3), (4, 2, 3)]
+    assert shown.note.startswith("2 of 2 rows, 2 sizes")
 
 
 @browser.needs_browser

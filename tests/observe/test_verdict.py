@@ -217,6 +217,17 @@ def test_a_rank_without_workers_makes_its_batches_while_the_training_waits() -> 
             "fills waited 30 s for other nodes' fills",
         ),
         ({"batches_yielded": 2}, "unclear", "too few batches"),
+        ({"batches_yielded": 0}, "unclear", "waited 31% of the last 60 s for data: no batch was taken yet"),
+        (
+            {"seconds": 0.25, "data_wait_seconds": 0.1},
+            "unclear",
+            "waited 40% of the last 0.25 s for data: too",
+        ),
+        (
+            {"seconds": 0.0, "data_wait_seconds": 0.0, "batches_yielded": 0},
+            "unclear",
+            "no batch was taken yet. ",
+        ),
         (
             {"batches_yielded": 0, "waiting_seconds": 60.0, "blocked_wait_seconds": 18.6},
             "origin",
