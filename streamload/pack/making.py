@@ -180,7 +180,8 @@ def _begun(target: Path, notes: Path, digest: str) -> dict[str, Counts]:
         raise OptionError(f"{target} has {present[0]} already: give an empty folder")
     if notes_before is not None and notes_before[0] != digest:
         raise OptionError(
-            f"{target} has shards of another call that was stopped: repeat that one, or give an empty folder"
+            f"{target} has shards of another call that was stopped, or the source has changed since: repeat "
+            f"that call, or give an empty folder"
         )
     for part in target.glob(".*.part"):
         part.unlink(missing_ok=True)
