@@ -60,7 +60,7 @@ def pack(
     ] = True,
     keep_columns: Annotated[
         str,
-        typer.Option(help='PackColumns to store as a .json beside each image: "width,source", or "*".'),
+        typer.Option(help='Columns to store as a .json beside each image: "width,source", or "*".'),
     ] = "",
     storage_options: StorageOptions = None,
     as_json: AsJson = False,
@@ -81,6 +81,8 @@ def pack(
         raise OptionError(
             f"{target} is not a local folder: pack into one, and copy it (aws s3 cp --recursive, …)"
         )
+    if "/" in prefix or prefix.startswith("."):
+        raise OptionError(f"--prefix {prefix!r}: expected the beginning of a file's name, not hidden")
     kept = tuple(keep_columns.split(",")) if keep_columns else ()
     columns = PackColumns(image_column, caption_column, label_column, key_column, kept, image_folder)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the processes of --jobs, too

@@ -97,6 +97,7 @@ class SamplesDone:
     def __init__(self) -> None:
         self.epoch = self._next_epoch = 0
         self._ranges: dict[int, dict[str, list[int]]] = {}  # by epoch and shard: start, stop, start, stop, …
+        self._has_added = False  # since set_epoch
 
     def __repr__(self) -> str:
         return f"<SamplesDone from epoch {self.epoch}, {sum(map(len, self._ranges.values()))} shards>"
@@ -104,11 +105,13 @@ class SamplesDone:
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, the pass that the next iteration begins; earlier ones are over."""
         self.epoch = self._next_epoch = epoch
+        self._has_added = False
         self._ranges = {number: shards for number, shards in self._ranges.items() if number >= epoch}
 
     def add(self, samples: Iterable[str]) -> None:
-        """Note samples as used, by the `__sample__` values of a batch."""
-        for sample in samples:
+        """Note samples as used, by the `__sample__` values of a batch, or that of one sample."""
+        self._has_added = True
+        for sample in [samples] if isinstance(samples, str) else samples:
             epoch, shard, start, stop = sample.split()
             self._add(int(epoch), shard, int(start), int(stop))
 
@@ -141,7 +144,16 @@ class SamplesDone:
             self._add(*part)
 
     def begin(self) -> int:
-        """Return the epoch of the pass that a pipeline begins."""
+        """Return the epoch of the pass that a pipeline begins.
+
+        Raises:
+            StateMismatch: workers begin an epoch anew that was used already, and would yield nothing of it.
+        """
+        if self._has_added and self._next_epoch == self.epoch:
+            raise StateMismatch(
+                f"a second pass over epoch {self.epoch}: before it, call set_epoch({self.epoch + 1}) of "
+                f"SamplesDone, or set_epoch({self.epoch}) to go through that epoch's rest"
+            )
         self._next_epoch += 1
         return self._next_epoch - 1
 
@@ -167,6 +179,8 @@ def tarfile_to_samples(
     """Make a stage that reads samples as `wds.tarfile_to_samples` does, by way of the cache.
 
     The samples are webdataset's: `__key__`, `__url__` and the bytes of each member by extension, in order.
+    But a link has the bytes of what it links to, `._name` files of macOS are left out, and a member that
+    comes twice begins another sample, where webdataset raises.
     After the whole samples of a damaged shard, or of one that can't be fetched, `handler` gets the error. A
     sample that is cut off isn't yielded.
 

@@ -118,10 +118,12 @@ def rows_of(files: Sequence[ArrowFile], columns: PackColumns) -> tuple[list[Rows
             raise OptionError(
                 f"{file.path} is neither Parquet nor a stream of Arrow record batches: {exc}"
             ) from exc
-        about = json.loads((schema.metadata or {}).get(b"huggingface", "{}"))
-        classes = about.get("info", {}).get("features", {}).get(label, {}).get("names", classes)
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # no such label, or another one's metadata
+            about = json.loads((schema.metadata or {})[b"huggingface"])
+            classes = about["info"]["features"][label]["names"]
         needed = {columns.image, columns.caption, label, columns.key, *columns.kept}
-        takes_all = columns.kept == ("*",) or {*CONVERSATIONS} & {*schema.names}
+        is_special = columns.image not in schema.names  # a conversation, or an error that names all columns
+        takes_all = is_special or columns.kept == ("*",) or {*CONVERSATIONS} & {*schema.names}
         names = None if takes_all else tuple(name for name in schema.names if name in needed)
         for group, count in enumerate(counts):
             pieces.append(Rows(file, group, first, range(count), columns, names))

@@ -24,10 +24,9 @@ from xxhash import xxh3_128
 
 from streamload.errors import OptionError, StreamloadError
 from streamload.pack.arrow import Rows
-from streamload.pack.rows import PackSample, without_dots
+from streamload.pack.rows import PackSample, unlike, without_dots
 from streamload.pack.sources import Listing
-from streamload.pack.writer import SIZES, TAR_OPTIONS, publish, write_json
-from streamload.shards.samples import split_name
+from streamload.pack.writer import SIZES, TAR_OPTIONS, is_readable, lock, publish, write_json
 
 Counts = tuple[int, dict[str, int]]
 """Number of samples, and of samples left out by reason, which completes "left out: 3 …"."""
@@ -78,6 +77,7 @@ def write_shard(shard: PackShard) -> Counts:
 
     left_out: Counter[str] = Counter()
     uses: Counter[str] = Counter()
+    count = 0
     part = shard.path.with_name(f".{shard.path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file, TarWriter(file, **TAR_OPTIONS) as tar:
@@ -86,20 +86,20 @@ def write_shard(shard: PackShard) -> Counts:
                     left_out[sample] += 1
                     continue
                 key = without_dots(sample.key)
-                if split_name(f"{key}.x") != (key, "x"):
+                if not is_readable(key, sample.members):
                     left_out["whose key is none that a loader reads"] += 1
                     continue
-                uses[key] += 1
+                count += 1
                 members = {
                     name: data if isinstance(data, bytes) else data.read_bytes()
                     for name, data in sample.members.items()
                 }
-                tar.write({"__key__": key if uses[key] == 1 else f"{key}~{uses[key]}", **members})
-        if uses:
+                tar.write({"__key__": unlike(key, uses), **members})
+        if count:
             publish(part, shard.path)
     finally:
         part.unlink(missing_ok=True)
-    return uses.total(), dict(left_out)
+    return count, dict(left_out)
 
 
 def _in_order(shard: PackShard) -> Iterator[PackSample | str]:
@@ -125,9 +125,19 @@ def write_shards(
         Samples of each shard, by its name, and samples left out by reason.
 
     Raises:
-        OptionError: there is nothing to pack, or `target` has other shards.
+        OptionError: there is nothing to pack, or `target` has other shards, or is being written.
     """
     target.mkdir(parents=True, exist_ok=True)
+    release = lock(target, listing)
+    try:
+        return _write_shards(listing, shards, target, jobs, show)
+    finally:
+        release()
+
+
+def _write_shards(
+    listing: Listing, shards: Sequence[PackShard], target: Path, jobs: int, show: Callable[[int], None]
+) -> tuple[dict[str, int], dict[str, int]]:
     notes, digest = target / ".packing.json", xxh3_128()
     for shard in shards:
         digest.update(repr((shard.path.name, *shard[1:])).encode("utf-8", "surrogateescape"))
@@ -170,7 +180,8 @@ def _begun(target: Path, notes: Path, digest: str) -> dict[str, Counts]:
         raise OptionError(f"{target} has {present[0]} already: give an empty folder")
     if notes_before is not None and notes_before[0] != digest:
         raise OptionError(
-            f"{target} has shards of another call that was stopped: repeat that one, or give an empty folder"
+            f"{target} has shards of another call that was stopped, or the source has changed since: repeat "
+            f"that call, or give an empty folder"
         )
     for part in target.glob(".*.part"):
         part.unlink(missing_ok=True)

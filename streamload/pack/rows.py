@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from streamload.errors import OptionError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 NO_CAPTION = "without a caption"
-_NOT_THERE = "whose image is not there"
+NOT_THERE = "whose image is not there"
 _OTHER_FORMAT = f"whose image is not one of {', '.join(IMAGE_SUFFIXES)}"
 CONVERSATIONS = ("conversations", "messages")
 _NUMBER = re.compile(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?")
@@ -70,6 +71,12 @@ def without_dots(key: str) -> str:
     return f"{folder}{slash}{name.replace('.', '_')}"
 
 
+def unlike(key: str, uses: Counter[str]) -> str:
+    """A key, or key~2, …: unlike all before, whose uses are counted."""
+    uses[key] += 1
+    return key if uses[key] == 1 else unlike(f"{key}~{uses[key]}", uses)
+
+
 def sample_of(row: Mapping[str, Any], columns: PackColumns, key: str, name: str) -> PackSample | str:
     """The sample of a row, or why it is left out.
 
@@ -101,7 +108,7 @@ def sample_of(row: Mapping[str, Any], columns: PackColumns, key: str, name: str)
     if isinstance(images, str):
         return images
     if not images and not is_conversation:
-        return _NOT_THERE
+        return NOT_THERE
     members: dict[str, Member] = dict(images)
     fields = {column: row[column] for column in kept}
     if is_conversation and len(images) > 1:  # which of the members each is
@@ -137,7 +144,7 @@ def images_of(cell: Any, folder: Path, name: str) -> dict[str, Member] | str:
     for number, value in enumerate(values):
         data = (value.get("bytes") or value.get("path")) if isinstance(value, dict) else value
         if data is None:
-            return _NOT_THERE
+            return NOT_THERE
         if isinstance(data, str):
             if re.match("https?://", data, re.IGNORECASE):
                 raise OptionError(
@@ -148,7 +155,7 @@ def images_of(cell: Any, folder: Path, name: str) -> dict[str, Member] | str:
             if f".{extension}" not in IMAGE_SUFFIXES:
                 return _OTHER_FORMAT
             if not data.is_file():
-                return _NOT_THERE
+                return NOT_THERE
         elif isinstance(data, bytes):
             extension = next(
                 (item for item, start in _FORMATS.items() if re.match(start, data, re.DOTALL)), ""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from streamload.pack.arrow import ArrowFile, Rows, rows_of
 from streamload.pack.rows import (
     IMAGE_SUFFIXES,
     NO_CAPTION,
+    NOT_THERE,
     FileSpan,
     Member,
     PackColumns,
     PackSample,
     sample_of,
+    unlike,
     without_dots,
 )
 from streamload.pack.tables import TABLE_SUFFIXES, read_table
@@ -44,9 +47,7 @@ class Listing:
 
     def add(self, key: str, members: Mapping[str, Member]) -> None:
         """Add a sample, with a key unlike all before."""
-        key = without_dots(key)
-        self._uses[key] += 1
-        self.pieces.append(PackSample(key if self._uses[key] == 1 else f"{key}~{self._uses[key]}", members))
+        self.pieces.append(PackSample(unlike(without_dots(key), self._uses), members))
 
 
 def list_source(
@@ -95,7 +96,7 @@ def _arrow_files(source: str, storage_options: Mapping[str, Any] | None) -> Sequ
     """The Parquet files, or else Arrow files, of a URL, pattern, folder or file.
 
     Raises:
-        OptionError: their names are those of several splits.
+        OptionError: their names are those of several splits, and no pattern chose them.
     """
     from fsspec.core import url_to_fs
 
@@ -106,7 +107,7 @@ def _arrow_files(source: str, storage_options: Mapping[str, Any] | None) -> Sequ
         filter(None, ([name for name in names if name.endswith(suffix)] for suffix in suffixes)), []
     )
     splits = {_PART.sub("", name): name for name in chosen}
-    if len(splits) > 1:
+    if len(splits) > 1 and "*" not in source:
         raise OptionError(
             f"{source} has files of several splits, such as {', '.join([*splits.values()][:3])}: give "
             f"the folder of one, or a pattern in quotes ('…/train-*.parquet')"
@@ -128,12 +129,15 @@ def _add_tars(listing: Listing, tars: Sequence[Path]) -> None:
 
 def _add_images(listing: Listing, folder: Path) -> None:
     """Images with a .txt beside each; without any, and in subfolders, their labels are these."""
-    images = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in IMAGE_SUFFIXES]
+    images = sorted(path for path in _files(folder) if path.suffix.lower() in IMAGE_SUFFIXES)
     has_texts = any(image.with_suffix(".txt").is_file() for image in images)
     if not has_texts and all(image.parent != folder for image in images):
         listing.classes = sorted({image.relative_to(folder).parts[0] for image in images})
     for image in images:
         text, member = image.with_suffix(".txt"), {image.suffix[1:].lower(): image}
+        if not image.is_file():
+            listing.left_out[NOT_THERE] += 1
+            continue
         if listing.classes is not None:
             label = listing.classes.index(image.relative_to(folder).parts[0])
             listing.add(_key(image, folder), {**member, "cls": str(label).encode()})
@@ -149,6 +153,18 @@ def _add_images(listing: Listing, folder: Path) -> None:
             listing.left_out[NO_CAPTION] += 1
 
 
+def _files(folder: Path) -> Iterator[Path]:
+    """Files below a folder but hidden ones; links to folders are followed, unless to one that they are in."""
+    for place, folders, names in os.walk(folder, followlinks=True):
+        here = Path(place).resolve()
+        folders[:] = [
+            name
+            for name in folders
+            if not name.startswith(".") and not here.is_relative_to((here / name).resolve())
+        ]
+        yield from (Path(place, name) for name in names if not name.startswith("."))
+
+
 def _add_table(listing: Listing, table: Path, columns: PackColumns, no_quotes: bool) -> None:
     for number, row in enumerate(read_table(table, no_quotes), start=1):
         sample = sample_of(row, columns, "", f"{table}, row {number}")
@@ -161,6 +177,6 @@ def _add_table(listing: Listing, table: Path, columns: PackColumns, no_quotes: b
 
 
 def _key(image: Path, folder: Path) -> str:
-    """The image's path without its suffix."""
+    """The image's path without its suffix, and without what leads out of the folder."""
     path = image.relative_to(folder) if image.is_relative_to(folder) else Path(*image.parts[1:])
-    return path.with_suffix("").as_posix()
+    return re.sub(r"^(\.\./)+", "", os.path.normpath(path.with_suffix("")))

@@ -32,7 +32,7 @@ def read_table(table: Path, no_quotes: bool) -> Iterator[Mapping[str, Any]]:
             parsed = json.loads(
                 text, parse_constant=lambda _: None
             )  # NaN and infinity, which JSON doesn't have
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:
             raise OptionError(f"{table} has a line that is not JSON: {text[:60]!r} ({exc})") from exc
         for row in parsed if table.suffix == ".json" and isinstance(parsed, list) else [parsed]:
             if not isinstance(row, dict):

@@ -349,6 +349,24 @@ def test_other_states_are_refused(states: tuple[dict[str, Any], ...]) -> None:
         cached.SamplesDone().load_state_dict(*states)
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_a_second_pass_of_workers_without_set_epoch_is_an_error(tmp_path: Path, urls: list[str]) -> None:
+    training = Training(urls[:2], tmp_path)
+    training.steps(1, 3)
+    with pytest.raises(StateMismatch, match=r"set_epoch\(1\)"):
+        training.steps(1)
+    training.done.set_epoch(0)
+    assert len(training.steps(1)) == 80 - 3 * 8
+
+
+def test_one_sample_is_noted_as_a_batch_is(tmp_path: Path, urls: list[str]) -> None:
+    done = cached.SamplesDone()
+    for sample in ours(urls[:1], tmp_path, done=done):
+        done.add(sample["__sample__"])
+    assert done.of(0, shard_of(urls[0], None).digest)[0] == 0
+    assert ours(urls[:1], tmp_path, done=cached.SamplesDone())
+
+
 def test_noted_samples_are_ranges_in_any_order_of_arrival() -> None:
     for order in itertools.permutations(range(5)):
         done = cached.SamplesDone()

@@ -109,6 +109,21 @@ def test_another_source_or_options_are_not_mixed_in(table, whole, tmp_path):
         pack(table, target)
 
 
+def test_two_commands_do_not_write_into_one_folder(table, tmp_path):
+    listing = list_source(str(table), PackColumns(), False, None)
+    shards = plan(listing, tmp_path, 10, "", True)
+    refused = []
+
+    def show(_):
+        with pytest.raises(OptionError, match="is being written by another"):
+            pack(table, tmp_path)
+        refused.append(True)
+
+    sizes, _ = write_shards(listing, shards[:3], tmp_path, 1, show)
+    assert len(refused) == 4
+    assert files(tmp_path).keys() == {*sizes, "sizes.json"}
+
+
 def test_an_error_before_the_first_shard_leaves_nothing(tmp_path):
     parquet.write_table(pa.Table.from_pylist([{"image": 1, "caption": "a"}]), tmp_path / "a.parquet")
     with pytest.raises(OptionError, match="expected a path"):

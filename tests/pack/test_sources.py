@@ -297,6 +297,71 @@ def test_tars_are_cut_anew(pack, tmp_path):
     assert [*packed(tmp_path / "one").items()] == read_oracle(paths[2])
 
 
+def test_keys_stay_apart_and_can_be_read(pack, tmp_path):
+    """Also those that look as if they had been told apart, and those that no tar can hold."""
+    keys = ["a", "a", "a~2", "a~2", "b\0c", "d" * 70_000, "e\u00e9"]
+    rows = [{"image": image(n), "caption": "x", "key": key} for n, key in enumerate(keys)]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    options = ("--key-column", "key", "--no-shuffle", "--image-folder", tmp_path)
+    report = pack(tmp_path / "a.parquet", tmp_path / "out", *options)
+    assert report["left_out"] == {"whose key is none that a loader reads": 2}
+    assert {key: members["jpg"] for key, members in packed(tmp_path / "out").items()} == {
+        key: image(n) for key, n in {"a": 0, "a~2": 1, "a~2~2": 2, "a~2~3": 3, "e\u00e9": 6}.items()
+    }
+    (tmp_path / "images").mkdir()
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "images" / "a.jpg").write_bytes(image(1))
+    (tmp_path / "images" / "a~2.jpg").write_bytes(image(2))
+    names = ["a", "a", "a~2"]
+    rows = [{"image": f"../images/{name}.jpg", "caption": "x"} for name in names]
+    (tmp_path / "tables" / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    pack(tmp_path / "tables" / "a.jsonl", tmp_path / "table", "--no-shuffle")
+    assert [*packed(tmp_path / "table")] == ["images/a", "images/a~2", "images/a~2~2"]
+
+
+def test_linked_folders_are_followed_and_what_is_no_file_is_left_out(pack, tmp_path):
+    for place in ("set/cat", "far", "set/.cache"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "1.jpg").write_bytes(image(1))
+    (tmp_path / "set" / "dog").symlink_to(tmp_path / "far")
+    (tmp_path / "far" / "up").symlink_to(tmp_path / "set" / "dog")
+    (tmp_path / "set" / "cat" / "gone.jpg").symlink_to(tmp_path / "nowhere.jpg")
+    (tmp_path / "set" / "cat" / "._1.jpg").write_bytes(b"attributes of macOS")
+    report = pack(tmp_path / "set", tmp_path / "out")
+    assert report["left_out"] == {"whose image is not there": 1}
+    assert {key: members["cls"] for key, members in packed(tmp_path / "out").items()} == {
+        "cat/1": b"0",
+        "dog/1": b"1",
+    }
+
+
+@pytest.mark.parametrize(
+    "about", ['{"info": {"features": {"label": [{"names": 1}]}}}', '{"info": null}', "x", "[]"]
+)
+def test_metadata_of_others_is_no_error(pack, tmp_path, about):
+    table = pa.Table.from_pylist(parquet_rows(1)).replace_schema_metadata({"huggingface": about})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    assert pack(tmp_path / "a.parquet", tmp_path / "out")["left_out"] == {}
+
+
+def test_a_pattern_is_taken_at_its_word(pack, tmp_path):
+    for part in range(2):  # as Spark names them
+        path = tmp_path / f"part-0000{part}-1b2c-c000.snappy.parquet"
+        parquet.write_table(pa.Table.from_pylist(parquet_rows(2)), path)
+    assert "a pattern in quotes" in pack(tmp_path, tmp_path / "out")
+    assert pack(tmp_path / "*.parquet", tmp_path / "out")["shards"] == {"00000.tar": 4}
+
+
+def test_a_prefix_is_the_beginning_of_a_name(pack, tmp_path):
+    for prefix in ("a/b", ".a"):
+        assert "--prefix" in pack(tmp_path, tmp_path / "out", "--prefix", prefix)
+
+
+def test_json_that_is_too_deep_is_said(pack, tmp_path):
+    (tmp_path / "a.jsonl").write_text("[" * 100_000)
+    assert "has a line that is not JSON" in pack(tmp_path / "a.jsonl", tmp_path / "out")
+
+
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_urls_are_refused_with_the_tool_for_them(pack, tmp_path, kind):
     row = {"image": "HTTPS://host/a.jpg", "caption": "a"}
@@ -312,7 +377,7 @@ def test_urls_are_refused_with_the_tool_for_them(pack, tmp_path, kind):
     ("row", "options", "says"),
     [
         ({"image": b"x"}, [], "row 1 has no 'caption', only 'image'"),
-        ({"img": b"x", "caption": ""}, [], "row 1 has no 'image', only 'caption'"),
+        ({"img": b"x", "caption": ""}, [], "row 1 has no 'image', only 'img', 'caption'"),
         ({"image": 7, "caption": "a"}, [], "'image' is a int; expected a path or the bytes of an image"),
         ({"image": image(0), "label": "cat"}, [], "the column 'label' is 'cat'; expected a number"),
         ({"image": image(0), "caption": "a"}, ["--keep-columns", "image"], None),

@@ -4,7 +4,9 @@ import itertools
 import json
 import os
 import random
+import resource
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -141,6 +143,9 @@ def test_a_kill_at_any_step_of_a_shard_loses_and_doubles_nothing(tmp_path, step,
         ({"__key__": "a.b", "txt": "a"}, "'a.b' with the members .'txt'"),
         ({"__key__": "a", "x/txt": "a"}, "with the members .'x/txt'"),
         ({"__key__": "first", "txt": "again"}, "twice in a row"),
+        ({"__key__": "b", "txt": "a", "TXT": "b"}, "none of them twice"),
+        ({"__key__": "a\0b", "txt": "a"}, "expected a path"),
+        ({"__key__": "a" * 70_000, "txt": "a"}, "65,536 bytes"),
     ],
 )
 def test_what_a_loader_would_read_as_something_else_is_refused(tmp_path, sample, says):
@@ -160,3 +165,57 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
         streamload.ShardWriter(tmp_path)
     with pytest.raises(OptionError, match="max_samples=0"):
         streamload.ShardWriter(tmp_path / "b", max_samples=0)
+
+
+def test_a_closed_writer_takes_nothing(tmp_path):
+    writer = write(tmp_path, 3)
+    writer.close()
+    with pytest.raises(ValueError, match="is closed"):
+        writer.write({"__key__": "b", "txt": "a"})
+    assert written(tmp_path)[1].keys() == {"00000.tar", "sizes.json"}
+
+
+def test_a_folder_has_one_writer_at_a_time(tmp_path):
+    first = streamload.ShardWriter(tmp_path)
+    first.write(samples(1)[0])
+    with pytest.raises(OptionError, match="is being written by another"):
+        streamload.ShardWriter(tmp_path)
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)  # a worker that outlives the writer
+        os._exit(0)
+    try:
+        first.close()
+        assert write(tmp_path, 4).samples == 4
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert written(tmp_path)[0] == expected(4)
+    dropped = streamload.ShardWriter(tmp_path)
+    del dropped
+    assert write(tmp_path, 4).samples == 4
+
+
+@pytest.mark.parametrize("is_ended_by", ["write", "close"])
+def test_a_full_disk_leaves_no_half_shard_whatever_is_called_then(tmp_path, is_ended_by):
+    """A limit of the process on files' sizes stands for the disk's end; then there is room again."""
+    writer = streamload.ShardWriter(tmp_path, max_samples=2)
+    for sample in samples(3):
+        writer.write(sample)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            writer.write(
+                {"__key__": "b", "bin": bytes(1 << 20)}
+            ) if is_ended_by == "write" else writer.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    writer.close()
+    assert (writer.samples, writer.sizes) == (2, {"00000.tar": 2})
+    assert written(tmp_path)[0] == expected(2)
+    assert written(tmp_path)[1].keys() == {"00000.tar", "sizes.json"}
+    write(tmp_path, 5, max_samples=2)
+    assert written(tmp_path)[0] == expected(5)

@@ -40,10 +40,7 @@ class Hub:
         """The status, headers and body of a GET."""
         parts = urlsplit(target)
         path, query = unquote(parts.path), parse_qs(parts.query)
-        name = next(
-            (name for name in self.files if re.search(rf"/{name}(/|$)", f"/models{path}" if False else path)),
-            None,
-        )
+        name = next((name for name in self.files if re.search(rf"/{name}(/|$)", path)), None)
         is_ours = token == f"Bearer {self.token}"
         if name is None or (name in self.private and not is_ours):
             error = {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"}
