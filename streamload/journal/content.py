@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 CONTENT = "__content__"
 """The value of a batch that `Content` adds, for the worker's parts. There is none with `map_sample`."""
 UNKNOWN = 0
+"""The digest where there is none."""
 _SAMPLES_KEY, _CONTENT_KEY = key(0, 0x6A), key(0, 0x6B)
 
 
@@ -31,17 +32,17 @@ def digest_of(samples: Sequence[tuple[int, int]]) -> int:
 class Content:
     """A digest of the bytes of a batch's samples; see BatchColumn.
 
-    It is the sum modulo 2^32 of a hash of each sample's checksum; 0: unknown, as a sample was prepared.
-    Samples of files that are read in place have no checksum in an index: theirs costs a few microseconds.
+    It is the sum modulo 2^32 of a hash of each sample's checksum. Files that are read in place have no
+    checksums in an index: computing one costs a few microseconds.
     """
 
     def __init__(self) -> None:
-        self._checksums: list[int | None] = []
+        self._checksums: list[int] = []
 
-    def parse(self, sample: Sample, image: str, is_prepared: bool, seed: int) -> int | None:
-        """The checksum of a sample as its shard has it; None: it is a prepared one."""
-        if is_prepared or sample.checksum is not None:
-            return None if is_prepared else sample.checksum
+    def parse(self, sample: Sample, image: str, is_prepared: bool, seed: int) -> int:
+        """The checksum of a sample as its shard has it."""
+        if sample.checksum is not None:
+            return sample.checksum
         digest = xxhash.xxh3_64()
         for payload in sample.members.values():
             digest.update(payload)
@@ -57,8 +58,6 @@ class Content:
 
     def finish(self, texts: Any) -> dict[str, object]:
         """The digest."""
-        if None in self._checksums:
-            return {CONTENT: UNKNOWN}
         hashes = stream(_CONTENT_KEY, np.array(self._checksums, np.uint64).view(np.int64))
         return {CONTENT: int(hashes.sum(dtype=np.uint64)) & 0xFFFFFFFF}
 

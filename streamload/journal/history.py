@@ -51,7 +51,7 @@ class EndedShard(NamedTuple):
 
 
 class Digests(NamedTuple):
-    """Of a step; None: not recorded.
+    """The digests of a step; None where it has none.
 
     Attributes:
         samples: by shard and number.

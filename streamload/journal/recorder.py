@@ -79,7 +79,7 @@ class Journal(Extension):
 
     def in_worker(self, process: WorkerProcess) -> StepWitness:
         """Tell of each step what it had."""
-        return StepWitness()
+        return StepWitness(process.reader.config.assembly.preparation is not None)
 
     def in_rank(self, run: Run) -> Recorder:
         """Write the file of the rank."""
@@ -87,11 +87,18 @@ class Journal(Extension):
 
 
 class StepWitness(WorkerPart):
-    """The journal in a worker: the digests of a step, and the shards that have ended."""
+    """The journal in a worker: the digests of a step, and the shards that have ended.
+
+    Args:
+        prepares: whether shards are prepared. Other bytes are read then once they are, so they get no digest.
+    """
+
+    def __init__(self, prepares: bool):
+        self._prepares = prepares
 
     def columns(self, size: int, allocate: Allocate) -> Sequence[BatchColumn]:
         """The bytes of the samples, as a digest."""
-        return [Content()]
+        return [] if self._prepares else [Content()]
 
     def finish(self, values: dict[str, object], rows: BatchRows) -> bytes:
         """Message with the digests, and the rows of `Reader.ended`."""

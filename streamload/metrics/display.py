@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from streamload.metrics.findings import Verdict
 
 _COLOURS = ("#3b82d6", "#8b6fd0", "#8a8f98", "#d9772b", "#c9a227", "#2f9e6e", "#2ba3b8", "#d5569f")
-"""Of the stages of workers, in the registry's order; those after them are the training's."""
+"""Colours of the workers' stages, in the registry's order; the training's come after them."""
 _WIDTH, _HEIGHT = 600, 44
 _STYLE = (
     "<style>.streamload{color:inherit;font:13px/1.45 system-ui,sans-serif;max-width:640px;"

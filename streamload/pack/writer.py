@@ -17,7 +17,7 @@ from streamload.shards.samples import NAME_LIMIT_BYTES, split_name
 
 SIZES = "sizes.json"
 TAR_OPTIONS: Mapping[str, Any] = {"mtime": 0, "format": "GNU_FORMAT"}
-"""Of webdataset's TarWriter: equal samples give equal bytes, and keys may be long."""
+"""Options of webdataset's TarWriter: equal samples give equal bytes, and keys may be long."""
 
 
 def publish(part: Path, path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 VECTORS = "NEON" if platform.machine() == "aarch64" else "AVX2"
 """The instructions that the kernel uses on this processor."""
 _PROCESSORS = ("x86_64", "aarch64")
-"""Those that the kernel can be built for."""
+"""Processors that the kernel can be built for."""
 
 _avx2: ModuleType | None
 try:

@@ -65,7 +65,7 @@ class AheadConfig(NamedTuple):
     """Share of a processor for preparing, in idle time, shards that the cache has unprepared; fills prepare
     what arrives, where there is room. 0: neither."""
     by_range: bool = False
-    """Of shards that the cache lacks only indexes are kept; samples are read by range where that goes."""
+    """Keep only the indexes of shards that the cache lacks, and read their samples by range if possible."""
 
 
 @dataclass(frozen=True, slots=True)
